@@ -41,12 +41,11 @@ from benchmarks._inference_models import (
 from benchmarks._turns import ratio, take_turns, timed
 from tfamp.records.checks import short_error
 from tfamp.serving.exports.choosing import missing
-from tfamp.serving.exports.float32_copy import float32_copy
-from tfamp.serving.exports.racing import raced
 from tfamp.serving.exports.request import POSSIBLE
+from tfamp.serving.exports.source import float32_copy
 from tfamp.serving.parity.answers import classes_of
-from tfamp.serving.parity.timings import rows
-from tfamp.serving.runtimes.tensorflow_model import TensorFlowModel
+from tfamp.serving.parity.timings import raced, rows
+from tfamp.serving.runtimes.tensorflow_models import TensorFlowModel
 
 BASE = "SavedModel"
 SIZES = (1, 64)

@@ -10,11 +10,11 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.serving.exports import candidates
-from tfamp.serving.exports.racing import Pace
-from tfamp.serving.runtimes import loader, tensorflow_model
+from tfamp.serving.parity.timings import Pace
+from tfamp.serving.runtimes import loader, tensorflow_models
 from tfamp.serving.runtimes.manifest import execution_text
 from tfamp.serving.runtimes.signature import Signature, TensorSpec
-from tfamp.serving.runtimes.tensorflow_model import TensorFlowModel
+from tfamp.serving.runtimes.tensorflow_models import TensorFlowModel
 
 L = keras.layers
 X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
@@ -44,7 +44,7 @@ def fake_race(seconds):
 )
 def test_what_is_shown_faster_runs_a_batch_size(plain, xla, chosen, monkeypatch):
     monkeypatch.setattr(
-        tensorflow_model, "race", fake_race({"plain": plain, "XLA": xla})
+        tensorflow_models, "race", fake_race({"plain": plain, "XLA": xla})
     )
     model = TensorFlowModel(None, signature(4), twice)
     found = model.choose({"x": X}, (1,))
@@ -107,7 +107,8 @@ def test_a_saved_model_says_what_it_runs_by(tmp_path, monkeypatch):
     from tfamp.serving.runtimes import fresh_process
 
     def answers(folder, inputs):
-        return candidates.open_model(folder, manifests[-1]).run(inputs)
+        outputs = candidates.open_model(folder, manifests[-1]).run(inputs)
+        return fresh_process.Answered(outputs, 0.1, 1)
 
     manifests = []
     original = candidates.Manifest.write
@@ -116,8 +117,8 @@ def test_a_saved_model_says_what_it_runs_by(tmp_path, monkeypatch):
         "write",
         lambda self, folder: manifests.append(self) or original(self, folder),
     )
-    monkeypatch.setattr(fresh_process, "answers", answers)
-    monkeypatch.setattr(tensorflow_model, "race", fake_race({"plain": 3, "XLA": 1}))
+    monkeypatch.setattr(fresh_process, "ask", answers)
+    monkeypatch.setattr(tensorflow_models, "race", fake_race({"plain": 3, "XLA": 1}))
     model = keras.Sequential([keras.Input((4,)), L.Dense(3)])
     path = tmp_path / "m"
     found = tfamp.export(model, path, format="saved_model", batch_size=2)

@@ -5,9 +5,10 @@ import types
 import numpy as np
 import pytest
 
-from tfamp.serving.exports import choosing, racing
+from tfamp.serving.exports import choosing
 from tfamp.serving.exports.candidates import Candidate
 from tfamp.serving.exports.request import Request
+from tfamp.serving.parity import timings
 from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
 
 SPEC = TensorSpec("x", (None, 1), "float32")
@@ -28,7 +29,7 @@ class Taking(LoadedModel):
 
 @pytest.fixture
 def answers_are_seconds(monkeypatch):
-    monkeypatch.setattr(racing, "_seconds", lambda call, times: call())
+    monkeypatch.setattr(timings, "_seconds", lambda call, times: call())
 
 
 def test_the_fastest_over_all_sizes_wins_and_the_slow_drop_out(answers_are_seconds):
@@ -38,7 +39,7 @@ def test_the_fastest_over_all_sizes_wins_and_the_slow_drop_out(answers_are_secon
         "slow": Taking({1: 0.8, 64: 4.0}),
     }
     now = iter(range(10**6))
-    paces = racing.raced(models, X, {64, 1}, seconds=400, clock=lambda: next(now))
+    paces = timings.raced(models, X, {64, 1}, seconds=400, clock=lambda: next(now))
     assert paces["best at both"] == (0.2, 1.0)
     assert paces["slow"] == (0.8, pytest.approx(4.0))
     assert paces["best at one"][1] == pytest.approx(np.sqrt(2))
@@ -48,9 +49,9 @@ def test_the_fastest_over_all_sizes_wins_and_the_slow_drop_out(answers_are_secon
 
 def test_each_takes_a_turn_however_small_the_budget(answers_are_seconds):
     models = {name: Taking({1: cost}) for name, cost in (("a", 2.0), ("b", 1.0))}
-    paces = racing.raced(models, X, {1}, seconds=0.0)
+    paces = timings.raced(models, X, {1}, seconds=0.0)
     assert paces == {"a": (2.0, pytest.approx(2.0)), "b": (1.0, 1.0)}
-    assert racing.raced({"a": models["a"]}, X, {1}, seconds=0.0) == {"a": (2.0, 1.0)}
+    assert timings.raced({"a": models["a"]}, X, {1}, seconds=0.0) == {"a": (2.0, 1.0)}
 
 
 def candidate(format, dtype="float32"):
@@ -77,7 +78,7 @@ def test_the_gate_times_against_the_best_float32_of_all_runtimes(
 
     def paced(source, candidates, seconds):
         return {
-            each.request.name: racing.Pace(1.0, 1.0 + (each.request.format != fastest))
+            each.request.name: timings.Pace(1.0, 1.0 + (each.request.format != fastest))
             for each in candidates
         }
 

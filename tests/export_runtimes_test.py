@@ -9,37 +9,27 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.serving.exports.candidates import Source
-from tfamp.serving.exports.request import Request
+from tfamp.serving.exports.candidates import WRITERS
+from tfamp.serving.exports.request import PACKAGES, Request
+from tfamp.serving.exports.source import Source
+from tfamp.serving.runtimes.loader import open_model
+from tfamp.serving.runtimes.manifest import Manifest
 
 L = keras.layers
 RANDOM = np.random.default_rng(0)
-NEEDS = {
-    "saved_model": (),
-    "litert": ("ai_edge_litert",),
-    "onnx": ("tf2onnx", "onnxruntime"),
-    "openvino": ("openvino",),
-}
 UNFIT = {"recurrent": L.LSTM(16), "convolution": L.Conv1D(16, 3)}
-FORMATS = pytest.mark.parametrize("format", NEEDS)
+FORMATS = pytest.mark.parametrize("format", PACKAGES)
 
 
-def written(model, format, folder, dtype="float32", scheme=""):
+def written(model, format, folder, dtype="float32", scheme="", **options):
     """Writes a format and loads it, in this process."""
-    for package in NEEDS[format]:
+    for package in PACKAGES[format]:
         pytest.importorskip(package)
-    request = Request(format, dtype, scheme)
+    request = Request(format, dtype, scheme, **options)
     traced = Source(model, None).trace_for(request)
-    writer = importlib.import_module(f"tfamp.serving.exports.{format}_files")
-    writer.write(traced, folder, request)
-    runtime = importlib.import_module(f"tfamp.serving.runtimes.{format}")
-    return runtime.load(folder, traced_manifest(traced), 2)
-
-
-def traced_manifest(traced):
-    from tfamp.serving.runtimes.manifest import Manifest
-
-    return Manifest("", "float32", "", traced.signature, {}, {}, {})
+    WRITERS[format](traced, folder, request)
+    manifest = Manifest(format, dtype, scheme, traced.signature, {}, {}, {})
+    return open_model(folder, manifest, 2)
 
 
 @pytest.mark.whole("a conversion each; the anchor is one of them")

@@ -11,20 +11,15 @@ import numpy as np
 import pytest
 
 import tfamp
-from tfamp.serving.exports import layers
-from tfamp.serving.exports.candidates import MAX_FLOAT32_DIFFERENCE
-from tfamp.serving.exports.float32_copy import float32_copy, unroll
+from tfamp.serving.exports import kept_layers
+from tfamp.serving.exports.candidates import MAX_FLOAT32_DIFFERENCE, WRITERS
+from tfamp.serving.exports.request import PACKAGES, Request
+from tfamp.serving.exports.source import float32_copy, unroll
 from tfamp.serving.exports.tracing import trace
 
 L = keras.layers
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(40, 8)).astype(np.float32)
-NEEDS = {
-    "saved_model": "tensorflow",
-    "litert": "ai_edge_litert",
-    "onnx": "tf2onnx",
-    "openvino": "openvino",
-}
 # Of the outputs' spread: 8 bits are 1/256 of a range of some deviations.
 INT8 = 0.3
 
@@ -62,7 +57,8 @@ class Subclassed(keras.Model):
 
 
 def exported(model, path, format, **options):
-    pytest.importorskip(NEEDS[format])
+    for package in PACKAGES[format]:
+        pytest.importorskip(package)
     return tfamp.export(model, path, format=format, **options)
 
 
@@ -72,7 +68,7 @@ def close(found, wanted, tolerance=1e-5):
 
 
 @pytest.mark.whole(why="processes; the anchor is one format")
-@pytest.mark.parametrize("format", NEEDS)
+@pytest.mark.parametrize("format", PACKAGES)
 @pytest.mark.parametrize("build", [mlp, lstm], ids=["mlp", "lstm"])
 @pytest.mark.anchors("mlp-onnx")
 def test_float32_answers_as_the_model_does(build, format, tmp_path):
@@ -184,12 +180,9 @@ def test_exports_run_without_tensorflow(format, tmp_path):
 
 
 def test_a_saved_model_stores_each_weight_once(tmp_path):
-    from tfamp.serving.exports import saved_model_files
-    from tfamp.serving.exports.request import Request
-
     model = keras.Sequential([keras.Input((500,)), L.Dense(1000)])
     request = Request("saved_model", "float32")
-    saved_model_files.write(trace(float32_copy(model)), tmp_path, request)
+    WRITERS["saved_model"](trace(float32_copy(model)), tmp_path, request)
     size = sum(file.stat().st_size for file in tmp_path.rglob("*"))
     assert size < 1.05 * 4 * 501_000
 
@@ -216,11 +209,11 @@ def test_operations_are_named_after_their_layers():
 
 def test_heads_stay_in_float32_unless_they_are_much_of_the_model():
     model = mlp()
-    assert list(layers.kept_layers(model, [])) == ["answer"]
+    assert list(kept_layers.kept_layers(model, [])) == ["answer"]
     alone = keras.Sequential([keras.Input((8,)), L.Dense(3)])
-    assert layers.kept_layers(alone, []) == {}
+    assert kept_layers.kept_layers(alone, []) == {}
     with pytest.raises(ValueError, match=re.escape("`keep_float32` names 'nowhere'")):
-        layers.kept_layers(model, ["nowhere"])
+        kept_layers.kept_layers(model, ["nowhere"])
 
 
 @pytest.mark.parametrize(

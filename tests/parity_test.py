@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.serving.parity import answers, bounds, timings
+from tfamp.serving.parity import answers, metrics, timings
 from tfamp.serving.parity.gate import check_parity, judged
 from tfamp.serving.parity.result import MetricChange, Parity, Speedup, is_faster
 from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
@@ -53,9 +53,7 @@ def examples(number):
 def gate(model, candidate, data, **options):
     if not isinstance(data, tf.data.Dataset):
         data = tf.data.Dataset.from_tensors(data)  # one batch
-    return check_parity(
-        model, candidate, data, **{"seconds": 0, "fresh_process": False} | options
-    )
+    return check_parity(model, candidate, data, **{"seconds": 0} | options)
 
 
 def losing(number):
@@ -91,7 +89,7 @@ def test_lost_examples_bound_the_drop(number, lost, verdict, bound, needed):
 @pytest.mark.parametrize("lost, number", [(0, 20), (3, 50), (17, 200)])
 def test_the_limit_of_a_fraction_is_that_of_the_binomial(lost, number):
     stats = pytest.importorskip("scipy.stats")
-    limit = bounds.fraction_limit(lost, number, 0.05)
+    limit = metrics.fraction_limit(lost, number)
     # At the limit, as few or fewer are lost with a chance of exactly 5 %.
     assert stats.binom.cdf(lost, number, limit) == pytest.approx(0.05, rel=1e-6)
 
@@ -99,7 +97,7 @@ def test_the_limit_of_a_fraction_is_that_of_the_binomial(lost, number):
 def test_won_examples_count_against_lost_ones():
     lost = np.array([1.0] * 4 + [0.0] * 996)
     both = np.array([1.0] * 4 + [-1.0] * 4 + [0.0] * 992)
-    of_each = [bounds.upper_bound(v, 0.05, is_rate=True) for v in (lost, both)]
+    of_each = [metrics.upper_bound(v, is_rate=True) for v in (lost, both)]
     assert 0 < of_each[1] < of_each[0]
 
 

@@ -20,7 +20,7 @@ from tfamp.records.record import Record
 from tfamp.serving.exports.choosing import advice
 from tfamp.serving.exports.record import Export
 from tfamp.serving.exports.request import named
-from tfamp.serving.exports.samples import first_inputs
+from tfamp.serving.exports.source import first_inputs
 from tfamp.trials import child, processes, storage
 from tfamp.trials.intervals import Interval
 from tfamp.trials.processes import end_with_parent

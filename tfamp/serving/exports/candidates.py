@@ -1,106 +1,60 @@
-"""One candidate: written into a folder, run in a fresh process, compared, loaded."""
+"""One candidate: written, run in a fresh process, compared, and put in its place."""
 
+import contextlib
 import dataclasses
-import importlib
+import errno
 import importlib.metadata
+import os
 import platform
-from collections.abc import Mapping
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 
-from tfamp.keras_hooks import structure
 from tfamp.machine.cpus import instruction_sets, num_usable_cpus
-from tfamp.serving.exports import float32_copy, samples
-from tfamp.serving.exports.racing import raced
-from tfamp.serving.exports.request import Request
-from tfamp.serving.exports.tracing import Traced, trace
-from tfamp.serving.frozen import freeze
+from tfamp.records.checks import short_error
+from tfamp.records.files import BESIDE
+from tfamp.records.units import format_bytes
+from tfamp.serving.exports import onnx_files, writers
+from tfamp.serving.exports.request import PACKAGES, Request
+from tfamp.serving.exports.source import Source
+from tfamp.serving.parity.gate import check_parity
+from tfamp.serving.parity.result import Parity
+from tfamp.serving.parity.timings import raced
 from tfamp.serving.runtimes import fresh_process
 from tfamp.serving.runtimes.loader import open_model
-from tfamp.serving.runtimes.manifest import Manifest, digests
+from tfamp.serving.runtimes.manifest import NAME, Manifest, digests
 from tfamp.serving.runtimes.signature import LoadedModel
-from tfamp.serving.runtimes.tensorflow_model import TensorFlowModel
+from tfamp.serving.runtimes.tensorflow_models import TensorFlowModel
 
-_WRITERS = {
-    "saved_model": "saved_model_files",
-    "litert": "litert_files",
-    "onnx": "onnx_files",
-    "openvino": "openvino_files",
-}
-_WITHOUT_LOOPS = ("litert", "openvino")
-_PACKAGES = {
-    "saved_model": (),
-    "litert": ("ai-edge-litert", "ai-edge-quantizer"),
-    "onnx": ("onnx", "tf2onnx", "onnxruntime"),
-    "openvino": ("openvino", "nncf"),
+WRITERS = {
+    "saved_model": writers.write_saved_model,
+    "litert": writers.write_litert,
+    "onnx": onnx_files.write,
+    "openvino": writers.write_openvino,
 }
 # Of the spread of an output: what float32 sums in another order come to, and more.
 MAX_FLOAT32_DIFFERENCE = 1e-2
 # How long one thread is timed against all cores, and the gain that one has to show.
 _THREADS_SECONDS, _MIN_GAIN = 0.3, 1.05
-
-
-@dataclasses.dataclass
-class Source:
-    """The model that all candidates are made from, traced as each of them needs it.
-
-    Attributes:
-        model: In float32.
-        sample: Inputs as it takes them; None where nobody gave any.
-        batch_size: Of the calls that are to be fast, beside those of one example.
-        traces: By what they were traced for.
-    """
-
-    model: keras.Model
-    sample: Any
-    batch_size: int | None = None
-    traces: dict[str, Traced] = dataclasses.field(default_factory=dict)
-
-    @property
-    def traced(self) -> Traced:
-        """The trace in float32."""
-        return self.trace_for(Request("saved_model", "float32"))
-
-    def trace_for(self, request: Request) -> Traced:
-        """Returns the trace that a format is written from.
-
-        Raises:
-            ValueError: The model has loops, and the format has none.
-        """
-        kind = request.dtype if request.format == "saved_model" else "float32"
-        if request.format in _WITHOUT_LOOPS:
-            kind = "unrolled"
-        if kind not in self.traces:
-            self.traces[kind] = self._trace(kind)
-        return self.traces[kind]
-
-    def _trace(self, kind: str) -> Traced:
-        model = self.model
-        if kind in ("float16", "bfloat16"):
-            model = freeze(model, kind, sample=self.sample)
-        elif kind == "unrolled" and self._has_loops():
-            model = float32_copy.float32_copy(model)
-            looping = float32_copy.unroll(model)
-            if looping:
-                raise ValueError(
-                    f"Layers {looping!r} loop over steps that are unknown or more than "
-                    f"{float32_copy.MAX_UNROLLED_STEPS}, for which LiteRT and OpenVINO "
-                    "have no operation. Export to 'onnx' or 'saved_model', or give the "
-                    "input a fixed number of steps."
-                )
-        return trace(model, self.sample)
-
-    def _has_loops(self) -> bool:
-        layers = (layer for _, layer, _ in structure.walk(self.model))
-        return any(isinstance(layer, keras.layers.RNN) for layer in layers)
+# Of a model's weights: as converters read them, and before and after lowering.
+_COPIES = 4
 
 
 @dataclasses.dataclass
 class Candidate:
-    """An export that was written and runs."""
+    """An export that was written and runs.
+
+    Attributes:
+        request: What it was to be.
+        folder: Where it lies until it is chosen.
+        manifest: What its `export.json` says.
+        difference: The largest from the float32 model's outputs, over their spread.
+    """
 
     request: Request
     folder: Path
@@ -125,9 +79,7 @@ def write(source: Source, request: Request, folder: Path) -> Candidate:
         ValueError: The format cannot express the model, the file cannot be loaded or
             run in a fresh process, or answers otherwise than the model.
     """
-    traced = source.trace_for(request)
-    place = f"tfamp.serving.exports.{_WRITERS[request.format]}"
-    importlib.import_module(place).write(traced, folder, request)
+    WRITERS[request.format](source.trace_for(request), folder, request)
     manifest = Manifest(
         runtime=request.format,
         dtype=request.dtype,
@@ -140,8 +92,8 @@ def write(source: Source, request: Request, folder: Path) -> Candidate:
         plan=request.to_dict(),
     )
     manifest.write(folder)
-    inputs = samples.tried_inputs(source.traced, source.sample)
-    found = fresh_process.answers(folder, inputs)
+    inputs = source.tried_inputs()
+    found = fresh_process.ask(folder, inputs).outputs
     difference = largest_difference(source.traced.call(inputs), found)
     is_wrong = request.dtype == "float32" and difference > MAX_FLOAT32_DIFFERENCE
     if is_wrong or not np.isfinite(difference):
@@ -159,6 +111,16 @@ def write(source: Source, request: Request, folder: Path) -> Candidate:
     candidate.manifest = dataclasses.replace(manifest, **changes)
     candidate.manifest.write(folder)
     return candidate
+
+
+def compared(source: Source, candidate: Candidate, **timing: Any) -> Parity:
+    """Returns what the gate says of a candidate on the source's validation data."""
+    return check_parity(
+        *(source.model, candidate.load(), source.validation),
+        metric=source.metric,
+        tolerance=source.tolerance,
+        **timing,
+    )
 
 
 def _fastest_threads(
@@ -210,9 +172,106 @@ def _versions(format: str) -> dict[str, str]:
     import tfamp
 
     found = {"tfamp": tfamp.__version__, "python": platform.python_version()}
-    for package in ("tensorflow", "keras", "numpy", *_PACKAGES[format]):
+    for package in ("tensorflow", "keras", "numpy", *PACKAGES[format]):
         try:
-            found[package] = importlib.metadata.version(package)
+            found[package.replace("_", "-")] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def check_target(path: Path) -> None:
+    """Raises unless a folder may be written at `path`, or take an export's place.
+
+    Raises:
+        FileExistsError: Something else is there.
+        FileNotFoundError: The folder it is to lie in is not there.
+    """
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(
+            f"`path` is {str(path)!r}, and its folder is not there; expected a name in "
+            f"a folder that is. Make it with `mkdir -p {path.absolute().parent}`."
+        )
+    is_free = not path.exists() and not path.is_symlink()
+    is_export = path.is_dir() and not path.is_symlink() and (path / NAME).is_file()
+    if not (is_free or is_export or (path.is_dir() and not any(path.iterdir()))):
+        raise FileExistsError(
+            f"`path` is {str(path)!r}, where something else is than an export; "
+            "expected a new name, an empty folder or a former export, which is "
+            "replaced. Pass another path."
+        )
+
+
+def place(source: Path, path: Path) -> None:
+    """Copies a folder to where it belongs, whole or not at all.
+
+    What was there stays as it was if the disk is full, Ctrl-C comes at whatever moment,
+    or the process is killed. Killed between the two moves at the end, which take
+    microseconds, it lies beside as `.NAME.TOKEN.former`.
+
+    Raises:
+        OSError: The disk is full, or does not let the folder be written.
+    """
+    target = path.absolute()
+    token = secrets.token_hex(4)
+    beside = target.with_name(f".{target.name}.{token}{BESIDE}")
+    former = target.with_name(f".{target.name}.{token}.former")
+    files = [file for file in sorted(source.rglob("*")) if file.is_file()]
+    try:
+        beside.mkdir()
+        for file in files:
+            copy = beside / file.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+        if target.exists():
+            os.replace(target, former)
+        os.replace(beside, target)
+    except OSError as error:
+        remedy = "Free some space" if _is_full(error) else "Make its folder writable"
+        size = format_bytes(sum(file.stat().st_size for file in files))
+        raise OSError(
+            error.errno,
+            f"`path` is {str(path)!r}, which could not be written ({error.strerror}); "
+            f"expected room for {size} and the right to write. What was there is as it "
+            f"was. {remedy}, or pass another path.",
+        ) from error
+    finally:
+        if former.exists() and not target.exists():
+            os.replace(former, target)
+        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(former, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def said_if_full(size_bytes: int) -> Iterator[None]:
+    """Says that the disk of temporary files is too full where that may be the cause.
+
+    Libraries say so each in their own words, or not at all.
+
+    Args:
+        size_bytes: Of the weights of the model that the block writes and converts.
+
+    Raises:
+        OSError: The block failed, and the disk has too little left for it.
+    """
+    try:
+        yield
+    except Exception as error:
+        where = tempfile.gettempdir()
+        free, needed = shutil.disk_usage(where).free, _COPIES * size_bytes
+        is_told = isinstance(error, (ImportError, OSError, TypeError, ValueError))
+        if not _is_full(error) and (is_told or free >= needed):
+            raise
+        raise OSError(
+            errno.ENOSPC,
+            f"Writing the model failed in {where!r}, where {format_bytes(free)} are "
+            f"free: {short_error(error)}; expected room for {_COPIES} times its "
+            f"weights, {format_bytes(needed)}. Free some space there, or set TMPDIR "
+            "to a folder that has more.",
+        ) from error
+
+
+def _is_full(error: Exception) -> bool:
+    """States whether an error says that a disk or a quota is full."""
+    number = error.errno if isinstance(error, OSError) else None
+    return number in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))

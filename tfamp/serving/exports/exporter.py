@@ -1,6 +1,7 @@
 """`tfamp.export`: a model as files that are smaller, faster, and still right."""
 
 import dataclasses
+import itertools
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -10,14 +11,29 @@ from typing import Any
 import keras
 
 from tfamp.records import checks
-from tfamp.serving.exports import choosing, folders, layers, samples
-from tfamp.serving.exports.candidates import Source
+from tfamp.serving.exports import choosing, kept_layers
+from tfamp.serving.exports.candidates import (
+    check_target,
+    compared,
+    place,
+    said_if_full,
+)
 from tfamp.serving.exports.choosing import Choice
-from tfamp.serving.exports.float32_copy import float32_copy
+from tfamp.serving.exports.kept_layers import write_sparing
 from tfamp.serving.exports.record import Export
-from tfamp.serving.exports.request import DTYPES, SCHEMES, Request, check_possible
-from tfamp.serving.exports.sparing import write_sparing
-from tfamp.serving.parity.gate import check_parity
+from tfamp.serving.exports.request import (
+    DTYPES,
+    POSSIBLE,
+    SCHEMES,
+    Request,
+    check_possible,
+)
+from tfamp.serving.exports.source import (
+    Source,
+    calibration_batches,
+    first_inputs,
+    float32_copy,
+)
 from tfamp.serving.parity.result import Parity
 from tfamp.serving.runtimes.manifest import RUNTIMES
 from tfamp.stepping.arguments import check_built
@@ -98,77 +114,83 @@ def export(
         (1, 2)
     """
     target = Path(path)
-    formats = _formats(format)
-    _check_dtype(dtype, scheme)
+    checks.choice("format", format, (_AUTO, *RUNTIMES))
+    checks.choice("dtype", dtype, (*DTYPES, _AUTO))
+    if scheme is not None:
+        checks.choice("scheme", scheme, SCHEMES)
     checks.fraction("tolerance", tolerance, closed=False)
     checks.positive("budget_seconds", budget_seconds)
     if batch_size is not None:
         checks.positive_int("batch_size", batch_size)
-    folders.check_target(target)
-    if format != _AUTO and dtype != _AUTO:
-        check_possible(format, dtype, scheme)
+    check_target(target)
+    is_alone = _AUTO not in (format, dtype)
+    if is_alone:
+        scheme = check_possible(format, dtype, scheme)
     check_built(model, "export")
+    formats = RUNTIMES if format == _AUTO else (format,)
+    dtypes = ("float32", "int8") if dtype == _AUTO else (dtype,)
+    float32_bytes = _float32_bytes(model)
     with tempfile.TemporaryDirectory(prefix="tfamp-export-") as scratch:
-        with folders.said_if_full(_float32_bytes(model)):
-            sample = samples.first_inputs(calibration, validation)
-            source = Source(float32_copy(model), sample, batch_size)
-            choice = _chosen(
-                source,
-                _requests(source, formats, dtype, scheme, calibration, keep_float32),
-                Path(scratch),
-                is_alone=format != _AUTO and dtype != _AUTO,
-                validation=validation,
-                metric=metric,
-                tolerance=tolerance,
-                budget_seconds=budget_seconds,
+        with said_if_full(float32_bytes):
+            source = Source(
+                float32_copy(model),
+                first_inputs(calibration, validation),
+                batch_size,
+                validation,
+                metric,
+                tolerance,
             )
+            requests = _requests(
+                source, formats, dtypes, scheme, calibration, keep_float32
+            )
+            if is_alone:
+                folder = Path(scratch, "0")
+                folder.mkdir()
+                choice = Choice(*write_sparing(source, requests[0], folder))
+            else:
+                choice = choosing.choose(
+                    *(source, requests, Path(scratch)), budget_seconds=budget_seconds
+                )
             parity = None
             if validation is not None:
                 parity = _compared(
-                    *(source, choice, Path(scratch, "float32")),
-                    validation=validation,
-                    metric=metric,
-                    tolerance=tolerance,
-                    budget_seconds=budget_seconds,
+                    *(source, choice, Path(scratch, "float32"), budget_seconds)
                 )
-        if parity is not None and parity.verdict == "worse" and not write_failed:
+        verdict = parity.verdict if parity else "undecided"
+        if parity is not None and verdict == "worse" and not write_failed:
             raise ValueError(
                 f"{choice.best.request.name} is worse than float32: "
                 f"{parity.reason} Nothing was written to {str(target)!r}. Keep "
                 "layers by `keep_float32=`, take another dtype, or pass "
                 "`write_failed=True`."
             )
-        return _placed(choice, target, model, parity, formats)
-
-
-def _chosen(
-    source: Source,
-    requests: Sequence[Request],
-    scratch: Path,
-    *,
-    is_alone: bool,
-    budget_seconds: float,
-    **gate: Any,
-) -> Choice:
-    """Returns what was asked for, or the fastest of it, written into a folder."""
-    if not (is_alone and len(requests) == 1):
-        return choosing.fastest(
-            source, requests, scratch, budget_seconds=budget_seconds, **gate
+        chosen, request = choice.best, choice.best.request
+        gate = {
+            "verdict": verdict,
+            "difference": chosen.difference,
+            "parity": parity.to_dict() if parity else None,
+        }
+        manifest = dataclasses.replace(chosen.manifest, gate=gate)
+        manifest.write(chosen.folder)
+        place(chosen.folder, target)
+        return Export(
+            *(str(target), request.format, request.dtype, request.scheme),
+            verdict=verdict,
+            difference=chosen.difference,
+            size_bytes=chosen.size_bytes,
+            float32_bytes=float32_bytes,
+            kept=dict(request.keep),
+            int8=choice.spared,
+            parity=parity,
+            tried=choice.tried,
+            execution={size: dict(how) for size, how in manifest.execution.items()},
+            threads=manifest.threads,
+            advice=choosing.advice(formats),
         )
-    folder = scratch / "0"
-    folder.mkdir()
-    return Choice(*write_sparing(source, requests[0], folder, **gate))
 
 
 def _compared(
-    source: Source,
-    choice: Choice,
-    scratch: Path,
-    *,
-    validation: Any,
-    metric: Any,
-    tolerance: float,
-    budget_seconds: float,
+    source: Source, choice: Choice, scratch: Path, budget_seconds: float
 ) -> Parity:
     """Returns the gate's comparison, with the best float32 of the other runtimes."""
     other, notes = choosing.best_float32(
@@ -177,64 +199,47 @@ def _compared(
     baselines = {}
     if other is not None:
         baselines[f"best float32 ({other.request.format})"] = other.load()
-    parity = check_parity(
-        *(source.model, choice.best.load(), validation),
-        metric=metric,
-        tolerance=tolerance,
-        batch_size=source.batch_size,
-        baselines=baselines,
+    parity = compared(
+        source, choice.best, batch_size=source.batch_size, baselines=baselines
     )
     return dataclasses.replace(parity, notes=(*parity.notes, *notes))
-
-
-def _formats(format: str) -> tuple[str, ...]:
-    checks.choice("format", format, (_AUTO, *RUNTIMES))
-    return RUNTIMES if format == _AUTO else (format,)
-
-
-def _check_dtype(dtype: str, scheme: str | None) -> None:
-    checks.choice("dtype", dtype, (*DTYPES, _AUTO))
-    if scheme is not None:
-        checks.choice("scheme", scheme, SCHEMES)
 
 
 def _requests(
     source: Source,
     formats: Sequence[str],
-    dtype: str,
+    dtypes: Sequence[str],
     scheme: str | None,
     calibration: Any,
     keep_float32: Iterable[str],
 ) -> list[Request]:
-    """Returns what to write, in the order in which it is tried."""
-    batches = (
-        ()
-        if calibration is None
-        else samples.calibration_batches(calibration, source.traced)
-    )
-    if isinstance(keep_float32, str):
-        raise TypeError(
-            f"`keep_float32` is {keep_float32!r}, one text; expected paths of layers. "
-            f"Pass `[{keep_float32!r}]`."
-        )
-    keep = layers.kept_layers(source.model, keep_float32)
-    is_alone = len(formats) == 1 and dtype != _AUTO
+    """Returns what to write, in the order in which it is tried.
+
+    Without a scheme all are tried, "static" where there is something to calibrate on.
+    """
+    batches: tuple[Any, ...] = ()
+    if calibration is not None:
+        batches = calibration_batches(calibration, source.traced)
+    keep = kept_layers.kept_layers(source.model, keep_float32)
+    has_attention = kept_layers.has_attention(source.model)
     found = []
-    for name in ("float32", "int8") if dtype == _AUTO else (dtype,):
-        for format in formats:
-            for way in choosing.schemes(format, name, scheme, is_alone, bool(batches)):
-                kept = dict(keep) if name.startswith("int") else {}
-                if (format, way) == ("onnx", "dynamic"):
-                    kept |= layers.convolutions(source.model)
-                found.append(
-                    Request(
-                        *(format, name, way),
-                        calibration=batches if way == "static" else (),
-                        keep=kept,
-                        products_only=layers.has_attention(source.model),
-                        reduces_range=layers.reduces_range(),
-                    )
+    for dtype, format in itertools.product(dtypes, formats):
+        for way in POSSIBLE[format].get(dtype, ()):
+            is_open = scheme is None and (way != "static" or batches)
+            if not (is_open or way in ("", scheme)):
+                continue
+            kept = dict(keep) if way else {}
+            if (format, way) == ("onnx", "dynamic"):
+                kept |= kept_layers.convolutions(source.model)
+            found.append(
+                Request(
+                    *(format, dtype, way),
+                    calibration=batches if way == "static" else (),
+                    keep=kept,
+                    products_only=has_attention,
+                    reduces_range=kept_layers.reduces_range(),
                 )
+            )
     if any(request.scheme == "static" for request in found) and not batches:
         raise ValueError(
             "`scheme` is 'static', and there is no `calibration`; expected inputs that "
@@ -242,46 +247,10 @@ def _requests(
         )
     if not found:
         raise ValueError(
-            f"No format has {dtype} with scheme {scheme!r}. Leave out `scheme`."
+            f"No format has {' or '.join(dtypes)} with scheme {scheme!r}. Leave out "
+            "`scheme`."
         )
     return found
-
-
-def _placed(
-    choice: Choice,
-    target: Path,
-    model: keras.Model,
-    parity: Parity | None,
-    formats: Sequence[str],
-) -> Export:
-    """Moves what was chosen to where it belongs, and returns the record of it."""
-    chosen = choice.best
-    manifest = dataclasses.replace(
-        chosen.manifest,
-        gate={
-            "verdict": parity.verdict if parity else "undecided",
-            "difference": chosen.difference,
-            "parity": parity.to_dict() if parity else None,
-        },
-    )
-    manifest.write(chosen.folder)
-    size = chosen.size_bytes
-    folders.place(chosen.folder, target)
-    request = chosen.request
-    return Export(
-        *(str(target), request.format, request.dtype, request.scheme),
-        verdict=parity.verdict if parity else "undecided",
-        difference=chosen.difference,
-        size_bytes=size,
-        float32_bytes=_float32_bytes(model),
-        kept=dict(request.keep),
-        int8=choice.spared,
-        parity=parity,
-        tried=choice.tried,
-        execution={size: dict(how) for size, how in manifest.execution.items()},
-        threads=manifest.threads,
-        advice=choosing.advice(formats),
-    )
 
 
 def _float32_bytes(model: keras.Model) -> int:

@@ -2,7 +2,6 @@
 
 import re
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.records import checks
-from tfamp.serving.exports.request import Request
-from tfamp.serving.exports.saved_model_files import quiet
+from tfamp.serving.exports.request import PACKAGES, Request
 from tfamp.serving.exports.tracing import Traced
-from tfamp.serving.runtimes.onnx import FILE
+from tfamp.serving.exports.writers import quiet
+from tfamp.serving.runtimes.manifest import FILES
 
 _OPSET = 17
 # A protobuf file holds less than 2 GiB.
@@ -35,7 +34,6 @@ _WITHOUT = {
         "4 bits are for products of matrices alone. Pass `dtype='int8'`"
     ),
 }
-_PURPOSE = "Exporting to ONNX"
 
 
 def write(traced: Traced, folder: Path, request: Request) -> None:
@@ -45,12 +43,11 @@ def write(traced: Traced, folder: Path, request: Request) -> None:
         ImportError: A package is missing.
         ValueError: The model has operations that ONNX has not, or is too large.
     """
-    for package in ("onnx", "tf2onnx", "onnxruntime"):
-        checks.require(package, extra="onnx", purpose=_PURPOSE)
+    for package in PACKAGES["onnx"]:
+        checks.require(package, extra="onnx", purpose="Exporting to ONNX")
     model = _converted(traced)
-    path = folder / FILE
-    with quiet("root"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    path = folder / FILES["onnx"]
+    with quiet("root"):
         _LOWERED[request.dtype](model, path, request, traced)
     if request.scheme and not _has_integers(path):
         raise ValueError(
@@ -64,8 +61,7 @@ def _converted(traced: Traced) -> Any:
     import onnx
     import tf2onnx
 
-    with quiet("tf2onnx", "tensorflow"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet("tf2onnx", "tensorflow"):
         model, _ = tf2onnx.convert.from_function(
             traced.module.serve, input_signature=traced.specs, opset=_OPSET
         )
@@ -75,7 +71,7 @@ def _converted(traced: Traced) -> Any:
     unknown = {
         node.op_type
         for node in model.graph.node
-        if node.domain not in known or not _has_schema(onnx, node)
+        if node.domain not in known or not onnx.defs.has(node.op_type, node.domain)
     }
     if unknown:
         raise ValueError(
@@ -89,10 +85,6 @@ def _converted(traced: Traced) -> Any:
             "'openvino'."
         )
     return model
-
-
-def _has_schema(onnx: Any, node: Any) -> bool:
-    return bool(onnx.defs.has(node.op_type, node.domain))
 
 
 def _has_integers(path: Path) -> bool:
@@ -143,7 +135,7 @@ def _float32(model: Any, path: Path, request: Request, traced: Traced) -> None:
 def _float16(model: Any, path: Path, request: Request, traced: Traced) -> None:
     from onnxruntime.transformers import float16
 
-    kept = _nodes_of(model, traced, request.keep)
+    kept = _kept_nodes(model, traced, request)
     lowered = float16.convert_float_to_float16(
         model, keep_io_types=True, node_block_list=kept
     )
@@ -151,6 +143,7 @@ def _float16(model: Any, path: Path, request: Request, traced: Traced) -> None:
 
 
 def _int8(model: Any, path: Path, request: Request, traced: Traced) -> None:
+    import onnx
     from onnxruntime import quantization
 
     with tempfile.TemporaryDirectory() as folder:
@@ -159,9 +152,7 @@ def _int8(model: Any, path: Path, request: Request, traced: Traced) -> None:
         quantization.shape_inference.quant_pre_process(
             str(source), str(prepared), skip_symbolic_shape=True
         )
-        import onnx
-
-        kept = _nodes_of(onnx.load(prepared), traced, request.keep)
+        kept = _kept_nodes(onnx.load(prepared), traced, request)
         options: dict[str, Any] = {
             "per_channel": True,
             "reduce_range": request.reduces_range,
@@ -198,7 +189,7 @@ def _int4(model: Any, path: Path, request: Request, traced: Traced) -> None:
         bits=4,
         block_size=_BLOCK,
         is_symmetric=True,
-        nodes_to_exclude=_nodes_of(model, traced, request.keep),
+        nodes_to_exclude=_kept_nodes(model, traced, request),
     )
     quantizer.process()
     path.write_bytes(quantizer.model.model.SerializeToString())
@@ -207,27 +198,21 @@ def _int4(model: Any, path: Path, request: Request, traced: Traced) -> None:
 _LOWERED = {"float32": _float32, "float16": _float16, "int8": _int8, "int4": _int4}
 
 
-def _nodes_of(model: Any, traced: Traced, keep: Mapping[str, str]) -> list[str]:
-    """Returns the nodes of layers: by their name, or by that of a weight they read.
+def _kept_nodes(model: Any, traced: Traced, request: Request) -> list[str]:
+    """Returns the nodes of layers that stay: by name, or by a weight that they read.
 
     A convolution that was folded with what follows it bears the name of that.
     """
-    if not keep:
-        return []
     weights = {each.name for each in model.graph.initializer}
 
-    def paths(node: Any) -> Iterator[str | None]:
-        yield traced.path_of(node.name)
-        yield from (traced.path_of(name) for name in node.input if name in weights)
-        if not any(name in weights for name in node.input):
-            yield from (traced.path_of(name) for name in node.output)
+    def names(node: Any) -> Iterator[str]:
+        yield node.name
+        read = [name for name in node.input if name in weights]
+        yield from read or node.output
 
-    def is_kept(path: str | None) -> bool:
-        return path is not None and any(
-            path == each or path.startswith(f"{each}/") for each in keep
-        )
-
-    kept = [node for node in model.graph.node if any(map(is_kept, paths(node)))]
+    kept = [
+        node for node in model.graph.node if traced.is_in(request.keep, names(node))
+    ]
     # ONNX Runtime makes a product and a sum of a Gemm before it looks at the names.
     products = [f"{node.name}_MatMul" for node in kept if node.op_type == "Gemm"]
     return [*(node.name for node in kept), *products]

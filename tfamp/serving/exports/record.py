@@ -7,7 +7,7 @@ from typing import Any
 from tfamp.records import console
 from tfamp.records.record import TableRecord
 from tfamp.records.units import format_bytes, format_seconds
-from tfamp.serving.int8.keeping import Kept
+from tfamp.serving.exports.kept_layers import Kept
 from tfamp.serving.parity.result import Parity
 from tfamp.serving.runtimes.loader import load_exported
 from tfamp.serving.runtimes.manifest import execution_text

@@ -33,6 +33,13 @@ POSSIBLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "int4": ("weights",),
     },
 }
+# Format -> the packages that write it, and integers in it, beside TensorFlow.
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "saved_model": (),
+    "litert": ("ai_edge_litert", "ai_edge_quantizer"),
+    "onnx": ("onnx", "tf2onnx", "onnxruntime"),
+    "openvino": ("openvino", "nncf"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +68,8 @@ class Request:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what `export.json` says of it."""
-        return {
-            "format": self.format,
-            "dtype": self.dtype,
-            "scheme": self.scheme,
-            "products_only": self.products_only,
-            "reduces_range": self.reduces_range,
-        }
+        names = ("format", "dtype", "scheme", "products_only", "reduces_range")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def name(self) -> str:
@@ -76,12 +78,9 @@ class Request:
 
 
 def named(text: object, argument: str = "exports") -> Request:
-    """Returns what a name asks for, as it stands in tables.
+    """Returns what a name asks for: a format, and a dtype and scheme where they matter.
 
-    Args:
-        text: Format, dtype and scheme; "float32", and what suits the format, where
-            they are left out.
-        argument: What messages call it.
+    `argument` is what messages call it.
 
     Raises:
         TypeError: It is no text.

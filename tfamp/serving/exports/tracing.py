@@ -2,7 +2,14 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
 import keras
@@ -40,14 +47,14 @@ class Traced:
         module: Holds the function, `module.serve`, and the variables it reads.
         specs: The inputs, by the names and in the order of `signature`.
         signature: What an exported model takes and gives.
-        paths: The paths of all layers; the operations of one are named after it.
+        scopes: What operations' names begin with -> the path of their layer.
         flatten: Turns what the model itself takes into a list of `specs`.
     """
 
     module: Served
     specs: tuple[tf.TensorSpec, ...]
     signature: Signature
-    paths: tuple[str, ...]
+    scopes: Mapping[str, str]
     flatten: Callable[[Any], list[Any]]
 
     @property
@@ -58,11 +65,17 @@ class Traced:
     def path_of(self, operation: str) -> str | None:
         """Returns the path of the layer that an operation of a graph belongs to."""
         parts = _CALLS.sub("", operation.lstrip("/")).split("/")
-        known = {scope_of(path): path for path in self.paths}
         for end in range(len(parts), 0, -1):
-            if (found := known.get("/".join(parts[:end]))) is not None:
+            if (found := self.scopes.get("/".join(parts[:end]))) is not None:
                 return found
         return None
+
+    def is_in(self, layers: Collection[str], operations: Iterable[str]) -> bool:
+        """States whether one of some operations is of a layer, or of one inside it."""
+        paths = filter(None, map(self.path_of, operations if layers else ()))
+        return any(
+            f"{path}/".startswith(f"{each}/") for path in paths for each in layers
+        )
 
     def by_name(self, x: Any) -> dict[str, np.ndarray]:
         """Returns inputs as the model takes them, as arrays by name."""
@@ -71,16 +84,9 @@ class Traced:
 
     def call(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the model's own answers, by name."""
-        tensors = [
-            tf.cast(inputs[spec.name], spec.dtype)
-            if spec.dtype != tf.string
-            else tf.constant(inputs[spec.name])
-            for spec in self.specs
-        ]
-        return {name: value.numpy() for name, value in self._answers(tensors)}
-
-    def _answers(self, tensors: list[Any]) -> Iterator[tuple[str, Any]]:
-        yield from self.module.serve(*tensors).items()
+        tensors = [tf.cast(inputs[spec.name], spec.dtype) for spec in self.specs]
+        found = self.module.serve(*tensors)
+        return {name: value.numpy() for name, value in found.items()}
 
 
 def trace(model: keras.Model, sample: Any = None) -> Traced:
@@ -117,8 +123,9 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
     try:
         concrete = function.get_concrete_function()
     except Exception as error:  # of whatever the model's `call` does
+        told = ", ".join(f"{s.name} {tuple(s.shape)} {s.dtype.name}" for s in specs)
         raise ValueError(
-            f"Cannot trace model {model.name!r} for inputs {_specs_text(specs)}: "
+            f"Cannot trace model {model.name!r} for inputs {told}: "
             f"{first_line(error)} Pass inputs as it takes them as `calibration=` or "
             "`validation=`, or make its `call` one that `predict` can trace."
         ) from error
@@ -132,7 +139,7 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
         Served(held, function),
         specs,
         signature,
-        tuple(path for path, _ in placed),
+        {scope_of(path): path for path, _ in placed},
         lambda x: _flattened(x, wanted, [spec.name for spec in specs]),
     )
 
@@ -195,11 +202,10 @@ def _free_batch(value: Any) -> tf.TensorSpec:
 def _specs(wanted: Any) -> tuple[tf.TensorSpec, ...]:
     """Returns the flat inputs with names: keys of a dict, else Keras's names."""
     leaves = tf.nest.flatten(wanted)
-    paths = [".".join(map(str, path)) for path in _paths(wanted)]
     is_dict = isinstance(wanted, dict)
     chosen = [
         path if is_dict else (leaf.name or (path and f"input_{path}") or "input")
-        for path, leaf in zip(paths, leaves, strict=True)
+        for path, leaf in zip(_paths(wanted), leaves, strict=True)
     ]
     return tuple(
         tf.TensorSpec(leaf.shape, leaf.dtype, name=name)
@@ -207,27 +213,26 @@ def _specs(wanted: Any) -> tuple[tf.TensorSpec, ...]:
     )
 
 
-def _paths(nested: Any) -> Iterator[tuple[Any, ...]]:
-    """Yields where each leaf lies, in the order of `tf.nest`."""
+def _paths(nested: Any, *above: Any) -> Iterator[str]:
+    """Yields where each leaf lies, as "a.0", in the order of `tf.nest`."""
     if isinstance(nested, dict):
         for key in sorted(nested):
-            yield from ((key, *rest) for rest in _paths(nested[key]))
+            yield from _paths(nested[key], *above, key)
     elif isinstance(nested, (list, tuple)):
         for index, each in enumerate(nested):
-            yield from ((index, *rest) for rest in _paths(each))
+            yield from _paths(each, *above, index)
     else:
-        yield ()
+        yield ".".join(map(str, above))
 
 
 def _outputs(model: keras.Model, outputs: Any) -> tuple[list[str], list[Any]]:
     """Returns names and tensors of what a call gave."""
     values = tf.nest.flatten(outputs)
+    names: list[str] = []
     if isinstance(outputs, dict):
-        names = [".".join(map(str, path)) for path in _paths(outputs)]
+        names = list(_paths(outputs))
     elif (graph := structure.graph_of(model)) is not None:
         names = list(graph.output_names)
-    else:
-        names = [f"output_{i}" for i in range(len(values))]
     if len(names) != len(values):
         names = [f"output_{i}" for i in range(len(values))]
     return _unique(names), [
@@ -293,7 +298,3 @@ def _flattened(x: Any, wanted: Any, names: Sequence[str]) -> list[Any]:
             "Pass them as `predict` takes them."
         )
     return leaves
-
-
-def _specs_text(specs: Sequence[tf.TensorSpec]) -> str:
-    return ", ".join(f"{s.name} {tuple(s.shape)} {s.dtype.name}" for s in specs)

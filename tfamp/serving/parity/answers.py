@@ -8,11 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.serving.parity import bounds
-from tfamp.serving.parity.result import MetricChange, OutputDifference
+from tfamp.serving.parity.result import OutputDifference
 from tfamp.serving.runtimes.signature import LoadedModel
 from tfamp.tuning import scores
-from tfamp.tuning.scores import Score
 
 Outputs = dict[str, np.ndarray]
 # How far a row of probabilities may be off a sum of 1.
@@ -29,19 +27,19 @@ def batches_of(dataset: Any) -> list[tuple[Any, Any]]:
 
 
 def outputs_of(
-    model: Any, batches: Sequence[tuple[Any, Any]], names: Sequence[str]
+    model: keras.Model | LoadedModel,
+    batches: Sequence[tuple[Any, Any]],
+    names: Sequence[str],
 ) -> list[Outputs]:
-    """Returns the outputs by name of a Keras or loaded model, for each batch.
+    """Returns the outputs of a model by name, for each batch.
 
     The outputs of a dict have its keys as names, others `names` in their order.
     """
     if isinstance(model, LoadedModel):
         answers = [model.predict(x) for x, _ in batches]
-    elif isinstance(model, keras.Model):
+    else:
         inputs = [(tf.nest.map_structure(tf.constant, x),) for x, _ in batches]
         answers = scores.predict(model, inputs)
-    else:
-        answers = [model(x) for x, _ in batches]
     return [named(answer, names) for answer in answers]
 
 
@@ -70,19 +68,21 @@ def named(answer: Any, names: Sequence[str]) -> Outputs:
 
 def joined(batches: Sequence[Outputs]) -> Outputs:
     """Returns the outputs of all batches, examples first."""
-    return {n: _joined([batch[n] for batch in batches]) for n in batches[0]}
+    return {n: in_one([batch[n] for batch in batches]) for n in batches[0]}
+
+
+def in_one(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns batches as one array; sequences of several lengths lie flat."""
+    if len({part.shape[1:] for part in parts}) > 1:
+        parts = [part.reshape(-1, *part.shape[2:]) for part in parts]
+    return np.concatenate(parts)
 
 
 def has_classes(model: Any, outputs: np.ndarray, y: Any) -> bool:
-    """States whether the numbers of an output stand for classes.
+    """States whether the numbers of a float32 model's output stand for classes.
 
     Labels say it where there are any, else the loss that the model was compiled with,
     else whether the numbers are probabilities.
-
-    Args:
-        model: The float32 model.
-        outputs: Of shape (examples, ...).
-        y: Its labels, or None.
     """
     if outputs.dtype.kind != "f" or outputs.ndim < 2:
         return False
@@ -105,12 +105,7 @@ def has_classes(model: Any, outputs: np.ndarray, y: Any) -> bool:
 
 
 def classes_of(outputs: np.ndarray, *, are_logits: bool = False) -> np.ndarray:
-    """Returns the class that each answer names.
-
-    Args:
-        outputs: Of shape (examples, ..., classes); of one class its probability, or
-            its logit.
-        are_logits: Whether one number is a logit.
+    """Returns the class that each answer names; of one class by its probability.
 
     Example:
         >>> classes_of(np.array([[0.2, 0.8], [0.9, 0.1]])).tolist()
@@ -142,10 +137,11 @@ def difference(
     num_answers = flipped = 0
     if classes:
         logits = are_logits(exact)
-        differs = classes_of(exported, are_logits=logits) != classes_of(
-            exact, are_logits=logits
+        low_classes, high_classes = (
+            classes_of(each, are_logits=logits) for each in (exported, exact)
         )
-        num_answers, flipped = differs.size, int(differs.sum())
+        num_answers = low_classes.size
+        flipped = int((low_classes != high_classes).sum())
     if exact.dtype.kind not in "fiub":
         changed = float(np.mean(exported != exact)) if exact.size else 0.0
         return OutputDifference(name, float(changed > 0), changed, changed)
@@ -172,69 +168,8 @@ def spread_of(values: np.ndarray) -> float:
     return spread if spread > 1e-6 * size else size
 
 
-def accuracy(*, are_logits: bool) -> Score:
-    """Returns the score of classes: the share of right ones in each example."""
-
-    def is_right(y: Any, outputs: Any) -> np.ndarray:
-        y, outputs = np.asarray(y), np.asarray(outputs)
-        if y.shape == outputs.shape and outputs.shape[-1] > 1:
-            y = y.argmax(axis=-1)
-        found = classes_of(outputs, are_logits=are_logits)
-        return np.asarray(y.reshape(found.shape) == found)
-
-    return Score("accuracy", is_right, True, False)
-
-
-def change(
-    score: Score,
-    output: str,
-    exact: np.ndarray,
-    exported: np.ndarray,
-    tolerance: float,
-) -> MetricChange:
-    """Returns a metric's worsening with its bounds, from its values on each example."""
-    with np.errstate(invalid="ignore"):
-        worse = score.worsening(exported, exact)
-    reference = float(np.mean(exact))
-    if not np.isfinite(worse).all():
-        inf = math.inf
-        nan = float(np.mean(exported))
-        return MetricChange(
-            *(score.name, output, reference, nan, inf, inf, inf, tolerance, len(worse))
-        )
-    is_rate = not score.is_relative and bool(
-        all(((v >= 0) & (v <= 1)).all() for v in (exact, exported))
-    )
-    low = bounds.lower_bound(worse, bounds.ERROR_RATE, is_rate=is_rate)
-    bound = bounds.upper_bound(worse, bounds.ERROR_RATE, is_rate=is_rate)
-    needed = None
-    if bound > tolerance >= low:
-        needed = bounds.examples_needed(
-            worse, tolerance, bounds.ERROR_RATE, is_rate=is_rate
-        )
-    return MetricChange(
-        score.name,
-        output,
-        reference,
-        float(np.mean(exported)),
-        float(np.mean(worse)),
-        low,
-        bound,
-        tolerance,
-        len(worse),
-        needed,
-    )
-
-
 def _arrays(values: Any) -> Any:
     return tf.nest.map_structure(np.asarray, values)
-
-
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns batches as one array; sequences of several lengths lie flat."""
-    if len({part.shape[1:] for part in parts}) > 1:
-        parts = [part.reshape(-1, *part.shape[2:]) for part in parts]
-    return np.concatenate(parts)
 
 
 def _widened(values: np.ndarray) -> np.ndarray:

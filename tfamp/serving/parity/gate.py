@@ -22,25 +22,25 @@ from tfamp.serving.parity.result import (
     is_faster,
     speed_text,
 )
+from tfamp.serving.runtimes.fresh_process import ask
+from tfamp.serving.runtimes.manifest import NAME
 from tfamp.serving.runtimes.signature import LoadedModel
 from tfamp.stepping.arguments import dataset_of
 from tfamp.trials.run_records import Latency
 
 _DEFAULT_BATCH = 32
-_RECORD = "export.json"
 
 
 def check_parity(
-    reference: Any,
+    reference: keras.Model,
     candidate: LoadedModel,
     validation: Any,
     *,
     metric: Any = None,
     tolerance: float = 0.005,
     batch_size: int | None = None,
-    baselines: Mapping[str, Any] | None = None,
+    baselines: Mapping[str, LoadedModel] | None = None,
     seconds: float = timings.SECONDS,
-    fresh_process: bool = True,
 ) -> Parity:
     """Compares an exported model with the float32 one it came from.
 
@@ -48,9 +48,8 @@ def check_parity(
     paired: only examples that one of them gets right and the other wrong widen it.
 
     Args:
-        reference: The Keras model, which computes in float32, or one that
-            `tfamp.load_exported` gave.
-        candidate: The exported model, loaded.
+        reference: Computes in float32.
+        candidate: The exported model.
         validation: (x, y), a `tf.data.Dataset` of batches, or x alone. Without labels
             only the outputs are compared.
         metric: Name of a Keras metric, a loss, or a function of targets and outputs
@@ -60,35 +59,16 @@ def check_parity(
             such as an accuracy (0.005 is half a percent), as a part of float32's mean
             for a loss.
         batch_size: Timed beside batch 1; None takes that of the first validation batch.
-        baselines: Further models to time against by name, such as the best float32
-            export here; loaded ones, or functions of inputs.
-        seconds: For timing, at both sizes together; 0 times nothing.
-        fresh_process: Whether memory and cold start are measured, in a process for
-            each loaded model.
+        baselines: Further models to time against, such as the best float32 export.
+        seconds: For timing, at both sizes together; 0 measures nothing, neither the
+            speed nor, in fresh processes, memory and cold start.
 
     Returns:
-        The comparison; `verdict` is "as good and faster", "as good, not faster",
-        "worse" or "undecided". It is faster where it is so against all others at
-        batch 1 or at `batch_size`, and slower than none at the other.
+        The comparison. It is faster where it is so against all others at batch 1 or at
+        `batch_size`, and slower than none at the other.
 
     Raises:
         ValueError: There are no examples, or the outputs of the two are others.
-
-    Example:
-        >>> import keras, numpy as np
-        >>> from tfamp.serving.runtimes.signature import (
-        ...     LoadedModel, Signature, TensorSpec)
-        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-        >>> class Same(LoadedModel):
-        ...     runtime = "onnx"
-        ...     def run(self, inputs):
-        ...         return {"y": model(inputs["x"]).numpy()}
-        >>> spec = Signature((TensorSpec("x", (None, 4), "float32"),),
-        ...                  (TensorSpec("y", (None, 3), "float32"),))
-        >>> x, y = np.ones((600, 4), "float32"), np.zeros(600, int)
-        >>> parity = check_parity(model, Same(None, spec), (x, y), seconds=0)
-        >>> parity.verdict, parity.flipped, round(parity.metrics[0].bound, 4)
-        ('as good, not faster', 0, 0.005)
     """
     checks.fraction("tolerance", tolerance, closed=False)
     batches = _batches(validation, batch_size)
@@ -102,22 +82,16 @@ def check_parity(
     size = batch_size or len(tf.nest.flatten(inputs)[0])
     latencies: tuple[Latency, ...] = ()
     speedups: tuple[Speedup, ...] = ()
+    processes: tuple[FreshProcess, ...] = ()
     if seconds:
         with timings.stock_calls(reference, inputs) as (others, left_out):
-            others |= {n: _call_of(each) for n, each in (baselines or {}).items()}
+            others.update(baselines or {})
             latencies, speedups, untimed = timings.measured(
-                candidate.predict,
-                others,
-                inputs,
-                sorted({1, size}),
-                seconds=seconds,
+                candidate, others, inputs, sorted({1, size}), seconds=seconds
             )
-        notes += [*left_out, *untimed]
-    processes: tuple[FreshProcess, ...] = ()
-    if fresh_process:
         models = {candidate.runtime: candidate, **(baselines or {})}
         processes, failed = _in_fresh_processes(models, inputs)
-        notes += failed
+        notes += [*left_out, *untimed, *failed]
     verdict, reason = judged(differences, metrics, is_fast=is_faster(speedups))
     reason = " ".join(filter(None, (reason, speed_text(speedups))))
     return Parity(
@@ -131,7 +105,7 @@ def check_parity(
         speedups,
         processes,
         size_of(candidate.path),
-        _weight_bytes(reference),
+        int(structure.bytes_of(reference.weights)),
         tuple(notes),
     )
 
@@ -142,13 +116,7 @@ def judged(
     *,
     is_fast: bool,
 ) -> tuple[Verdict, str]:
-    """Returns the verdict, and why in a sentence.
-
-    Args:
-        differences: Of each output.
-        metrics: Of each output that has one.
-        is_fast: Whether it is faster than what it was timed against.
-    """
+    """Returns the verdict of all outputs together, and why in a sentence."""
     broken = [d.name for d in differences if not np.isfinite(d.relative)]
     if broken:
         return "worse", (
@@ -208,29 +176,19 @@ def _undecided(metrics: Sequence[MetricChange]) -> str:
     return f"{text} Pass labels, a metric, or another tolerance."
 
 
-def _call_of(model: Any) -> Any:
-    return model.predict if isinstance(model, LoadedModel) else model
-
-
 def _in_fresh_processes(
-    models: Mapping[str, Any], inputs: Any
+    models: Mapping[str, LoadedModel], inputs: Any
 ) -> tuple[tuple[FreshProcess, ...], list[str]]:
     found, notes = [], []
     for name, model in models.items():
-        if not isinstance(model, LoadedModel):
-            continue
-        if model.path is None or not Path(model.path, _RECORD).is_file():
+        if model.path is None or not Path(model.path, NAME).is_file():
             notes.append(f"No memory and cold start of {name}: it has no files.")
             continue
         one = model.prepared(timings.rows(inputs, 1))
         try:
-            found.append(timings.in_fresh_process(model.path, one, name))
-        except RuntimeError as error:
+            cost = ask(model.path, one)
+        except ValueError as error:
             notes.append(f"No memory and cold start of {name}: {error}")
+            continue
+        found.append(FreshProcess(name, cost.seconds, cost.peak_bytes))
     return tuple(found), notes
-
-
-def _weight_bytes(model: Any) -> int | None:
-    if isinstance(model, keras.Model):
-        return int(structure.bytes_of(model.weights))
-    return size_of(model.path) if isinstance(model, LoadedModel) else None

@@ -1,8 +1,12 @@
-"""The metrics of two models' answers, with labels or without."""
+"""The metrics of two models' answers, with labels or without, and what they show.
+
+Each example counts as its own control: both models answered it, so only examples on
+which they differ tell anything.
+"""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,12 +14,19 @@ import tensorflow as tf
 
 from tfamp.serving.parity import answers
 from tfamp.serving.parity.result import MetricChange, OutputDifference
+from tfamp.trials.intervals import bounded_low
 from tfamp.tuning import scores
+from tfamp.tuning.races import student_quantile
 from tfamp.tuning.scores import Score
 
 # Without labels an export is called worse from this part of the answers that flip, or
 # of the outputs' spread: below it only a metric could tell.
-BROKEN = 0.1
+_BROKEN = 0.1
+# Chance that the true drop lies above the upper bound, and below the lower one.
+ERROR_RATE = 0.05
+# Nobody labels more examples than this to settle half a percent.
+_MOST_EXAMPLES = 10**6
+_HALVINGS = 60
 
 
 def compared(
@@ -40,7 +51,7 @@ def compared(
     differences, metrics = [], []
     for name, values in whole.items():
         ys = labels[name]
-        y = np.concatenate(_flat(ys)) if ys else None
+        y = answers.in_one(ys) if ys else None
         classes = answers.has_classes(reference, values, y)
         found = answers.difference(name, low[name], values, classes=classes)
         differences.append(found)
@@ -48,16 +59,12 @@ def compared(
         if score is None or ys is None:
             metrics.append(_of_outputs(found, low[name], values, tolerance))
             continue
-        before, after = (
-            np.concatenate(
-                [
-                    scores.values_of(score, y, batch[name])
-                    for y, batch in zip(ys, side, strict=True)
-                ]
-            )
+        of_each = [
+            [scores.values_of(score, y, b[name]) for y, b in zip(ys, side, strict=True)]
             for side in (exact, exported)
-        )
-        metrics.append(answers.change(score, name, before, after, tolerance))
+        ]
+        before, after = map(np.concatenate, of_each)
+        metrics.append(change(score, name, before, after, tolerance))
     return differences, metrics, notes
 
 
@@ -73,7 +80,7 @@ def _score(
     if ys is None:
         return None
     if metric in (None, "accuracy", "acc") and classes:
-        return answers.accuracy(are_logits=answers.are_logits(values))
+        return accuracy(are_logits=answers.are_logits(values))
     if metric is None and not getattr(reference, "loss", None):
         return None
     return scores.score_of(reference, metric, first, ys[0])
@@ -88,7 +95,7 @@ def _of_outputs(
     """Returns what outputs alone say: predictions that flip bound what is lost.
 
     Beyond the tolerance nobody knows what a difference costs, so it counts as worse
-    from `BROKEN` on only.
+    from `_BROKEN` on only.
     """
     number = len(exact)
     if found.num_answers:
@@ -96,9 +103,9 @@ def _of_outputs(
         of_each = [answers.classes_of(o, are_logits=logits) for o in (exact, exported)]
         same = (of_each[0] == of_each[1]).reshape(number, -1).mean(axis=1)
         score = Score("agreement with float32", np.equal, True, False)
-        change = answers.change(score, found.name, np.ones(number), same, tolerance)
-        low = change.low if change.low > BROKEN else min(change.low, tolerance)
-        return dataclasses.replace(change, low=low, reference=math.nan)
+        whole = change(score, found.name, np.ones(number), same, tolerance)
+        low = whole.low if whole.low > _BROKEN else min(whole.low, tolerance)
+        return dataclasses.replace(whole, low=low, reference=math.nan)
     # One figure of all examples: there is nothing to be counted.
     off = found.relative
     return MetricChange(
@@ -107,7 +114,7 @@ def _of_outputs(
         reference=math.nan,
         exported=math.nan,
         worsening=off,
-        low=off if off > BROKEN else 0.0,
+        low=off if off > _BROKEN else 0.0,
         bound=off,
         tolerance=tolerance,
         num_examples=number,
@@ -128,7 +135,170 @@ def _labels(ys: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
     return {n: [each[i] for each in flat] for i, n in enumerate(names)}
 
 
-def _flat(ys: Sequence[np.ndarray]) -> list[np.ndarray]:
-    if len({y.shape[1:] for y in ys}) > 1:
-        return [y.reshape(-1, *y.shape[2:]) for y in ys]
-    return list(ys)
+def accuracy(*, are_logits: bool) -> Score:
+    """Returns the score of classes: the share of right ones in each example."""
+
+    def is_right(y: Any, outputs: Any) -> np.ndarray:
+        y, outputs = np.asarray(y), np.asarray(outputs)
+        if y.shape == outputs.shape and outputs.shape[-1] > 1:
+            y = y.argmax(axis=-1)
+        found = answers.classes_of(outputs, are_logits=are_logits)
+        return np.asarray(y.reshape(found.shape) == found)
+
+    return Score("accuracy", is_right, True, False)
+
+
+def change(
+    score: Score,
+    output: str,
+    exact: np.ndarray,
+    exported: np.ndarray,
+    tolerance: float,
+) -> MetricChange:
+    """Returns a metric's worsening with its bounds, from its values on each example."""
+    with np.errstate(invalid="ignore"):
+        worse = score.worsening(exported, exact)
+    reference = float(np.mean(exact))
+    if not np.isfinite(worse).all():
+        inf = math.inf
+        nan = float(np.mean(exported))
+        return MetricChange(
+            *(score.name, output, reference, nan, inf, inf, inf, tolerance, len(worse))
+        )
+    is_rate = not score.is_relative and bool(
+        all(((v >= 0) & (v <= 1)).all() for v in (exact, exported))
+    )
+    low = lower_bound(worse, is_rate=is_rate)
+    bound = upper_bound(worse, is_rate=is_rate)
+    needed = None
+    if bound > tolerance >= low:
+        needed = examples_needed(worse, tolerance, is_rate=is_rate)
+    means = float(np.mean(exported)), float(np.mean(worse))
+    return MetricChange(
+        *(score.name, output, reference, *means),
+        *(low, bound, tolerance, len(worse), needed),
+    )
+
+
+def upper_bound(worsening: np.ndarray, *, is_rate: bool) -> float:
+    """Returns what the true mean worsening is below, but for a chance of 5 %.
+
+    Args:
+        worsening: Of each example, at least one.
+        is_rate: Whether each is a difference of two numbers in [0, 1], as those of an
+            accuracy are: then what was not seen may be there all the same. Where
+            examples are only lost or kept, it is the exact limit of their fraction.
+
+    Example:
+        >>> round(upper_bound(np.zeros(360), is_rate=True), 4)
+        0.0083
+        >>> won_and_lost = np.array([1.0] * 4 + [-1.0] * 4 + [0.0] * 992)
+        >>> 0 < upper_bound(won_and_lost, is_rate=True) < 0.008
+        True
+
+    Source: Clopper & Pearson, Biometrika 26, 1934; where examples are won too, Gaffke,
+    see `tfamp.trials.intervals.bounded_low`, which is the same without any.
+    """
+    if is_rate:
+        lost = int(np.count_nonzero(worsening == 1.0))
+        if lost + np.count_nonzero(worsening == 0.0) == len(worsening):
+            return fraction_limit(lost, len(worsening))
+        return -bounded_low(-worsening, ERROR_RATE)
+    return mean_interval(worsening)[2]
+
+
+def lower_bound(worsening: np.ndarray, *, is_rate: bool) -> float:
+    """Returns what the true mean worsening is above, but for a chance of 5 %."""
+    if is_rate:
+        return bounded_low(worsening, ERROR_RATE)
+    return mean_interval(worsening)[1]
+
+
+def fraction_limit(lost: int, number: int) -> float:
+    """Returns the fraction of which at most `lost` are seen with a chance of 5 %.
+
+    Example:
+        >>> [round(fraction_limit(*each), 5) for each in ((0, 598), (1, 947))]
+        [0.005, 0.005]
+    """
+    if lost >= number:
+        return 1.0
+    counts = np.arange(lost + 1)
+    logs = [
+        math.lgamma(number + 1) - math.lgamma(k + 1) - math.lgamma(number - k + 1)
+        for k in counts
+    ]
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        terms = logs + counts * math.log(middle)
+        terms = terms + (number - counts) * math.log1p(-middle)
+        if float(np.exp(terms).sum()) > ERROR_RATE:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def examples_needed(
+    worsening: np.ndarray, tolerance: float, *, is_rate: bool
+) -> int | None:
+    """Returns how many examples would show a metric to be within a tolerance.
+
+    Those that are added count as answered alike where examples are lost or won, and as
+    scattered as those that are there otherwise.
+
+    Returns:
+        A number above `len(worsening)`; None where what was seen is beyond the
+        tolerance, so that more would show the opposite.
+
+    Example:
+        >>> one_lost = np.eye(1, 360)[0]
+        >>> [examples_needed(each, 0.005, is_rate=True) for each
+        ...  in (np.zeros(360), one_lost)]
+        [598, 947]
+        >>> examples_needed(np.ones(360), 0.005, is_rate=True) is None
+        True
+    """
+    mean = float(np.mean(worsening))
+    if mean > tolerance or not math.isfinite(mean):
+        return None
+    if not is_rate:
+        spread = float(np.std(worsening, ddof=1)) if len(worsening) > 1 else math.inf
+        room = tolerance - mean
+        if not (room > 0 and math.isfinite(spread)):
+            return None
+        return max(
+            len(worsening) + 1,
+            math.ceil((student_quantile(ERROR_RATE, 1000) * spread / room) ** 2),
+        )
+
+    def shows(number: int) -> bool:
+        alike = np.zeros(number - len(worsening))
+        joined = np.concatenate([worsening, alike])
+        return upper_bound(joined, is_rate=True) <= tolerance
+
+    return _first(shows, len(worsening))
+
+
+def _first(holds: Callable[[int], bool], low: int) -> int | None:
+    """Returns the first number above `low` from which on something holds."""
+    high = 2 * low
+    while not holds(high):
+        low, high = high, 2 * high
+        if high > _MOST_EXAMPLES:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def mean_interval(values: np.ndarray) -> tuple[float, float, float]:
+    """Returns the mean of values and its t-interval, without end where one is known."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return mean, -math.inf, math.inf
+    half = student_quantile(ERROR_RATE, len(values) - 1)
+    half *= float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return mean, mean - half, mean + half

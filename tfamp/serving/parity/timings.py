@@ -1,12 +1,14 @@
-"""Times calls of several models in turns, and what one costs a fresh process."""
+"""Times calls of several models in turns."""
 
 import contextlib
+import dataclasses
+import functools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -14,44 +16,71 @@ import tensorflow as tf
 
 from tfamp.records.checks import first_line, short_error
 from tfamp.records.console import progress
-from tfamp.serving.parity import fresh
-from tfamp.serving.parity.result import FreshProcess, Speedup
-from tfamp.trials import processes
+from tfamp.serving.exports.request import Request
+from tfamp.serving.exports.tracing import SIGNATURE, trace
+from tfamp.serving.exports.writers import write_saved_model
+from tfamp.serving.parity.metrics import mean_interval
+from tfamp.serving.parity.result import Speedup
+from tfamp.serving.runtimes.signature import LoadedModel
 from tfamp.trials.intervals import Interval
 from tfamp.trials.run_records import Latency
-from tfamp.tuning.races import student_quantile
+from tfamp.tuning.races import TURN_SECONDS, Racer, fastest, log_ratio, race
 
 TURNS = 9
 # Of all turns and sizes, unless a single call takes longer.
 SECONDS = 4.0
 _MIN_CALLS, _MAX_CALLS, _UNTIMED = 2, 200, 2
-# Chance that the true ratio lies below an interval, and above it.
-_ERROR_RATE = 0.05
 _QUANTILES = (50, 90, 99)
-_FRESH_SECONDS = 120.0
-SAVED_MODEL, XLA = "SavedModel", "XLA"
 
 Call = Callable[[Any], Any]
 
 
 @contextlib.contextmanager
-def stock_calls(model: Any, inputs: Any) -> Iterator[tuple[dict[str, Call], list[str]]]:
+def stock_calls(
+    model: keras.Model, inputs: Any
+) -> Iterator[tuple[dict[str, Call], list[str]]]:
     """Yields a Keras model's SavedModel signature and its XLA function, with notes.
 
     What cannot be made for inputs like those given is left out and noted.
     """
     calls: dict[str, Call] = {}
     notes: list[str] = []
-    if not isinstance(model, keras.Model):
-        yield calls, notes
-        return
+    makers = {"SavedModel": _signature, "XLA": _xla}
     with tempfile.TemporaryDirectory(prefix="tfamp-parity-") as folder:
-        for name, make in ((SAVED_MODEL, _signature), (XLA, _xla)):
+        for name, make in makers.items():
             try:
-                calls[name] = make(model, inputs, folder)
+                calls[name] = make(model, inputs, Path(folder))
             except Exception as error:  # noqa: BLE001 - exporters raise anything
                 notes.append(f"Not timed against {name}: {short_error(error)}")
         yield calls, notes
+
+
+def _signature(model: keras.Model, inputs: Any, folder: Path) -> Call:
+    """Returns a call of the model's signature, from a file that holds it."""
+    traced = trace(model, inputs)
+    write_saved_model(traced, folder, Request("saved_model", "float32"))
+    loaded = tf.saved_model.load(str(folder))
+    signature = loaded.signatures[SIGNATURE]
+
+    def call(x: Any, owner: Any = loaded) -> Any:  # its weights go with the owner
+        given = zip(traced.specs, traced.flatten(x), strict=True)
+        found = signature(**{spec.name: tf.cast(x, spec.dtype) for spec, x in given})
+        return {key: value.numpy() for key, value in found.items()}
+
+    return call
+
+
+def _xla(model: keras.Model, inputs: Any, folder: Path) -> Call:
+    def outputs(x: Any) -> Any:
+        return model(x, training=False)
+
+    function = tf.function(outputs, jit_compile=True, autograph=False)
+
+    def call(x: Any) -> Any:
+        found = function(tf.nest.map_structure(tf.constant, x))
+        return tf.nest.map_structure(lambda each: each.numpy(), found)
+
+    return call
 
 
 def rows(x: Any, size: int) -> Any:
@@ -105,7 +134,8 @@ def speedup(
             [float(np.percentile(turn, quantile, method="higher")) for turn in side]
             for side in (other, own)
         ]
-        ratios.append(_interval(np.log(of_each[0]) - np.log(of_each[1])))
+        logs = mean_interval(np.log(of_each[0]) - np.log(of_each[1]))
+        ratios.append(Interval(*map(math.exp, logs)))
     return Speedup(against, batch_size, *ratios)
 
 
@@ -131,7 +161,7 @@ def measured(
                     why = first_line(error)
                     notes.append(f"No batch of {size} was timed for {what}: {why}")
                     continue
-                sides[name] = _with(call, batch)
+                sides[name] = functools.partial(call, batch)
             done(number + 1)
             if "" not in sides:
                 continue
@@ -141,92 +171,6 @@ def measured(
             for name, theirs in found.items():
                 speedups.append(speedup(theirs, own, against=name, batch_size=size))
     return tuple(latencies), tuple(speedups), notes
-
-
-def in_fresh_process(
-    path: Path, inputs: Mapping[str, np.ndarray], name: str
-) -> FreshProcess:
-    """Returns what loading a model and one answer cost a process of its own.
-
-    Args:
-        path: What `tfamp.load_exported` takes.
-        inputs: One example, by names of the signature.
-        name: What the result calls it.
-
-    Raises:
-        RuntimeError: The process failed, or took longer than two minutes.
-    """
-    with tempfile.TemporaryDirectory(prefix="tfamp-fresh-") as folder:
-        given, log = Path(folder, "inputs.npz"), Path(folder, "log")
-        arrays: dict[str, Any] = {str(key): value for key, value in inputs.items()}
-        np.savez(given, **arrays)
-        began = time.monotonic()
-        process = processes.start(fresh.__name__, [str(path), str(given)], log)
-        try:
-            status = process.wait(_FRESH_SECONDS)
-        except BaseException as error:
-            processes.end(process)
-            if isinstance(error, Exception):
-                raise RuntimeError(
-                    f"Loading {str(path)!r} took over {_FRESH_SECONDS:g} s."
-                ) from error
-            raise
-        finally:
-            processes.close_input(process)
-        lines = log.read_text(errors="replace").splitlines()
-    words = lines[-1].split() if lines else []
-    if status or len(words) != 3 or words[0] != fresh.ANSWERED:
-        tail = lines[-1] if lines else processes.why_ended(status)
-        raise RuntimeError(f"A fresh process cannot run {str(path)!r}: {tail}")
-    return FreshProcess(name, float(words[1]) - began, int(words[2]))
-
-
-def _signature(model: keras.Model, inputs: Any, folder: str) -> Call:
-    """Returns a call of the model's signature, from a file that holds it."""
-    # TensorFlow's own writer, as Keras's `export` prints.
-    holder = tf.Module()
-    holder.model = model
-    flat = tf.nest.flatten(inputs)
-
-    def outputs(*x: Any) -> dict[str, Any]:
-        found = model(tf.nest.pack_sequence_as(inputs, x), training=False)
-        return {f"y{i}": each for i, each in enumerate(tf.nest.flatten(found))}
-
-    function = tf.function(outputs, autograph=False)
-    concrete = function.get_concrete_function(
-        *(
-            tf.TensorSpec((None, *each.shape[1:]), each.dtype, f"x{i}")
-            for i, each in enumerate(flat)
-        )
-    )
-    path = str(Path(folder, "saved_model"))
-    tf.saved_model.save(holder, path, signatures=concrete)
-    loaded = tf.saved_model.load(path)
-    signature = loaded.signatures["serving_default"]
-
-    def call(x: Any, owner: Any = loaded) -> Any:  # its weights go with the owner
-        given = enumerate(tf.nest.flatten(x))
-        found = signature(**{f"x{i}": tf.constant(each) for i, each in given})
-        return {key: value.numpy() for key, value in found.items()}
-
-    return call
-
-
-def _xla(model: keras.Model, inputs: Any, folder: str) -> Call:
-    def outputs(x: Any) -> Any:
-        return model(x, training=False)
-
-    function = tf.function(outputs, jit_compile=True, autograph=False)
-
-    def call(x: Any) -> Any:
-        found = function(tf.nest.map_structure(tf.constant, x))
-        return tf.nest.map_structure(lambda each: each.numpy(), found)
-
-    return call
-
-
-def _with(call: Call, batch: Any) -> Callable[[], Any]:
-    return lambda: call(batch)
 
 
 def _one_turn(
@@ -241,10 +185,84 @@ def _one_turn(
     return seconds
 
 
-def _interval(logs: np.ndarray) -> Interval:
-    middle = float(np.mean(logs))
-    if len(logs) < 2:
-        return Interval(math.exp(middle), 0.0, math.inf)
-    half = student_quantile(_ERROR_RATE, len(logs) - 1)
-    half *= float(np.std(logs, ddof=1)) / math.sqrt(len(logs))
-    return Interval(*(math.exp(middle + side * half) for side in (0, -1, 1)))
+class Pace(NamedTuple):
+    """How fast a model is.
+
+    Args:
+        seconds: Of a call with the smallest batch, the median over rounds.
+        slowdown: Times the fastest one it takes, the geometric mean over batch sizes;
+            1.0 for the fastest.
+    """
+
+    seconds: float
+    slowdown: float
+
+
+def raced(
+    models: Mapping[str, LoadedModel],
+    inputs: Mapping[str, np.ndarray],
+    sizes: Collection[int],
+    *,
+    seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, Pace]:
+    """Runs models in turns until the fastest is clear, and returns the pace of each.
+
+    A model that is shown slower than another one drops out, so that what time there is
+    goes to those that are close. Inputs are repeated to fill a batch of each size.
+    """
+    racers = []
+    for name, model in models.items():
+        prepared = model.prepared(dict(inputs))
+        batches = [rows(prepared, size) for size in sorted(sizes)]
+        calls = [functools.partial(model.run, batch) for batch in batches]
+        for call in calls:
+            call()
+        racers.append(_AtSizes(name, lambda steps: 0.0, 0.0, calls=calls))
+    if len(racers) == 1:
+        racers[0].take_turn(0)
+    ends = clock() + seconds
+    race(racers, goes_on=lambda steps: clock() < ends or not racers[0].logs)
+    best = fastest(racers)
+    return {
+        each.name: Pace(
+            float(np.median(each.smallest)),
+            1.0 if each is best else math.exp(log_ratio(each, best)[0]),
+        )
+        for each in racers
+    }
+
+
+@dataclasses.dataclass
+class _AtSizes(Racer):
+    """A model in a race, at several batch sizes, none of which outweighs the others.
+
+    Attributes:
+        calls: One for each size, the smallest first.
+        smallest: The seconds of a call of the first, by round.
+    """
+
+    calls: Sequence[Callable[[], Any]] = ()
+    smallest: list[float] = dataclasses.field(default_factory=list)
+
+    def take_turn(self, number: int) -> int:
+        """Runs each size for a moment, and notes the mean of the logarithms."""
+        logs, calls = [], 0
+        for call in self.calls:
+            found, steps = _seconds(call, 1), 0
+            if found < TURN_SECONDS:  # it only says how many: caches were cold
+                steps = math.ceil(TURN_SECONDS / max(found, 1e-6))
+                steps = min(steps, _MAX_CALLS)
+                found = max(_seconds(call, steps), 1e-9)
+            logs.append(math.log(found))
+            calls += steps + 1
+        self.smallest.append(math.exp(logs[0]))
+        self.logs[number] = float(np.mean(logs))
+        return calls
+
+
+def _seconds(call: Callable[[], Any], times: int) -> float:
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - began) / times

@@ -1,80 +1,111 @@
 """Runs an exported folder in a fresh process: `python -m ... folder inputs outputs`.
 
 A file counts once a process that knows nothing of the model has loaded and run it:
-exporters report success on files that no runtime can load.
+exporters report success on files that no runtime can load. The process imports what a
+program that only predicts does, so that memory and cold start are those of such a one.
 """
 
-import os
-import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+import tfamp
+from tfamp.machine.limits import sizes_in
 from tfamp.records.checks import short_error
 
 _DEADLINE_SECONDS = 180
-_MODULE = "tfamp.serving.runtimes.fresh_process"
+_COST = ".cost"
 
 
-def answers(folder: Path, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+class Answered(NamedTuple):
+    """What a fresh process answered, and what that cost it.
+
+    Args:
+        outputs: By name.
+        seconds: From the start of the process to the answer to the first example.
+        peak_bytes: The most memory that it held until then.
+    """
+
+    outputs: dict[str, np.ndarray]
+    seconds: float
+    peak_bytes: int
+
+
+def ask(folder: Path, inputs: Mapping[str, np.ndarray]) -> Answered:
     """Returns what an exported folder answers in a fresh process.
 
     Raises:
         ValueError: It cannot be loaded or run there; the message says why.
     """
-    with tempfile.TemporaryDirectory() as scratch:
+    # Not above: the process that answers has no need of them.
+    import subprocess
+    import tempfile
+
+    from tfamp.trials import processes
+
+    with tempfile.TemporaryDirectory(prefix="tfamp-fresh-") as scratch:
         asked, answered = Path(scratch, "in.npz"), Path(scratch, "out.npz")
+        log = Path(scratch, "log")
         _save(asked, inputs)
-        paths = [path or os.getcwd() for path in sys.path]
-        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths))
-        environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-        words = [sys.executable, "-m", _MODULE, str(folder), str(asked), str(answered)]
+        began = time.monotonic()
+        process = processes.start(__name__, [*map(str, (folder, asked, answered))], log)
         try:
-            done = subprocess.run(
-                words,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_DEADLINE_SECONDS,
-            )
+            status = process.wait(_DEADLINE_SECONDS)
         except subprocess.TimeoutExpired as error:
             raise ValueError(
                 f"The exported file gave no answer in {_DEADLINE_SECONDS} s in a fresh "
                 "process. Export another format."
             ) from error
-        if done.returncode:
-            told = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        finally:
+            processes.close_input(process)
+            processes.end(process)
+        if status:
+            lines = log.read_text(errors="replace").strip().splitlines()
+            told = lines[-1] if lines else processes.why_ended(status)
             raise ValueError(
-                f"The exported file does not run in a fresh process: {told[-1]} Export "
+                f"The exported file does not run in a fresh process: {told} Export "
                 "another format."
             )
+        ended, peak = answered.with_suffix(_COST).read_text().split()
         with np.load(answered) as found:
-            return {name: found[name] for name in found.files}
+            return Answered(dict(found), float(ended) - began, int(peak))
 
 
 def main(folder: str, asked: str, answered: str) -> int:
-    """Answers the inputs of one file in another."""
-    from tfamp.serving.runtimes import manifest
-    from tfamp.serving.runtimes.loader import open_model
+    """Answers the inputs of one file in another.
 
+    Beside it is written when the first example was answered, by the system's monotonic
+    clock, and the peak until then in bytes.
+    """
     try:
-        model = open_model(Path(folder), manifest.read(Path(folder)))
+        model = tfamp.load_exported(folder)
         with np.load(asked) as inputs:
-            given = {name: inputs[name] for name in inputs.files}
-        prepared = model.prepared(given)
+            prepared = model.prepared(dict(inputs))
         model.run({name: value[:1] for name, value in prepared.items()})
-        outputs = model.run(prepared)  # of another batch than the first
-        _save(Path(answered), outputs)
+        cost = f"{time.monotonic()} {peak_bytes()}"
+        Path(answered).with_suffix(_COST).write_text(cost)
+        # Of another batch than the first.
+        _save(Path(answered), model.run(prepared))
     except Exception as error:  # of whatever the runtime raises
         print(short_error(error), file=sys.stderr)
         return 1
     return 0
+
+
+def peak_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Returns the most memory that this process held."""
+    peak = sizes_in(status).get("VmHWM")
+    if peak is None:
+        import resource
+
+        # Source: getrusage(2): kilobytes on Linux and BSD, bytes on macOS.
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak
 
 
 def _save(file: Path, arrays: Mapping[str, np.ndarray]) -> None:

@@ -1,18 +1,22 @@
-"""`tfamp.load_exported`: one call to run what `tfamp.export` wrote."""
+"""`tfamp.load_exported`: one call for all runtimes, and those without TensorFlow."""
 
-import importlib
 import os
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tfamp.records import checks
 from tfamp.serving.runtimes import manifest
-from tfamp.serving.runtimes.signature import LoadedModel
+from tfamp.serving.runtimes.signature import LoadedModel, dtype_named
 
 if TYPE_CHECKING:
     import keras
 
 _KERAS_FILE = ".keras"
+_ERRORS_ONLY = 3
 
 
 def load_exported(
@@ -52,32 +56,130 @@ def load_exported(
     """
     if threads is not None:
         checks.positive_int("threads", threads)
-    if not isinstance(path, (str, os.PathLike)):
-        return _of_keras(path, threads)
-    folder = Path(path)
-    if folder.suffix == _KERAS_FILE and not folder.is_dir():
-        return _of_keras(folder, threads)
-    found = manifest.read(folder)
-    manifest.verify(folder, found)
-    return open_model(folder, found, threads)
+    source = Path(path) if isinstance(path, (str, os.PathLike)) else None
+    if source is None or (source.suffix == _KERAS_FILE and not source.is_dir()):
+        from tfamp.serving.runtimes.tensorflow_models import KerasModel
+
+        return KerasModel(source or path, _threads(threads))
+    found = manifest.read(source)
+    manifest.verify(source, found)
+    return open_model(source, found, threads)
 
 
 def open_model(
     folder: Path, found: manifest.Manifest, threads: int | None = None
 ) -> LoadedModel:
     """Loads a folder of which `export.json` says what is in it."""
-    place = importlib.import_module(f"tfamp.serving.runtimes.{found.runtime}")
-    loaded: LoadedModel = place.load(folder, found, _threads(threads or found.threads))
-    return loaded
+    threads = _threads(threads or found.threads)
+    if found.runtime == "saved_model":
+        from tfamp.serving.runtimes.tensorflow_models import SavedModel
 
-
-def _of_keras(model: "keras.Model | Path", threads: int | None) -> LoadedModel:
-    from tfamp.serving.runtimes import keras_model
-
-    return keras_model.load(model, _threads(threads))
+        return SavedModel(folder, found, threads)
+    return _WITHOUT_TENSORFLOW[found.runtime](folder, found, threads)
 
 
 def _threads(threads: int | None) -> int:
     from tfamp.machine.cpus import num_usable_cpus
 
     return threads or num_usable_cpus()
+
+
+class LiteRTModel(LoadedModel):
+    """A model that LiteRT runs, one batch at a time: an interpreter is not shared."""
+
+    runtime = "litert"
+
+    def __init__(self, folder: Path, found: manifest.Manifest, threads: int) -> None:
+        super().__init__(folder, found.signature)
+        interpreter = checks.require(
+            "ai_edge_litert.interpreter",
+            extra="litert",
+            purpose=f"Running {str(folder)!r}",
+        )
+        made = interpreter.Interpreter(
+            model_path=str(folder / manifest.FILES["litert"]), num_threads=threads
+        )
+        self._interpreter = made
+        self._runner = made.get_signature_runner()
+        self._lock = threading.Lock()
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the outputs by name for one batch of all inputs by name."""
+        with self._lock:
+            found = self._runner(**inputs)
+            return {
+                spec.name: np.array(found[spec.name], dtype_named(spec.dtype))
+                for spec in self.signature.outputs
+            }
+
+
+class OnnxModel(LoadedModel):
+    """A model that ONNX Runtime runs."""
+
+    runtime = "onnx"
+
+    def __init__(self, folder: Path, found: manifest.Manifest, threads: int) -> None:
+        super().__init__(folder, found.signature)
+        onnxruntime = checks.require(
+            "onnxruntime", extra="onnx", purpose=f"Running {str(folder)!r}"
+        )
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = _ERRORS_ONLY
+        # Threads that spin while they wait take the cores of others.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        self._session = onnxruntime.InferenceSession(
+            str(folder / manifest.FILES["onnx"]),
+            options,
+            providers=["CPUExecutionProvider"],
+        )
+        self._outputs = [spec.name for spec in found.signature.outputs]
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the outputs by name for one batch of all inputs by name."""
+        found = self._session.run(self._outputs, dict(inputs))
+        return dict(zip(self._outputs, found, strict=True))
+
+
+class OpenVINOModel(LoadedModel):
+    """A model that OpenVINO runs, with a request of its own in each thread."""
+
+    runtime = "openvino"
+
+    def __init__(self, folder: Path, found: manifest.Manifest, threads: int) -> None:
+        super().__init__(folder, found.signature)
+        openvino = checks.require(
+            "openvino", extra="openvino", purpose=f"Running {str(folder)!r}"
+        )
+        self._compiled = openvino.Core().compile_model(
+            str(folder / manifest.FILES["openvino"]),
+            "CPU",
+            {
+                "INFERENCE_NUM_THREADS": threads,
+                "PERFORMANCE_HINT": "LATENCY",
+                "INFERENCE_PRECISION_HINT": "f32",
+            },
+        )
+        self._requests = threading.local()
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the outputs by name for one batch of all inputs by name."""
+        found = self._request().infer(dict(inputs))
+        return {
+            spec.name: np.array(found[spec.name]) for spec in self.signature.outputs
+        }
+
+    def _request(self) -> Any:
+        request = getattr(self._requests, "request", None)
+        if request is None:
+            request = self._requests.request = self._compiled.create_infer_request()
+        return request
+
+
+_WITHOUT_TENSORFLOW: dict[str, Callable[[Path, manifest.Manifest, int], LoadedModel]]
+_WITHOUT_TENSORFLOW = {
+    "litert": LiteRTModel,
+    "onnx": OnnxModel,
+    "openvino": OpenVINOModel,
+}

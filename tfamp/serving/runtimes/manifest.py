@@ -13,13 +13,8 @@ NAME = "export.json"
 # Raised when the meaning of a field changes; folders of a later one are refused.
 FORMAT_VERSION = 1
 RUNTIMES = ("saved_model", "litert", "onnx", "openvino")
-# Runtime -> the extra of tfamp that brings it; the first comes with tfamp itself.
-EXTRAS = {
-    "saved_model": None,
-    "litert": "litert",
-    "onnx": "onnx",
-    "openvino": "openvino",
-}
+# Runtime -> the file that it is pointed to, where that is not the folder itself.
+FILES = {"litert": "model.tflite", "onnx": "model.onnx", "openvino": "model.xml"}
 # What TensorFlow runs a batch size by.
 PLAIN, XLA = "plain", "XLA"
 # Runtime -> where it looks for files that are not named to it one by one.

@@ -1,4 +1,4 @@
-"""A TensorFlow function that answers: as it is, or compiled by XLA for a batch size."""
+"""TensorFlow functions that answer: plain, or compiled by XLA for a batch size."""
 
 import math
 import threading
@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tfamp.records.checks import short_error
-from tfamp.serving.runtimes.manifest import PLAIN, XLA
+from tfamp.serving.runtimes.manifest import PLAIN, XLA, Manifest, execution_text
 from tfamp.serving.runtimes.signature import LoadedModel, Signature
 from tfamp.tuning.races import Racer, log_ratio, race
 
+_SIGNATURE = "serving_default"
 # For both sides of a race at one batch size, the compiling not counted.
 _SECONDS = 1.0
 
@@ -107,6 +109,75 @@ class TensorFlowModel(LoadedModel):
         if math.isnan(middle):
             return found
         return {**found, "speedup": round(math.exp(middle), 3)}
+
+
+class SavedModel(TensorFlowModel):
+    """A SavedModel, by its concrete function, or by that under XLA.
+
+    The threads of TensorFlow are those of the whole process: they are set where
+    TensorFlow has not started yet.
+    """
+
+    runtime = "saved_model"
+
+    def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
+        _set_threads(threads)
+        loaded = tf.saved_model.load(str(folder))
+        function = loaded.signatures[_SIGNATURE]
+        names = [spec.name for spec in manifest.signature.inputs]
+
+        def call(*tensors: Any, owner: Any = loaded) -> Any:  # its weights go with it
+            return function(**dict(zip(names, tensors, strict=True)))
+
+        compiled = [
+            int(size)
+            for size, found in manifest.execution.items()
+            if found["chosen"] == XLA
+        ]
+        super().__init__(folder, manifest.signature, call, compiled)
+
+
+class KerasModel(TensorFlowModel):
+    """A Keras model in memory, such as `tfamp.freeze` returns, or of a `.keras` file.
+
+    It answers by its concrete function, or by that under XLA for batches of 1.
+
+    Attributes:
+        execution: What was chosen for batches of 1, by how much.
+
+    Raises:
+        TypeError: It is no Keras model.
+        ValueError: It is not built, or its inputs cannot be told.
+    """
+
+    runtime = "keras"
+
+    def __init__(self, model: Any, threads: int) -> None:
+        # Not above: a SavedModel is loaded without Keras.
+        from tfamp.models import load_model
+        from tfamp.serving.exports.source import tried_inputs
+        from tfamp.serving.exports.tracing import trace
+        from tfamp.stepping.arguments import check_built
+
+        _set_threads(threads)
+        path = model if isinstance(model, Path) else None
+        if path is not None:
+            model = load_model(path)
+        check_built(model, "load")
+        traced = trace(model)
+        super().__init__(path, traced.signature, traced.function)
+        self._traced = traced  # holds the variables
+        self.execution = self.choose(tried_inputs(traced), (1,))
+        logging.info("%r: %s", model.name, *execution_text(self.execution))
+
+
+def _set_threads(threads: int) -> None:
+    """Sets the threads of TensorFlow, unless that was done or it runs already."""
+    try:
+        if not tf.config.threading.get_intra_op_parallelism_threads():
+            tf.config.threading.set_intra_op_parallelism_threads(threads)
+    except RuntimeError:
+        pass
 
 
 def _racer(name: str, call: Callable[..., Any], tensors: Sequence[Any]) -> Racer:

@@ -1,4 +1,4 @@
-"""One pass over a batch that tells which layers int8 would spoil, and by what.
+"""Which layers int8 would spoil, and by what, from one pass over a batch.
 
 Each layer with a kernel runs again on what it got in float32, its inputs and weights
 rounded as int8 rounds them. What comes out is compared with what it gave, relative to
@@ -18,19 +18,19 @@ from tfamp.keras_hooks import structure
 from tfamp.numerics.sensitivity.errors import forward_error
 from tfamp.records import console
 from tfamp.records.record import Record, TableRecord
-from tfamp.serving.int8.rounding import (
-    OUTLIER,
-    kernels_of,
-    outlier_ratio,
-    rounded_activations,
-    rounded_weights,
-)
 from tfamp.stepping.eager_step import Call, Observer, Site, floats, is_float, tapped
 from tfamp.stepping.layer_calls import units
 
 Mode = Literal["weights", "dynamic", "static"]
 # An error of outputs from which a layer is expected to break a metric.
-GUILTY = 0.1
+_GUILTY = 0.1
+# A channel this many times as large as the one in the middle leaves the others less
+# than three bits of the eight.
+_OUTLIER = 20.0
+_WEIGHT_STEPS = 127
+_ACTIVATION_STEPS = 255
+# What has fewer dimensions, such as a bias, stays in float in every runtime.
+_MIN_RANK = 2
 # Examples of the pass: all that went through the layers is held at once.
 _MAX_EXAMPLES = 32
 # What rescales its channels ends the search for where an outlier comes from, unless a
@@ -68,7 +68,7 @@ class LayerError(Record):
     @property
     def is_guilty(self) -> bool:
         """Whether it is expected to break a metric."""
-        return not self.error < GUILTY
+        return not self.error < _GUILTY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,26 +104,11 @@ class Ranking(TableRecord):
         return console.text_of(console.table(columns, rows, title=title))
 
 
-def rank(
-    model: keras.Model,
-    inputs: Any,
-    *,
-    mode: Mode = "dynamic",
-    per_channel: bool = True,
-) -> Ranking:
+def rank(model: keras.Model, inputs: Any, *, mode: Mode = "dynamic") -> Ranking:
     """Ranks the layers of a float32 model by what int8 does to each of them alone.
 
-    Args:
-        model: A built Keras model that computes in float32. It is as it was afterwards.
-        inputs: A batch as the model takes it, of examples like those it will see; the
-            first 32 go through it.
-        mode: "weights" rounds kernels only, "dynamic" and "static" what they are
-            multiplied with, too.
-        per_channel: Whether a kernel has a scale for each of its output channels, or
-            one for all.
-
-    Returns:
-        The layers with a kernel, the most spoilt first.
+    The first 32 of the inputs go through it; it is as it was afterwards. "weights"
+    rounds kernels only, "dynamic" and "static" what they are multiplied with, too.
 
     Example:
         >>> keras.utils.set_random_seed(0)
@@ -141,11 +126,8 @@ def rank(
     for site in recorder.products:
         calls = [call for call in recorder.calls if call.site.layer is site.layer]
         if calls:
-            worst = max(
-                (_error_of(call, recorder, mode, per_channel) for call in calls),
-                key=lambda each: each.error,
-            )
-            found.append(worst)
+            errors = [_error_of(call, recorder, mode) for call in calls]
+            found.append(max(errors, key=lambda each: each.error))
     found.sort(key=lambda each: -each.error)
     number = len(tf.nest.flatten(given)[0])
     return Ranking(model.name, mode, number, tuple(found))
@@ -205,13 +187,10 @@ class _Recorder(Observer):
         return found
 
 
-def _error_of(
-    call: _Recorded, recorder: _Recorder, mode: Mode, per_channel: bool
-) -> LayerError:
+def _error_of(call: _Recorded, recorder: _Recorder, mode: Mode) -> LayerError:
     exact = _arrays(call.outputs)
-    with _rounded(call.site.layer, per_channel):
-        by_weights = _off(call, exact, rounds_inputs=False)
-        error = by_weights
+    with _rounded(call.site.layer):
+        error = by_weights = _off(call, exact, rounds_inputs=False)
         if mode != "weights":
             error = _off(call, exact, rounds_inputs=True)
     inputs = floats((call.args, call.kwargs))
@@ -219,7 +198,7 @@ def _error_of(
     at = max(range(len(inputs)), key=lambda i: outliers[i][1], default=None)
     channel, ratio = (0, 1.0) if at is None else outliers[at]
     producers: tuple[str, ...] = ()
-    if at is not None and ratio >= OUTLIER:
+    if at is not None and ratio >= _OUTLIER:
         producers = tuple(site.path for site in recorder.producers_of(inputs[at]))
     found = LayerError(
         call.site.path, call.site.class_name, error, by_weights, ratio, producers
@@ -231,7 +210,7 @@ def _reason(found: LayerError, channel: int) -> str:
     if not found.is_guilty:
         return ""
     off = f"its outputs are off by {found.error:.2g} times their spread"
-    if found.outlier >= OUTLIER:
+    if found.outlier >= _OUTLIER:
         text = f"channel {channel} of its inputs is {found.outlier:,.0f} times the "
         return f"an outlier channel: {text}middle one, and {off}"
     if found.weight_error >= found.error / 2:
@@ -248,13 +227,13 @@ def _off(call: _Recorded, exact: Sequence[np.ndarray], *, rounds_inputs: bool) -
 
 
 @contextlib.contextmanager
-def _rounded(layer: Any, per_channel: bool) -> Iterator[None]:
+def _rounded(layer: Any) -> Iterator[None]:
     """Rounds the kernels of a layer inside the block."""
     kernels = kernels_of(layer)
     held = [np.asarray(weight.value).copy() for weight, _ in kernels]
     try:
         for (weight, channels), value in zip(kernels, held, strict=True):
-            weight.assign(rounded_weights(value, channels if per_channel else ()))
+            weight.assign(rounded_weights(value, channels))
         yield
     finally:
         for (weight, _), value in zip(kernels, held, strict=True):
@@ -269,7 +248,7 @@ def _rounded_tensor(x: Any) -> Any:
 
 
 def _has_outlier(x: Any) -> bool:
-    return outlier_ratio(np.asarray(x))[1] >= OUTLIER
+    return outlier_ratio(np.asarray(x))[1] >= _OUTLIER
 
 
 def _arrays(outputs: Any) -> list[np.ndarray]:
@@ -278,3 +257,81 @@ def _arrays(outputs: Any) -> list[np.ndarray]:
 
 def _first_examples(x: Any) -> Any:
     return tf.convert_to_tensor(x)[:_MAX_EXAMPLES]
+
+
+def rounded_weights(values: np.ndarray, channels: Sequence[int]) -> np.ndarray:
+    """Returns a kernel after int8 with one scale for each channel, symmetric around 0.
+
+    Example:
+        >>> kernel = np.array([[127.0, 0.4], [1.4, 0.2]])
+        >>> rounded_weights(kernel, (1,)).round(2).tolist()
+        [[127.0, 0.4], [1.0, 0.2]]
+    """
+    others = tuple(axis for axis in range(values.ndim) if axis not in channels)
+    largest = np.abs(values).max(axis=others, keepdims=True, initial=0.0)
+    scale = np.where(largest > 0, largest / _WEIGHT_STEPS, 1.0)
+    return (np.round(values / scale) * scale).astype(values.dtype)
+
+
+def rounded_activations(values: np.ndarray) -> np.ndarray:
+    """Returns activations after uint8 with one scale and one zero point for all.
+
+    Example:
+        >>> rounded_activations(np.array([0.0, 0.3, 1.2, 255.0])).tolist()
+        [0.0, 0.0, 1.0, 255.0]
+    """
+    low = min(float(values.min(initial=0.0)), 0.0)
+    high = max(float(values.max(initial=0.0)), 0.0)
+    scale = (high - low) / _ACTIVATION_STEPS
+    if not (scale > 0 and np.isfinite(scale)):
+        return values
+    zero = np.round(-low / scale)
+    steps = np.clip(np.round(values / scale) + zero, 0, _ACTIVATION_STEPS)
+    return ((steps - zero) * scale).astype(values.dtype)
+
+
+def outlier_ratio(values: np.ndarray) -> tuple[int, float]:
+    """Returns the largest channel of activations, and how many times the middle it is.
+
+    Example:
+        >>> outlier_ratio(np.array([[1.0, -1.0, 50.0], [-1.0, 1.0, 20.0]]))
+        (2, 50.0)
+    """
+    if values.ndim < 2 or values.shape[-1] < 2:
+        return 0, 1.0
+    sizes = np.abs(values).reshape(-1, values.shape[-1]).max(axis=0, initial=0.0)
+    # Channels that are 0 for all examples, as behind a ReLU, need no steps.
+    middle = float(np.median(sizes[sizes > 0])) if (sizes > 0).any() else 0.0
+    channel = int(sizes.argmax())
+    return channel, float(sizes[channel]) / middle if middle else 1.0
+
+
+def kernels_of(layer: Any) -> list[tuple[Any, tuple[int, ...]]]:
+    """Returns the weights that int8 rounds, each with its channels; none for most.
+
+    An embedding is looked up, not multiplied: runtimes leave it, or round its rows.
+    """
+    is_layer = isinstance(layer, keras.layers.Layer)
+    if not is_layer or isinstance(layer, keras.layers.Embedding):
+        return []
+    holders = [each for _, each, _ in structure.walk(layer)]
+    if not isinstance(layer, (keras.layers.RNN, keras.layers.TimeDistributed)):
+        holders = [layer]
+    return [
+        (weight, _channels(holder, weight))
+        for holder in holders
+        for weight in structure.own_weights(holder)
+        if keras.backend.is_float_dtype(weight.dtype) and len(weight.shape) >= _MIN_RANK
+    ]
+
+
+def _channels(layer: Any, weight: Any) -> tuple[int, ...]:
+    """Returns the dimensions of a kernel that are there in the outputs."""
+    if isinstance(layer, keras.layers.EinsumDense):
+        inputs, output = layer.equation.split("->")
+        letters = inputs.split(",")[1].replace(".", "")
+        if len(letters) == len(weight.shape):
+            return tuple(i for i, letter in enumerate(letters) if letter in output)
+    if isinstance(layer, (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)):
+        return (len(weight.shape) - 2, len(weight.shape) - 1)
+    return (len(weight.shape) - 1,)

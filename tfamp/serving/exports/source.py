@@ -1,0 +1,236 @@
+"""The float32 model that exports are made from: its copy, its traces, inputs to try."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.keras_hooks import structure, trainer, variables
+from tfamp.models import apply
+from tfamp.records.formats import HALF
+from tfamp.serving.exports.request import Request
+from tfamp.serving.exports.tracing import Traced, trace
+from tfamp.serving.frozen import freeze
+from tfamp.serving.runtimes.signature import dtype_named, has_shape
+from tfamp.stepping.arguments import check_built, dataset_of
+from tfamp.stepping.unchanged import copied
+
+# Steps up to which a recurrent layer is written out: LiteRT and OpenVINO have no loops
+# over lists of tensors, and a graph of thousands of steps takes minutes to convert.
+_MAX_UNROLLED_STEPS = 64
+_WITHOUT_LOOPS = ("litert", "openvino")
+# More tell a quantiser next to nothing about ranges.
+_MAX_CALIBRATION_EXAMPLES = 512
+_BATCH = 32
+_NUM_TRIED = 5
+# Where a dimension is free and nobody says what it is.
+_FREE = 8
+
+
+@dataclasses.dataclass
+class Source:
+    """The model that all candidates are made from, and what they are judged by.
+
+    Attributes:
+        model: In float32.
+        sample: Inputs as it takes them; None where nobody gave any.
+        batch_size: Of the calls that are to be fast, beside those of one example.
+        validation: What the gate compares candidates on; None where nothing is there.
+        metric: As for the gate.
+        tolerance: As for the gate.
+        traces: By what they were traced for.
+    """
+
+    model: keras.Model
+    sample: Any
+    batch_size: int | None = None
+    validation: Any = None
+    metric: Any = None
+    tolerance: float = 0.005
+    traces: dict[str, Traced] = dataclasses.field(default_factory=dict)
+
+    @property
+    def traced(self) -> Traced:
+        """The trace in float32."""
+        return self.trace_for(Request("saved_model", "float32"))
+
+    def trace_for(self, request: Request) -> Traced:
+        """Returns the trace that a format is written from.
+
+        Raises:
+            ValueError: The model has loops, and the format has none.
+        """
+        kind = request.dtype if request.format == "saved_model" else "float32"
+        if request.format in _WITHOUT_LOOPS:
+            kind = "unrolled"
+        if kind not in self.traces:
+            model = self.model
+            if kind in HALF:
+                model = freeze(model, kind, sample=self.sample)
+            elif kind == "unrolled":
+                model = _unrolled(model)
+            self.traces[kind] = trace(model, self.sample)
+        return self.traces[kind]
+
+    def tried_inputs(self) -> dict[str, np.ndarray]:
+        """Returns a few inputs by name with which an export is tried."""
+        return tried_inputs(self.traced, self.sample)
+
+
+def float32_copy(model: keras.Model) -> keras.Model:
+    """Returns a copy that stores and computes everything in float32, not compiled.
+
+    Exporters fail on casts to bfloat16, and write files that no runtime loads. What was
+    rounded in a model in half precision stays rounded; its sums get more exact.
+
+    Raises:
+        TypeError: `model` is not a Keras model.
+        ValueError: It has no weights yet, or cannot be copied.
+    """
+    check_built(model, "export")
+    copy = copied(model, instead="export a model whose classes have one")
+    own = {id(weight) for weight in model.weights}
+    if own & {id(weight) for weight in copy.weights}:
+        raise ValueError(
+            f"Cannot copy model {model.name!r}: its copy holds weights of the original."
+        )
+    if structure.compute_dtypes(copy) & {*HALF}:
+        apply(copy, "float32")
+    trainer.forget_training(copy)
+    with copy.distribute_strategy.scope():
+        for weight in copy.weights:
+            if weight.dtype in HALF:
+                variables.store_in(weight, "float32")
+    graph = structure.graph_of(copy)
+    if graph is not None:
+        structure.widen_inputs(graph)
+    trainer.drop_traced_functions(copy)
+    return copy
+
+
+def unroll(model: keras.Model) -> tuple[str, ...]:
+    """Has recurrent layers of few, known steps run without a loop, in place.
+
+    The results are the same to the last bit.
+
+    Returns:
+        The paths of recurrent layers that still loop: of unknown or too many steps.
+    """
+    looping = []
+    for path, layer, _ in structure.walk(model):
+        if not isinstance(layer, keras.layers.RNN):
+            continue
+        steps = _steps(layer)
+        if steps is not None and steps <= _MAX_UNROLLED_STEPS:
+            layer.unroll = True
+        else:
+            looping.append(path)
+    return tuple(looping)
+
+
+def _unrolled(model: keras.Model) -> keras.Model:
+    """Returns a model without loops: itself if no layer is recurrent, else a copy."""
+    layers = (layer for _, layer, _ in structure.walk(model))
+    if not any(isinstance(layer, keras.layers.RNN) for layer in layers):
+        return model
+    copy = float32_copy(model)
+    if looping := unroll(copy):
+        raise ValueError(
+            f"Layers {looping!r} loop over steps that are unknown or more than "
+            f"{_MAX_UNROLLED_STEPS}, for which LiteRT and OpenVINO have no operation. "
+            "Export to 'onnx' or 'saved_model', or give the input a fixed number of "
+            "steps."
+        )
+    return copy
+
+
+def _steps(layer: Any) -> int | None:
+    """Returns the number of steps of a recurrent layer's input, None if unknown."""
+    for shape in structure.built_shapes(layer).values():
+        if isinstance(shape, (tuple, list)) and len(shape) >= 3:
+            return None if shape[1] is None else int(shape[1])
+    return None
+
+
+def first_inputs(*data: Any) -> Any:
+    """Returns the inputs of the first batch of the first data that are there."""
+    for each in data:
+        if each is not None:
+            return _inputs(next(iter(_batches(each))))
+    return None
+
+
+def calibration_batches(
+    data: Any, traced: Traced
+) -> tuple[Mapping[str, np.ndarray], ...]:
+    """Returns some hundreds of inputs by name, in batches, checked.
+
+    Raises:
+        ValueError: They have another shape or dtype than the model's, are empty, or
+            hold NaN or infinities.
+    """
+    found, number = [], 0
+    for batch in _batches(data):
+        arrays = _checked(traced.by_name(_inputs(batch)), traced)
+        found.append(arrays)
+        number += len(next(iter(arrays.values())))
+        if number >= _MAX_CALIBRATION_EXAMPLES:
+            break
+    if not number:
+        raise ValueError(
+            "`calibration` holds no examples; expected some tens, as `predict` takes "
+            "them. Pass a part of the training data."
+        )
+    return tuple(found)
+
+
+def tried_inputs(traced: Traced, data: Any = None) -> dict[str, np.ndarray]:
+    """Returns a few inputs by name: the first of data, else some of the signature."""
+    if data is not None:
+        given = traced.by_name(data)
+        return {name: value[:_NUM_TRIED] for name, value in given.items()}
+    random = np.random.default_rng(0)
+    found = {}
+    for spec in traced.signature.inputs:
+        shape = (_NUM_TRIED, *(_FREE if n is None else n for n in spec.shape[1:]))
+        dtype = dtype_named(spec.dtype)
+        if dtype.kind == "f":
+            found[spec.name] = random.normal(size=shape).astype(dtype)
+        elif dtype.kind == "O":
+            found[spec.name] = np.full(shape, "a", object)
+        else:
+            found[spec.name] = random.integers(0, 2, shape).astype(dtype)
+    return found
+
+
+def _batches(data: Any) -> tf.data.Dataset:
+    return dataset_of(data, _BATCH, needs_targets=False, name="calibration")
+
+
+def _inputs(batch: Any) -> Any:
+    x = batch[0] if isinstance(batch, tuple) else batch
+    return tf.nest.map_structure(np.asarray, x)
+
+
+def _checked(arrays: Mapping[str, Any], traced: Traced) -> dict[str, np.ndarray]:
+    found = {}
+    for spec in traced.signature.inputs:
+        array = np.asarray(arrays[spec.name])
+        if not has_shape(array, spec.shape):
+            raise ValueError(
+                f"`calibration` has {spec.name!r} of shape {array.shape}; expected "
+                f"{spec.shape}. Pass inputs as `predict` takes them."
+            )
+        if array.dtype.kind == "f":
+            number = math.prod(array.shape) - int(np.isfinite(array).sum())
+            if number:
+                raise ValueError(
+                    f"`calibration` has {number} numbers that are not finite in "
+                    f"{spec.name!r}; expected none. Take these examples out."
+                )
+        found[spec.name] = array.astype(dtype_named(spec.dtype), copy=False)
+    return found

@@ -1,0 +1,236 @@
+"""Writes SavedModels, LiteRT and OpenVINO by their own converters and quantisers."""
+
+import contextlib
+import io
+import logging
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp.records import checks
+from tfamp.records.checks import first_line
+from tfamp.serving.exports.request import Request
+from tfamp.serving.exports.tracing import SIGNATURE, Traced, scope_of
+from tfamp.serving.runtimes.manifest import FILES
+
+# Operations that LiteRT's converter names as missing.
+_NEEDED = re.compile(r"tf\.(\w+)")
+_FLOAT64 = re.compile(r"tensor<[^>]*xf64>|tensor<f64>")
+# Of OpenVINO's 4 bits: weights that share a scale, and the fewest that may.
+_GROUP = 32
+_LEAST_GROUP = 8
+_PRODUCTS = ("MatMul", "Convolution", "GroupConvolution")
+
+
+def write_saved_model(traced: Traced, folder: Path, request: Request) -> None:
+    """Writes `saved_model.pb` and `variables/`, which hold each weight once."""
+    del request  # the trace is of a model in the dtype already
+    with quiet("tensorflow", "absl"):
+        tf.saved_model.save(
+            traced.module, str(folder), signatures={SIGNATURE: traced.function}
+        )
+
+
+def write_litert(traced: Traced, folder: Path, request: Request) -> None:
+    """Writes `model.tflite` into a folder.
+
+    Raises:
+        ImportError: A package is missing.
+        ValueError: The model has operations that LiteRT has not.
+    """
+    checks.require("ai_edge_litert", extra="litert", purpose="Exporting to LiteRT")
+    with _saved(traced) as saved, quiet("tensorflow", "absl"):
+        converter = tf.lite.TFLiteConverter.from_saved_model(
+            saved, signature_keys=[SIGNATURE]
+        )
+        if request.dtype == "float16":
+            converter.optimizations = [tf.lite.Optimize.DEFAULT]
+            converter.target_spec.supported_types = [tf.float16]
+        try:
+            content: bytes = converter.convert()
+        except Exception as error:  # of whatever the converter raises
+            needed = sorted({*_NEEDED.findall(str(error))} - {"entry_function"})
+            told = f"for {needed}" if needed else f"here: {first_line(error)}"
+            which = " in float64" if _FLOAT64.search(str(error)) else ""
+            raise ValueError(
+                f"LiteRT has no operation {told}{which}, which the model uses. Export "
+                "to 'onnx' or 'saved_model', or take the layers that use it out of it"
+                f"{', or give them float32' if which else ''}."
+            ) from error
+    if request.dtype in ("int8", "int4"):
+        content = _litert_integers(content, request)
+    (folder / FILES["litert"]).write_bytes(content)
+
+
+def write_openvino(traced: Traced, folder: Path, request: Request) -> None:
+    """Writes `model.xml` and `model.bin` into a folder.
+
+    Raises:
+        ImportError: A package is missing.
+        ValueError: The model has operations that OpenVINO has not.
+    """
+    package = checks.require(
+        "openvino", extra="openvino", purpose="Exporting to OpenVINO"
+    )
+    with _saved(traced) as saved, quiet("tensorflow"):
+        try:
+            model = package.convert_model(saved)
+        except Exception as error:  # of whatever the converter raises
+            raise ValueError(
+                f"OpenVINO cannot express the model: {first_line(error)} Export to "
+                "'onnx' or 'saved_model'."
+            ) from error
+        _name_ports(model, traced)
+        if request.dtype in ("int8", "int4"):
+            model = _openvino_integers(model, traced, request)
+        package.save_model(
+            *(model, str(folder / FILES["openvino"])),
+            compress_to_fp16=request.dtype == "float16",
+        )
+
+
+@contextlib.contextmanager
+def quiet(*names: str) -> Iterator[None]:
+    """Keeps converters' loggers and warnings quiet: running files finds what is wrong.
+
+    Args:
+        names: Of the loggers.
+    """
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _saved(traced: Traced) -> Iterator[str]:
+    """Yields a folder with a SavedModel, from which other formats are converted."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_saved_model(traced, Path(folder), Request("saved_model", "float32"))
+        yield folder
+
+
+def _litert_integers(content: bytes, request: Request) -> bytes:
+    """Returns a file of LiteRT with integers in it, by ai-edge-quantizer."""
+    quantizer = checks.require(
+        "ai_edge_quantizer", extra="litert", purpose="Integers in LiteRT"
+    )
+    names = quantizer.qtyping.TFLOperationName
+    bits = 4 if request.dtype == "int4" else 8
+    made = quantizer.quantizer.Quantizer(bytearray(content))
+    operations = (
+        [names.FULLY_CONNECTED, names.BATCH_MATMUL]
+        if request.products_only and request.scheme == "static"
+        else [names.ALL_SUPPORTED]
+    )
+    for operation in operations:
+        if request.scheme == "static":
+            made.add_static_config(".*", operation, 8, bits)
+        elif request.scheme == "dynamic":
+            made.add_dynamic_config(".*", operation, bits)
+        else:
+            made.add_weight_only_config(".*", operation, bits)
+    no = quantizer.algorithm_manager.AlgorithmName.NO_QUANTIZE
+    if request.scheme == "static":  # else floats would come in and go out as int8
+        for operation in (names.INPUT, names.OUTPUT):
+            made.update_quantization_recipe(".*", operation, algorithm_key=no)
+    for path in request.keep:
+        scope = rf"(^|.*[/;]){re.escape(scope_of(path))}/.*"
+        made.update_quantization_recipe(scope, names.ALL_SUPPORTED, algorithm_key=no)
+    calibrated: Any = None
+    with contextlib.redirect_stdout(io.StringIO()), quiet():
+        if made.need_calibration:
+            batches = [dict(batch) for batch in request.calibration]
+            calibrated = made.calibrate({SIGNATURE: batches})
+        return bytes(made.quantize(calibrated).quantized_model)
+
+
+def _name_ports(model: Any, traced: Traced) -> None:
+    """Gives inputs and outputs the names of the signature."""
+    for ports, specs in (
+        (model.inputs, traced.signature.inputs),
+        (model.outputs, traced.signature.outputs),
+    ):
+        wanted = {spec.name for spec in specs}
+        for port in ports:
+            names = {re.sub(r"^serving_default_|:\d+$", "", n) for n in port.names}
+            port.get_tensor().set_names(names & wanted or port.names)
+
+
+def _openvino_integers(model: Any, traced: Traced, request: Request) -> Any:
+    """Returns a model of OpenVINO with integers in it, by NNCF."""
+    nncf = checks.require("nncf", extra="openvino", purpose="Integers in OpenVINO")
+    ignored = nncf.IgnoredScope(names=_kept_nodes(model, traced, request))
+    logging.getLogger("nncf").setLevel(logging.ERROR)
+    silent = io.StringIO()
+    with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+        if request.scheme == "static":
+            overflow = nncf.OverflowFix
+            found = nncf.quantize(
+                model,
+                nncf.Dataset(list(map(dict, request.calibration))),
+                subset_size=len(request.calibration),
+                model_type=nncf.ModelType.TRANSFORMER
+                if request.products_only
+                else None,
+                ignored_scope=ignored,
+                advanced_parameters=nncf.AdvancedQuantizationParameters(
+                    overflow_fix=overflow.ENABLE
+                    if request.reduces_range
+                    else overflow.DISABLE
+                ),
+            )
+        elif request.dtype == "int8":
+            found = nncf.compress_weights(
+                model, mode=nncf.CompressWeightsMode.INT8_SYM, ignored_scope=ignored
+            )
+        else:
+            # Rows that no group divides get 8 bits, with one scale for each.
+            advanced = nncf.AdvancedCompressionParameters(
+                group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST,
+                min_adjusted_group_size=_LEAST_GROUP,
+            )
+            found = nncf.compress_weights(
+                model,
+                mode=nncf.CompressWeightsMode.INT4_SYM,
+                group_size=_GROUP,
+                ignored_scope=ignored,
+                advanced_parameters=advanced,
+            )
+    lowered = "FakeQuantize" if request.scheme == "static" else "Convert"
+    if lowered not in {node.get_type_name() for node in found.get_ordered_ops()}:
+        raise ValueError(
+            f"{request.name} quantises nothing of this model: NNCF leaves recurrent "
+            "layers in float32. Pass another `scheme=`, or another format."
+        )
+    return found
+
+
+def _kept_nodes(model: Any, traced: Traced, request: Request) -> list[str]:
+    """Returns the products of layers that stay in float32, by name."""
+
+    def names(node: Any) -> Iterator[str]:
+        """Yields the node's name and those of the weights that it reads."""
+        yield node.get_friendly_name()
+        for port in node.inputs():
+            source = port.get_source_output().get_node()
+            if source.get_type_name() == "Constant":
+                yield source.get_friendly_name()
+
+    return [
+        node.get_friendly_name()
+        for node in model.get_ordered_ops()
+        if node.get_type_name() in _PRODUCTS and traced.is_in(request.keep, names(node))
+    ]

@@ -1,1 +1,0 @@
-"""Int8: which layers it would spoil, simulated, and the fewest that stay in float."""
