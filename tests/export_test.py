@@ -12,7 +12,7 @@ import pytest
 
 import tfamp
 from tfamp.serving.exports import kept_layers
-from tfamp.serving.exports.candidates import MAX_FLOAT32_DIFFERENCE, WRITERS
+from tfamp.serving.exports.candidates import MAX_FLOAT32_DIFFERENCE, WRITERS, Candidate
 from tfamp.serving.exports.request import PACKAGES, Request
 from tfamp.serving.exports.source import float32_copy, unroll
 from tfamp.serving.exports.tracing import trace
@@ -185,6 +185,12 @@ def test_a_saved_model_stores_each_weight_once(tmp_path):
     WRITERS["saved_model"](trace(float32_copy(model)), tmp_path, request)
     size = sum(file.stat().st_size for file in tmp_path.rglob("*"))
     assert size < 1.05 * 4 * 501_000
+
+
+def test_the_size_of_an_export_is_that_of_its_files(tmp_path):
+    (tmp_path / "variables").mkdir()
+    (tmp_path / "variables" / "data").write_bytes(b"12345")
+    assert Candidate(None, tmp_path, None, 0.0).size_bytes == 5
 
 
 def test_unrolled_layers_answer_the_same():

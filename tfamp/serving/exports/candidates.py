@@ -64,7 +64,8 @@ class Candidate:
     @property
     def size_bytes(self) -> int:
         """The bytes of all its files."""
-        return sum(file.stat().st_size for file in self.folder.rglob("*"))
+        files = (file for file in self.folder.rglob("*") if file.is_file())
+        return sum(file.stat().st_size for file in files)
 
     def load(self, *, threads: int | None = None) -> LoadedModel:
         """Returns the model in its runtime, from where it was written."""
