@@ -329,15 +329,20 @@ def test_every_optimizer_of_a_model_is_cut():
     assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.01)
 
 
+def huge_inside():
+    """float16 ends at 65504; what makes and what takes 1e6 overflows."""
+    layers = [
+        keras.layers.Dense(3, name="low", use_bias=False),
+        keras.layers.Rescaling(1e6, name="huge"),
+        keras.layers.Rescaling(1e-6, name="back"),
+        keras.layers.Dense(1, name="head"),
+    ]
+    return keras.Sequential([keras.Input((3,)), *layers])
+
+
 def test_a_recovery_leaves_the_plan_that_the_next_run_begins_with(tmp_path):
     def made():
-        parts = [
-            keras.layers.Dense(3, name="low", use_bias=False),
-            keras.layers.Rescaling(1e6, name="huge"),
-            keras.layers.Rescaling(1e-6, name="back"),
-            keras.layers.Dense(1, name="head"),
-        ]
-        model = keras.Sequential([keras.Input((3,)), *parts])
+        model = huge_inside()
         model.compile(keras.optimizers.Adam(0.02), "mse", run_eagerly=True)
         return model
 
@@ -358,15 +363,8 @@ def test_a_recovery_leaves_the_plan_that_the_next_run_begins_with(tmp_path):
 
 
 def test_a_fresh_process_keeps_the_same_layers_in_float32(tmp_path):
-    """float16 ends at 65504; what makes and what takes 1e6 is kept, and no other."""
     keras.utils.set_random_seed(7)
-    layers = [
-        keras.layers.Dense(3, name="low", use_bias=False),
-        keras.layers.Rescaling(1e6, name="huge"),
-        keras.layers.Rescaling(1e-6, name="back"),
-        keras.layers.Dense(1, name="head"),
-    ]
-    models = [keras.Sequential([keras.Input((3,)), *layers])]
+    models = [huge_inside()]
     models.append(keras.models.clone_model(models[0]))
     triage = named("precision", layers=("huge", "back"))
     for model in models:

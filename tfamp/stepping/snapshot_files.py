@@ -232,6 +232,16 @@ class Background:
         self.seconds = self._clock() - start
 
 
+def folder_path(argument: str, path: object) -> str:
+    """Returns the path of a folder as text; a TypeError says that it is none."""
+    if isinstance(path, (str, os.PathLike)):
+        return os.fspath(path)
+    raise TypeError(
+        f"`{argument}` is {path!r}, of type {type(path).__name__}; expected the path "
+        "of a folder. Pass a string."
+    )
+
+
 def made_folder(argument: str, path: object) -> Path:
     """Returns the path of a folder that exists and can be written, made if need be.
 
@@ -239,12 +249,7 @@ def made_folder(argument: str, path: object) -> Path:
         TypeError: It is no path.
         ValueError: It is a file, or cannot be made or written.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(
-            f"`{argument}` is {path!r}, of type {type(path).__name__}; expected the "
-            "path of a folder. Pass a string."
-        )
-    folder = Path(os.fspath(path)).expanduser().absolute()
+    folder = Path(folder_path(argument, path)).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

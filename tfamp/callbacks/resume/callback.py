@@ -17,6 +17,7 @@ from tfamp.keras_hooks.epochs import EPOCH_HOOKS, Execution, Feed, Place
 from tfamp.keras_hooks.workers import part_of
 from tfamp.records import checks
 from tfamp.stepping import snapshots
+from tfamp.stepping.snapshot_files import folder_path
 from tfamp.stepping.snapshots import State
 
 
@@ -80,12 +81,7 @@ class Resume(FitCallback):
         self, directory: str | os.PathLike[str], *, every_steps: int = 500
     ) -> None:
         super().__init__()
-        if not isinstance(directory, (str, os.PathLike)):
-            raise TypeError(
-                f"`directory` is {directory!r}, of type {type(directory).__name__}; "
-                "expected the path of a folder. Pass a string."
-            )
-        self.directory = os.fspath(directory)
+        self.directory = folder_path("directory", directory)
         self.every_steps = checks.positive_int("every_steps", every_steps)
         self.resumed_at: tuple[int, int] | None = None
         EPOCH_HOOKS.hold(self)
