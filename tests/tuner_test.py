@@ -193,27 +193,41 @@ def test_a_train_step_that_takes_two_parts_trains_as_in_fit():
     assert len(tfamp.training.lr_find(model, data, num_steps=20).losses) >= 2
 
 
-def test_float32_is_an_answer_and_says_why(monkeypatch):
-    model = trained((1,))
-    monkeypatch.setattr(
-        judges.FixedWeights, "worsening", lambda self, plan, half: np.full(512, 0.5)
-    )
-    plan = tuned(model)
-    assert set(plan.layers.values()) == {"float32"}
-    assert (
-        "no plan in half precision kept the metric"
-        in (plan.evidence["tuning"]["reason"])
-    )
+def interrupted(half):
+    if half == 1:
+        raise KeyboardInterrupt
+    return np.zeros(1024)
 
 
-def test_a_plan_that_fails_on_fresh_examples_is_not_given(monkeypatch):
-    worse = {0: np.zeros(1024), 1: np.full(1024, 0.5)}
+# How much worse each half of the examples is -> policy of the plan, and its reason.
+JUDGEMENTS = {
+    "none holds": (
+        lambda half: np.full(1024, 0.5),
+        *("float32", "no plan in half precision kept the metric"),
+    ),
+    "not on fresh examples": (
+        lambda half: np.full(1024, 0.5 * half),
+        *("float32", "on fresh examples"),
+    ),
+    "interrupted at the end": (
+        interrupted,
+        *("mixed_float16", "interrupted before it was judged"),
+    ),
+}
+
+
+@pytest.mark.parametrize("worse, policy, reason", JUDGEMENTS.values(), ids=JUDGEMENTS)
+def test_the_plan_follows_the_judgements_and_says_why(
+    worse, policy, reason, monkeypatch
+):
     monkeypatch.setattr(
-        judges.FixedWeights, "worsening", lambda self, plan, half: worse[half]
+        judges.FixedWeights, "worsening", lambda self, plan, half: worse(half)
     )
     plan = tuned(trained())
-    assert set(plan.layers.values()) == {"float32"}
-    assert "on fresh examples" in plan.evidence["tuning"]["reason"]
+    assert plan.policy == policy
+    assert reason in plan.evidence["tuning"]["reason"]
+    if policy == "float32":
+        assert set(plan.layers.values()) == {"float32"}
 
 
 def test_a_plan_that_cannot_run_does_not_hold(monkeypatch):
@@ -226,18 +240,6 @@ def test_a_plan_that_cannot_run_does_not_hold(monkeypatch):
 
     monkeypatch.setattr(judges.FixedWeights, "worsening", worsening)
     assert kept_by_tune(tuned(model)) == {"squares_1_"}
-
-
-def test_an_interrupt_at_the_last_judgement_keeps_the_plan(monkeypatch):
-    def worsening(self, plan, half):
-        if half == 1:
-            raise KeyboardInterrupt
-        return np.zeros(1024)
-
-    monkeypatch.setattr(judges.FixedWeights, "worsening", worsening)
-    plan = tuned(trained())
-    assert plan.policy == "mixed_float16"
-    assert "interrupted before it was judged" in plan.evidence["tuning"]["reason"]
 
 
 def test_a_search_goes_on_from_its_file(tmp_path, monkeypatch):
