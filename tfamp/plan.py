@@ -20,7 +20,7 @@ from tfamp.dtypes.planned_layers import (
     PlannedLayer,
     PlannedOperation,
 )
-from tfamp.dtypes.settings import POLICIES, PolicySettings, stored_settings
+from tfamp.dtypes.settings import POLICIES, PolicySettings, make_settings
 from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.layers import Kind
 from tfamp.records import checks, console
@@ -181,9 +181,9 @@ class PrecisionPlan(TableRecord):
 
     def settings(self) -> PolicySettings:
         """Returns the settings of layers that are made under the plan."""
-        return stored_settings(
+        return make_settings(
             self.policy,
-            self.has_default_rules,
+            "default" if self.has_default_rules else "none",
             self.loss_scale,
             self.loss_scale_options,
             plan=self,
@@ -268,14 +268,9 @@ class PrecisionPlan(TableRecord):
 
 
 def read_plan(given: Any) -> PrecisionPlan | None:
-    """Returns the plan that `policy` is or names, None where it is something else.
+    """Returns a plan that is given itself or as its file, None for something else.
 
-    Args:
-        given: A plan, the path of its file, or the name of a policy.
-
-    Raises:
-        FileNotFoundError: It ends in ".json", and no such file is there.
-        ValueError: The file holds no plan that can be read.
+    A FileNotFoundError or ValueError says that the file is missing, or holds no plan.
     """
     if isinstance(given, PrecisionPlan):
         return given

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from tfamp.dtypes import heads, layer_dtypes, model_dtypes, resolution
-from tfamp.dtypes.settings import PolicySettings, stored_settings
+from tfamp.dtypes.settings import PolicySettings, make_settings
 from tfamp.keras_hooks import structure, trainer, variables
 from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of, set_record
 from tfamp.records.formats import HALF
@@ -144,9 +144,10 @@ def settings_to_make(entry: dict[str, Any]) -> PolicySettings | None:
 
 def _settings_of_file(entry: dict[str, Any]) -> PolicySettings:
     options = dict(entry["loss_scale"])
-    return stored_settings(
+    # The user's own rules, which may be functions, are known by what they decided.
+    return make_settings(
         entry["policy"],
-        entry["has_defaults"],
+        "default" if entry["has_defaults"] else "none",
         options.pop("loss_scale"),
         options,
         jit_compile=entry.get("jit_compile"),

@@ -22,15 +22,11 @@ KeepFloat32 = str | Sequence[Any]
 
 @dataclasses.dataclass(frozen=True)
 class RuleSet:
-    """The rules of one `keep_float32`.
+    """The rules of one `keep_float32`."""
 
-    Attributes:
-        rules: In order; the first that matches gives its name and reason.
-        has_defaults: Whether the default rules, heads and operations included,
-            are among them.
-    """
-
+    # In order; the first that matches gives its name and reason.
     rules: tuple[Rule, ...]
+    # Whether the default rules, heads and operations included, are among them.
     has_defaults: bool
 
     def for_dtype(self, dtype: str) -> "RuleSet":
@@ -143,43 +139,39 @@ class PolicySettings:
 
     A layer holds its settings, so the hooks can stay exactly as long as any
     managed layer lives.
-
-    Attributes:
-        policy: The policy object of layers that nothing else decides.
-        rules: Rules that apply under the policy's compute dtype.
-        loss_scale: "dynamic", a number for a static scale, or None.
-        loss_scale_options: Further arguments of the loss-scale optimizer.
-        matched: Names of user rules that have matched some layer.
-        exact: Names of user rules whose pattern is the name or path of a layer.
-        taken_back: Layers whose `call` cannot run with what a default rule decided.
-        float32_policy: The policy given to kept layers. One object, so that
-            sublayers that are handed it count as given a dtype.
-        keep_float32: The argument that the rules came from, of other policies too.
-        plan: The `PrecisionPlan` that decides in the place of the rules, if any.
-        chosen_at_fit: "measure" where the first `fit` times the policies, "look up"
-            where it takes what an earlier run has measured; "" where it is chosen.
-        jit_compile: Whether `compile` uses XLA where it is not told; None leaves it.
-        evidence: What was measured before this was decided, as plain JSON values.
-        number: Tells settings apart when they are gone.
     """
 
-    policy: keras.DTypePolicy
-    rules: RuleSet
+    policy: keras.DTypePolicy  # the policy object of layers that nothing else decides
+    rules: RuleSet  # rules that apply under the policy's compute dtype
+    # "dynamic", a number for a static scale, or None.
     loss_scale: str | float | None = "dynamic"
+    # Further arguments of the loss-scale optimizer.
     loss_scale_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Names of user rules that have matched some layer.
     matched: set[str] = dataclasses.field(default_factory=set)
+    # Names of user rules whose pattern is the name or path of a layer.
     exact: set[str] = dataclasses.field(default_factory=set)
+    # Layers whose `call` cannot run with what a default rule decided.
     taken_back: weakref.WeakSet[Any] = dataclasses.field(
         default_factory=weakref.WeakSet
     )
+    # The policy given to kept layers. One object, so that sublayers that are handed it
+    # count as given a dtype.
     float32_policy: keras.DTypePolicy = dataclasses.field(
         default_factory=lambda: keras.DTypePolicy("float32")
     )
+    # The argument that the rules came from, of other policies too.
     keep_float32: KeepFloat32 = "default"
+    # The `PrecisionPlan` that decides in the place of the rules, if any.
     plan: Any = None
+    # "measure" where the first `fit` times the policies, "look up" where it takes what
+    # an earlier run has measured; "" where it is chosen.
     chosen_at_fit: str = ""
+    # Whether `compile` uses XLA where it is not told; None leaves it.
     jit_compile: bool | None = None
+    # What was measured before this was decided, as plain JSON values.
     evidence: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Tells settings apart when they are gone.
     number: int = dataclasses.field(default_factory=itertools.count(1).__next__)
 
     @property
@@ -213,39 +205,21 @@ def make_settings(
     keep_float32: KeepFloat32 = "default",
     loss_scale: str | float | None = "dynamic",
     loss_scale_options: Mapping[str, Any] | None = None,
+    **fields: Any,
 ) -> PolicySettings:
-    """Returns the settings for a policy name and a `keep_float32` argument."""
+    """Returns the settings for a policy name and a `keep_float32` argument.
+
+    Further `fields` are those of `PolicySettings`.
+    """
     policy_object = keras.DTypePolicy(policy)
     rules = parse(keep_float32).for_dtype(policy_object.compute_dtype)
     options = dict(loss_scale_options or {})
     settings = PolicySettings(
-        policy_object, rules, loss_scale, options, keep_float32=keep_float32
+        policy_object, rules, loss_scale, options, keep_float32=keep_float32, **fields
     )
     if options.get("reduce_dtype") == "auto":  # also in loops with a plain optimizer
         READ_HOOKS.hold(settings)
     return settings
-
-
-def stored_settings(
-    policy: str,
-    has_defaults: bool,
-    loss_scale: str | float | None,
-    loss_scale_options: Mapping[str, Any],
-    **fields: Any,
-) -> PolicySettings:
-    """Returns the settings that a file holds, and other fields of them.
-
-    The user's own rules, which may be functions, are known by what they decided.
-    """
-    policy_object = keras.DTypePolicy(policy)
-    rules = parse("default" if has_defaults else "none")
-    return PolicySettings(
-        policy_object,
-        rules.for_dtype(policy_object.compute_dtype),
-        loss_scale,
-        dict(loss_scale_options),
-        **fields,
-    )
 
 
 def choose_policy(policy: str) -> tuple[str, str, bool]:
