@@ -73,7 +73,25 @@ class Status(Record):
         return self.why
 
     def __str__(self) -> str:
-        return _render(self)
+        rows = [
+            ("tfamp", "enabled" if self.enabled else "not enabled"),
+            ("policy", self.policy),
+            ("why", self.why),
+        ]
+        if self.loss_scale is not None:
+            rows.append(("loss scale", str(self.loss_scale)))
+        rows += [("device", f"{device.kind}: {device.name}") for device in self.devices]
+        rows += [
+            ("versions", ", ".join(f"{k} {v}" for k, v in self.versions.items())),
+            ("hooks", f"{len(self.hooks)} installed"),
+        ]
+        columns: dict[str, dict[str, Any]] = {"fact": {}, "value": {}}
+        look: dict[str, Any] = {"show_header": False, "box": None, "pad_edge": False}
+        parts = [console.table(columns, rows, **look)]
+        if self.rules:
+            kept = [(rule.name, rule.note or rule.reason) for rule in self.rules]
+            parts.append(console.table({"stays in float32": {}, "because": {}}, kept))
+        return console.text_of(*parts, width=100)
 
 
 def enable(
@@ -276,24 +294,3 @@ def _note(rule: Rule) -> str:
         if why is not None:
             return f"gains nothing: {cls.__name__} {why}"
     return ""
-
-
-def _render(status: Status) -> str:
-    rows = [
-        ("tfamp", "enabled" if status.enabled else "not enabled"),
-        ("policy", status.policy),
-        ("why", status.why),
-    ]
-    if status.loss_scale is not None:
-        rows.append(("loss scale", str(status.loss_scale)))
-    rows += [("device", f"{device.kind}: {device.name}") for device in status.devices]
-    rows += [
-        ("versions", ", ".join(f"{k} {v}" for k, v in status.versions.items())),
-        ("hooks", f"{len(status.hooks)} installed"),
-    ]
-    columns: dict[str, dict[str, Any]] = {"fact": {}, "value": {}}
-    parts = [console.table(columns, rows, show_header=False, box=None, pad_edge=False)]
-    if status.rules:
-        kept = [(rule.name, rule.note or rule.reason) for rule in status.rules]
-        parts.append(console.table({"stays in float32": {}, "because": {}}, kept))
-    return console.text_of(*parts, width=100)

@@ -24,68 +24,44 @@ class UsageError(ValueError):
 
 
 class Call(NamedTuple):
-    """What a command was called with.
+    """What a command was called with."""
 
-    Args:
-        argument: What was typed without a flag, "" where there is no such argument; the
-            first where there may be several.
-        values: Flag -> its value.
-        given: The arguments of the function that flags tell, by name.
-        argv: All of it, as it was typed.
-        arguments: All that was typed without a flag.
-    """
-
+    # What was typed without a flag, "" where there is no such argument; the first where
+    # there may be several.
     argument: str
-    values: Mapping[str, Any]
-    given: Mapping[str, Any]
-    argv: Sequence[str]
-    arguments: Sequence[str]
+    values: Mapping[str, Any]  # flag -> its value
+    given: Mapping[str, Any]  # the arguments of the function that flags tell, by name
+    argv: Sequence[str]  # all of it, as it was typed
+    arguments: Sequence[str]  # all that was typed without a flag
 
 
 class Outcome(NamedTuple):
-    """What a command came to.
+    """What a command came to."""
 
-    Args:
-        record: The result, which `--json` writes and `--plot` draws.
-        text: To be printed, of rich or plain; None prints the record.
-        problems: To be printed as errors, below warnings.
-        is_bad: Whether it ends with status 1.
-    """
-
-    record: Any
-    text: Any = None
-    problems: Sequence[str] = ()
-    is_bad: bool = False
+    record: Any  # the result, which `--json` writes and `--plot` draws
+    text: Any = None  # to be printed, of rich or plain; None prints the record
+    problems: Sequence[str] = ()  # to be printed as errors, below warnings
+    is_bad: bool = False  # whether it ends with status 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command of `tfamp`: a function, with `--help` and `--json` beside its flags.
+    """A command of `tfamp`: a function, with `--help` and `--json` beside its flags."""
 
-    Args:
-        name: The word after "tfamp".
-        function: The function, such as "tfamp.prove": its arguments by name are flags,
-            and what its docstring says ahead of them is what `--help` does.
-        work: Does it, given the call.
-        own: Flags that the function does not have, or not so.
-        without: Arguments that `work` gives, or nobody; no flag is made of them.
-        purpose: For `--help`, in the place of the docstring.
-        more: For `--help`, too: what the argument is, the exit status.
-        argument: What the one argument without a flag stands for, such as
-            "module:build"; None where there is none. One that ends with "..." may be
-            given several times.
-        interrupted: What is said after Ctrl-C.
-    """
-
-    name: str
+    name: str  # the word after "tfamp"
+    # The function, such as "tfamp.prove": its arguments by name are flags, and what its
+    # docstring says ahead of them is what `--help` does.
     function: str
-    work: Callable[[Call], Outcome]
-    own: Sequence[Flag] = ()
+    work: Callable[[Call], Outcome]  # does it, given the call
+    own: Sequence[Flag] = ()  # flags that the function does not have, or not so
+    # Arguments that `work` gives, or nobody; no flag is made of them.
     without: Sequence[str] = ()
-    purpose: str = ""
-    more: str = STATUS
+    purpose: str = ""  # for `--help`, in the place of the docstring
+    more: str = STATUS  # for `--help`, too: what the argument is, the exit status
+    # What the one argument without a flag stands for, such as "module:build"; None
+    # where there is none. One that ends with "..." may be given several times.
     argument: str | None = None
-    interrupted: str = "stopped"
+    interrupted: str = "stopped"  # what is said after Ctrl-C
 
     @property
     def flags(self) -> list[Flag]:

@@ -14,23 +14,16 @@ from tfamp.records.units import parse_bytes
 
 
 class Flag(NamedTuple):
-    """A flag of a command.
+    """A flag of a command."""
 
-    Args:
-        name: As it is typed, with underscores.
-        kind: The end of absl's `DEFINE_...`, or a function that reads the value, given
-            the flag's name for messages and the text.
-        default: The value where the flag is not given.
-        help: For `--help`.
-        least: The smallest number, None for any.
-        again: Whether it may be given several times; `kind` gets the list of texts.
-    """
-
-    name: str
+    name: str  # as it is typed, with underscores
+    # The end of absl's `DEFINE_...`, or a function that reads the value, given the
+    # flag's name for messages and the text.
     kind: str | Callable[[str, Any], Any]
-    default: Any
-    help: str
-    least: float | None = None
+    default: Any  # the value where the flag is not given
+    help: str  # for `--help`
+    least: float | None = None  # the smallest number, None for any
+    # Whether it may be given several times; `kind` gets the list of texts.
     again: bool = False
 
     @property

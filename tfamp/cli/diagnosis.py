@@ -52,21 +52,13 @@ class DoctorFinding(Record):
 
 @dataclasses.dataclass(frozen=True)
 class CachedMeasurement(Record):
-    """What `tfamp.measure_policies` found for a model, and when.
+    """What `tfamp.measure_policies` found for a model, and when."""
 
-    Args:
-        model: The model's name.
-        best: The fastest policy.
-        speedup: Times as fast as float32; None where float32 is best.
-        batch: Dtypes and shapes of the batch.
-        date: Of the file, in local time.
-    """
-
-    model: str
-    best: str
-    speedup: float | None
-    batch: str
-    date: str
+    model: str  # the model's name
+    best: str  # the fastest policy
+    speedup: float | None  # times as fast as float32; None where float32 is best
+    batch: str  # dtypes and shapes of the batch
+    date: str  # of the file, in local time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,17 +93,11 @@ class MeasurementCache(Record):
 
 @dataclasses.dataclass(frozen=True)
 class ClusterReport(Record):
-    """The cluster that a launcher describes, and what can be seen of it from here.
+    """The cluster that a launcher describes, and what can be seen of it from here."""
 
-    Args:
-        cluster: Who takes part.
-        answers: Address of a worker -> what came of a connection to it.
-        variables: Variables of NCCL and gRPC that are set.
-    """
-
-    cluster: Cluster
-    answers: dict[str, str]
-    variables: dict[str, str]
+    cluster: Cluster  # who takes part
+    answers: dict[str, str]  # address of a worker -> what came of a connection to it
+    variables: dict[str, str]  # variables of NCCL and gRPC that are set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +138,7 @@ class Diagnosis(TableRecord):
 def parts(diagnosis: Diagnosis, *, show_all: bool = False) -> list[Any]:
     """Returns a diagnosis for rich, the problems last, where the eye ends up.
 
-    Args:
-        diagnosis: What was found.
-        show_all: Whether settings are shown that are not set, and old measurements.
+    `show_all` is for settings that are not set, too, and old measurements.
     """
     found = [_versions_table(diagnosis), _devices_table(diagnosis)]
     if diagnosis.memory is not None:

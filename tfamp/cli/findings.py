@@ -136,9 +136,7 @@ def of_cluster(
 ) -> tuple[ClusterReport | None, list[DoctorFinding]]:
     """Returns the cluster, if there is one, and what is wrong with it.
 
-    Args:
-        environ: Variables.
-        ask: Takes addresses; gives for each what came of a connection to it.
+    `ask` takes addresses, and gives for each what came of a connection to it.
     """
     try:
         cluster = cluster_of(environ)

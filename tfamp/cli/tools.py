@@ -45,11 +45,7 @@ class Built(NamedTuple):
 
 @contextlib.contextmanager
 def built(target: str, variant: Variant, *, needs_data: bool = True) -> Iterator[Built]:
-    """Yields what a function builds under a policy, which is in force in the block.
-
-    Raises:
-        TypeError: The function returned something else.
-    """
+    """Yields what a function builds under a policy, which is in force in the block."""
     build = parcel.load(target)
     import keras
 
@@ -136,9 +132,6 @@ def _silenced(name: str, texts: Sequence[str]) -> dict[str, str]:
 
     A comma stands between two rules where the name of one follows, so that reasons
     may hold commas.
-
-    Raises:
-        ValueError: A text has another form, or names no rule or one twice.
     """
     if not texts:
         return {}

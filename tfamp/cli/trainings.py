@@ -1,6 +1,7 @@
 """Commands that train: `compare`, `scale`, `measure` and `tune`."""
 
 import dataclasses
+import itertools
 import random
 import shlex
 import sys
@@ -37,13 +38,12 @@ def _compare(call: Call) -> Outcome:
     out = Path(values["out"] or time.strftime("tfamp-report-%Y%m%d-%H%M%S"))
     total = None if values["resume"] else len(values["policies"]) * values["seeds"]
     file = sys.stderr if values["json"] == "-" else sys.stdout
-    lines = _Lines(values["policies"], total, file)
     found = tfamp.compare(
         call.argument,
         profile_steps=values["profile_steps"] if values["profile"] else 0,
         directory=out / "runs",
         command=shlex.join(["tfamp", "compare", *call.argv]),
-        on_run=lines.show,
+        on_run=_run_lines(values["policies"], total, file),
         **call.given,
     )
     found.to_json(out / "report.json")
@@ -58,15 +58,14 @@ def failures(found: Evidence, fail_on: Sequence[str]) -> list[str]:
     """Returns a sentence for each policy and word of --fail_on that applies to it."""
     sentences = []
     for policy, verdict in found.verdicts.items():
+        effect = effect_of_ratio(verdict.speed, more_is_better=True)
+        runs = (run for run in found.runs if run.policy == policy)
         applies = {
             "worse": verdict.answer == "worse",
             "slower": verdict.speed.high < 1,
-            "not_faster": effect_of_ratio(verdict.speed, more_is_better=True)
-            != "better",
+            "not_faster": effect != "better",
             "undecided": verdict.answer == "undecided",
-            "failed": any(
-                not run.is_finished for run in found.runs if run.policy == policy
-            ),
+            "failed": not all(run.is_finished for run in runs),
         }
         sentences += [
             f"{found.label(policy)} is {word.replace('_', ' ')}: {verdict}"
@@ -76,37 +75,32 @@ def failures(found: Evidence, fail_on: Sequence[str]) -> list[str]:
     return sentences
 
 
-class _Lines:
-    """Prints a line for each finished run where no bar on a terminal shows them.
+def _run_lines(
+    policies: Sequence[str], total: int | None, file: Any
+) -> Callable[[Run], None]:
+    """Returns what prints a line for each finished run, if no bar on a terminal does.
 
-    Args:
-        policies: What is compared.
-        total: Runs to come, None if unknown.
-        file: Where to.
+    Where the `total` of runs is known, it is told how long the rest takes.
     """
+    names, began, numbers = short_names(policies), time.monotonic(), itertools.count(1)
 
-    def __init__(self, policies: Sequence[str], total: int | None, file: Any) -> None:
-        self._names = short_names(policies)
-        self._total, self._done, self._file = total, 0, file
-        self._began = time.monotonic()
-
-    def show(self, run: Run) -> None:
-        """Prints what a run came to, and about how long the rest takes."""
-        self._done += 1
+    def show(run: Run) -> None:
+        number = next(numbers)
         if sys.stderr.isatty():
             return
         text = f"failed: {run.error}"
         if run.is_finished:
             metrics = "  ".join(f"{k} {v:.4f}" for k, v in run.final_metrics.items())
             text = f"{units.format_rate(run.examples_per_second)}  {metrics}"
-        place = f"[{self._done}]"
-        if self._total is not None:
-            seconds = (time.monotonic() - self._began) / self._done
-            left = units.format_seconds(seconds * (self._total - self._done))
-            place, text = f"[{self._done}/{self._total}]", f"{text}  ({left} left)"
-        name = self._names.get(run.policy, run.policy)
-        line = f"{place} {name}, seed {run.seed}: {text}"
-        print(line, file=self._file, flush=True)
+        place = f"[{number}]"
+        if total is not None:
+            seconds = (time.monotonic() - began) / number
+            left = units.format_seconds(seconds * (total - number))
+            place, text = f"[{number}/{total}]", f"{text}  ({left} left)"
+        name = names.get(run.policy, run.policy)
+        print(f"{place} {name}, seed {run.seed}: {text}", file=file, flush=True)
+
+    return show
 
 
 def _scale(call: Call) -> Outcome:

@@ -34,20 +34,16 @@ _PRODUCTS = frozenset("BatchMatMulV2 BatchMatMulV3 Conv2D Einsum MatMul".split()
 
 @dataclasses.dataclass
 class Heads:
-    """What makes a model's outputs.
+    """What makes a model's outputs."""
 
-    Attributes:
-        heads: Layers with weights, the last on the way to an output.
-        after: Layers without weights between a head and the output.
-        tensors: Graph tensors from the heads on, where there is a graph.
-        is_complete: Whether each output was followed to a layer.
-        own_products: Products of the model's own, at which an output's way ended.
-    """
-
+    # Layers with weights, the last on the way to an output.
     heads: list[keras.layers.Layer] = dataclasses.field(default_factory=list)
+    # Layers without weights between a head and the output.
     after: list[keras.layers.Layer] = dataclasses.field(default_factory=list)
+    # Graph tensors from the heads on, where there is a graph.
     tensors: list[keras.KerasTensor] = dataclasses.field(default_factory=list)
-    is_complete: bool = True
+    is_complete: bool = True  # whether each output was followed to a layer
+    # Products of the model's own, at which an output's way ended.
     own_products: list[tf.Operation] = dataclasses.field(default_factory=list)
 
 

@@ -23,21 +23,17 @@ NOT_ENABLED = "tfamp is not enabled"
 
 @dataclasses.dataclass
 class Setting:
-    """What new layers come under, and what comes back afterwards.
+    """What new layers come under, and what comes back afterwards."""
 
-    Attributes:
-        settings: The settings of managed layers, None where they are left to Keras.
-        why: Why the policy was chosen.
-        policy_before: Keras's policy, as the user had set it.
-        loaded: The policy of the saved model that is being loaded, whose layers are
-            made under the settings instead, or else in float32.
-        thread: The thread whose Keras policy is that of the settings all the time.
-    """
-
+    # The settings of managed layers, None where they are left to Keras.
     settings: PolicySettings | None = None
-    why: str = NOT_ENABLED
+    why: str = NOT_ENABLED  # why the policy was chosen
+    # Keras's policy, as the user had set it.
     policy_before: keras.DTypePolicy | None = None
+    # The policy of the saved model that is being loaded, whose layers are made under
+    # the settings instead, or else in float32.
     loaded: str | None = None
+    # The thread whose Keras policy is that of the settings all the time.
     thread: int = 0
 
 

@@ -1,7 +1,8 @@
 """Assigns dtypes to single layers: who follows the policy, who stays in float32."""
 
+import contextlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -331,3 +332,14 @@ def restore(before: Iterable[LayerDtypes]) -> None:
             drop_record(layer)
         else:
             set_record(layer, record)
+
+
+@contextlib.contextmanager
+def restored_on_error(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
+    """Puts the dtypes of layers back where the block fails."""
+    before = read(layers)
+    try:
+        yield
+    except BaseException:
+        restore(before)
+        raise

@@ -20,17 +20,11 @@ _KEPT = "_tfamp_kept_in_float32"
 
 
 class Float32Operation(NamedTuple):
-    """How an operation is kept in float32.
+    """How an operation is kept in float32."""
 
-    Attributes:
-        output_dtype: What its floating-point outputs are cast to.
-        rule: What decided.
-        reason: Why.
-    """
-
-    output_dtype: str
-    rule: str = ""
-    reason: str = ""
+    output_dtype: str  # what its floating-point outputs are cast to
+    rule: str = ""  # what decided
+    reason: str = ""  # why
 
 
 def of_model(model: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
@@ -54,16 +48,8 @@ def keep(operation: Any, output_dtype: str, rule: str = "", reason: str = "") ->
     """Has an operation compute in float32 from now on.
 
     It has no dtype to be set, so its call is replaced on the instance; Keras's own part
-    of a file that the model is saved to knows nothing of that.
-
-    Args:
-        operation: The operation.
-        output_dtype: What its floating-point outputs are cast to.
-        rule: What decided, for people.
-        reason: Why.
-
-    Returns:
-        Whether it did not do so already.
+    of a file that the model is saved to knows nothing of that. Its floating-point
+    outputs are cast to `output_dtype`. Returns whether it did not do so already.
     """
     if _KEPT in vars(operation):
         return False
@@ -115,11 +101,9 @@ def restored(model: keras.layers.Layer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_float32(layer: Any, dtype: str) -> Iterator[None]:
-    """Has a layer or operation take its inputs in float32, as exact as they are known.
+    """Has a float32 layer or an operation take inputs as exact as they are known.
 
-    Args:
-        layer: A layer that computes in float32, or an operation.
-        dtype: What its floating-point outputs are cast to.
+    Its floating-point outputs are cast to `dtype`.
     """
     original = layer.call
 

@@ -57,7 +57,7 @@ def remedy(
     if record is None or not _may_help(layer, record, error):
         raise error
     for applies_to in ("own", "all"):
-        with contextlib.suppress(Exception), restored_on_error(layer):
+        with contextlib.suppress(Exception), _restored_on_error(layer):
             reason = (
                 f"its `call` raises {type(error).__name__} in {layer.compute_dtype} at "
                 f"{_place(layer, error)}"
@@ -113,7 +113,7 @@ def _without_own_loss(
     again: Callable[[], Any],
 ) -> Any:
     """Returns what a call gives in half precision, after a default rule broke it."""
-    with restored_on_error(layer):
+    with _restored_on_error(layer):
         settings.taken_back.add(layer)
         layer_dtypes.begin_again(layer, settings)
         outputs = again()
@@ -180,15 +180,11 @@ def take(layer: keras.layers.Layer, settings: PolicySettings, rule: Rule) -> Non
         update_record(layer, output_dtype="float32")  # a model's output is a head
 
 
-@contextlib.contextmanager
-def restored_on_error(layer: keras.layers.Layer) -> Iterator[None]:
-    """Puts the dtypes of a layer and its sublayers back where the block fails."""
-    before = layer_dtypes.read(part for _, part, _ in structure.walk(layer))
-    try:
-        yield
-    except BaseException:
-        layer_dtypes.restore(before)
-        raise
+def _restored_on_error(
+    layer: keras.layers.Layer,
+) -> contextlib.AbstractContextManager[None]:
+    parts = [part for _, part, _ in structure.walk(layer)]
+    return layer_dtypes.restored_on_error(parts)
 
 
 def take_for_output(
@@ -213,7 +209,7 @@ def take_for_output(
     weights = max(math.prod(size or 1 for size in factor) for factor in factors)
     if weights >= heads.MIN_LARGE_HEAD_WEIGHTS:
         return False
-    with contextlib.suppress(Exception), restored_on_error(model):
+    with contextlib.suppress(Exception), _restored_on_error(model):
         take(model, settings, Rule("default: heads", _PRODUCT, applies_to="own"))
         trace()
         return True

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,44 +30,28 @@ class Look:
 
 
 class Mark(NamedTuple):
-    """A layer in the plot.
+    """A layer in the plot."""
 
-    Attributes:
-        path: Its path.
-        saving: The part of the whole that half precision saves on it, in %.
-        error: What half precision does to it alone; of an overflow, which has no
-            size, ten times the largest of the others.
-        is_float32: Whether the plan keeps it in float32.
-        overflows: Whether its error has no size.
-    """
-
-    path: str
-    saving: float
+    path: str  # its path
+    saving: float  # the part of the whole that half precision saves on it, in %
+    # What half precision does to it alone; of an overflow, which has no size, ten times
+    # the largest of the others.
     error: float
-    is_float32: bool
-    overflows: bool = False
+    is_float32: bool  # whether the plan keeps it in float32
+    overflows: bool = False  # whether its error has no size
 
 
 class Try(NamedTuple):
-    """An evaluation in the plot.
+    """An evaluation in the plot."""
 
-    Attributes:
-        number: From 1.
-        float32: Paths of the layers in float32 beyond those that rules keep.
-        worsening: The mean; infinite where the plan could not run.
-        bound: What the true worsening is below.
-        holds: Whether that is within the tolerance.
-        is_fresh: Whether it was made on examples that the choice had not seen.
-        seconds: What it took.
-    """
-
-    number: int
+    number: int  # from 1
+    # Paths of the layers in float32 beyond those that rules keep.
     float32: tuple[str, ...]
-    worsening: float
-    bound: float
-    holds: bool
-    is_fresh: bool
-    seconds: float
+    worsening: float  # the mean; infinite where the plan could not run
+    bound: float  # what the true worsening is below
+    holds: bool  # whether that is within the tolerance
+    is_fresh: bool  # whether it was made on examples that the choice had not seen
+    seconds: float  # what it took
 
     @property
     def num_float32(self) -> int:
@@ -82,11 +67,8 @@ def draw(
 ) -> None:
     """Draws error against saving of each layer, and the evaluations one by one.
 
-    Args:
-        tuning: What `tfamp.tune` left in the evidence of its plan.
-        float32: Paths of the layers and operations in float32.
-        title: Above the picture.
-        path: An image file, whose ending says its kind.
+    `tuning` is what `tfamp.tune` left in the evidence of its plan, `float32` has the
+    paths of the layers and operations in float32.
     """
     figures = checks.require(
         "matplotlib.figure", extra="report", purpose="`PrecisionPlan.plot`"
@@ -113,7 +95,8 @@ def draw(
     )
     figure.legend(fontsize="small", loc="outside lower center", ncols=3)
     cost = units.format_seconds(float(tuning["seconds"]))
-    figure.suptitle(f"{title}\n{_short(str(tuning['reason']))}. It took {cost}.")
+    reason = textwrap.shorten(str(tuning["reason"]), 150, placeholder="...")
+    figure.suptitle(f"{title}\n{reason}. It took {cost}.")
     figure.draw_without_rendering()
     name_layers(left, found, Look())
     figure.savefig(path)
@@ -162,7 +145,6 @@ def short_path(path: str) -> str:
 def evaluations(tuning: Mapping[str, Any]) -> list[Try]:
     """Returns the evaluations of a search in order, that on fresh examples last."""
     fresh = [tuning["confirmed"]] if tuning.get("confirmed") else []
-    tried = [(each, False) for each in tuning["evaluations"]]
     return [
         Try(
             number,
@@ -170,12 +152,10 @@ def evaluations(tuning: Mapping[str, Any]) -> list[Try]:
             float(each["worsening"]),
             float(each["bound"]),
             bool(each["holds"]),
-            is_fresh,
+            number > len(tuning["evaluations"]),
             float(each.get("seconds", 0.0)),
         )
-        for number, (each, is_fresh) in enumerate(
-            (*tried, *((each, True) for each in fresh)), 1
-        )
+        for number, each in enumerate([*tuning["evaluations"], *fresh], 1)
     ]
 
 
@@ -201,10 +181,7 @@ def name_layers(axes: Any, found: Sequence[Mark], look: Look) -> tuple[str, ...]
     """Writes the names of layers beside their marks, as far as there is room.
 
     Those in float32 come first, then those with the largest errors. It has to come
-    after all that moves the axes.
-
-    Returns:
-        The names that are shown.
+    after all that moves the axes. Returns the names that are shown.
     """
     scale = 72 / axes.figure.dpi
     points = {
@@ -260,10 +237,8 @@ def draw_search(
     """Draws the evaluations: mean and bound of each, and the tolerance.
 
     A circle is one that holds, a cross one that does not, a triangle at the top one
-    that could not run; that on fresh examples is a diamond.
-
-    Returns:
-        The values beside the axis.
+    that could not run; that on fresh examples is a diamond. Returns the values beside
+    the axis.
     """
     finite = [x for t in tries for x in (t.worsening, t.bound) if math.isfinite(x)]
     top = 3 * max((tolerance, *finite))
@@ -301,7 +276,3 @@ def draw_search(
 
 def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
-
-
-def _short(text: str) -> str:
-    return text if len(text) < 150 else f"{text[:147]}..."

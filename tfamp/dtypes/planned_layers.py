@@ -151,18 +151,13 @@ def put_on(
 ) -> None:
     """Gives each layer of a model that is the plan's the dtypes planned for it.
 
-    Raises:
-        ValueError: A layer cannot compute as the plan says. All are as before.
+    A ValueError says that one cannot compute as the plan says; all are as before.
     """
     policies = settings.policies()
     layers = [layer for _, layer, _ in structure.walk(model)]
-    before = layer_dtypes.read(layers)
-    try:
+    with layer_dtypes.restored_on_error(layers):
         for layer, row in zip(layers, rows, strict=True):
             _put(layer, row, settings, policies)
-    except ValueError:
-        layer_dtypes.restore(before)
-        raise
     for layer in layers:
         trainer.drop_traced_functions(layer)
     _tell_graph(model, settings)

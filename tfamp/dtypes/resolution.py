@@ -83,8 +83,7 @@ def follow_plan(
 ) -> bool:
     """Lets the plan in force decide, where there is one and the model is its own.
 
-    Raises:
-        ValueError: It `must` be, and is another.
+    A ValueError says that it `must` be, and is another.
     """
     plan = settings.plan
     return plan is not None and plan.follow(model, settings, must=must)

@@ -14,28 +14,20 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One reason to keep layers in float32.
+    """One reason to keep layers in float32."""
 
-    Attributes:
-        name: What people see, such as "default: UnitNormalization".
-        reason: Why, in one sentence.
-        classes: Layer classes; a subclass matches too.
-        class_name: Name of a class in the layer's line of ancestors.
-        pattern: Expression that must match the whole name or path.
-        predicate: Called with the finished layer. Where it stands beside
-            `classes`, both must hold.
-        applies_to: "all" where sublayers follow, "self" where not, "own" where
-            not and what they return is cast to float32 inside the layer.
-        dtypes: Compute dtypes under which the rule applies.
-    """
-
-    name: str
-    reason: str
-    classes: tuple[type, ...] = ()
-    class_name: str | None = None
+    name: str  # what people see, such as "default: UnitNormalization"
+    reason: str  # why, in one sentence
+    classes: tuple[type, ...] = ()  # layer classes; a subclass matches too
+    class_name: str | None = None  # name of a class in the layer's line of ancestors
+    # Expression that must match the whole name or path.
     pattern: re.Pattern[str] | None = None
+    # Called with the finished layer. Where it stands beside `classes`, both must hold.
     predicate: Callable[[Any], Any] | None = None
+    # "all" where sublayers follow, "self" where not, "own" where not and what they
+    # return is cast to float32 inside the layer.
     applies_to: str = "all"
+    # Compute dtypes under which the rule applies.
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
 
     @property

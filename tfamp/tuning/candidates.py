@@ -124,12 +124,7 @@ def with_float32(
     """Returns a plan with more layers in float32, what is inside them as well.
 
     They compute in float32 and give the policy's compute dtype, as a layer does that
-    `keep_float32` names.
-
-    Args:
-        plan: A plan under a half-precision policy.
-        layers: Path -> reason.
-        rule: What decided.
+    `keep_float32` names. `layers` has path -> reason, `rule` is what decided.
     """
     half = keras.DTypePolicy(plan.policy).compute_dtype
     rows = []
@@ -166,10 +161,7 @@ def with_half(
 ) -> PrecisionPlan:
     """Returns a plan with layers back in half precision, what follows them as well.
 
-    Args:
-        plan: A plan under a half-precision policy.
-        layers: Paths of layers that it keeps in float32.
-        reasons: Path -> why that does no harm.
+    `reasons` says by path why that does no harm.
     """
     chosen, policy = set(layers), keras.DTypePolicy(plan.policy)
     rows = []
@@ -210,15 +202,9 @@ def savings_of(
 ) -> dict[str, float]:
     """Returns path -> the share of the whole that half precision saves on a layer.
 
-    Time is that of a roofline, whose shares order layers and foretell no speed; memory
-    counts what operations hand on; the size counts weights.
-
-    Args:
-        model: A compiled model that computes in float32.
-        dataset: Its batches.
-        dtype: "float16" or "bfloat16".
-        objective: What is to be saved.
-        training: Whether a training step is meant, not a prediction.
+    The model computes in float32. Time is that of a roofline, whose shares order layers
+    and foretell no speed; memory counts what operations hand on; the size counts
+    weights. Without `training` it is a prediction's.
     """
     if objective == "size":
         return _of_weights(model)

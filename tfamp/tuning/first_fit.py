@@ -30,9 +30,7 @@ _ASKED: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 def choose(model: keras.Model, arguments: Mapping[str, Any]) -> None:
     """Puts a model under the fastest policy, where that was left to its first `fit`.
 
-    Args:
-        model: A managed model about to be trained.
-        arguments: Those of its `fit`, by name.
+    `arguments` are those of that `fit`, by name.
     """
     record = record_of(model)
     settings = None if record is None else record.settings
@@ -41,10 +39,8 @@ def choose(model: keras.Model, arguments: Mapping[str, Any]) -> None:
     if model in _ASKED:
         return
     _ASKED.add(model)
-    if settings.chosen_at_fit == "measure":
-        found = _measured(model, arguments)
-    else:
-        found = _looked_up(model, arguments)
+    choose_by = _measured if settings.chosen_at_fit == "measure" else _looked_up
+    found = choose_by(model, arguments)
     if found is not None:
         _put_under(model, settings, found)
 
@@ -131,17 +127,13 @@ def _data_of(arguments: Mapping[str, Any]) -> Any:
 
 def _shapes_of(arguments: Mapping[str, Any]) -> list[str]:
     """Returns the shapes of a batch without reading one; empty where unknown."""
-    data = _data_of(arguments)
+    data, size = _data_of(arguments), arguments.get("batch_size") or _BATCH_SIZE
     if data is None:
         return []
     try:
-        dataset = dataset_of(
-            data, arguments.get("batch_size") or _BATCH_SIZE, needs_targets=False
-        )
-        spec = dataset.element_spec
+        spec = dataset_of(data, size, needs_targets=False).element_spec
     except (TypeError, ValueError):  # `fit` itself will say what is wrong
         return []
-    size = arguments.get("batch_size") or _BATCH_SIZE
     return [
         f"{each.dtype.name}{[size, *each.shape[1:]]}"
         for each in tf.nest.flatten(spec)

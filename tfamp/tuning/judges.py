@@ -39,13 +39,8 @@ def evaluated(
 ) -> Evaluation:
     """Returns what a judge says of a plan; one that cannot run does not hold.
 
-    Args:
-        judge: One of the classes below.
-        plan: The plan.
-        float32: The candidates that are in float32 in it.
-        half: Which half of the examples, or of the seeds, is asked.
-        rate: Chance that the bound is too low.
-        tolerance: What the bound may be at most.
+    The judge, one of the classes below, is asked on a half of the examples or seeds;
+    `rate` is the chance that the bound is too low, `tolerance` what it may be at most.
     """
     began = time.perf_counter()
     try:

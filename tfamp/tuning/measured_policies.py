@@ -149,15 +149,7 @@ def candidates_of(policies: Sequence[str], jit_compile: bool | None) -> list[Can
 
 
 class Measuring:
-    """One measurement.
-
-    Args:
-        name: The model's name.
-        steps: Prepares its steps.
-        budget_seconds: What it may take in all.
-        max_steps: Steps of each policy in turns, at most, as in `measure_policies`.
-        clock: Gives seconds.
-    """
+    """One measurement of the model of this name, whose steps `PolicySteps` prepares."""
 
     def __init__(
         self,

@@ -125,12 +125,7 @@ def cache_folder() -> Path:
 
 
 def evidence_for(model: keras.Model, batch: Any) -> dict[str, Any]:
-    """Returns what a measurement holds for: devices, versions, model, shapes.
-
-    Args:
-        model: A built, compiled model.
-        batch: One batch as `fit` passes it.
-    """
+    """Returns what a measurement of a built model holds for, as plain JSON values."""
     shapes = [
         f"{leaf.dtype.name}{list(leaf.shape)}"
         for leaf in tf.nest.flatten(batch)

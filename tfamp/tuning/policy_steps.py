@@ -46,28 +46,16 @@ class Candidate(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What came of a candidate.
+    """What came of a candidate."""
 
-    Attributes:
-        candidate: The candidate.
-        racer: Its step, ready to be timed; None where it cannot run.
-        seconds: What tracing and the first steps took.
-        note: Why it cannot run, "" where it does.
-    """
-
-    candidate: Candidate
-    racer: Racer | None
-    seconds: float
-    note: str
+    candidate: Candidate  # the candidate
+    racer: Racer | None  # its step, ready to be timed; None where it cannot run
+    seconds: float  # what tracing and the first steps took
+    note: str  # why it cannot run, "" where it does
 
 
 class PolicySteps:
-    """The training steps of one model under several policies.
-
-    Args:
-        model: A compiled model, built with its optimizers.
-        batches: Some batches as `fit` passes them, in memory.
-    """
+    """The training steps of one model, built with its optimizers, on some batches."""
 
     def __init__(self, model: keras.Model, batches: Sequence[Any]) -> None:
         self._model, self._batches = model, list(batches)
@@ -162,10 +150,9 @@ def _wait(logs: Any) -> None:
 
 @contextlib.contextmanager
 def put_back(model: keras.Model) -> Iterator[None]:
-    """Gives a model the dtypes, optimizers and XLA it had, however the block ends.
+    """Gives a compiled model the dtypes, optimizers and XLA it had, also after errors.
 
-    Args:
-        model: A compiled model; its variables are the affair of `unchanged`.
+    Its variables are the affair of `unchanged`.
     """
     known = {id(each) for each in optimizers_of(model)}
     optimizers = {name: o for name, o in vars(model).items() if id(o) in known}

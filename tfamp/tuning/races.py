@@ -29,18 +29,13 @@ _TRIMMED = 0.2
 
 @dataclasses.dataclass
 class Racer:
-    """A function in a race.
+    """A function in a race."""
 
-    Attributes:
-        name: What it is called.
-        run: Runs a number of steps, waits for the device, returns their seconds.
-        step_seconds: What a step took so far, the last estimate.
-        logs: The logarithm of the seconds of a step by round.
-    """
-
-    name: str
+    name: str  # what it is called
+    # Runs a number of steps, waits for the device, returns their seconds.
     run: Callable[[int], float]
-    step_seconds: float
+    step_seconds: float  # what a step took so far, the last estimate
+    # The logarithm of the seconds of a step by round.
     logs: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def take_turn(self, number: int) -> int:
@@ -54,16 +49,11 @@ class Racer:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a race ended.
+    """How a race ended."""
 
-    Attributes:
-        num_rounds: Rounds that were run.
-        num_steps: Steps of all functions.
-        is_clear: Whether it ended as the order was clear, not as the budget was spent.
-    """
-
-    num_rounds: int
-    num_steps: int
+    num_rounds: int  # rounds that were run
+    num_steps: int  # steps of all functions
+    # Whether it ended as the order was clear, not as the budget was spent.
     is_clear: bool
 
 

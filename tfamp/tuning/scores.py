@@ -18,19 +18,14 @@ _HIGHER = ("accuracy", "acc", "precision", "recall", "auc", "cosine", "iou", "f1
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What is compared, example by example.
+    """What is compared, example by example."""
 
-    Attributes:
-        name: Of the metric.
-        function: Takes targets and outputs, returns one value for each example.
-        more_is_better: None where nobody said, so that any change is a worsening.
-        is_relative: Whether the tolerance is a part of float32's mean.
-    """
-
-    name: str
+    name: str  # of the metric
+    # Takes targets and outputs, returns one value for each example.
     function: Callable[[Any, Any], Any]
+    # None where nobody said, so that any change is a worsening.
     more_is_better: bool | None
-    is_relative: bool
+    is_relative: bool  # whether the tolerance is a part of float32's mean
 
     def worsening(self, low: np.ndarray, exact: np.ndarray) -> np.ndarray:
         """Returns by how much each example is worse than in float32."""

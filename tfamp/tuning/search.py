@@ -18,40 +18,24 @@ from tfamp.records.record import Record
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation(Record):
-    """One plan that was tried.
+    """One plan that was tried."""
 
-    Attributes:
-        float32: The layers in float32 beyond those that rules keep.
-        worsening: By how much the metric is worse than in float32, the mean.
-        bound: What the true worsening is below, with the confidence of the search.
-        holds: Whether that is within the tolerance.
-        num_examples: Examples, or seeds, that it comes from.
-        seconds: What it took.
-    """
-
-    float32: tuple[str, ...]
-    worsening: float
-    bound: float
-    holds: bool
-    num_examples: int
-    seconds: float = 0.0
+    float32: tuple[str, ...]  # the layers in float32 beyond those that rules keep
+    worsening: float  # by how much the metric is worse than in float32, the mean
+    bound: float  # what the true worsening is below, with the confidence of the search
+    holds: bool  # whether that is within the tolerance
+    num_examples: int  # examples, or seeds, that it comes from
+    seconds: float = 0.0  # what it took
 
 
 @dataclasses.dataclass(frozen=True)
 class Suspect:
-    """A layer that may be in float32.
+    """A layer that may be in float32."""
 
-    Attributes:
-        path: Its path.
-        error: What half precision does to it alone.
-        saving: The share of a step that half precision saves on it.
-        is_guilty: Whether the ranking holds that it needs float32.
-    """
-
-    path: str
-    error: float
-    saving: float
-    is_guilty: bool
+    path: str  # its path
+    error: float  # what half precision does to it alone
+    saving: float  # the share of a step that half precision saves on it
+    is_guilty: bool  # whether the ranking holds that it needs float32
 
 
 class Stopped(Exception):
@@ -59,13 +43,10 @@ class Stopped(Exception):
 
 
 class Search:
-    """One search.
+    """One search among layers that may be in either precision.
 
-    Args:
-        suspects: Layers that may be in either precision.
-        evaluate: Tries a plan with these layers in float32.
-        max_evaluations: How many plans may be tried.
-        min_saving: The share of a step below which a gain cannot be seen.
+    `evaluate` tries a plan with some of them in float32; `min_saving` is the share of a
+    step below which a gain cannot be seen.
     """
 
     def __init__(
@@ -187,14 +168,10 @@ class Search:
 
 
 class Checkpoint:
-    """The evaluations that were made of one search.
+    """The evaluations that were made of one search, in a file or, for None, in memory.
 
-    Args:
-        path: The file; None keeps them in memory alone.
-        identity: What they hold for, as plain JSON values.
-
-    Raises:
-        ValueError: The file is damaged, or of another search.
+    They hold for `identity`, plain JSON values; a ValueError says that the file is
+    damaged, or of another search.
     """
 
     def __init__(
