@@ -124,10 +124,6 @@ def state(model):
     return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
 
 
-def assert_same(one, other):
-    assert_close(one, other)
-
-
 def outcome(model):
     """What a plain `fit` on a bad batch makes of a model."""
     x = X.copy()
@@ -165,8 +161,8 @@ def test_nothing_of_a_callback_outlives_its_fit(make, ending, tmp_path):
     assert open_files(tmp_path) == []
     expected, names, later = without_callback(ending)
     assert left(model) == names
-    assert_same(state(model), expected)
-    assert_same(outcome(model), later)
+    assert_close(state(model), expected)
+    assert_close(outcome(model), later)
     assert model.train_function is function
 
 
@@ -193,7 +189,7 @@ def test_a_plain_fit_after_an_interrupt_is_stock(way, tmp_path):
     fit_to_its_end(model, ending, *(make(tmp_path) for make in CALLBACKS.values()))
     fit_to_its_end(other, ending)
     function = model.train_function
-    assert_same(outcome(model), outcome(other))
+    assert_close(outcome(model), outcome(other))
     assert model.train_function is function
     assert left(model) == left(other)
 

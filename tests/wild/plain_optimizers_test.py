@@ -2,8 +2,8 @@
 
 import copy
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -486,19 +486,14 @@ def test_on_replicas(decorate):
 def test_two_loops_at_once(decorate):
     exact = losses("float32", decorate=decorate)
     models = [network(), network()]
-    found = {}
 
-    def work(number):
-        step = trainer(models[number], sgd(), decorate)
-        found[number] = [step() for _ in range(5)]
+    def work(model):
+        step = trainer(model, sgd(), decorate)
+        return [step() for _ in range(5)]
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number in range(2):
-        assert found[number] == pytest.approx(exact, rel=TOLERANCE)
+    with ThreadPoolExecutor() as pool:
+        for found in pool.map(work, models):
+            assert found == pytest.approx(exact, rel=TOLERANCE)
 
 
 def test_nothing_is_left():

@@ -1,7 +1,7 @@
 """Training code that knows nothing of loss scales: the tape scales and unscales."""
 
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -219,9 +219,8 @@ def test_each_thread_scales_for_itself():
             loss = sum_of_squares(weight)
         optimizer.apply(tape.gradient(loss, [weight]), [weight])
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(work).result()
     np.testing.assert_allclose(weight, [0.5, 1.0])
 
 
@@ -481,9 +480,8 @@ def test_who_needs_no_scale_or_has_one_is_not_told():
         stock = keras.optimizers.LossScaleOptimizer(sgd())
         plain_loop(network("mixed_float16"), stock, scaled=True)
 
-    thread = threading.Thread(target=in_a_thread_of_its_own)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(in_a_thread_of_its_own).result()
 
 
 @pytest.mark.parametrize("decorate", [DECORATORS["eager"], DECORATORS["graph"]])

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -32,21 +33,14 @@ def compiled_model():
 def test_two_compiled_fits_at_once():
     assign = vars(type(tf.Variable(0.0)))["assign"]
     models = [compiled_model() for _ in range(2)]
-    start, errors = threading.Barrier(2), []
+    start = threading.Barrier(2)
 
     def train(model):
-        try:
-            start.wait()
-            model.fit(X, Y, epochs=2, verbose=0)
-        except BaseException as error:
-            errors.append(error)
+        start.wait()
+        model.fit(X, Y, epochs=2, verbose=0)
 
-    threads = [threading.Thread(target=train, args=(model,)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(train, models))  # raises what one of them raised
     assert vars(type(tf.Variable(0.0)))["assign"] is assign
     for model in models:
         assert all(np.isfinite(w).all() for w in model.get_weights())
@@ -75,11 +69,8 @@ def test_a_counter_of_another_thread_goes_on_while_a_step_is_traced():
 
 
 def in_a_thread(function):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor() as pool:
+        return pool.submit(function).result()
 
 
 def made():
@@ -98,12 +89,9 @@ def test_each_of_two_threads_has_its_own_scope():
         found[f"{policy}, after"] = made()
 
     policies = ("mixed_float16", "mixed_bfloat16")
-    threads = [threading.Thread(target=build, args=(p,)) for p in policies]
     init = keras.layers.Layer.__init__
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(build, policies))
     for policy in policies:
         assert found[policy] == (policy.removeprefix("mixed_"), "float32")
         assert found[f"{policy}, after"] == ("float32", "float32")
