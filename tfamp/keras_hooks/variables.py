@@ -7,6 +7,7 @@ dtype; the attribute "current_call_ctx" being set while a layer is called.
 """
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from keras.src.backend.common import global_state
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from tfamp.keras_hooks import backend
-from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, wrapper
+from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, PatchSet, wrapper
 
 # Writes that a mask can hold back, and those it cannot.
 _MASKED = ("assign", "assign_add", "assign_sub")
@@ -66,7 +67,7 @@ class _Writes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._around: dict[tuple[str, int], list[_Replace]] = {}
-        self._originals: list[tuple[type, str, Any]] = []
+        self._patches = PatchSet([])
 
     @contextlib.contextmanager
     def replaced(self, replace: _Replace) -> Iterator[None]:
@@ -84,22 +85,18 @@ class _Writes:
                 if not self._around[place]:
                     del self._around[place]
                 if not self._around:
-                    self._remove()
+                    self._patches.remove()
 
     def _install(self) -> None:
-        for cls in _variable_classes(BaseResourceVariable):
-            for name in (*_MASKED, *_MASKED_SPARSE, *_UNMASKED):
-                if name in vars(cls):
-                    original = vars(cls)[name]
-                    self._originals.append((cls, name, original))
-                    setattr(cls, name, self._write(original, name))
+        self._patches = PatchSet(
+            Patch(cls, name, functools.partial(self._write, name))
+            for cls in _variable_classes(BaseResourceVariable)
+            for name in (*_MASKED, *_MASKED_SPARSE, *_UNMASKED)
+            if name in vars(cls)
+        )
+        self._patches.install()
 
-    def _remove(self) -> None:
-        while self._originals:
-            cls, name, original = self._originals.pop()
-            setattr(cls, name, original)
-
-    def _write(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _write(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def write(variable: Any, *args: Any, **kwargs: Any) -> Any:
             function = original
             for replace in tuple(self._around.get(_place(), ())):
