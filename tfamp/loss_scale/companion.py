@@ -23,9 +23,13 @@ from tfamp.keras_hooks.patches import (
     wrapper,
 )
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
-from tfamp.loss_scale.plain_optimizers import PLAIN, float16_layer_of
+from tfamp.loss_scale.plain_optimizers import (
+    PLAIN,
+    float16_layer_of,
+    identities,
+    ids_of,
+)
 from tfamp.loss_scale.scalings import SCALINGS
-from tfamp.loss_scale.tape import identities, ids_of
 
 
 class _Here(threading.local):

@@ -15,11 +15,10 @@ from absl import logging
 from tfamp.keras_hooks import optimizers, replicas
 from tfamp.loss_scale import step
 from tfamp.loss_scale.fit_hooks import microbatch_weight
-from tfamp.loss_scale.plain_optimizers import warn_of_unscaled_loss
+from tfamp.loss_scale.plain_optimizers import ids_of, warn_of_unscaled_loss
 from tfamp.loss_scale.replicas import first_of, where_replicas_are_one
 from tfamp.loss_scale.rule import ScaleState
 from tfamp.loss_scale.scalings import SCALINGS
-from tfamp.loss_scale.tape import ids_of
 
 _INNER = "inner_optimizer"
 # Attributes that every Keras optimizer has, the wrapper too, and that only mean

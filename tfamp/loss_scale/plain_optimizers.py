@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layers import CALLS, record_of
-from tfamp.keras_hooks.optimizers import leaves, strategy_of
+from tfamp.keras_hooks.optimizers import leaves, strategy_of, trained_by
 from tfamp.records import pages
 
 _ATTRIBUTE = "_tfamp_companion"
@@ -33,6 +33,29 @@ _LIBRARIES = ("tfamp", "tensorflow", "keras", "contextlib", "threading")
 _met: weakref.WeakSet[Any] = weakref.WeakSet()
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 _applies: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+_ids: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+
+
+def ids_of(optimizer: Any) -> frozenset[int]:
+    """Returns the identities of what an optimizer trains, as a tape may be asked."""
+    if not optimizer.built:
+        return frozenset()
+    if optimizer not in _ids:
+        _ids[optimizer] = identities(trained_by(optimizer))
+    return _ids[optimizer]
+
+
+def identities(variables: Sequence[Any]) -> frozenset[int]:
+    """Returns the identities of variables, as a tape may be asked for them."""
+    return frozenset(map(id, as_asked(variables)))
+
+
+def as_asked(variables: Sequence[Any]) -> list[Any]:
+    """Returns variables, and what holds their values, as a tape may be asked."""
+    both = (x for v in variables for x in (v, getattr(v, "value", v)))
+    return [x for x in both if not callable(x)]
 
 
 class _Held:
@@ -75,9 +98,7 @@ class PlainOptimizers:
         with self._lock:
             self._left_alone.add(optimizer)
 
-    def is_left_alone(
-        self, ids: frozenset[int], ids_of: Callable[[Any], frozenset[int]]
-    ) -> bool:
+    def is_left_alone(self, ids: frozenset[int]) -> bool:
         """Returns whether one that shall have no loss scale trains a variable.
 
         In a `train_step` it may be one that is not built yet.
@@ -95,9 +116,7 @@ class PlainOptimizers:
             for leaf in leaves(wrapper.inner_optimizer):
                 self._wrappers[leaf] = weakref.ref(wrapper)
 
-    def candidates(
-        self, ids: frozenset[int], ids_of: Callable[[Any], frozenset[int]]
-    ) -> tuple[list[Any], list[Any]]:
+    def candidates(self, ids: frozenset[int]) -> tuple[list[Any], list[Any]]:
         """Returns the optimizers that may apply gradients and may be given a scale.
 
         First those that are built for any of the variables of the identities `ids`,

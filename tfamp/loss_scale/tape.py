@@ -21,11 +21,16 @@ from tfamp.keras_hooks.optimizers import (
     is_recording,
     may_compute_in_half,
     tape_patches,
-    trained_by,
 )
 from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, replaced, wrapper
 from tfamp.keras_hooks.variables import outermost_graph
-from tfamp.loss_scale.plain_optimizers import PLAIN, float16_layer_of, warn_of_no_scale
+from tfamp.loss_scale.plain_optimizers import (
+    PLAIN,
+    as_asked,
+    float16_layer_of,
+    ids_of,
+    warn_of_no_scale,
+)
 from tfamp.loss_scale.scalings import SCALINGS, ScaledGradients, can_be_scaled
 
 _TAPE_MARK = "_tfamp_scaled_by_hand"
@@ -55,7 +60,6 @@ class _Here(threading.local):
 _HERE = _Here()
 _LOCK = threading.Lock()
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
-_ids: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 _read_in: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -78,26 +82,6 @@ def scaled_by(factor: float) -> Iterator[FixedScale]:
     """Has the tapes of this thread scale by a number, and tell no optimizer."""
     with replaced(_HERE, fixed=FixedScale(factor)):
         yield _HERE.fixed  # type: ignore[misc]
-
-
-def ids_of(optimizer: Any) -> frozenset[int]:
-    """Returns the identities of what an optimizer trains, as a tape may be asked."""
-    if not optimizer.built:
-        return frozenset()
-    if optimizer not in _ids:
-        _ids[optimizer] = identities(trained_by(optimizer))
-    return _ids[optimizer]
-
-
-def identities(variables: Sequence[Any]) -> frozenset[int]:
-    """Returns the identities of variables, as a tape may be asked for them."""
-    return frozenset(map(id, as_asked(variables)))
-
-
-def as_asked(variables: Sequence[Any]) -> list[Any]:
-    """Returns variables, and what holds their values, as a tape may be asked."""
-    both = (x for v in variables for x in (v, getattr(v, "value", v)))
-    return [x for x in both if not callable(x)]
 
 
 def _plan(
@@ -195,10 +179,10 @@ def _given_scales(
     built: list[Any] = []
     others: list[Any] = []
     ids = frozenset(map(id, left))
-    if PLAIN.is_left_alone(ids, ids_of):
+    if PLAIN.is_left_alone(ids):
         return [], []
     if not tf.distribute.in_cross_replica_context():
-        built, others = PLAIN.candidates(ids, ids_of)
+        built, others = PLAIN.candidates(ids)
     if _HERE.optimizers and unbuilt:
         others = []  # one of the model's own trains them
     if not (owners or unbuilt or built or others):
