@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tfamp.data import Pipeline
+from tfamp.data._examples import Column, read
+from tfamp.data._figures import RowSample
 from tfamp.data.health import apply_fixes, check, splits
 from tfamp.data.health.profile import Profile, rounding_for
-from tfamp.data.profile.examples import Column, read
-from tfamp.data.profile.figures import RowSample
 from tfamp.records.findings import Fix
 
 N = 2000

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tfamp.data import Pipeline
-from tfamp.data.profile.figures import Numbers, rank_error
+from tfamp.data._figures import Numbers, rank_error
 from tfamp.data.statistics import Statistics, accumulators, fit_statistics
 from tfamp.data.statistics.features import Column
 

@@ -140,7 +140,7 @@ def test_what_is_free_is_never_below_zero():
 
 
 def test_without_proc_the_system_is_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "_system_bytes", lambda: 7)
+    monkeypatch.setattr(limits, "system_bytes", lambda: 7)
     assert limits.memory_limits(tmp_path) == (MemoryLimit(7, "physical memory"),)
 
 

@@ -5,7 +5,6 @@ what it found, so that any machine can be described and asked about.
 """
 
 import functools
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import tensorflow as tf
 
 from tfamp.machine import speeds
 from tfamp.machine.cpus import BROKEN_AMX, instruction_sets, is_amx_broken
+from tfamp.machine.limits import system_bytes
 from tfamp.machine.nvml import Nvml, details_of, number_of
 from tfamp.machine.speeds import Device, Recommendation, Speed, speed
 from tfamp.records import formats
@@ -153,9 +153,8 @@ def _gpu_memory() -> dict[int, int | None]:
 def _cpu() -> Device:
     """Returns this machine's CPU."""
     try:
-        pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-        memory = pages * page_bytes
-    except (AttributeError, OSError, ValueError):
+        memory = system_bytes()
+    except ImportError:  # psutil is missing, on Windows
         memory = None
     name = archspec.cpu.brand_string() or archspec.cpu.host().name
     return Device("cpu", name, memory_bytes=memory, features=_cpu_features())

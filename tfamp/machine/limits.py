@@ -160,7 +160,7 @@ def memory_limits(root: Path = _ROOT) -> tuple[MemoryLimit, ...]:
     fields = sizes_in(root / "proc/meminfo")
     total, free = fields.get("MemTotal"), fields.get("MemAvailable")
     used = None if total is None or free is None else total - free
-    found = [MemoryLimit(_system_bytes() if total is None else total, PHYSICAL, used)]
+    found = [MemoryLimit(system_bytes() if total is None else total, PHYSICAL, used)]
     for version in _CGROUPS:
         found += _cgroup_limits(root, version)
     if (space := _address_space()) is not None:
@@ -255,7 +255,7 @@ def _address_space() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _system_bytes() -> int:
+def system_bytes() -> int:
     """Returns the machine's memory where there is no `proc` (macOS, Windows)."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

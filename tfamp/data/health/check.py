@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from tfamp.data._examples import Column, Examples, flatten, map_columns, read
 from tfamp.data.health import labels, ranges, resolution, splits
 from tfamp.data.health.profile import Profile, Rounding, rounding_for
-from tfamp.data.profile.examples import Column, Examples, flatten, map_columns, read
 from tfamp.machine.cpus import num_usable_cpus
 from tfamp.records import checks, formats
 from tfamp.records.findings import Finding, Findings, Fix

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tfamp.data.profile import examples
+from tfamp.data import _examples
 from tfamp.records.record import Record, TableRecord
 
 _DIGEST_BYTES = 12
@@ -92,7 +92,7 @@ def tally(data: Any) -> Tally:
         for row in zip(*chunk.values(), strict=True):
             counts[_checksum(dict(zip(chunk, row, strict=True)))] += 1
 
-    examples.read("data", data).scan("Counting examples", take)
+    _examples.read("data", data).scan("Counting examples", take)
     return Tally(dict(counts))
 
 

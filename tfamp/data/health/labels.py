@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tfamp.data._examples import Column
 from tfamp.data.health.profile import finite
-from tfamp.data.profile.examples import Column
 from tfamp.records.findings import Finding
 from tfamp.records.units import format_share, number
 

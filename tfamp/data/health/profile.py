@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data.profile.examples import Column
-from tfamp.data.profile.figures import Numbers, RowSample
+from tfamp.data._examples import Column
+from tfamp.data._figures import Numbers, RowSample
 from tfamp.records import checks
 from tfamp.records.findings import Finding, Fix, Severity
 from tfamp.records.formats import FORMATS, Format

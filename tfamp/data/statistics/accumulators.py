@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data import _elements
-from tfamp.data.profile import examples
-from tfamp.data.profile.figures import Numbers, RowSample, leads, rank_error, thin
+from tfamp.data import _elements, _examples
+from tfamp.data._figures import Numbers, RowSample, leads, rank_error, thin
 from tfamp.data.statistics.features import Column, Feature, TextColumn
 from tfamp.data.statistics.options import by_column, is_missing
 from tfamp.data.statistics.record import Statistics
@@ -103,7 +102,7 @@ def fit_statistics(
         paths.update((f"x/{name}" if named else "x", name) for name in names)
         return list(paths)
 
-    read = examples.read(
+    read = _examples.read(
         "dataset", dataset, batched=batched, select=select, tell_unclear=_tell_unclear
     )
     accumulators = _accumulators(read, paths, missing_value)
@@ -124,7 +123,7 @@ def fit_statistics(
 
 
 def _accumulators(
-    read: examples.Examples, names: Mapping[str, str], missing_value: Any
+    read: _examples.Examples, names: Mapping[str, str], missing_value: Any
 ) -> dict[str, "_NumberAccumulator | _TextAccumulator"]:
     """Returns what gathers each column, whose names are those of its path."""
     dtypes: dict[str, Any] = {}
@@ -168,7 +167,7 @@ class _NumberAccumulator(Numbers):
     """Gathers a column of numbers; its features are the entries of the last axis."""
 
     def __init__(
-        self, name: str, column: examples.Column, missing_values: tuple[float, ...]
+        self, name: str, column: _examples.Column, missing_values: tuple[float, ...]
     ) -> None:
         super().__init__(int(column.shape[-1] or 1) if column.shape else 1)
         self._name, self._column, self._missing_values = name, column, missing_values
@@ -262,7 +261,7 @@ class _TextAccumulator:
     """Counts a column of strings, one by one while few differ."""
 
     def __init__(
-        self, name: str, column: examples.Column, missing_values: tuple[str, ...]
+        self, name: str, column: _examples.Column, missing_values: tuple[str, ...]
     ) -> None:
         self._name, self._column, self._missing_values = name, column, missing_values
         self._absent = {value.encode() for value in missing_values}

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tfamp.data.profile.figures import quantile
+from tfamp.data._figures import quantile
 from tfamp.records.record import Record
 
 
