@@ -124,21 +124,16 @@ def rank(model: keras.Model, inputs: Any, *, mode: Mode = "dynamic") -> Ranking:
         model(given, training=False)
     found = []
     for site in recorder.products:
-        calls = [call for call in recorder.calls if call.site.layer is site.layer]
-        if calls:
-            errors = [_error_of(call, recorder, mode) for call in calls]
+        errors = [
+            _error_of(call, outputs, recorder, mode)
+            for call, outputs in recorder.calls
+            if call.site.layer is site.layer
+        ]
+        if errors:
             found.append(max(errors, key=lambda each: each.error))
     found.sort(key=lambda each: -each.error)
     number = len(tf.nest.flatten(given)[0])
     return Ranking(model.name, mode, number, tuple(found))
-
-
-@dataclasses.dataclass(eq=False)
-class _Recorded:
-    site: Site
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: Any = None
 
 
 class _Recorder(Observer):
@@ -149,23 +144,16 @@ class _Recorder(Observer):
         # Not what only holds others with kernels, such as an attention layer.
         self.products = [site for site in sites if kernels_of(site.layer)]
         self.watched = {id(site.layer) for site in sites}
-        self.calls: list[_Recorded] = []
-        self._running: list[_Recorded] = []
-        self._makers: dict[int, _Recorded] = {}
-
-    def on_call(self, call: Call) -> None:
-        """Keeps the inputs."""
-        self._running.append(_Recorded(call.site, call.args, call.kwargs))
+        self.calls: list[tuple[Call, Any]] = []
+        self._makers: dict[int, Call] = {}
 
     def on_outputs(self, call: Call, outputs: Any) -> None:
         """Keeps the outputs, whose maker is the innermost layer that returned them."""
-        recorded = self._running.pop()
-        recorded.outputs = outputs
-        self.calls.append(recorded)
-        given = {id(each) for each in floats((recorded.args, recorded.kwargs))}
+        self.calls.append((call, outputs))
+        given = {id(each) for each in floats((call.args, call.kwargs))}
         for each in floats(outputs):
             if id(each) not in given:  # a Dropout hands on what it gets
-                self._makers.setdefault(id(each), recorded)
+                self._makers.setdefault(id(each), call)
 
     def producers_of(self, tensor: Any) -> list[Site]:
         """Returns the layers with kernels that an outlier channel comes from."""
@@ -187,8 +175,8 @@ class _Recorder(Observer):
         return found
 
 
-def _error_of(call: _Recorded, recorder: _Recorder, mode: Mode) -> LayerError:
-    exact = _arrays(call.outputs)
+def _error_of(call: Call, outputs: Any, recorder: _Recorder, mode: Mode) -> LayerError:
+    exact = _arrays(outputs)
     with _rounded(call.site.layer):
         error = by_weights = _off(call, exact, rounds_inputs=False)
         if mode != "weights":
@@ -218,7 +206,7 @@ def _reason(found: LayerError, channel: int) -> str:
     return f"its activations: {off}"
 
 
-def _off(call: _Recorded, exact: Sequence[np.ndarray], *, rounds_inputs: bool) -> float:
+def _off(call: Call, exact: Sequence[np.ndarray], *, rounds_inputs: bool) -> float:
     args, kwargs = call.args, call.kwargs
     if rounds_inputs:
         args, kwargs = structure.map_structure(_rounded_tensor, (args, kwargs))
