@@ -189,21 +189,19 @@ def test_a_model_without_tfamp_is_frozen_too():
     check_same(frozen, model)
 
 
-def test_a_weight_that_is_also_read_in_float32_stays():
-    model = mixed(Tied(), "bfloat16", IDS)
-    expected = model(IDS)
-    frozen = tfamp.freeze(model, sample=IDS)
-    stored = {weight.path.split("/")[-1]: weight.dtype for weight in frozen.weights}
-    assert stored == {"embeddings": "float32", "kernel": "bfloat16"}
-    np.testing.assert_array_equal(frozen(IDS), expected)
+READ_IN_BOTH = {
+    "table": (Tied, IDS, {"embeddings": "float32", "kernel": "bfloat16"}),
+    "kernel": (TwiceRead, X, {"kernel": "float32"}),
+}
 
 
-def test_a_kernel_that_is_read_in_both_stays():
-    x = np.random.default_rng(2).normal(size=(4, 8)).astype("float32")
-    model = mixed(TwiceRead(), "bfloat16", x)
+@pytest.mark.parametrize("make, x, stored", READ_IN_BOTH.values(), ids=READ_IN_BOTH)
+def test_a_weight_that_is_read_in_both_stays(make, x, stored):
+    model = mixed(make(), "bfloat16", x)
     expected = model(x)
     frozen = tfamp.freeze(model, sample=x)
-    assert [weight.dtype for weight in frozen.weights] == ["float32"]
+    found = {weight.path.split("/")[-1]: weight.dtype for weight in frozen.weights}
+    assert found == stored
     np.testing.assert_array_equal(frozen(x), expected)
 
 

@@ -87,7 +87,7 @@ async def ask(app, path, body=None, *, method=None, headers=(), parts=None):
     return start["status"], found, last["body"]
 
 
-def numbers(text, **labels):
+def numbers(text):
     """Returns the value of each metric of a page, by its line without the value."""
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines)}
