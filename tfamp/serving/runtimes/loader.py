@@ -177,8 +177,7 @@ class OpenVINOModel(LoadedModel):
         return request
 
 
-_WITHOUT_TENSORFLOW: dict[str, Callable[[Path, manifest.Manifest, int], LoadedModel]]
-_WITHOUT_TENSORFLOW = {
+_WITHOUT_TENSORFLOW: dict[str, Callable[..., LoadedModel]] = {
     "litert": LiteRTModel,
     "onnx": OnnxModel,
     "openvino": OpenVINOModel,

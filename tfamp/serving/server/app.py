@@ -27,9 +27,7 @@ Scope = Mapping[str, Any]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 _V2 = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?(?:/(infer|ready))?/?")
-_V1 = re.compile(
-    r"/v1/models/([^/:]+)(?:/versions/([^/:]+))?(:\w+|/metadata)?/?",
-)
+_V1 = re.compile(r"/v1/models/([^/:]+)(?:/versions/([^/:]+))?(:\w+|/metadata)?/?")
 
 
 class App:
