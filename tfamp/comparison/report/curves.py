@@ -40,10 +40,8 @@ def metric_plot(evidence: Evidence, looks: Sequence[Look]) -> Plot | None:
         ]
         for look in looks
     }
-    title = (
-        f"{'Validation' if evidence.on_validation else 'Training'} {evidence.metric}"
-    )
-    may_be_log = evidence.better == "min"
+    where = "Validation" if evidence.on_validation else "Training"
+    title, may_be_log = f"{where} {evidence.metric}", evidence.better == "min"
     return _curves(evidence, runs, "metric", title, "epoch", may_be_log=may_be_log)
 
 

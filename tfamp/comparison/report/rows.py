@@ -211,8 +211,8 @@ def _measure_row(
             if re.fullmatch(f"latency_.*_{size}", other.name)
             for policy in evidence.policies
         ]
-        form = figures.format_for(measure.unit, values)
-        form = figures.finer(form, list(medians.values()))
+        unit = figures.format_for(measure.unit, values)
+        form = figures.finer(unit, medians.values())
 
     def cell(policy: str) -> Cell:
         found = evidence.ratio(measure.name, policy)

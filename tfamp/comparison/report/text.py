@@ -187,30 +187,34 @@ def _table(evidence: Evidence, room: int) -> list[str]:
     """Returns the rows that fit into `room` lines, the first ones before others."""
     found = rows(evidence)
     policies = (evidence.reference, *evidence.candidates)
-    names = [escaped(sentences.named(evidence, policy)) for policy in policies]
-    lines = [
-        f"| | {' | '.join(names)} |",
-        f"|:--|{'--:|' * len(names)}",
-    ]
-    room -= len(lines) + 2
+    names = [sentences.named(evidence, policy) for policy in policies]
+    # Beside the two lines of the head and two that say what is left out.
+    room -= 4
     kept = found
     if len(found) > room:
         # The ends of the latencies say least.
         middle = [row for row in found if not re.match("latency_p9", row.name)]
         kept = tuple(middle[: max(room, 0)])
-    for _, group in itertools.groupby(kept, lambda row: row.group):
-        lines += [_line(row) for row in group]
+    lines = _markdown_table(names, map(_cells, kept))
     if left := len(found) - len(kept):
         noun = "row" if left == 1 else "rows"
         lines += ["", f"{left} more {noun} in the HTML report."]
     return lines if found else []
 
 
-def _line(row: Row) -> str:
+def _markdown_table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    """Returns the head of a table with columns of these names, and its lines."""
+    return [
+        f"| | {' | '.join(map(escaped, names))} |",
+        f"|:--|{'--:|' * len(names)}",
+        *(f"| {' | '.join(line)} |" for line in lines),
+    ]
+
+
+def _cells(row: Row) -> list[str]:
     inference = row.group == "Inference"
     heading = f"inference {row.heading}" if inference else row.heading
-    cells = [escaped(heading), escaped(row.reference), *map(_text, row.cells)]
-    return f"| {' | '.join(cells)} |"
+    return [escaped(heading), escaped(row.reference), *map(_text, row.cells)]
 
 
 def _text(cell: Cell) -> str:
@@ -227,14 +231,11 @@ def _exports(evidence: Evidence) -> list[str]:
     """Returns the main figures of exports as a table, in few lines."""
     if not evidence.exports:
         return []
-    names = [escaped(each.name) for each in evidence.exports]
+    names = [each.name for each in evidence.exports]
     told, *failed = map(escaped, export_sentences(evidence))
-    rows = [row for row in export_rows(evidence) if row.is_main]
-    lines = [
-        *(told, "", f"| | {' | '.join(names)} |", f"|:--|{'--:|' * len(names)}"),
-        *(f"| {' | '.join(map(escaped, (row.label, *row.values)))} |" for row in rows),
-    ]
-    return [*lines, "", *(f"- {text}" for text in failed[:_MAX_ERRORS])]
+    rows = [(r.label, *r.values) for r in export_rows(evidence) if r.is_main]
+    table = _markdown_table(names, [[*map(escaped, row)] for row in rows])
+    return [told, "", *table, "", *(f"- {text}" for text in failed[:_MAX_ERRORS])]
 
 
 def _tail(evidence: Evidence) -> list[str]:
