@@ -212,11 +212,6 @@ def ring_of(model: keras.Model, *, keep: int, max_bytes: int) -> BatchRing:
     return ring
 
 
-def ring_in_use(model: keras.Model) -> BatchRing | None:
-    """Returns the ring that `ring_of` made for a model, None before it did."""
-    return _RINGS.get(model)
-
-
 class LastBatches:
     """Holds the batches of the last call of a training function, for the triage.
 
@@ -249,7 +244,7 @@ class LastBatches:
 
     def failing(self) -> Any:
         """Returns the last batch with NaN or inf in it, else the last; None without."""
-        ring = self._ring or ring_in_use(self._model)
+        ring = self._ring or _RINGS.get(self._model)
         kept = ring.batches() if ring is not None else []
         batches = [_whole(each.parts) for each in kept[-self._steps :]]
         bad = [batch for batch in batches if _holds_nonfinite(batch)]

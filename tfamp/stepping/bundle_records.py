@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from tfamp.loss_scale.interface import found_in
 from tfamp.machine.speeds import Device
-from tfamp.records.record import Record
+from tfamp.records.record import Record, TableRecord
 
 Cause = Literal["loss", "weights", "skip", "error"]
 
@@ -34,7 +34,7 @@ class ReplayedStep(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class Replayed(Record):
+class Replayed(TableRecord):
     """What came of replaying a bundle; `print` shows it.
 
     Args:
@@ -102,10 +102,6 @@ class Replayed(Record):
         lines += [f"- {line}" for line in (*self.differences, *self.notes)]
         lines += ["", self.triage] if self.triage else []
         return "\n".join(lines)
-
-    def __str__(self) -> str:
-        """Returns `table()`."""
-        return self.table()
 
 
 def _loss_text(loss: float | None) -> str:
@@ -191,10 +187,6 @@ class Bundle(Record):
     surroundings: Surroundings
     notes: tuple[str, ...] = ()
     checksum: str = ""
-
-    def sealed(self) -> "Bundle":
-        """Returns the bundle with its checksum filled in."""
-        return dataclasses.replace(self, checksum=self.computed_checksum())
 
     def computed_checksum(self) -> str:
         """Returns the checksum of all fields but `checksum`."""

@@ -62,7 +62,8 @@ def write(folder: Path, contents: Contents, save_model: Callable[[Path], str]) -
         for name, arrays in ((BATCHES, contents.batches), (RANDOM, contents.random)):
             snapshot_files.write(snapshots.State(dict(arrays), {}), beside / name)
         record = _with_model(contents.record, beside, save_model)
-        record.sealed().to_json(beside / RECORD)
+        record = dataclasses.replace(record, checksum=record.computed_checksum())
+        record.to_json(beside / RECORD)
         for path in beside.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
