@@ -170,7 +170,10 @@ class BatchRing(Meter):
             _Form(
                 name=f"tfamp_batches_{self.key}_{len(self._forms)}",
                 dtypes=tuple(tensor.dtype for tensor in flat),
-                shapes=tuple(_shape_of(tensor) for tensor in flat),
+                shapes=tuple(
+                    tensor.shape.as_list() if tensor.shape.rank is not None else None
+                    for tensor in flat
+                ),
                 structure=structure,
             )
         )
@@ -273,10 +276,6 @@ def _after(done: Any, data: Any) -> Any:
             data,
             expand_composites=True,
         )
-
-
-def _shape_of(tensor: tf.Tensor) -> list[int | None] | None:
-    return tensor.shape.as_list() if tensor.shape.rank is not None else None
 
 
 def _shapes(form: _Form | None, flat: Any) -> dict[int, list[int | None]]:

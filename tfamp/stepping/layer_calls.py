@@ -219,7 +219,10 @@ def computing_in(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[N
     before = []
     try:
         for layer in layers:
-            if not isinstance(layer, keras.layers.Layer) or not _computes(layer):
+            is_layer = isinstance(layer, keras.layers.Layer)
+            if not is_layer or layer.quantization_mode is not None:
+                continue
+            if layer.compute_dtype not in _FLOATS:
                 continue
             before.append((layer, layer.dtype_policy, record_of(layer)))
             if record_of(layer) is not None:
@@ -293,7 +296,3 @@ def adding_in_float32(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
         for layer in layers:
             stack.enter_context(replaced(layer, add_loss=widened(layer.add_loss)))
         yield
-
-
-def _computes(layer: keras.layers.Layer) -> bool:
-    return layer.quantization_mode is None and layer.compute_dtype in _FLOATS

@@ -54,9 +54,11 @@ def named_variables(model: keras.Model) -> list[Named]:
         found.append(Named(name, variable.path, variable, id(variable) in trained))
     for number, optimizer in enumerate(optimizers_of(model)):
         kind = type(optimizer).__name__
-        reported = {id(v) for v in _reported(optimizer)}
+        stored = tally_of(optimizer)
+        reported = (stored.levels, stored.recent) if stored is not None else ()
         for i, variable in enumerate(optimizer.variables):
-            what = RECORD if id(variable) in reported else OPTIMIZER
+            is_reported = any(variable is each for each in reported)
+            what = RECORD if is_reported else OPTIMIZER
             name = f"{what}/{number}/{kind}/{i}"
             found.append(Named(name, variable.path, variable, True))
     for i, variable in enumerate(model.metrics_variables):
@@ -91,11 +93,6 @@ def was_skipped(model: keras.Model) -> bool:
     """Returns whether the last step of a `tfamp.LossScaleOptimizer` was skipped."""
     tallies = [tally_of(optimizer) for optimizer in optimizers_of(model)]
     return any(t is not None and t.numbers().streak for t in tallies)
-
-
-def _reported(optimizer: Any) -> list[Any]:
-    stored = tally_of(optimizer)
-    return [] if stored is None else [stored.levels, stored.recent]
 
 
 def bare_name(name: str) -> str:

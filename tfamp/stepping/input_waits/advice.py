@@ -45,7 +45,8 @@ def facts_of(dataset: tf.data.Dataset, model: Any, *, batch_bytes: int) -> Input
         total_bytes=None if length is None else length * batch_bytes,
         float_images=any(
             spec.dtype.is_floating and (spec.shape.rank or 0) > _MIN_IMAGE_RANK
-            for spec in _inputs(dataset.element_spec)
+            for spec in tf.nest.flatten(inputs_of(dataset.element_spec))
+            if isinstance(spec, tf.TensorSpec)
         ),
         autotunes=options.autotune.enabled is not False,
         threads=options.threading.private_threadpool_size,
@@ -159,8 +160,3 @@ def _for_compute(facts: InputFacts, step_seconds: float) -> Iterator[str]:
         "Make the step cheaper: `tfamp.enable(policy='auto')` picks the fastest "
         f"precision of this machine{fused}."
     )
-
-
-def _inputs(element_spec: Any) -> list[tf.TensorSpec]:
-    specs = tf.nest.flatten(inputs_of(element_spec))
-    return [spec for spec in specs if isinstance(spec, tf.TensorSpec)]

@@ -117,7 +117,8 @@ def judge(
         )
     elif more_high < 0:
         verdict = "input"
-        reason = f"alone, the input takes {_ratio(times)} times as long as the model"
+        ratio = np.median(times[2] / times[1])
+        reason = f"alone, the input takes {ratio:.1f} times as long as the model"
     else:
         reason = (
             f"{_percent(to_input)} of a step is lost to a slow input and "
@@ -154,10 +155,6 @@ def _resampled(rounds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 def _percent(share: float) -> str:
     return f"{100 * max(0.0, float(share)):.0f} %"
-
-
-def _ratio(times: np.ndarray) -> str:
-    return f"{np.median(times[2] / times[1]):.1f}"
 
 
 @dataclasses.dataclass(frozen=True)
