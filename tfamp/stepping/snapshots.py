@@ -206,11 +206,6 @@ def num_local_replicas(model: keras.Model) -> int:
     return len(strategy.extended.worker_devices)
 
 
-def names_of_replicas(model: keras.Model) -> list[str]:
-    """Returns the names of what differs between replicas, such as moving statistics."""
-    return [each.name for each in named_variables(model) if not each.is_shared]
-
-
 def num_nonfinite(state: State) -> int:
     """Returns how many numbers of weights, statistics and slots are NaN or inf.
 

@@ -19,7 +19,7 @@ from tfamp.keras_hooks import around_training, epochs, structure, trainer
 from tfamp.keras_hooks.epochs import Feed
 from tfamp.records import checks
 from tfamp.stepping import snapshots
-from tfamp.stepping.snapshots import State, optimizers_of
+from tfamp.stepping.snapshots import State, named_variables, optimizers_of
 
 # The name of this record among the counters of a state.
 KEY = "resume"
@@ -69,7 +69,8 @@ def take(
         "facts": facts_of(feed),
         "dtypes": dtypes_of(model),
         "replicas": snapshots.num_local_replicas(model),
-        "of replicas": snapshots.names_of_replicas(model),
+        # What differs between replicas, such as moving statistics.
+        "of replicas": [v.name for v in named_variables(model) if not v.is_shared],
         "seed": global_seed(),
         "versions": versions(),
         "random": take_random(),
