@@ -36,6 +36,13 @@ def test_empty_lines_are_kept_when_told(tmp_path, data):
     assert source.num_examples == 4
 
 
+def test_an_empty_line_that_alone_is_left_of_a_block_is_kept(tmp_path):
+    source = text_source(
+        write(tmp_path / "a.txt", b"\n\xff\n"), keep_empty=True, num_examples=None
+    )
+    assert read(source, skip(1.0)) == [b""]
+
+
 CHANGES = {
     "byte order mark": lambda data: b"\xef\xbb\xbf" + data,
     "Windows": lambda data: data.replace(b"\n", b"\r\n"),

@@ -136,6 +136,18 @@ def test_where_nothing_is_learned_nothing_is_suggested():
     assert "fell at no rate" in str(found)
 
 
+def test_data_that_cannot_be_read_again_end_the_search():
+    batches = iter([(np.ones((4, 2), "float32"), np.ones((4, 1), "float32"))] * 12)
+    spec = (tf.TensorSpec((4, 2)), tf.TensorSpec((4, 1)))
+    once = tf.data.Dataset.from_generator(lambda: batches, output_signature=spec)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    found = tfamp.training.lr_find(model, once, num_steps=40)
+    # One batch builds the model.
+    assert len(found.losses) == 11
+    assert found.why_it_ended == "the data came to an end, and cannot be read again"
+
+
 def test_on_two_replicas():
     with two_replicas().scope():
         model = model_of()

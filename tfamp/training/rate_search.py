@@ -41,7 +41,8 @@ class LearningRates(Record):
         smoothed: The same, averaged over the steps before.
         suggestion: Where the smoothed loss falls fastest; None where it never falls.
         highest: A tenth of the rate at which the loss was lowest; None as above.
-        why_it_ended: "it diverged", "a loss is not finite" or "all rates were tried".
+        why_it_ended: "it diverged", "a loss is not finite", "all rates were tried", or
+            that the data came to an end.
         why: What the suggestion rests on, in one sentence.
     """
 
@@ -203,6 +204,8 @@ def _losses(
                 done(number + 1)
                 if _has_diverged(losses):
                     return losses, "it diverged"
+        if len(losses) < len(rates):
+            return losses, "the data came to an end, and cannot be read again"
         return losses, "all rates were tried"
     finally:
         trainer.drop_traced_functions(model)
