@@ -27,15 +27,14 @@ FLOORS = [
     ["dtypes", "plan", "policy", "models"],
     ["stepping", "trials"],
     ["numerics", "memory", "training"],
-    ["callbacks", "tuning", "serving", "comparison"],
-    ["distribute"],
+    ["callbacks", "distribute", "tuning", "serving", "comparison"],
     ["cli", "__init__", "__main__"],
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Floors on which the order of the list counts: what users call stands after what it
-# calls, runs of trials take data as `stepping` does, and `serving` judges and searches
-# as `tuning` does. Elsewhere folders of one floor do not know each other.
-MAY_ASK_BEFORE = {3, 4, 6, 8}
+# calls, runs of trials take data as `stepping` does, Ray's loop brings a callback, and
+# `serving` judges and searches as `tuning` does. Elsewhere folders of one floor do not know each other.
+MAY_ASK_BEFORE = {3, 4, 6, 7}
 FRAMEWORKS = {"tensorflow", "keras", "tf_keras"}
 
 
