@@ -30,7 +30,7 @@ _SUBJECTS = {
     "callbacks": "monitor, throughput, recorder, recovery, resume",
     "comparison": "compare, verdict, report",
     "tuning": "measured policies, the tuner",
-    "serving": "frozen models",
+    "serving": "freeze, export, int8, server, load tests",
     "distribute": "clusters, strategies, Ray's loop",
     "cli": "one file a command",
 }

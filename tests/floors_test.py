@@ -33,7 +33,8 @@ FLOORS = [
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Floors on which the order of the list counts: what users call stands after what it
 # calls, runs of trials take data as `stepping` does, Ray's loop brings a callback, and
-# `serving` judges and searches as `tuning` does. Elsewhere folders of one floor do not know each other.
+# `serving` judges and searches as `tuning` does. Elsewhere folders of one floor do not
+# know each other.
 MAY_ASK_BEFORE = {3, 4, 6, 7}
 FRAMEWORKS = {"tensorflow", "keras", "tf_keras"}
 
