@@ -44,6 +44,7 @@ def untested(monkeypatch):
         patches.remove()
     with monkeypatch.context() as changes:
         yield changes
+        tfamp.disable()  # where `enable` has not refused
         gc.collect()
         for patches in held:
             patches.remove()

@@ -1,6 +1,7 @@
 """Loops with optimizers of Keras that nobody wrapped: the one line is enough there."""
 
 import copy
+import functools
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +93,10 @@ def test_accumulation_by_the_optimizer_itself(decorate):
 
     exact, half = train("float32"), train("mixed_float16")
     assert half == pytest.approx(exact, rel=TOLERANCE)
-    assert half[0] == half[1] > half[2] == half[3]
+    # A loss is multiplied by the factor and divided by it: two roundings.
+    same = functools.partial(pytest.approx, rel=2 * float(np.finfo("float32").eps))
+    assert half[0] == same(half[1]) and half[2] == same(half[3])
+    assert half[1] > half[2]
 
 
 @in_each_way
