@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import socket
 import time
 
 import numpy as np
@@ -104,6 +105,19 @@ def test_a_request_larger_than_a_socket_takes_at_once_is_sent_whole():
     burst, due = measured(serve, rate=40, seconds=0.1, body=bytes(LARGE))
     assert (len(burst.latencies), burst.errors) == (len(due), {})
     assert lengths == [LARGE] * len(due)
+
+
+def test_a_name_with_several_addresses_is_asked_where_the_server_listens(monkeypatch):
+    plain = socket.getaddrinfo
+
+    def both(host, port, *args, **options):
+        elsewhere = plain("127.0.0.2", port, *args, **options)
+        return elsewhere + plain(host, port, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    serve, _ = answering()
+    burst, due = measured(serve, rate=100, seconds=0.1)
+    assert (len(burst.latencies), burst.errors) == (len(due), {})
 
 
 CHUNKS = b"3\r\nabc\r\n0\r\n\r\n"

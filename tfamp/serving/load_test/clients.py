@@ -7,11 +7,13 @@ to the microsecond, where their timers are up to a millisecond late.
 
 import collections
 import errno
+import itertools
+import math
 import re
 import select
 import socket
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tfamp.serving.load_test.target import Target
 
@@ -21,8 +23,6 @@ _CHUNKED = re.compile(rb"^transfer-encoding: *chunked", re.IGNORECASE | re.MULTI
 _CLOSE = re.compile(rb"^connection: *close", re.IGNORECASE | re.MULTILINE)
 _LAST_CHUNK = b"0\r\n\r\n"
 _READ_BYTES = 2**18
-# Of a wait in which nothing is under way.
-_NOTHING: list[socket.socket] = []
 
 
 class Answer(NamedTuple):
@@ -64,8 +64,10 @@ class Clients:
         self._target = target
         self._limit = limit
         self._timeout_seconds = timeout_seconds
+        # Of a name that has several, the one that the server listens at.
+        self._address: tuple[socket.AddressFamily | int, Any] | None = None
         self._idle: list[socket.socket] = []
-        # By the moment they were due, as each queue is served in order.
+        # In the order of the moments at which they were due, as the queue is.
         self._asked: dict[socket.socket, _Asked] = {}
         self._queued: collections.deque[float] = collections.deque()
         self._ended: list[Answer] = []
@@ -89,6 +91,9 @@ class Clients:
         if connection is None:
             try:
                 connection = self._opened()
+            except TimeoutError:
+                self._note(due, "timeout")
+                return
             except OSError as error:  # a name that nobody knows, no more files
                 self._note(due, type(error).__name__)
                 return
@@ -124,15 +129,20 @@ class Clients:
         self._queued.clear()
 
     def _opened(self) -> socket.socket:
-        """Returns a connection on its way."""
-        host, port = self._target.host, self._target.port
-        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )
-        made = socket.socket(family, kind, protocol)
-        made.setblocking(False)
+        """Returns a connection on its way; the first finds the address that answers."""
+        if self._address is None:
+            made = socket.create_connection(
+                (self._target.host, self._target.port), self._timeout_seconds
+            )
+            self._address = made.family, made.getpeername()
+            status = 0
+            made.setblocking(False)
+        else:
+            family, address = self._address
+            made = socket.socket(family, socket.SOCK_STREAM)
+            made.setblocking(False)
+            status = made.connect_ex(address)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        status = made.connect_ex(address)
         if status not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
             made.close()
             raise OSError(status, errno.errorcode.get(status, ""))
@@ -140,11 +150,9 @@ class Clients:
 
     def _select(self, seconds: float) -> None:
         """Waits for the server, and reads and sends what can be."""
-        waiting = _NOTHING
-        if any(each.unsent for each in self._asked.values()):
-            waiting = [one for one, each in self._asked.items() if each.unsent]
+        unsent = [one for one, each in self._asked.items() if each.unsent]
         # Not epoll, whose waits are whole milliseconds; those asked are few.
-        reading, sending, _ = select.select(list(self._asked), waiting, [], seconds)
+        reading, sending, _ = select.select(list(self._asked), unsent, [], seconds)
         for connection in sending:
             if (asked := self._asked.get(connection)) is not None:
                 self._send(connection, asked)
@@ -224,15 +232,14 @@ class Clients:
 
     def _give_up(self, now: float) -> float:
         """Ends what has taken too long; returns when the next will have."""
-        while self._queued and self._queued[0] + self._timeout_seconds <= now:
+        begun = now - self._timeout_seconds
+        while self._queued and self._queued[0] <= begun:
             self._note(self._queued.popleft(), "timeout")
-        ends = float("inf")
         for connection, asked in list(self._asked.items()):
-            ends = asked.due + self._timeout_seconds
-            if ends > now:
+            if asked.due > begun:
                 break
             self._end(connection, asked, "timeout")
-            ends = float("inf")
+        oldest = [each.due for each in itertools.islice(self._asked.values(), 1)]
         if self._queued:
-            ends = min(ends, self._queued[0] + self._timeout_seconds)
-        return ends
+            oldest.append(self._queued[0])
+        return min(oldest, default=math.inf) + self._timeout_seconds
