@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -243,6 +244,35 @@ def test_a_port_in_use_is_told(tmp_path):
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"^Port {port} of '127.0.0.1' cannot be had"):
             serve([str(folder)], load=served_models.load, port=port)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["nobody", "somebody"])
+def test_objects_are_frozen_while_serving_unless_somebody_has(is_frozen, tmp_path):
+    from tfamp.serving.server.main import serve
+
+    counts = []
+
+    def stop(address):
+        counts.append(gc.get_freeze_count())
+        signal.raise_signal(signal.SIGTERM)
+
+    folder = served_models.write(tmp_path / "m", 2)
+    of_the_suite = gc.get_freeze_count()
+    gc.unfreeze()
+    if is_frozen:
+        gc.freeze()
+    before = gc.get_freeze_count()
+    try:
+        serve([str(folder)], load=served_models.load, port=0, on_start=stop)
+        after = gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+        if of_the_suite:
+            gc.freeze()
+    if is_frozen:  # frozen objects may go, and no others came
+        assert 0 < after <= before and counts[0] <= before
+    else:
+        assert after == 0 < counts[0]
 
 
 WRONG = {

@@ -120,10 +120,8 @@ def serve(
     start = time.monotonic()
     with listener, _stopped_by_signals():
         app.models.load_all()
-        # What stands now stays: looking through it for garbage takes milliseconds.
-        gc.collect()
-        gc.freeze()
-        server.run(sockets=[listener])
+        with _kept_from_collections():
+            server.run(sockets=[listener])
     app.models.stop()
     counts: dict[str, int] = {}
     for (_, _, protocol, status), count in app.models.metrics.requests.values.items():
@@ -238,6 +236,24 @@ def _bound(host: str, port: int) -> socket.socket:
 def _address(bound: socket.socket) -> str:
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+@contextlib.contextmanager
+def _kept_from_collections() -> Iterator[None]:
+    """Has Python look for garbage in what comes from now on alone.
+
+    What stands stays: looking through it takes milliseconds. Where somebody has frozen
+    objects already, theirs could not be told from these afterwards.
+    """
+    is_mine = gc.get_freeze_count() == 0
+    if is_mine:
+        gc.collect()
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_mine:
+            gc.unfreeze()
 
 
 @contextlib.contextmanager
