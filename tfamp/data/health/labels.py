@@ -1,4 +1,4 @@
-"""Counts the classes in targets, and the rules on labels and their balance."""
+"""Rules on targets and weights: range, classes and their balance."""
 
 import collections
 import itertools
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from tfamp.data._examples import Column
-from tfamp.data.health.profile import finite
+from tfamp.data.health.profile import Hits, Profile, Rounding, finite
 from tfamp.records.findings import Finding
 from tfamp.records.units import format_share, number
 
-RULES = ("labels", "one_hot", "balance", "unseen_class")
+RULES = ("weights", "labels", "one_hot", "balance", "unseen_class")
 # More distinct values than this are no classes, and would fill the memory.
 _MAX_CLASSES = 20_000
 # Rows of one-hot or soft labels sum to 1 but for rounding, in float16 too.
@@ -102,6 +102,14 @@ def find(
     yield from _balance(train)
     if validation is not None:
         yield from _unseen(train, validation)
+
+
+def find_out_of_range(profile: Profile, rounding: Rounding) -> Iterator[Finding]:
+    """Yields targets that layers in a compute dtype cannot give, and bad weights."""
+    if profile.column.role == "target":
+        yield from _unreachable(profile, rounding)
+    elif profile.column.role == "weight":
+        yield from _weights(profile)
 
 
 def _one_hot(labels: Labels) -> Iterator[Finding]:
@@ -246,6 +254,49 @@ def _unseen(train: Labels, validation: Labels) -> Iterator[Finding]:
             "Split the data by class (stratified).",
             column=name,
             figure=float(len(absent)),
+        )
+
+
+def _unreachable(profile: Profile, rounding: Rounding) -> Iterator[Finding]:
+    """Targets that are fine for the loss, but that no output layer can give."""
+    limit = rounding.format.max
+    largest = profile.largest.astype(float)
+    beyond = (largest > limit) & (profile.num_finite > 0)
+    found = Hits(profile, beyond & (profile.num_overflows == 0), largest)
+    if not found or profile.column.is_integer:
+        return
+    yield found.finding(
+        "overflow",
+        "warning",
+        f"has targets up to {number(largest[found.worst])}; an output layer in "
+        f"{rounding.name} ends at {number(limit)}, so the loss stays large or inf.",
+        "Divide the targets by their standard deviation, or keep the output layer in "
+        "float32, as `tfamp.enable` does.",
+        figure=largest[found.worst],
+    )
+
+
+def _weights(profile: Profile) -> Iterator[Finding]:
+    no_weight = (profile.num_nonzero == 0) & (profile.num_nan == 0)
+    found = Hits(profile, no_weight & no_weight.all(), profile.count)
+    if found:
+        yield found.finding(
+            "weights",
+            "error",
+            "is 0 for every example: nothing is learned.",
+            "Give positive weights, or leave them out.",
+            figure=0.0,
+        )
+    found = Hits(profile, profile.low < 0, -profile.low.astype(float))
+    if found:
+        lowest = profile.low[found.worst]
+        yield found.finding(
+            "weights",
+            "warning",
+            f"goes down to {number(lowest)}: a negative weight makes training raise "
+            "the loss of that example.",
+            "Clip the weights at 0.",
+            figure=lowest,
         )
 
 

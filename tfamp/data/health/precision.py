@@ -1,23 +1,18 @@
-"""Rules on the range of numbers: NaN, inf, overflow, underflow, constant, scale."""
+"""Rules on columns of numbers: range, what rounding takes away, wide dtypes."""
 
 import math
 from collections.abc import Iterator
 
 import numpy as np
 
-from tfamp.data.health.profile import (
-    NOISY,
-    Hits,
-    Profile,
-    Rounding,
-    standardizing,
-)
-from tfamp.records.findings import Finding, Severity
+from tfamp.data.health.profile import NOISY, Hits, Profile, Rounding, standardizing
+from tfamp.records import formats
+from tfamp.records.findings import Finding, Fix, Severity
 from tfamp.records.units import format_share, number
 
 RULES = (
-    *("nan", "inf", "overflow", "underflow", "subnormal", "constant"),
-    *("unnormalized", "weights"),
+    *("nan", "inf", "overflow", "underflow", "subnormal", "constant", "unnormalized"),
+    *("resolution", "ids", "merged", "int64", "float64"),
 )
 # Below this a few tiny values among others are as good as 0: normalized data has
 # 0.005 % of its values below float16's normal range.
@@ -26,24 +21,31 @@ _MANY = 0.5
 _SMALL = 0.01
 # A column this many deviations away from 0 is mostly offset.
 _MAX_OFFSET = 10.0
+# Rounding noise of half the deviation: a fifth of what the layer sees is noise.
+_SPOILED = 0.5
+# float32's noise, below which it is as good as float64.
+_EXACT_ENOUGH = 1e-3
+# Distinct neighbours that become one number, where values recur.
+_MANY_MERGED = 0.1
+# A column of measurements hardly repeats a value this often.
+_RECURS = 4
+_FLOAT32 = Rounding(formats.FLOAT32)
 
 
-def find(profile: Profile, rounding: Rounding) -> Iterator[Finding]:
-    """Yields what is wrong with the range of a column of numbers.
+def find(profile: Profile) -> Iterator[Finding]:
+    """Yields what is wrong with a column of numbers.
 
-    The profile of targets and weights is that of float32, since losses are computed
-    in it; `rounding` is that of the layers.
+    The profile of targets and weights is that of float32: losses are computed in it.
     """
     yield from _not_finite(profile)
-    if profile.column.role == "target":
-        yield from _unreachable(profile, rounding)
     yield from _overflow(profile)
     yield from _underflow(profile)
     yield from _constant(profile)
     if profile.column.role == "input":
         yield from _unnormalized(profile)
-    if profile.column.role == "weight":
-        yield from _weights(profile)
+        yield from _resolution(profile)
+        yield from _merged(profile)
+    yield from _wide(profile)
 
 
 def _not_finite(profile: Profile) -> Iterator[Finding]:
@@ -100,25 +102,6 @@ def _overflow(profile: Profile) -> Iterator[Finding]:
         figure=largest,
         details={"num_values": int(count[i])},
         fix=fix,
-    )
-
-
-def _unreachable(profile: Profile, rounding: Rounding) -> Iterator[Finding]:
-    """Targets that are fine for the loss, but that no output layer can give."""
-    limit = rounding.format.max
-    largest = profile.largest.astype(float)
-    beyond = (largest > limit) & (profile.num_finite > 0)
-    found = Hits(profile, beyond & (profile.num_overflows == 0), largest)
-    if not found or profile.column.is_integer:
-        return
-    yield found.finding(
-        "overflow",
-        "warning",
-        f"has targets up to {number(largest[found.worst])}; an output layer in "
-        f"{rounding.name} ends at {number(limit)}, so the loss stays large or inf.",
-        "Divide the targets by their standard deviation, or keep the output layer in "
-        "float32, as `tfamp.enable` does.",
-        figure=largest[found.worst],
     )
 
 
@@ -231,28 +214,135 @@ def _unnormalized(profile: Profile) -> Iterator[Finding]:
         )
 
 
-def _weights(profile: Profile) -> Iterator[Finding]:
-    no_weight = (profile.num_nonzero == 0) & (profile.num_nan == 0)
-    found = Hits(profile, no_weight & no_weight.all(), profile.count)
+def _resolution(profile: Profile) -> Iterator[Finding]:
+    """Rounding errors that are large against what varies."""
+    std, rounding, noise = profile.std, profile.rounding, profile.noise
+    found = Hits(profile, noise >= NOISY, noise)
+    if not found:
+        return
+    i = found.worst
+    largest = min(profile.largest[i], rounding.format.max)
+    fix = standardizing(profile)
+    yield found.finding(
+        "resolution",
+        "error" if noise[i] >= _SPOILED else "warning",
+        f"lies at {number(profile.mean[i])} +- {number(std[i])}, where {rounding.name} "
+        f"has steps of {number(formats.spacing(rounding.format, float(largest)))}: "
+        f"rounding adds noise of {format_share(noise[i])} of the standard deviation, "
+        f"and {format_share(profile.merged_share(i)[0])} of neighbouring values "
+        "become equal. A Normalization layer casts first, so it comes too late.",
+        "Standardize before the model, in float64 (the finding's fix)."
+        if fix
+        else "Subtract an offset before the model, or count from the smallest value.",
+        figure=noise[i],
+        details={"mean": float(profile.mean[i]), "std": float(std[i])},
+        fix=fix,
+    )
+
+
+def _merged(profile: Profile) -> Iterator[Finding]:
+    """Ids, codes and recurring values that become equal."""
+    limit, dtype = profile.rounding.max_integer, profile.rounding.name
+    shares, ids = np.zeros(profile.num_features), np.zeros(profile.num_features, bool)
+    pairs: dict[int, tuple[float, ...]] = {}
+    integral = profile.is_integral | profile.column.is_integer
+    held = integral & (profile.largest <= limit)
+    asked = ~held & (profile.num_finite > 0) & (profile.noise < NOISY)
+    for i in np.flatnonzero(asked).tolist():
+        share, pairs[i] = profile.merged_share(i)
+        ids[i] = integral[i] and share > 0 and profile.looks_like_ids(i)
+        recurs = len(profile.distinct_values(i)) * _RECURS <= len(profile.sample)
+        if ids[i] or (share >= _MANY_MERGED and (integral[i] or recurs)):
+            shares[i] = share
+    found = Hits(profile, ids, shares)
+    if found:
+        pair = " and ".join(map(number, pairs[found.worst]))
+        whole = profile.column.is_integer
+        yield found.finding(
+            "ids",
+            "note" if whole else "warning",
+            f"looks like ids up to {number(profile.high[found.worst])}; {dtype} holds "
+            f"integers up to {number(limit)}, so in a layer that computes in it "
+            f"{format_share(shares[found.worst])} of neighbours become one ({pair}).",
+            "Give them to Embedding or a lookup layer alone, as int32, with "
+            "`keras.Input(..., dtype='int32')`: a float32 input merges them from 2**24."
+            if whole
+            else "Deliver them as an int32 column of their own, for an Embedding.",
+            figure=shares[found.worst],
+        )
+    found = Hits(profile, (shares > 0) & ~ids, shares)
     if found:
         yield found.finding(
-            "weights",
-            "error",
-            "is 0 for every example: nothing is learned.",
-            "Give positive weights, or leave them out.",
-            figure=0.0,
+            "merged",
+            "note",
+            f"has values that recur, and {dtype} makes one of "
+            f"{format_share(shares[found.worst])} of neighbouring ones. The rounding "
+            "is small against the standard deviation, so as a quantity they are fine.",
+            "Nothing for quantities; codes belong into an int32 column of their own.",
+            figure=shares[found.worst],
         )
-    found = Hits(profile, profile.low < 0, -profile.low.astype(float))
-    if found:
-        lowest = profile.low[found.worst]
-        yield found.finding(
-            "weights",
-            "warning",
-            f"goes down to {number(lowest)}: a negative weight makes training raise "
-            "the loss of that example.",
-            "Clip the weights at 0.",
-            figure=lowest,
+
+
+def _wide(profile: Profile) -> Iterator[Finding]:
+    """Dtypes of 8 bytes, of which the model makes 4 or less anyway."""
+    column, name = profile.column, profile.column.name
+    if column.dtype in ("int64", "uint64") and column.role == "input":
+        low, high = min(profile.low), max(profile.high)
+        interval = f"[{number(low)}, {number(high)}]"
+        fits = -(2**31) <= low and high < 2**31
+        fix = Fix(name, "cast", "int32", f"exact: values lie in {interval}")
+        yield Finding(
+            "int64",
+            "note",
+            f"{name} is {column.dtype}, 8 bytes a value, with values in {interval}: "
+            "twice the memory and transfer, and `keras.Input` without a dtype makes "
+            "float32 of it.",
+            "Cast to int32 in the pipeline (the finding's fix)."
+            if fits
+            else "It does not fit int32: hash ids into a smaller range; standardize "
+            "quantities.",
+            column=name,
+            figure=float(max(abs(low), abs(high))),
+            fix=fix if fits else None,
         )
+    if column.dtype == "float64":
+        noise = _noise_in_float32(profile)
+        exact = noise is not None and noise < _EXACT_ENOUGH
+        reason = f"rounding is {0.0 if noise is None else noise:.1e} of the deviation"
+        yield Finding(
+            "float64",
+            "note",
+            f"{name} is float64; Keras makes float32 of it, so half of the memory and "
+            "transfer is for nothing.",
+            "Cast to float32 in the pipeline (the finding's fix)."
+            if exact
+            else "float32 loses digits of it: standardize first, then cast.",
+            column=name,
+            figure=noise,
+            fix=Fix(name, "cast", "float32", reason) if exact else None,
+        )
+
+
+def _noise_in_float32(profile: Profile) -> float | None:
+    """Returns float32's rounding error against the deviation; None if it breaks.
+
+    From the sample, feature by feature, the worst of them.
+    """
+    values = np.asarray(profile.sample, np.float64)
+    ends = np.array([*profile.low, *profile.high], float)
+    # An end that is inf stands for a feature without a finite value.
+    if not values.size or np.isinf(_FLOAT32(ends)).any():
+        return None
+    integers = profile.is_integral & (profile.std > 0)
+    if (integers & (profile.largest > _FLOAT32.max_integer)).any():
+        return None
+    rounded = _FLOAT32(values)
+    if ((rounded == 0) & (values != 0)).any():
+        return None
+    # NaN rounds to NaN and adds nothing.
+    errors = np.sqrt((np.nan_to_num(rounded - values) ** 2).mean(axis=0))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.where(errors > 0, errors / profile.std, 0.0).max())
 
 
 def _share_of(part: int, whole: int) -> str:
