@@ -8,7 +8,7 @@ import tensorflow as tf
 from tests.refusals import refusals
 from tfamp.data import Pipeline
 from tfamp.data._figures import Numbers, rank_error
-from tfamp.data.statistics import Statistics, accumulators, fit_statistics
+from tfamp.data.statistics import Statistics, fit_statistics
 from tfamp.data.statistics.features import Column
 
 
@@ -144,9 +144,9 @@ def test_quantiles_are_exact_of(make):
 
 @pytest.fixture
 def small_samples(monkeypatch):
-    monkeypatch.setattr(accumulators, "_SAMPLE_ROWS", 2_000)
-    monkeypatch.setattr(accumulators, "_MIN_SAMPLE_ROWS", 1_000)
-    monkeypatch.setattr(accumulators, "_MAX_TEXTS", 20)
+    monkeypatch.setattr("tfamp.data.statistics._SAMPLE_ROWS", 2_000)
+    monkeypatch.setattr("tfamp.data.statistics._MIN_SAMPLE_ROWS", 1_000)
+    monkeypatch.setattr("tfamp.data.statistics._MAX_TEXTS", 20)
 
 
 def test_mode_stands_out_of_a_continuous_feature(small_samples):
