@@ -5,8 +5,7 @@ import tensorflow as tf
 
 from tfamp.graph.compiled import find_program_peak
 from tfamp.graph.liveness import find_peak
-from tfamp.graph.schedules import read_schedule
-from tfamp.memory.model_steps import scaled
+from tfamp.graph.schedules import read_schedule, scaled
 
 KIB = 2**10
 # 64 x 64 numbers in float32.

@@ -14,7 +14,7 @@ import tfamp
 from tests.refusals import refusals
 from tests.replicas import two_replicas
 from tfamp.graph.liveness import Held, Peak
-from tfamp.memory import model_steps
+from tfamp.memory import estimates
 from tfamp.memory.estimates import MemoryEstimates
 from tfamp.stepping.step_traces import Marks
 
@@ -98,7 +98,7 @@ def test_gradients_in_half_precision_are_gradients():
         Held(num_bytes, f"gradient_tape/{num_bytes}", "MatMul")
         for num_bytes in (4 * 256 * 256, 2 * 256 * 256, 3 * 256 * 256)
     ]
-    found = model_steps.by_kind(Peak(0, tuple(held), "any"), model, Marks(model))
+    found = estimates.by_kind(Peak(0, tuple(held), "any"), model, Marks(model))
     # Those of a kernel in float32 and in float16; no weight has the size of the third.
     assert found == {"gradients": 6 * 256 * 256, "workspace": 3 * 256 * 256}
 

@@ -31,7 +31,7 @@ def around(monkeypatch):
 
     def set_to(allocator=memory.TENSORFLOW, process_bytes=100 * MIB, **more):
         found = resident.Surroundings(allocator, process_bytes, **more)
-        asking = "tfamp.memory.model_steps.surroundings"
+        asking = "tfamp.memory.estimator.surroundings"
         monkeypatch.setattr(asking, lambda **_: found)
 
     set_to()

@@ -1,6 +1,7 @@
-"""The answers of `estimate_memory`, with their tables and pictures."""
+"""The answers of `estimate_memory`: bytes by kind and layer, tables and pictures."""
 
 import bisect
+import collections
 import dataclasses
 import itertools
 import os
@@ -8,12 +9,18 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 from rich import box
 from rich.table import Table
 
+from tfamp.graph.bodies import is_backward
+from tfamp.graph.liveness import Held, Peak
+from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.structure import bytes_of, num_bytes
 from tfamp.records import checks, console
 from tfamp.records.record import TableRecord
 from tfamp.records.units import format_bytes
+from tfamp.stepping.step_traces import Marks
 
 # Of bytes, in the order of a table.
 KINDS = (
@@ -25,6 +32,8 @@ KINDS = (
     "casts",
     "workspace",
 )
+# What belongs to no layer: the loss, the optimizer, the train step itself.
+_OUTSIDE = "(outside layers)"
 _COLOURS = ("#4c78a8", "#e45756", "#54a24b", "#f58518", "#72b7b2")
 _MAX_LAYERS = 8
 # Batches are not looked for beyond it.
@@ -262,3 +271,44 @@ def _layers(by_layer: dict[str, int]) -> Any:
         rows.append((f"{len(rest)} others", others))
     columns = {"largest layers": console.FOLD, "at the peak": console.RIGHT}
     return console.table(columns, rows, box=box.SIMPLE, show_edge=False)
+
+
+def by_kind(peak: Peak, model: keras.Model, marks: Marks) -> dict[str, int]:
+    """Returns the bytes of what a step made and holds at its peak, by kind."""
+    shapes = {num_bytes(variable) for variable in model.trainable_variables}
+    sizes = shapes | {size // 2 for size in shapes}
+    found: collections.Counter[str] = collections.Counter()
+    for held in peak.held:
+        in_layer = bool(marks.layer_of(held.name))
+        found[_kind(held, sizes, in_layer=in_layer)] += held.num_bytes
+    return {kind: found[kind] for kind in KINDS if found[kind]}
+
+
+def _kind(held: Held, weights: set[int], *, in_layer: bool) -> str:
+    if held.op == "scratch":
+        return "workspace"
+    if held.op == "Cast" and held.source == "ReadVariableOp":
+        return "casts"
+    if is_backward(held.name):
+        return "gradients" if held.num_bytes in weights else "workspace"
+    # The optimizer computes with numbers of the weights' sizes.
+    return "activations" if in_layer or held.num_bytes not in weights else "workspace"
+
+
+def by_layer(
+    peak: Peak, model: keras.Model, marks: Marks, slots: int
+) -> dict[str, int]:
+    """Returns the bytes of each layer: weights, slots, and what the step holds."""
+    found: collections.Counter[str] = collections.Counter()
+    for held in peak.held:
+        found[marks.layer_of(held.name) or _OUTSIDE] += held.num_bytes
+    trainable = sum(map(num_bytes, model.trainable_variables)) or 1
+    counted: set[int] = set()
+    for path, layer, _ in structure.walk(model):
+        own = [w for w in structure.own_weights(layer) if id(w) not in counted]
+        counted |= {id(w) for w in own}
+        size = bytes_of(own)
+        # Slots have the shapes of what is trained.
+        share = sum(num_bytes(w) for w in own if getattr(w, "trainable", False))
+        found[path] += size + slots * share // trainable
+    return {path: size for path, size in found.most_common() if size}

@@ -14,7 +14,7 @@ from tfamp.graph.bodies import is_backward
 from tfamp.graph.operations import read_operations
 from tfamp.keras_hooks import structure
 from tfamp.machine import devices
-from tfamp.memory.model_steps import StepMemory
+from tfamp.memory.estimator import StepMemory
 from tfamp.records.units import format_bytes, format_share
 from tfamp.stepping.step_traces import Roofline, computing
 
