@@ -20,13 +20,12 @@ from tests.limits_test import system
 from tests.replicas import two_replicas
 from tfamp.machine import limits
 from tfamp.machine.limits import MemoryLimit
-from tfamp.memory.batch_search import finder, trial
+from tfamp.memory import batch_search
+from tfamp.memory.batch_search import find_batch_size, memory_limit, trial
 from tfamp.memory.batch_search import processes as trial_process
-from tfamp.memory.batch_search.finder import find_batch_size, memory_limit
-from tfamp.memory.batch_search.processes import TrialSettings
+from tfamp.memory.batch_search.processes import Settings, TrialSettings, batch_of
 from tfamp.memory.batch_search.records import BatchSearch, Trial, allowed_bytes
 from tfamp.memory.batch_search.search import Split, TrialFacts, merged, search, splits
-from tfamp.memory.batch_search.settings import Settings, batch_of
 from tfamp.memory.batch_search.trial import time_steps
 from tfamp.trials import processes
 
@@ -301,10 +300,10 @@ class Gpus(contextlib.nullcontext):
 
 def test_on_a_gpu_its_own_memory_decides(monkeypatch):
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [kind])
-    monkeypatch.setattr(finder.Nvml, "open", Gpus)
+    monkeypatch.setattr(batch_search.Nvml, "open", Gpus)
     assert memory_limit() == MemoryLimit(16 * GIB, "GPU memory", 4 * GIB)
     assert memory_limit(8 * GIB) == MemoryLimit(8 * GIB, "max_memory_bytes")
-    monkeypatch.setattr(finder.Nvml, "open", lambda: None)
+    monkeypatch.setattr(batch_search.Nvml, "open", lambda: None)
     assert memory_limit() is None
 
 
@@ -664,7 +663,7 @@ def test_where_nothing_ends_in_time_it_says_what_to_do(machine):
 
 
 def test_nothing_is_left_behind(machine, tmp_path, monkeypatch):
-    monkeypatch.setattr(finder.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(batch_search.tempfile, "tempdir", str(tmp_path))
     before = keras.config.dtype_policy(), tfamp.status().policy
     found_with(machine, max_batch_size=16)
     assert list(tmp_path.iterdir()) == []

@@ -10,8 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.replicas import two_replicas
-from tfamp.memory.batch_search import processes, trial
-from tfamp.memory.batch_search.finder import find_batch_size
+from tfamp.memory.batch_search import find_batch_size, processes, trial
 
 pytest.importorskip("cloudpickle")
 MIB = 2**20

@@ -19,9 +19,8 @@ import tfamp
 from tests import made_evidence
 from tfamp.comparison.result import conclude
 from tfamp.memory.batch_search import processes as batch_search
-from tfamp.memory.batch_search.processes import TrialSettings
+from tfamp.memory.batch_search.processes import Settings, TrialSettings
 from tfamp.memory.batch_search.records import Trial
-from tfamp.memory.batch_search.settings import Settings
 from tfamp.trials import parcel, processes, step_profiles, storage
 from tfamp.trials.run_records import OperationTime, Run
 from tfamp.trials.storage import Job, checked_policies, checked_seeds, file_name

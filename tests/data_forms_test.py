@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.memory.batch_search.settings import batch_of as tried_batch
+from tfamp.memory.batch_search.processes import batch_of as tried_batch
 from tfamp.stepping.arguments import dataset_of
 from tfamp.trials.child import _as_fit_takes_it
 from tfamp.trials.run_records import Run

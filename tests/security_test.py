@@ -21,7 +21,7 @@ LOADERS = {"pickle.loads", "pickle.load", "cloudpickle.loads", "cloudpickle.load
 UNPICKLE = {
     "trials/parcel.py",
     "distribute/ray_train.py",
-    "memory/batch_search/settings.py",
+    "memory/batch_search/processes.py",
     "dtypes/self_test.py",
 }
 # A copy of a model that is in memory, through a file of its own.

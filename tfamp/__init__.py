@@ -30,7 +30,7 @@ _HOMES = {
     "enable": "tfamp.policy",
     "estimate_memory": "tfamp.memory.estimator",
     "export": "tfamp.serving.exports.exporter",
-    "find_batch_size": "tfamp.memory.batch_search.finder",
+    "find_batch_size": "tfamp.memory.batch_search",
     "freeze": "tfamp.serving.frozen",
     "lint": "tfamp.numerics.lint.linter",
     "load_exported": "tfamp.serving.runtimes.loader",
@@ -105,7 +105,7 @@ if TYPE_CHECKING:
     from tfamp.comparison.runner import compare as compare
     from tfamp.loss_scale.interface import LossScaleError as LossScaleError
     from tfamp.loss_scale.optimizer import LossScaleOptimizer as LossScaleOptimizer
-    from tfamp.memory.batch_search.finder import find_batch_size as find_batch_size
+    from tfamp.memory.batch_search import find_batch_size as find_batch_size
     from tfamp.memory.batch_search.records import BatchSearch as BatchSearch
     from tfamp.memory.estimates import MemoryEstimate as MemoryEstimate
     from tfamp.memory.estimator import estimate_memory as estimate_memory

@@ -42,7 +42,7 @@ def _estimates(call: Call) -> Any:
     for variant in call.values["policy"]:
         with built(call.argument, variant, needs_data=False) as made:
             # Below `built`, which finds out whether there is such a module.
-            from tfamp.memory.batch_search.settings import batch_of
+            from tfamp.memory.batch_search.processes import batch_of
 
             batch = None if made.train is None else batch_of(made.train)
             data = None

@@ -17,7 +17,7 @@ from tfamp.comparison.judgement import (
     direction,
 )
 from tfamp.comparison.result import Comparison, conclude, load_note
-from tfamp.memory.batch_search import processes as batch_search
+from tfamp.memory import batch_search
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.records.console import progress

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -59,6 +60,13 @@ def text_of(*parts: Any, width: int = WIDTH) -> str:
     for part in parts:
         console.print(Text(part) if isinstance(part, str) else part)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def wrapped(text: str, indent: int = 0) -> list[str]:
+    """Returns the lines of a sentence, all but the first indented."""
+    return textwrap.wrap(
+        text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from tfamp.keras_hooks import structure, trainer
 from tfamp.machine import devices
 from tfamp.machine.clusters import Cluster
 from tfamp.machine.network import free_ports
-from tfamp.memory.batch_search.settings import Batch, Settings, batch_of
+from tfamp.memory.batch_search.processes import Batch, Settings, batch_of
 from tfamp.records.checks import short_error
 from tfamp.records.record import Record
 from tfamp.stepping.arguments import build

@@ -13,8 +13,8 @@ from tfamp.comparison.replicas.judgement import Kind
 from tfamp.comparison.replicas.measurement import Measurement, check_batch, num_gpus
 from tfamp.comparison.replicas.processes import ReplicaJob
 from tfamp.comparison.replicas.result import Scaling
-from tfamp.memory.batch_search.finder import find_batch_size
-from tfamp.memory.batch_search.settings import Settings, batch_of
+from tfamp.memory.batch_search import find_batch_size
+from tfamp.memory.batch_search.processes import Settings, batch_of
 from tfamp.records import checks
 from tfamp.records.console import progress
 from tfamp.trials import parcel

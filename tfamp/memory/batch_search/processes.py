@@ -1,36 +1,52 @@
-"""A trial seen from outside: starts its process, waits, and says how it ended."""
+"""A trial seen from outside: what goes to its process, and how that ended.
 
+A fresh process knows nothing of `tfamp.enable`, of logical devices or of a strategy's
+scope, so they go along as a file.
+"""
+
+import contextlib
 import dataclasses
 import errno
 import json
 import re
 import signal
 import subprocess
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import keras
 import tensorflow as tf
 
+import tfamp
+from tfamp.data._elements import known_length
+from tfamp.dtypes.in_force import IN_FORCE
+from tfamp.dtypes.settings import RuleSet
 from tfamp.machine.out_of_memory import is_out_of_memory
 from tfamp.memory.batch_search.records import Outcome, Trial
-from tfamp.memory.batch_search.search import MAX_BATCH_SIZE, TrialFacts, search
-from tfamp.memory.batch_search.settings import FILE as SETTINGS
-from tfamp.memory.batch_search.settings import Settings
+from tfamp.memory.batch_search.search import TrialFacts
+from tfamp.records import checks
 from tfamp.records.record import Record
+from tfamp.stepping.arguments import arrays_of, dataset_of, first_batch
 from tfamp.trials import processes
+from tfamp.trials.variant import Variant, in_force
 
 # TensorFlow's allocator tells so of memory that it can do without.
 _HARMLESS = "not a failure"
 # A thread whose stack finds no room, as under `ulimit -v`.
 _NO_STACK = re.compile(r"pthread_create(\(\))? failed")
 _XLA = re.compile(r"\bxla|hlo|while trying to allocate", re.IGNORECASE)
-# What a trial leaves: facts before it trains, and its answer.
+# What a trial leaves: facts before it trains, and its answer; and what it gets.
 FACTS, ANSWER = "facts.json", "answer.json"
+_SETTINGS = "settings.pickle"
+FILES = (FACTS, ANSWER, _SETTINGS)
 MODULE = "tfamp.memory.batch_search.trial"
 # Of a log, what is looked through for words of memory.
 _LOG_CHARACTERS = 20_000
-# Of the trials of `largest_batch`: the second step holds what the first one made.
-_STEPS, _TIMEOUT_SECONDS = 2, 600.0
+_PURPOSE = "`tfamp.find_batch_size`"
+# What `fit` takes of arrays by default, and how many rows of them a trial gets.
+_FIT_BATCH_SIZE = 32
+_MAX_ROWS = 1024
 
 
 def of_error(error: BaseException) -> Outcome | None:
@@ -87,6 +103,185 @@ class TrialSettings(Record):
     num_examples: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of all trials of a search.
+
+    `policy` is a variant's name where the caller named one, else that of what is in
+    force; `num_cpus` is 0 where nobody asked for logical CPUs, threads where TensorFlow
+    chooses.
+    """
+
+    policy: str
+    is_named: bool = False
+    keras_policy: dict[str, Any] | None = None
+    rules: RuleSet | None = None
+    loss_scale: str | float | None = None
+    loss_scale_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    replicas: tuple[str, ...] = ()
+    num_cpus: int = 0
+    threads: tuple[int, int] = (0, 0)
+
+    @property
+    def variant(self) -> Variant:
+        """The variant that was named; of the rest only that it changes nothing."""
+        return Variant.parse(self.policy if self.is_named else "float32", "policy")
+
+    @classmethod
+    def present(cls, policy: str | None) -> "Settings":
+        """Returns the settings of this process, or a variant in place of its policy.
+
+        Raises:
+            TypeError: The policy is no text.
+            ValueError: It is unknown, or the open strategy cannot be had elsewhere.
+        """
+        threading = tf.config.threading
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        parts = tf.config.get_logical_device_configuration(cpu)
+        around: dict[str, Any] = {
+            "replicas": _replicas(tf.distribute.get_strategy()),
+            "num_cpus": len(parts or ()),
+            "threads": (
+                threading.get_intra_op_parallelism_threads(),
+                threading.get_inter_op_parallelism_threads(),
+            ),
+        }
+        if policy is not None:
+            return cls(str(Variant.parse(policy, "policy")), True, **around)
+        settings = IN_FORCE.settings
+        if settings is None:
+            stock = keras.config.dtype_policy()
+            config = keras.saving.serialize_keras_object(stock)
+            return cls(stock.name, keras_policy=config, **around)
+        return cls(
+            settings.policy.name,
+            rules=settings.rules,
+            loss_scale=settings.loss_scale,
+            loss_scale_options=dict(settings.loss_scale_options),
+            **around,
+        )
+
+    def write(self, folder: Path) -> None:
+        """Writes them for the trials.
+
+        Raises:
+            TypeError: A rule cannot be taken to another process.
+        """
+        pickle = checks.require("cloudpickle", extra="report", purpose=_PURPOSE)
+        try:
+            text: bytes = pickle.dumps(self)
+        except Exception as error:  # a callable holds whatever its author liked
+            raise TypeError(
+                "`keep_float32`, as it is in force, cannot be taken to another process "
+                f"({type(error).__name__}: {error}); expected classes, names, patterns "
+                "and plain functions. Take out what holds a model or an open file."
+            ) from error
+        (folder / _SETTINGS).write_bytes(text)
+
+    @staticmethod
+    def read(folder: Path) -> "Settings":
+        """Returns the settings that were written."""
+        pickle = checks.require("cloudpickle", extra="report", purpose=_PURPOSE)
+        found: Settings = pickle.loads((folder / _SETTINGS).read_bytes())
+        return found
+
+    def prepare_devices(self, gpu_bytes: int | None = None) -> None:
+        """Gives this process the logical devices and threads, before TensorFlow starts.
+
+        TensorFlow may take `gpu_bytes` on each GPU, None for its own way.
+        """
+        intra, inter = self.threads
+        if intra:
+            tf.config.threading.set_intra_op_parallelism_threads(intra)
+        if inter:
+            tf.config.threading.set_inter_op_parallelism_threads(inter)
+        if self.num_cpus:
+            parts = [tf.config.LogicalDeviceConfiguration()] * self.num_cpus
+            cpu = tf.config.list_physical_devices("CPU")[0]
+            tf.config.set_logical_device_configuration(cpu, parts)
+        if gpu_bytes is not None:
+            part = tf.config.LogicalDeviceConfiguration(memory_limit=gpu_bytes // 2**20)
+            for gpu in tf.config.get_visible_devices("GPU"):
+                tf.config.set_logical_device_configuration(gpu, [part])
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Puts policy and strategy in force, and afterwards what was there before."""
+        with contextlib.ExitStack() as stack:
+            if self.is_named:
+                stack.enter_context(in_force(self.variant))
+            elif self.rules is not None:
+                stack.enter_context(tfamp.scope(self.policy, keep_float32="none"))
+                # `tfamp.scope` takes them only in the caller's own words.
+                settings: Any = IN_FORCE.settings
+                settings.rules = self.rules
+                settings.loss_scale = self.loss_scale
+                settings.loss_scale_options = dict(self.loss_scale_options)
+            else:
+                before = keras.config.dtype_policy()
+                stack.callback(keras.config.set_dtype_policy, before)
+                keras.config.set_dtype_policy(
+                    keras.saving.deserialize_keras_object(self.keras_policy)
+                )
+            if self.replicas:
+                strategy = tf.distribute.MirroredStrategy(list(self.replicas))
+                stack.enter_context(strategy.scope())
+            yield
+
+
+def _replicas(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    """Returns the device of each replica, such as "GPU:0"; none without a strategy."""
+    if not tf.distribute.has_strategy():
+        return ()
+    if type(strategy) is not tf.distribute.MirroredStrategy:
+        raise ValueError(
+            f"A scope of {type(strategy).__name__} is open; expected a "
+            "`tf.distribute.MirroredStrategy` or none, since each trial is a process "
+            "of its own. Make the strategy inside `build_model`."
+        )
+    names = strategy.extended.worker_devices
+    return tuple(name.split("/device:")[-1] for name in names)
+
+
+class Batch(NamedTuple):
+    """A batch as `fit` takes it, and what is known of the rest.
+
+    `size` counts its examples, of arrays what `fit` takes by default; `num_examples`
+    about those of the data, None where that is not known.
+    """
+
+    parts: Any
+    size: int
+    num_examples: int | None
+
+
+def batch_of(data: Any) -> Batch:
+    """Returns one batch of anything that `fit` takes."""
+    arrays = arrays_of(data, needs_targets=False)
+    if arrays is not None:
+        return _of_arrays(arrays)
+    dataset = dataset_of(data)
+    batch = first_batch(dataset)
+    first = tf.nest.flatten(batch)[0]
+    size = int(first.shape[0] or tf.shape(first)[0])
+    number = known_length(dataset)
+    return Batch(batch, size, None if number is None else number * size)
+
+
+def _of_arrays(data: tuple[Any, ...]) -> Batch:
+    numbers = {len(array) for array in tf.nest.flatten(data)}
+    if len(numbers) != 1 or 0 in numbers:
+        raise ValueError(
+            f"The arrays of `data` have {tuple(sorted(numbers))!r} rows; expected the "
+            "same number in all of them, and at least one. Pass (x, y), row by row."
+        )
+    (number,) = numbers
+    parts = tf.nest.map_structure(
+        lambda each: tf.convert_to_tensor(each[:_MAX_ROWS]), data
+    )
+    return Batch(parts, min(_FIT_BATCH_SIZE, number), number)
+
+
 def try_size(folder: Path, size: int, *, timeout_seconds: float) -> Trial:
     """Tries a batch size in a fresh process, as data and replicas allow it.
 
@@ -113,30 +308,6 @@ def try_size(folder: Path, size: int, *, timeout_seconds: float) -> Trial:
     if outcome is None:
         raise RuntimeError(_failed(size, why, log))
     return Trial(size, outcome, detail=why, began_training=began)
-
-
-def largest_batch(folder: Path, policy: str, start: int, max_memory_bytes: int) -> int:
-    """Returns the largest batch that trains below a limit, 0 where none does.
-
-    `parcel.pack` laid model and data into the folder; the rows of a batch are repeated,
-    so that the data set no limit. On a GPU the limit is TensorFlow's.
-
-    Raises:
-        RuntimeError: A trial failed, and not for want of memory.
-    """
-    plan = TrialSettings("", _STEPS, max_memory_bytes, data_batch_size=start)
-    plan.to_json(folder / TrialSettings.FILE)
-    Settings.present(policy).write(folder)
-    found = search(
-        lambda size: try_size(folder, size, timeout_seconds=_TIMEOUT_SECONDS),
-        start=start,
-        caps={"max_batch_size": MAX_BATCH_SIZE},
-        min_gain=None,
-        facts=lambda: facts(facts_of(folder)),
-    )
-    for name in (TrialSettings.FILE, SETTINGS, FACTS, ANSWER):
-        (folder / name).unlink(missing_ok=True)
-    return 0 if found.chosen is None else found.chosen.batch_size
 
 
 def facts_of(folder: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import textwrap
 from typing import Any, Literal
 
 from tfamp.machine.limits import MemoryLimit
@@ -175,7 +174,7 @@ class BatchSearch(Record):
         trials = sorted(self.trials, key=lambda trial: trial.batch_size)
         rows = map(self._row, trials)
         shown = console.table({**columns, "outcome": console.FOLD}, rows)
-        title = _wrapped(f"{self.model}, {self.policy}{limit}")
+        title = console.wrapped(f"{self.model}, {self.policy}{limit}")
         return "\n".join([*title, console.text_of(shown)])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -216,9 +215,9 @@ class BatchSearch(Record):
 
     def __str__(self) -> str:
         """Returns the choice and why, the trials, and the advice."""
-        lines = [*_wrapped(self._choice()), self.table()]
+        lines = [*console.wrapped(self._choice()), self.table()]
         for sentence in self.advice:
-            lines += _wrapped(f"- {sentence}", indent=2)
+            lines += console.wrapped(f"- {sentence}", indent=2)
         return "\n".join(lines)
 
     def _choice(self) -> str:
@@ -325,9 +324,3 @@ def _draw_memory(axes: Any, found: BatchSearch) -> None:
             label="does not fit",
         )
     axes.set_ylabel("peak memory in GiB")
-
-
-def _wrapped(text: str, indent: int = 0) -> list[str]:
-    return textwrap.wrap(
-        text, console.WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False
-    )

@@ -23,9 +23,15 @@ import tensorflow as tf
 
 from tfamp.machine import memory as process_memory
 from tfamp.memory.batch_search import processes
-from tfamp.memory.batch_search.processes import ANSWER, FACTS, TrialSettings
+from tfamp.memory.batch_search.processes import (
+    ANSWER,
+    FACTS,
+    Batch,
+    Settings,
+    TrialSettings,
+    batch_of,
+)
 from tfamp.memory.batch_search.search import TrialFacts, possible_size
-from tfamp.memory.batch_search.settings import Batch, Settings, batch_of
 from tfamp.records.checks import short_error
 from tfamp.trials import child
 from tfamp.trials.storage import Job

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import textwrap
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -218,7 +217,7 @@ class Proof(TableRecord):
         """Returns layers, casts and causes as text of at most 110 columns."""
         lines = [*self._head(), *self._layers(), *self._casts()]
         if self.unaligned and "shapes" not in {cause.name for cause in self.causes}:
-            lines += _wrapped(
+            lines += console.wrapped(
                 "Not multiples of 8, which tensor cores of a GPU would want: "
                 f"{describe_unaligned(self.unaligned)}."
             )
@@ -228,10 +227,10 @@ class Proof(TableRecord):
             )
         for number, cause in enumerate(self.causes, start=1):
             start = f"{number}. {cause.name}, {format_share(cause.figure)}: "
-            lines += _wrapped(f"{start}{cause.message}", indent=3)
-            lines += _wrapped(f"   Remedy: {cause.remedy}", indent=3)
+            lines += console.wrapped(f"{start}{cause.message}", indent=3)
+            lines += console.wrapped(f"   Remedy: {cause.remedy}", indent=3)
         for note in self.notes:
-            lines += _wrapped(f"Note: {note}", indent=6)
+            lines += console.wrapped(f"Note: {note}", indent=6)
         return "\n".join(line.rstrip() for line in lines)
 
     def _head(self) -> list[str]:
@@ -240,10 +239,10 @@ class Proof(TableRecord):
         dtypes = {product.runs_in for product in self.operations}
         shares = sorted(((self.share_of_flops(d), d) for d in dtypes), reverse=True)
         words = ", ".join(f"{format_share(share)} {dtype}" for share, dtype in shares)
-        return _wrapped(
+        return console.wrapped(
             f"{self.step.capitalize()} step of {self.model!r}, {self.batch_size:,} "
             f"examples{replicas}, {devices}{', TF32 on' if self.tf32 else ''}."
-        ) + _wrapped(
+        ) + console.wrapped(
             f"{_format_flops(self.flops)} in matrix products and convolutions: "
             f"{words or 'none'} (from {_SOURCES[self.source]})."
         )
@@ -314,12 +313,6 @@ def _directed(products: list[Product], direction: str) -> str:
             counts[said] += product.count
     parts = [f"{n}x {name}" if n > 1 else name for name, n in counts.items()]
     return " + ".join(parts)
-
-
-def _wrapped(text: str, indent: int = 0) -> list[str]:
-    return textwrap.wrap(
-        text, console.WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False
-    )
 
 
 def _format_flops(flops: int) -> str:
