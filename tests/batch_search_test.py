@@ -402,7 +402,7 @@ def test_an_answer_becomes_a_trial_of_the_size_that_was_tried(process, tmp_path)
     assert process(ANSWERED.format(found).replace("{}", repr(found))) == Trial(
         66, "fits", 5.0, peak_bytes=7
     )
-    assert trial_process.facts(trial_process.facts_of(tmp_path)) == TrialFacts(3, None)
+    assert trial_process.facts_of(tmp_path) == TrialFacts(3, None, batch_size=66)
 
 
 ENDS = {
@@ -578,10 +578,10 @@ def machine(monkeypatch):
 
     def try_size(folder, size, *, timeout_seconds):
         trial = box["machine"](size)
-        known = box["machine"].known
         box["plans"].append(TrialSettings.from_json(folder / TrialSettings.FILE))
-        noted = {"model": "mlp", "data_batch_size": 32, **dataclasses.asdict(known)}
-        (folder / "facts.json").write_text(json.dumps(noted))
+        told = {"model": "mlp", "data_batch_size": 32}
+        facts = dataclasses.replace(box["machine"].known, **told)
+        facts.to_json(folder / "facts.json")
         return trial
 
     monkeypatch.setattr(trial_process, "try_size", try_size)

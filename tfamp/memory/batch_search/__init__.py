@@ -151,7 +151,11 @@ def find_batch_size(
         parcel.pack(folder, build_model, data, None)
         trials = _Trials(folder, timeout_seconds, show, on_trial)
         found = search(
-            trials, start=start, caps=caps, min_gain=min_gain, facts=trials.facts
+            trials,
+            start=start,
+            caps=caps,
+            min_gain=min_gain,
+            facts=lambda: trials.facts,
         )
         if found.chosen is None:
             _raise_none_fits(found, limit, plan)
@@ -159,7 +163,7 @@ def find_batch_size(
     tried = {trial.batch_size: trial for trial in trials.made}
     tried |= {trial.batch_size: trial for trial in found.trials}
     return BatchSearch(
-        model=trials.noted["model"],
+        model=trials.facts.model,
         policy=settings.policy,
         batch_size=split.batch_size,
         accumulation_steps=split.steps,
@@ -169,8 +173,8 @@ def find_batch_size(
         limit=limit,
         margin=margin,
         min_gain=min_gain,
-        replicas=trials.facts().replicas,
-        data_batch_size=trials.noted["data_batch_size"],
+        replicas=trials.facts.replicas,
+        data_batch_size=trials.facts.data_batch_size,
         target_batch_size=target_batch_size,
     )
 
@@ -192,7 +196,7 @@ def largest_batch(folder: Path, policy: str, start: int, max_memory_bytes: int) 
         start=start,
         caps={"max_batch_size": MAX_BATCH_SIZE},
         min_gain=None,
-        facts=lambda: processes.facts(processes.facts_of(folder)),
+        facts=lambda: processes.facts_of(folder) or TrialFacts(),
     )
     for name in (TrialSettings.FILE, *processes.FILES):
         (folder / name).unlink(missing_ok=True)
@@ -202,7 +206,7 @@ def largest_batch(folder: Path, policy: str, start: int, max_memory_bytes: int) 
 class _Trials:
     """Makes the trials of a search and shows them.
 
-    `made` has all in order, `noted` what the last one that got so far noted of model
+    `made` has all in order, `facts` what the last one that got so far told of model
     and data.
     """
 
@@ -214,22 +218,18 @@ class _Trials:
         on_trial: Callable[[Trial], None] | None,
     ) -> None:
         self.made: list[Trial] = []
-        self.noted: dict[str, Any] = {}
+        self.facts = TrialFacts()
         self._folder, self._timeout = folder, timeout_seconds
         self._show, self._on_trial = show, on_trial
 
     def __call__(self, size: int) -> Trial:
         trial = processes.try_size(self._folder, size, timeout_seconds=self._timeout)
-        self.noted = processes.facts_of(self._folder) or self.noted
+        self.facts = processes.facts_of(self._folder) or self.facts
         self.made.append(trial)
         self._show(len(self.made))
         if self._on_trial is not None:
             self._on_trial(trial)
         return trial
-
-    def facts(self) -> TrialFacts:
-        """Returns what sizes depend on."""
-        return processes.facts(self.noted)
 
 
 def _split(trials: _Trials, size: int, target: int | None) -> Split:
@@ -237,7 +237,7 @@ def _split(trials: _Trials, size: int, target: int | None) -> Split:
     if target is None:
         return Split(size, 1)
     fitting = {trial.batch_size for trial in trials.made if trial.fits}
-    for split in splits(size, target, replicas=trials.facts().replicas):
+    for split in splits(size, target, replicas=trials.facts.replicas):
         if split.batch_size in fitting or trials(split.batch_size).fits:
             return split
     return Split(size, math.ceil(target / size))

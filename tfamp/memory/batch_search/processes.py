@@ -292,8 +292,9 @@ def try_size(folder: Path, size: int, *, timeout_seconds: float) -> Trial:
     for file in (answer, folder / FACTS):
         file.unlink(missing_ok=True)
     status = _run(folder, size, log, timeout_seconds)
-    noted = facts_of(folder)
-    began, size = bool(noted), noted.get("batch_size", size)
+    facts = facts_of(folder)
+    began = facts is not None
+    size = size if facts is None else facts.batch_size
     if answer.is_file():
         found = json.loads(answer.read_text())
         if found["outcome"] == "error":
@@ -310,16 +311,10 @@ def try_size(folder: Path, size: int, *, timeout_seconds: float) -> Trial:
     return Trial(size, outcome, detail=why, began_training=began)
 
 
-def facts_of(folder: Path) -> dict[str, Any]:
-    """Returns what the last trial noted before it trained, nothing if it did not."""
+def facts_of(folder: Path) -> TrialFacts | None:
+    """Returns what the last trial told before it trained, None if it did not."""
     file = folder / FACTS
-    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    return found
-
-
-def facts(noted: dict[str, Any]) -> TrialFacts:
-    """Returns of what was noted that which sizes depend on."""
-    return TrialFacts(noted.get("replicas", 1), noted.get("num_examples"))
+    return TrialFacts.from_json(file) if file.is_file() else None
 
 
 def _run(folder: Path, size: int, log: Path, timeout_seconds: float) -> int | None:

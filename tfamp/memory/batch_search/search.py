@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from tfamp.memory.batch_search.records import StoppedBy, Trial
+from tfamp.records.record import Record
 
 # The answer lies within this part below the largest that fits.
 _PRECISION = 1 / 8
@@ -41,15 +42,18 @@ def splits(largest: int, target: int, *, replicas: int = 1) -> tuple[Split, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class TrialFacts:
-    """What the first trial tells of the model and its data.
+class TrialFacts(Record):
+    """What a trial tells of the model and its data, before it trains.
 
     A batch is a multiple of the `replicas` that share it; `num_examples` of the data
-    are None where that is not known.
+    are None where that is not known. `batch_size` is the one that is tried.
     """
 
     replicas: int = 1
     num_examples: int | None = None
+    model: str = ""
+    batch_size: int = 0
+    data_batch_size: int | None = None
 
 
 class Found(NamedTuple):

@@ -5,6 +5,7 @@ it may, and when the process that started it is gone.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -108,17 +109,14 @@ def _note(
     folder: Path, plan: TrialSettings, model: keras.Model, batch: Batch, size: int
 ) -> int:
     """Leaves what the search has to know, and returns the size that is tried."""
-    number = plan.num_examples if plan.data_batch_size else batch.num_examples
-    facts = TrialFacts(model.distribute_strategy.num_replicas_in_sync, number)
+    facts = TrialFacts(
+        model.distribute_strategy.num_replicas_in_sync,
+        plan.num_examples if plan.data_batch_size else batch.num_examples,
+        model.name,
+        data_batch_size=plan.data_batch_size or batch.size,
+    )
     size = possible_size(size, facts)
-    found = {
-        "model": model.name,
-        "batch_size": size,
-        "replicas": facts.replicas,
-        "num_examples": facts.num_examples,
-        "data_batch_size": plan.data_batch_size or batch.size,
-    }
-    (folder / FACTS).write_text(json.dumps(found))
+    dataclasses.replace(facts, batch_size=size).to_json(folder / FACTS)
     return size
 
 
