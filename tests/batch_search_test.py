@@ -757,6 +757,23 @@ def test_a_policy_with_its_rules_goes_to_the_trials(tmp_path):
     assert keras.config.dtype_policy().name == "float32"
 
 
+def test_a_plan_in_force_goes_to_the_trials(tmp_path):
+    def made():
+        dense = [keras.layers.Dense(2, name=name) for name in ("first", "last")]
+        model = keras.Sequential([keras.Input((2,)), *dense])
+        model.compile("sgd", "mse")
+        return model
+
+    with tfamp.scope("mixed_bfloat16", keep_float32=["default", "first"]):
+        plan = tfamp.PrecisionPlan.from_model(made())
+    with tfamp.scope(dataclasses.replace(plan, jit_compile=True)):
+        Settings.present(None).write(tmp_path)
+    with Settings.read(tmp_path).in_force():
+        model = made()
+    assert model.layers[0].compute_dtype == "float32"
+    assert model.jit_compile is True
+
+
 def test_a_policy_of_stock_keras_goes_to_the_trials(tmp_path):
     keras.config.set_dtype_policy("mixed_bfloat16")
     Settings.present(None).write(tmp_path)

@@ -67,9 +67,9 @@ def find_batch_size(
     On a GPU use it from a process that has not used the GPU yet, with a function as
     `data`: TensorFlow takes all of its memory and would leave none to the trials.
 
-    Policy and rules of `tfamp.enable`, threads, logical CPU devices, and an open scope
-    of a MirroredStrategy hold in the trials too; whatever else was set belongs into
-    `build_model`. Sizes count the examples of all replicas.
+    Policy, plan and rules of `tfamp.enable`, threads, logical CPU devices, and an open
+    scope of a MirroredStrategy hold in the trials too; whatever else was set belongs
+    into `build_model`. Sizes count the examples of all replicas.
 
     Args:
         build_model: Returns a compiled model, or (model, train) or (model, train,

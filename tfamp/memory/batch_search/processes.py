@@ -11,7 +11,7 @@ import json
 import re
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +21,6 @@ import tensorflow as tf
 import tfamp
 from tfamp.data._elements import known_length
 from tfamp.dtypes.in_force import IN_FORCE
-from tfamp.dtypes.settings import RuleSet
 from tfamp.machine.out_of_memory import is_out_of_memory
 from tfamp.memory.batch_search.records import Outcome, Trial
 from tfamp.memory.batch_search.search import TrialFacts
@@ -44,6 +43,8 @@ MODULE = "tfamp.memory.batch_search.trial"
 # Of a log, what is looked through for words of memory.
 _LOG_CHARACTERS = 20_000
 _PURPOSE = "`tfamp.find_batch_size`"
+# Of the settings in force, what decides beside the policy.
+_HELD = ("rules", "loss_scale", "loss_scale_options", "plan", "jit_compile")
 # What `fit` takes of arrays by default, and how many rows of them a trial gets.
 _FIT_BATCH_SIZE = 32
 _MAX_ROWS = 1024
@@ -108,16 +109,14 @@ class Settings:
     """The settings of all trials of a search.
 
     `policy` is a variant's name where the caller named one, else that of what is in
-    force; `num_cpus` is 0 where nobody asked for logical CPUs, threads where TensorFlow
-    chooses.
+    force, of which `held` has the rest; `num_cpus` is 0 where nobody asked for logical
+    CPUs, threads where TensorFlow chooses.
     """
 
     policy: str
     is_named: bool = False
     keras_policy: dict[str, Any] | None = None
-    rules: RuleSet | None = None
-    loss_scale: str | float | None = None
-    loss_scale_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    held: dict[str, Any] | None = None
     replicas: tuple[str, ...] = ()
     num_cpus: int = 0
     threads: tuple[int, int] = (0, 0)
@@ -153,13 +152,8 @@ class Settings:
             stock = keras.config.dtype_policy()
             config = keras.saving.serialize_keras_object(stock)
             return cls(stock.name, keras_policy=config, **around)
-        return cls(
-            settings.policy.name,
-            rules=settings.rules,
-            loss_scale=settings.loss_scale,
-            loss_scale_options=dict(settings.loss_scale_options),
-            **around,
-        )
+        held = {name: getattr(settings, name) for name in _HELD}
+        return cls(settings.policy.name, held=held, **around)
 
     def write(self, folder: Path) -> None:
         """Writes them for the trials.
@@ -210,13 +204,11 @@ class Settings:
         with contextlib.ExitStack() as stack:
             if self.is_named:
                 stack.enter_context(in_force(self.variant))
-            elif self.rules is not None:
+            elif self.held is not None:
                 stack.enter_context(tfamp.scope(self.policy, keep_float32="none"))
                 # `tfamp.scope` takes them only in the caller's own words.
-                settings: Any = IN_FORCE.settings
-                settings.rules = self.rules
-                settings.loss_scale = self.loss_scale
-                settings.loss_scale_options = dict(self.loss_scale_options)
+                for name, value in self.held.items():
+                    setattr(IN_FORCE.settings, name, value)
             else:
                 before = keras.config.dtype_policy()
                 stack.callback(keras.config.set_dtype_policy, before)
