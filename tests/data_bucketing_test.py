@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.refusals import refusals
-from tfamp.data.stages.base import Settings
+from tfamp.data.stages import Settings
 from tfamp.data.stages.bucket import Bucket
 from tfamp.data.stages.sequences import choose_boundaries, plan_of, sizes_of_batches
 

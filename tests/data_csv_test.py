@@ -13,7 +13,7 @@ import tensorflow as tf
 from tests.file_sources import RAISE, refused_files, skip, skipped, write
 from tfamp.data.sources import _csv_rows
 from tfamp.data.sources.csv import csv_source
-from tfamp.data.stages.base import Settings
+from tfamp.data.stages import Settings
 
 
 def plain(dataset):

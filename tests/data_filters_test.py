@@ -13,8 +13,8 @@ import tfamp.data
 from tests.refusals import refusals
 from tests.replicas import two_replicas
 from tfamp.data.fingerprints import fingerprint
+from tfamp.data.stages import Settings
 from tfamp.data.stages import filter as filters
-from tfamp.data.stages.base import Settings
 from tfamp.data.stages.dropped import DropLog
 from tfamp.data.stages.filter import Filter
 from tfamp.data.stages.filter_rules import crop_or_pad

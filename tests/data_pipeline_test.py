@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tfamp.data import Pipeline, plan
-from tfamp.data.stages.base import Settings
+from tfamp.data.stages import Settings
 
 STAGES = {
     "map": lambda p: p.map(double),
@@ -184,7 +184,7 @@ def generated(size, count, pulled):
 @pytest.mark.parametrize("size, held", [(900, 250), (10_000, 64)], ids=["many", "few"])
 def test_elements_of_varying_size_are_held_by_their_bytes(monkeypatch, size, held):
     # 300 bytes of the tensor itself beside the text: 250 of 1,200 fit 300,000.
-    monkeypatch.setattr("tfamp.data.stages.base.SHUFFLE_BUFFER_BYTES", 300_000)
+    monkeypatch.setattr("tfamp.data.stages.SHUFFLE_BUFFER_BYTES", 300_000)
     pulled = []
     dataset = Pipeline.from_dataset(generated(size, 2000, pulled)).shuffle(seed=1)
     dataset = dataset.build()

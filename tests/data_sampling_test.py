@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 from tests.refusals import refusals
-from tfamp.data._sources import array_source
+from tfamp.data.sources.datasets import array_source
+from tfamp.data.stages import Settings
 from tfamp.data.stages import draw_plans as plans
-from tfamp.data.stages.base import Settings
 from tfamp.data.stages.draws import Balance, Subset, Weights
 
 SETTINGS = Settings(num_threads=2, autotune=False)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tfamp.data import Pipeline
-from tfamp.data.sources import tfds as source
+from tfamp.data.sources import datasets as source
 
 tfds = pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tests.file_sources import RAISE, read, refused_files, skip, skipped
 from tfamp.data.sources import _frames
 from tfamp.data.sources.tfrecord import tfrecord_source
-from tfamp.data.stages.base import Settings
+from tfamp.data.stages import Settings
 
 FEATURES = {
     "x": tf.io.FixedLenFeature((2,), tf.float32),

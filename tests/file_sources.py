@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tfamp.data.stages.base import Settings
+from tfamp.data.stages import Settings
 from tfamp.data.stages.dropped import ErrorLog, OnError
 
 RAISE = Settings(num_threads=2, autotune=False)

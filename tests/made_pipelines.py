@@ -18,7 +18,7 @@ from hypothesis import strategies
 
 from tfamp.data import Pipeline
 from tfamp.data.plan import make_plan
-from tfamp.data.stages.base import Settings
+from tfamp.data.stages import Settings
 from tfamp.data.stages.cache import FileCache
 
 

@@ -12,9 +12,9 @@ import rich.box
 import tensorflow as tf
 
 from tfamp.data._elements import of_unknown_length
-from tfamp.data._sources import Source
 from tfamp.data.plan import PipelinePlan, Role, has_role, make_plan
-from tfamp.data.stages.base import Settings, Stage
+from tfamp.data.sources import Source
+from tfamp.data.stages import Settings, Stage
 from tfamp.data.stages.cache import FileCache
 from tfamp.data.stages.workers import Shard
 from tfamp.machine.cpus import num_usable_cpus

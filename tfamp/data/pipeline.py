@@ -10,8 +10,8 @@ import tensorflow as tf
 from tfamp.data import builds
 from tfamp.data.pipeline_selection import PipelineSelection
 from tfamp.data.sources.images import FileSource
+from tfamp.data.stages import Batch, Map, Prefetch
 from tfamp.data.stages.augment import Augmentation
-from tfamp.data.stages.base import Batch, Map, Prefetch
 from tfamp.data.stages.cache import Cache
 from tfamp.data.stages.decode import Decode
 from tfamp.data.stages.dropped import ErrorLog, OnError, SkippedElement

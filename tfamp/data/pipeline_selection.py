@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfamp.data.pipeline_sources import PipelineSources
-from tfamp.data.stages.base import Shuffle
+from tfamp.data.stages import Shuffle
 from tfamp.data.stages.bucket import Bucket
 from tfamp.data.stages.draws import Balance, Subset, Weights
 from tfamp.data.stages.filter import Filter

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfamp.data import _sources
-from tfamp.data._sources import Source
 from tfamp.data.plan import ORDER, Role
-from tfamp.data.sources import csv, images, text, tfds, tfrecord
+from tfamp.data.sources import Source, csv, datasets, images, text, tfrecord
 from tfamp.data.sources.csv import NA_VALUES
-from tfamp.data.stages.base import Stage
+from tfamp.data.stages import Stage
 from tfamp.data.stages.workers import Service
 
 if TYPE_CHECKING:
@@ -57,8 +55,8 @@ class PipelineSources:
             TypeError: `name_or_builder` is none of the three.
             ValueError: No such dataset or split, an empty split, or no pairs.
         """
-        builder = tfds.open_builder(name_or_builder, data_dir=data_dir)
-        return cls(tfds.tfds_source(builder, split, as_supervised=as_supervised))
+        builder = datasets.open_builder(name_or_builder, data_dir=data_dir)
+        return cls(datasets.tfds_source(builder, split, as_supervised=as_supervised))
 
     @classmethod
     def from_arrays(cls, x: Any, y: Any = None, sample_weight: Any = None) -> "Self":
@@ -85,7 +83,7 @@ class PipelineSources:
             >>> [(int(x), int(y)) for x, y in pairs.build()]
             [(0, 0), (1, 10), (2, 20)]
         """
-        return cls(_sources.array_source(x, y, sample_weight))
+        return cls(datasets.array_source(x, y, sample_weight))
 
     @classmethod
     def from_images(
@@ -297,7 +295,7 @@ class PipelineSources:
             TypeError: `dataset` is something else.
             ValueError: It is empty.
         """
-        return cls(_sources.dataset_source(dataset))
+        return cls(datasets.dataset_source(dataset))
 
     def service(self, address: str) -> "Self":
         """Has workers of TensorFlow's data service read, `.decode` and `.map`.

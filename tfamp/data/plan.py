@@ -13,16 +13,15 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from tfamp.data._elements import bytes_of_element, is_endless, known_length
-from tfamp.data._sources import (
-    ArraySource,
-    DatasetSource,
+from tfamp.data.fingerprints import Fingerprint, fingerprint
+from tfamp.data.sources import (
     RandomAccess,
     Source,
     gather_step,
 )
-from tfamp.data.fingerprints import Fingerprint, fingerprint
 from tfamp.data.sources._files import ChunkedSource
-from tfamp.data.stages.base import SHUFFLE_BUFFER_BYTES, Rebatch, Settings, Stage, Step
+from tfamp.data.sources.datasets import ArraySource, DatasetSource
+from tfamp.data.stages import SHUFFLE_BUFFER_BYTES, Rebatch, Settings, Stage, Step
 from tfamp.data.stages.cache import FileCache
 from tfamp.data.stages.decode import with_whole_batches
 from tfamp.data.stages.dropped import Careful

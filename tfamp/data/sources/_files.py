@@ -16,8 +16,8 @@ from typing import IO, Any
 
 import tensorflow as tf
 
-from tfamp.data._sources import Source
-from tfamp.data.stages.base import Settings
+from tfamp.data.sources import Source
+from tfamp.data.stages import Settings
 from tfamp.records import checks
 from tfamp.records.units import join_words
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.data._sources import files_identity
+from tfamp.data.sources import files_identity
 from tfamp.data.sources._csv_rows import (
     MAX_FLOAT32_INTEGER,
     Column,
@@ -28,7 +28,7 @@ from tfamp.data.sources._files import (
     is_counted,
     listed,
 )
-from tfamp.data.stages.base import Settings
+from tfamp.data.stages import Settings
 from tfamp.records import checks
 from tfamp.records.console import progress
 from tfamp.records.units import format_bytes

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._sources import RandomAccess, files_identity
+from tfamp.data.sources import RandomAccess, files_identity
 from tfamp.data.sources._files import as_path, listed, nearest
 from tfamp.records import checks
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.data._sources import files_identity
+from tfamp.data.sources import files_identity
 from tfamp.data.sources._files import (
     BYTE_ORDER_MARK,
     ChunkedSource,
@@ -19,7 +19,7 @@ from tfamp.data.sources._files import (
     open_bytes,
 )
 from tfamp.data.sources.images import LABEL_DTYPE, folder_source, label_files
-from tfamp.data.stages.base import Settings
+from tfamp.data.stages import Settings
 from tfamp.records import checks
 from tfamp.records.console import progress
 

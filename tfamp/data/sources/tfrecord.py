@@ -12,15 +12,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.data._sources import files_identity
-from tfamp.data.sources import _frames
+from tfamp.data.sources import _frames, files_identity
 from tfamp.data.sources._files import (
     ChunkedSource,
     checked_number,
     find_files,
     listed,
 )
-from tfamp.data.stages.base import Settings, map_in_order
+from tfamp.data.stages import Settings, map_in_order
 from tfamp.records import checks
 from tfamp.records.console import progress
 from tfamp.records.units import format_bytes

@@ -21,7 +21,7 @@ from tfamp.data._elements import (
 )
 from tfamp.data.augmentation import DEFAULT, LayerStep, Transform, span_of
 from tfamp.data.layers import restore
-from tfamp.data.stages.base import Settings, Stage, Step, map_in_order
+from tfamp.data.stages import Settings, Stage, Step, map_in_order
 from tfamp.records import checks
 
 # A block of small images costs a half of what they cost one by one; in float32 it

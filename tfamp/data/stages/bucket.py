@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.data._elements import is_endless, known_length
-from tfamp.data.stages.base import Settings, Stage, map_in_order
+from tfamp.data.stages import Settings, Stage, map_in_order
 from tfamp.data.stages.labels import Memory, read_all
 from tfamp.data.stages.sequences import (
     DEFAULT_MAX_SHAPES,

@@ -24,7 +24,7 @@ from tfamp.data._elements import (
     with_length,
 )
 from tfamp.data.fingerprints import Fingerprint
-from tfamp.data.stages.base import Settings, Stage
+from tfamp.data.stages import Settings, Stage
 from tfamp.data.stages.cache_files import (
     CacheFiles,
     fill_or_read,

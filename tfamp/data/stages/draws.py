@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import known_length, of_unknown_length
-from tfamp.data._sources import RandomAccess
-from tfamp.data.stages.base import Settings, Stage, seed_text
+from tfamp.data.sources import RandomAccess
+from tfamp.data.stages import Settings, Stage, seed_text
 from tfamp.data.stages.draw_plans import (
     balanced_plan,
     copies_of,

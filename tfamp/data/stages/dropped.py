@@ -16,7 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.data._elements import as_arguments, blank, from_arguments, known_length
-from tfamp.data.stages.base import Settings, Stage, map_in_order
+from tfamp.data.stages import Settings, Stage, map_in_order
 from tfamp.records import pages, units
 from tfamp.records.record import Record
 

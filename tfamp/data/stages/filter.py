@@ -17,7 +17,7 @@ from tfamp.data._elements import (
     with_inputs,
     with_length_of,
 )
-from tfamp.data.stages.base import Settings, Stage, map_in_order
+from tfamp.data.stages import Settings, Stage, map_in_order
 from tfamp.data.stages.dropped import DropLog, drop
 from tfamp.data.stages.filter_rules import (
     Clip,

@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import as_arguments, bytes_of_element, known_length
-from tfamp.data._sources import RandomAccess
-from tfamp.data.stages.base import Settings, map_in_order
+from tfamp.data.sources import RandomAccess
+from tfamp.data.stages import Settings, map_in_order
 from tfamp.records.console import progress
 
 # Labels brought to Python at once.

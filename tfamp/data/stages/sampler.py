@@ -21,8 +21,8 @@ from tfamp.data._elements import (
     is_endless,
     with_length,
 )
-from tfamp.data._sources import RandomAccess
-from tfamp.data.stages.base import Settings, Stage
+from tfamp.data.sources import RandomAccess
+from tfamp.data.stages import Settings, Stage
 from tfamp.data.stages.draw_plans import copies_of, repeated
 from tfamp.data.stages.labels import Memory, Reader, read_or_count
 from tfamp.records import checks

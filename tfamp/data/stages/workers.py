@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfamp.data._elements import known_length, with_length
-from tfamp.data._sources import RandomAccess
+from tfamp.data.sources import RandomAccess
 from tfamp.data.sources.tfrecord import TfrecordSource
-from tfamp.data.stages.base import Settings, Stage, Step
+from tfamp.data.stages import Settings, Stage, Step
 from tfamp.machine import network
 from tfamp.machine.clusters import Cluster
 from tfamp.machine.clusters import cluster as cluster_here

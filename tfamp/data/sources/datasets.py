@@ -1,6 +1,6 @@
-"""TensorFlow Datasets as a source; says at once when preparing them needs a network.
+"""Data that is there already as sources: arrays, a tf.data.Dataset, a split of TFDS.
 
-Without one, `tfds.load` retries for minutes before it gives up. So whether data
+Without a network `tfds.load` retries for minutes before it gives up. So whether data
 lies here is looked up first, and whether its host can be reached is tried for
 seconds before anything is downloaded.
 """
@@ -13,17 +13,161 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import known_length
-from tfamp.data._sources import Source, files_identity
-from tfamp.data.stages.base import Settings
+from tfamp.data.sources import DATA, RandomAccess, Source, files_identity
+from tfamp.data.stages import Settings
 from tfamp.machine import network
 from tfamp.records import checks
 
 _PROBE_SECONDS = 4.0
 # Where TFDS keeps its own index; asked where a dataset names no download address.
 _DEFAULT_URL = "https://storage.googleapis.com/"
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySource(RandomAccess):
+    """Tensors in memory."""
+
+    def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
+        """Returns what the source is, and the reason for the way it is read."""
+        total = sum(
+            int(np.prod(tensor.shape)) * tensor.dtype.size
+            for tensor in tf.nest.flatten(self.tensors)
+        )
+        size = f"{self.num_examples:,} examples, {total / 2**20:.1f} MiB"
+        return f"arrays, {size}", "copied once; dtypes kept, the model casts"
+
+
+def array_source(x: Any, y: Any = None, sample_weight: Any = None) -> ArraySource:
+    """Checks arrays and puts them on the CPU as tensors."""
+    if y is None and sample_weight is not None:
+        raise ValueError(
+            "`sample_weight` came without `y`; expected both or neither, since Keras "
+            "reads a pair as (x, y). Pass `y`, or put the weights into `x`."
+        )
+    given = {"x": x, "y": y, "sample_weight": sample_weight}
+    parts = {
+        name: _arrays(part, name)
+        for name, part in given.items()
+        if part is not None or name == "x"
+    }
+    lengths = {
+        name: tuple(int(leaf.shape[0]) for leaf in tf.nest.flatten(part))
+        for name, part in parts.items()
+    }
+    distinct = {length for part in lengths.values() for length in part}
+    if len(distinct) != 1:
+        listed = ", ".join(
+            f"`{name}` has {' and '.join(str(n) for n in part) or 'no array'}"
+            for name, part in lengths.items()
+        )
+        raise ValueError(
+            f"Arrays differ in length: {listed}; expected one length for all. Cut them "
+            "to the same examples, or check which axis holds the examples (the first)."
+        )
+    num_examples = distinct.pop()
+    if num_examples == 0:
+        raise ValueError(
+            "`x` has 0 examples; expected at least one. `fit` on an empty dataset "
+            "trains nothing and says nothing: check the filter or the file before it."
+        )
+    # On a GPU machine `tf.constant` would otherwise put the dataset on the GPU.
+    with tf.device("CPU:0"):
+        tensors = tuple(
+            tf.nest.map_structure(tf.convert_to_tensor, part) for part in parts.values()
+        )
+    return ArraySource(tensors if len(tensors) > 1 else tensors[0], num_examples)
+
+
+def _arrays(part: Any, name: str) -> Any:
+    """Returns the structure `part` with every leaf as an array."""
+    if isinstance(part, list):
+        raise TypeError(
+            f"`{name}` is a list; expected an array, or a dict or tuple of arrays. Use "
+            f"`np.asarray({name})` for one array, `tuple({name})` for several inputs."
+        )
+    return tf.nest.map_structure(lambda leaf: _as_array(leaf, name), part)
+
+
+def _as_array(leaf: Any, name: str) -> Any:
+    """Returns `leaf` as a NumPy array or a tensor, with its own dtype."""
+    if isinstance(leaf, tf.Tensor):
+        array = leaf
+    elif hasattr(leaf, "__array__"):
+        array = np.asarray(leaf)
+    else:
+        raise TypeError(
+            f"`{name}` holds a {type(leaf).__name__}; expected NumPy arrays or dense "
+            "tensors. Convert it with `np.asarray`; for anything that does not fit in "
+            "memory use `Pipeline.from_dataset`."
+        )
+    if len(array.shape) == 0:
+        raise ValueError(
+            f"`{name}` holds a scalar; expected arrays whose first dimension counts "
+            "the examples. Pass one value for each example."
+        )
+    if isinstance(array, np.ndarray) and array.dtype == object:
+        kinds = {type(value).__name__ for value in array.flat[:100]}
+        if kinds - {"str", "bytes"}:
+            raise TypeError(
+                f"`{name}` is an object array of {', '.join(sorted(kinds))}; expected "
+                "numbers or strings. Give it one dtype with `.astype`."
+            )
+    return array
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetSource(Source):
+    """A dataset that the user made."""
+
+    gives_examples = False
+    given: tf.data.Dataset
+
+    @property
+    def shard_policy(self) -> Any:
+        """What the user chose, or DATA in place of AUTO.
+
+        AUTO may divide files, even those behind a file cache, which every worker
+        would then read whole.
+        """
+        chosen = self.given.options().experimental_distribute.auto_shard_policy
+        is_auto = chosen == tf.data.experimental.AutoShardPolicy.AUTO
+        return DATA if is_auto else chosen
+
+    def identity(self) -> Any:
+        """Returns the dataset, which counts by its graph."""
+        return self.given
+
+    def dataset(self, settings: Settings) -> tf.data.Dataset:
+        """Returns the dataset as it was given."""
+        return self.given
+
+    def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
+        """Returns what the source is, and the reason for the way it is read."""
+        length = known_length(dataset)
+        size = "length unknown" if length is None else f"{length:,} elements"
+        return f"dataset, {size}", "as given; its own stages come first"
+
+
+def dataset_source(dataset: Any) -> DatasetSource:
+    """Checks that a dataset is one and is not empty."""
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            f"`dataset` is a {type(dataset).__name__}; expected a tf.data.Dataset. For "
+            "arrays use `Pipeline.from_arrays`; distribute the result of `build`."
+        )
+    cardinality = int(dataset.cardinality())
+    is_unknown = cardinality == int(tf.data.UNKNOWN_CARDINALITY)
+    if cardinality == 0 or (is_unknown and next(iter(dataset), None) is None):
+        raise ValueError(
+            "`dataset` has no elements; expected at least one. `fit` on an empty "
+            "dataset trains nothing and says nothing: check the files or the filter "
+            "that it is made of."
+        )
+    return DatasetSource(dataset)
 
 
 @dataclasses.dataclass(frozen=True)
