@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tfamp.data.stages import Settings
-from tfamp.data.stages.bucket import Bucket
+from tfamp.data.stages.batches import Bucket
 from tfamp.data.stages.sequences import choose_boundaries, plan_of, sizes_of_batches
 
 SETTINGS = Settings(num_threads=2, autotune=False)

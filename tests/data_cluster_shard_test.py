@@ -7,7 +7,9 @@ import pytest
 
 from tests.data_distribute_test import KINDS, NUM, arrays, inputs_of
 from tests.refusals import refusals
-from tfamp.data import Pipeline, builds
+from tfamp.data import Pipeline
+from tfamp.data.plan import Build
+from tfamp.data.stages import workers
 
 VARIABLES = ("TF_CONFIG", "SM_HOSTS", "SLURM_JOB_ID", "JOB_COMPLETION_INDEX")
 
@@ -23,7 +25,7 @@ def join(monkeypatch):
         task = {"type": "worker", "index": index}
         config = {"cluster": {"worker": hosts}, "task": task}
         monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-        monkeypatch.setattr(builds, "num_workers", lambda: num_trained or num_workers)
+        monkeypatch.setattr(workers, "num_workers", lambda: num_trained or num_workers)
 
     return join
 
@@ -80,7 +82,7 @@ def test_one_process_has_all_elements_and_no_copy(join):
         pipeline
     )
     assert [int(x) for x, _ in pipeline.build()] == list(range(NUM))
-    source = builds.Build(pipeline.source, pipeline.stages, "auto")._plan.source
+    source = Build(pipeline.source, pipeline.stages, "auto")._plan.source
     assert source is pipeline.source
 
 

@@ -11,9 +11,10 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tests.replicas import two_replicas
-from tfamp.data import Pipeline, builds, plan
-from tfamp.data.builds import num_workers
+from tfamp.data import Pipeline, plan
 from tfamp.data.stages import cache as caching
+from tfamp.data.stages import workers
+from tfamp.data.stages.workers import num_workers
 
 Policy = tf.data.experimental.AutoShardPolicy
 NUM = 27
@@ -381,7 +382,7 @@ def test_an_empty_shard_is_refused(kind):
 def test_several_workers_need_one_order(monkeypatch, stage, name):
     pipeline = stage(arrays()).batch(8)
     pipeline.build()
-    monkeypatch.setattr(builds, "num_workers", lambda: 2)
+    monkeypatch.setattr(workers, "num_workers", lambda: 2)
     message = (
         f"`.{name}` has no seed, and 2 worker processes train together; expected one "
         "order in all of them, since each takes its share by position: some elements "
@@ -405,14 +406,14 @@ def test_several_workers_need_one_order(monkeypatch, stage, name):
     ids=["in order", "seed", "balance", "weights", "shard"],
 )
 def test_several_workers_take_what_has_one_order_or_is_divided(monkeypatch, pipeline):
-    monkeypatch.setattr(builds, "num_workers", lambda: 2)
+    monkeypatch.setattr(workers, "num_workers", lambda: 2)
     pipeline().build()
 
 
 def test_a_part_has_no_length_that_fit_would_take_for_its_steps(monkeypatch):
     part, whole = arrays().shard(2, 0).batch(7), arrays().batch(7)
     assert int(part.build().cardinality()) == 2
-    monkeypatch.setattr(builds, "num_workers", lambda: 2)
+    monkeypatch.setattr(workers, "num_workers", lambda: 2)
     dataset = part.build()
     assert int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY
     assert [len(y) for _, y in dataset] == [7, 7]
@@ -423,7 +424,7 @@ def test_a_dataset_that_is_divided_already_needs_no_seed(monkeypatch):
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = Policy.OFF
     given = tf.data.Dataset.range(8).shard(2, 0).with_options(options)
-    monkeypatch.setattr(builds, "num_workers", lambda: 2)
+    monkeypatch.setattr(workers, "num_workers", lambda: 2)
     built = Pipeline.from_dataset(given).shuffle().build()
     assert sorted(int(x) for x in built) == [0, 2, 4, 6]
 

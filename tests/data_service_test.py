@@ -15,7 +15,8 @@ import tensorflow as tf
 from tests.data_distribute_test import FEATURES, NUM, write_records
 from tests.refusals import refusals
 from tfamp.callbacks import Resume
-from tfamp.data import Pipeline, Tally, builds, coverage, tally
+from tfamp.data import Pipeline, Tally, coverage, tally
+from tfamp.data.stages import workers
 
 GUIDE = (Path(__file__).parents[1] / "docs/data_service.md").read_text("utf-8")
 _KEPT: list = []
@@ -123,7 +124,7 @@ tally(own.batch(4)).to_json(sys.argv[2])
 
 
 def test_workers_that_train_together_need_parts(tmp_path, address, monkeypatch):
-    monkeypatch.setattr(builds, "num_workers", lambda: 2)
+    monkeypatch.setattr(workers, "num_workers", lambda: 2)
     message = "`.service` brings elements in the order in which they are ready, and 2 "
     with pytest.raises(ValueError, match=re.escape(message)):
         numbers(tmp_path).service(address).build()

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
-from tfamp.data import builds
+from tfamp.data import plan
 from tfamp.data.pipeline_selection import PipelineSelection
 from tfamp.data.sources.images import FileSource
-from tfamp.data.stages import Batch, Map, Prefetch
+from tfamp.data.stages import Autotune, Map, Prefetch
 from tfamp.data.stages.augment import Augmentation
+from tfamp.data.stages.batches import Batch
 from tfamp.data.stages.cache import Cache
 from tfamp.data.stages.decode import Decode
 from tfamp.data.stages.dropped import ErrorLog, OnError, SkippedElement
@@ -55,7 +56,7 @@ class Pipeline(PipelineSelection):
         3
     """
 
-    _builds: list[builds.Build] = dataclasses.field(
+    _builds: list[plan.Build] = dataclasses.field(
         default_factory=list, init=False, compare=False, repr=False
     )
 
@@ -295,7 +296,7 @@ class Pipeline(PipelineSelection):
         """
         return self._with(Prefetch(num_batches))
 
-    def build(self, autotune: builds.Autotune = "auto") -> tf.data.Dataset:
+    def build(self, autotune: Autotune = "auto") -> tf.data.Dataset:
         """Returns the dataset.
 
         Args:
@@ -311,11 +312,11 @@ class Pipeline(PipelineSelection):
             ValueError: No batch would be left, or stages do not go together.
             OSError: The disk is too small for the cache.
         """
-        build = builds.Build(self.source, self.stages, autotune)
+        build = plan.Build(self.source, self.stages, autotune)
         self._builds.append(build)
         return build.dataset()
 
-    def describe(self, autotune: builds.Autotune = "auto") -> str:
+    def describe(self, autotune: Autotune = "auto") -> str:
         """Prints the plan as a table: each stage, its setting, and why.
 
         Nothing is read or written, and no file of a cache is touched.
@@ -337,14 +338,14 @@ class Pipeline(PipelineSelection):
             >>> [line.split()[0] for line in text.splitlines()[2:]]
             ['source', 'batch', 'prefetch', 'threads']
         """
-        stages = builds.counted(self.stages, self._builds)
-        text = builds.describe(self.source, stages, autotune)
+        stages = plan.counted(self.stages, self._builds)
+        text = plan.describe(self.source, stages, autotune)
         print(text)
         return text
 
     @property
     def skipped(self) -> tuple[SkippedElement, ...]:
         """The elements that datasets built from this very pipeline have skipped."""
-        stages = builds.counted(self.stages, self._builds)
+        stages = plan.counted(self.stages, self._builds)
         found = [stage.log.skipped for stage in stages if isinstance(stage, OnError)]
         return found[0] if found else ()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfamp.data.pipeline_sources import PipelineSources
 from tfamp.data.stages import Shuffle
-from tfamp.data.stages.bucket import Bucket
+from tfamp.data.stages.batches import Bucket
 from tfamp.data.stages.draws import Balance, Subset, Weights
 from tfamp.data.stages.filter import Filter
 from tfamp.data.stages.sequences import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfamp.data.plan import ORDER, Role
 from tfamp.data.sources import Source, csv, datasets, images, text, tfrecord
 from tfamp.data.sources.csv import NA_VALUES
-from tfamp.data.stages import Stage
+from tfamp.data.stages import ORDER, Role, Stage
 from tfamp.data.stages.workers import Service
 
 if TYPE_CHECKING:

@@ -1,70 +1,41 @@
 """The order in which a pipeline's stages run, and what becomes of them on the way.
 
-`ORDER` is the one table of that order. `RULES` are the exceptions from it, each for
-speed or exactness, and each a function of its own. `make_plan` applies both;
-`builds.py` makes the dataset of a plan and its description from the same steps.
+`stages.ORDER` is the one table of that order. `RULES` are the exceptions from it, each
+for speed or exactness, and each a function of its own. `make_plan` applies both;
+`Build` makes the dataset of a plan, and `describe` its description, of the same steps.
 """
 
 import dataclasses
-import enum
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import rich.box
 import tensorflow as tf
 
-from tfamp.data._elements import bytes_of_element, is_endless, known_length
-from tfamp.data.fingerprints import Fingerprint, fingerprint
-from tfamp.data.sources import (
-    RandomAccess,
-    Source,
-    gather_step,
-)
+from tfamp.data._elements import known_length, of_unknown_length
+from tfamp.data.sources import RandomAccess, Source, gather_step
 from tfamp.data.sources._files import ChunkedSource
-from tfamp.data.sources.datasets import ArraySource, DatasetSource
-from tfamp.data.stages import SHUFFLE_BUFFER_BYTES, Rebatch, Settings, Stage, Step
-from tfamp.data.stages.cache import FileCache
+from tfamp.data.sources.datasets import ArraySource
+from tfamp.data.stages import (
+    ORDER,
+    Autotune,
+    Role,
+    Settings,
+    Stage,
+    Step,
+    check_pairs,
+    has_role,
+    settings_of,
+    workers,
+)
+from tfamp.data.stages.batches import Rebatch
+from tfamp.data.stages.cache import Cache
 from tfamp.data.stages.decode import with_whole_batches
 from tfamp.data.stages.dropped import Careful
 from tfamp.data.stages.workers import Service, Shard, before_service
+from tfamp.records import console
 
-
-class Role(enum.Enum):
-    """What rules, and checks of whole plans, must know of a stage."""
-
-    CUTS = "keeps a part of the source, the same one in every epoch"
-    CALLS = "calls a function on each element, which fails where that is damaged"
-    REPEATS = "may be asked for several times"
-    DRAWS = "draws the examples of an epoch by their classes or weights"
-    SEEDED = "brings elements in an order that a seed decides"
-    BATCHES = "joins elements into batches"
-
-
-# First to last, by the names of the verbs.
-ORDER: dict[str, set[Role]] = {
-    "on_error": set(),  # a setting of what follows
-    "subset": {Role.CUTS},  # before all that costs; the same for all workers
-    "shard": {Role.CUTS},
-    "decode": {Role.CALLS},
-    "map": {Role.CALLS},
-    "service": set(),  # behind what costs, before what looks at other elements
-    "filter": {Role.REPEATS},  # sees what `.map` made, and once, as a cache follows
-    "cache": set(),  # behind what is the same in all epochs, before what differs
-    "balance": {Role.DRAWS, Role.SEEDED},
-    "weights": {Role.DRAWS, Role.SEEDED},
-    "shuffle": {Role.SEEDED},  # single elements, not batches
-    "augment": set(),  # sees elements: each has changes of its own
-    "batch": {Role.BATCHES},
-    "bucket": {Role.BATCHES},
-    "prefetch": set(),  # last, so that all of it overlaps with the model
-}
 _PLACES = {name: place for place, name in enumerate(ORDER)}
-# Parts of a fingerprint that say which data it is.
-_DATA_PARTS = ("source", *(name for name in ORDER if Role.CUTS in ORDER[name]))
-
-
-def has_role(step: Stage, *roles: Role) -> bool:
-    """States whether a stage, or a step made of one, has any of the roles."""
-    return not ORDER.get(step.name, set()).isdisjoint(roles)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +76,7 @@ def make_plan(
 ) -> PipelinePlan:
     """Returns the plan of stages that were asked for in any order."""
     rest = sorted(stages, key=lambda stage: _PLACES[stage.name])
-    _check_pairs(rest)
+    check_pairs(rest)
     if rest and rest[0].name == "on_error":
         calls = any(has_role(stage, Role.CALLS) for stage in rest)
         if not (calls or source.skips_errors):
@@ -197,7 +168,7 @@ def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
     shuffle: Any = next((step for step in left if step.name == "shuffle"), None)
     # Elements that a sampler draws on the stream are shuffled behind it.
     is_free = shuffle is not None and samplers == drawn
-    if is_free and (drawn or _is_too_large_to_buffer(source, shuffle)):
+    if is_free and (drawn or shuffle.is_too_large(source)):
         size = shuffle.buffer_size or source.num_examples
         found.append(dataclasses.replace(shuffle, buffer_size=size))
         drawn = [*drawn, shuffle]
@@ -271,12 +242,8 @@ def _count_epochs(plan: PipelinePlan) -> PipelinePlan:
 def _cache_in_files(plan: PipelinePlan) -> PipelinePlan:
     """A cache with a path lies in files that know what comes before it."""
     for at, step in enumerate(plan.rest):
-        path = getattr(step, "path", None)
-        if step.name == "cache" and path is not None:
-            before = (*plan.first, *plan.rest[:at])
-            found = _fingerprint(plan.source, before)
-            endless = _is_endless(plan.source, before)
-            cache = FileCache(path, found, step.unseen, endless, _DATA_PARTS)  # type: ignore[attr-defined]
+        if isinstance(step, Cache) and step.path is not None:
+            cache = step.in_files(plan.source, (*plan.first, *plan.rest[:at]))
             rest = (*plan.rest[:at], cache, *plan.rest[at + 1 :])
             return dataclasses.replace(plan, rest=rest)
     return plan
@@ -297,43 +264,68 @@ RULES = (
 )
 
 
-def _is_too_large_to_buffer(source: RandomAccess, shuffle: Any) -> bool:
-    """Whether a buffer of elements, which may copy them, would take much memory."""
-    dataset = tf.data.Dataset.from_tensor_slices(source.tensors)
-    element_bytes = bytes_of_element(dataset.element_spec)
-    held = shuffle.buffer_size or source.num_examples
-    return element_bytes is None or held * element_bytes > SHUFFLE_BUFFER_BYTES
+class Build:
+    """A dataset of a pipeline, and copies of its stages with counts of their own."""
+
+    def __init__(
+        self, source: Source, stages: Sequence[Stage], autotune: Autotune
+    ) -> None:
+        self.stages = tuple(stage.for_build() for stage in stages)
+        self._plan = make_plan(source, self.stages, settings_of(autotune))
+
+    def dataset(self) -> tf.data.Dataset:
+        """Returns the dataset, after every step's own checks."""
+        plan = self._plan
+        policy = workers.shard_policy(plan.source, plan.steps)
+        for stage in self.stages:
+            if isinstance(stage, Shard):
+                stage.check_workers(workers.num_workers())
+        dataset = plan.start()
+        for step in plan.steps:
+            step.check(dataset)
+            dataset = step.apply(dataset, plan.settings)
+        if workers.num_workers() > 1 and any(
+            step.name == "shard" for step in plan.steps
+        ):
+            # A part of one of n workers has an n-th of the batches. tf.distribute cuts
+            # these into n, so there are n times as many steps; `fit` would stop after
+            # the length, which is therefore made unknown.
+            dataset = of_unknown_length(dataset)
+        options = tf.data.Options()
+        options.deterministic = True
+        options.autotune.enabled = plan.settings.autotune
+        if not plan.settings.autotune:
+            options.threading.private_threadpool_size = plan.settings.num_threads
+        options.experimental_distribute.auto_shard_policy = policy
+        return dataset.with_options(options)
 
 
-def _is_endless(source: Source, steps: Sequence[Stage]) -> bool:
-    """Whether a source without end comes through steps, of which a filter hides it."""
-    if not isinstance(source, DatasetSource):
-        return False
-    is_cut = any(step.name == "subset" for step in steps)
-    return is_endless(source.given) and not is_cut
+def counted(stages: Sequence[Stage], builds: Sequence[Build]) -> list[Stage]:
+    """Returns stages with what all builds of them have counted."""
+    return [
+        stage.with_counts_of([build.stages[number] for build in builds])
+        for number, stage in enumerate(stages)
+    ]
 
 
-def _fingerprint(source: Source, steps: Sequence[Stage]) -> Fingerprint:
-    """Returns the fingerprint of a source and the steps before a cache."""
-    parts: dict[str, Any] = {"source": (type(source).__name__, source.identity())}
-    for step in steps:
-        if step.name in ("on_error", "service"):
-            continue  # the careful step tells what is skipped; any reader will do
-        same = sum(name.split(" ")[0] == step.name for name in parts)
-        parts[f"{step.name} {same + 1}" if same else step.name] = step
-    return fingerprint(parts)
-
-
-def _check_pairs(stages: Sequence[Stage]) -> None:
-    """Raises where two stages do the same thing in two ways."""
-    if sum(has_role(stage, Role.DRAWS) for stage in stages) > 1:
-        raise ValueError(
-            "`.balance` and `.weights` came together; expected one of them, since each "
-            "draws an epoch of its own. For both, pass `.weights` the weight of the "
-            "example over the number of its class."
-        )
-    if sum(has_role(stage, Role.BATCHES) for stage in stages) > 1:
-        raise ValueError(
-            "`.batch` and `.bucket` came together; expected one of them. `.bucket` "
-            "makes batches: leave `.batch` out."
-        )
+def describe(source: Source, stages: Sequence[Stage], autotune: Autotune) -> str:
+    """Returns a table: stage, setting and reason in running order."""
+    plan = make_plan(source, stages, settings_of(autotune))
+    rows = [("source", *plan.source.explain(plan.source.dataset(plan.settings)))]
+    dataset = plan.start()
+    for step in plan.steps:
+        rows.append((step.name, *step.explain(dataset, plan.settings)))
+        dataset = step.preview(dataset, plan.settings)
+    if plan.settings.autotune:
+        threads = ("tf.data chooses", "autotune=True: may stall an epoch's end")
+    else:
+        off = "autotune=False" if autotune is False else "autotune could stall"
+        threads = (str(plan.settings.num_threads), f"one for each core; {off}")
+    table = console.table(
+        {"Stage": console.WHOLE, "Setting": {"max_width": 40}, "Reason": {}},
+        [*rows, ("threads", *threads)],
+        box=rich.box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    lines = console.text_of(table).splitlines()
+    return "\n".join(line for line in lines if line)

@@ -1,10 +1,15 @@
-"""What a pipeline does to its elements: a file for each stage, and what they share."""
+"""What a pipeline does to its elements: what a stage is, and the order they run in.
+
+A stage is a frozen record: it checks its arguments, changes a dataset (`apply`) and
+says what it does and why (`explain`). `ORDER` is the one table of the running order;
+`plan.py` has the exceptions. Stages of a few lines stand here, the others in files.
+"""
 
 import abc
 import dataclasses
-import warnings
+import enum
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import tensorflow as tf
 
@@ -12,10 +17,11 @@ from tfamp.data._elements import (
     bytes_of_element,
     bytes_of_first,
     known_length,
-    looks_batched,
-    with_length,
 )
+from tfamp.machine.cpus import num_usable_cpus
 from tfamp.records import checks
+
+Autotune = bool | Literal["auto"]
 
 # Elements held for shuffling may take this much memory, unless told otherwise.
 SHUFFLE_BUFFER_BYTES = 256 * 2**20
@@ -30,8 +36,6 @@ DEFAULT_PREFETCH = 2
 # A result that waits for its turn counts as a call too, so with one call for each
 # thread a slow element leaves a thread idle: 7 % of the time with photos.
 CALLS_A_THREAD = 2
-# From `Stage.check` over `Build.dataset` and `Pipeline.build` to the caller.
-_STACKLEVEL = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,16 @@ class Settings:
     def parallelism(self) -> str:
         """The same in words."""
         return "autotuned" if self.autotune else f"{self.num_threads} at once"
+
+
+def settings_of(autotune: Autotune) -> Settings:
+    """Returns how parallel a dataset runs here."""
+    if not isinstance(autotune, bool) and autotune != "auto":
+        raise ValueError(
+            f"`autotune` is {autotune!r}; expected 'auto', True or False. Leave it "
+            "out for fixed parallelism."
+        )
+    return Settings(num_usable_cpus(), autotune is True)
 
 
 def seed_text(seed: int | None) -> str:
@@ -151,6 +165,57 @@ class Step(Stage):
         return self.setting, self.reason
 
 
+class Role(enum.Enum):
+    """What rules, and checks of whole plans, must know of a stage."""
+
+    CUTS = "keeps a part of the source, the same one in every epoch"
+    CALLS = "calls a function on each element, which fails where that is damaged"
+    REPEATS = "may be asked for several times"
+    DRAWS = "draws the examples of an epoch by their classes or weights"
+    SEEDED = "brings elements in an order that a seed decides"
+    BATCHES = "joins elements into batches"
+
+
+# First to last, by the names of the verbs.
+ORDER: dict[str, set[Role]] = {
+    "on_error": set(),  # a setting of what follows
+    "subset": {Role.CUTS},  # before all that costs; the same for all workers
+    "shard": {Role.CUTS},
+    "decode": {Role.CALLS},
+    "map": {Role.CALLS},
+    "service": set(),  # behind what costs, before what looks at other elements
+    "filter": {Role.REPEATS},  # sees what `.map` made, and once, as a cache follows
+    "cache": set(),  # behind what is the same in all epochs, before what differs
+    "balance": {Role.DRAWS, Role.SEEDED},
+    "weights": {Role.DRAWS, Role.SEEDED},
+    "shuffle": {Role.SEEDED},  # single elements, not batches
+    "augment": set(),  # sees elements: each has changes of its own
+    "batch": {Role.BATCHES},
+    "bucket": {Role.BATCHES},
+    "prefetch": set(),  # last, so that all of it overlaps with the model
+}
+
+
+def has_role(step: Stage, *roles: Role) -> bool:
+    """States whether a stage, or a step made of one, has any of the roles."""
+    return not ORDER.get(step.name, set()).isdisjoint(roles)
+
+
+def check_pairs(stages: Sequence[Stage]) -> None:
+    """Raises where two stages do the same thing in two ways."""
+    if sum(has_role(stage, Role.DRAWS) for stage in stages) > 1:
+        raise ValueError(
+            "`.balance` and `.weights` came together; expected one of them, since each "
+            "draws an epoch of its own. For both, pass `.weights` the weight of the "
+            "example over the number of its class."
+        )
+    if sum(has_role(stage, Role.BATCHES) for stage in stages) > 1:
+        raise ValueError(
+            "`.batch` and `.bucket` came together; expected one of them. `.bucket` "
+            "makes batches: leave `.batch` out."
+        )
+
+
 def map_in_order(
     dataset: tf.data.Dataset, function: Callable[..., Any], settings: Settings
 ) -> tf.data.Dataset:
@@ -209,6 +274,13 @@ class Shuffle(Stage):
             return None
         return shuffle_buffer_size(length, element_bytes)
 
+    def is_too_large(self, source: Any) -> bool:
+        """Whether a buffer of a source's elements would take much memory."""
+        dataset = tf.data.Dataset.from_tensor_slices(source.tensors)
+        element_bytes = bytes_of_element(dataset.element_spec)
+        held = self.buffer_size or source.num_examples
+        return element_bytes is None or held * element_bytes > SHUFFLE_BUFFER_BYTES
+
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Shuffles through a buffer, afresh at every iteration."""
         size = self.known_size(dataset)
@@ -236,83 +308,6 @@ class Shuffle(Stage):
         else:
             reason = f"{limit}: approximate"
         return f"{size:,} elements, {seed}", reason
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch(Stage):
-    """Joins elements into batches."""
-
-    name: ClassVar[str] = "batch"
-    size: int
-    drop_remainder: bool
-
-    def __post_init__(self) -> None:
-        checks.positive_int("size", self.size)
-
-    def check(self, dataset: tf.data.Dataset) -> None:
-        """Raises if no batch would be left; warns if elements look like batches."""
-        self.check_length(known_length(dataset))
-        if looks_batched(dataset.element_spec):
-            warnings.warn(
-                f"Elements {dataset.element_spec} look like batches already: "
-                "the first dimension of every part is unknown. Expected single "
-                "examples; batching again adds a dimension. Leave out `.batch`, or "
-                "pass `ds.unbatch()`. If these are sequences of varying length, pad "
-                "them first.",
-                stacklevel=_STACKLEVEL,
-            )
-
-    def check_length(self, length: int | None) -> None:
-        """Raises if no batch would be left of `length` elements."""
-        if self.drop_remainder and length is not None and length < self.size:
-            raise ValueError(
-                f"Batch size {self.size} with `drop_remainder=True` leaves no batch of "
-                f"{length} elements; expected a size of at most {length}. Make the "
-                "batch smaller, or keep the remainder."
-            )
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Batches on one thread: a copy is cheaper than handing it to another."""
-        return dataset.batch(self.size, drop_remainder=self.drop_remainder)
-
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        length = known_length(dataset)
-        rest = None if length is None else length % self.size
-        if self.drop_remainder:
-            dropped = "the rest" if rest is None else f"{rest} of {length} elements"
-            reason = f"every batch has one static shape; drops {dropped}"
-        elif rest == 0:
-            reason = "every batch is full"
-        else:
-            last = "may be smaller" if rest is None else f"has {rest} elements"
-            reason = f"keeps every element; the last batch {last}"
-        return str(self.size), reason
-
-
-@dataclasses.dataclass(frozen=True)
-class Rebatch(Batch):
-    """Makes batches out of chunks of rows; their number is None where unknown."""
-
-    num_rows: int | None = None
-
-    def check(self, dataset: tf.data.Dataset) -> None:
-        """Raises if no batch would be left; the source made the chunks for this."""
-        self.check_length(self.num_rows)
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Cuts and joins whole chunks."""
-        batches = dataset.rebatch(self.size, drop_remainder=self.drop_remainder)
-        if self.num_rows is None:
-            return batches
-        whole, rest = divmod(self.num_rows, self.size)
-        count = whole + (rest > 0 and not self.drop_remainder)
-        return with_length(batches, count)
-
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        last = "drops the rest" if self.drop_remainder else "the last may be smaller"
-        return str(self.size), f"from chunks, rows are never taken apart; {last}"
 
 
 @dataclasses.dataclass(frozen=True)

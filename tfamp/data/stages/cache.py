@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,8 +24,9 @@ from tfamp.data._elements import (
     of_unknown_length,
     with_length,
 )
-from tfamp.data.fingerprints import Fingerprint
-from tfamp.data.stages import Settings, Stage
+from tfamp.data.fingerprints import Fingerprint, fingerprint
+from tfamp.data.sources.datasets import DatasetSource
+from tfamp.data.stages import ORDER, Role, Settings, Stage
 from tfamp.data.stages.cache_files import (
     CacheFiles,
     fill_or_read,
@@ -40,6 +42,8 @@ _SAMPLED = 64
 _OVERHEAD_BYTES = 64
 _COUNTED_AT_ONCE = 256
 _COUNTED_BYTES = 2**16
+# Parts of a fingerprint that say which data it is.
+_DATA_PARTS = ("source", *(name for name in ORDER if Role.CUTS in ORDER[name]))
 _SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SPACE_WORDS = tuple(os.strerror(code) for code in _SPACE_ERRORS)
 
@@ -63,6 +67,15 @@ class Cache(Stage):
         if self.where != "memory":
             object.__setattr__(self, "path", _absolute(self.where))
 
+    def in_files(self, source: Any, steps: Sequence[Stage]) -> "FileCache":
+        """Returns the cache in files of what steps make of a source."""
+        path: Any = self.path
+        # Looked at in the source, since a filter hides that there is no end.
+        repeats = isinstance(source, DatasetSource) and is_endless(source.given)
+        is_cut = any(step.name == "subset" for step in steps)
+        found = _fingerprint(source, steps)
+        return FileCache(path, found, self.unseen, repeats and not is_cut)
+
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the dataset behind a cache in memory."""
         return dataset.cache()
@@ -81,7 +94,7 @@ class FileCache(Stage):
 
     The names of the files begin with `path` and end with the fingerprint of all that
     comes before, which `is_endless` where that is known although the dataset itself
-    may not know. Where the `data_parts` of fingerprints differ, a cache is no older
+    may not know. Where `_DATA_PARTS` of fingerprints differ, a cache is no older
     version of another but holds other elements: a worker's, or the validation's.
     """
 
@@ -90,7 +103,6 @@ class FileCache(Stage):
     found: Fingerprint
     unseen: str = "warn"
     is_endless: bool = False
-    data_parts: tuple[str, ...] = ("source",)
 
     @property
     def _files(self) -> CacheFiles:
@@ -188,7 +200,7 @@ class FileCache(Stage):
                 parts = dict(map(tuple, other.read().get("parts", ())))
                 names = {**own, **parts}
                 changed = [one for one in names if own.get(one) != parts.get(one)]
-                if parts and not set(self.data_parts).isdisjoint(changed):
+                if parts and not set(_DATA_PARTS).isdisjoint(changed):
                     continue  # another part of the data, under the same path
                 size = units.format_bytes(other.num_bytes)
                 other.remove()
@@ -208,6 +220,17 @@ class FileCache(Stage):
         if found.unseen:
             reason += f"; does not notice changes in: {'; '.join(found.unseen)}"
         return f"files {files.stem}", reason
+
+
+def _fingerprint(source: Any, steps: Sequence[Stage]) -> Fingerprint:
+    """Returns the fingerprint of a source and the steps before a cache."""
+    parts: dict[str, Any] = {"source": (type(source).__name__, source.identity())}
+    for step in steps:
+        if step.name in ("on_error", "service"):
+            continue  # the careful step tells what is skipped; any reader will do
+        same = sum(name.split(" ")[0] == step.name for name in parts)
+        parts[f"{step.name} {same + 1}" if same else step.name] = step
+    return fingerprint(parts)
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:

@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import bytes_of_element, inputs_of, with_length_of
-from tfamp.data.stages import Batch, Map, Settings, Stage
+from tfamp.data.stages import Map, Settings, Stage
+from tfamp.data.stages.batches import Batch
 from tfamp.data.stages.image_reader import JPEG_START, ImageReader
 
 # A call out of TensorFlow's graph takes as long as decoding a small image, most of it

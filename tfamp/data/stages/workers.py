@@ -10,12 +10,15 @@ import tensorflow as tf
 from tfamp.data._elements import known_length, with_length
 from tfamp.data.sources import RandomAccess
 from tfamp.data.sources.tfrecord import TfrecordSource
-from tfamp.data.stages import Settings, Stage, Step
+from tfamp.data.stages import Role, Settings, Stage, Step, has_role
+from tfamp.data.stages.cache import FileCache
 from tfamp.machine import network
 from tfamp.machine.clusters import Cluster
 from tfamp.machine.clusters import cluster as cluster_here
 from tfamp.records import checks
 
+_Policy = tf.data.experimental.AutoShardPolicy
+_WORKER_JOBS = ("worker", "chief")
 _ADDRESS = re.compile(r"(?:grpc://)?([^\s/:]+|\[[^\s/]+\]):([0-9]+)")
 
 
@@ -244,3 +247,61 @@ def before_service(
         else:
             left.append(step)
     return source, tuple(left)
+
+
+def num_workers(device_names: Sequence[str] | None = None) -> int:
+    """Returns how many worker processes train together with this one, itself included.
+
+    Under a parameter server it is 1: there every worker brings elements of its own.
+    TensorFlow knows the devices of other processes once a strategy was made.
+    """
+    if device_names is None:
+        device_names = [device.name for device in tf.config.list_logical_devices()]
+    specs = [tf.DeviceSpec.from_string(name) for name in device_names]
+    if any(spec.job == "ps" for spec in specs):
+        return 1
+    tasks = {(spec.job, spec.task) for spec in specs if spec.job in _WORKER_JOBS}
+    return max(1, len(tasks))
+
+
+def shard_policy(source: Any, steps: Sequence[Stage]) -> Any:
+    """Returns how tf.distribute is to divide what comes out of steps.
+
+    Raises where elements would be lost or doubled, in these processes or in any.
+    """
+    policy = source.shard_policy
+    # These count on all elements of the source.
+    counting = [
+        step.name
+        for step in steps
+        if has_role(step, Role.CUTS, Role.DRAWS) or isinstance(step, FileCache)
+    ]
+    if policy == _Policy.FILE and counting:
+        raise ValueError(
+            f"`dataset` has the option `auto_shard_policy` FILE, and `.{counting[0]}` "
+            "came with it; expected elements of all files there. Leave the option as "
+            "it was: tf.distribute then divides the elements that come out."
+        )
+    if policy == _Policy.OFF or any(step.name == "shard" for step in steps):
+        return _Policy.OFF
+    workers = num_workers()
+    if workers > 1 and any(step.name == "service" for step in steps):
+        raise ValueError(
+            f"`.service` brings elements in the order in which they are ready, and "
+            f"{workers} worker processes train together; expected a part for each, "
+            "since shares by position would come twice, or never. Add "
+            "`.shard('auto')`."
+        )
+    loose = [
+        step.name
+        for step in steps
+        if has_role(step, Role.SEEDED) and getattr(step, "seed", 0) is None
+    ]
+    if workers > 1 and loose:
+        raise ValueError(
+            f"`.{loose[0]}` has no seed, and {workers} worker processes train "
+            "together; expected one order in all of them, since each takes its share "
+            "by position: some elements would come twice, others never. Pass the same "
+            f"`seed=` everywhere, or add `.shard('auto')`."
+        )
+    return policy

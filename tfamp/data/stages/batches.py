@@ -1,7 +1,8 @@
-"""The stage that batches sequences with others of about their length."""
+"""The stages that make batches: of any elements, or of sequences of like length."""
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfamp.data._elements import is_endless, known_length
+from tfamp.data._elements import is_endless, known_length, looks_batched, with_length
 from tfamp.data.stages import Settings, Stage, map_in_order
 from tfamp.data.stages.labels import Memory, read_all
 from tfamp.data.stages.sequences import (
@@ -23,6 +24,8 @@ from tfamp.data.stages.sequences import (
 )
 from tfamp.records import checks, units
 
+# From `Stage.check` over `Build.dataset` and `Pipeline.build` to the caller.
+_STACKLEVEL = 4
 # Lengths brought to Python at once.
 _LENGTHS_AT_ONCE = 1024
 # What `padded_batch` takes as a size for the longest in the batch.
@@ -30,6 +33,83 @@ _TO_LONGEST = -1
 _TOO_LONG_ADVICE = (
     "Add a larger boundary, or pass `too_long='truncate'` or `too_long='drop'`."
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch(Stage):
+    """Joins elements into batches."""
+
+    name: ClassVar[str] = "batch"
+    size: int
+    drop_remainder: bool
+
+    def __post_init__(self) -> None:
+        checks.positive_int("size", self.size)
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises if no batch would be left; warns if elements look like batches."""
+        self.check_length(known_length(dataset))
+        if looks_batched(dataset.element_spec):
+            warnings.warn(
+                f"Elements {dataset.element_spec} look like batches already: "
+                "the first dimension of every part is unknown. Expected single "
+                "examples; batching again adds a dimension. Leave out `.batch`, or "
+                "pass `ds.unbatch()`. If these are sequences of varying length, pad "
+                "them first.",
+                stacklevel=_STACKLEVEL,
+            )
+
+    def check_length(self, length: int | None) -> None:
+        """Raises if no batch would be left of `length` elements."""
+        if self.drop_remainder and length is not None and length < self.size:
+            raise ValueError(
+                f"Batch size {self.size} with `drop_remainder=True` leaves no batch of "
+                f"{length} elements; expected a size of at most {length}. Make the "
+                "batch smaller, or keep the remainder."
+            )
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Batches on one thread: a copy is cheaper than handing it to another."""
+        return dataset.batch(self.size, drop_remainder=self.drop_remainder)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        length = known_length(dataset)
+        rest = None if length is None else length % self.size
+        if self.drop_remainder:
+            dropped = "the rest" if rest is None else f"{rest} of {length} elements"
+            reason = f"every batch has one static shape; drops {dropped}"
+        elif rest == 0:
+            reason = "every batch is full"
+        else:
+            last = "may be smaller" if rest is None else f"has {rest} elements"
+            reason = f"keeps every element; the last batch {last}"
+        return str(self.size), reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Rebatch(Batch):
+    """Makes batches out of chunks of rows; their number is None where unknown."""
+
+    num_rows: int | None = None
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises if no batch would be left; the source made the chunks for this."""
+        self.check_length(self.num_rows)
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Cuts and joins whole chunks."""
+        batches = dataset.rebatch(self.size, drop_remainder=self.drop_remainder)
+        if self.num_rows is None:
+            return batches
+        whole, rest = divmod(self.num_rows, self.size)
+        count = whole + (rest > 0 and not self.drop_remainder)
+        return with_length(batches, count)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        last = "drops the rest" if self.drop_remainder else "the last may be smaller"
+        return str(self.size), f"from chunks, rows are never taken apart; {last}"
 
 
 @dataclasses.dataclass(frozen=True)
