@@ -10,7 +10,7 @@ import tensorflow as tf
 from tests.refusals import refusals
 from tests.replicas import two_replicas
 from tfamp.data import Augment, Pipeline
-from tfamp.data import plan as _plan
+from tfamp.data import stages as _stages
 from tfamp.data.augmentation import (
     Brightness,
     Contrast,
@@ -432,7 +432,7 @@ CHOICES = {
 @pytest.mark.parametrize("choose, source, length", CHOICES.values(), ids=list(CHOICES))
 def test_it_goes_with_every_way_to_choose(choose, source, length, monkeypatch):
     if source == "positions":
-        monkeypatch.setattr(_plan, "SHUFFLE_BUFFER_BYTES", 1)
+        monkeypatch.setattr(_stages, "SHUFFLE_BUFFER_BYTES", 1)
     pipeline = marked()
     if source == "dataset":
         pipeline = Pipeline.from_dataset(pipeline.build())

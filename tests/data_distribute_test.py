@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tests.replicas import two_replicas
-from tfamp.data import Pipeline, plan
+from tfamp.data import Pipeline, stages
 from tfamp.data.stages import cache as caching
 from tfamp.data.stages import workers
 from tfamp.data.stages.workers import num_workers
@@ -297,7 +297,7 @@ def test_shards_are_disjoint_and_complete(tmp_path, kind, num_shards):
 
 
 def test_shards_of_large_arrays_are_shuffled_by_position(monkeypatch):
-    monkeypatch.setattr(plan, "SHUFFLE_BUFFER_BYTES", 1)
+    monkeypatch.setattr(stages, "SHUFFLE_BUFFER_BYTES", 1)
     pipeline = arrays().shard(2, 1).shuffle(seed=1).batch(4)
     assert "gather" in pipeline.describe()
     assert sorted(int(n) for x, _ in pipeline.build() for n in x) == list(
