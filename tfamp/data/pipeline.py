@@ -338,8 +338,7 @@ class Pipeline(PipelineSelection):
             >>> [line.split()[0] for line in text.splitlines()[2:]]
             ['source', 'batch', 'prefetch', 'threads']
         """
-        stages = plan.counted(self.stages, self._builds)
-        text = plan.describe(self.source, stages, autotune)
+        text = plan.describe(self.source, self.stages, self._builds, autotune)
         print(text)
         return text
 

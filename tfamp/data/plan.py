@@ -308,9 +308,14 @@ def counted(stages: Sequence[Stage], builds: Sequence[Build]) -> list[Stage]:
     ]
 
 
-def describe(source: Source, stages: Sequence[Stage], autotune: Autotune) -> str:
+def describe(
+    source: Source,
+    stages: Sequence[Stage],
+    builds: Sequence[Build],
+    autotune: Autotune,
+) -> str:
     """Returns a table: stage, setting and reason in running order."""
-    plan = make_plan(source, stages, settings_of(autotune))
+    plan = make_plan(source, counted(stages, builds), settings_of(autotune))
     rows = [("source", *plan.source.explain(plan.source.dataset(plan.settings)))]
     dataset = plan.start()
     for step in plan.steps:
