@@ -23,7 +23,7 @@ from tfamp.data.stages.labels import Memory, Reader, class_ids, read_or_count
 from tfamp.data.stages.sampler import Draw, Sampler, check_ends, copied
 from tfamp.records import checks
 
-# From `advise` over `apply` and `Build.dataset` to the caller of `Pipeline.build`.
+# From `draw` over `apply` and `Build.dataset` to the caller of `Pipeline.build`.
 _STACKLEVEL = 5
 METHODS = {
     "resample": "as many examples as there are",
@@ -59,9 +59,10 @@ class Balance(Sampler):
         """Reads the class of each example."""
         return Reader(self.by, "by")
 
-    def advise(self, values: Any) -> None:
-        """Warns if there is one class only."""
-        if (values == values[0]).all():
+    def draw(self, values: Any, num_examples: int) -> Draw:
+        """Returns a draw in which classes come equally often, up to one."""
+        ids, classes = class_ids(values, "by")
+        if len(classes) == 1:
             only = values.tolist()[0]
             warnings.warn(
                 f"All {len(values):,} examples are of class {only!r}; expected "
@@ -69,10 +70,6 @@ class Balance(Sampler):
                 "reads, or leave `.balance` out.",
                 stacklevel=_STACKLEVEL,
             )
-
-    def draw(self, values: Any, num_examples: int) -> Draw:
-        """Returns a draw in which classes come equally often, up to one."""
-        ids, classes = class_ids(values, "by")
         counts = np.bincount(ids)
         num_classes = len(classes)
         num_outputs = {
@@ -95,12 +92,12 @@ class Balance(Sampler):
             return self.apply(dataset, settings)
         return dataset if self.method == "resample" else of_unknown_length(dataset)
 
-    def words(self) -> tuple[str, str]:
-        """Returns the setting and the reason."""
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
         return (
             f"{self.method} by {self.reader.description}, {seed_text(self.seed)}",
             f"classes equally often, {METHODS[self.method]}; anew each epoch; labels "
-            "are read once, at build",
+            f"are read once, at build{self.by_position}",
         )
 
 
@@ -182,14 +179,15 @@ class Weights(Sampler):
         drawn = dataset.repeat().take(self.num_examples or 0)
         return dataset if self.num_examples is None else drawn
 
-    def words(self) -> tuple[str, str]:
-        """Returns the setting and the reason."""
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
         how = "with" if self.replacement else "without"
         many = "as many" if self.num_examples is None else f"{self.num_examples:,}"
         reason = "in proportion to the weights, anew each epoch"
         if callable(self.weights):
             reason += "; weights are read once, at build"
-        return f"{many}, {how} replacement, {seed_text(self.seed)}", reason
+        setting = f"{many}, {how} replacement, {seed_text(self.seed)}"
+        return setting, reason + self.by_position
 
     def _check_length(self, length: int) -> None:
         if not callable(self.weights) and len(self.weights) != length:

@@ -85,18 +85,10 @@ class Sampler(Stage):
     def draw(self, values: Any, num_examples: int) -> Draw:
         """Returns the plan of an epoch, given what `reader` read, None for nothing."""
 
-    def advise(self, values: Any) -> None:
-        """Warns if what was read makes the stage useless."""
-
-    @abc.abstractmethod
-    def words(self) -> tuple[str, str]:
-        """Returns the setting and the reason, however examples are read."""
-
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        setting, reason = self.words()
-        exact = "" if self.source is None else "; by position, exact"
-        return setting, reason + exact
+    @property
+    def by_position(self) -> str:
+        """What the way of drawing adds to a reason."""
+        return "" if self.source is None else "; by position, exact"
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises if the dataset never ends or has not what is read of it."""
@@ -115,7 +107,6 @@ class Sampler(Stage):
         values, num_examples = self.memory.get(
             data, lambda: read_or_count(self.reader, data, settings)
         )
-        self.advise(values)
         draw = self.draw(values, num_examples)
         if self.source is None:
             copies = draw.epochs(self.seed, lambda plan: copies_of(plan, num_examples))
