@@ -21,7 +21,7 @@ from tfamp.comparison.result import conclude
 from tfamp.memory.batch_search import processes as batch_search
 from tfamp.memory.batch_search.processes import Settings, TrialSettings
 from tfamp.memory.batch_search.records import Trial
-from tfamp.trials import parcel, processes, step_profiles, storage
+from tfamp.trials import measurements, parcel, processes, storage
 from tfamp.trials.run_records import OperationTime, Run
 from tfamp.trials.storage import Job, checked_policies, checked_seeds, file_name
 
@@ -571,14 +571,14 @@ def test_operations_stand_beside_those_of_the_reference():
         "float32": {"MatMul": 0.04, "Relu": 0.01},
         "auto": {"MatMul": 0.02, "Cast": 0.03},
     }
-    assert step_profiles.side_by_side(seconds, "float32") == {
+    assert measurements.side_by_side(seconds, "float32") == {
         "auto": (
             OperationTime("MatMul", 0.04, 0.02),
             OperationTime("Cast", 0.0, 0.03),
             OperationTime("Relu", 0.01, 0.0),
         )
     }
-    assert step_profiles.side_by_side(seconds, "float32+xla") == {}
+    assert measurements.side_by_side(seconds, "float32+xla") == {}
 
 
 def concluded(policies, **options):

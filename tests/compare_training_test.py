@@ -14,14 +14,7 @@ import tensorflow as tf
 import tfamp
 from tests.replicas import two_replicas
 from tfamp.cli import main as cli
-from tfamp.trials import (
-    child,
-    example_metrics,
-    parcel,
-    step_profiles,
-    storage,
-    training,
-)
+from tfamp.trials import child, measurements, parcel, storage, training
 from tfamp.trials.clock import Window, curve, seconds_per_step, steady
 from tfamp.trials.processes import Line
 from tfamp.trials.run_records import Run
@@ -355,7 +348,7 @@ FORMS = {
 def measured_examples(model, data, **changed):
     arrays = data[:2] if isinstance(data, tuple) else (data,)
     final = model.evaluate(*arrays, verbose=0, return_dict=True)
-    return example_metrics.measure(
+    return measurements.measure_examples(
         model, data, {**final, **changed}, batch_size=16
     ), final
 
@@ -399,16 +392,16 @@ def test_examples_are_compared_where_all_runs_saw_the_same(tmp_path):
 
     def write(run, values, fingerprint="a"):
         given = {"accuracy": np.float32(values)}
-        example_metrics.PerExample(given, fingerprint, 3).write(tmp_path, run.policy, 0)
+        measurements.PerExample(given, fingerprint, 3).write(tmp_path, run.policy, 0)
 
-    assert example_metrics.differences(tmp_path, [pair], "accuracy") is None
+    assert measurements.differences(tmp_path, [pair], "accuracy") is None
     write(pair[0], [1, 1, 0])
     write(pair[1], [1, 0, 1])
-    found = example_metrics.differences(tmp_path, [pair], "accuracy")
+    found = measurements.differences(tmp_path, [pair], "accuracy")
     assert found.tolist() == [[0, -1, 1]]
-    assert example_metrics.differences(tmp_path, [pair], "loss") is None
+    assert measurements.differences(tmp_path, [pair], "loss") is None
     write(pair[1], [1, 0, 1], "another order")
-    assert example_metrics.differences(tmp_path, [pair], "accuracy") is None
+    assert measurements.differences(tmp_path, [pair], "accuracy") is None
 
 
 def test_the_order_of_examples_is_in_their_fingerprint():
@@ -527,10 +520,10 @@ def test_a_run_has_every_figure(tmp_path, disabled):
 def test_a_profile_is_taken_of_the_first_seed(tmp_path, disabled):
     settings = job(epochs=1, seeds=(7, 8), profile_steps=2, batch_size=10)
     measured(tmp_path, "float32", settings, build, (X, Y), None)
-    seconds = step_profiles.read(storage.profile_of(tmp_path, "float32", 7))
+    seconds = measurements.read_seconds(storage.profile_of(tmp_path, "float32", 7))
     assert any("MatMul" in kind for kind in seconds)
     assert all(value >= 0 for value in seconds.values())
-    assert step_profiles.read(storage.profile_of(tmp_path, "float32", 8)) == {}
+    assert measurements.read_seconds(storage.profile_of(tmp_path, "float32", 8)) == {}
 
 
 def test_a_profiler_that_runs_already_costs_the_profile_alone(tmp_path, disabled):

@@ -8,7 +8,7 @@ import sys
 import pytest
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from tfamp.trials.step_profiles import seconds_by_type
+from tfamp.trials.measurements import seconds_by_type
 
 MS = 10**9  # picoseconds
 

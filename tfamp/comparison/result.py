@@ -19,8 +19,8 @@ from tfamp.comparison.judgement import (
 from tfamp.comparison.report.html import to_html
 from tfamp.comparison.report.text import table, to_markdown
 from tfamp.trials.intervals import rate_of
+from tfamp.trials.measurements import side_by_side
 from tfamp.trials.run_records import Context, Run
-from tfamp.trials.step_profiles import side_by_side
 from tfamp.trials.storage import Job
 from tfamp.trials.variant import Variant
 

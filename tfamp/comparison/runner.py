@@ -21,7 +21,7 @@ from tfamp.memory import batch_search
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.records.console import progress
-from tfamp.trials import example_metrics, parcel, processes, step_profiles, storage
+from tfamp.trials import measurements, parcel, processes, storage
 from tfamp.trials.run_records import Run
 from tfamp.trials.storage import (
     Job,
@@ -200,7 +200,7 @@ def compare(
             context=storage.context(folder),
             notes=(*notes, *busy),
             profiles={
-                policy: step_profiles.read(
+                policy: measurements.read_seconds(
                     storage.profile_of(folder, policy, job.seeds[0])
                 )
                 for policy in job.policies
@@ -210,7 +210,7 @@ def compare(
                 folder, job, reference, runs, exports, tolerance=tolerance
             ),
             look=storage.look(folder, runs, choose_metric(runs, metric)),
-            examples=functools.partial(example_metrics.differences, folder),
+            examples=functools.partial(measurements.differences, folder),
         )
         was_stopped |= any(each.error == STOPPED for each in comparison.exports)
         storage.end(folder, is_complete=not was_stopped)

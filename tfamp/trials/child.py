@@ -29,7 +29,7 @@ from tfamp.records import checks, versions
 from tfamp.records.checks import short_error
 from tfamp.records.versions import VARIABLES
 from tfamp.stepping.arguments import arrays_of, dataset_of
-from tfamp.trials import example_metrics, parcel, step_profiles, training
+from tfamp.trials import measurements, parcel, training
 from tfamp.trials.processes import Line, end_with_parent
 from tfamp.trials.run_records import Context, LayerDtype, Memory, Run
 from tfamp.trials.storage import (
@@ -144,7 +144,7 @@ def _measure(
     num_examples = run.num_examples if validation is None else 0
     if validation is not None:
         with _noted("The metric of single examples is not known", notes):
-            examples = example_metrics.measure(
+            examples = measurements.measure_examples(
                 model, validation, run.final_metrics, batch_size=job.batch_size
             )
             examples.write(folder, policy, seed)
@@ -167,7 +167,7 @@ def _measure(
     if job.profile_steps and is_first:
         with _noted("There is no profile", notes):
             directory = profile_of(folder, policy, seed)
-            step_profiles.profile(model, train_data, job=job, directory=directory)
+            measurements.profile(model, train_data, job=job, directory=directory)
     file_bytes, path = None, model_of(folder, policy, seed)
     with _noted("The model cannot be saved", notes):
         model.save(path)
