@@ -6,7 +6,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfamp.graph import compiled, operations, products
+from tfamp import graph
+from tfamp.graph import compiled, products
 from tfamp.graph.bodies import Operation, plain_type
 
 L = keras.layers
@@ -20,7 +21,7 @@ def traced(function, *specs):
 
 def flops_of(function, *specs):
     """Returns the FLOPs of a function on inputs of these shapes."""
-    counted = operations.count_flops(traced(function, *specs))
+    counted = graph.count_flops(traced(function, *specs))
     assert counted.uncounted == ()
     return counted.flops
 
@@ -84,15 +85,13 @@ FORWARD = {
 
 @pytest.mark.parametrize("layer, shape, expected", FORWARD.values(), ids=FORWARD)
 def test_forward_flops_of_a_layer_are_those_by_hand(layer, shape, expected):
-    assert operations.forward_flops(layer, tf.zeros(shape)) == 2 * 2 * expected
+    assert graph.forward_flops(layer, tf.zeros(shape)) == 2 * 2 * expected
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_forward_flops_do_not_depend_on_the_dtype(policy):
     layer = L.Conv2D(6, 3, dtype=policy)
-    assert (
-        operations.forward_flops(layer, tf.zeros((2, 5, 5, 4))) == 2 * 2 * 9 * 6 * 9 * 4
-    )
+    assert graph.forward_flops(layer, tf.zeros((2, 5, 5, 4))) == 2 * 2 * 9 * 6 * 9 * 4
 
 
 def test_forward_flops_take_specs_and_structures_of_inputs():
@@ -105,13 +104,13 @@ def test_forward_flops_take_specs_and_structures_of_inputs():
             return self.dense(inputs["a"]) + self.dense(inputs["b"])
 
     specs = {"a": tf.TensorSpec((8, 2)), "b": tf.TensorSpec((8, 2))}
-    assert operations.forward_flops(Both(), specs) == 2 * (2 * 8 * 2 * 4)
+    assert graph.forward_flops(Both(), specs) == 2 * (2 * 8 * 2 * 4)
 
 
 def test_forward_flops_leave_a_built_model_as_it_was():
     model = keras.Sequential([keras.Input((4,)), L.Dense(3), L.BatchNormalization()])
     before = [variable.numpy().tobytes() for variable in model.variables]
-    operations.forward_flops(model, tf.ones((8, 4)))
+    graph.forward_flops(model, tf.ones((8, 4)))
     assert [variable.numpy().tobytes() for variable in model.variables] == before
 
 
@@ -128,8 +127,7 @@ def test_a_loop_that_data_end_counts_once_and_a_warning_says_so():
     expected = "The FLOPs of 1 operations of 'halving' are not known"
     with pytest.warns(UserWarning, match=re.escape(expected)):
         assert (
-            operations.forward_flops(Halving(name="halving"), tf.zeros((4, 4)))
-            == 2 * 4**3
+            graph.forward_flops(Halving(name="halving"), tf.zeros((4, 4))) == 2 * 4**3
         )
 
 
@@ -254,7 +252,7 @@ CHANGING = {
 
 @pytest.mark.parametrize("function", CHANGING.values(), ids=CHANGING)
 def test_a_limit_that_changes_in_a_loop_is_not_taken_for_the_first(function):
-    counted = operations.count_flops(traced(lambda x: function(x)[-1], (4, 4)))
+    counted = graph.count_flops(traced(lambda x: function(x)[-1], (4, 4)))
     assert len(counted.uncounted) == 1
 
 
@@ -264,7 +262,7 @@ GRADIENTS = {name: loop for name, loop in LOOPS.items() if " in a loop" not in n
 
 @pytest.mark.parametrize("function, trips", GRADIENTS.values(), ids=GRADIENTS)
 def test_the_gradient_of_a_loop_counts_two_products_a_trip(function, trips):
-    found = operations.read_operations(traced(with_gradient(function), (4, 4)))
+    found = graph.read_operations(traced(with_gradient(function), (4, 4)))
     matmuls = [each for each in found if each.op_type == "MatMul"]
     assert sum(each.count for each in matmuls if not each.is_backward) == trips
     assert sum(each.count for each in matmuls if each.is_backward) == 2 * trips
@@ -378,8 +376,8 @@ def test_a_factor_without_shape_is_told_by_the_other():
 
 
 def test_an_unknown_batch_is_reported_by_name():
-    counted = operations.count_flops(traced(tf.matmul, (None, 4), (4, 5)))
-    assert counted == operations.FlopCount(0, ("MatMul",))
+    counted = graph.count_flops(traced(tf.matmul, (None, 4), (4, 5)))
+    assert counted == graph.FlopCount(0, ("MatMul",))
 
 
 def test_names_in_functions_stand_behind_the_call():
@@ -389,7 +387,7 @@ def test_names_in_functions_stand_behind_the_call():
         with tf.name_scope("outer"):
             return inner(x)
 
-    found = operations.read_operations(traced(outer, (2, 2)))
+    found = graph.read_operations(traced(outer, (2, 2)))
     names = [each.name for each in found if each.op_type == "MatMul"]
     assert names == ["outer/PartitionedCall/product"]
 
@@ -397,7 +395,7 @@ def test_names_in_functions_stand_behind_the_call():
 def test_an_output_in_a_function_is_told_by_its_name():
     # It gives a matrix and, as its second output, a permutation.
     pivots = tf.function(lambda x: tf.raw_ops.Lu(input=x).p + 1)
-    found = operations.read_operations(traced(lambda x: pivots(x), (4, 4)))
+    found = graph.read_operations(traced(lambda x: pivots(x), (4, 4)))
     (addition,) = [each for each in found if each.op_type == "AddV2"]
     assert addition.inputs == ((4,), ())
 

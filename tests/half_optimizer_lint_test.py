@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.lint_rules_test import batch, head, places, sequential, stock
-from tfamp.numerics.lint.linter import lint
+from tfamp.numerics.lint import lint
 
 L = keras.layers
 K = keras.optimizers

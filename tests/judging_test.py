@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.numerics.sensitivity.search import sensitivity
-from tfamp.numerics.triage.step_triage import triage
+from tfamp.numerics.sensitivity import sensitivity
+from tfamp.numerics.triage import triage
 from tfamp.stepping.unchanged import same_draws
 
 layers, ops = keras.layers, keras.ops

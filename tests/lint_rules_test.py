@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.styles import Own, Subclassed
-from tfamp.numerics.lint.linter import RULE_IDS, lint
+from tfamp.numerics.lint import RULE_IDS, lint
 
 L = keras.layers
 pytestmark = [

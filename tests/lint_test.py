@@ -13,7 +13,7 @@ import tfamp
 from tests.lint_rules_test import batch, places, sequential, stock
 from tests.refusals import refusals
 from tests.replicas import two_replicas
-from tfamp.numerics.lint.linter import RULE_IDS, RULES, lint
+from tfamp.numerics.lint import RULE_IDS, RULES, lint
 from tfamp.records import pages
 from tfamp.records.findings import Findings
 

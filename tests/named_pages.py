@@ -4,7 +4,7 @@ import ast
 import typing
 from pathlib import Path
 
-from tfamp.numerics.lint.linter import RULES
+from tfamp.numerics.lint import RULES
 from tfamp.numerics.triage.result import Blamed, Triage
 from tfamp.records import pages
 

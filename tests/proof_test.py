@@ -12,11 +12,11 @@ from tests.graphs_test import operation
 from tests.lint_rules_test import stock
 from tests.refusals import refusals
 from tests.replicas import two_replicas
+from tfamp.graph import read_operations
 from tfamp.graph.compiled import CompiledProduct
 from tfamp.machine.speeds import Device
-from tfamp.numerics.proof import prover
+from tfamp.numerics.proof import prove
 from tfamp.numerics.proof.products import is_cast, products_of
-from tfamp.numerics.proof.prover import prove
 from tfamp.numerics.proof.result import Cause, Proof
 from tfamp.stepping.step_traces import Marks, Roofline, computing, num_bytes
 
@@ -531,7 +531,7 @@ def final_dtypes(*products):
         step = tf.function(lambda x, y: model.train_step((x, y)))
         model.optimizer.build(model.trainable_variables)
         traced = step.get_concrete_function(*ZEROS)
-    operations = prover.read_operations(traced)
+    operations = read_operations(traced)
     found = [p for _, p in products_of(operations, marks, products)]
     return [p.final_dtype + "?" * p.is_inferred for p in found]
 
@@ -700,7 +700,7 @@ def test_the_input_is_a_cause_where_it_is_measured(monkeypatch):
         asked.append((model.name, dataset.element_spec[0].shape[1:], seconds))
         return Measured
 
-    monkeypatch.setattr(prover, "bottleneck", bottleneck)
+    monkeypatch.setattr("tfamp.numerics.proof.bottleneck", bottleneck)
     proof = prove(dense_and_head(), ZEROS, seconds=3)
     assert asked == [("two", (512,), 3.0)]
     assert proof.possible_gain == 0.75

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import tfamp
-from tfamp.numerics.sensitivity.result import Sensitivity
-from tfamp.numerics.sensitivity.search import sensitivity
+from tfamp.numerics.sensitivity import sensitivity
+from tfamp.numerics.sensitivity.errors import Sensitivity
 
 L = keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")

@@ -11,9 +11,13 @@ import tfamp
 from tests.lint_test import CONTROLS
 from tests.replicas import two_replicas
 from tests.styles import STYLES, Own, assembled
-from tfamp.numerics.sensitivity.errors import deviation, forward_error, gradient_error
-from tfamp.numerics.sensitivity.result import Sensitivity
-from tfamp.numerics.sensitivity.search import sensitivity
+from tfamp.numerics.sensitivity import sensitivity
+from tfamp.numerics.sensitivity.errors import (
+    Sensitivity,
+    deviation,
+    forward_error,
+    gradient_error,
+)
 
 L = keras.layers
 RNG = np.random.default_rng(0)

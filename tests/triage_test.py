@@ -11,8 +11,8 @@ import tensorflow as tf
 import tfamp
 from tests.replicas import two_replicas
 from tests.styles import STYLES, Own, assembled
+from tfamp.numerics.triage import triage
 from tfamp.numerics.triage.result import Triage
-from tfamp.numerics.triage.step_triage import triage
 from tfamp.numerics.triage.suspicions import Update
 from tfamp.stepping import snapshots
 

@@ -32,20 +32,20 @@ _HOMES = {
     "export": "tfamp.serving.exports.exporter",
     "find_batch_size": "tfamp.memory.batch_search",
     "freeze": "tfamp.serving.frozen",
-    "lint": "tfamp.numerics.lint.linter",
+    "lint": "tfamp.numerics.lint",
     "load_exported": "tfamp.serving.runtimes.loader",
     "load_model": "tfamp.models",
     "measure_policies": "tfamp.tuning.measured_policies",
-    "prove": "tfamp.numerics.proof.prover",
+    "prove": "tfamp.numerics.proof",
     "ranges": "tfamp.numerics.magnitudes",
     "remat": "tfamp.memory.rematerialisation",
     "replay": "tfamp.numerics.triage.bundle_replay",
     "scaling": "tfamp.comparison.replicas.runner",
     "scope": "tfamp.policy",
-    "sensitivity": "tfamp.numerics.sensitivity.search",
+    "sensitivity": "tfamp.numerics.sensitivity",
     "status": "tfamp.policy",
     "training": "tfamp.training",
-    "triage": "tfamp.numerics.triage.step_triage",
+    "triage": "tfamp.numerics.triage",
     "tune": "tfamp.tuning.tuner",
 }
 # What the functions above return, for annotations; editors do not list them.
@@ -63,7 +63,7 @@ _RESULTS = {
     "Ranges": "tfamp.numerics.range_records",
     "Replayed": "tfamp.stepping.bundle_records",
     "Scaling": "tfamp.comparison.replicas.result",
-    "Sensitivity": "tfamp.numerics.sensitivity.result",
+    "Sensitivity": "tfamp.numerics.sensitivity.errors",
     "Triage": "tfamp.numerics.triage.result",
     "Status": "tfamp.policy",
 }
@@ -114,16 +114,16 @@ if TYPE_CHECKING:
     from tfamp.models import apply as apply
     from tfamp.models import assignment as assignment
     from tfamp.models import load_model as load_model
-    from tfamp.numerics.lint.linter import lint as lint
+    from tfamp.numerics.lint import lint as lint
     from tfamp.numerics.magnitudes import ranges as ranges
-    from tfamp.numerics.proof.prover import prove as prove
+    from tfamp.numerics.proof import prove as prove
     from tfamp.numerics.proof.result import Proof as Proof
     from tfamp.numerics.range_records import Ranges as Ranges
-    from tfamp.numerics.sensitivity.result import Sensitivity as Sensitivity
-    from tfamp.numerics.sensitivity.search import sensitivity as sensitivity
+    from tfamp.numerics.sensitivity import sensitivity as sensitivity
+    from tfamp.numerics.sensitivity.errors import Sensitivity as Sensitivity
+    from tfamp.numerics.triage import triage as triage
     from tfamp.numerics.triage.bundle_replay import replay as replay
     from tfamp.numerics.triage.result import Triage as Triage
-    from tfamp.numerics.triage.step_triage import triage as triage
     from tfamp.plan import PrecisionPlan as PrecisionPlan
     from tfamp.policy import Status as Status
     from tfamp.policy import disable as disable

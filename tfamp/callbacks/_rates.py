@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.callbacks._timed_iterator import ITERATORS, Drawn, Meter
-from tfamp.graph.operations import forward_flops
+from tfamp.graph import forward_flops
 from tfamp.keras_hooks import structure
 from tfamp.machine.speeds import peak_flops
 

@@ -135,7 +135,7 @@ def _silenced(name: str, texts: Sequence[str]) -> dict[str, str]:
     """
     if not texts:
         return {}
-    from tfamp.numerics.lint.linter import RULE_IDS
+    from tfamp.numerics.lint import RULE_IDS
 
     names = "|".join(map(re.escape, RULE_IDS))
     pairs = [each for text in texts for each in re.split(rf",(?=(?:{names}):)", text)]

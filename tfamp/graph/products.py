@@ -162,7 +162,7 @@ def sizes_of(operation: Operation) -> Sizes:
 
     Example:
         >>> import tensorflow as tf
-        >>> from tfamp.graph.operations import read_operations
+        >>> from tfamp.graph import read_operations
         >>> matmul = tf.function(lambda x, y: tf.matmul(x, y))
         >>> specs = tf.TensorSpec((32, 27)), tf.TensorSpec((27, 10))
         >>> _, _, product, _ = read_operations(matmul.get_concrete_function(*specs))

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import keras
 from absl import logging
 
+from tfamp.graph import read_operations
 from tfamp.graph.bodies import is_backward
-from tfamp.graph.operations import read_operations
 from tfamp.keras_hooks import structure
 from tfamp.machine import devices
 from tfamp.memory.estimator import StepMemory

@@ -14,7 +14,7 @@ import tfamp
 from tfamp.dtypes.settings import make_settings
 from tfamp.machine import cpus, devices
 from tfamp.models import put_under
-from tfamp.numerics.sensitivity.search import sensitivity
+from tfamp.numerics.sensitivity import sensitivity
 from tfamp.plan import PrecisionPlan, read_plan
 from tfamp.records import checks
 from tfamp.records.console import progress

@@ -258,7 +258,7 @@ class Attempts:
             return None
         if judge is None:
             # Loaded when something has failed.
-            from tfamp.numerics.triage.step_triage import triage as judge
+            from tfamp.numerics.triage import triage as judge
         try:
             verdict = judge(self._model, batch)
         except Exception as error:  # recovery must go on without it

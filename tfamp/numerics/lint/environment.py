@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data.health.profile import NOISY, rounding_for
-from tfamp.graph.operations import read_operations
+from tfamp.graph import read_operations
 from tfamp.graph.products import (
     MULTIPLE,
     Sizes,

@@ -14,9 +14,8 @@ from tfamp.dtypes.settings import make_settings
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layers import Kind, record_of
 from tfamp.numerics.magnitudes import first_overflow
-from tfamp.numerics.sensitivity.errors import deviation, forward_error
+from tfamp.numerics.sensitivity.errors import Sensitivity, deviation, forward_error
 from tfamp.numerics.sensitivity.reruns import rerun
-from tfamp.numerics.sensitivity.result import Sensitivity
 from tfamp.numerics.sensitivity.shadow import Suspect, arrays
 from tfamp.records.formats import Format, needs_loss_scale
 from tfamp.stepping.eager_step import Site
