@@ -130,7 +130,7 @@ def _note(path: Path, text: str) -> None:
 
 def _kill_in_save(number: int, part: float, kill: Callable[[], None]) -> None:
     """Kills the process in its save of this number, when a part of it is written."""
-    from tfamp.records import files as whole_files
+    from tfamp.records import record as whole_files
     from tfamp.stepping import snapshot_files
 
     write, replace, saves = snapshot_files.write_archive, os.replace, [0]

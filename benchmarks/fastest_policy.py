@@ -23,8 +23,7 @@ from keras import layers
 import tfamp
 from benchmarks import _models, _runner, _turns
 from tfamp.stepping.unchanged import unchanged
-from tfamp.tuning.policy_steps import Candidate, PolicySteps, put_back
-from tfamp.tuning.races import INDIFFERENCE, Racer
+from tfamp.tuning.races import INDIFFERENCE, Candidate, PolicySteps, Racer, put_back
 
 KINDS = ("MLP", "CNN", "CNN with BatchNormalization", "transformer", "LSTM", "GRU")
 REQUIRED_PART, REQUIRED_SECONDS = 0.95, 25.0

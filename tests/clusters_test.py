@@ -21,9 +21,9 @@ from tests.replicas import two_replicas
 from tfamp.distribute import strategies
 from tfamp.dtypes import hooks
 from tfamp.loss_scale.replicas import STRATEGIES
-from tfamp.machine import network
+from tfamp.machine import hosts
 from tfamp.machine.clusters import Cluster, cluster_of
-from tfamp.machine.slurm import expanded_hosts
+from tfamp.machine.hosts import expanded_hosts
 
 ROOT = Path(__file__).parents[1]
 TWO = ["a:2222", "b:2222"]
@@ -363,10 +363,10 @@ def test_addresses_are_asked_with_a_short_patience(monkeypatch):
         listening.listen()
         quiet.bind(("127.0.0.1", 0))
         there, closed = (f"127.0.0.1:{s.getsockname()[1]}" for s in (listening, quiet))
-        found = network.answers([there, closed])
-    assert found == {there: network.LISTENS, closed: network.REFUSED}
-    monkeypatch.setattr(network, "_ask", lambda address, seconds: time.sleep(60))
-    assert network.answers(["a:1"], seconds=0.01) == {"a:1": network.SILENT}
+        found = hosts.answers([there, closed])
+    assert found == {there: hosts.LISTENS, closed: hosts.REFUSED}
+    monkeypatch.setattr(hosts, "_ask", lambda address, seconds: time.sleep(60))
+    assert hosts.answers(["a:1"], seconds=0.01) == {"a:1": hosts.SILENT}
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tfamp.cli.diagnosis import (
 )
 from tfamp.cli.doctor import Probes, diagnose
 from tfamp.dtypes import settings
-from tfamp.machine import network
+from tfamp.machine import hosts
 from tfamp.machine.limits import MachineMemory, MemoryLimit
 from tfamp.machine.speeds import Device, Recommendation
 from tfamp.records import versions as _versions
@@ -60,7 +60,7 @@ def machine(
         nvidia_gpus=lambda: nvidia_gpus,
         memory=lambda environ: memory,
         cache=lambda: cache,
-        answers=lambda addresses: dict.fromkeys(addresses, network.SILENT),
+        answers=lambda addresses: dict.fromkeys(addresses, hosts.SILENT),
     )
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tfamp.records import files
+from tfamp.records import record
 
 DURABLE = pytest.mark.parametrize("durable", [False, True])
 
@@ -13,7 +13,7 @@ DURABLE = pytest.mark.parametrize("durable", [False, True])
 def test_a_file_takes_the_place_of_the_one_before(tmp_path, durable):
     path = tmp_path / "record.json"
     path.write_text("before")
-    with files.whole(path, durable=durable) as beside:
+    with record.whole(path, durable=durable) as beside:
         beside.write_text("after")
         assert path.read_text() == "before"
     assert path.read_text() == "after"
@@ -25,7 +25,7 @@ def test_a_failure_leaves_what_was_there_and_nothing_beside_it(tmp_path, durable
     path = tmp_path / "record.json"
     path.write_text("before")
     with pytest.raises(OSError, match="disk is full"):
-        with files.whole(path, durable=durable) as beside:
+        with record.whole(path, durable=durable) as beside:
             beside.write_text("half of it")
             raise OSError("the disk is full")
     assert path.read_text() == "before"
@@ -34,7 +34,7 @@ def test_a_failure_leaves_what_was_there_and_nothing_beside_it(tmp_path, durable
 
 def test_two_may_write_at_the_same_time(tmp_path):
     path = tmp_path / "record.json"
-    with files.whole(path) as one, files.whole(path) as other:
+    with record.whole(path) as one, record.whole(path) as other:
         one.write_text("one")
         other.write_text("other")
     assert path.read_text() == "one"  # the outer one ends last
@@ -42,7 +42,7 @@ def test_two_may_write_at_the_same_time(tmp_path):
 
 def test_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
-        with files.whole(tmp_path / "none" / "record.json") as beside:
+        with record.whole(tmp_path / "none" / "record.json") as beside:
             beside.write_text("text")
 
 
@@ -54,7 +54,7 @@ def test_a_durable_file_reaches_the_disk_before_its_name_does(tmp_path, monkeypa
         synced.append((os.fstat(handle).st_ino, path.exists()))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with files.whole(path, durable=True) as beside:
+    with record.whole(path, durable=True) as beside:
         beside.write_text("text")
         own = beside.stat().st_ino
     expected = [(own, False)]

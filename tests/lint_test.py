@@ -14,7 +14,7 @@ from tests.lint_rules_test import batch, places, sequential, stock
 from tests.refusals import refusals
 from tests.replicas import two_replicas
 from tfamp.numerics.lint import RULE_IDS, RULES, lint
-from tfamp.records import pages
+from tfamp.records import checks
 from tfamp.records.findings import Findings
 
 L = keras.layers
@@ -135,7 +135,7 @@ def test_findings_tell_all_that_a_reader_needs():
     assert isinstance(found, Findings)
     (each,) = found.of(rule="half-head")
     assert (each.severity, each.layer, each.figure) == ("error", "out", 8.3)
-    page = pages.address("lint#half-head")
+    page = checks.address("lint#half-head")
     assert each.details["documentation"] == page
     assert f"See {page}" in found.table().splitlines()
     assert found.title == f"Lint of model {model.name!r}, with float16"
@@ -417,4 +417,4 @@ def test_the_documentation_has_a_whole_section_for_each_rule():
             assert part in section, name
         assert f'silence={{"{name}": ' in section
     anchors = [rule.documentation for rule in RULES]
-    assert anchors == [pages.address(f"lint#{name}") for name in RULE_IDS]
+    assert anchors == [checks.address(f"lint#{name}") for name in RULE_IDS]

@@ -11,10 +11,9 @@ import tensorflow as tf
 import tfamp
 from tests.styles import STYLES, assembled
 from tfamp.stepping.unchanged import unchanged
-from tfamp.tuning import measured_policies, measurement, policy_steps
+from tfamp.tuning import measured_policies, measurement, races
 from tfamp.tuning.measured_policies import Measuring
-from tfamp.tuning.policy_steps import Candidate, Prepared
-from tfamp.tuning.races import Racer
+from tfamp.tuning.races import Candidate, Prepared, Racer
 
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(16, 6)).astype("float32")
@@ -232,8 +231,8 @@ def test_a_step_is_traced_once_though_metrics_were_given_by_names():
 def test_a_trace_for_each_policy_is_no_reason_to_warn(retracing):
     model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
     model.compile("sgd", "mse")
-    steps = policy_steps.PolicySteps(model, [(X, Y)])
-    with unchanged(model), policy_steps.put_back(model):
+    steps = races.PolicySteps(model, [(X, Y)])
+    with unchanged(model), races.put_back(model):
         for _ in range(5):
             assert steps.prepare(Candidate("float32", False)).racer is not None
     assert retracing() == []
@@ -252,7 +251,7 @@ def test_a_clear_measurement_is_read_again_by_the_next_run(cache, monkeypatch):
         racer = Racer(candidate.name, lambda steps: steps * seconds, seconds)
         return Prepared(candidate, racer, 0.01, "")
 
-    monkeypatch.setattr(policy_steps.PolicySteps, "prepare", quick)
+    monkeypatch.setattr(races.PolicySteps, "prepare", quick)
     monkeypatch.setattr(measured_policies.devices, "objection", lambda *given: None)
     first = tfamp.measure_policies(made, (X, Y))
     assert not first.from_cache
@@ -290,7 +289,7 @@ def faster(policy):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_measure_trains_under_the_fastest_from_the_first_step(style, monkeypatch):
-    monkeypatch.setattr(policy_steps.PolicySteps, "prepare", faster("mixed_bfloat16"))
+    monkeypatch.setattr(races.PolicySteps, "prepare", faster("mixed_bfloat16"))
     with tfamp.scope("measure", keep_float32=[layers.BatchNormalization]):
         model = made(style)
         assert {layer.compute_dtype for layer in model._flatten_layers()} == {"float32"}
@@ -316,14 +315,14 @@ def test_what_a_network_inside_was_traced_with_is_forgotten():
     model.compile("sgd", "mse")
     x = np.full((1, 4), 1 / 3, np.float32)
     before = inner.predict(x, verbose=0)
-    with policy_steps.put_back(model):
+    with races.put_back(model):
         tfamp.apply(model, "mixed_bfloat16")
         assert not np.array_equal(inner.predict(x, verbose=0), before)
     np.testing.assert_array_equal(inner.predict(x, verbose=0), before)
 
 
 def test_each_model_of_a_program_is_measured(monkeypatch):
-    monkeypatch.setattr(policy_steps.PolicySteps, "prepare", faster("mixed_bfloat16"))
+    monkeypatch.setattr(races.PolicySteps, "prepare", faster("mixed_bfloat16"))
     with tfamp.scope("measure"):
         models = [made() for _ in range(2)]
         for model in models:
@@ -333,7 +332,7 @@ def test_each_model_of_a_program_is_measured(monkeypatch):
 
 @pytest.mark.parametrize("told", [True, False])
 def test_xla_stays_as_compile_was_told(told, monkeypatch):
-    monkeypatch.setattr(policy_steps.PolicySteps, "prepare", faster("mixed_bfloat16"))
+    monkeypatch.setattr(races.PolicySteps, "prepare", faster("mixed_bfloat16"))
     with tfamp.scope("measure"):
         model = made(jit_compile=told)
         model.fit(X, Y, verbose=0)
@@ -341,11 +340,11 @@ def test_xla_stays_as_compile_was_told(told, monkeypatch):
 
 
 def test_auto_takes_what_an_earlier_run_has_measured(monkeypatch):
-    monkeypatch.setattr(policy_steps.PolicySteps, "prepare", faster("mixed_float16"))
+    monkeypatch.setattr(races.PolicySteps, "prepare", faster("mixed_float16"))
     monkeypatch.setattr(measured_policies.devices, "objection", lambda *given: None)
     with tfamp.scope("measure"):
         made().fit(X, Y, verbose=0, batch_size=8)
-    monkeypatch.setattr(policy_steps.PolicySteps, "prepare", None)
+    monkeypatch.setattr(races.PolicySteps, "prepare", None)
     with tfamp.scope("auto"):
         model = made()
         model.fit(X, Y, verbose=0, batch_size=8)
@@ -402,7 +401,7 @@ def test_a_step_that_cannot_be_measured_trains_in_float32_all_the_same(
     def fails(self, candidate):
         return Prepared(candidate, None, 0.0, "cannot run: no kernel")
 
-    monkeypatch.setattr(policy_steps.PolicySteps, "prepare", fails)
+    monkeypatch.setattr(races.PolicySteps, "prepare", fails)
     with tfamp.scope("measure"):
         model = made()
         model.fit(X, Y, verbose=0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tfamp.numerics.lint import RULES
 from tfamp.numerics.triage.result import Blamed, Triage
-from tfamp.records import pages
+from tfamp.records import checks
 
 ROOT = Path(__file__).parents[1]
 # Where the name of a page is put together, from rules and causes.
@@ -14,15 +14,14 @@ MADE_OF = ("tfamp/numerics/lint/subject.py", "tfamp/numerics/triage/result.py")
 
 
 def named_pages() -> dict[str, set[str]]:
-    """Returns the pages that calls of `pages.see` and `address` name, by file."""
+    """Returns the pages that calls of `see` and `address` name, by file."""
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "tfamp").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if (
                 isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and ast.unparse(node.func.value) == "pages"
+                and ast.unparse(node.func) in ("see", "checks.see", "checks.address")
                 and name not in MADE_OF
             ):
                 found.setdefault(name, set()).add(ast.literal_eval(node.args[0]))
@@ -31,8 +30,8 @@ def named_pages() -> dict[str, set[str]]:
 
 def asked(address: str) -> str:
     """Returns the page that an address of the site is of."""
-    assert address.startswith(f"{pages.SITE}/"), address
-    return address.removeprefix(f"{pages.SITE}/").replace(".html", "", 1)
+    assert address.startswith(f"{checks.SITE}/"), address
+    return address.removeprefix(f"{checks.SITE}/").replace(".html", "", 1)
 
 
 def triage_of(cause: str) -> Triage:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tfamp
-from tfamp.records import pages, versions
+from tfamp.records import checks, versions
 
 ROOT = Path(__file__).parents[1]
 CONTAINERS = (ROOT / "Dockerfile", ROOT / "deploy/serving/Dockerfile")
@@ -66,6 +66,6 @@ def test_the_recipe_for_conda_is_of_this_version_and_its_requirements():
     assert recipe["build"]["python"]["entry_points"] == [entry]
     about = recipe["about"]
     assert about["homepage"] == about["repository"] == metadata["url"]
-    assert about["documentation"] == f"{pages.SITE}/"
+    assert about["documentation"] == f"{checks.SITE}/"
     assert about["summary"] == metadata["description"]
     assert about["license"] == metadata["license"]

@@ -7,7 +7,7 @@ import pytest
 from tests.docs_test import DOCS, FAILURES, ROOT, TESTS, anchors
 from tests.named_pages import USED, named_pages, triage_of
 from tfamp.loss_scale import interface
-from tfamp.records import pages
+from tfamp.records import checks
 from tfamp.records.findings import Finding, Findings
 
 
@@ -35,29 +35,29 @@ def test_the_site_is_that_of_the_projects_links():
     settings.read(ROOT / "setup.cfg", encoding="utf-8")
     lines = settings["metadata"]["project_urls"].strip().splitlines()
     links = dict(line.split(" = ") for line in lines)
-    assert links["Documentation"] == f"{pages.SITE}/"
+    assert links["Documentation"] == f"{checks.SITE}/"
     owner, name = settings["metadata"]["url"].split("/")[-2:]
-    assert f"https://{owner}.github.io/{name}" == pages.SITE
+    assert f"https://{owner}.github.io/{name}" == checks.SITE
     others = [
         path
         for path in (ROOT / "tfamp").rglob("*.py")
         if "github.io" in path.read_text(encoding="utf-8")
     ]
-    assert [path.name for path in others] == ["pages.py"]
+    assert [path.name for path in others] == ["checks.py"]
 
 
 def test_addresses_stand_on_one_line_where_they_can_be_copied():
-    documentation = {"documentation": pages.address("lint#half-head")}
+    documentation = {"documentation": checks.address("lint#half-head")}
     finding = Finding("half-head", "error", "x" * 99, "y" * 99, details=documentation)
     shown = Findings((finding, finding), title="Lint").table().splitlines()
     assert shown.count("See https://tfamp.github.io/tfamp/lint.html#half-head") == 1
     shown = triage_of("loss scale").table().splitlines()
-    assert f"See {pages.SITE}/triage.html#cause-loss-scale" in shown
+    assert f"See {checks.SITE}/triage.html#cause-loss-scale" in shown
 
 
 def test_the_loss_scales_error_ends_with_its_page():
     for is_dynamic, is_scaled in ((True, True), (False, True), (False, False)):
         text = interface.template(is_dynamic=is_dynamic, is_scaled=is_scaled)
-        assert text.endswith(f" See {pages.SITE}/failures/zero-scale.html")
+        assert text.endswith(f" See {checks.SITE}/failures/zero-scale.html")
         raised = f"assertion failed: [{text.format(*range(5))}]\n\t [[node]]"
         assert interface.found_in(raised) == text.format(*range(5))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import tfamp
-from tfamp.records import pages, versions
+from tfamp.records import checks, versions
 
 ROOT = Path(__file__).parents[1]
 # A clean environment downloads TensorFlow.
@@ -47,7 +47,7 @@ def test_links_of_the_project_start_with_its_address():
     links = dict(line.split(" = ") for line in lines)
     assert {"Source", "Documentation", "Changelog", "Issues"} <= links.keys()
     site = links.pop("Documentation")
-    assert site.startswith(f"{pages.SITE}/")
+    assert site.startswith(f"{checks.SITE}/")
     assert all(link.startswith(metadata["url"]) for link in links.values())
     for link in links.values():
         if file := re.search(r"/(?:blob|tree)/main/(.+)", link):

@@ -32,7 +32,7 @@ from tfamp.comparison.report.text import table, to_markdown
 from tfamp.comparison.result import Comparison
 from tfamp.comparison.verdict import Verdict
 from tfamp.machine.speeds import Device
-from tfamp.records import files
+from tfamp.records import record
 from tfamp.trials.intervals import Interval, effect_of_ratio
 from tfamp.trials.run_records import (
     Context,
@@ -932,7 +932,7 @@ def test_a_failed_write_leaves_the_old_file(number, message, tmp_path, monkeypat
 
     monkeypatch.setattr(os, "replace", fails)
     with pytest.raises(OSError, match=re.escape(message)) as found:
-        files.write_text(path, "whole")
+        record.write_text(path, "whole")
     assert found.value.errno == number
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["report.md"]

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.callbacks import Resume
-from tfamp.records import files as whole_files
+from tfamp.records import record as whole_files
 from tfamp.stepping import snapshot_files, snapshots
 
 EVERY_STEPS = 4

@@ -19,7 +19,7 @@ import tensorflow as tf
 import tfamp
 from tests.linear_training import inner, linear
 from tests.replicas import two_replicas
-from tfamp.cli._command import INTERRUPTED
+from tfamp.cli.command import INTERRUPTED
 from tfamp.comparison.replicas import judgement, processes, steps
 from tfamp.comparison.replicas.judgement import Equality, OneDevice, ScalingPoint, Times
 from tfamp.comparison.replicas.result import Scaling

@@ -18,8 +18,7 @@ from rich.console import Group
 
 import tfamp
 from tfamp.cli import findings
-from tfamp.cli._command import Call, Command, Outcome
-from tfamp.cli._flags import Flag
+from tfamp.cli.command import Call, Command, Flag, Outcome
 from tfamp.cli.diagnosis import (
     DeviceReport,
     Diagnosis,
@@ -28,7 +27,7 @@ from tfamp.cli.diagnosis import (
     Setting,
     parts,
 )
-from tfamp.machine import network
+from tfamp.machine import hosts
 from tfamp.machine.limits import MachineMemory
 from tfamp.machine.speeds import Device
 from tfamp.records import checks
@@ -112,7 +111,7 @@ class Probes:
     nvidia_gpus: Callable[[], int] = _nvidia_gpus
     memory: Callable[[Mapping[str, str]], MachineMemory] = _memory
     cache: Callable[[], MeasurementCache | None] = MeasurementCache.read
-    answers: Callable[[Sequence[str]], dict[str, str]] = network.answers
+    answers: Callable[[Sequence[str]], dict[str, str]] = hosts.answers
 
 
 def diagnose(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tfamp.cli.diagnosis import ClusterReport, Diagnosis, DoctorFinding, Setting
-from tfamp.machine import cpus, network
+from tfamp.machine import cpus, hosts
 from tfamp.machine.clusters import cluster_of
 from tfamp.machine.speeds import Device
 from tfamp.records import checks
@@ -148,7 +148,7 @@ def of_cluster(
     others = [each for each in cluster.workers if each != cluster.address]
     answers = ask(others)
     findings = []
-    for answer, remedy in network.REMEDIES.items():
+    for answer, remedy in hosts.REMEDIES.items():
         silent = [each for each in others if answers.get(each) == answer]
         if silent:
             more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""

@@ -4,8 +4,16 @@ import dataclasses
 from typing import Any
 
 import tfamp
-from tfamp.cli._command import STATUS, Call, Command, Outcome, UsageError
-from tfamp.cli._flags import PLOT, Flag, sizes
+from tfamp.cli.command import (
+    PLOT,
+    STATUS,
+    Call,
+    Command,
+    Flag,
+    Outcome,
+    UsageError,
+    sizes,
+)
 from tfamp.cli.tools import BUILD, TARGET, built, one_policy, policy_flag
 from tfamp.records import units
 from tfamp.records.units import parse_bytes

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tfamp
-from tfamp.cli._command import Call, Command, Outcome, UsageError
-from tfamp.cli._flags import Flag, one_of
+from tfamp.cli.command import Call, Command, Flag, Outcome, UsageError, one_of
 from tfamp.records.formats import HALF
 from tfamp.records.record import TableRecord
 from tfamp.records.units import format_bytes

@@ -5,8 +5,7 @@ Nothing here loads TensorFlow: a server of other runtimes does without it.
 
 from pathlib import Path
 
-from tfamp.cli._command import Call, Command, Outcome
-from tfamp.cli._flags import Flag, one_of
+from tfamp.cli.command import Call, Command, Flag, Outcome, one_of
 from tfamp.records.checks import positive
 from tfamp.records.units import parse_bytes
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tfamp
-from tfamp.cli._command import STATUS, Call, Command, Outcome
-from tfamp.cli._flags import PLOT, Flag, one_of
+from tfamp.cli.command import PLOT, STATUS, Call, Command, Flag, Outcome, one_of
 from tfamp.records import checks
 from tfamp.trials import parcel
 from tfamp.trials.variant import Variant

@@ -11,8 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import tfamp
-from tfamp.cli._command import STATUS, Call, Command, Outcome, UsageError
-from tfamp.cli._flags import Flag, sizes, some_of
+from tfamp.cli.command import (
+    STATUS,
+    Call,
+    Command,
+    Flag,
+    Outcome,
+    UsageError,
+    sizes,
+    some_of,
+)
 from tfamp.cli.tools import BUILD, TARGET, Built, built, one_policy, policy_flag
 from tfamp.comparison.evidence import Evidence
 from tfamp.records import checks, units

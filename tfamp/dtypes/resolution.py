@@ -14,7 +14,7 @@ from tfamp.dtypes.rules import Rule
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import backend, calls, structure, trainer
 from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of, update_record
-from tfamp.records import pages
+from tfamp.records import checks
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
 
@@ -291,7 +291,7 @@ def meet_unmanaged(model: keras.layers.Layer) -> None:
             f"Model {model.name!r} was built before `tfamp.enable`, so it computes in "
             f"{model.compute_dtype} as it was built. Call `tfamp.enable` before "
             "building the model, or convert it in place with `tfamp.apply(model)`. "
-            f"{pages.see('lint#late-policy')}",
+            f"{checks.see('lint#late-policy')}",
             UserWarning,
             stacklevel=4,
         )

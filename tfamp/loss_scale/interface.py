@@ -19,7 +19,7 @@ from tfamp.loss_scale.counters import (
 from tfamp.loss_scale.gradients import multiplied
 from tfamp.loss_scale.rule import ScaleState
 from tfamp.loss_scale.scalings import SCALINGS
-from tfamp.records import checks, pages
+from tfamp.records import checks
 
 SCALING_IS_NOT_THE_CAUSE = (
     "Lower the learning rate, clip gradients, keep the overflowing layer in float32, "
@@ -67,7 +67,7 @@ def template(*, is_dynamic: bool, is_scaled: bool) -> str:
     advice = STATIC_SCALE if is_scaled else NO_SCALE
     if is_dynamic:
         advice = SCALING_IS_NOT_THE_CAUSE
-    return f"{_TEMPLATE}{advice} {pages.see('failures/zero-scale')}"
+    return f"{_TEMPLATE}{advice} {checks.see('failures/zero-scale')}"
 
 
 def found_in(message: str) -> str | None:

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layers import CALLS, record_of
 from tfamp.keras_hooks.optimizers import leaves, strategy_of, trained_by
-from tfamp.records import pages
+from tfamp.records import checks
 
 _ATTRIBUTE = "_tfamp_companion"
 # What code of a method has to name to come to the `apply` of the base class.
@@ -226,7 +226,7 @@ def warn_of_unscaled_loss(optimizer: Any) -> None:
         "come from no `tf.GradientTape`, and no loss was multiplied by it: updates are "
         "too small by that factor. Compute them by a tape, or put `loss = "
         "optimizer.scale_loss(loss)` before they are computed. "
-        f"{pages.see('failures/tiny-updates')}",
+        f"{checks.see('failures/tiny-updates')}",
         UserWarning,
         stacklevel=_level_of_user(),
     )
@@ -267,7 +267,7 @@ def warn_of_no_scale(layer: Any) -> None:
         f"{type(layer).__name__} {layer.name!r} computes in float16, and its gradients "
         "are computed with no loss scale: those below 6e-8 are 0. Make the optimizer "
         "after `tfamp.enable`, or apply them by `tfamp.LossScaleOptimizer(optimizer)`, "
-        f"made ahead of the first step. {pages.see('lint#unscaled-float16')}",
+        f"made ahead of the first step. {checks.see('lint#unscaled-float16')}",
         UserWarning,
         stacklevel=_level_of_user(),
     )

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.loss_scale.counters import COUNTERS, LEVELS, STATIC, STATIC_BORN
 from tfamp.loss_scale.rule import EMPTY_WINDOW, ScaleState
-from tfamp.records import pages
+from tfamp.records import checks
 
 _MARK = "tfamp"
 # iteration, learning_rate, step_counter and dynamic_scale of Keras's class.
@@ -204,7 +204,7 @@ class Saving(keras.optimizers.LossScaleOptimizer):
                     f"The file's optimizer has {len(values)} variables that do not fit "
                     f"the {len(targets)} of {self.name!r}, so its slots begin anew. "
                     "Compile with the optimizer that was saved. "
-                    f"{pages.see('failures/loaded-optimizer')}",
+                    f"{checks.see('failures/loaded-optimizer')}",
                     UserWarning,
                     stacklevel=4,
                 )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from tfamp.machine import slurm
+from tfamp.machine.hosts import expanded_hosts, slurm_has_several, slurm_workers
 from tfamp.records.record import TableRecord
 
 # That of SageMaker's own training container, for workers that reduce among themselves.
@@ -266,7 +266,7 @@ def _kubernetes(environ: Mapping[str, str]) -> Read:
             "this pod, which Kubernetes sets where `completionMode: Indexed`. Set it "
             f"in the job, or unset {_HOSTS}."
         )
-    hosts = slurm.expanded_hosts(_HOSTS, text)
+    hosts = expanded_hosts(_HOSTS, text)
     if not index.isdecimal() or int(index) >= len(hosts):
         raise ValueError(
             f"{_INDEX} is {index!r}; expected a number below {len(hosts)}, the number "
@@ -283,7 +283,7 @@ def _kubernetes(environ: Mapping[str, str]) -> Read:
 
 
 def _slurm(environ: Mapping[str, str]) -> Read:
-    addresses, index = slurm.workers(environ)
+    addresses, index = slurm_workers(environ)
     return addresses, index, False
 
 
@@ -306,6 +306,6 @@ _SOURCES: dict[
         lambda e: bool(e.get("SM_HOSTS") or e.get("SM_CURRENT_HOST")),
         _sagemaker,
     ),
-    "Slurm": (slurm.has_several, _slurm),
+    "Slurm": (slurm_has_several, _slurm),
     "Kubernetes": (lambda e: bool(e.get(_INDEX) or e.get(_HOSTS)), _kubernetes),
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfamp.records import pages
+from tfamp.records import checks
 
 _TOLD: "weakref.WeakSet[Any]" = weakref.WeakSet()
 REMEDY = (
@@ -35,7 +35,7 @@ def warn_of_idle_distribution(*_: Any) -> None:
     if text is not None and found not in _TOLD:
         _TOLD.add(found)
         warnings.warn(
-            f"{text} {REMEDY} {pages.see('lint#idle-distribution')}",
+            f"{text} {REMEDY} {checks.see('lint#idle-distribution')}",
             UserWarning,
             stacklevel=2,
         )

@@ -1,6 +1,9 @@
 """Checks of arguments and optional packages, worded as errors that help.
 
-Each message says what came, what was expected and what to do next.
+Each message says what came, what was expected and what to do next. It may end with a
+page of the documentation, named by where it stands in docs/, without ".md", and by an
+anchor of it, as "failures/zero-scale" or "lint#half-head". Such a name stays when a
+page is rewritten.
 """
 
 import difflib
@@ -205,3 +208,28 @@ def _lines(error: BaseException) -> list[str]:
     """Returns the lines of an error's text that are not empty, without Keras's bold."""
     text = re.sub(r"\x1b\[\d*m", "", str(error))
     return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+# setup.cfg has the same address among the project's links.
+SITE = "https://tfamp.github.io/tfamp"
+
+
+def address(page: str) -> str:
+    """Returns the address of a page, or of a section of it behind "#".
+
+    Example:
+        >>> address("lint#half-head")
+        'https://tfamp.github.io/tfamp/lint.html#half-head'
+    """
+    path, mark, anchor = page.partition("#")
+    return f"{SITE}/{path}.html{mark}{anchor}"
+
+
+def see(page: str) -> str:
+    """Returns what a message ends with: no full stop, so that it can be clicked.
+
+    Example:
+        >>> see("failures/zero-scale")
+        'See https://tfamp.github.io/tfamp/failures/zero-scale.html'
+    """
+    return f"See {address(page)}"

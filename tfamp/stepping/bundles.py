@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.records.checks import first_line
-from tfamp.records.files import sync_folder
+from tfamp.records.record import sync_folder
 from tfamp.stepping import snapshot_files, snapshots
 from tfamp.stepping.bundle_records import Batch, Bundle, Call
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.records import checks
-from tfamp.records.files import BESIDE, whole
+from tfamp.records.record import BESIDE, whole
 from tfamp.stepping.snapshots import State
 
 # The member of an archive that is no variable: counters, paths and dtypes as JSON.

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.records import checks
-from tfamp.records.files import whole
+from tfamp.records.record import whole
 from tfamp.trials.run_records import OperationTime, Run
 from tfamp.trials.storage import Job, file_name
 from tfamp.trials.training import arguments

@@ -21,7 +21,7 @@ from tfamp.stepping.arguments import build
 from tfamp.stepping.unchanged import unchanged
 from tfamp.tuning import scores
 from tfamp.tuning.measured_policies import model_of
-from tfamp.tuning.policy_steps import put_back
+from tfamp.tuning.races import put_back
 from tfamp.tuning.search import Evaluation
 
 # Chance that a plan is taken whose metric is worse than the tolerance allows: half of

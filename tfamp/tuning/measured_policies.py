@@ -16,14 +16,14 @@ from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
 from tfamp.stepping.unchanged import unchanged
 from tfamp.tuning import measurement, races
 from tfamp.tuning.measurement import Measurement, PolicyTime
-from tfamp.tuning.policy_steps import (
+from tfamp.tuning.races import (
     HOPELESS,
     Candidate,
     PolicySteps,
     Prepared,
+    Racer,
     put_back,
 )
-from tfamp.tuning.races import Racer
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 _REFERENCE = Candidate("float32", False)

@@ -12,8 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfamp.records.files import whole
-from tfamp.records.record import Record
+from tfamp.records.record import Record, whole
 
 
 @dataclasses.dataclass(frozen=True)

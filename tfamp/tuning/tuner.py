@@ -31,7 +31,7 @@ from tfamp.tuning.judges import (
 )
 from tfamp.tuning.measured_policies import model_of
 from tfamp.tuning.measurement import model_digest
-from tfamp.tuning.policy_steps import put_back
+from tfamp.tuning.races import put_back
 from tfamp.tuning.search import Checkpoint, Evaluation, Search
 
 POLICIES = ("mixed_float16", "mixed_bfloat16")

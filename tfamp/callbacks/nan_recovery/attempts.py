@@ -13,7 +13,7 @@ from tfamp.callbacks.nan_recovery import remedies as _remedies
 from tfamp.callbacks.nan_recovery.failures import Sign
 from tfamp.callbacks.nan_recovery.training import WatchedTraining
 from tfamp.plan import PrecisionPlan
-from tfamp.records import pages
+from tfamp.records import checks
 from tfamp.records.record import Record
 from tfamp.records.versions import installed_versions
 from tfamp.stepping.snapshots import State, put
@@ -340,7 +340,7 @@ class Attempts:
             f"Training was stopped at epoch {last.epoch + 1}, step {last.step}: "
             f"{last.sign}, and {why}; expected a remedy to help. The model is as it "
             f"was at step {last.restored_step}, its last good snapshot. {advice}. "
-            f"{pages.see('triage#recovery')}\n"
+            f"{checks.see('triage#recovery')}\n"
             f"{table([*self.done, last])}"
         )
         self.done.append(last)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from absl import logging
 
-from tfamp.records.files import BESIDE
+from tfamp.records.record import BESIDE
 from tfamp.stepping.snapshot_files import (
     made_folder,
     read_archive,

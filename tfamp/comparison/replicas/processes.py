@@ -26,7 +26,7 @@ from tfamp.comparison.replicas.steps import Step, make_steps
 from tfamp.keras_hooks import structure, trainer
 from tfamp.machine import devices
 from tfamp.machine.clusters import Cluster
-from tfamp.machine.network import free_ports
+from tfamp.machine.hosts import free_ports
 from tfamp.memory.batch_search.processes import Batch, Settings, batch_of
 from tfamp.records.checks import short_error
 from tfamp.records.record import Record

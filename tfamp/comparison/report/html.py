@@ -16,7 +16,7 @@ from tfamp.comparison.report.drawing import Plot
 from tfamp.comparison.report.plans import plan_plots, plan_sections
 from tfamp.comparison.report.rows import Cell, Row, rows
 from tfamp.comparison.report.tables import export_rows, export_sentences
-from tfamp.records import checks, files
+from tfamp.records import checks, record
 from tfamp.trials.intervals import ERROR_RATE
 
 # Measures that stand in large figures at the top, where they were measured.
@@ -60,7 +60,7 @@ def page_of(
     page = environment.from_string(resource(template))
     text: str = page.render(css=resource("style.css"), **view)
     if path is not None:
-        files.write_text(path, text)
+        record.write_text(path, text)
     return text
 
 

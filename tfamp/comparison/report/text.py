@@ -17,7 +17,7 @@ from tfamp.comparison.report.plans import (
 )
 from tfamp.comparison.report.rows import Cell, Row, rows
 from tfamp.comparison.report.tables import export_rows, export_sentences
-from tfamp.records import console, files
+from tfamp.records import console, record
 
 # Policies beside the reference that fit into the width; more get a table of their own.
 _IN_A_TABLE = 2
@@ -170,7 +170,7 @@ def to_markdown(evidence: Evidence, path: str | os.PathLike[str] | None = None) 
     table = _table(evidence, MAX_LINES - len(head) - len(tail) - 1)
     text = "\n".join([*head, "", *table, *tail]) + "\n"
     if path is not None:
-        files.write_text(path, text)
+        record.write_text(path, text)
     return text
 
 

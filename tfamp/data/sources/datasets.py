@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfamp.data._elements import known_length
 from tfamp.data.sources import DATA, RandomAccess, Source, files_identity
 from tfamp.data.stages import Settings
-from tfamp.machine import network
+from tfamp.machine import hosts
 from tfamp.records import checks
 
 _PROBE_SECONDS = 4.0
@@ -325,5 +325,5 @@ def can_be_reached(url: str) -> bool:
         parts = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     port = parts.port or (443 if parts.scheme == "https" else 80)
     address = f"{parts.hostname}:{port}"
-    found = network.answers([address], seconds=_PROBE_SECONDS)
-    return found[address] == network.LISTENS
+    found = hosts.answers([address], seconds=_PROBE_SECONDS)
+    return found[address] == hosts.LISTENS

@@ -33,7 +33,7 @@ from typing import Any
 
 from absl import logging
 
-from tfamp.records import files as _files
+from tfamp.records import record as _files
 
 try:
     import fcntl

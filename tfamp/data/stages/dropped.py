@@ -17,7 +17,8 @@ from absl import logging
 
 from tfamp.data._elements import as_arguments, blank, from_arguments, known_length
 from tfamp.data.stages import Settings, Stage, map_in_order
-from tfamp.records import pages, units
+from tfamp.records import units
+from tfamp.records.checks import see
 from tfamp.records.record import Record
 
 # Before a length is known, errors are held against at least this many elements, so
@@ -128,7 +129,7 @@ class ErrorLog:
             f"{len(self.found)} of {told} elements cannot be "
             f"read; expected at most {units.format_share(self.max_fraction)} "
             f"(`max_fraction`). The first: {first}. Repair or remove them, or raise "
-            f"`max_fraction` in `.on_error`. {pages.see('failures/damaged-record')}"
+            f"`max_fraction` in `.on_error`. {see('failures/damaged-record')}"
         )
 
 

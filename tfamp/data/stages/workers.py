@@ -12,7 +12,7 @@ from tfamp.data.sources import RandomAccess
 from tfamp.data.sources.tfrecord import TfrecordSource
 from tfamp.data.stages import Role, Settings, Stage, Step, has_role
 from tfamp.data.stages.cache import FileCache
-from tfamp.machine import network
+from tfamp.machine import hosts
 from tfamp.machine.clusters import Cluster
 from tfamp.machine.clusters import cluster as cluster_here
 from tfamp.records import checks
@@ -173,8 +173,8 @@ class Service(Stage):
                 "CSV and text files, generators, `decoder='opencv'` and "
                 "`tf.py_function`. Use others, or leave `.service` out."
             )
-        (answer,) = network.answers([self.address]).values()
-        if answer != network.LISTENS:
+        (answer,) = hosts.answers([self.address]).values()
+        if answer != hosts.LISTENS:
             raise ValueError(
                 f"`.service({self.address!r})` has no dispatcher: {answer}. Expected "
                 "one that runs. Start it before `build`, and open its port."

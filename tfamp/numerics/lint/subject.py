@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layers import LayerRecord, record_of
 from tfamp.numerics.lint.graph import Graph, trace_call
-from tfamp.records import pages
+from tfamp.records import checks
 from tfamp.records.checks import first_line
 from tfamp.records.findings import Finding, Severity
 from tfamp.records.formats import HALF
@@ -149,7 +149,7 @@ class LintRule:
     @property
     def documentation(self) -> str:
         """Where the rule is explained."""
-        return pages.address(f"lint#{self.id}")
+        return checks.address(f"lint#{self.id}")
 
     def findings(self, subject: Subject) -> list[Finding]:
         """Returns what the rule finds, each with a link to its explanation.

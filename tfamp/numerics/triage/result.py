@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from tfamp.records import console, pages
+from tfamp.records import checks, console
 from tfamp.records.record import Record, TableRecord
 
 Blamed = Literal[
@@ -68,7 +68,7 @@ class Triage(TableRecord):
     @property
     def documentation(self) -> str:
         """Where it is explained how this cause is told from others."""
-        return pages.address(f"triage#cause-{self.cause.replace(' ', '-')}")
+        return checks.address(f"triage#cause-{self.cause.replace(' ', '-')}")
 
     def table(self) -> str:
         """Returns cause, evidence, remedy and replays, at most 110 columns wide."""

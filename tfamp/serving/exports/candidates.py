@@ -17,7 +17,7 @@ import numpy as np
 
 from tfamp.machine.cpus import instruction_sets, num_usable_cpus
 from tfamp.records.checks import short_error
-from tfamp.records.files import BESIDE
+from tfamp.records.record import BESIDE
 from tfamp.records.units import format_bytes
 from tfamp.serving.exports import onnx_files, writers
 from tfamp.serving.exports.request import PACKAGES, Request

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tfamp.records import console, files
+from tfamp.records import console, record
 from tfamp.records.record import Record, TableRecord
 from tfamp.records.units import format_seconds
 
@@ -247,7 +247,7 @@ def to_html(test: LoadTest, path: str | os.PathLike[str] | None = None) -> str:
         ),
     )
     if path is not None:
-        files.write_text(path, page)
+        record.write_text(path, page)
     return page
 
 

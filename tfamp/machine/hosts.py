@@ -1,12 +1,17 @@
-"""The workers of a Slurm step, from the variables that `srun` sets for each task.
+"""Hosts that train together: those of a Slurm step, and whether they can be reached.
 
-TensorFlow's `SlurmClusterResolver` does the same for one worker a GPU: it asks
-nvidia-smi, fails without a GPU, and sorts the hosts by name, so that with n9 and n10
-the tasks stand at each other's addresses. So only what it expects is shared with it.
+TensorFlow's `SlurmClusterResolver` reads Slurm's variables for one worker a GPU: it
+asks nvidia-smi, fails without a GPU, and sorts the hosts by name, so that with n9 and
+n10 the tasks stand at each other's addresses. Only what it expects is shared with it.
 """
 
+import contextlib
+import queue
 import re
-from collections.abc import Iterator, Mapping
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 
 _NODES, _COUNTS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
 _TASKS, _RANK, _NODE = "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_NODEID"
@@ -19,7 +24,7 @@ _WITHOUT_SRUN = (
 )
 
 
-def has_several(environ: Mapping[str, str]) -> bool:
+def slurm_has_several(environ: Mapping[str, str]) -> bool:
     """Returns whether Slurm gave this job several tasks.
 
     A job with one, such as a shell on a node, is no cluster.
@@ -30,7 +35,7 @@ def has_several(environ: Mapping[str, str]) -> bool:
     return next((each for each in counts if each), "1").strip() != "1"
 
 
-def workers(environ: Mapping[str, str]) -> tuple[list[str], int]:
+def slurm_workers(environ: Mapping[str, str]) -> tuple[list[str], int]:
     """Returns the addresses of a step's tasks, in their order, and this one's place.
 
     A ValueError names a variable that is missing, as without `srun`, or does not fit.
@@ -158,3 +163,65 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     if not value.isdecimal():
         raise ValueError(f"{name} is {value!r}; expected a number. {_WITHOUT_SRUN}.")
     return int(value)
+
+
+_SECONDS = 3.0
+_MAX_ASKED = 32
+LISTENS = "listens"
+REFUSED = "host answers, nothing listens yet"
+UNKNOWN = "unknown host"
+SILENT = "no answer"
+# Before training starts nothing listens, which is as it should be.
+REMEDIES = {
+    UNKNOWN: "Correct the name, or wait until the worker's host is up.",
+    SILENT: "Open the port between the hosts; a firewall drops what comes to it.",
+}
+
+
+def answers(addresses: Sequence[str], *, seconds: float = _SECONDS) -> dict[str, str]:
+    """Returns for each "host:port" what came of a connection to it; it never hangs.
+
+    A name server may keep a thread for minutes, so threads are left to themselves when
+    the time is over. Of a large cluster, the first are asked.
+    """
+    asked = list(addresses[:_MAX_ASKED])
+    found: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+
+    def ask(address: str) -> None:
+        found.put((address, _ask(address, seconds)))
+
+    for address in asked:
+        threading.Thread(target=ask, args=(address,), daemon=True).start()
+    result = dict.fromkeys(asked, SILENT)
+    deadline = time.monotonic() + seconds
+    for _ in asked:
+        try:
+            address, came = found.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            break
+        result[address] = came
+    return result
+
+
+def _ask(address: str, seconds: float) -> str:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), seconds).close()
+    except socket.gaierror:
+        return UNKNOWN
+    except ConnectionRefusedError:
+        return REFUSED
+    except OSError:
+        return SILENT
+    return LISTENS
+
+
+def free_ports(number: int) -> list[int]:
+    """Returns ports of this host that nobody listens at, each another one."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for _ in range(number):
+            each = stack.enter_context(socket.socket())
+            each.bind(("127.0.0.1", 0))
+            found.append(int(each.getsockname()[1]))
+        return found
