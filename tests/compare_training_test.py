@@ -563,8 +563,8 @@ WRONG_BUILDS = {
     "not compiled": (functional, TypeError, "Call `model.compile` in it and return"),
     "four values": (
         lambda: (1, 2, 3, 4),
-        ValueError,
-        "`build_model` returned 4 values; expected a compiled model, or (model,",
+        TypeError,
+        "`build_model` returned (1, 2, 3, 4); expected a compiled model, (model,",
     ),
     "no data": (
         lambda: compiled(functional()),
@@ -578,6 +578,14 @@ WRONG_BUILDS = {
 def test_what_was_built_is_checked(make, kind, message, tmp_path, disabled):
     with pytest.raises(kind, match=re.escape(message)):
         measured(tmp_path, "float32", job(), make, None, None)
+
+
+def test_data_comes_from_the_building_function_or_from_the_call(tmp_path, disabled):
+    def build_all():
+        return compiled(functional()), (X, Y)
+
+    with pytest.raises(ValueError, match="and `train` was passed too; expected one of"):
+        measured(tmp_path, "float32", job(), build_all, (X, Y), None)
 
 
 def test_a_child_that_fails_leaves_its_error(tmp_path, capsys, disabled):

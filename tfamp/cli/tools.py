@@ -46,26 +46,18 @@ class Built(NamedTuple):
 def built(target: str, variant: Variant, *, needs_data: bool = True) -> Iterator[Built]:
     """Yields what a function builds under a policy, which is in force in the block."""
     build = parcel.load(target)
-    import keras
-
     from tfamp.trials.variant import in_force
 
     with in_force(variant) as (policy, _):
         found = parcel.call(build, seed=0, epochs=1)
-        model, *data = found if isinstance(found, (tuple, list)) else (found,)
-        if not isinstance(model, keras.Model) or len(data) > 2:
-            raise TypeError(
-                f"{target!r} returned {found!r}; expected a model, (model, train) or "
-                "(model, train, validation). Return the model first."
-            )
-        if needs_data and not data:
+        model, train, validation = parcel.parts(found, of=repr(target))
+        if needs_data and train is None:
             raise TypeError(
                 f"{target!r} returned {found!r}; expected (model, train) or (model, "
                 "train, validation). Return the data with the model."
             )
         if variant.jit_compile:
             model.jit_compile = True
-        train, validation = (*data, None, None)[:2]
         yield Built(model, train, validation, policy)
 
 

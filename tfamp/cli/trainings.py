@@ -172,7 +172,7 @@ def _builder(target: str) -> Callable[[], Any]:
 
     def build_model() -> Any:
         found = parcel.call(build, seed=random.randrange(2**31), epochs=1)
-        return found[0] if isinstance(found, (tuple, list)) else found
+        return parcel.parts(found, of=repr(target))[0]
 
     return build_model
 

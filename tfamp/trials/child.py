@@ -207,20 +207,13 @@ def build(
     keras.utils.set_random_seed(seed)
     build_model, train_data, validation = parcel.unpack(folder)
     built = parcel.call(build_model, seed=seed, epochs=job.epochs)
-    if isinstance(built, tuple):
-        model, *own = built
-        if len(own) not in (1, 2) or train_data is not None:
-            raise ValueError(
-                f"`build_model` returned {len(built)} values; expected a compiled "
-                "model, or (model, train, validation) where no data is passed."
-            )
-        train_data, validation = own[0], own[1] if len(own) == 2 else None
-    else:
-        model = built
-    if not isinstance(model, keras.Model) or not model.compiled:
-        raise TypeError(
-            f"`build_model` returned {model!r}; expected a compiled `keras.Model`. "
-            "Call `model.compile` in it and return the model."
+    model, *own = parcel.parts(built, of="`build_model`", compiled=True)
+    if train_data is None:
+        train_data, validation = own
+    elif any(part is not None for part in own):
+        raise ValueError(
+            "`build_model` returned data, and `train` was passed too; expected one of "
+            "them. Return the model alone, or pass no data."
         )
     if variant.jit_compile:
         model.jit_compile = True

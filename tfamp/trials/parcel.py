@@ -78,6 +78,33 @@ def call(function: Callable[..., Any], **offered: Any) -> Any:
     return function(**taken)
 
 
+def parts(built: Any, *, of: str, compiled: bool = False) -> tuple[Any, Any, Any]:
+    """Returns model, train and validation of what a function returned.
+
+    It may have returned the model alone, (model, train) or all three; the rest is None.
+
+    Args:
+        built: What the function returned.
+        of: What messages call the function.
+        compiled: Whether a model that is not compiled is refused.
+    """
+    import keras
+
+    model, *data = built if isinstance(built, (tuple, list)) else (built,)
+    if not isinstance(model, keras.Model) or len(data) > 2:
+        raise TypeError(
+            f"{of} returned {built!r}; expected a {'compiled ' * compiled}model, "
+            "(model, train) or (model, train, validation). Return the model first."
+        )
+    if compiled and not model.compiled:
+        raise TypeError(
+            f"{of} returned {model!r}, which is not compiled; expected a compiled "
+            "`keras.Model`. Call `model.compile` in it and return the model."
+        )
+    train, validation = (*data, None, None)[:2]
+    return model, train, validation
+
+
 def name_of(build_model: Any) -> str:
     """Returns what a building function is called, or raises unless it is one."""
     if isinstance(build_model, str):

@@ -133,12 +133,7 @@ def _built(target: str, record: Bundle) -> keras.Model:
             built = parcel.call(function, seed=0, epochs=1)
     finally:
         keras.config.set_dtype_policy(before)
-    model = built[0] if isinstance(built, tuple) else built
-    if not isinstance(model, keras.Model) or not model.compiled:
-        raise ValueError(
-            f"{target!r} returned {built!r}; expected a compiled Keras model, alone or "
-            "first in a tuple. Compile it as it was trained."
-        )
+    model: keras.Model = parcel.parts(built, of=repr(target), compiled=True)[0]
     return model
 
 
