@@ -22,7 +22,14 @@ from tfamp.dtypes import (
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.self_test import SelfTest
 from tfamp.dtypes.settings import PolicySettings
-from tfamp.keras_hooks import calls, float32_operations, layers, saved_state, trainer
+from tfamp.keras_hooks import (
+    calls,
+    float32_operations,
+    half_kernels,
+    layers,
+    saved_state,
+    trainer,
+)
 from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of
 from tfamp.keras_hooks.patches import HeldPatches, PatchSet
 from tfamp.keras_hooks.workers import WORKER_HOOKS
@@ -130,6 +137,7 @@ _RUNNING = HeldPatches(
         *calls.patches(
             _before_call, layer_dtypes.propagate_to_sublayers, own_operations.remedy
         ),
+        *half_kernels.patches(),
         *float32_operations.patches(_has_float32_operations),
         *trainer.compile_patches(compile_hooks.before_compile),
         *saved_state.patches(

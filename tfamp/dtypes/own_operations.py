@@ -23,7 +23,7 @@ from absl import logging
 from tfamp.dtypes import heads, layer_dtypes
 from tfamp.dtypes.rules import Rule
 from tfamp.dtypes.settings import PolicySettings
-from tfamp.keras_hooks import calls, structure
+from tfamp.keras_hooks import calls, half_kernels, structure
 from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of, update_record
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
@@ -35,6 +35,7 @@ _TRIED = "_tfamp_tried_in_float32"
 _LIBRARIES = re.compile(r"[\\/](keras|tensorflow|tfamp)[\\/]")
 _RULE = "default: cannot run in half precision"
 _OWN_LOSS = "default: own loss"
+_HOW_TO_STAY = " Cast to `self.compute_dtype` there to run it in half precision."
 _PRODUCT = "its own product makes an output of the model, which feeds the loss"
 
 
@@ -56,9 +57,11 @@ def remedy(
         return _without_own_loss(layer, record.settings, error, again)
     if record is None or not _may_help(layer, record, error):
         raise error
+    told = map(half_kernels.missing, _with_causes(error))
+    missing = next(filter(None, told), None)
     for applies_to in ("own", "all"):
         with contextlib.suppress(Exception), _restored_on_error(layer):
-            reason = (
+            reason = missing or (
                 f"its `call` raises {type(error).__name__} in {layer.compute_dtype} at "
                 f"{_place(layer, error)}"
             )
@@ -66,11 +69,11 @@ def remedy(
             outputs = again()
             stay = applies_to == "own" and structure.children(layer)
             logging.warning(
-                "Layer %r computes in float32%s: %s. Cast to `self.compute_dtype` "
-                "there to run it in half precision.",
+                "Layer %r computes in float32%s: %s.%s",
                 layer.name,
                 ", between sublayers that stay as they are" if stay else "",
                 reason,
+                "" if missing else _HOW_TO_STAY,
             )
             return outputs
     _mark(layer, error)

@@ -19,7 +19,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.layer import TFLayer
 from keras.src.layers.layer import might_have_unbuilt_state
 
-from tfamp.keras_hooks import backend
+from tfamp.keras_hooks import backend, half_kernels
 from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of
 from tfamp.keras_hooks.patches import Function, Patch, like, replaced, wrapper
@@ -54,7 +54,9 @@ def patches(
             if record is None:
                 return original(self, *args, **kwargs)
             try:
-                return original(self, *args, **kwargs)
+                return half_kernels.checked(
+                    self, record, lambda: original(self, *args, **kwargs)
+                )
             except Exception as error:
                 return after_error(
                     self, record, error, lambda: __call__(self, *args, **kwargs)
@@ -140,6 +142,9 @@ def _build_by_trace(
     if is_enough or not might_have_unbuilt_state(layer):
         return
 
+    def call(**arguments: Any) -> Any:
+        return half_kernels.checked(layer, record, lambda: layer.call(**arguments))
+
     def trace() -> Any:
         dtype, given = layer.compute_dtype, call_spec.arguments_dict
         arguments = tree.map_structure(
@@ -149,7 +154,7 @@ def _build_by_trace(
         # What sublayers return may be cast for this layer, as in its own call.
         inside = [*CALLS.stack, record_of(layer) or record]
         with replaced(CALLS, stack=inside):
-            return backend.compute_output_spec(layer.call, **arguments)
+            return backend.compute_output_spec(call, **arguments)
 
     try:
         trace()

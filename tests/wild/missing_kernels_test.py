@@ -1,0 +1,104 @@
+"""Layers whose own operations TensorFlow traces in half precision, and cannot run."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.keras_hooks import half_kernels
+
+layers = keras.layers
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+IMAGES = np.random.default_rng(0).normal(size=(8, 8, 8, 3)).astype("float32")
+
+
+class Whitening(layers.Layer):
+    def build(self, shape):
+        width = shape[-1]
+        self.kernel = self.add_weight(shape=(width, width), initializer="orthogonal")
+
+    def call(self, x):
+        gram = tf.matmul(self.kernel, self.kernel, transpose_b=True)
+        return x @ tf.linalg.cholesky(gram + tf.eye(x.shape[-1], dtype=gram.dtype))
+
+
+class AlexBlock(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.conv = layers.Conv2D(4, 3, activation="relu")
+
+    def call(self, x):
+        return tf.nn.local_response_normalization(self.conv(x))
+
+
+def whitened():
+    parts = [layers.Flatten(), layers.Dense(6), Whitening(), layers.Dense(1)]
+    return keras.Sequential([keras.Input(IMAGES.shape[1:]), *parts])
+
+
+def functional():
+    inputs = keras.Input(IMAGES.shape[1:])
+    x = layers.Flatten()(AlexBlock()(inputs))
+    return keras.Model(inputs, layers.Dense(1)(x))
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.block, self.flatten = AlexBlock(), layers.Flatten()
+        self.head = layers.Dense(1)
+
+    def call(self, x):
+        return self.head(self.flatten(self.block(x)))
+
+
+def by_lambda():
+    lrn = layers.Lambda(lambda x: tf.nn.lrn(x))
+    return keras.Sequential(
+        [layers.Conv2D(4, 3), lrn, layers.Flatten(), layers.Dense(1)]
+    )
+
+
+CASES = {
+    "cholesky": (whitened, "mixed_float16", "Whitening", "Cholesky"),
+    "functional": (functional, "mixed_bfloat16", "AlexBlock", "LRN"),
+    "subclassed": (Subclassed, "mixed_bfloat16", "AlexBlock", "LRN"),
+    "lambda": (by_lambda, "mixed_bfloat16", "Lambda", "LRN"),
+}
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.anchors("cholesky-graph", "subclassed-graph")
+def test_such_a_layer_computes_in_float32_and_says_so(case, run_eagerly, caplog):
+    build, policy, name, operation = case
+    with tfamp.scope(policy):
+        model = build()
+        model.compile("sgd", "mse", run_eagerly=run_eagerly)
+        history = model.fit(IMAGES, np.ones((8, 1)), verbose=0).history
+    assert np.isfinite(history["loss"]).all()
+    rows = {row.class_name: row for row in tfamp.assignment(model)}
+    assert rows[name].compute_dtype == "float32"
+    half = policy.removeprefix("mixed_")
+    told = f"TensorFlow has no kernel that computes {operation} in {half}"
+    if not run_eagerly:
+        assert told in caplog.text
+    if name == "AlexBlock":  # what it holds goes on in half precision
+        assert rows["Conv2D"].compute_dtype == half
+    assert caplog.text.count("computes in float32") == 1
+
+
+def test_without_default_rules_nothing_is_taken():
+    with tfamp.scope("mixed_bfloat16", keep_float32="none"):
+        model = functional()
+    rows = {row.class_name: row for row in tfamp.assignment(model)}
+    assert rows["AlexBlock"].compute_dtype == "bfloat16"
+
+
+def test_kernels_are_told_by_their_dtypes():
+    has = half_kernels._has_kernel
+    assert has("MatMul", "T", tf.float16) and has("MatMul", "T", tf.bfloat16)
+    assert has("Cholesky", "T", tf.float32) and not has("Cholesky", "T", tf.float16)
+    assert has("LRN", "T", tf.float16) and not has("LRN", "T", tf.bfloat16)
+    assert has("PartitionedCall", "Tin", tf.float16)
