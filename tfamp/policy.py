@@ -21,9 +21,9 @@ from tfamp.dtypes.settings import (
     make_settings,
 )
 from tfamp.keras_hooks import layers
+from tfamp.keras_hooks.replicas import warn_of_idle_distribution
 from tfamp.loss_scale.arguments import check_loss_scale
 from tfamp.machine import devices as hardware
-from tfamp.machine.idle_distribution import warn_of_idle_distribution
 from tfamp.machine.speeds import Device
 from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
 from tfamp.records import console

@@ -32,13 +32,13 @@ from tfamp.keras_hooks import (
 )
 from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of
 from tfamp.keras_hooks.patches import HeldPatches, PatchSet
+from tfamp.keras_hooks.replicas import warn_of_idle_distribution
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.companion import PLAIN_HOOKS
 from tfamp.loss_scale.fit_hooks import BEFORE_TRAINING, FIT_HOOKS
 from tfamp.loss_scale.optimizer import CONFIG_HOOKS
 from tfamp.loss_scale.tape import TAPE_HOOKS
 from tfamp.machine import cpus
-from tfamp.machine.idle_distribution import warn_of_idle_distribution
 
 _MAKING = PatchSet(
     [

@@ -28,6 +28,8 @@ are: they ask for the same numbers each time.
 import contextlib
 import dataclasses
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,6 +41,7 @@ from keras.src.losses import loss as losses
 from tfamp.keras_hooks.layers import CALLS
 from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
 from tfamp.keras_hooks.workers import summed
+from tfamp.records import checks
 
 _MEANS = ("sum_over_batch_size", "mean")
 _BY_WEIGHTS = "mean_with_sample_weight"
@@ -288,3 +291,36 @@ def patches() -> list[Patch]:
         Patch(keras.random.SeedGenerator, "next", _wrap_next),
         Patch(keras.optimizers.Optimizer, "_all_reduce_sum_gradients", _wrap_sum),
     ]
+
+
+_TOLD: "weakref.WeakSet[Any]" = weakref.WeakSet()
+REMEDY = (
+    "Take it away by `keras.distribution.set_distribution(None)`, and make the model "
+    "in the scope of `tfamp.distribute.strategy()`, which trains with the same weights "
+    "on all devices; for a model that is too large for one, use `tfamp.remat`, "
+    "accumulation, or Keras on JAX."
+)
+
+
+def idle_distribution() -> str | None:
+    """Returns what a distribution that is set does not do, None where none is set."""
+    found = keras.distribution.distribution()
+    if found is None:
+        return None
+    return (
+        f"`keras.distribution` is set to {type(found).__name__}, which Keras does not "
+        "follow on TensorFlow: every variable and every step stays on the first "
+        "device, as if it were not set."
+    )
+
+
+def warn_of_idle_distribution(*_: Any) -> None:
+    """Warns once of each distribution that is set."""
+    text, found = idle_distribution(), keras.distribution.distribution()
+    if text is not None and found not in _TOLD:
+        _TOLD.add(found)
+        warnings.warn(
+            f"{text} {REMEDY} {checks.see('lint#idle-distribution')}",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -18,8 +18,8 @@ from tfamp.graph.products import (
     padded,
     unaligned_sizes,
 )
+from tfamp.keras_hooks import replicas as distribution
 from tfamp.keras_hooks import structure
-from tfamp.machine import idle_distribution as distribution
 from tfamp.numerics.lint.graph import PASSING, Graph, Node
 from tfamp.numerics.lint.subject import Found, Subject, rule
 from tfamp.records import formats
