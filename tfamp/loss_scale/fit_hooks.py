@@ -21,11 +21,12 @@ from tfamp.keras_hooks.optimizers import in_xla
 from tfamp.keras_hooks.patches import HeldPatches, replaced
 from tfamp.keras_hooks.variables import variables_written
 from tfamp.loss_scale import interface
-from tfamp.loss_scale.replicas import ours_of, weights_replicas
-from tfamp.loss_scale.step_state import (
+from tfamp.loss_scale.replicas import (
     ReplicaStatistics,
     StateBeforeStep,
     kept_if_empty,
+    ours_of,
+    weights_replicas,
 )
 from tfamp.loss_scale.tape import training_with
 from tfamp.machine.memory import device_peak_bytes, machine_memory
