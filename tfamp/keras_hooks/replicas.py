@@ -23,6 +23,9 @@ would have drawn. The first replica draws what one device does.
 Relies on: what draws random numbers asking `SeedGenerator.next` for a seed, of which
 every pair of integers is one. Integers that a program passes as a seed stay as they
 are: they ask for the same numbers each time.
+
+Keras's own distribution, which its TensorFlow backend takes and does not follow, makes
+no replicas; whoever sets it is warned of that.
 """
 
 import contextlib

@@ -1,4 +1,12 @@
-"""How a step goes over replicas: each on its own, all as one, or out of training."""
+"""How a step goes over replicas, and the state of a model that goes along with it.
+
+A step runs on each replica, for all as one, or ends training. The moving statistics of
+a model are put back where a step is skipped, and averaged: each replica normalizes by
+its own part of a batch and keeps moving statistics of it. Files, `get_weights` and
+callbacks see those of the first replica, on workers those of the chief, and an
+evaluation uses all of them, each for its part. So replicas agree on them before
+anything looks.
+"""
 
 import functools
 import weakref
