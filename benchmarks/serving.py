@@ -29,7 +29,7 @@ import tfamp
 from benchmarks._runner import ROOT
 from benchmarks._turns import ratio, take_turns
 from benchmarks.inference import Digits, mlp, trained
-from tfamp.serving.load_test import bench
+from tfamp.serving import load_test
 from tfamp.serving.load_test.clients import Clients
 from tfamp.serving.load_test.target import Target
 
@@ -128,7 +128,7 @@ def ask(
     """Returns the answers a second of clients that wait for each, and latencies."""
     target = Target("", "127.0.0.1", port, request)
     with contextlib.closing(Clients(target, clients, _DEADLINE)) as asked:
-        return bench.peak(asked, clients, seconds)
+        return load_test.peak(asked, clients, seconds)
 
 
 def commands(folder: Path) -> dict[str, tuple[list[str], int]]:
@@ -258,7 +258,7 @@ def tail(
     own = float(np.quantile(taken(x), 0.99))
     limit = float(np.median(taken(np.repeat(x, _MAX_BATCH, axis=0))))
     url = f"http://127.0.0.1:{port}/v2/models/model"
-    (load,) = bench.bench_serve([url], rates=[peak / 2], seconds=4 * seconds).loads
+    (load,) = load_test.bench_serve([url], rates=[peak / 2], seconds=4 * seconds).loads
     goal = MAX_TAIL * own + limit
     return {
         "peak_per_second": round(peak),

@@ -11,7 +11,7 @@ import pytest
 
 import tfamp
 from tfamp.cli import main as cli
-from tfamp.serving.load_test.bench import bench_serve
+from tfamp.serving.load_test import bench_serve
 from tfamp.serving.server.main import serve
 
 ROOT = Path(__file__).parents[1]

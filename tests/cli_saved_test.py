@@ -12,7 +12,7 @@ import pytest
 
 import tfamp
 from tests.flight_recorder_test import compiled, fit
-from tfamp.callbacks.flight_recorder.callback import FlightRecorder
+from tfamp.callbacks.flight_recorder import FlightRecorder
 from tfamp.cli.main import main
 from tfamp.cli.saved import Frozen
 from tfamp.stepping.bundle_records import Replayed, ReplayedStep

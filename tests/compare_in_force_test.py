@@ -111,7 +111,7 @@ def test_compare_writes_plans_for_its_runs(monkeypatch):
         assert tfamp.PrecisionPlan.from_json(given["policies"][1]) == plan
         raise RuntimeError("here it would begin")
 
-    monkeypatch.setattr("tfamp.comparison.runner.Job", job)
+    monkeypatch.setattr("tfamp.comparison.Job", job)
     with pytest.raises(RuntimeError, match="here it would begin"):
         tfamp.compare(small, (1, 2), policies=("float32", plan))
     assert seen[0] == "float32" and not os.path.exists(seen[1])

@@ -13,7 +13,7 @@ import tfamp
 from tests.clocks import Ticks
 from tests.refusals import refusals
 from tests.replicas import two_replicas
-from tfamp.stepping.input_waits import advice, feed
+from tfamp.stepping.input_waits import Timer, advice, bottleneck, feed, until_clear
 from tfamp.stepping.input_waits.feed import (
     Excluded,
     Feed,
@@ -23,7 +23,6 @@ from tfamp.stepping.input_waits.feed import (
     prepare,
     time_in_rounds,
 )
-from tfamp.stepping.input_waits.measure import Timer, bottleneck, until_clear
 from tfamp.stepping.input_waits.verdict import Bottleneck, judge
 from tfamp.stepping.snapshots import named_variables
 from tfamp.stepping.unchanged import unchanged
@@ -866,7 +865,7 @@ def test_the_pipeline_that_is_tried_fetches_ahead(monkeypatch):
         assert third.wait(timeout=60)
         return {"prefetched": [1.0], "compute": [1.0]}
 
-    monkeypatch.setattr("tfamp.stepping.input_waits.measure.time_in_rounds", once)
+    monkeypatch.setattr("tfamp.stepping.input_waits.time_in_rounds", once)
     assert timer.try_prefetch(1.0) == {"prefetched": [1.0], "compute": [1.0]}
 
 
@@ -884,7 +883,7 @@ def test_a_call_draws_the_batches_of_its_steps_unless_they_are_in_memory(monkeyp
             counts[name] = [float(len(drawn))]
         return counts
 
-    monkeypatch.setattr("tfamp.stepping.input_waits.measure.time_in_rounds", once)
+    monkeypatch.setattr("tfamp.stepping.input_waits.time_in_rounds", once)
     # One for each of the three steps of a call.
     assert timer.measure(1.0) == {"input": [1.0], "real": [1.0], "compute": [0.0]}
 

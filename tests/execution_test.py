@@ -9,9 +9,10 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tfamp.serving import runtimes
 from tfamp.serving.exports import candidates
 from tfamp.serving.parity.timings import Pace
-from tfamp.serving.runtimes import loader, tensorflow_models
+from tfamp.serving.runtimes import tensorflow_models
 from tfamp.serving.runtimes.manifest import execution_text
 from tfamp.serving.runtimes.signature import Signature, TensorSpec
 from tfamp.serving.runtimes.tensorflow_models import TensorFlowModel
@@ -164,7 +165,7 @@ def test_one_thread_is_taken_where_it_was_faster(
 ):
     pytest.importorskip("onnxruntime", reason="needs tfamp[onnx]")
     monkeypatch.setattr(candidates, "num_usable_cpus", lambda: 3)
-    monkeypatch.setattr(loader, "_threads", lambda threads: threads or 3)
+    monkeypatch.setattr(runtimes, "_threads", lambda threads: threads or 3)
     raced_threads = {}
 
     def raced(models, inputs, sizes, *, seconds):

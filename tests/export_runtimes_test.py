@@ -12,7 +12,7 @@ import tfamp
 from tfamp.serving.exports.candidates import WRITERS
 from tfamp.serving.exports.request import PACKAGES, Request
 from tfamp.serving.exports.source import Source
-from tfamp.serving.runtimes.loader import open_model
+from tfamp.serving.runtimes import open_model
 from tfamp.serving.runtimes.manifest import Manifest
 
 L = keras.layers

@@ -17,8 +17,8 @@ from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tfamp.callbacks import PrecisionMonitor, Throughput
 from tfamp.callbacks._batch_ring import ring_of
+from tfamp.callbacks.flight_recorder import FlightRecorder
 from tfamp.callbacks.flight_recorder.call_log import FlightLog, calls_to_next, core_of
-from tfamp.callbacks.flight_recorder.callback import FlightRecorder
 from tfamp.loss_scale.fit_hooks import FIT_HOOKS
 from tfamp.numerics.triage.bundle_replay import failing_step, rebuilt, replay
 from tfamp.stepping import bundles, snapshots

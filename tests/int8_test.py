@@ -11,7 +11,7 @@ from tfamp.serving.exports.int8_ranking import (
     rounded_weights,
 )
 from tfamp.serving.exports.kept_layers import Kept, keep_guilty, reasons
-from tfamp.serving.parity.gate import judged
+from tfamp.serving.parity import judged
 from tfamp.serving.parity.result import MetricChange, Parity
 
 L = keras.layers

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tfamp.cli import main as cli
-from tfamp.serving.load_test import bench, result, target
+from tfamp.serving import load_test
+from tfamp.serving.load_test import result, target
 from tfamp.serving.load_test.clients import Clients
 from tfamp.serving.load_test.result import Burst, Load, LoadTest
 
@@ -55,9 +56,9 @@ def measured(serve, rate, seconds, timeout_seconds=5.0, body=b""):
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         one = target.Target("m", "127.0.0.1", port, b"GET / HTTP/1.1\r\n\r\n" + body)
-        due = bench.moments(rate, seconds, seed=0)
+        due = load_test.moments(rate, seconds, seed=0)
         with contextlib.closing(Clients(one, 8, timeout_seconds)) as clients:
-            burst = await asyncio.to_thread(bench.ask_at, clients, due)
+            burst = await asyncio.to_thread(load_test.ask_at, clients, due)
         server.close()
         await asyncio.sleep(0.05)  # Its side of the connections ends.
         return burst, due
@@ -161,12 +162,12 @@ def test_servers_that_hang_up_or_never_answer_are_counted():
 
 
 def test_moments_are_those_of_a_poisson_process_and_repeat():
-    due = bench.moments(1000.0, 20.0, seed=3)
+    due = load_test.moments(1000.0, 20.0, seed=3)
     gaps = np.diff(due)
     # Of 20,000 exponential gaps, mean and spread are within 5 standard errors.
     assert abs(gaps.mean() * 1000 - 1) < 5 / np.sqrt(len(gaps))
     assert abs(gaps.std() * 1000 - 1) < 0.1
-    assert due == bench.moments(1000.0, 20.0, seed=3)
+    assert due == load_test.moments(1000.0, 20.0, seed=3)
 
 
 def load(name, rate, latencies, errors=None):
@@ -254,7 +255,7 @@ def test_a_server_of_tensorflow_serving_needs_nothing_but_its_own_rest():
         port = server.sockets[0].getsockname()[1]
         url = f"127.0.0.1:{port}/v1/models/m"
         found = await asyncio.to_thread(
-            bench.bench_serve, [url], rates=[100], seconds=0.1
+            load_test.bench_serve, [url], rates=[100], seconds=0.1
         )
         server.close()
         await asyncio.sleep(0.05)
@@ -275,10 +276,10 @@ WRONG = {
 
 def test_protocols_that_an_address_has_not_are_told():
     with pytest.raises(ValueError, match="^`protocol` is 'binary' and `url` '127.0"):
-        bench.bench_serve(["127.0.0.1:9/v1/models/m"], protocol="binary")
+        load_test.bench_serve(["127.0.0.1:9/v1/models/m"], protocol="binary")
 
 
 @pytest.mark.parametrize("url, message", WRONG.values(), ids=WRONG)
 def test_a_wrong_address_is_told(url, message):
     with pytest.raises((ValueError, OSError), match=message):
-        bench.bench_serve([url])
+        load_test.bench_serve([url])

@@ -17,10 +17,9 @@ from tests.refusals import refusals, refused_arguments
 from tests.replicas import two_replicas
 from tests.styles import Subclassed
 from tfamp.callbacks import Throughput
-from tfamp.callbacks.flight_recorder.callback import FlightRecorder
-from tfamp.callbacks.nan_recovery import failures, remedies
+from tfamp.callbacks.flight_recorder import FlightRecorder
+from tfamp.callbacks.nan_recovery import NanRecovery, failures, remedies
 from tfamp.callbacks.nan_recovery.attempts import Recovery, RecoveryError
-from tfamp.callbacks.nan_recovery.callback import NanRecovery
 from tfamp.callbacks.nan_recovery.training import Memory
 from tfamp.stepping import snapshots
 from tfamp.stepping.snapshot_files import Slots

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.serving.parity import answers, metrics, timings
-from tfamp.serving.parity.gate import check_parity, judged
+from tfamp.serving.parity import answers, check_parity, judged, metrics, timings
 from tfamp.serving.parity.result import MetricChange, Parity, Speedup, is_faster
 from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
 from tfamp.trials.intervals import Interval

@@ -19,7 +19,7 @@ pytest.importorskip("uvicorn", reason="needs tfamp[serve]")
 
 from tests import served_models
 from tests.server_process_test import DEADLINE, connect, predict, serving
-from tfamp.serving.load_test import bench
+from tfamp.serving import load_test
 from tfamp.serving.load_test.clients import Clients
 from tfamp.serving.load_test.target import Target
 
@@ -190,9 +190,9 @@ def test_ten_times_too_many_requests_are_refused_at_once_and_forgotten(tmp_path)
         with contextlib.closing(connect(address)) as connection:
             predict(connection, ROWS)
             before = resident(process)
-            due = bench.moments(2000, 4, seed=0)
+            due = load_test.moments(2000, 4, seed=0)
             with contextlib.closing(Clients(target, 256, 10)) as clients:
-                burst = bench.ask_at(clients, due)
+                burst = load_test.ask_at(clients, due)
             ended = time.monotonic()
             while predict(connection, ROWS)[0] != 200:
                 assert time.monotonic() - ended < RECOVERED_SECONDS

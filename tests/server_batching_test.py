@@ -13,10 +13,9 @@ pytest.importorskip("orjson", reason="needs tfamp[serve]")
 from tests import served_models
 from tests.served_models import Scaled
 from tfamp.serving.runtimes.signature import TensorSpec
-from tfamp.serving.server.batching import Batcher
+from tfamp.serving.server.batching import Batcher, warm_up
 from tfamp.serving.server.models import Limits, Models, named_places
-from tfamp.serving.server.refusals import Refusal
-from tfamp.serving.server.warm_up import warm_up
+from tfamp.serving.server.tensors import Refusal
 
 OPEN = TensorSpec("x", (None, None), "float32")
 

@@ -129,7 +129,7 @@ def test_a_repository_of_triton_holds_versions_that_load(format, tmp_path, capsy
 
 def test_manifests_of_kserve_start_what_there_is():
     yaml = pytest.importorskip("yaml")
-    from tfamp.cli.serving import SERVE
+    from tfamp.cli.saved import SERVE
 
     ours, other = yaml.safe_load_all((FOLDER / "kserve.yaml").read_text())
     (container,) = ours["spec"]["predictor"]["containers"]
@@ -205,7 +205,7 @@ def test_the_page_shows_each_way_to_serve():
     assert files == set(re.findall(r"\(\.\./deploy/serving/([\w.]+)\)", text))
     for block in CODE.findall(text):
         compile(block, str(PAGE), "exec")
-    from tfamp.cli.serving import BENCH, SERVE
+    from tfamp.cli.saved import BENCH, SERVE
 
     known = {flag.name for flag in (*SERVE.flags, *BENCH.flags)}
     told = set(re.findall(r"--([a-z]+_[a-z_]+)", text.partition("## On many")[0]))

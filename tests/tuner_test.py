@@ -10,7 +10,8 @@ import tensorflow as tf
 
 import tfamp
 from tests.styles import STYLES, assembled
-from tfamp.tuning import candidates, judges, scores, tuner
+from tfamp import tuning
+from tfamp.tuning import candidates, judges, scores
 
 layers = keras.layers
 GENERATOR = np.random.default_rng(0)
@@ -153,7 +154,7 @@ def test_a_builder_is_judged_by_short_trainings(monkeypatch, retracing):
     def noted(text, total, **options):
         yield lambda done: bars.append((text, done, total))
 
-    for module in (judges, tuner):
+    for module in (judges, tuning):
         monkeypatch.setattr(module, "progress", noted)
     plan = tfamp.tune(
         lambda: made((1,)),
@@ -322,7 +323,7 @@ def test_wrong_use_is_a_clear_error_before_work_is_spent(case, monkeypatch):
     def never(*args, **options):
         raise AssertionError("the pass over layers was begun")
 
-    monkeypatch.setattr("tfamp.tuning.tuner.sensitivity", never)
+    monkeypatch.setattr("tfamp.tuning.sensitivity", never)
     call, text = WRONG[case]
     with pytest.raises((ValueError, TypeError), match=re.escape(text)):
         call()

@@ -22,7 +22,7 @@ _HOMES = {
     "apply": "tfamp.models",
     "assignment": "tfamp.models",
     "callbacks": "tfamp.callbacks",
-    "compare": "tfamp.comparison.runner",
+    "compare": "tfamp.comparison",
     "data": "tfamp.data",
     "disable": "tfamp.policy",
     "distribute": "tfamp.distribute",
@@ -33,20 +33,20 @@ _HOMES = {
     "find_batch_size": "tfamp.memory.batch_search",
     "freeze": "tfamp.serving.frozen",
     "lint": "tfamp.numerics.lint",
-    "load_exported": "tfamp.serving.runtimes.loader",
+    "load_exported": "tfamp.serving.runtimes",
     "load_model": "tfamp.models",
     "measure_policies": "tfamp.tuning.measured_policies",
     "prove": "tfamp.numerics.proof",
     "ranges": "tfamp.numerics.magnitudes",
     "remat": "tfamp.memory.rematerialisation",
     "replay": "tfamp.numerics.triage.bundle_replay",
-    "scaling": "tfamp.comparison.replicas.runner",
+    "scaling": "tfamp.comparison.replicas",
     "scope": "tfamp.policy",
     "sensitivity": "tfamp.numerics.sensitivity",
     "status": "tfamp.policy",
     "training": "tfamp.training",
     "triage": "tfamp.numerics.triage",
-    "tune": "tfamp.tuning.tuner",
+    "tune": "tfamp.tuning",
 }
 # What the functions above return, for annotations; editors do not list them.
 _RESULTS = {
@@ -54,7 +54,7 @@ _RESULTS = {
     "BatchSearch": "tfamp.memory.batch_search.records",
     "Comparison": "tfamp.comparison.result",
     "Diagnosis": "tfamp.cli.diagnosis",
-    "Export": "tfamp.serving.exports.record",
+    "Export": "tfamp.serving.exports.choosing",
     "LoadedModel": "tfamp.serving.runtimes.signature",
     "Measurement": "tfamp.tuning.measurement",
     "MemoryEstimate": "tfamp.memory.estimates",
@@ -99,10 +99,10 @@ if TYPE_CHECKING:
     from tfamp import training as training
     from tfamp.cli.diagnosis import Diagnosis as Diagnosis
     from tfamp.cli.doctor import doctor as doctor
+    from tfamp.comparison import compare as compare
+    from tfamp.comparison.replicas import scaling as scaling
     from tfamp.comparison.replicas.result import Scaling as Scaling
-    from tfamp.comparison.replicas.runner import scaling as scaling
     from tfamp.comparison.result import Comparison as Comparison
-    from tfamp.comparison.runner import compare as compare
     from tfamp.loss_scale.interface import LossScaleError as LossScaleError
     from tfamp.loss_scale.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from tfamp.memory.batch_search import find_batch_size as find_batch_size
@@ -130,16 +130,16 @@ if TYPE_CHECKING:
     from tfamp.policy import enable as enable
     from tfamp.policy import scope as scope
     from tfamp.policy import status as status
+    from tfamp.serving.exports.choosing import Export as Export
     from tfamp.serving.exports.exporter import export as export
-    from tfamp.serving.exports.record import Export as Export
     from tfamp.serving.frozen import freeze as freeze
     from tfamp.serving.parity.result import Parity as Parity
-    from tfamp.serving.runtimes.loader import load_exported as load_exported
+    from tfamp.serving.runtimes import load_exported as load_exported
     from tfamp.serving.runtimes.signature import LoadedModel as LoadedModel
     from tfamp.stepping.bundle_records import Replayed as Replayed
+    from tfamp.tuning import tune as tune
     from tfamp.tuning.measured_policies import measure_policies as measure_policies
     from tfamp.tuning.measurement import Measurement as Measurement
-    from tfamp.tuning.tuner import tune as tune
 else:
 
     def __getattr__(name: str) -> Any:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import tfamp
 from tfamp.serving.runtimes.signature import TensorSpec
+from tfamp.serving.server.batching import DEFAULT_BATCH_SIZE, warm_up
 from tfamp.serving.server.tensors import DATATYPES
-from tfamp.serving.server.warm_up import DEFAULT_BATCH_SIZE, warm_up
 
 # Runtime -> Triton's backend.
 BACKENDS = {"onnx": "onnxruntime", "openvino": "openvino"}

@@ -52,8 +52,8 @@ _GROUPS = {
         "export": ("saved", "write a model for a runtime that only predicts"),
     },
     "serving": {
-        "serve": ("serving", "answer for exported models over HTTP, in two protocols"),
-        "bench_serve": ("serving", "latencies of a server at rates that do not wait"),
+        "serve": ("saved", "answer for exported models over HTTP, in two protocols"),
+        "bench_serve": ("saved", "latencies of a server at rates that do not wait"),
     },
 }
 # The names of the functions that `tfamp memory`, `measure` and `scale` ask.

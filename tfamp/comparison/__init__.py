@@ -1,1 +1,316 @@
 """`tfamp.compare`: float32 against a policy, measured, judged and written up."""
+
+import dataclasses
+import functools
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfamp.comparison.evidence import tuned_plans
+from tfamp.comparison.exports import STOPPED, checked_exports, exported
+from tfamp.comparison.judgement import (
+    Better,
+    choose_metric,
+    choose_reference,
+    direction,
+)
+from tfamp.comparison.result import Comparison, conclude, load_note
+from tfamp.memory import batch_search
+from tfamp.plan import PrecisionPlan
+from tfamp.records import checks
+from tfamp.records.console import progress
+from tfamp.trials import measurements, parcel, processes, storage
+from tfamp.trials.run_records import Run
+from tfamp.trials.storage import (
+    Job,
+    checked_policies,
+    checked_seeds,
+    file_name,
+    fingerprint,
+)
+from tfamp.trials.variant import short_names
+
+
+def _with_plans_as_files(function: Callable[..., Comparison]) -> Callable[..., Any]:
+    """Hands plans over as files, which other processes can read."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **arguments: Any) -> Comparison:
+        policies = arguments.get("policies", ())
+        if isinstance(policies, str) or not any(
+            isinstance(policy, PrecisionPlan) for policy in policies
+        ):
+            return function(*args, **arguments)
+        with storage.opened(arguments.get("directory")) as folder:
+            words = [storage.plan_file(folder, policy) for policy in policies]
+            return function(*args, **{**arguments, "policies": words})
+
+    return call
+
+
+@_with_plans_as_files
+def compare(
+    build_model: Callable[..., Any] | str,
+    train: Any = None,
+    validation: Any = None,
+    *,
+    policies: Sequence[str | PrecisionPlan] = ("float32", "auto"),
+    seeds: int | Sequence[int] = 3,
+    epochs: int = 1,
+    tolerance: float = 0.005,
+    metric: str | None = None,
+    better: Better | None = None,
+    batch_size: int | None = None,
+    latency_batch_sizes: Sequence[int] = (1, 8, 32),
+    profile_steps: int = 0,
+    max_memory_bytes: int | None = None,
+    exports: Sequence[str] = (),
+    directory: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    timeout_seconds: float | None = None,
+    title: str | None = None,
+    command: str = "",
+    on_run: Callable[[Run], None] | None = None,
+) -> Comparison:
+    """Trains a model under several policies, and says which are as good and faster.
+
+    Each policy and seed is trained by `fit` in a fresh process, so that memory peaks,
+    traced functions and random states are its own. On CPUs the policies of a seed take
+    turns of a second, as far as memory allows, so that what slows the machine slows
+    all of them; on GPUs they run one after the other. The same seed under two policies
+    starts from the same weights. Quality is judged by an equivalence test on the
+    differences of pairs, speed by an interval of their ratios
+    (`tfamp.comparison.verdict`). Ctrl-C ends it with the runs that are
+    finished, if they can be compared.
+
+    On a GPU use it from a process that has not used the GPU yet: TensorFlow takes all
+    of its memory and would leave none to the runs. `tfamp compare` does so.
+
+    Args:
+        build_model: Returns a compiled model, or (model, train, validation) where no
+            data is passed. Called in each process once its policy is set, with `seed`
+            and `epochs` where it has arguments of these names. Or the name of such a
+            function, as "module:function".
+        train: Training data: a function that returns it (called like `build_model`),
+            a `tf.data.Dataset` of batches, a `Pipeline`, a `PyDataset`, or arrays,
+            (x, y) or (x, y, sample_weight).
+            The elements of a dataset are written down once and keep their order.
+        validation: Likewise; without it the metric is that of the training data.
+        policies: At least two of "float32", "auto", "mixed_bfloat16" and so on, or
+            plans: a `PrecisionPlan`, or the path of its file. A prefix "keras:"
+            leaves out tfamp, a suffix "+xla" compiles with XLA, "+no_rules" keeps no
+            layer in float32, and "+rewrite" has TensorFlow rewrite graphs for bfloat16
+            on CPUs. The fastest float32 is what the
+            others are held against.
+        seeds: How many, or which. Two are needed for a verdict, three or more for one
+            that is worth something.
+        epochs: Passes over the training data.
+        tolerance: The loss of the metric that counts as none: absolute where more is
+            better (0.005 is half a point of accuracy), else a part of its mean.
+        metric: What quality is judged by; None takes the first compiled metric.
+        better: "max" or "min"; None goes by the metric's name, where that is known.
+        batch_size: For arrays; None takes 32.
+        latency_batch_sizes: Sizes of the timed calls of the trained model; the size
+            of a training batch is always timed too.
+        profile_steps: Training steps to profile under each policy, in its first run;
+            0 for none.
+        max_memory_bytes: Search for the largest batch whose training step stays below
+            this, in processes of their own; None leaves it out.
+        exports: What to export the reference's model of the first seed to, such as
+            ("onnx", "onnx int8", "litert int8 static"), each by `tfamp.export` with
+            the validation data. The report shows them beside one another.
+        directory: Where records and logs of the runs are kept; None keeps none.
+        resume: Go on in a `directory` that has runs already.
+        timeout_seconds: The most that a run may take; None for no end.
+        title: What the report is called; None takes the function's name.
+        command: How to repeat it from a shell, for the report.
+        on_run: Gets each run as it ends.
+
+    Returns:
+        The `Comparison`; `print` it for a table.
+
+    Raises:
+        ImportError: A package of `tfamp[report]`, or of an export, is not installed.
+        RuntimeError: The first run failed; the end of its log is in the message.
+        TypeError: An argument has the wrong type, or cannot go to another process.
+        ValueError: An argument is unknown, `directory` has runs that are none of this
+            comparison's, or a metric of unknown direction has no `better`.
+
+    Example:
+        >>> result = compare(build_model, train, validation)  # doctest: +SKIP
+        >>> result.verdict  # doctest: +SKIP
+        'equivalent and faster'
+        >>> result.ratio("examples_per_second", "auto")  # doctest: +SKIP
+        Interval(estimate=1.92, low=1.85, high=1.99)
+    """
+    job = Job(
+        title=title or parcel.name_of(build_model),
+        policies=checked_policies(policies),
+        seeds=checked_seeds(seeds),
+        epochs=checks.positive_int("epochs", epochs),
+        batch_size=_optional_int("batch_size", batch_size),
+        latency_batch_sizes=tuple(
+            checks.positive_int("latency_batch_sizes", size)
+            for size in latency_batch_sizes
+        ),
+        profile_steps=checks.positive_int("profile_steps", profile_steps, minimum=0),
+        max_memory_bytes=_optional_int("max_memory_bytes", max_memory_bytes),
+        keeps_models=bool(exports),
+        source="" if isinstance(build_model, str) else fingerprint(build_model),
+        command=command,
+    )
+    exports = checked_exports(exports)
+    plans = tuned_plans(job.policies)
+    tolerance = checks.positive("tolerance", tolerance)
+    if better is not None:
+        checks.choice("better", better, ("max", "min"))
+    elif metric is not None:
+        direction(metric.removeprefix("val_"))
+    if timeout_seconds is not None:
+        timeout_seconds = checks.positive("timeout_seconds", timeout_seconds)
+    if resume and directory is None:
+        raise ValueError(
+            "`resume` is True without a `directory`; expected the folder that has the "
+            "finished runs. Pass it, and keep it from the first call on."
+        )
+    for module in ("scipy.stats", "cloudpickle", "psutil"):
+        checks.require(module, extra="report", purpose="`tfamp.compare`")
+    with storage.opened(directory) as folder:
+        busy = load_note()
+        kept = storage.begin(folder, job, resume=resume)
+        notes = parcel.pack(folder, build_model, train, validation)
+        runs, was_stopped = _run_all(
+            folder,
+            job,
+            kept,
+            check=functools.partial(_check_metric, metric=metric, better=better),
+            on_run=on_run,
+            timeout_seconds=timeout_seconds,
+        )
+        reference = choose_reference(job.policies, runs)
+        runs = storage.add_drift(folder, runs, reference)
+        comparison = conclude(
+            job,
+            runs,
+            metric=metric,
+            better=better,
+            tolerance=tolerance,
+            context=storage.context(folder),
+            notes=(*notes, *busy),
+            profiles={
+                policy: measurements.read_seconds(
+                    storage.profile_of(folder, policy, job.seeds[0])
+                )
+                for policy in job.policies
+            },
+            plans=plans,
+            exports=exported(
+                folder, job, reference, runs, exports, tolerance=tolerance
+            ),
+            look=storage.look(folder, runs, choose_metric(runs, metric)),
+            examples=functools.partial(measurements.differences, folder),
+        )
+        was_stopped |= any(each.error == STOPPED for each in comparison.exports)
+        storage.end(folder, is_complete=not was_stopped)
+    return comparison
+
+
+def _run_all(
+    folder: Path,
+    job: Job,
+    kept: Sequence[Run],
+    *,
+    check: Callable[[Run], None],
+    on_run: Callable[[Run], None] | None,
+    timeout_seconds: float | None,
+) -> tuple[list[Run], bool]:
+    """Runs what is missing; returns all runs and whether Ctrl-C ended it."""
+    runs = {(run.policy, run.seed): run for run in kept}
+    parts: dict[tuple[str, int], float] = {}
+    total, names = len(job.order()), short_names(job.policies)
+    for run in kept[:1]:
+        check(run)
+
+    def add(run: Run) -> None:
+        if not run.is_finished and not runs:
+            log = folder / f"{file_name(run.policy, run.seed)}.log"
+            raise RuntimeError(
+                f"The first run, {run.policy!r} with seed {run.seed}, failed: "
+                f"{run.error}. Expected it to train; mend what its log ends with:\n"
+                f"{processes.tail(log)}"
+            )
+        if job.max_memory_bytes and seed == job.seeds[0] and run.is_finished:
+            run = _with_largest_batch(folder, run, job.max_memory_bytes)
+        runs[run.policy, run.seed] = run
+        if on_run is not None:
+            on_run(run)
+        if run.is_finished:
+            check(run)
+
+    try:
+        unit = f"of {total} runs"
+        with progress("Starting", total, unit=unit, decimals=1) as show:
+
+            def tell(process: processes.RunProcess) -> None:
+                parts[process.policy, process.seed] = process.part_done
+                under_way = sum(part for key, part in parts.items() if key not in runs)
+                name = f"{names[process.policy]}, seed {process.seed}"
+                show(len(runs) + under_way, name)
+
+            for seed in job.seeds:
+                due = [p for p, s in job.order() if s == seed and (p, s) not in runs]
+                started = []
+                for policy in due:
+                    own = [r.is_finished for r in runs.values() if r.policy == policy]
+                    if own and not any(own):
+                        why = "left out, since the first run under this policy failed"
+                        add(Run(policy, seed, status="failed", error=why))
+                        continue
+                    process = processes.RunProcess(
+                        *(folder, policy, seed),
+                        timeout_seconds=timeout_seconds,
+                        on_progress=tell,
+                    )
+                    started.append(process)
+                for process in processes.in_turns(started):
+                    add(process.result())
+    except KeyboardInterrupt:
+        seeds = [run.seed for run in runs.values() if run.is_finished]
+        if len(seeds) == len(set(seeds)):  # no two can be compared
+            raise
+        warnings.warn(
+            f"Stopped after {len(runs)} of {total} runs; the comparison is of "
+            "these. `resume=True` with the same `directory` does the rest.",
+            UserWarning,
+            stacklevel=3,
+        )
+        return list(runs.values()), True
+    return list(runs.values()), False
+
+
+def _with_largest_batch(folder: Path, run: Run, max_memory_bytes: int) -> Run:
+    """Returns a run with the largest batch that fits under its policy."""
+    try:
+        found = batch_search.largest_batch(
+            folder, run.policy, run.batch_size, max_memory_bytes
+        )
+    except RuntimeError as error:
+        # The run itself is done; it is not lost for that.
+        run = dataclasses.replace(run, notes=(*run.notes, str(error)))
+    else:
+        run = dataclasses.replace(run, largest_batch=found)
+    run.to_json(folder / f"{file_name(run.policy, run.seed)}.json")
+    return run
+
+
+def _check_metric(run: Run, *, metric: str | None, better: Better | None) -> None:
+    """Refuses what the metric of a run cannot be judged by, before the other runs."""
+    found = choose_metric([run], metric)
+    if better is None:
+        direction(found)
+
+
+def _optional_int(argument: str, value: int | None) -> int | None:
+    return None if value is None else checks.positive_int(argument, value)

@@ -17,8 +17,7 @@ import tensorflow as tf
 import tfamp
 from tfamp.records.checks import short_error
 from tfamp.records.record import Record
-from tfamp.serving.exports.choosing import advice
-from tfamp.serving.exports.record import Export
+from tfamp.serving.exports.choosing import Export, advice
 from tfamp.serving.exports.request import named
 from tfamp.serving.exports.source import first_inputs
 from tfamp.trials import child, processes, storage

@@ -17,7 +17,7 @@ _HOMES = {
     "Statistics": "tfamp.data.statistics",
     "Tally": "tfamp.data.health.coverage",
     "apply_fixes": "tfamp.data.health",
-    "bottleneck": "tfamp.stepping.input_waits.measure",
+    "bottleneck": "tfamp.stepping.input_waits",
     "check": "tfamp.data.health",
     "coverage": "tfamp.data.health.coverage",
     "fit_statistics": "tfamp.data.statistics",
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tfamp.data.statistics import Statistics as Statistics
     from tfamp.data.statistics import fit_statistics as fit_statistics
     from tfamp.records.findings import Findings as Findings
-    from tfamp.stepping.input_waits.measure import bottleneck as bottleneck
+    from tfamp.stepping.input_waits import bottleneck as bottleneck
     from tfamp.stepping.input_waits.verdict import Bottleneck as Bottleneck
 else:
     __getattr__, __dir__ = lazy_attributes(__name__, _HOMES)

@@ -15,9 +15,9 @@ from tfamp.dtypes import (
     compile_hooks,
     in_force,
     layer_dtypes,
+    model_dtypes,
     own_operations,
     resolution,
-    saved_entries,
 )
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.self_test import SelfTest
@@ -72,10 +72,10 @@ def load(entry: dict[str, Any], make: Callable[[], Any]) -> Any:
     made as they were. A ValueError says that the file was written by a newer tfamp, or
     describes another model.
     """
-    saved_entries.check_schema(entry)
-    with _making(saved_entries.settings_to_make(entry), entry["policy"]):
+    model_dtypes.check_schema(entry)
+    with _making(model_dtypes.settings_to_make(entry), entry["policy"]):
         model = make()
-    saved_entries.restore(model, entry)
+    model_dtypes.restore(model, entry)
     settings = resolution.settings_of(model)
     if settings is not None:
         hold(settings)
@@ -141,7 +141,7 @@ _RUNNING = HeldPatches(
         *float32_operations.patches(_has_float32_operations),
         *trainer.compile_patches(compile_hooks.before_compile),
         *saved_state.patches(
-            saved_entries.describe,
+            model_dtypes.describe,
             unpickled,
             _load_for_keras,
             layer_dtypes.inherited_policy,

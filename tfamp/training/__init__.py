@@ -1,6 +1,134 @@
 """What training takes: memory traded for time, learning rates for batch sizes."""
 
+import math
+from typing import Any, Literal, TypeAlias
+
+import keras
+
+from tfamp.records import checks
 from tfamp.training.rate_search import LearningRates as LearningRates
 from tfamp.training.rate_search import lr_find as lr_find
-from tfamp.training.schedules import ScaledSchedule as ScaledSchedule
-from tfamp.training.schedules import scale_learning_rate as scale_learning_rate
+
+_Rule = Literal["linear", "sqrt"]
+RULES: tuple[_Rule, ...] = ("linear", "sqrt")
+Rate: TypeAlias = Any  # a number or a schedule of Keras, which has no types
+
+
+def scale_learning_rate(
+    learning_rate: Rate,
+    *,
+    batch_size: int,
+    base_batch_size: int,
+    rule: _Rule = "linear",
+    warmup_steps: int | None = None,
+    warmup_epochs: float | None = None,
+    steps_per_epoch: int | None = None,
+) -> "ScaledSchedule":
+    """Returns the learning rate for another batch size, as a Keras schedule.
+
+    "linear" multiplies the rate by the ratio of the batch sizes, as suits SGD; "sqrt"
+    by its square root, as suits Adam and others that divide by the gradients' size. In
+    a warm-up the factor grows from 1 to that evenly, since large rates at the very
+    first steps are what diverges.
+
+    Args:
+        learning_rate: What was right for `base_batch_size`: a number or a schedule,
+            whose own shape is kept.
+        batch_size: Examples of one update now, of all replicas and micro-batches.
+        base_batch_size: Examples of one update before.
+        rule: "linear" or "sqrt".
+        warmup_steps: Updates of the warm-up.
+        warmup_epochs: The same in epochs, with `steps_per_epoch`.
+        steps_per_epoch: Updates of an epoch.
+
+    Returns:
+        A schedule that optimizers take, and that files keep.
+
+    Raises:
+        TypeError: An argument is no number of its kind.
+        ValueError: One is out of range, the rule is unknown, or the warm-up is given
+            twice or in epochs without their length.
+
+    Example:
+        >>> rate = scale_learning_rate(0.1, batch_size=1024, base_batch_size=256,
+        ...                            warmup_steps=4)
+        >>> [round(float(rate(step)), 3) for step in (0, 2, 4, 100)]
+        [0.1, 0.25, 0.4, 0.4]
+
+    Source: P. Goyal et al., Accurate, Large Minibatch SGD, 2017 (linear, warm-up);
+    A. Krizhevsky, One weird trick for parallelizing convolutional neural networks, 2014
+    (square root).
+    """
+    checks.positive_int("batch_size", batch_size)
+    checks.positive_int("base_batch_size", base_batch_size)
+    checks.choice("rule", rule, RULES)
+    ratio = batch_size / base_batch_size
+    factor = ratio if rule == "linear" else math.sqrt(ratio)
+    steps = _warmup(warmup_steps, warmup_epochs, steps_per_epoch)
+    return ScaledSchedule(learning_rate, factor, steps)
+
+
+def _warmup(
+    steps: int | None, epochs: float | None, steps_per_epoch: int | None
+) -> int:
+    if steps is not None and epochs is not None:
+        raise ValueError(
+            f"`warmup_steps` is {steps} and `warmup_epochs` is {epochs}; expected one "
+            "of them. Leave one out."
+        )
+    if (epochs is None) != (steps_per_epoch is None):
+        raise ValueError(
+            f"`warmup_epochs` is {epochs} and `steps_per_epoch` is {steps_per_epoch}; "
+            "expected both or neither. Pass the updates of an epoch, or `warmup_steps`."
+        )
+    if steps is not None:
+        return checks.positive_int("warmup_steps", steps, minimum=0)
+    if epochs is None or steps_per_epoch is None:
+        return 0
+    checks.positive_int("steps_per_epoch", steps_per_epoch)
+    return round(checks.positive("warmup_epochs", epochs) * steps_per_epoch)
+
+
+@keras.saving.register_keras_serializable(package="tfamp")
+class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """A learning rate or schedule times a factor, which a warm-up comes to evenly.
+
+    Args:
+        learning_rate: A number above 0, or a schedule.
+        factor: What it is multiplied by in the end.
+        warmup_steps: Updates over which the factor goes from 1 to that.
+    """
+
+    def __init__(
+        self, learning_rate: Rate, factor: float, warmup_steps: int = 0
+    ) -> None:
+        super().__init__()
+        schedule = keras.optimizers.schedules.LearningRateSchedule
+        if not isinstance(learning_rate, schedule):
+            learning_rate = checks.positive("learning_rate", learning_rate)
+        self.learning_rate = learning_rate
+        self.factor = checks.positive("factor", factor)
+        self.warmup_steps = checks.positive_int("warmup_steps", warmup_steps, minimum=0)
+
+    def __call__(self, step: Any) -> Any:
+        """Returns the rate of an update, counted from 0; float32."""
+        ops, rate = keras.ops, self.learning_rate
+        rate = ops.cast(rate(step) if callable(rate) else rate, "float32")
+        if not self.warmup_steps:
+            return rate * self.factor
+        part = ops.minimum(ops.cast(step, "float32") / self.warmup_steps, 1.0)
+        return rate * (1.0 + (self.factor - 1.0) * part)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments, for files."""
+        return {
+            "learning_rate": keras.saving.serialize_keras_object(self.learning_rate),
+            "factor": self.factor,
+            "warmup_steps": self.warmup_steps,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "ScaledSchedule":
+        """Returns the schedule that a file holds."""
+        rate = keras.saving.deserialize_keras_object(config["learning_rate"])
+        return cls(**{**config, "learning_rate": rate})

@@ -1,1 +1,264 @@
 """Chooses policies and layers' dtypes by measuring the user's own model."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any, get_args
+
+import keras
+import numpy as np
+from absl import logging
+
+import tfamp
+from tfamp.dtypes.settings import make_settings
+from tfamp.machine import cpus, devices
+from tfamp.models import put_under
+from tfamp.numerics.sensitivity import sensitivity
+from tfamp.plan import PrecisionPlan, read_plan
+from tfamp.records import checks
+from tfamp.records.console import progress
+from tfamp.records.formats import HALF
+from tfamp.records.versions import installed_versions
+from tfamp.stepping.arguments import build, dataset_of, first_batch
+from tfamp.stepping.unchanged import unchanged
+from tfamp.tuning.candidates import Candidates, Objective, savings_of
+from tfamp.tuning.judges import (
+    ERROR_RATE,
+    FixedWeights,
+    ShortTrainings,
+    evaluated,
+)
+from tfamp.tuning.measured_policies import model_of
+from tfamp.tuning.measurement import model_digest
+from tfamp.tuning.races import put_back
+from tfamp.tuning.search import Checkpoint, Evaluation, Search
+
+POLICIES = ("mixed_float16", "mixed_bfloat16")
+# Below this share of a step no clock sees a gain.
+MIN_SAVING = 0.005
+# Of validation data without end so much is used.
+_MAX_BATCHES = 1000
+
+
+def tune(
+    build_model_or_model: Callable[[], keras.Model] | keras.Model,
+    data: Any,
+    *,
+    policy: str | os.PathLike[str] | PrecisionPlan,
+    tolerance: float,
+    metric: Any = None,
+    max_evaluations: int = 12,
+    validation: Any = None,
+    objective: Objective = "time",
+    relax_rules: bool = False,
+    training: bool = True,
+    batch_size: int = 32,
+    num_batches: int = 3,
+    seeds: int = 3,
+    num_steps: int = 50,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> PrecisionPlan:
+    """Finds which layers have to stay in float32 for a metric to stay what it is.
+
+    One pass in which each layer runs alone in half precision ranks the layers. The
+    default rules and the guilty ones make the first plan; then layers are given back to
+    half precision, or taken from it, for as long as the metric holds. What is chosen is
+    judged once more on examples that the choice has not seen. Where nothing in half
+    precision holds, the plan is float32 and says why.
+
+    Args:
+        build_model_or_model: A trained, compiled model: plans are compared by what it
+            gives for each example. Or a function without arguments that returns a
+            compiled model: then short trainings of equal seeds are compared.
+        data: As `fit` takes it. Ranks the layers, and trains what the function builds.
+        policy: "mixed_float16" or "mixed_bfloat16"; or a plan, or its file, to start
+            from.
+        tolerance: By how much the metric may be worse: of accuracies and the like as
+            it is, 0.005 for half a percent; of losses and errors relative to float32.
+        metric: None for the model's loss; the name of a metric of Keras that is a mean
+            over examples; or a function of targets and outputs that returns a value
+            for each example, any change of which counts as worse.
+        max_evaluations: Plans that are tried, the judgement on fresh data included.
+        validation: Examples that the metric is taken of, as `fit` takes them; None
+            takes `data`. Every second batch is left for the judgement at the end; of
+            more than 1,000 the first are used.
+        objective: What half precision is to save: "time", "memory" or "size".
+        relax_rules: Whether layers that default rules keep may go to half precision
+            where that is measured to do no harm.
+        training: Whether the plan is to train; else gradients do not count.
+        batch_size: Examples in a batch of arrays.
+        num_batches: Batches of the pass that ranks.
+        seeds: Trainings a plan, where a function is given.
+        num_steps: Steps of each of them.
+        checkpoint: A file in which evaluations are kept as they come; a later call
+            with the same arguments goes on from there.
+
+    Returns:
+        The `PrecisionPlan`; `.evidence["tuning"]` has the path of the search.
+
+    Raises:
+        TypeError: It is neither a model nor a function that returns one.
+        ValueError: The data is empty, the metric is missing or not finite in float32,
+            the function builds another model each time, the plan is another model's,
+            or there are fewer examples than could show the tolerance.
+
+    Example:
+        >>> import numpy as np
+        >>> keras.utils.set_random_seed(0)
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        >>> model.compile("sgd", "mse")
+        >>> x = np.random.default_rng(0).normal(size=(256, 4)).astype("float32")
+        >>> plan = tune(model, (x, x[:, :2]), policy="mixed_bfloat16", tolerance=0.05)
+        >>> plan.policy
+        'mixed_bfloat16'
+    """
+    checks.positive("tolerance", tolerance)
+    checks.positive_int("max_evaluations", max_evaluations, minimum=2)
+    checks.choice("objective", objective, get_args(Objective))
+    start = read_plan(policy)
+    name = (
+        start.policy if start is not None else checks.choice("policy", policy, POLICIES)
+    )
+    if keras.DTypePolicy(name).compute_dtype not in HALF:
+        raise ValueError(
+            f"The plan to start from has policy {name!r}; expected one of {POLICIES}. "
+            "There is nothing to tune in float32."
+        )
+    cpus.avoid_broken_amx()
+    is_model = isinstance(build_model_or_model, keras.Model)
+    model = model_of(build_model_or_model)
+    dataset = dataset_of(data, batch_size)
+    build(model, first_batch(dataset))
+    if start is not None:
+        start.check(model)
+    held_out = dataset if validation is None else dataset_of(validation, batch_size)
+    examples = list(held_out.take(_MAX_BATCHES))
+    halves = examples[::2], examples[1::2]
+    if not halves[1]:
+        raise ValueError(
+            f"The examples make {len(examples)} batches of {batch_size}; expected at "
+            "least two: one to choose by, one to judge by. Pass a smaller "
+            "`batch_size`, or more examples as `validation`."
+        )
+    judge: Any
+    if is_model:
+        judge = FixedWeights(model, halves, metric, tolerance)
+    else:
+        judge = ShortTrainings(
+            build_model_or_model, dataset, halves, metric, seeds, num_steps
+        )
+    began = time.perf_counter()
+    dtype = keras.DTypePolicy(name).compute_dtype
+    found = sensitivity(model, dataset, dtype=dtype, num_batches=num_batches)
+    base = start if start is not None else _plan_under(model, name)
+    with unchanged(model), put_back(model):
+        put_under(model, make_settings("float32"))
+        saved = savings_of(
+            model, dataset, dtype, objective=objective, training=training
+        )
+    candidates = Candidates(
+        model,
+        base,
+        found,
+        saved,
+        relax_rules=relax_rules,
+        training=training,
+        judges_gradients=not is_model,
+    )
+    digest = model_digest(model)
+    identity = [digest, name, judge.score.name, judge.reference, tolerance]
+    evaluations = Checkpoint(checkpoint, identity)
+
+    def judged(float32: tuple[str, ...], half: int, rate: float) -> Evaluation:
+        plan = candidates.plan(float32)
+        return evaluated(judge, plan, float32, half, rate, tolerance)
+
+    def evaluate(float32: tuple[str, ...]) -> Evaluation:
+        known = evaluations.get(float32)
+        if known is None:
+            known = judged(float32, 0, ERROR_RATE / 2 / max_evaluations)
+            evaluations.add(known)
+        done(len(search.tried) + 1)
+        return known
+
+    with progress("Trying plans", max_evaluations, unit="plans") as done:
+        search = Search(
+            candidates.suspects,
+            evaluate,
+            max_evaluations=max_evaluations - 1,
+            min_saving=MIN_SAVING,
+        )
+        best = search.run()
+    confirmed = None
+    if best is None:
+        plan = _plan_under(model, "float32")
+        reason = (
+            "no plan in half precision kept the metric within the tolerance in "
+            f"{len(search.tried)} evaluations ({found.verdict}: {found.advice})"
+        )
+    else:
+        with contextlib.suppress(KeyboardInterrupt):  # the plan so far is an answer
+            confirmed = judged(best.float32, 1, ERROR_RATE / 2)
+        if confirmed is None or confirmed.holds:
+            plan = candidates.plan(best.float32)
+        else:
+            plan = _plan_under(model, "float32")
+        reason = _reason(best, confirmed)
+    logging.info("Plan for %r: %s.", model.name, reason)
+    tuning = {
+        "reason": reason,
+        "policy": name,
+        "tolerance": tolerance,
+        "metric": judge.score.name,
+        "float32_metric": judge.reference,
+        "judged_by": judge.kind,
+        "objective": objective,
+        "evaluations": [each.to_dict() for each in search.tried],
+        "confirmed": None if confirmed is None else confirmed.to_dict(),
+        "layers": [
+            {
+                "path": layer.path,
+                "forward_error": _finite(layer.forward_error),
+                "backward_error": _finite(layer.backward_error),
+                "saving": saved.get(layer.path, 0.0),
+                "is_guilty": layer.is_guilty,
+            }
+            for layer in found.layers
+        ],
+        "seconds": time.perf_counter() - began,
+    }
+    evidence = {
+        "devices": [device.name for device in devices.devices()],
+        "versions": {**installed_versions(), "tfamp": tfamp.__version__},
+        "model": digest,
+        "tuning": tuning,
+    }
+    return plan.replace(evidence=evidence)
+
+
+def _plan_under(model: keras.Model, policy: str) -> PrecisionPlan:
+    """Returns the plan that the default rules make under a policy."""
+    with put_back(model):
+        put_under(model, make_settings(policy))
+        return PrecisionPlan.from_model(model)
+
+
+def _reason(best: Evaluation, confirmed: Evaluation | None) -> str:
+    """Returns what fresh examples say of the best plan; None was interrupted."""
+    judged = best if confirmed is None else confirmed
+    worse = f"worse by {judged.worsening:.3g}, at most {judged.bound:.3g}"
+    if confirmed is None:
+        return f"{worse}; interrupted before it was judged on fresh examples"
+    if not confirmed.holds:
+        return (
+            "the best plan did not keep the metric within the tolerance on fresh "
+            f"examples: {worse}"
+        )
+    number = len(best.float32)
+    kept = {0: "no layer is", 1: "1 layer is"}.get(number, f"{number} layers are")
+    return f"{worse}, on fresh examples; {kept} in float32 beyond those that rules keep"
+
+
+def _finite(value: float) -> Any:
+    return value if np.isfinite(value) else str(value)

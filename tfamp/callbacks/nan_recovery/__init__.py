@@ -1,1 +1,274 @@
 """`NanRecovery`: goes back to the last good state after a failure."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from tfamp.callbacks._fit_callback import FitCallback
+from tfamp.callbacks.nan_recovery.attempts import Attempts, Recovery
+from tfamp.callbacks.nan_recovery.remedies import REMEDIES
+from tfamp.callbacks.nan_recovery.training import WatchedTraining
+from tfamp.keras_hooks import around_training
+from tfamp.records import checks
+from tfamp.stepping.snapshot_files import Slots, made_folder
+
+
+class NanRecovery(FitCallback):
+    """Goes back to the last good state when training fails, and applies a remedy.
+
+    A failure is a loss or metric in the logs that is not finite, a weight or moving
+    statistic that is not, steps that are skipped without end under a loss scale, or the
+    `tfamp.LossScaleError` that follows. It is caught inside the training function's
+    place, so no other callback sees the bad state, saves it, or stops for it. Then the
+    model is put back to its last good snapshot: weights, statistics, seeds, optimizers,
+    loss scale and metrics, bit by bit. One of these follows, and training goes on with
+    the next batch:
+
+    - "drop batch": nothing else; the failing batch is not trained on again;
+    - "cut learning rate": the rates of all optimizers times what the triage found to
+      lower the loss, or `learning_rate_factor`, from here on. A
+      `LearningRateScheduler` that sets rates by itself undoes it;
+    - "move loss scale": to what the triage found to be finite; else to a sixteenth, or
+      16 times where the triage says raise;
+    - "keep in float32": the layer that the triage named, optimizer state kept. What the
+      model computes in then stands in `plan.json` in the folder: the next run begins
+      with it by `tfamp.enable(policy="<directory>/plan.json")`, and `tfamp.tune` takes
+      it as its start.
+
+    Which one is said by the triage of the failing step; where it says "model", training
+    is stopped. Where it finds nothing a batch is dropped first and the learning rate
+    cut after; it is cut at once where the loss had grown tenfold before, or steps were
+    skipped without end.
+
+    A snapshot is good once a step after it was finite and applied, the weights after
+    that step were finite, all of the snapshot is, and the loss has not run away. Good
+    ones go to `directory` in the background, an old one goes when a new one is whole:
+    whenever the process is killed, the last good one is whole. An epoch's logs and
+    `History` get `recoveries`, their number so far; `recoveries.jsonl` in the folder
+    gets each of them, and so does `model.history.recoveries`. The batches trained
+    between the snapshot and the failure are not trained again.
+
+    Cost: memory of the host for three copies of the weights and optimizer state. They
+    are taken so rarely that they cost half a percent of the time; the logs are read
+    after each step, as other callbacks make `fit` do.
+
+    To go on in a fresh process, nothing is automatic: pass `resume=True`, and
+    `initial_epoch=recovery.initial_epoch` to `fit`. Beside a `BackupAndRestore` leave
+    `resume` out, since each would restore its own.
+
+    Args:
+        directory: Folder for snapshots and the journal, made if need be; one for each
+            run.
+        keep: Snapshots on disk, at least 2.
+        every_seconds: Time between snapshots; 0 takes one every second step. None
+            waits two hundred times as long as the last one took.
+        write_every_seconds: Time between writes to disk, at least.
+        max_recoveries: Recoveries in one `fit` after which the next failure stops it.
+        remedies: "auto" for all, or those that may be used.
+        learning_rate_factor: What a cut leaves of the learning rate, in (0, 1), where
+            the triage names no other.
+        triage: Takes the model, as it was before the failure, and the failing batch or
+            None; gives an object with `cause`, `layer` and `remedy`, as `tfamp.triage`
+            does, which is asked by default.
+        on_exhausted: "raise" a `RecoveryError`, or "stop" training and log the report.
+            The model is as it was at its last good snapshot either way.
+        ignore: Names in the logs that may be NaN or inf.
+        resume: Whether to begin with the newest good snapshot in `directory`.
+        clock: Gives seconds.
+
+    Attributes:
+        recoveries: What was done in the last `fit`, a `Recovery` each.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A value is out of range; or, when training begins, the folder
+            cannot be written, weights are not finite, or workers are several.
+        RecoveryError: No recovery was left that might help.
+
+    Example:
+        >>> import keras, numpy as np, tempfile
+        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> data = np.ones((8, 1), np.float32)
+        >>> data[5] = np.nan
+        >>> recovery = NanRecovery(tempfile.mkdtemp())
+        >>> run = model.fit(
+        ...     data, data, batch_size=2, verbose=0, shuffle=False, callbacks=[recovery]
+        ... )
+        >>> run.history["recoveries"], recovery.recoveries[0].remedy
+        ([1], 'drop batch')
+        >>> bool(np.isfinite(run.history["loss"][0]))
+        True
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        every_seconds: float | None = None,
+        write_every_seconds: float = 60.0,
+        max_recoveries: int = 3,
+        remedies: str | Sequence[str] = "auto",
+        learning_rate_factor: float = 0.5,
+        triage: Callable[[Any, Any], Any] | None = None,
+        on_exhausted: str = "raise",
+        ignore: Sequence[str] = (),
+        resume: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__()
+        if every_seconds is not None:
+            every_seconds = _not_negative("every_seconds", every_seconds)
+        self.every_seconds, self._clock = every_seconds, clock
+        self.directory = os.fspath(made_folder("directory", directory))
+        self.keep = checks.positive_int("keep", keep, minimum=2)
+        self.write_every_seconds = _not_negative(
+            "write_every_seconds", write_every_seconds
+        )
+        self.ignore = _names("ignore", ignore)
+        self.max_recoveries = checks.positive_int(
+            "max_recoveries", max_recoveries, minimum=0
+        )
+        self.learning_rate_factor = checks.fraction(
+            "learning_rate_factor", learning_rate_factor, closed=False
+        )
+        self.on_exhausted = checks.choice(
+            "on_exhausted", on_exhausted, ("raise", "stop")
+        )
+        self.remedies = _remedies_of(remedies)
+        self.resume = bool(resume)
+        self.recoveries: tuple[Recovery, ...] = ()
+        if triage is not None and not callable(triage):
+            raise TypeError(
+                f"`triage` is {triage!r}, of type {type(triage).__name__}; expected a "
+                "function of a model and a batch. Pass `tfamp.triage`, or leave it out."
+            )
+        self._triage = triage
+        self._training: WatchedTraining | None = None
+        self._attempts: Attempts | None = None
+
+    @property
+    def initial_epoch(self) -> int:
+        """The epoch to resume with, for `fit`; 0 without `resume` or a snapshot.
+
+        An epoch that was not trained to its end is trained from its start.
+        """
+        if not self.resume:
+            return 0
+        counters = Slots(self.directory, keep=self.keep).counters()
+        return int(counters["epoch"]) if counters is not None else 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Opens the folder, and resumes where that was asked for."""
+        if isinstance(
+            self.model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy
+        ):
+            raise ValueError(
+                "NanRecovery was given a model on several workers; expected one "
+                "process, since nothing makes the workers go back together. Leave it "
+                "out, and train with `tfamp.LossScaleOptimizer(optimizer)`, which "
+                "skips a bad step on all of them alike, and `tfamp.callbacks.Resume`, "
+                "which brings all back to one step."
+            )
+        self._leave()
+        slots = Slots(self.directory, keep=self.keep)
+        training = WatchedTraining(
+            self.model,
+            slots,
+            every_seconds=self.every_seconds,
+            write_every_seconds=self.write_every_seconds,
+            ignored=self.ignore,
+            clock=self._clock,
+            on_failure=self._recover,
+        )
+        place = around_training.Place.NAN_RECOVERY
+        if not self._join(place=place, call=training.call):
+            logging.warning(
+                "A second NanRecovery in the same `fit` does nothing: use one."
+            )
+            self._leave()
+            return
+        self._training, training.member = training, self._member
+        self._attempts = Attempts(
+            self.model,
+            training,
+            triage=self._triage,
+            remedies=self.remedies,
+            max_recoveries=self.max_recoveries,
+            factor=self.learning_rate_factor,
+            stops_quietly=self.on_exhausted == "stop",
+            clock=self._clock,
+        )
+        self._list_recoveries()
+        if self.resume:
+            state = slots.load()
+            if state is not None:
+                self._attempts.resume(state)
+        elif slots.counters() is not None:
+            logging.warning(
+                "%r holds good snapshots of an earlier run, which those of this one "
+                "will replace. Pass `resume=True` to go on from them, or another "
+                "folder.",
+                self.directory,
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Begins to count an epoch's batches."""
+        if self._training is not None:
+            self._training.begin_epoch(epoch, (self.params or {}).get("steps"))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Puts the number of recoveries into the logs."""
+        training = self._training
+        if training is None or logs is None:
+            return
+        if not training.num_finite_calls:
+            # Metrics of no step at all read 0, which is too good to be true.
+            logs.update({k: v for k, v in training.last_logs.items() if k in logs})
+        logs["recoveries"] = len(self.recoveries)
+
+    def _close(self, error: BaseException | None) -> None:
+        training, self._training, self._attempts = self._training, None, None
+        if training is not None:
+            training.close()
+
+    def _recover(self, sign: Any) -> None:
+        if self._attempts is None:
+            return
+        try:
+            self._attempts.recover(sign)
+        finally:
+            self._list_recoveries()
+
+    def _list_recoveries(self) -> None:
+        if self._attempts is not None:
+            self.recoveries = tuple(self._attempts.done)
+        history = getattr(self.model, "history", None)
+        if history is not None:
+            history.recoveries = self.recoveries
+
+
+def _remedies_of(remedies: str | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(remedies, str):
+        if remedies == "auto":
+            return REMEDIES
+        remedies = (remedies,)
+    return tuple(checks.choice("remedies", each, REMEDIES) for each in remedies)
+
+
+def _names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise TypeError(
+            f"`{argument}` is {names!r}, a string; expected names in a list. Pass "
+            f"`{argument}=[{names!r}]`."
+        )
+    return tuple(names)
+
+
+def _not_negative(argument: str, value: float) -> float:
+    return 0.0 if value == 0 else checks.positive(argument, value)

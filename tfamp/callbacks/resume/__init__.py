@@ -1,1 +1,344 @@
 """`Resume`: training that goes on where it was, to the bit."""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tfamp.callbacks._fit_callback import FitCallback
+from tfamp.callbacks.resume import files, states
+from tfamp.callbacks.resume.files import Folder, Kept
+from tfamp.keras_hooks import around_training, epochs
+from tfamp.keras_hooks.epochs import EPOCH_HOOKS, Execution, Feed, Place
+from tfamp.keras_hooks.workers import part_of
+from tfamp.records import checks
+from tfamp.stepping import snapshots
+from tfamp.stepping.snapshot_files import folder_path
+from tfamp.stepping.snapshots import State
+
+
+class Resume(FitCallback):
+    """Keeps the state of `fit`, so that the same program goes on where it was killed.
+
+    What follows equals, bit by bit, what would have followed: weights, optimizer, loss
+    scale and counters, random states of layers, of Python, NumPy and Keras, metrics,
+    the history, the place in the data, and what `EarlyStopping`, `ReduceLROnPlateau`
+    and `ModelCheckpoint` hold. Run the same program again with the same `directory`: it
+    begins with the newest state there. A training that has come to its end trains its
+    last step again; with more `epochs` it goes on.
+
+    The batches of the epoch that were trained are drawn again and left out, and those
+    of earlier epochs only with `steps_per_epoch`, where one iterator goes through all.
+    So the order has to be the same in each process: call `keras.utils.set_random_seed`
+    first, or give `shuffle` a `seed`. Where it is not, one line says that it is not to
+    the bit. (With a global seed, Keras brings arrays in one order in all epochs;
+    `tf.data` and `tfamp.data.Pipeline` have a new one for each.)
+
+    With several workers each writes a file of its own, to a folder that all see, and
+    all go on at the newest step that all have. When one dies the others end within
+    half a minute, and one line says which it was. With another number of workers or
+    replicas a training goes on too, and one line says that it is not to the bit.
+
+    Not kept: `tf.random` operations inside of the step (`keras.random` with a
+    `SeedGenerator` is), state of generators and `PyDataset`s, and of callbacks without
+    `get_state()` and `set_state(state)`, which one line names. A callback that has both
+    is kept: `get_state` gives a dict of numbers, texts, and lists of arrays.
+
+    Cost: each state is copied and written while training waits, to the disk where it
+    is local. Weights, slots and metrics are in it.
+
+    Args:
+        directory: A folder, one for each training: local, or any path that
+            `tf.io.gfile` opens, such as "gs://...".
+        every_steps: Batches between two states, at least; as many may have to be
+            trained again after a crash. The last step of all is kept too.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A value is out of range; or, before any training, the folder cannot
+            be written, or holds a training of another model, policy, or data.
+
+    Example:
+        >>> import keras, numpy as np, tempfile
+        >>> data, folder = np.ones((8, 1), np.float32), tempfile.mkdtemp()
+        >>> def run(epochs):
+        ...     keras.utils.set_random_seed(0)
+        ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        ...     resume = Resume(folder, every_steps=2)
+        ...     run = {"epochs": epochs, "verbose": 0, "callbacks": [resume]}
+        ...     history = model.fit(data, data, **run)
+        ...     return resume.resumed_at, history.epoch
+        >>> run(epochs=2), run(epochs=3)
+        ((None, [0, 1]), ((1, 0), [0, 1, 2]))
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, every_steps: int = 500
+    ) -> None:
+        super().__init__()
+        self.directory = folder_path("directory", directory)
+        self.every_steps = checks.positive_int("every_steps", every_steps)
+        self.resumed_at: tuple[int, int] | None = None
+        EPOCH_HOOKS.hold(self)
+        self._feed: Feed | None = None
+        self._folder = self._folder_of(0, 1)
+        self._found: tuple[Kept, State] | None = None
+        self._epoch = self._total = self._since = 0
+        self._start = Place(0)
+        self._start_random: dict[str, Any] = {}
+        self._spare: State | None = None
+        self._pending: State | None = None
+        self._state_to_put: State | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Looks for a training to go on with, and whether it is this one."""
+        self._leave()
+        feed = epochs.feed_of(self.model)
+        if feed is None:
+            raise ValueError(
+                "Resume was told that training begins outside of `fit`; expected "
+                "`model.fit(..., callbacks=[Resume(...)])`. Use it there."
+            )
+        self._check_beside()
+        if feed.around is not None:
+            logging.warning("A second Resume in the same `fit` does nothing: use one.")
+            return
+        strategy = self.model.distribute_strategy
+        index, num_workers = files.place_of(strategy)
+        self._folder = self._folder_of(index, num_workers)
+        self._folder.prepare()
+        kept = self._folder.newest()
+        if num_workers > 1:
+            step = -1 if kept is None else kept.step
+            files.check_same(strategy, step, self.directory)
+        self.resumed_at, self._found = None, None
+        self._epoch = self._total = self._since = 0
+        self._pending = None
+        if kept is not None:
+            self._go_on(kept, self._folder.read(kept), feed)
+        elif self._folder.others_have_files():
+            self._note(
+                f"Resume: {self.directory!r} holds files of some workers, and no step "
+                "of all, so training starts from its beginning. All workers have to "
+                "see the folder."
+            )
+        self._join()
+        self._feed, feed.around = feed, self._steps_of_epoch
+        if why := states.unrepeatable(feed):
+            self._note(
+                f"Resume: {why}, so a training that goes on will not equal this one to "
+                "the bit. Call `keras.utils.set_random_seed` first, or seed it."
+            )
+        if names := states.without_state(self._beside()):
+            self._note(
+                f"Resume: the state of {', '.join(names)} is not kept, as they have no "
+                "`get_state` and `set_state`."
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes which epoch it is."""
+        self._epoch = epoch
+
+    def _close(self, error: BaseException | None) -> None:
+        feed, self._feed, self._found = self._feed, None, None
+        if feed is not None:
+            feed.around = None
+        if self.resumed_at is not None:
+            epochs.begin_at(self.model, None)
+        if who := files.lost(self.model.distribute_strategy, error):
+            logging.error("Resume: %s does not answer any more. %s", who, self._again())
+
+    def _again(self) -> str:
+        """Returns how to go on when a worker was lost."""
+        return (
+            "This worker ends too, as it cannot train alone. Start all workers again: "
+            f"they go on at the newest step that all of them have in "
+            f"{self.directory!r}."
+        )
+
+    def _folder_of(self, index: int, num_workers: int) -> Folder:
+        return Folder(self.directory, index, num_workers)
+
+    def _check_beside(self) -> None:
+        for each in self._beside():
+            if isinstance(each, keras.callbacks.BackupAndRestore):
+                raise ValueError(
+                    "Resume and BackupAndRestore are in the same `fit`; expected one, "
+                    "since each would begin where it thinks. Leave the other out."
+                )
+            if getattr(each, "resume", False) is True:
+                raise ValueError(
+                    f"Resume and {type(each).__name__}(resume=True) are in the same "
+                    "`fit`; expected one that goes on. Leave `resume` out."
+                )
+
+    def _beside(self) -> list[Any]:
+        """Returns the other callbacks of this `fit`."""
+        found = around_training.callbacks_of(self.model)
+        return [each for each in found if each is not self]
+
+    def _go_on(self, kept: Kept, state: State, feed: Feed) -> None:
+        """Checks that a state is of this training, and has `fit` begin there."""
+        held = state.counters[states.KEY]
+        is_other = self._is_other(kept, held)
+        states.check_data(held["facts"], feed, self.directory, is_other=is_other)
+        epoch, num_epochs = held["epoch"], (self.params or {}).get("epochs")
+        if num_epochs is not None and epoch >= num_epochs:
+            raise ValueError(
+                f"`epochs` is {num_epochs}, and the training in {self.directory!r} is "
+                f"in epoch {epoch} (from 0) already; expected more. Pass more "
+                "`epochs`, or another `directory`."
+            )
+        self._total = held["total"]
+        self._found = kept, state
+        self.resumed_at = epoch, held["step"]
+        epochs.begin_at(self.model, epoch)
+        logging.info(
+            "Resume: going on behind step %d of epoch %d (from 0), of %r.",
+            *(held["step"], epoch, os.path.join(self.directory, kept.name)),
+        )
+        why = []
+        if is_other:
+            why.append(
+                f"it had {kept.num_workers} workers of {held['replicas']} replicas"
+            )
+        if held["seed"] != states.global_seed():
+            why.append(f"its global seed was {held['seed']}")
+        if held["versions"] != states.versions():
+            why.append(f"it ran on {held['versions']}")
+        if why:
+            self._note(
+                f"Resume: what follows is not to the bit what the training in "
+                f"{self.directory!r} would have been, since {' and '.join(why)}."
+            )
+
+    def _is_other(self, kept: Kept, held: dict[str, Any]) -> bool:
+        _, num_workers = files.place_of(self.model.distribute_strategy)
+        now = num_workers, snapshots.num_local_replicas(self.model)
+        return (kept.num_workers, held["replicas"]) != now
+
+    def _steps_of_epoch(self, executions: Iterator[Execution]) -> Iterator[Execution]:
+        """Goes through an epoch: draws what was trained, and keeps states."""
+        found, self._found = self._found, None
+        feed, skipped, held = self._feed, 0, {}
+        if feed is None:
+            yield from executions
+            return
+        if found is not None:
+            held = found[1].counters[states.KEY]
+            skipped = self._go_to(*found, feed)
+        is_due = self._since >= self.every_steps or self._pending is not None
+        self._start, self._start_random = feed.place(), states.take_random()
+        if not held and self._total and (is_due or self._is_final(feed, 0)):
+            self._pending = None
+            self._write(self._state(0, feed))
+        for each in executions:
+            if each.begin < skipped:
+                self._put(_draw(each, skipped, self.directory))
+                continue
+            if held:
+                states.put_random(held["random"])
+                held = {}
+            yield each
+            self._after(each, feed)
+
+    def _go_to(self, kept: Kept, state: State, feed: Feed) -> int:
+        """Goes to where an epoch began; returns how many batches of it to leave out.
+
+        The state is put when there is a batch to build the model from, which is now
+        where another epoch was before.
+        """
+        self._state_to_put = state
+        held = state.counters[states.KEY]
+        states.put_random(held["random of epoch"])
+        if self._is_other(kept, held) and held["facts"] != states.facts_of(feed):
+            self._put(feed.first_batch())
+            return 0  # other batches: the epoch begins anew
+        batch = feed.go_to(Place(*held["place"]))
+        if batch is None and not held["step"]:
+            batch = feed.first_batch()
+        if batch is not None:
+            self._put(batch)
+        return int(held["step"])
+
+    def _put(self, batch: Any) -> None:
+        state, self._state_to_put = self._state_to_put, None
+        if state is not None:
+            batch = part_of(batch, self.model.distribute_strategy)
+            states.put(self.model, state, batch, self._beside(), self.directory)
+
+    def _after(self, execution: Execution, feed: Feed) -> None:
+        """Keeps the state where it is time, after all callbacks have seen the step.
+
+        Not behind the last step of an epoch, as the logs are in nobody's hands there:
+        that of the next epoch's start is kept instead. Where it is not known which is
+        the last, a state is written when another step has followed.
+        """
+        num_batches = feed.num_batches
+        end = min(execution.end, num_batches or execution.end)
+        self._total += end - execution.begin
+        self._since += end - execution.begin
+        if self._pending is not None:
+            self._write(self._pending)
+            self._pending = None
+            self._since = end - execution.begin
+        is_due = self._since >= self.every_steps or self._is_final(feed, end)
+        if not is_due or end == num_batches:
+            return
+        state = self._state(end, feed)
+        if num_batches is None:
+            self._pending = state
+        else:
+            self._write(state)
+
+    def _is_final(self, feed: Feed, end: int) -> bool:
+        """Returns whether only the last execution of the last epoch is left."""
+        num_epochs, num_batches = (self.params or {}).get("epochs"), feed.num_batches
+        if num_batches is None or self._epoch + 1 != num_epochs:
+            return False
+        return end < num_batches <= end + feed.steps_per_execution
+
+    def _state(self, step: int, feed: Feed) -> State:
+        """Returns all that a training needs to go on behind a step of this epoch."""
+        position = {
+            "epoch": self._epoch,
+            "step": step,
+            "total": self._total,
+            "place": list(dataclasses.astuple(self._start)),
+            "random of epoch": self._start_random,
+        }
+        state, self._spare = states.take(
+            self.model, feed, self._beside(), position, into=self._spare
+        )
+        return state
+
+    def _write(self, state: State) -> None:
+        self._since = 0
+        try:
+            self._folder.write(state, state.counters[states.KEY]["total"])
+        except (OSError, tf.errors.OpError) as error:
+            self._note(
+                f"Resume: a state could not be written to {self.directory!r} "
+                f"({error}). Training goes on, the files before it stay, and the next "
+                "one is tried too. Free space there."
+            )
+
+
+def _draw(execution: Execution, skipped: int, directory: str) -> Any:
+    """Draws the batches of an execution that was trained before; returns the last."""
+    batch = None
+    for step in range(execution.begin, min(execution.end, skipped)):
+        try:
+            batch = next(execution.iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            raise ValueError(
+                f"The data ended after {step} batches, of which the training in "
+                f"{directory!r} had {skipped} behind it; expected the same data. Pass "
+                "them, or another `directory`."
+            ) from None
+    return batch

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray.train
 
-from tfamp.callbacks.resume.callback import Resume
+from tfamp.callbacks.resume import Resume
 from tfamp.callbacks.resume.files import Folder, Kept
 from tfamp.stepping.snapshot_files import write
 from tfamp.stepping.snapshots import State

@@ -31,7 +31,7 @@ from tfamp.memory.batch_search.processes import Batch, Settings, batch_of
 from tfamp.records.checks import short_error
 from tfamp.records.record import Record
 from tfamp.stepping.arguments import build
-from tfamp.stepping.input_waits.measure import bottleneck
+from tfamp.stepping.input_waits import bottleneck
 from tfamp.stepping.snapshots import num_local_replicas
 from tfamp.stepping.unchanged import unchanged
 from tfamp.trials import child, processes

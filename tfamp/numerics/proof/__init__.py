@@ -20,7 +20,7 @@ from tfamp.numerics.proof.result import Product, Proof, Unaligned
 from tfamp.records import checks
 from tfamp.records.console import progress
 from tfamp.stepping.arguments import dataset_of
-from tfamp.stepping.input_waits.measure import bottleneck
+from tfamp.stepping.input_waits import bottleneck
 from tfamp.stepping.step_traces import (
     HALF,
     Roofline,

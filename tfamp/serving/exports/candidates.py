@@ -22,11 +22,10 @@ from tfamp.records.units import format_bytes
 from tfamp.serving.exports import onnx_files, writers
 from tfamp.serving.exports.request import PACKAGES, Request
 from tfamp.serving.exports.source import Source
-from tfamp.serving.parity.gate import check_parity
+from tfamp.serving.parity import check_parity
 from tfamp.serving.parity.result import Parity
 from tfamp.serving.parity.timings import raced
-from tfamp.serving.runtimes import fresh_process
-from tfamp.serving.runtimes.loader import open_model
+from tfamp.serving.runtimes import fresh_process, open_model
 from tfamp.serving.runtimes.manifest import NAME, Manifest, digests
 from tfamp.serving.runtimes.signature import LoadedModel
 from tfamp.serving.runtimes.tensorflow_models import TensorFlowModel

@@ -18,9 +18,8 @@ from tfamp.serving.exports.candidates import (
     place,
     said_if_full,
 )
-from tfamp.serving.exports.choosing import Choice
+from tfamp.serving.exports.choosing import Choice, Export
 from tfamp.serving.exports.kept_layers import write_sparing
-from tfamp.serving.exports.record import Export
 from tfamp.serving.exports.request import (
     DTYPES,
     POSSIBLE,

@@ -21,7 +21,7 @@ from tfamp.serving.server.bodies import (
     refused,
 )
 from tfamp.serving.server.models import Models, Version, log
-from tfamp.serving.server.refusals import Refusal, quoted
+from tfamp.serving.server.tensors import Refusal, quoted
 
 Scope = Mapping[str, Any]
 Send = Callable[[dict[str, Any]], Awaitable[None]]

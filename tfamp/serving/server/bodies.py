@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from tfamp.serving.server.refusals import RETRY_SECONDS, Refusal, quoted
+from tfamp.serving.server.tensors import RETRY_SECONDS, Refusal, quoted
 
 Headers = Mapping[bytes, bytes]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]

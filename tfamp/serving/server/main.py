@@ -179,7 +179,7 @@ def _unloaded(
 ) -> "App":
     """Returns the application, its arguments checked, its models still to be loaded."""
     checks.require("orjson", extra="serve", purpose="`tfamp serve`")
-    from tfamp.serving.runtimes.loader import load_exported
+    from tfamp.serving.runtimes import load_exported
     from tfamp.serving.server.app import App
 
     if limits.max_batch_size is not None:

@@ -17,10 +17,9 @@ import numpy as np
 from tfamp.records.checks import short_error
 from tfamp.serving.runtimes.manifest import NAME
 from tfamp.serving.runtimes.signature import LoadedModel
-from tfamp.serving.server.batching import Batcher
+from tfamp.serving.server.batching import DEFAULT_BATCH_SIZE, Batcher, warm_up
 from tfamp.serving.server.metrics import Metrics
-from tfamp.serving.server.refusals import Refusal, unknown
-from tfamp.serving.server.warm_up import DEFAULT_BATCH_SIZE, warm_up
+from tfamp.serving.server.tensors import Refusal, unknown
 
 Key = tuple[str, str]
 log = logging.getLogger("tfamp.serve")

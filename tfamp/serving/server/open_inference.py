@@ -12,7 +12,7 @@ import numpy as np
 
 from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
 from tfamp.serving.server import bodies, tensors
-from tfamp.serving.server.refusals import Refusal, quoted, unknown
+from tfamp.serving.server.tensors import Refusal, quoted, unknown
 
 # Header with the length of the JSON, where raw bytes follow it.
 HEADER = b"inference-header-content-length"

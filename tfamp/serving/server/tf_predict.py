@@ -12,7 +12,7 @@ import numpy as np
 
 from tfamp.serving.runtimes.signature import Signature, TensorSpec
 from tfamp.serving.server import bodies, tensors
-from tfamp.serving.server.refusals import Refusal, quoted, unknown
+from tfamp.serving.server.tensors import Refusal, quoted, unknown
 
 SIGNATURE_NAME = "serving_default"
 _KEYS = ("instances", "inputs", "signature_name")
