@@ -60,6 +60,7 @@ def sizes() -> dict[str, tuple[int, int]]:
 
 def draw(paths: list[Path]) -> None:
     """Draws the floors into files, whose format follows from their names."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
@@ -74,7 +75,7 @@ def draw(paths: list[Path]) -> None:
         for number, name in enumerate(names):
             places[name] = (start + number * (_WIDTH + _GAP), floor * 1.7)
         axes.text(-0.35, floor * 1.7 + _HEIGHT / 2, str(floor), ha="right", size=15)
-    for (importer, imported), count in edges().items():
+    for (importer, imported), count in sorted(edges().items()):
         if importer not in places or imported not in places:
             continue
         (x, y), (to_x, to_y) = places[importer], places[imported]
@@ -118,7 +119,9 @@ def draw(paths: list[Path]) -> None:
     axes.set_ylim(-0.2, len(rows) * 1.7 - 0.6)
     for path in paths:
         metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, dpi=110, metadata=metadata)
+        # The same imports give the same file.
+        with rc_context({"svg.hashsalt": "architecture"}):
+            figure.savefig(path, dpi=110, metadata=metadata)
 
 
 def main() -> None:
