@@ -21,7 +21,7 @@ from tfamp.callbacks._timed_iterator import ITERATORS, Meter, without_optionals
 _RINGS: "weakref.WeakKeyDictionary[keras.Model, BatchRing]" = (
     weakref.WeakKeyDictionary()
 )
-_MAX_CALLS_BETWEEN = 8
+_MAX_CALLS_BETWEEN = 64
 # The part of the bound that may be held on top of it until batches are fetched.
 _SHARE_BETWEEN = 1 / 16
 

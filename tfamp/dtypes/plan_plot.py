@@ -70,11 +70,7 @@ def draw(
     `tuning` is what `tfamp.tune` left in the evidence of its plan, `float32` has the
     paths of the layers and operations in float32.
     """
-    figures = checks.require(
-        "matplotlib.figure", extra="report", purpose="`PrecisionPlan.plot`"
-    )
-    # Without pyplot, which keeps figures and picks a display.
-    figure = figures.Figure(figsize=(11.0, 4.8), layout="constrained")
+    figure = checks.figure("`PrecisionPlan.plot`", 11.0, 4.8)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     found, tries = marks(tuning, float32), evaluations(tuning)
     draw_layers(left, found, Look())

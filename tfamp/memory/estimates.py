@@ -237,11 +237,7 @@ class MemoryEstimates(TableRecord):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        checks.require("matplotlib", extra="report", purpose="`MemoryEstimate.plot`")
-        from matplotlib.figure import Figure
-
-        # Without pyplot, which keeps figures and picks a display.
-        figure = Figure(figsize=(8.0, 5.0), layout="constrained")
+        figure = checks.figure("`MemoryEstimate.plot`", 8.0, 5.0)
         axes = figure.subplots()
         for number, policy in enumerate(dict.fromkeys(each.policy for each in self)):
             own = [each for each in self if each.policy == policy]

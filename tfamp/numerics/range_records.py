@@ -162,12 +162,8 @@ class Ranges(TableRecord):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        figures = checks.require(
-            "matplotlib.figure", extra="report", purpose="`Ranges.plot`"
-        )
         height = min(max(_LEAST, 1.8 + _PER_ROW * len(self.layers)), _MOST)
-        # Without pyplot, which keeps figures and picks a display.
-        figure = figures.Figure(figsize=(10.0, height), layout="constrained")
+        figure = checks.figure("`Ranges.plot`", 10.0, height)
         axes = figure.subplots()
         exponents = [int(e) for layer in self.layers for e in layer.exponents] or [0]
         low = min(min(exponents), math.floor(math.log2(FLOAT16.smallest_subnormal))) - 2

@@ -13,7 +13,7 @@ import operator
 import re
 import types
 from collections.abc import Iterable
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 from tfamp.records.units import join_words
 
@@ -72,6 +72,16 @@ def require(module: str, *, extra: str | None, purpose: str) -> types.ModuleType
             f"Run `pip install {_PIP_NAMES.get(missing, missing)}`.",
             name=missing,
         ) from error
+
+
+def figure(purpose: str, width: float, height: float, **how: Any) -> Any:
+    """Returns an empty figure of matplotlib, its sides in inches.
+
+    It is made without pyplot, which keeps figures and picks a display. `how` goes to
+    `matplotlib.figure.Figure`; ImportError says that matplotlib is not installed.
+    """
+    module = require("matplotlib.figure", extra="report", purpose=purpose)
+    return module.Figure(figsize=(width, height), **{"layout": "constrained", **how})
 
 
 def did_you_mean(value: str, options: Iterable[str]) -> str | None:

@@ -85,12 +85,8 @@ class LearningRates(Record):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        checks.require("matplotlib", extra="report", purpose="`LearningRates.plot`")
-        from matplotlib.figure import Figure
-
-        # Without pyplot, which keeps figures and picks a display.
-        figure = Figure(figsize=(8.0, 4.5), layout="constrained")
-        axes: Any = figure.subplots()
+        figure = checks.figure("`LearningRates.plot`", 8.0, 4.5)
+        axes = figure.subplots()
         axes.plot(self.rates, self.losses, color="#bbbbbb", label="loss of a batch")
         axes.plot(self.rates, self.smoothed, color="#4c78a8", label="smoothed")
         for label, line in (("suggestion", "-"), ("highest", ":")):

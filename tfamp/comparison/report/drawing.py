@@ -120,9 +120,8 @@ def room(texts: Sequence[str]) -> float:
 
 def axes_of(height: float, bottom: float) -> Any:
     """Returns axes that fill a figure of their own, but for `bottom` points below."""
-    figures = checks.require("matplotlib.figure", extra="report", purpose="`to_html`")
-    # Without pyplot, which keeps figures and picks a display.
-    figure = figures.Figure(figsize=(WIDTH / 72, height / 72), dpi=72, frameon=False)
+    how = {"dpi": 72, "frameon": False, "layout": None}
+    figure = checks.figure("`to_html`", WIDTH / 72, height / 72, **how)
     axes = figure.add_axes((0, bottom / height, 1, (height - bottom - TOP) / height))
     axes.patch.set_visible(False)
     axes.spines[["left", "right", "top"]].set_visible(False)

@@ -186,11 +186,7 @@ class BatchSearch(Record):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        checks.require("matplotlib", extra="report", purpose="`BatchSearch.plot`")
-        from matplotlib.figure import Figure
-
-        # Without pyplot, which keeps figures and picks a display.
-        figure = Figure(figsize=(8.0, 6.5), layout="constrained")
+        figure = checks.figure("`BatchSearch.plot`", 8.0, 6.5)
         speed, memory = figure.subplots(2, 1, sharex=True)
         _draw_speed(speed, self)
         _draw_memory(memory, self)
