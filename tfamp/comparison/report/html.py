@@ -43,7 +43,7 @@ def to_html(evidence: Evidence, path: str | os.PathLike[str] | None = None) -> s
     The file loads nothing, so it opens offline and from an e-mail; it follows the
     reader's choice of light or dark, fits a phone, and prints whole.
     """
-    return page_of("template.html", _view(evidence), path)
+    return page_of("comparison.html", _view(evidence), path)
 
 
 def page_of(
@@ -52,12 +52,13 @@ def page_of(
     """Returns a template of this folder with what it shows, written to `path` too."""
     jinja2 = checks.require("jinja2", extra="report", purpose="`to_html`")
     environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(resource),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page = environment.from_string(resource(template))
+    page = environment.get_template(template)
     text: str = page.render(css=resource("style.css"), **view)
     if path is not None:
         record.write_text(path, text)
@@ -122,8 +123,8 @@ def _view(evidence: Evidence) -> dict[str, Any]:
         "plans": [(each, plan_plots(each)) for each in plan_sections(evidence)],
         "plan_layer_columns": plans.LAYER_COLUMNS,
         "plan_evaluation_columns": plans.EVALUATION_COLUMNS,
-        "exports": [each.name for each in evidence.exports],
-        "export_rows": export_rows(evidence),
+        "export_columns": ["Exported to", *(each.name for each in evidence.exports)],
+        "export_rows": [(row.label, *row.values) for row in export_rows(evidence)],
         "export_sentences": export_sentences(evidence),
         "layers": tables.layer_rows(evidence),
         "layer_looks": [look for look in looks if look.policy in layered],
