@@ -129,6 +129,7 @@ class HeadIsAlsoUsedInside(keras.Model):
         return y
 
 
+@pytest.mark.anchors("mixed_float16-HeadIsAlsoUsedInside")
 @pytest.mark.parametrize("model_class", [NoLayerAtTheEnd, HeadIsAlsoUsedInside])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_where_no_layer_can_be_the_head_the_output_alone_is_cast(

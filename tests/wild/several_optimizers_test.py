@@ -123,7 +123,7 @@ def trained(policy, cls=GAN, data=x, epochs=3, **changes):
 HOLDERS = [GAN, InAList, InATuple, InADict]
 
 
-@pytest.mark.anchors("GAN-graph")
+@pytest.mark.anchors("GAN-graph", "InAList-graph")
 @pytest.mark.parametrize("mode", ["graph", "eager", "xla"])
 @pytest.mark.parametrize("cls", HOLDERS)
 def test_each_gets_a_scale_of_its_own(cls, mode):
