@@ -254,6 +254,7 @@ def test_lines_are_counted_through_quoted_line_ends_and_empty_lines(tmp_path):
     assert places == [f"{path}, line 6", f"{path}, line 9"]
 
 
+@pytest.mark.anchors("negative")
 @pytest.mark.parametrize("sign", ["", "-"], ids=["positive", "negative"])
 def test_integers_with_gaps_are_never_rounded(sign, tmp_path):
     lines = [f"{n},0" for n in range(100)]

@@ -121,6 +121,14 @@ def test_each_mutant_changes_one_place_and_can_be_parsed(tmp_path):
         compile(path.read_text(), mutant.file, "exec")
 
 
+def test_each_mutant_is_noticed_by_a_test_that_there_is():
+    names = [killer.split("::") for mutant in MUTANTS for killer in mutant.killers]
+    assert len(names) >= len(MUTANTS)
+    for file, *rest in names:
+        name = rest[-1].rpartition(".")[2]  # of a doctest the object it stands in
+        assert re.search(rf"(def|class) {name}\b", (imports.ROOT / file).read_text())
+
+
 def test_a_mutant_of_text_that_is_gone_is_refused(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
     mutant = mutants.Mutant("x is wrong", "a.py", "y = 1", "y = 2")

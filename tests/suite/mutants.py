@@ -19,6 +19,7 @@ import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from tests.suite.imports import ROOT
 
 FOLDER = ROOT / "tests" / "mutants"
 LIMIT_SECONDS = 900
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::[^\s\[]+)?)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py::[^\s\[]+)", re.MULTILINE)
 # Of pytest: tests failed, or could not be collected.
 _KILLED = (1, 2)
 
@@ -99,7 +100,7 @@ def record(outcomes: Sequence[Outcome], folder: Path = FOLDER) -> None:
     for path in sorted(folder.glob("*.json")):
         entries = json.loads(path.read_text(encoding="utf-8"))
         for entry in entries:
-            if killers.get(entry["name"]):
+            if "::" in killers.get(entry["name"], ""):  # no error of collection
                 entry["killers"] = [killers[entry["name"]]]
         text = json.dumps(entries, indent=1, ensure_ascii=False)
         path.write_text(f"{text}\n", encoding="utf-8")
@@ -165,6 +166,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", default="mutants", help="of the chosen cases")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args(argv[1:])
+    # Shells start what runs in the background with Ctrl-C ignored, which tests of it
+    # would inherit and fail by, whatever the mutant.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     mutants = [m for m in load() if options.only in f"{m.name} {m.file}"]
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
