@@ -21,6 +21,7 @@ from tfamp.callbacks._timed_iterator import ITERATORS, Meter, without_optionals
 _RINGS: "weakref.WeakKeyDictionary[keras.Model, BatchRing]" = (
     weakref.WeakKeyDictionary()
 )
+# Fetching costs Python time whatever the number, so it waits for many small batches.
 _MAX_CALLS_BETWEEN = 64
 # The part of the bound that may be held on top of it until batches are fetched.
 _SHARE_BETWEEN = 1 / 16

@@ -183,8 +183,8 @@ def differences(
             value = values.get(setting.name)
             if setting.name in values and value != setting.value:
                 yield _advice(
-                    f"{setting.name} is {_shown(setting.value)} here and "
-                    f"{_shown(value)} in {path}.",
+                    f"{setting.name} is {_setting_text(setting.value)} here and "
+                    f"{_setting_text(value)} in {path}.",
                     "Set the same on all, where their machines are the same.",
                 )
         kinds = [sorted({e.device.name for e in d.devices}) for d in (own, other)]
@@ -215,5 +215,5 @@ def _differences_of_clusters(
         )
 
 
-def _shown(value: str | None) -> str:
+def _setting_text(value: str | None) -> str:
     return "unset" if value is None else repr(value)

@@ -74,14 +74,21 @@ def require(module: str, *, extra: str | None, purpose: str) -> types.ModuleType
         ) from error
 
 
-def figure(purpose: str, width: float, height: float, **how: Any) -> Any:
+def figure(
+    purpose: str,
+    width: float,
+    height: float,
+    *,
+    layout: str | None = "constrained",
+    **how: Any,
+) -> Any:
     """Returns an empty figure of matplotlib, its sides in inches.
 
     It is made without pyplot, which keeps figures and picks a display. `how` goes to
     `matplotlib.figure.Figure`; ImportError says that matplotlib is not installed.
     """
     module = require("matplotlib.figure", extra="report", purpose=purpose)
-    return module.Figure(figsize=(width, height), **{"layout": "constrained", **how})
+    return module.Figure(figsize=(width, height), layout=layout, **how)
 
 
 def did_you_mean(value: str, options: Iterable[str]) -> str | None:

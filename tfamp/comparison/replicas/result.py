@@ -16,7 +16,7 @@ from tfamp.comparison.replicas.judgement import (
 from tfamp.comparison.report import bars, drawing
 from tfamp.comparison.report.bars import Group, Line
 from tfamp.comparison.report.drawing import Plot
-from tfamp.comparison.report.html import page_of
+from tfamp.comparison.report.html import Tile, page_of
 from tfamp.comparison.report.sentences import Badge
 from tfamp.records import console
 from tfamp.records.record import TableRecord
@@ -235,18 +235,18 @@ def _view(found: Scaling) -> dict[str, Any]:
     }
 
 
-def _tiles(point: ScalingPoint) -> list[tuple[str, str, str]]:
-    """Returns label, figure and remark of the figures that the verdict is about."""
+def _tiles(point: ScalingPoint) -> list[Tile]:
+    """Returns the figures that the verdict is about."""
     of = f"{point.replicas} replicas, a batch each"
     communication = format_share(point.communication_share.estimate)
-    last = ("Step", format_seconds(point.step_seconds), of)
+    last = Tile("Step", format_seconds(point.step_seconds), of)
     if point.sent_bytes is not None:
         sent = format_bytes(point.sent_bytes)
-        last = ("Sent", sent, "by each replica in a step, in a ring")
+        last = Tile("Sent", sent, "by each replica in a step, in a ring")
     return [
-        ("Efficiency", f"{point.efficiency.estimate:.2f}", of),
-        ("Communication", communication, "of a step"),
-        ("Input", format_share(point.input_share), "of a step"),
+        Tile("Efficiency", f"{point.efficiency.estimate:.2f}", of),
+        Tile("Communication", communication, "of a step"),
+        Tile("Input", format_share(point.input_share), "of a step"),
         last,
     ]
 

@@ -120,8 +120,8 @@ def room(texts: Sequence[str]) -> float:
 
 def axes_of(height: float, bottom: float) -> Any:
     """Returns axes that fill a figure of their own, but for `bottom` points below."""
-    how = {"dpi": 72, "frameon": False, "layout": None}
-    figure = checks.figure("`to_html`", WIDTH / 72, height / 72, **how)
+    size = WIDTH / 72, height / 72
+    figure = checks.figure("`to_html`", *size, layout=None, dpi=72, frameon=False)
     axes = figure.add_axes((0, bottom / height, 1, (height - bottom - TOP) / height))
     axes.patch.set_visible(False)
     axes.spines[["left", "right", "top"]].set_visible(False)

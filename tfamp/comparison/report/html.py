@@ -29,12 +29,12 @@ _MAX_TILES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A figure at the top: the change, above both values and the interval."""
+    """A figure at the top, above a remark; of a policy what its cell says too."""
 
     label: str
     figure: str
     below: str
-    cell: Cell
+    cell: Cell | None = None
 
 
 def to_html(evidence: Evidence, path: str | os.PathLike[str] | None = None) -> str:
@@ -121,8 +121,8 @@ def _view(evidence: Evidence) -> dict[str, Any]:
         "many": len(evidence.candidates) > 2,
         "plots": policy_plots(evidence),
         "plans": [(each, plan_plots(each)) for each in plan_sections(evidence)],
-        "plan_layer_columns": plans.LAYER_COLUMNS,
-        "plan_evaluation_columns": plans.EVALUATION_COLUMNS,
+        "plan_layer_columns": ("Layer", *plans.LAYER_COLUMNS),
+        "plan_evaluation_columns": ("Evaluation", *plans.EVALUATION_COLUMNS),
         "export_columns": ["Exported to", *(each.name for each in evidence.exports)],
         "export_rows": [(row.label, *row.values) for row in export_rows(evidence)],
         "export_sentences": export_sentences(evidence),

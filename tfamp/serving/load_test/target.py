@@ -96,7 +96,7 @@ def find(
 def _inputs(address: str, headers: dict[str, str]) -> list[dict[str, Any]]:
     """Returns the inputs of a model by the Open Inference Protocol."""
     what = "the Open Inference Protocol v2"
-    found = _told(address, headers, what)
+    found = _metadata(address, headers, what)
     if not isinstance(found.get("inputs"), list):
         raise _useless(address, "it names no inputs", what)
     return list(found["inputs"])
@@ -106,7 +106,7 @@ def _tf_inputs(address: str, headers: dict[str, str]) -> list[dict[str, Any]]:
     """Returns the inputs of a model of TensorFlow Serving, as the other names them."""
     what = "TensorFlow Serving's REST"
     address = f"{address}/metadata"
-    found = _told(address, headers, what)
+    found = _metadata(address, headers, what)
     try:
         signatures = found["metadata"]["signature_def"]["signature_def"]
         return [
@@ -121,7 +121,7 @@ def _tf_inputs(address: str, headers: dict[str, str]) -> list[dict[str, Any]]:
         raise _useless(address, f"no {error}", what) from error
 
 
-def _told(address: str, headers: dict[str, str], what: str) -> dict[str, Any]:
+def _metadata(address: str, headers: dict[str, str], what: str) -> dict[str, Any]:
     """Returns the metadata of a model."""
     request = urllib.request.Request(address, headers=headers)
     try:
