@@ -78,8 +78,11 @@ MALFORMED = {
     "length that is no number": head(length="abc") + BODY,
     "negative length": head(length=-1) + BODY,
     "two lengths": head("POST " + PATH, 25, "Content-Length: 3") + BODY,
-    "length and chunks": head("POST " + PATH, 25, "Transfer-Encoding: chunked") + BODY,
-    "wrong chunks": head("POST " + PATH, None, "Transfer-Encoding: chunked") + b"zz",
+    "length and chunks": head("POST " + PATH, 25, "Transfer-Encoding: chunked")
+    + BODY
+    + b"\r\n",
+    "wrong chunks": head("POST " + PATH, None, "Transfer-Encoding: chunked")
+    + b"zz\r\n",
     "too large": head(length=2**40),
     "length of JSON that is no text": head(
         *("POST /v2/models/m/infer", LENGTH),

@@ -18,57 +18,6 @@ _IDLE_SECONDS = 75.0
 _READING_SECONDS = 30.0
 # uvicorn's ticks, ten in a second.
 _TICKS = 10
-# As h11 has it. What came with the last packet is read in any case.
-_MAX_HEAD_BYTES = 64 * 2**10
-_TOO_LARGE = (
-    b'{"error":"The head of the request has more than %d bytes; expected less. Send '
-    b'what is large as the body."}' % _MAX_HEAD_BYTES
-)
-_HEAD_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json"
-    b"\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
-    % (len(_TOO_LARGE), _TOO_LARGE)
-)
-
-try:
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-except ImportError:
-    _PROTOCOL: Any = "h11"  # which has a limit of its own for heads
-else:
-
-    class _BoundedHeads(HttpToolsProtocol):
-        """A connection that is closed when the head of a request is too large.
-
-        httptools reads it as far as it goes; a head of 100 MB keeps the process from
-        answering others.
-        """
-
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            self._is_head = True
-            self._num_bytes = 0
-
-        def data_received(self, data: bytes) -> None:
-            """Reads a part of a request."""
-            super().data_received(data)
-            if not self._is_head:
-                return
-            self._num_bytes += len(data)
-            if self._num_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.transport.write(_HEAD_TOO_LARGE)
-                self.transport.close()
-
-        def on_headers_complete(self) -> None:
-            """Goes on to the body."""
-            self._is_head = False
-            super().on_headers_complete()
-
-        def on_message_complete(self) -> None:
-            """Goes on to the head of the next request."""
-            self._is_head, self._num_bytes = True, 0
-            super().on_message_complete()
-
-    _PROTOCOL = _BoundedHeads
 
 
 class Process(uvicorn.Server):
@@ -95,7 +44,7 @@ class Process(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_PROTOCOL,
+                http="h11",
                 lifespan="off",
                 ws="none",
                 log_config=None,

@@ -1,0 +1,90 @@
+"""A folder of photos' averages, `tfamp serve` in a process of its own, and requests."""
+
+import contextlib
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+# Enough for a machine that runs a suite beside it.
+DEADLINE = 60
+
+
+def export(folder):
+    """Exports a model that answers the mean of each channel of photos of any size."""
+    import keras
+
+    import tfamp
+
+    photos = keras.Input((None, None, 3), name="photos")
+    means = keras.layers.GlobalAveragePooling2D(name="means")(photos)
+    tfamp.export(keras.Model(photos, means), folder, format="onnx")
+    return folder
+
+
+@contextlib.contextmanager
+def serving(*arguments, open_files=None, deadline=DEADLINE):
+    """Yields `tfamp serve` and its address, "host:port"; kills it in the end."""
+    command = [sys.executable, "-m", "tfamp", "serve", *map(str, arguments), "--port=0"]
+    if open_files is not None:
+        limited = f'ulimit -n {open_files}; exec "$@"'
+        command = ["bash", "-c", limited, "bash", *command]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    timer = threading.Timer(deadline, process.kill)
+    timer.start()
+    try:
+        line = process.stdout.readline()
+        if "http://" not in line:
+            process.kill()
+            raise RuntimeError(f"no server: {line}{process.stderr.read()}")
+        yield process, line.partition("http://")[2].split(";")[0].strip()
+    finally:
+        process.kill()
+        process.communicate()
+        timer.cancel()
+
+
+def connect(address):
+    return contextlib.closing(http.client.HTTPConnection(address, timeout=DEADLINE))
+
+
+def in_bytes(x, name="photos"):
+    """Returns the headers and the body of a request that carries raw bytes."""
+    entry = {"name": name, "datatype": "FP32", "shape": list(x.shape)}
+    entry["parameters"] = {"binary_data_size": x.nbytes}
+    head = json.dumps({"inputs": [entry]}).encode()
+    return {"Inference-Header-Content-Length": str(len(head))}, head + x.tobytes()
+
+
+def in_json(x, name="photos"):
+    """Returns the headers and the body of a request that carries numbers."""
+    entry = {"name": name, "datatype": "FP32", "shape": list(x.shape)}
+    entry["data"] = np.round(x.ravel().astype(float), 4).tolist()
+    body = json.dumps({"inputs": [entry]}).encode()
+    return {"Content-Type": "application/json"}, body
+
+
+def answered(connection, path="/v2/models/photos/infer", body=None, headers=None):
+    """Returns the status and the JSON of the answer to a request."""
+    method = "GET" if body is None else "POST"
+    connection.request(method, path, body, headers or {})
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+def numbers(answer):
+    """Returns the first output of an answer in JSON as an array."""
+    (output,) = answer["outputs"]
+    return np.reshape(output["data"], output["shape"])
