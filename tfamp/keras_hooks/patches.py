@@ -128,6 +128,67 @@ class Patch:
         self._saved, self._placed = None, _ABSENT
 
 
+class InnerPatch(Patch):
+    """Replaces the function inside of what decorators made, where that is found.
+
+    In `model.fit(..., callbacks=[...])` the method is looked up ahead of its arguments:
+    a hook that one of these installs comes too late for the attribute, and in time for
+    what is called inside of it. Where nothing is found inside, the attribute itself is
+    replaced.
+
+    Example:
+        >>> def shouting(function):
+        ...     @functools.wraps(function)
+        ...     def shout():
+        ...         return function().upper()
+        ...     return shout
+        >>> class House:
+        ...     door = staticmethod(shouting(lambda: "shut"))
+        >>> looked_up = House.door
+        >>> with InnerPatch(House, "door", lambda old: lambda: "open").standing():
+        ...     looked_up()
+        'OPEN'
+        >>> looked_up()
+        'SHUT'
+    """
+
+    def __init__(
+        self, owner: Any, name: str, replace: Callable[[Any], Any], **options: Any
+    ) -> None:
+        super().__init__(owner, name, replace, **options)
+        self._cell: Any = None
+
+    def install(self) -> None:
+        """Puts the replacement inside; does nothing where it stands already."""
+        if self.is_installed:
+            return
+        self.check()
+        self._cell = _cell_of(getattr(self._owner, self._name))
+        if self._cell is None:
+            super().install()
+            return
+        self._saved = self._cell.cell_contents
+        self._placed = self._cell.cell_contents = self._replace(self._saved)
+
+    def remove(self) -> None:
+        """Puts the original back; does nothing where it stands already."""
+        if self._cell is None:
+            super().remove()
+            return
+        self._cell.cell_contents = self._saved
+        self._cell, self._saved, self._placed = None, None, _ABSENT
+
+
+def _cell_of(function: Any) -> Any:
+    """Returns where a decorated function holds what it calls, None for a plain one."""
+    function = getattr(function, "__func__", function)
+    inside = getattr(function, "__wrapped__", None)
+    for cell in getattr(function, "__closure__", None) or ():
+        if inside is not None and cell.cell_contents is inside:
+            return cell
+    return None
+
+
 class PatchSet:
     """Several patches that are installed in order, and removed backwards."""
 

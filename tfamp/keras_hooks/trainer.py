@@ -3,7 +3,8 @@
 Relies on: `Trainer.compile` being what every model's `compile` ends in, and
 `_compile_config` being what is saved; `TensorFlowTrainer.make_train_function` making
 the training function out of `train_step` by `_make_function`; `fit`, `train_on_batch`,
-`evaluate` and `predict` being methods of that class; `train_function`, `test_function`
+`evaluate` and `predict` being methods of that class, and `fit` calling what its
+decorator wraps by way of a closure; `train_function`, `test_function`
 and `predict_function` being rebuilt where they are None; `_symbolic_build` building
 model, losses and optimizer from one batch; `_compile_metrics` and `_compile_loss`
 making metrics by a `build` that takes targets and outputs.
@@ -21,10 +22,10 @@ import tensorflow as tf
 from tfamp.keras_hooks import around_training, workers
 from tfamp.keras_hooks.backend import SharedTrainer, TensorFlowTrainer
 from tfamp.keras_hooks.layers import record_of
-from tfamp.keras_hooks.patches import Function, Patch, like, wrapper
+from tfamp.keras_hooks.patches import Function, InnerPatch, Patch, like, wrapper
 from tfamp.keras_hooks.structure import graph_of
 
-_RUNS = ("fit", "train_on_batch", "evaluate", "predict")
+_RUNS = ("train_on_batch", "evaluate", "predict")
 
 
 def run_patches(
@@ -78,6 +79,8 @@ def run_patches(
     return [
         Patch(TensorFlowTrainer, "_make_function", wrap_make),
         Patch(TensorFlowTrainer, "make_train_function", wrap_train),
+        # It is looked up ahead of callbacks that are made inside the call.
+        InnerPatch(TensorFlowTrainer, "fit", wrap_run),
         *(Patch(TensorFlowTrainer, name, wrap_run) for name in _RUNS),
     ]
 
