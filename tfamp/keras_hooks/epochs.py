@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -201,3 +202,22 @@ EPOCH_HOOKS = HeldPatches(
         Patch(TFEpochIterator, "_enumerate_iterator", _wrap_enumerate),
     ]
 )
+
+
+def order_patches() -> list[Patch]:
+    """Returns the patch that gives each epoch over arrays an order of its own.
+
+    Keras 3.16 draws the order from a number of the epoch that the trace freezes, so
+    all epochs, runs and seeds have one order (keras#23046). Up to 3.15 TensorFlow
+    draws it, as here; there is nothing to replace.
+    """
+
+    @wrapper
+    def wrap_shuffle(original: Function, self: Any, tensors: Any) -> Any:
+        if getattr(self, "_num_data_shards", 1) > 1:  # each worker needs the same
+            return original(self, tensors)
+        return tf.random.shuffle(tensors)
+
+    if "_tf_shuffle" not in vars(ArrayDataAdapter):
+        return []
+    return [Patch(ArrayDataAdapter, "_tf_shuffle", wrap_shuffle)]

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfamp.keras_hooks import around_training, replicas, structure, trainer
+from tfamp.keras_hooks import around_training, epochs, replicas, structure, trainer
 from tfamp.keras_hooks.layers import CALLS, record_of
 from tfamp.keras_hooks.optimizers import in_xla
 from tfamp.keras_hooks.patches import HeldPatches, replaced
@@ -281,5 +281,9 @@ def _add_note(error: Exception, model: keras.Model, *, training: bool) -> None:
 
 
 FIT_HOOKS = HeldPatches(
-    [*trainer.run_patches(_guarded, _watched, _guarded_run), *replicas.patches()]
+    [
+        *trainer.run_patches(_guarded, _watched, _guarded_run),
+        *replicas.patches(),
+        *epochs.order_patches(),
+    ]
 )
