@@ -80,6 +80,12 @@ def _tensorfloat32() -> bool:
     return bool(tf.config.experimental.tensor_float_32_execution_enabled())
 
 
+def _built_for() -> tuple[str, ...]:
+    import tensorflow as tf
+
+    return tuple(tf.sysconfig.get_build_info().get("cuda_compute_capabilities", ()))
+
+
 def _memory(environ: Mapping[str, str]) -> MachineMemory:
     from tfamp.machine.memory import machine_memory
 
@@ -101,7 +107,7 @@ def _nvidia_gpus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Probes:
-    """The looks at the machine; tests pass their own. Three import TensorFlow."""
+    """The looks at the machine; tests pass their own. Four import TensorFlow."""
 
     environ: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
     versions: Callable[[], Mapping[str, str | None]] = _versions.installed_versions
@@ -109,6 +115,7 @@ class Probes:
     devices: Callable[[], tuple[Device, ...]] = _devices
     tensorfloat32: Callable[[], bool] = _tensorfloat32
     nvidia_gpus: Callable[[], int] = _nvidia_gpus
+    built_for: Callable[[], Sequence[str]] = _built_for
     memory: Callable[[Mapping[str, str]], MachineMemory] = _memory
     cache: Callable[[], MeasurementCache | None] = MeasurementCache.read
     answers: Callable[[Sequence[str]], dict[str, str]] = hosts.answers
@@ -134,6 +141,8 @@ def diagnose(
         settings.append(Setting("TF32", "on" if tf32 else "off", meaning))
     found += findings.of_policy(environ, devices)
     found += findings.of_gpus(environ, devices, probes.nvidia_gpus(), tf32)
+    if any(device.kind == "gpu" for device in devices):
+        found += findings.of_kernels(devices, _attempt(probes.built_for, found, ()))
     found += findings.of_cpu(environ, devices)
     reports: tuple[DeviceReport, ...] = ()
     recommendation = memory = cache = None

@@ -131,6 +131,55 @@ def of_gpus(
     return findings
 
 
+def of_kernels(
+    devices: tuple[Device, ...], built_for: Sequence[str]
+) -> Iterator[DoctorFinding]:
+    """Yields the GPUs for which the installed TensorFlow has no kernels ready.
+
+    `built_for` is what `tf.sysconfig.get_build_info` calls
+    "cuda_compute_capabilities": "sm_80" is code for GPUs of 8.0 to 8.9, "compute_90"
+    a text that the driver compiles for 9.0 and all later ones; none is a build
+    without CUDA.
+
+    Source: NVIDIA, CUDA C++ Programming Guide, "Binary Compatibility" and "PTX
+    Compatibility"; for RTX 50 tensorflow#89272.
+    """
+    targets = [
+        (found[1], (int(found[2]), int(found[3])))
+        for each in built_for
+        if (found := re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", each))
+    ]
+    if not targets:
+        return
+    known = f"which this TensorFlow was not built for ({', '.join(built_for)})"
+    for device in dict.fromkeys(devices):
+        own = device.compute_capability
+        if device.kind != "gpu" or own is None:
+            continue
+        has_code = any(
+            target == own
+            or (kind == "sm" and target[0] == own[0] and target[1] <= own[1])
+            for kind, target in targets
+        )
+        if has_code:
+            continue
+        what = f"{device.name} has compute capability {own[0]}.{own[1]}, {known}"
+        if any(kind == "compute" and target < own for kind, target in targets):
+            yield _advice(
+                f"{what}: the driver compiles every kernel at the first step, which "
+                "takes up to half an hour, and XLA may fail.",
+                "Set CUDA_CACHE_MAXSIZE=4294967296, so that it compiles once only, or "
+                "take a build for this GPU, such as `pip install "
+                "'tf-nightly[and-cuda]'`.",
+            )
+        else:
+            yield _error(
+                f"{what}, so no kernel runs on it.",
+                "Install a TensorFlow that was built for it, or hide it by "
+                "CUDA_VISIBLE_DEVICES.",
+            )
+
+
 def of_cluster(
     environ: Mapping[str, str], ask: Callable[[Sequence[str]], dict[str, str]]
 ) -> tuple[ClusterReport | None, list[DoctorFinding]]:
