@@ -13,17 +13,29 @@ app = fastapi.FastAPI()
 model = None
 
 
+class Tensor(pydantic.BaseModel):
+    """An input or output."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: list[float]
+
+
 class Asked(pydantic.BaseModel):
     """The body of a request."""
 
-    instances: list[list[float]]
+    inputs: list[Tensor]
 
 
-@app.post("/v1/models/model:predict")
-def predict(asked: Asked) -> dict[str, list[list[float]]]:
-    """Answers rows."""
-    x = np.array(asked.instances, "float32")
-    return {"predictions": model.predict(x).tolist()}
+@app.post("/v2/models/model/infer")
+def predict(asked: Asked) -> dict[str, list[Tensor]]:
+    """Answers a batch."""
+    (given,) = asked.inputs
+    x = np.array(given.data, "float32").reshape(given.shape)
+    y = model.predict(x)
+    shape, data = list(y.shape), y.ravel().tolist()
+    return {"outputs": [Tensor(name="y", datatype="FP32", shape=shape, data=data)]}
 
 
 if __name__ == "__main__":

@@ -164,8 +164,8 @@ print("verdict:", small.verdict, "; kept in float32:", list(small.kept))
 # %% [markdown]
 # ## Serve it
 #
-# `tfamp serve` answers for these folders in the protocols of TensorFlow Serving and of
-# Triton, so that clients stay as they are when you move. It is a process of its own:
+# `tfamp serve` answers for these folders in the protocol of Triton and KServe, so that
+# clients stay as they are when you move. It is a process of its own:
 
 # %%
 command = [sys.executable, "-m", "tfamp", "serve", str(folder / "chosen"), "--port=0"]
@@ -173,11 +173,13 @@ server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 address = server.stdout.readline().split("Serving at ")[1].split(";")[0]
 
 # %%
-body = json.dumps({"instances": x_test[:3].tolist()}).encode()
+image = {"name": "image", "datatype": "FP32", "shape": [3, *x_test.shape[1:]]}
+body = json.dumps({"inputs": [{**image, "data": x_test[:3].ravel().tolist()}]})
 try:
-    url = f"{address}/v1/models/chosen:predict"
-    with urllib.request.urlopen(url, body, timeout=30) as answer:
-        predictions = np.array(json.load(answer)["predictions"])
+    url = f"{address}/v2/models/chosen/infer"
+    with urllib.request.urlopen(url, body.encode(), timeout=30) as answer:
+        (output,) = json.load(answer)["outputs"]
+    predictions = np.reshape(output["data"], output["shape"])
 finally:
     server.terminate()
 print("it says", predictions.argmax(axis=1), "and they are", y_test[:3])

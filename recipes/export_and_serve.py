@@ -75,12 +75,14 @@ def start_server(path: str, port: int) -> tuple[subprocess.Popen, str]:
 
 
 def ask(address: str, name: str, images: np.ndarray) -> np.ndarray:
-    """Returns what the served model answers, by TensorFlow Serving's REST."""
-    url = f"{address}/v1/models/{name}:predict"
-    body = json.dumps({"instances": images.tolist()})
+    """Returns what the served model answers, by the Open Inference Protocol v2."""
+    url = f"{address}/v2/models/{name}/infer"
+    entry = {"name": "image", "datatype": "FP32", "shape": list(images.shape)}
+    body = json.dumps({"inputs": [{**entry, "data": images.ravel().tolist()}]})
     print(f"curl -d '{body[:60]}...' {url}")
     with urllib.request.urlopen(url, body.encode(), timeout=30) as answer:
-        return np.array(json.load(answer)["predictions"])
+        (output,) = json.load(answer)["outputs"]
+    return np.reshape(output["data"], output["shape"])
 
 
 def main(argv: list[str]) -> None:

@@ -121,7 +121,7 @@ def check_scale(result):
 RUNS = [[name] for name in names() if name not in NOT_MEASURING]
 RUNS.append(["memory", "--glibc"])
 # Benchmark -> packages that are of no extra of the tests.
-NEEDED = {"serving": ("fastapi", "orjson", "tf2onnx", "onnxruntime", "uvicorn")}
+NEEDED = {"serving": ("fastapi", "starlette", "tf2onnx", "onnxruntime", "uvicorn")}
 
 
 @pytest.mark.whole("what they compute is tested below; what they print, seldom changes")
@@ -404,7 +404,7 @@ def test_figures_of_serving_are_held_against_their_goals(monkeypatch):
     # Untimed 4000 and 900; then 1000 over 4400, and 3600 over 1000.
     assert found["int8"]["per_second"] == 2300
     own = found["fastapi"]
-    assert (own["ratio"], own["goal"], own["met"]) == (1.914, 4.0, False)
+    assert (own["ratio"], own["goal"], own["met"]) == (1.914, 2.0, False)
 
 
 def test_a_ratio_is_the_median_of_the_ratios_of_the_turns():

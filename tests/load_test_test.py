@@ -229,54 +229,11 @@ def test_two_models_are_asked_in_turns(tmp_path, capsys):
     assert b'"data": [' in asked[-1] and (tmp_path / "page.html").exists()
 
 
-TF_METADATA = b"""{"model_spec": {"name": "m"}, "metadata": {"signature_def": {
- "signature_def": {"serving_default": {"inputs": {"x": {"dtype": "DT_FLOAT",
- "tensor_shape": {"dim": [{"size": "-1"}, {"size": "3"}], "unknown_rank": false}}}}}}}}
-"""
-
-
-def test_a_server_of_tensorflow_serving_needs_nothing_but_its_own_rest():
-    paths = []
-
-    async def serve(reader, writer):
-        while line := await reader.readline():
-            paths.append(line.split()[1].decode())
-            head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            if b"content-length: " in head:
-                length = int(head.partition(b"content-length: ")[2].split()[0])
-                await reader.readexactly(length)
-            body = TF_METADATA if paths[-1].endswith("/metadata") else b"{}"
-            writer.write(b"HTTP/1.1 200 x\r\nContent-Length: %d\r\n\r\n" % len(body))
-            writer.write(body)
-        writer.close()
-
-    async def main():
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        url = f"127.0.0.1:{port}/v1/models/m"
-        found = await asyncio.to_thread(
-            load_test.bench_serve, [url], rates=[100], seconds=0.1
-        )
-        server.close()
-        await asyncio.sleep(0.05)
-        return found
-
-    found = asyncio.run(main())
-    (load,) = found.loads
-    assert (found.protocol, load.errors) == ("predict", {})
-    assert set(paths) == {"/v1/models/m/metadata", "/v1/models/m:predict"}
-
-
 WRONG = {
     "no model": ("http://localhost:1", "names no model; expected an address such as"),
     "no http": ("ftp://localhost/v2/models/m", "expected http://host:port"),
     "nobody": ("http://127.0.0.1:9/v2/models/m", "cannot be reached"),
 }
-
-
-def test_protocols_that_an_address_has_not_are_told():
-    with pytest.raises(ValueError, match="^`protocol` is 'binary' and `url` '127.0"):
-        load_test.bench_serve(["127.0.0.1:9/v1/models/m"], protocol="binary")
 
 
 @pytest.mark.parametrize("url, message", WRONG.values(), ids=WRONG)

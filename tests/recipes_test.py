@@ -22,7 +22,7 @@ pytest.importorskip("sklearn", reason="needs the extra `data`")
 NEEDS = {
     "train_bert.py": "keras_hub",
     "train_vit.py": "keras_hub",
-    "export_and_serve.py": "uvicorn",
+    "export_and_serve.py": "starlette",
 }
 # The losses of a game say nothing of quality; workers build in a strategy's scope.
 NOT_COMPARED = {"train_gan.py", "train_workers.py", "compare_digits.py"}

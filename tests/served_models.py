@@ -59,7 +59,8 @@ async def ask(app, path, body=None, *, method=None, headers=(), parts=None):
         body: Bytes, or what is sent as JSON; None sends nothing.
         method: By default POST with a body and GET without.
         headers: Pairs of texts.
-        parts: The body in parts; None sends it whole, and an end of None never ends.
+        parts: The body in parts; None sends it whole. An end of None never ends, and
+            one that is an event waits for it.
     """
     if body is not None and not isinstance(body, bytes):
         body = json.dumps(body).encode()
@@ -69,6 +70,9 @@ async def ask(app, path, body=None, *, method=None, headers=(), parts=None):
     async def receive():
         if rest and rest[0] is None:
             await asyncio.sleep(60)
+        if rest and isinstance(rest[0], asyncio.Event):
+            await rest[0].wait()
+            rest[0] = b""
         part = rest.pop(0)
         return {"type": "http.request", "body": part, "more_body": bool(rest)}
 
@@ -79,10 +83,13 @@ async def ask(app, path, body=None, *, method=None, headers=(), parts=None):
         "type": "http",
         "method": method or ("GET" if body is None and parts is None else "POST"),
         "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "server": ("here", 80),
         "headers": [(k.lower().encode(), v.encode()) for k, v in headers],
     }
     await app(scope, receive, send)
-    start, last = sent
+    start, last = sent[0], sent[-1]
     found = {k.decode(): v.decode() for k, v in start["headers"]}
     return start["status"], found, last["body"]
 
@@ -103,7 +110,7 @@ if __name__ == "__main__":
             load=load,
             on_start=lambda address: print(address, flush=True),
             **{
-                **{"port": 0, "reload_seconds": 0.1},
+                "port": 0,
                 **{name: json.loads(value) for name, value in flags},
             },
         )

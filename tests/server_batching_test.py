@@ -8,13 +8,14 @@ import threading
 import numpy as np
 import pytest
 
-pytest.importorskip("orjson", reason="needs tfamp[serve]")
+pytest.importorskip("starlette", reason="needs tfamp[serve]")
 
 from tests import served_models
 from tests.served_models import Scaled
 from tfamp.serving.runtimes.signature import TensorSpec
 from tfamp.serving.server.batching import Batcher, warm_up
-from tfamp.serving.server.models import Limits, Models, named_places
+from tfamp.serving.server.main import application
+from tfamp.serving.server.models import named_places
 from tfamp.serving.server.tensors import Refusal
 
 OPEN = TensorSpec("x", (None, None), "float32")
@@ -103,7 +104,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
         one = batcher(model, max_queue=2)
         x = {"x": np.zeros((1, 3), np.float32)}
         futures = [one.ask(x), one.ask(x)]
-        with pytest.raises(Refusal, match="^2 requests wait already") as caught:
+        with pytest.raises(Refusal, match="2 requests wait already") as caught:
             one.ask(x)
         model.go.set()
         await asyncio.gather(*futures)
@@ -112,7 +113,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
         return caught.value
 
     refusal = asyncio.run(main())
-    assert (refusal.status, refusal.retry) == (503, True)
+    assert (refusal.status_code, refusal.headers) == (503, {"retry-after": "1"})
 
 
 def test_what_has_run_out_of_time_is_told_and_not_computed():
@@ -130,7 +131,7 @@ def test_what_has_run_out_of_time_is_told_and_not_computed():
         return found, model.batches, one.num_waiting
 
     found, batches, left = asyncio.run(main())
-    assert [each.status for each in found] == [504, 504]
+    assert [each.status_code for each in found] == [504, 504]
     assert (batches, left) == ([1], 0)
 
 
@@ -141,7 +142,7 @@ def test_a_stopped_queue_answers_what_it_has_and_takes_no_more():
         x = np.ones((1, 3), np.float32)
         futures = [one.ask({"x": x}) for _ in range(3)]
         one.stop()
-        with pytest.raises(Refusal, match="^This version of the model is going"):
+        with pytest.raises(Refusal, match="The server ends"):
             one.ask({"x": x})
         model.go.set()
         return await asyncio.gather(*futures)
@@ -180,80 +181,110 @@ def test_requests_share_a_run_only_where_no_answer_depends_on_it(model, why):
     assert found.inputs is not None
 
 
-def models_of(path, load=served_models.load, **limits):
-    models = Models({"m": path}, load, Limits(**limits))
-    models.load_all()
-    return models
-
-
-def factors(models):
-    return {n: models.get("m", n).model.factor for n in models.numbers("m")}
-
-
-def looked(models, times=2):
-    """Looks for changes, with the event loop taking up what was found."""
-
-    async def main():
-        loop = asyncio.get_running_loop()
-        for _ in range(times):
-            await asyncio.to_thread(models.look, loop)
-        await asyncio.sleep(0)
-
-    asyncio.run(main())
-
-
-def test_versions_come_change_and_go(tmp_path):
-    for number in (2, 10):
-        served_models.write(tmp_path / str(number), number)
-    models = models_of(tmp_path)
-    assert factors(models) == {"2": 2, "10": 10}
-    assert models.get("m").number == "10"
-    served_models.write(tmp_path / "11", 11)
-    looked(models, times=1)
-    assert "11" not in factors(models)  # It might be half there.
-    looked(models, times=1)
-    assert (models.get("m").number, len(factors(models))) == ("11", 3)
-    served_models.write(tmp_path / "11", 12)
-    (tmp_path / "2" / "export.json").unlink()
-    looked(models)
-    assert factors(models) == {"10": 10, "11": 12}
-
-
-def test_what_cannot_be_loaded_leaves_what_was_there(tmp_path, caplog):
-    served_models.write(tmp_path, 2)
-    models = models_of(tmp_path)
-    (tmp_path / "export.json").write_text("{")
-    looked(models, times=4)
-    assert factors(models) == {"1": 2}
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("Version 1 of model 'm' in ")
-    (tmp_path / "export.json").unlink()
-    looked(models)
-    assert factors(models) == {"1": 2}
-    served_models.write(tmp_path, 3)
-    looked(models)
-    assert factors(models) == {"1": 3}
+def served(path, load=served_models.load, **limits):
+    return application([f"m={path}"], load=load, **limits).models["m"]
 
 
 def test_where_answers_depend_on_a_batch_it_is_said_and_none_is_made(tmp_path, caplog):
     served_models.write(tmp_path, 2)
     with caplog.at_level(logging.WARNING, "tfamp.serve"):
-        models = models_of(tmp_path, load=lambda _: OneScale())
-    assert models.get("m").batcher._max_batch_size == 1
+        model = served(tmp_path, load=lambda _: OneScale())
+    assert model.batcher._max_batch_size == 1
     assert "answers requests one by one, as output 'y'" in caplog.messages[0]
-    assert models_of(tmp_path).get("m").batcher._max_batch_size == 64
-    chosen = models_of(tmp_path, load=lambda _: OneScale(), max_batch_size=7)
-    assert chosen.get("m").batcher._max_batch_size == 7
+    assert served(tmp_path).batcher._max_batch_size == 64
+    chosen = served(tmp_path, load=lambda _: OneScale(), max_batch_size=7)
+    assert chosen.batcher._max_batch_size == 7
+
+
+def test_of_numbered_versions_the_newest_is_served(tmp_path):
+    for number in (2, 10):
+        served_models.write(tmp_path / "m" / f"{number:03}", number)
+    model = served(tmp_path / "m")
+    assert (model.version, model.model.factor) == ("10", 10)
+
+
+def test_a_folder_of_models_is_served_by_the_names_in_it(tmp_path):
+    served_models.write(tmp_path / "digits", 2)
+    served_models.write(tmp_path / "faces" / "1", 3)
+    served_models.write(tmp_path / "faces" / "4", 5)
+    (tmp_path / "notes").mkdir()
+    found = application([str(tmp_path)], load=served_models.load).models
+    assert {name: (m.version, m.model.factor) for name, m in found.items()} == {
+        "digits": ("1", 2),
+        "faces": ("4", 5),
+    }
+
+
+def test_a_run_that_no_memory_is_left_for_is_told_to_come_back():
+    model = Held()
+    run = model.run
+
+    def short_of_memory(inputs):
+        if len(inputs["x"]) > 1:
+            raise MemoryError("Unable to allocate")
+        return run(inputs)
+
+    model.run = short_of_memory
+    inputs = rows(1, 2, 1)
+    found, left = queued(model, inputs)
+    assert (found[1].status_code, left) == (503, 0)
+    for which in (0, 2):
+        np.testing.assert_array_equal(found[which]["y"], 2 * inputs[which])
+
+
+ENDS = {
+    "exit": SystemExit("done"),
+    "no more": StopIteration(),
+    "panic": GeneratorExit(),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_whatever_a_run_raises_the_next_one_is_answered(end):
+    model = Held()
+    run = model.run
+
+    def failing(inputs):
+        if (inputs["x"] == 7).any():
+            raise end
+        return run(inputs)
+
+    model.run = failing
+    inputs = rows(1, 1)
+    inputs[0][:] = 7
+    found, left = queued(model, inputs)
+    assert isinstance(found[0], RuntimeError) and left == 0
+    np.testing.assert_array_equal(found[1]["y"], 2 * inputs[1])
+
+
+def test_a_run_that_does_not_end_is_not_ready(tmp_path):
+    async def main():
+        model = Held()
+        model.go.set()
+        served_models.write(tmp_path, 2)
+        one = served(tmp_path, load=lambda _: model, timeout_seconds=0.02)
+        assert await one.is_ready()
+        model.go.clear()
+        with pytest.raises(Refusal, match="No answer within 0.02 s"):
+            await one.ask({"x": np.zeros((1, 3), np.float32)})
+        found = await one.is_ready()
+        model.go.set()
+        one.batcher.stop()
+        return found
+
+    assert asyncio.run(main()) is False
 
 
 def test_names_of_models_are_those_of_their_folders_or_typed(tmp_path):
     digits = served_models.write(tmp_path / "digits", 2)
     found = named_places([str(digits), f"other={digits}"])
     assert list(found) == ["digits", "other"]
+    (tmp_path / "empty").mkdir()
     wrong = {
         "Two models are called 'digits'": [str(digits), str(digits)],
         "is called 'a/b'; expected letters": [f"a/b={digits}"],
-        "holds neither export.json nor numbered folders": [str(tmp_path)],
+        "holds neither export.json nor folders with it": [str(tmp_path / "empty")],
+        "names 1 models": [f"all={tmp_path}"],
         "There is no folder": [str(tmp_path / "none")],
         "is a file; expected a folder": [str(digits / "export.json")],
     }
@@ -266,5 +297,5 @@ def test_a_model_that_fails_at_its_own_signature_is_not_served(tmp_path):
     served_models.write(tmp_path, 2)
     model = Scaled()
     model.run = lambda inputs: json.loads("{")
-    with pytest.raises(RuntimeError, match="^Version 1 of model 'm' in .* cannot be"):
-        models_of(tmp_path, load=lambda _: model)
+    with pytest.raises(RuntimeError, match="^Model 'm' in .* cannot be loaded"):
+        served(tmp_path, load=lambda _: model)

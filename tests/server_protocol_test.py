@@ -1,31 +1,28 @@
-"""The server's protocols, limits and errors, asked as an ASGI application."""
+"""The server's protocol, limits and errors, asked as an ASGI application."""
 
 import asyncio
 import json
+import struct
 
 import numpy as np
 import pytest
 
-pytest.importorskip("orjson", reason="needs tfamp[serve]")
+pytest.importorskip("starlette", reason="needs tfamp[serve]")
 
 from tests import served_models
 from tests.served_models import Scaled, Y, ask, numbers
 from tfamp.serving.runtimes.signature import TensorSpec
-from tfamp.serving.server.app import App
-from tfamp.serving.server.models import Limits, Models
+from tfamp.serving.server.main import application
 
 ROWS = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.5]]
 INFER = "/v2/models/m/infer"
-PREDICT = "/v1/models/m:predict"
 TWO_OUTPUTS = (Y, TensorSpec("z", (None, 3), "float32"))
 
 
-def served(tmp_path, model, token=None, **limits):
+def served(tmp_path, model, **options):
     """Returns an application that serves one model as "m"."""
     folder = served_models.write(tmp_path / "m", 0)
-    models = Models({"m": folder}, lambda _: model, Limits(**limits))
-    models.load_all()
-    return App(models, token=token)
+    return application([str(folder)], load=lambda _: model, **options)
 
 
 @pytest.fixture
@@ -86,60 +83,24 @@ def test_infer_gives_the_outputs_that_are_asked_for(tmp_path):
     assert [each["name"] for each in found["outputs"]] == ["y", "z"]
 
 
-def test_metadata_of_both_protocols(app):
+def test_metadata_of_the_model_and_the_server(app):
     x = {"name": "x", "datatype": "FP32", "shape": [-1, 3]}
-    assert said(app, "/v2/models/m") == (
-        200,
-        {
-            **{"name": "m", "versions": ["1"], "platform": "onnx"},
-            **{"inputs": [x], "outputs": [{**x, "name": "y"}]},
-        },
-    )
+    about = {
+        **{"name": "m", "versions": ["1"], "platform": "onnx"},
+        **{"inputs": [x], "outputs": [{**x, "name": "y"}]},
+    }
+    for path in ("/v2/models/m", "/v2/models/m/versions/1"):
+        assert said(app, path) == (200, about)
     assert said(app, "/v2")[1]["extensions"] == ["binary_tensor_data"]
-    assert said(app, "/v2/models/m/versions/1/ready") == (
-        200,
-        {"name": "m", "ready": True},
-    )
-    (status,) = said(app, "/v1/models/m")[1]["model_version_status"]
-    assert (status["version"], status["state"]) == ("1", "AVAILABLE")
-    found = said(app, "/v1/models/m/versions/1/metadata")[1]["metadata"]
-    found = found["signature_def"]["signature_def"]["serving_default"]["inputs"]["x"]
-    assert found["dtype"] == "DT_FLOAT"
-    assert [each["size"] for each in found["tensor_shape"]["dim"]] == ["-1", "3"]
+    ready = (200, {"name": "m", "ready": True})
+    assert said(app, "/v2/models/m/versions/1/ready") == ready
+    assert said(app, "/v2/models/m/ready") == ready
 
 
-DOUBLE = [[2.0, 4.0, 6.0], [8.0, 10.0, 13.0]]
-PREDICTIONS = {
-    "rows": ({"instances": ROWS}, {"predictions": DOUBLE}),
-    "named rows": ({"instances": [{"x": r} for r in ROWS]}, {"predictions": DOUBLE}),
-    "a column": ({"inputs": ROWS}, {"outputs": DOUBLE}),
-    "a named column": ({"inputs": {"x": ROWS}}, {"outputs": DOUBLE}),
-    "signature": (
-        {"instances": ROWS, "signature_name": "serving_default"},
-        {"predictions": DOUBLE},
-    ),
-}
-
-
-@pytest.mark.parametrize("body, expected", PREDICTIONS.values(), ids=PREDICTIONS)
-def test_predict_answers_rows_and_columns(app, body, expected):
-    assert said(app, PREDICT, body) == (200, expected)
-    assert said(app, "/v1/models/m/versions/1:predict", body) == (200, expected)
-
-
-def test_predict_names_several_outputs(tmp_path):
-    app = served(tmp_path, Scaled(outputs=TWO_OUTPUTS))
-    _, found = said(app, PREDICT, {"instances": ROWS})
-    assert found["predictions"][1] == {"y": DOUBLE[1], "z": DOUBLE[1]}
-    _, found = said(app, PREDICT, {"inputs": ROWS})
-    assert found["outputs"] == {"y": DOUBLE, "z": DOUBLE}
-
-
-def test_what_is_not_finite_comes_and_goes_as_the_words_of_tensorflow_serving(app):
-    body = b'{"instances": [[NaN, Infinity, -Infinity], [0.1, 1, 2]]}'
-    _, _, text = asyncio.run(ask(app, PREDICT, body))
-    expected = b"[[NaN, Infinity, -Infinity], [0.2, 2.0, 4.0]]"
-    assert text == b'{"predictions": ' + expected + b"}"
+def test_what_is_not_finite_comes_and_goes_as_words(app):
+    body = json.dumps(tensor([[np.nan, np.inf, -np.inf], [0.1, 1, 2]])).encode()
+    _, _, text = asyncio.run(ask(app, INFER, body))
+    assert b'"data": [NaN, Infinity, -Infinity, 0.2, 2.0, 4.0]' in text
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint16", "int64", "bool", "float64"])
@@ -161,58 +122,52 @@ def test_texts_are_taken_as_json_and_as_bytes(tmp_path):
     model = Scaled(1, inputs=specs[:1], outputs=specs[1:])
     model.run = lambda inputs: {"y": inputs["x"]}
     app = served(tmp_path, model)
-    body = {"instances": ["a", {"b64": "w6k="}]}
-    assert said(app, PREDICT, body) == (200, {"predictions": ["a", "é"]})
     body = tensor(["a", "é"], datatype="BYTES", shape=[2])
     assert said(app, INFER, body)[1]["outputs"][0]["data"] == ["a", "é"]
+    texts = [text.encode() for text in ("a", "é")]
+    raw = b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    given = {"datatype": "BYTES", "shape": [2]}
+    content = tensor(None, **given, parameters={"binary_data_size": len(raw)})
+    content["parameters"] = {"binary_data_output": True}
+    head = json.dumps(content).encode()
+    headers = [("Inference-Header-Content-Length", str(len(head)))]
+    _, _, text = asyncio.run(ask(app, INFER, head + raw, headers=headers))
+    assert text.endswith(raw)
 
 
-BIG = "1e300, which is beyond what float32 holds"
 MALFORMED = {
     "no JSON": (INFER, b"{", 400, "The body is not JSON"),
     "no object": (INFER, b"[]", 400, "The body is a JSON list; expected an object"),
     "no inputs": (INFER, {}, 400, "`inputs` is None; expected a list of objects"),
-    "no tensor": (INFER, {"inputs": []}, 400, "Inputs are []; expected ['x']"),
+    "no tensor": (INFER, {"inputs": []}, 400, "Inputs are []; expected ['x']. Add"),
     "other name": (
         *(INFER, tensor(name="X"), 400),
         "There is no input 'X'; expected 'x'. Did you mean 'x'?",
     ),
     "dtype": (INFER, tensor(datatype="FP64"), 400, "'FP64'; expected 'FP32'"),
-    "shape": (INFER, tensor(shape=[2, -3]), 400, "has the shape [2, -3]; expected a"),
+    "shape": (INFER, tensor(shape=[2, -3]), 400, "is of shape [2, -3]; expected ["),
     "other shape": (
         *(INFER, tensor(shape=[3, 2], data=[1] * 6), 400),
         "is of shape [3, 2]; expected [-1, 3]",
     ),
     "too few": (INFER, tensor([1.0, 2.0]), 400, "data of shape [2]; expected 6"),
-    "ragged": (PREDICT, {"instances": [[1], [1, 2]]}, 400, "those of a level all of"),
-    "null": (PREDICT, {"instances": [[1, 2, None]]}, 400, "expected numbers for float"),
-    "text": (PREDICT, {"instances": [["1", "2", "3"]]}, 400, "expected numbers for"),
-    "booleans": (PREDICT, {"instances": [[True] * 3]}, 400, "expected numbers for"),
-    "too large": (PREDICT, {"instances": [[1e300, 0, 0]]}, 400, "1e+300, which is be"),
-    "no rows": (PREDICT, {"instances": []}, 400, "expected a list with a row for each"),
-    "empty rows": (PREDICT, {"instances": [[]]}, 400, "expected [-1, 3], where -1 is"),
-    "both": (
-        PREDICT,
-        {"instances": [], "inputs": []},
-        400,
-        "both `instances` and `inp",
-    ),
-    "neither": (PREDICT, {}, 400, "neither `instances` nor `inputs`"),
-    "key": (PREDICT, {"instance": []}, 400, "no key 'instance'; expected 'instances',"),
-    "signature": (
-        *(PREDICT, {"inputs": [], "signature_name": "other"}, 400),
-        "`signature_name` is 'other'; expected 'serving_default'",
-    ),
+    "ragged": (INFER, tensor([[1], [1, 2]]), 400, "those of a level all of"),
+    "null": (INFER, tensor([[1, 2, None]] * 2), 400, "expected numbers for float"),
+    "text": (INFER, tensor([["1", "2", "3"]] * 2), 400, "expected numbers for"),
+    "booleans": (INFER, tensor([[True] * 3] * 2), 400, "expected numbers for"),
+    "too large": (INFER, tensor([[1e300, 0, 0]] * 2), 400, "1e+300, which is be"),
+    "no rows": (INFER, tensor([], shape=[0, 3]), 400, "expected [-1, 3], where -1 is"),
+    "two lengths": (INFER, tensor([[1, 2, 3]]), 400, "of shape [1, 3]; expected 6"),
+    "no data": (INFER, tensor(None), 400, "has neither `data` in a list nor the"),
     "no model": ("/v2/models/n/infer", {}, 404, "no model 'n'; expected 'm'"),
-    "no version": ("/v1/models/m/versions/2:predict", {}, 404, "'2'; expected '1'"),
+    "no version": ("/v2/models/m/versions/2/infer", {}, 404, "'2'; expected '1'"),
     "no address": ("/v3", {}, 404, "There is nothing at '/v3'; expected /v2/models"),
     "models": ("/v2/models", {}, 404, "where NAME is one of ['m']. Correct the"),
-    "method": ("/v2", {}, 405, "The method is 'POST'; expected GET. Use that one."),
-    "no infer": ("/v2/models/m/", {}, 405, "predictions at '/v2/models/m/infer'."),
-    "no predict": ("/v1/models/m", {}, 405, "predictions at '/v1/models/m:predict'."),
-    "deep": (PREDICT, b'{"inputs":' + b"[" * 9999 + b"NaN", 400, "body is not JSON"),
+    "method": ("/v2", {}, 405, "The method is 'POST'; expected GET"),
+    "no infer": ("/v2/models/m", {}, 405, "by POST at /v2/models/NAME/infer."),
+    "deep": (INFER, b'{"inputs":' + b"[" * 9999 + b"NaN", 400, "body is not JSON"),
     "refused": (
-        *(PREDICT, {"instances": [[-1e6, 0, 0]]}, 400),
+        *(INFER, tensor([[-1e6, 0, 0]] * 2), 400),
         "does not take these inputs: RuntimeError: minus a million is more than",
     ),
 }
@@ -260,7 +215,7 @@ def test_a_model_that_fails_whatever_it_is_asked_is_the_servers_fault(tmp_path):
         raise RuntimeError("the device is lost")
 
     model.run = run
-    status, answer = said(app, PREDICT, {"instances": ROWS})
+    status, answer = said(app, INFER, tensor())
     assert (status, answer) == (
         *(500,),
         {"error": "Model 'm' fails: RuntimeError: the device is lost"},
@@ -268,15 +223,31 @@ def test_a_model_that_fails_whatever_it_is_asked_is_the_servers_fault(tmp_path):
 
 
 def test_a_body_is_held_to_its_limit(tmp_path):
-    app = served(tmp_path, Scaled(), max_body=100)
-    length = [("Content-Length", "101")]
-    for how in ({"headers": length}, {"parts": [b" " * 60, b" " * 60]}):
+    app = served(tmp_path, Scaled(), max_body=200)
+    length = [("Content-Length", "201")]
+    for how in ({"headers": length}, {"parts": [b" " * 160, b" " * 160]}):
         status, headers, text = asyncio.run(ask(app, INFER, b"", **how))
         assert (status, headers["connection"]) == (413, "close")
-        assert b"expected at most 100" in text
+        assert b"expected at most 200" in text
     # Nothing of them is held.
-    assert said(app, PREDICT, {"instances": ROWS})[0] == 200
-    assert app._bodies._num_bytes == 0
+    assert said(app, INFER, tensor())[0] == 200
+    assert app._held_bytes == 0
+
+
+def test_bodies_together_are_held_to_four_of_the_largest(tmp_path):
+    app = served(tmp_path, Scaled(), max_body=200)
+    body = json.dumps(tensor()).encode()
+
+    async def main():
+        release = asyncio.Event()
+        slow = [asyncio.create_task(ask(app, INFER, parts=[body + b" " * 60, release]))
+                for _ in range(5)]  # fmt: skip
+        done, _ = await asyncio.wait(slow, return_when=asyncio.FIRST_COMPLETED)
+        release.set()
+        return [one.result()[0] for one in done], [(await one)[0] for one in slow]
+
+    first, every = asyncio.run(main())
+    assert first == [503] and sorted(every) == [200] * 4 + [503]
 
 
 def test_a_slow_body_is_given_up(tmp_path):
@@ -298,29 +269,24 @@ def test_a_token_is_asked_for_everywhere_but_of_health(tmp_path):
         assert (status, found["www-authenticate"]) == (401, "Bearer")
         assert said(app, "/metrics", headers=headers)[0] == 401
     given = [("Authorization", "Bearer secret")]
-    assert said(app, PREDICT, {"inputs": ROWS}, headers=given)[0] == 200
+    assert said(app, INFER, tensor(), headers=given)[0] == 200
     assert said(app, "/v2/health/live") == (200, {"live": True})
     assert said(app, "/v2/health/ready") == (200, {"ready": True})
 
 
 def test_metrics_count_answers_and_no_name_that_a_client_made_up(app):
-    said(app, PREDICT, {"inputs": ROWS})
-    said(app, PREDICT, {"inputs": []})
+    said(app, INFER, tensor())
+    said(app, INFER, {"inputs": []})
     said(app, "/v2/models/made-up/infer", {})
     status, headers, text = asyncio.run(ask(app, "/metrics"))
-    assert (status, "version=0.0.4" in headers["content-type"]) == (200, True)
+    assert (status, "text/plain" in headers["content-type"]) == (200, True)
     found = numbers(text.decode())
-    labels = 'model="m",version="1"'
-    assert found[f'tfamp_requests_total{{{labels},protocol="v1",status="200"}}'] == 1
-    assert found[f'tfamp_requests_total{{{labels},protocol="v1",status="400"}}'] == 1
-    assert found[f"tfamp_batch_examples_count{{{labels}}}"] == 1
-    assert found[f'tfamp_batch_examples_bucket{{{labels},le="1"}}'] == 0
-    assert found[f'tfamp_batch_examples_bucket{{{labels},le="+Inf"}}'] == 1
+    assert found['tfamp_requests_total{model="m",status="200"}'] == 1
+    assert found['tfamp_requests_total{model="m",status="400"}'] == 1
+    assert found['tfamp_requests_total{model="",status="404"}'] == 1
+    assert found['tfamp_batch_examples_count{model="m"}'] == 1
+    assert found['tfamp_batch_examples_bucket{le="1.0",model="m"}'] == 0
+    assert found['tfamp_batch_examples_bucket{le="+Inf",model="m"}'] == 1
+    assert found['tfamp_queue_requests{model="m"}'] == 0
     assert found["process_resident_memory_bytes"] > 1e6
     assert b"made-up" not in text
-
-
-def test_not_ready_while_it_stops(app):
-    app.is_stopping = True
-    assert said(app, "/v2/health/ready") == (503, {"ready": False})
-    assert said(app, "/v2/health/live") == (200, {"live": True})

@@ -63,7 +63,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("model, expected", CONFIGS.values(), ids=CONFIGS)
 def test_triton_reads_names_dtypes_and_shapes_of_the_signature(model, expected):
-    pytest.importorskip("orjson", reason="needs tfamp[serve]")
+    pytest.importorskip("starlette", reason="needs tfamp[serve]")
     pytest.importorskip("tritonclient.grpc", reason="needs tritonclient[grpc]")
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2
@@ -101,7 +101,7 @@ def exported(folder, format="onnx"):
 @pytest.mark.whole("test_triton_reads_names_dtypes_and_shapes_of_the_signature")
 @pytest.mark.parametrize("format", ["onnx", "openvino", "litert"])
 def test_a_repository_of_triton_holds_versions_that_load(format, tmp_path, capsys):
-    pytest.importorskip("orjson", reason="needs tfamp[serve]")
+    pytest.importorskip("starlette", reason="needs tfamp[serve]")
     packages = {"onnx": "tf2onnx", "openvino": "openvino", "litert": "ai_edge_litert"}
     pytest.importorskip(packages[format], reason=f"needs tfamp[{format}]")
     import tfamp
@@ -162,11 +162,14 @@ def ask(path, body=None):
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
 
-rows = {"instances": [[1, 2, 3, 4], [5, 6, 7, 8.5]]}
+def rows(shape, data):
+    entry = {"name": "x", "datatype": "FP32", "shape": shape, "data": data}
+    return {"inputs": [entry]}
+
 found = [
     ask("/v2/health/ready"), ask("/v2/models/iris"),
-    ask("/v1/models/iris:predict", rows),
-    ask("/v1/models/iris:predict", {"instances": [[1]]}),
+    ask("/v2/models/iris/infer", rows([2, 4], [1, 2, 3, 4, 5, 6, 7, 8.5])),
+    ask("/v2/models/iris/infer", rows([1, 1], [1])),
 ]
 serve.shutdown()
 ray.shutdown()
@@ -195,7 +198,8 @@ def test_ray_serve_answers_as_the_server_does(tmp_path):
     assert about[1]["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
     rows = np.array([[1, 2, 3, 4], [5, 6, 7, 8.5]], np.float32)
     assert status == 200
-    np.testing.assert_allclose(answer["predictions"], model(rows), atol=1e-5)
+    found = np.reshape(answer["outputs"][0]["data"], [2, 3])
+    np.testing.assert_allclose(found, model(rows), atol=1e-5)
     assert wrong[0] == 400 and "of shape [1, 1]; expected [-1, 4]" in wrong[1]["error"]
 
 
@@ -214,7 +218,7 @@ def test_the_page_shows_each_way_to_serve():
 
 @pytest.mark.whole("test_the_page_shows_each_way_to_serve")
 def test_what_the_page_says_runs_from_top_to_bottom(tmp_path, monkeypatch):
-    for package in ("orjson", "uvicorn", "tf2onnx", "onnxruntime"):
+    for package in ("starlette", "uvicorn", "tf2onnx", "onnxruntime"):
         pytest.importorskip(package, reason="needs tfamp[serve,onnx]")
     pytest.importorskip("tritonclient.http", reason="needs tritonclient[http]")
     from tests.server_process_test import serving

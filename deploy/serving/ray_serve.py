@@ -1,7 +1,8 @@
-"""Serves exported models on Ray Serve, with the protocols and limits of `tfamp serve`.
+"""Serves exported models on Ray Serve, with the protocol and limits of `tfamp serve`.
 
     serve run deploy.serving.ray_serve:app paths=exported/digits,exported/faces
-    curl -d '{"instances": [[0.1, 0.2]]}' http://127.0.0.1:8000/v1/models/digits:predict
+    curl -d '{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2],
+        "data": [0.1, 0.2]}]}' http://127.0.0.1:8000/v2/models/digits/infer
 
 Every machine needs the folders under the same paths, tfamp[serve] and the runtime's
 extra. A replica takes as many threads as it reserves cores; make the numbers your own.

@@ -14,6 +14,7 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 # Enough for a machine that runs a suite beside it.
 DEADLINE = 60
+RUN = "\nimport runpy; runpy.run_module('tfamp', run_name='__main__')\n"
 
 
 def export(folder):
@@ -29,9 +30,17 @@ def export(folder):
 
 
 @contextlib.contextmanager
-def serving(*arguments, open_files=None, deadline=DEADLINE):
-    """Yields `tfamp serve` and its address, "host:port"; kills it in the end."""
-    command = [sys.executable, "-m", "tfamp", "serve", *map(str, arguments), "--port=0"]
+def serving(*arguments, before=None, open_files=None, deadline=DEADLINE):
+    """Yields `tfamp serve` and its address, "host:port"; kills it in the end.
+
+    Args:
+        *arguments: Of `tfamp serve`.
+        before: Python that the process runs first, such as what makes a machine ill.
+        open_files: How many it may have.
+        deadline: Seconds after which it is killed in any case.
+    """
+    started = ["-m", "tfamp"] if before is None else ["-c", before + RUN]
+    command = [sys.executable, *started, "serve", *map(str, arguments), "--port=0"]
     if open_files is not None:
         limited = f'ulimit -n {open_files}; exec "$@"'
         command = ["bash", "-c", limited, "bash", *command]

@@ -52,7 +52,7 @@ _GROUPS = {
         "export": ("saved", "write a model for a runtime that only predicts"),
     },
     "serving": {
-        "serve": ("saved", "answer for exported models over HTTP, in two protocols"),
+        "serve": ("saved", "answer for exported models over HTTP"),
         "bench_serve": ("saved", "latencies of a server at rates that do not wait"),
     },
 }

@@ -215,13 +215,16 @@ SERVE = Command(
         Flag(
             "max_body", parse_bytes, 64 * 2**20, "The largest request, such as 64MiB."
         ),
+        Flag(
+            *("max_json", parse_bytes, 4 * 2**20),
+            "The largest JSON, such as 4MiB; tensors may come as bytes behind it.",
+        ),
     ),
     without=("load", "on_start"),
-    purpose="Answers for models that `tfamp.export` wrote, over HTTP: by the Open "
-    "Inference Protocol v2, as Triton and KServe do, at /v2/models/NAME/infer, and as "
-    "TensorFlow Serving does at /v1/models/NAME:predict. A path is an exported folder "
-    "or one of numbered versions; name=path names the model. Metrics for Prometheus "
-    "are at /metrics.",
+    purpose="Answers for models that `tfamp.export` wrote, over HTTP, by the Open "
+    "Inference Protocol v2, as Triton and KServe do, at /v2/models/NAME/infer. A path "
+    "is an exported folder, or one of several; name=path names the model. Metrics for "
+    "Prometheus are at /metrics.",
     more=_STATUS,
     argument="path...",
 )
@@ -236,9 +239,8 @@ BENCH = Command(
             "that 16 clients get from the first server.",
         ),
         Flag(
-            *("protocol", one_of("binary", "json", "predict"), None),
-            "binary or json of the Open Inference Protocol, or predict of TensorFlow "
-            "Serving; else binary at /v2 and predict at /v1.",
+            *("protocol", one_of("binary", "json"), None),
+            "binary or json of the Open Inference Protocol; else binary.",
         ),
         Flag(
             *("token_file", "string", None),
@@ -252,7 +254,7 @@ BENCH = Command(
     "at given rates, and prints latencies, what was answered, and errors. Requests do "
     "not wait for answers, and latencies count from the moment that each was due. "
     "Several are asked in turns. Works with every server of the Open Inference "
-    "Protocol v2, and at /v1/models/NAME with those of TensorFlow Serving's REST.",
+    "Protocol v2.",
     more=_STATUS,
     argument="url...",
 )

@@ -49,13 +49,11 @@ def bench_serve(
     is asked of one after the other, in an order that turns.
 
     Args:
-        urls: Models of servers, such as "http://127.0.0.1:8000/v2/models/digits", or
-            "http://127.0.0.1:8501/v1/models/digits" of TensorFlow Serving.
+        urls: Models of servers, such as "http://127.0.0.1:8000/v2/models/digits".
         rates: Requests a second; by default 10 % to 90 % of what 16 clients get from
             the first server.
         seconds: How long each rate lasts.
-        protocol: "binary" or "json" of the Open Inference Protocol, or "predict" of
-            TensorFlow Serving; by default "predict" at /v1 and "binary" at /v2.
+        protocol: "binary" or "json" of the Open Inference Protocol; None is binary.
         batch_size: Examples in each request.
         timeout_seconds: How long an answer may take.
         token: What requests bear, if anything.

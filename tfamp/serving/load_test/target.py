@@ -1,7 +1,7 @@
 """What is asked: a model of a server, found by its metadata, and one request to it.
 
-Works with every server of the Open Inference Protocol v2 (Triton, OVMS, MLServer,
-KServe, `tfamp serve`) and with those of TensorFlow Serving's REST.
+Works with every server of the Open Inference Protocol v2: Triton, OVMS, MLServer,
+KServe, `tfamp serve`.
 """
 
 import http.client
@@ -14,19 +14,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfamp.serving.server.tensors import DATATYPES, TF_DATATYPES
+from tfamp.serving.server.tensors import DATATYPES
 
 # Of the Open Inference Protocol, as NumPy names them: only numbers are drawn.
 _DTYPES = {
     name: dtype for dtype, name in DATATYPES.items() if name not in ("BF16", "BYTES")
 }
-# Of TensorFlow Serving, as the protocol above names them.
-_OTHERS = {TF_DATATYPES[dtype]: name for dtype, name in DATATYPES.items()}
 _LOOKUP_SECONDS = 10
 # A length for dimensions that a model leaves open.
 _LENGTH = 32
-PROTOCOLS = ("binary", "json", "predict")
-_PATH = re.compile(r"/(v[12])/models/([^/:]+)(?:/versions/[^/:]+)?")
+PROTOCOLS = ("binary", "json")
+_PATH = re.compile(r"/v2/models/([^/:]+)(?:/versions/[^/:]+)?")
 
 
 class Target(NamedTuple):
@@ -56,33 +54,23 @@ def find(
         )
     head = {} if token is None else {"Authorization": f"Bearer {token}"}
     base = f"http://{parts.netloc}"
-    path = parts.path.rstrip("/").removesuffix(":predict").removesuffix("/infer")
+    path = parts.path.rstrip("/").removesuffix("/infer")
     found = _PATH.fullmatch(path)
     if found is None:
         raise ValueError(
             f"`url` {url!r} names no model; expected an address such as "
-            f"{base}/v2/models/digits, or {base}/v1/models/digits of TensorFlow "
-            "Serving. Add the model."
+            f"{base}/v2/models/digits. Add the model."
         )
-    api, name = found.groups()
-    if protocol is None:
-        protocol = "predict" if api == "v1" else "binary"
-    if api == "v1" and protocol != "predict":
-        raise ValueError(
-            f"`protocol` is {protocol!r} and `url` {url!r} TensorFlow Serving's; "
-            "expected 'predict'. Leave `protocol` out, or write /v2/models."
-        )
-    inputs = (_tf_inputs if api == "v1" else _inputs)(base + path, head)
+    name = found[1]
+    protocol = protocol or "binary"
+    inputs = _inputs(base + path, head)
     rng = np.random.default_rng(0)
     arrays = {str(entry["name"]): _drawn(entry, batch_size, rng) for entry in inputs}
     body, length = _body(arrays, inputs, protocol)
-    ask = f"{path}/infer"
-    if protocol == "predict":
-        ask = f"{path.replace('/v2/', '/v1/', 1)}:predict"
     if length is not None:
         head["Inference-Header-Content-Length"] = str(length)
     lines = [
-        f"POST {ask} HTTP/1.1",
+        f"POST {path}/infer HTTP/1.1",
         f"Host: {parts.netloc}",
         "Content-Type: application/json",
         f"Content-Length: {len(body)}",
@@ -100,25 +88,6 @@ def _inputs(address: str, headers: dict[str, str]) -> list[dict[str, Any]]:
     if not isinstance(found.get("inputs"), list):
         raise _useless(address, "it names no inputs", what)
     return list(found["inputs"])
-
-
-def _tf_inputs(address: str, headers: dict[str, str]) -> list[dict[str, Any]]:
-    """Returns the inputs of a model of TensorFlow Serving, as the other names them."""
-    what = "TensorFlow Serving's REST"
-    address = f"{address}/metadata"
-    found = _metadata(address, headers, what)
-    try:
-        signatures = found["metadata"]["signature_def"]["signature_def"]
-        return [
-            {
-                "name": name,
-                "datatype": _OTHERS.get(entry["dtype"], entry["dtype"]),
-                "shape": [dim["size"] for dim in entry["tensor_shape"].get("dim", [])],
-            }
-            for name, entry in signatures["serving_default"]["inputs"].items()
-        ]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise _useless(address, f"no {error}", what) from error
 
 
 def _metadata(address: str, headers: dict[str, str], what: str) -> dict[str, Any]:
@@ -164,9 +133,6 @@ def _body(
     arrays: dict[str, np.ndarray], entries: list[dict[str, Any]], protocol: str
 ) -> tuple[bytes, int | None]:
     """Returns the body of a request, and the length of its JSON if bytes follow."""
-    if protocol == "predict":
-        columns = {name: array.tolist() for name, array in arrays.items()}
-        return json.dumps({"inputs": columns}).encode(), None
     tensors, raw = [], b""
     for entry in entries:
         array = arrays[str(entry["name"])]

@@ -1,204 +1,295 @@
-"""The ASGI application: addresses, limits and errors; the protocols are beside it."""
+"""The ASGI application: addresses, the token, bodies within limits, and errors."""
 
+import asyncio
+import concurrent.futures
 import hmac
-import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import anyio
+import orjson
+from prometheus_client.exposition import choose_encoder
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 import tfamp
 from tfamp.records.checks import short_error
-from tfamp.serving.server import open_inference, tf_predict
-from tfamp.serving.server.bodies import (
-    BYTES,
-    TEXT,
-    Answer,
-    Bodies,
-    Headers,
-    Held,
-    Receive,
-    json_answer,
-    refused,
-)
-from tfamp.serving.server.models import Models, Version, log
-from tfamp.serving.server.tensors import Refusal, quoted
+from tfamp.serving.server import open_inference
+from tfamp.serving.server.metrics import Metrics
+from tfamp.serving.server.models import Limits, Served
+from tfamp.serving.server.tensors import Refusal, quoted, unknown
 
-Scope = Mapping[str, Any]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-
-_V2 = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?(?:/(infer|ready))?/?")
-_V1 = re.compile(r"/v1/models/([^/:]+)(?:/versions/([^/:]+))?(:\w+|/metadata)?/?")
+# Bodies together may hold so many times the largest of them.
+_AT_ONCE = 4
+# A refused body is read and thrown away to its end, or the client, which sends it
+# still, would not see why it was refused; not one that is larger than this.
+_MAX_REFUSED_BYTES = 2**28
+# JSON below this takes as long as handing it to a thread.
+_SMALL = 2**15
+T = TypeVar("T")
 
 
 class App:
     """The server as an ASGI application.
 
     Args:
-        models: What answers, within their limits.
+        models: What answers, by name.
+        limits: What requests are held to.
+        metrics: What counts.
         token: What requests have to bear; None asks for nothing. Health may always be
             asked, as what asks for it can seldom keep a secret.
     """
 
-    def __init__(self, models: Models, *, token: str | None = None) -> None:
-        self.models = models
+    def __init__(
+        self,
+        models: Mapping[str, Served],
+        limits: Limits,
+        metrics: Metrics,
+        *,
+        token: str | None = None,
+    ) -> None:
+        self.models, self.metrics = models, metrics
+        self._limits = limits
         self._token = None if token is None else f"Bearer {token}".encode()
-        self._bodies = Bodies(models.limits.max_body, models.limits.timeout_seconds)
-        self.is_stopping = False
+        self._held_bytes = 0
+        # One thread: several would take turns with the event loop, a large body each.
+        self._parser = concurrent.futures.ThreadPoolExecutor(1)
+        name = "/v2/models/{name}"
+        version = name + "/versions/{version}"
+        self._routes = Starlette(
+            routes=[
+                # The first that fits is taken; this one is asked for most.
+                *(
+                    Route(f"{each}/infer", self._infer, methods=["POST"])
+                    for each in (name, version)
+                ),
+                Route("/v2/health/live", self._live),
+                Route("/v2/health/ready", self._ready),
+                Route("/v2", self._server),
+                Route("/metrics", self._metrics),
+                *(
+                    Route(f"{each}/ready", self._model_ready)
+                    for each in (name, version)
+                ),
+                *(Route(each, self._metadata) for each in (name, version)),
+            ],
+            exception_handlers={HTTPException: self._refused, Exception: self._failed},
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; whatever it holds, with a status and a message."""
+        """Answers one request, and counts the answer."""
         if scope["type"] != "http":
+            await self._routes(scope, receive, send)
             return
-        held = Held()
-        try:
-            answer = await self._answer(scope, receive, held)
-        except Refusal as refusal:
-            answer = refused(refusal)
-        except RecursionError:
-            answer = refused(Refusal(400, "The body is nested too deeply."))
-        except Exception as error:
-            log.exception("A request failed.")
-            answer = refused(Refusal(500, f"The server failed: {short_error(error)}"))
-        finally:
-            self._bodies.let_go(held)
-        self.models.metrics.requests.add((*held.labels, str(answer.status)))
-        if held.since is not None:
-            seconds = time.perf_counter() - held.since
-            self.models.metrics.seconds.observe(held.labels[:2], seconds)
-        length = (b"content-length", b"%d" % len(answer.body))
-        await send(
-            {
-                "type": "http.response.start",
-                "status": answer.status,
-                "headers": [*answer.headers, length],
-            }
-        )
-        body = b"" if scope["method"] == "HEAD" else answer.body
-        await send({"type": "http.response.body", "body": body})
 
-    async def _answer(self, scope: Scope, receive: Receive, held: Held) -> Answer:
-        """Finds what is asked for."""
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                name, status = scope.get("model", ""), str(message["status"])
+                self.metrics.requests.labels(name, status).inc()
+            await send(message)
+
         path: str = scope["path"]
-        if path in ("/v2/health/live", "/v2/health/live/"):
-            return json_answer({"live": True})
-        if path in ("/v2/health/ready", "/v2/health/ready/"):
-            ready = self.models.is_ready and not self.is_stopping
-            return json_answer({"ready": ready}, 200 if ready else 503)
-        headers = dict(scope["headers"])
-        self._check_token(headers)
-        if path == "/metrics":
-            _check_method(scope, "GET")
-            self.models.count_waiting()
-            return Answer(200, self.models.metrics.text().encode(), (TEXT,))
-        if path in ("/v2", "/v2/"):
-            _check_method(scope, "GET")
-            extensions = ["binary_tensor_data"]
-            about = {"name": "tfamp", "version": tfamp.__version__}
-            return json_answer({**about, "extensions": extensions})
-        if match := _V2.fullmatch(path):
-            held.labels = ("", "", "v2")
-            name, number, what = match.groups()
-            if what == "infer":
-                _check_method(scope, "POST")
-                self._named(name, number, held)
-                body = await self._bodies.read(headers, receive, held)
-                # Only now, as it may have been replaced while the body came.
-                return await self._infer(self._named(name, number, held), headers, body)
-            _check_method(scope, "GET", f"{path.rstrip('/')}/infer")
-            version = self._named(name, number, held)
-            if what == "ready":
-                return json_answer({"name": name, "ready": True})
-            numbers = self.models.numbers(name)
-            return json_answer(open_inference.metadata(name, numbers, version.model))
-        if match := _V1.fullmatch(path):
-            held.labels = ("", "", "v1")
-            name, number, what = match.groups()
-            if what == ":predict":
-                _check_method(scope, "POST")
-                self._named(name, number, held)
-                body = await self._bodies.read(headers, receive, held)
-                return await self._predict(self._named(name, number, held), body)
-            if what in (None, "/metadata"):
-                _check_method(scope, "GET", f"{path.rstrip('/')}:predict")
-                if what is None and number is None:
-                    return json_answer(tf_predict.status(self.models.numbers(name)))
-                version = self._named(name, number, held)
-                if what is None:
-                    return json_answer(tf_predict.status([version.number]))
-                signature = version.model.signature
-                about = tf_predict.metadata(name, version.number, signature)
-                return json_answer(about)
-        raise Refusal(
-            404,
-            f"There is nothing at {quoted(path)}; expected /v2/models/NAME/infer, "
-            "/v1/models/NAME:predict, /v2/health/ready or /metrics, where NAME is one "
-            f"of {quoted(self.models.names)}. Correct the address.",
-        )
-
-    def _named(self, name: str, number: str | None, held: Held) -> Version:
-        version = self.models.get(name, number)
-        held.labels = (version.name, version.number, held.labels[2])
-        return version
-
-    def _check_token(self, headers: Headers) -> None:
-        if self._token is None:
-            return
-        given = headers.get(b"authorization", b"")
-        if not hmac.compare_digest(given, self._token):
-            raise Refusal(
+        if not path.startswith("/v2/health/") and not self._is_allowed(scope):
+            refusal = Refusal(
                 401,
                 "The header Authorization bears no valid token; expected 'Bearer' and "
                 "the server's token. Send it.",
             )
+            answer = await self._refused(Request(scope), refusal)
+            await answer(scope, receive, counted)
+            return
+        await self._routes(scope, receive, counted)
 
-    async def _infer(self, version: Version, headers: Headers, body: bytes) -> Answer:
-        length = headers.get(open_inference.HEADER)
-        asked = open_inference.read(body, length, version.model.signature)
-        outputs = await self._outputs(version, asked.inputs)
-        text, json_length = open_inference.write(
-            asked, outputs, version.name, version.number
-        )
-        if json_length is None:
-            return Answer(200, text)
-        marked = (open_inference.HEADER, b"%d" % json_length)
-        return Answer(200, text, (BYTES, marked))
+    def _is_allowed(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return self._token is None or hmac.compare_digest(given, self._token)
 
-    async def _predict(self, version: Version, body: bytes) -> Answer:
-        asked = tf_predict.read(body, version.model.signature)
-        outputs = await self._outputs(version, asked.inputs)
-        return Answer(200, tf_predict.write(asked, outputs))
+    async def _refused(self, request: Request, error: Exception) -> Response:
+        """Returns the answer that says what is wrong with a request."""
+        if not isinstance(error, HTTPException):
+            return await self._failed(request, error)
+        message, headers = error.detail, dict(error.headers or {})
+        if error.status_code == 401:
+            headers["www-authenticate"] = "Bearer"
+        elif error.status_code == 405:
+            expected = "POST" if headers.get("Allow") == "POST" else "GET"
+            message = (
+                f"The method is {quoted(request.method)}; expected {expected}. "
+                "Predictions are asked for by POST at "
+                "/v2/models/NAME/infer."
+            )
+        elif not isinstance(error, Refusal):
+            message = (
+                f"There is nothing at {quoted(request.url.path)}; expected "
+                "/v2/models/NAME/infer, /v2/health/ready or /metrics, where NAME is "
+                f"one of {quoted(list(self.models))}. Correct the address."
+            )
+        # A lone surrogate, which JSON may hold, cannot be written as UTF-8.
+        message = message.encode(errors="replace").decode()
+        return _json({"error": message}, error.status_code, headers)
 
-    async def _outputs(self, version: Version, inputs: Any) -> Mapping[str, Any]:
-        """Returns what the model answers, or says whose fault it is if it fails."""
+    async def _failed(self, request: Request, error: Exception) -> Response:
+        """Returns the answer to a request on which the server itself failed."""
+        return _json({"error": f"The server failed: {short_error(error)}"}, 500)
+
+    async def _live(self, request: Request) -> Response:
+        return _json({"live": True})
+
+    async def _ready(self, request: Request) -> Response:
+        ready = all([await each.is_ready() for each in self.models.values()])
+        return _json({"ready": ready}, 200 if ready else 503)
+
+    async def _server(self, request: Request) -> Response:
+        extensions = ["binary_tensor_data"]
+        about = {"name": "tfamp", "version": tfamp.__version__}
+        return _json({**about, "extensions": extensions})
+
+    async def _metrics(self, request: Request) -> Response:
+        encoder, kind = choose_encoder(request.headers.get("accept", ""))
+        text = encoder(self.metrics.registry)
+        return Response(text, headers={"content-type": kind})
+
+    async def _model_ready(self, request: Request) -> Response:
+        model = self._named(request)
+        ready = await model.is_ready()
+        return _json({"name": model.name, "ready": ready}, 200 if ready else 503)
+
+    async def _metadata(self, request: Request) -> Response:
+        one = self._named(request)
+        return _json(open_inference.metadata(one.name, one.version, one.model))
+
+    def _named(self, request: Request) -> Served:
+        name = request.path_params["name"]
+        if name not in self.models:
+            raise unknown("model", name, self.models)
+        model = self.models[name]
+        version = request.path_params.get("version", model.version)
+        if version != model.version:
+            raise unknown(f"version of {name!r}", version, [model.version])
+        request.scope["model"] = name
+        return model
+
+    async def _infer(self, request: Request) -> Response:
+        """Answers a request for predictions."""
+        model = self._named(request)
+        held: list[int] = []
         try:
-            return await version.batcher.ask(inputs)
-        except Refusal:
-            raise
-        except Exception as error:
-            said = short_error(error)
-        # The first example tells a model that is broken from inputs that are.
-        if version.example is not None:
-            try:
-                await version.batcher.ask(version.example)
-            except Refusal:
-                raise
-            except Exception as error:
-                log.error("Model %r fails: %s", version.name, short_error(error))
-                raise Refusal(500, f"Model {version.name!r} fails: {said}") from error
-        raise Refusal(
-            400,
-            f"Model {version.name!r} does not take these inputs: {said}. Compare them "
-            "with its metadata.",
+            body = await self._body(request, held)
+            start = time.perf_counter()
+            marked = request.headers.get(open_inference.HEADER)
+            length = len(body)
+            if marked is not None:
+                length = open_inference.length_of(marked, length)
+            if length > self._limits.max_json:
+                raise self._too_large(length, is_json=True)
+            asked = await self._beside(
+                length, lambda: open_inference.read(body, length, model.model.signature)
+            )
+            outputs = await model.ask(asked.inputs)
+            numbers = sum(
+                outputs[x].size for x, raw in asked.outputs.items() if not raw
+            )
+            text, json_length = await self._beside(
+                4 * numbers,
+                lambda: open_inference.write(asked, outputs, model.name, model.version),
+            )
+        finally:
+            self._held_bytes -= sum(held)
+        self.metrics.seconds.labels(model.name).observe(time.perf_counter() - start)
+        if json_length is None:
+            return Response(text, media_type="application/json")
+        headers = {open_inference.HEADER: str(json_length)}
+        return Response(text, headers=headers, media_type="application/octet-stream")
+
+    async def _beside(self, num_bytes: int, work: Callable[[], T]) -> T:
+        """Does what takes long in another thread, so that others are answered."""
+        if num_bytes < _SMALL:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._parser, work)
+
+    async def _body(self, request: Request, held: list[int]) -> bytes:
+        """Returns the body of a request; `held` gets the bytes of its parts.
+
+        Raises:
+            Refusal: It is compressed, too large, or did not come in time.
+        """
+        headers = request.headers
+        coding = headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            raise Refusal(
+                415,
+                f"The body is encoded by {quoted(coding)}; expected plain bytes. Send "
+                "it without compression.",
+                close=True,
+            )
+        is_json = open_inference.HEADER not in headers
+        most = self._limits.max_body
+        if is_json:
+            most = min(most, self._limits.max_json)
+        declared = int(headers.get("content-length", 0))  # checked by the server
+        refused = self._too_large(declared, is_json=is_json)
+        if declared > (most if "expect" in headers else _MAX_REFUSED_BYTES):
+            raise refused
+        parts: list[bytes] = []
+        found = 0
+        try:
+            with anyio.fail_after(self._limits.timeout_seconds):
+                async for part in request.stream():
+                    found += len(part)
+                    if max(found, declared) <= most:
+                        self._hold(len(part), held)
+                        parts.append(part)
+                    elif found > _MAX_REFUSED_BYTES:
+                        raise refused
+        except TimeoutError:
+            raise Refusal(
+                408,
+                f"The body did not come within {self._limits.timeout_seconds:g} s; "
+                "expected all of it. Send it faster, or in smaller requests.",
+                close=True,
+            ) from None
+        except ClientDisconnect:
+            raise Refusal(400, "The client went away.") from None
+        if max(found, declared) > most:
+            raise self._too_large(max(found, declared), is_json=is_json)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _hold(self, num_bytes: int, held: list[int]) -> None:
+        held.append(num_bytes)
+        self._held_bytes += num_bytes
+        if self._held_bytes > _AT_ONCE * self._limits.max_body:
+            raise Refusal(
+                503,
+                "The bodies of all requests together are larger than the server "
+                "holds. Try again.",
+                retry=True,
+                close=True,
+            )
+
+    def _too_large(self, found: int, *, is_json: bool) -> Refusal:
+        if is_json and found <= self._limits.max_body:
+            return Refusal(
+                413,
+                f"The JSON has {found} bytes; expected at most "
+                f"{self._limits.max_json}. Send tensors as bytes behind it, with "
+                "`binary_data_size` and the header Inference-Header-Content-Length, "
+                "as tritonclient does; or start the server with a larger --max_json.",
+            )
+        return Refusal(
+            413,
+            f"The body has {found} bytes or more; expected at most "
+            f"{self._limits.max_body}. Send fewer examples at once.",
+            close=True,
         )
 
 
-def _check_method(scope: Scope, method: str, asks: str | None = None) -> None:
-    """Refuses another method; `asks` is where predictions are asked for."""
-    found = scope["method"]
-    if found != method and (found, method) != ("HEAD", "GET"):
-        advice = "Use that one."
-        if found == "POST" and asks is not None:
-            advice = f"Use that one, or ask for predictions at {quoted(asks)}."
-        raise Refusal(
-            405, f"The method is {quoted(found)}; expected {method}. {advice}"
-        )
+def _json(
+    content: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    kind: dict[str, Any] = {"media_type": "application/json"}
+    return Response(orjson.dumps(content), status, headers, **kind)

@@ -7,18 +7,24 @@ load that is a batch, alone it is the one request, at once. The first runs of a 
 
 import asyncio
 import collections
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from tfamp.records.checks import short_error
 from tfamp.serving.runtimes.signature import LoadedModel, TensorSpec, dtype_named
 from tfamp.serving.server.tensors import Refusal
 
 Arrays = Mapping[str, np.ndarray]
+
+
+class ModelError(RuntimeError):
+    """A run of the model failed; the message says how."""
 
 
 class _Waiting:
@@ -26,7 +32,7 @@ class _Waiting:
 
     Args:
         inputs: Arrays by name.
-        future: Gets the outputs or a `Refusal`.
+        future: Gets the outputs, a `Refusal` or a `ModelError`.
     """
 
     __slots__ = ("inputs", "future", "num_examples", "key", "since", "timer")
@@ -71,20 +77,26 @@ class Batcher:
         self._on_run = on_run
         self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread: threading.Thread | None = None
+        self._run_since: float | None = None
         self._is_stopped = False
         self.num_waiting = 0
+
+    @property
+    def is_well(self) -> bool:
+        """Whether its thread lives and no run lasts longer than an answer may take."""
+        since = self._run_since
+        is_stuck = since and time.perf_counter() - since > self._timeout_seconds
+        return not is_stuck and (self._thread is None or self._thread.is_alive())
 
     def ask(self, inputs: Arrays) -> "asyncio.Future[Arrays]":
         """Returns the future outputs of a request; called in the event loop.
 
         Raises:
-            Refusal: The queue is full, or the version is going.
+            Refusal: The queue is full, or the server ends.
         """
         if self._is_stopped:
-            raise Refusal(
-                503, "This version of the model is going; try again.", retry=True
-            )
+            raise Refusal(503, "The server ends. Ask another one.", retry=True)
         if self.num_waiting >= self._max_queue:
             raise Refusal(
                 503,
@@ -93,7 +105,8 @@ class Batcher:
                 retry=True,
             )
         self._loop = asyncio.get_running_loop()
-        if not self._thread.is_alive():
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True)
             self._thread.start()
         waiting = _Waiting(inputs, self._loop.create_future())
         waiting.timer = self._loop.call_later(
@@ -119,23 +132,16 @@ class Batcher:
             )
 
     def _work(self) -> None:
-        """Runs the model on what is queued, for ever."""
+        """Runs the model on what is queued until it is told to end."""
         waiting: collections.deque[_Waiting] = collections.deque()
         is_stopping = False
         while waiting or not is_stopping:
-            if not waiting:
-                first = self._queue.get()
-                is_stopping |= first is None
-                if first is not None:
-                    waiting.append(first)
-            while not is_stopping:
-                try:
-                    item = self._queue.get_nowait()
-                except queue.Empty:
-                    break
-                is_stopping |= item is None
-                if item is not None:
-                    waiting.append(item)
+            taken = [] if waiting else [self._queue.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    taken.append(self._queue.get_nowait())
+            is_stopping |= None in taken
+            waiting.extend(each for each in taken if each is not None)
             if waiting:
                 self._answer(self._next(waiting))
 
@@ -157,58 +163,62 @@ class Batcher:
 
     def _answer(self, batch: list[_Waiting]) -> None:
         """Runs the model and hands each request its own part of the outputs."""
-        start = time.perf_counter()
+        start = self._run_since = time.perf_counter()
         # Those that ran out of time are not worth a run.
         asked = [each for each in batch if not each.future.done()]
-        results: list[Any] = []
-        if asked:
-            results = self._run(asked)
-        found = dict(zip(map(id, asked), results, strict=True))
+        results: list[Arrays | Exception] | None = None
+        if len(asked) > 1:
+            results = self._together(asked)
+        if results is None:
+            results = [self._alone(each) for each in asked]
+        self._run_since = None
         seconds = time.perf_counter() - start
-        waited = [start - each.since for each in asked]
-        num_examples = sum(each.num_examples for each in asked)
 
         def deliver() -> None:
             self.num_waiting -= len(batch)
             for each in batch:
                 if each.timer is not None:
                     each.timer.cancel()
+            for each, result in zip(asked, results, strict=True):
                 if each.future.done():
                     continue
-                result = found[id(each)]
                 if isinstance(result, Exception):
                     each.future.set_exception(result)
                 else:
                     each.future.set_result(result)
             if asked and self._on_run is not None:
+                num_examples = sum(each.num_examples for each in asked)
+                waited = [start - each.since for each in asked]
                 self._on_run(num_examples, waited, seconds)
 
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(deliver)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # The loop has ended.
+                self._loop.call_soon_threadsafe(deliver)
 
-    def _run(self, asked: list[_Waiting]) -> list[Any]:
-        """Returns the outputs or the error of each request."""
-        if len(asked) == 1:
-            return [self._alone(asked[0])]
-        inputs = {
-            name: np.concatenate([each.inputs[name] for each in asked])
-            for name in asked[0].inputs
-        }
+    def _together(self, asked: list[_Waiting]) -> list[Arrays | Exception] | None:
+        """Returns the outputs of each request; None where one run cannot give them.
+
+        One of them may spoil it for all, and together they may need more memory than
+        there is.
+        """
         ends = np.cumsum([each.num_examples for each in asked]).tolist()
         try:
+            inputs = {
+                name: np.concatenate([each.inputs[name] for each in asked])
+                for name in asked[0].inputs
+            }
             outputs = self._model.run(inputs)
-            lengths = {array.shape[:1] for array in outputs.values()}
-        except Exception:  # one of them may spoil it for all
-            lengths = set()
-        if lengths != {(ends[-1],)}:
-            return [self._alone(each) for each in asked]
+            if {array.shape[:1] for array in outputs.values()} != {(ends[-1],)}:
+                return None
+        except BaseException:  # Of extensions too: nobody else would end the thread.
+            return None
         starts = [0, *ends[:-1]]
         return [
             {name: array[start:end] for name, array in outputs.items()}
             for start, end in zip(starts, ends, strict=True)
         ]
 
-    def _alone(self, one: _Waiting) -> Any:
+    def _alone(self, one: _Waiting) -> Arrays | Exception:
         try:
             return self._model.run(one.inputs)
         except MemoryError:
@@ -218,8 +228,8 @@ class Batcher:
                 "fewer, or try again.",
                 retry=True,
             )
-        except Exception as error:
-            return error
+        except BaseException as error:  # as above
+            return ModelError(short_error(error))
 
 
 # Lengths that are tried for dimensions that the signature leaves open.

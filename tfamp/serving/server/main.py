@@ -3,7 +3,6 @@
 `application` is the same without the process around it, for servers that bring theirs.
 """
 
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -12,14 +11,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfamp.records import checks
 from tfamp.records.record import TableRecord
 from tfamp.serving.runtimes.signature import LoadedModel
-from tfamp.serving.server.models import Limits, Models, named_places
 
 if TYPE_CHECKING:
     from tfamp.serving.server.app import App
@@ -28,14 +26,14 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclasses.dataclass(frozen=True)
-class Served(TableRecord):
+class ServerRun(TableRecord):
     """What a server did from its start to its end.
 
     Args:
         address: Where it was asked, such as "http://127.0.0.1:8000".
         models: The names of its models.
         seconds: How long it served.
-        answers: Protocol and status, such as "v2 200" -> number of answers.
+        answers: HTTP status -> number of answers.
     """
 
     address: str
@@ -45,7 +43,7 @@ class Served(TableRecord):
 
     def table(self) -> str:
         """Returns a line."""
-        counts = ", ".join(f"{n:,} of {what}" for what, n in self.answers.items())
+        counts = ", ".join(f"{n:,} of {status}" for status, n in self.answers.items())
         return f"Served {self.seconds:,.0f} s: {counts or 'no requests'}."
 
 
@@ -59,15 +57,16 @@ def serve(
     max_batch_size: int | None = None,
     max_queue: int = 256,
     max_body: int = 64 * 2**20,
+    max_json: int = 4 * 2**20,
+    max_connections: int | None = None,
     timeout_seconds: float = 10.0,
-    reload_seconds: float = 2.0,
     load: Callable[..., LoadedModel] | None = None,
     on_start: Callable[[str], None] | None = None,
-) -> Served:
+) -> ServerRun:
     """Serves exported models over HTTP until SIGTERM or SIGINT.
 
     Args:
-        paths: Exported folders, or folders of numbered versions; "name=path" names one.
+        paths: Exported folders, or folders of several; "name=path" names one.
         threads: Threads that a run of a model may use; None takes all cores.
         host: Address to listen at; other machines reach "0.0.0.0".
         port: Port to listen at; 0 takes a free one.
@@ -76,9 +75,10 @@ def serve(
             to one does not depend on the others of a batch, else 1.
         max_queue: Requests of a model that may wait; more are answered by 503.
         max_body: Bytes of the largest request.
+        max_json: Bytes of the largest JSON; tensors may come as bytes behind it.
+        max_connections: Connections at a time; a new one takes the place of the one
+            that was idle for longest. None takes 1,000, or what the process may open.
         timeout_seconds: How long an answer, and a body on its way, may take.
-        reload_seconds: How often to look for changed, new and removed versions; 0 never
-            does.
         load: Reads an exported folder in the place of `tfamp.load_exported`.
         on_start: Called with the address when it can be asked.
 
@@ -87,20 +87,29 @@ def serve(
 
     Raises:
         FileNotFoundError: A path holds no exported model.
-        ImportError: uvicorn or orjson is not installed.
+        ImportError: A package of tfamp[serve] is not installed.
         OSError: The address is in use.
+        RuntimeError: A model cannot be loaded.
         ValueError: An argument is out of its range, or a name came twice.
     """
-    checks.require("uvicorn", extra="serve", purpose="`tfamp serve`")
     if not 0 <= port < 2**16:
         raise ValueError(
             f"`port` is {port}; expected 0 to 65535. Pass 0 for a free one."
         )
-    if reload_seconds:
-        checks.positive("reload_seconds", reload_seconds)
+    if max_connections is not None:
+        checks.positive_int("max_connections", max_connections)
     token = None if token_file is None else _token(Path(token_file))
-    limits = Limits(max_batch_size, max_queue, timeout_seconds, max_body)
-    app = _unloaded(paths, limits, threads=threads, token=token, load=load)
+    make = _checked(
+        paths,
+        threads=threads,
+        token=token,
+        max_batch_size=max_batch_size,
+        max_queue=max_queue,
+        max_body=max_body,
+        max_json=max_json,
+        timeout_seconds=timeout_seconds,
+        load=load,
+    )
     from tfamp.serving.server.process import Process
 
     logging.basicConfig(format="tfamp serve: %(message)s")
@@ -111,24 +120,37 @@ def serve(
             "Everybody who reaches %s may ask. Ask for a token with --token_file.",
             address,
         )
-    server = Process(
-        app,
-        on_start=lambda: on_start and on_start(address),
-        reload_seconds=reload_seconds,
-        answer_seconds=2 * timeout_seconds,
-    )
     start = time.monotonic()
-    with listener, _stopped_by_signals():
-        app.models.load_all()
-        with _kept_from_collections():
-            server.run(sockets=[listener])
-    app.models.stop()
-    counts: dict[str, int] = {}
-    for (_, _, protocol, status), count in app.models.metrics.requests.values.items():
-        key = f"{protocol} {status}"
-        counts[key] = counts.get(key, 0) + int(count)
-    seconds = time.monotonic() - start
-    return Served(address, tuple(app.models.names), seconds, counts)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _interrupt) if is_main else None
+    names: tuple[str, ...] = ()
+    answers: dict[str, int] = {}
+    try:
+        with listener:
+            app = make()
+            names = tuple(app.models)
+            # Looking through what stands for garbage would take milliseconds.
+            gc.collect()
+            gc.freeze()
+            server = Process(
+                app,
+                on_start=lambda: on_start and on_start(address),
+                max_connections=max_connections,
+                timeout_seconds=timeout_seconds,
+            )
+            try:
+                server.run(sockets=[listener])
+            finally:
+                gc.unfreeze()
+                answers = app.metrics.counts()
+                for model in app.models.values():
+                    model.batcher.stop()
+    except KeyboardInterrupt:  # uvicorn has ended, and raises its signal again.
+        pass
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
+    return ServerRun(address, names, time.monotonic() - start, answers)
 
 
 def application(
@@ -139,72 +161,95 @@ def application(
     max_batch_size: int | None = None,
     max_queue: int = 256,
     max_body: int = 64 * 2**20,
+    max_json: int = 4 * 2**20,
     timeout_seconds: float = 10.0,
     load: Callable[..., LoadedModel] | None = None,
 ) -> "App":
     """Returns exported models as an ASGI application, for a process that is not ours.
 
-    Ray Serve, gunicorn and others run it; `serve` has its own process, which closes
-    connections that hang and takes up changed models, too.
+    Ray Serve, gunicorn and others run it; `serve` has its own process, which bounds
+    connections, too.
 
     Args:
-        paths: As `serve` takes them; loaded here, and not again when they change.
+        paths: As `serve` takes them; loaded here.
         threads: As for `serve`, like those below.
         token: What requests have to bear; None asks for nothing.
         max_batch_size: Examples in one run of a model.
         max_queue: Requests of a model that may wait.
         max_body: Bytes of the largest request.
+        max_json: Bytes of the largest JSON.
         timeout_seconds: How long an answer may take.
         load: Reads an exported folder.
 
     Raises:
         FileNotFoundError: A path holds no exported model.
-        ImportError: orjson is not installed.
+        ImportError: A package of tfamp[serve] is not installed.
         RuntimeError: A model cannot be loaded.
         ValueError: An argument is out of its range, or a name came twice.
     """
-    limits = Limits(max_batch_size, max_queue, timeout_seconds, max_body)
-    app = _unloaded(paths, limits, threads=threads, token=token, load=load)
-    app.models.load_all()
-    return app
+    return _checked(
+        paths,
+        threads=threads,
+        token=token,
+        max_batch_size=max_batch_size,
+        max_queue=max_queue,
+        max_body=max_body,
+        max_json=max_json,
+        timeout_seconds=timeout_seconds,
+        load=load,
+    )()
 
 
-def _unloaded(
+def _checked(
     paths: Sequence[str],
-    limits: Limits,
     *,
     threads: int | None,
     token: str | None,
     load: Callable[..., LoadedModel] | None,
-) -> "App":
-    """Returns the application, its arguments checked, its models still to be loaded."""
-    checks.require("orjson", extra="serve", purpose="`tfamp serve`")
+    timeout_seconds: float,
+    **counts: int | None,
+) -> "Callable[[], App]":
+    """Returns what loads the models into an application, its arguments checked."""
+    for package in ("starlette", "uvicorn", "orjson", "prometheus_client"):
+        checks.require(package, extra="serve", purpose="`tfamp serve`")
     from tfamp.serving.runtimes import load_exported
     from tfamp.serving.server.app import App
+    from tfamp.serving.server.metrics import Metrics
+    from tfamp.serving.server.models import Limits, Served, named_places
 
-    if limits.max_batch_size is not None:
-        checks.positive_int("max_batch_size", limits.max_batch_size)
-    checks.positive_int("max_queue", limits.max_queue)
-    checks.positive_int("max_body", limits.max_body)
-    checks.positive("timeout_seconds", limits.timeout_seconds)
-    if load is None:
-        load = functools.partial(load_exported, threads=threads)
-    return App(Models(named_places(paths), load, limits), token=token)
+    checks.positive("timeout_seconds", timeout_seconds)
+    for name, count in counts.items():
+        if count is not None:
+            checks.positive_int(name, count)
+    limits = Limits(timeout_seconds=timeout_seconds, **counts)  # type: ignore[arg-type]
+    places, metrics = named_places(paths), Metrics()
+    read = load or functools.partial(load_exported, threads=threads)
+
+    def made() -> App:
+        models = {
+            name: Served(name, place, read, limits, metrics)
+            for name, place in places.items()
+        }
+        return App(models, limits, metrics, token=token)
+
+    return made
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _token(path: Path) -> str:
     """Returns the token in a file."""
+    why = "holds no token"
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"`token_file` {str(path)!r} cannot be read ({error}); expected a line of "
-            "letters and digits. Write one with `openssl rand -hex 32`."
-        ) from error
+        token, why = "", f"cannot be read ({error})"
     if not token or not token.isascii() or not token.isprintable():
         raise ValueError(
-            f"`token_file` {str(path)!r} holds no token; expected a line of letters "
-            "and digits. Write one with `openssl rand -hex 32`."
+            f"`token_file` {str(path)!r} {why}; expected a line of letters and "
+            "digits. Write one with `openssl rand -hex 32`."
         )
     return token
 
@@ -236,52 +281,3 @@ def _bound(host: str, port: int) -> socket.socket:
 def _address(bound: socket.socket) -> str:
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-@contextlib.contextmanager
-def _kept_from_collections() -> Iterator[None]:
-    """Has Python look for garbage in what comes from now on alone.
-
-    What stands stays: looking through it takes milliseconds. Where somebody has frozen
-    objects already, theirs could not be told from these afterwards.
-    """
-    is_mine = gc.get_freeze_count() == 0
-    if is_mine:
-        gc.collect()
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if is_mine:
-            gc.unfreeze()
-
-
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Lets signals that the server has taken for its end not end the process, too.
-
-    uvicorn ends at SIGTERM and SIGINT and then raises them again, for whoever had a
-    handler before.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {
-        number: signal.signal(number, _ended_while_loading)
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield
-    except _Ended:
-        pass
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class _Ended(BaseException):
-    """A signal came while nothing listened."""
-
-
-def _ended_while_loading(number: int, frame: object) -> None:
-    raise _Ended

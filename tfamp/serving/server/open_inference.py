@@ -4,18 +4,20 @@ Source: KServe's Open Inference Protocol, and its binary tensor data extension (
 November 2026).
 """
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
 
 from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
-from tfamp.serving.server import bodies, tensors
+from tfamp.serving.server import tensors
 from tfamp.serving.server.tensors import Refusal, quoted, unknown
 
 # Header with the length of the JSON, where raw bytes follow it.
-HEADER = b"inference-header-content-length"
+HEADER = "inference-header-content-length"
 _KINDS = {str: "text", bool: "true or false", dict: "an object"}
 
 
@@ -33,23 +35,34 @@ class Asked(NamedTuple):
     identity: str | None
 
 
-def read(body: bytes, header_length: bytes | None, signature: Signature) -> Asked:
-    """Returns what an `infer` request asks for; the header gives its JSON's length.
+def length_of(text: str, most: int) -> int:
+    """Returns the length of the JSON that a header gives.
+
+    Raises:
+        Refusal: It is no number of bytes, or more than there are.
+    """
+    is_number = text.isascii() and text.isdigit() and len(text) < 20
+    if not is_number or not 0 < int(text) <= most:
+        raise Refusal(
+            400,
+            f"Inference-Header-Content-Length is {quoted(text)}; expected the bytes "
+            f"of the JSON, from 1 to {most}. Correct it.",
+        )
+    return int(text)
+
+
+def read(body: bytes, length: int, signature: Signature) -> Asked:
+    """Returns what an `infer` request asks for.
+
+    Args:
+        body: JSON, and raw bytes behind it.
+        length: Of the JSON.
+        signature: Of the model.
 
     Raises:
         Refusal: It is not what the protocol or the model takes.
     """
-    length = len(body)
-    if header_length is not None:
-        if not header_length.isdigit() or not 0 < int(header_length) <= len(body):
-            raise Refusal(
-                400,
-                "Inference-Header-Content-Length is "
-                f"{quoted(header_length.decode('latin-1'))}; expected the bytes of the "
-                f"JSON, from 1 to {len(body)}. Correct it.",
-            )
-        length = int(header_length)
-    content = bodies.read_json(body[:length])
+    content = _object(body[:length])
     binary = memoryview(body)[length:]
     inputs: dict[str, np.ndarray] = {}
     specs = {spec.name: spec for spec in signature.inputs}
@@ -66,17 +79,29 @@ def read(body: bytes, header_length: bytes | None, signature: Signature) -> Aske
             f"{len(binary)} bytes follow the last tensor; expected none. Give each "
             "input its `binary_data_size`.",
         )
-    identity = _field(content, "id", str)
-    inputs = tensors.check_inputs(inputs, signature.inputs)
-    return Asked(inputs, _wanted(content, signature), identity)
+    if missing := [name for name in specs if name not in inputs]:
+        raise Refusal(
+            400, f"Inputs are {list(inputs)}; expected {list(specs)}. Add {missing}."
+        )
+    lengths = {name: array.shape[0] for name, array in inputs.items() if array.ndim}
+    if len({*lengths.values()}) > 1:
+        raise Refusal(
+            400,
+            f"Inputs have {lengths} examples; expected one number. Send as many of "
+            "each.",
+        )
+    return Asked(
+        {name: inputs[name] for name in specs},
+        _wanted(content, signature),
+        _field(content, "id", str),
+    )
 
 
 def write(
     asked: Asked, outputs: Mapping[str, np.ndarray], name: str, version: str
 ) -> tuple[bytes, int | None]:
     """Returns the body of an answer, and the length of its JSON if bytes follow."""
-    entries, raw = [], []
-    arrays: list[np.ndarray] = []
+    entries, raw, is_finite = [], [], True
     for output, binary in asked.outputs.items():
         array = outputs[output]
         dtype = "object" if array.dtype.kind in "OSU" else array.dtype.name
@@ -89,35 +114,79 @@ def write(
             raw.append(tensors.to_bytes(array))
             entry["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
-            data = tensors.plain(array)
-            entry["data"] = data
-            if isinstance(data, np.ndarray):
-                entry["data"] = data.ravel()
-                arrays.append(data)
+            entry["data"] = data = tensors.to_json(array)
+            if isinstance(data, np.ndarray) and data.dtype.kind == "f":
+                is_finite &= bool(np.isfinite(data).all())
         entries.append(entry)
     content: dict[str, Any] = {"model_name": name, "model_version": version}
     if asked.identity is not None:
         content["id"] = asked.identity
-    text = bodies.write_json({**content, "outputs": entries}, arrays)
-    if not raw:
-        return text, None
-    return b"".join((text, *raw)), len(text)
+    content["outputs"] = entries
+    if is_finite:
+        text = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+    else:  # NaN and Infinity, for which orjson writes null
+        text = json.dumps(content, default=_listed).encode()
+    return b"".join((text, *raw)), len(text) if raw else None
 
 
-def metadata(name: str, versions: list[str], model: LoadedModel) -> dict[str, Any]:
+def metadata(name: str, version: str, model: LoadedModel) -> dict[str, Any]:
     """Returns what the protocol tells of a model."""
+
+    def described(specs: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": spec.name,
+                "datatype": tensors.DATATYPES[spec.dtype],
+                "shape": _pattern(spec),
+            }
+            for spec in specs
+        ]
+
     return {
         "name": name,
-        "versions": versions,
+        "versions": [version],
         "platform": model.runtime,
-        "inputs": list(map(_described, model.signature.inputs)),
-        "outputs": list(map(_described, model.signature.outputs)),
+        "inputs": described(model.signature.inputs),
+        "outputs": described(model.signature.outputs),
     }
 
 
-def _described(spec: TensorSpec) -> dict[str, Any]:
-    shape, datatype = tensors.pattern(spec.shape), tensors.DATATYPES[spec.dtype]
-    return {"name": spec.name, "datatype": datatype, "shape": shape}
+def _pattern(spec: TensorSpec) -> list[int]:
+    """Returns a shape as the protocol tells it, with -1 for a length that is free."""
+    return [-1 if length is None else length for length in spec.shape]
+
+
+def _listed(array: np.ndarray) -> Any:
+    # The shortest text that gives the same float32, as orjson writes it.
+    if array.dtype.kind == "f":
+        array = array.astype(str).astype(np.float64)
+    return array.tolist()
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    """Returns the object that JSON holds; NaN and Infinity are taken, too."""
+    try:
+        found = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        found = error
+        if b"NaN" in text or b"Infinity" in text:
+            try:
+                found = json.loads(text)
+                # What no answer could repeat, such as a half of a character.
+                orjson.dumps(found.get("id") if isinstance(found, dict) else None)
+            except (ValueError, TypeError, RecursionError) as other:
+                found = other
+        if isinstance(found, Exception):
+            raise Refusal(
+                400, f"The body is not JSON ({found}); expected an object. Correct it."
+            ) from error
+    if not isinstance(found, dict):
+        raise Refusal(
+            400,
+            f"The body is a JSON {type(found).__name__}; expected an object. Put what "
+            "you send between braces, under the names of the protocol.",
+        )
+    return found
 
 
 def _tensor(
@@ -132,23 +201,23 @@ def _tensor(
             f"expected {expected!r}. Cast it and name that.",
         )
     shape = entry.get("shape")
-    if not isinstance(shape, list) or not all(map(_is_length, shape)):
+    if not isinstance(shape, list) or not _fits(shape, spec):
         raise Refusal(
             400,
-            f"Input {spec.name!r} has the shape {quoted(shape)}; expected a list of "
-            "lengths. Name the number of examples first.",
+            f"Input {spec.name!r} is of shape {quoted(shape)}; expected "
+            f"{_pattern(spec)}, where -1 is any length above 0 and the first is the "
+            "number of examples. Reshape it.",
         )
     parameters = _field(entry, "parameters", dict, f"input {spec.name!r}") or {}
-    for name in parameters:
-        if name.startswith("shared_memory"):
-            raise Refusal(
-                400,
-                f"Input {spec.name!r} lies in shared memory, which this server does "
-                "not read. Send the tensor as bytes, with `binary_data_size`.",
-            )
+    if any(name.startswith("shared_memory") for name in parameters):
+        raise Refusal(
+            400,
+            f"Input {spec.name!r} lies in shared memory, which this server does not "
+            "read. Send the tensor as bytes, with `binary_data_size`.",
+        )
     size = parameters.get("binary_data_size")
     if size is None:
-        return _listed(entry, shape, spec), binary
+        return _listed_tensor(entry, shape, spec), binary
     if "data" in entry or not _is_length(size) or size > len(binary):
         raise Refusal(
             400,
@@ -161,7 +230,9 @@ def _tensor(
     return tensors.from_bytes(binary[:size], shape, spec), binary[size:]
 
 
-def _listed(entry: Mapping[str, Any], shape: list[int], spec: TensorSpec) -> np.ndarray:
+def _listed_tensor(
+    entry: Mapping[str, Any], shape: list[int], spec: TensorSpec
+) -> np.ndarray:
     """Returns an input that came as JSON, flat or nested."""
     if not isinstance(entry.get("data"), list):
         raise Refusal(
@@ -219,16 +290,24 @@ def _field(
     entry: Mapping[str, Any],
     key: str,
     kind: type,
-    what: str = "",
+    what: str = "the request",
     *,
     is_needed: bool = False,
 ) -> Any:
-    """Returns a field of a request or of `what`; None where it is not there."""
+    """Returns a field of `what`; None where it is not there."""
     value = entry.get(key)
     if not (isinstance(value, kind) or (value is None and not is_needed)):
-        of = f" of {what}" if what else ""
-        raise Refusal(400, f"`{key}`{of} is {quoted(value)}; expected {_KINDS[kind]}.")
+        raise Refusal(
+            400, f"`{key}` of {what} is {quoted(value)}; expected {_KINDS[kind]}."
+        )
     return value
+
+
+def _fits(shape: list[Any], spec: TensorSpec) -> bool:
+    return len(shape) == len(spec.shape) and all(
+        _is_length(length) and length > 0 and wanted in (None, length)
+        for length, wanted in zip(shape, spec.shape, strict=True)
+    )
 
 
 def _is_length(value: Any) -> bool:

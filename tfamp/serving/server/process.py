@@ -1,36 +1,43 @@
-"""The process under uvicorn: connections that hang, changes on disk, a graceful end."""
+"""The process under uvicorn: how many connections there are, and which has to go."""
 
 import asyncio
-import logging
+import functools
+import resource
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import orjson
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tfamp.serving.server.app import App
+from tfamp.serving.server.tensors import RETRY_SECONDS
 
 # How long a connection may be open without a whole request, and how long a client may
 # take to read an answer.
 _IDLE_SECONDS = 75.0
 _READING_SECONDS = 30.0
+_MAX_CONNECTIONS = 1000
+# New ones that are taken at a time, and files that models and others hold open.
+_BACKLOG = 128
+_OTHER_FILES = 32
 # uvicorn's ticks, ten in a second.
 _TICKS = 10
 
 
 class Process(uvicorn.Server):
-    """uvicorn with what it leaves to others.
+    """uvicorn with what it leaves to others: connections that hang are closed.
 
-    It has no limit on the time that a client takes to send the head of a request or to
-    read an answer: connections would pile up.
+    A client may open connections and send nothing, or a part of a head, and it need not
+    read its answer. uvicorn waits for ever.
 
     Args:
         app: What answers.
         on_start: Called when the server can be asked.
-        reload_seconds: How often to look for changed models, in a thread; 0 never does.
-        answer_seconds: How long reading a body and answering may take.
+        max_connections: How many there may be at a time.
+        timeout_seconds: How long a body on its way, and an answer, may take each.
     """
 
     def __init__(
@@ -38,13 +45,13 @@ class Process(uvicorn.Server):
         app: App,
         *,
         on_start: Callable[[], Any],
-        reload_seconds: float,
-        answer_seconds: float,
+        max_connections: int | None,
+        timeout_seconds: float,
     ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=self._connection,
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -54,59 +61,88 @@ class Process(uvicorn.Server):
                 server_header=False,
                 date_header=False,
                 proxy_headers=False,
+                backlog=_BACKLOG,
                 timeout_keep_alive=int(_IDLE_SECONDS),
-                timeout_graceful_shutdown=int(answer_seconds) + 1,
+                timeout_graceful_shutdown=int(2 * timeout_seconds) + 1,
             )
         )
-        self._app = app
+        if max_connections is None:
+            files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            files -= _BACKLOG + _OTHER_FILES
+            max_connections = max(1, min(_MAX_CONNECTIONS, files))
+        self._max_connections = max_connections
         self._on_start = on_start
-        self._reload_seconds = reload_seconds
-        self._answer_seconds = answer_seconds
-        self._ended = threading.Event()
+        self._answer_seconds = 2 * timeout_seconds
         # Connection -> its last request, whether that was answered, and since when.
         self._since: dict[Any, tuple[Any, bool, float]] = {}
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts to listen, and to look for changes."""
+        """Starts to listen."""
         await super().startup(sockets=sockets)
-        if self._reload_seconds:
-            loop = asyncio.get_running_loop()
-            threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
         self._on_start()
 
     async def on_tick(self, counter: int) -> bool:
         """Closes connections that hang, once a second."""
         if counter % _TICKS == 0:
-            self._sweep(time.monotonic())
+            now = time.monotonic()
+            self._look(now)
+            for connection, (_, is_idle, start) in self._since.items():
+                most = _IDLE_SECONDS
+                if not is_idle:
+                    most = self._answer_seconds + _READING_SECONDS
+                if now - start > most:
+                    connection.transport.abort()
         return await super().on_tick(counter)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answers what was asked and takes nothing new."""
-        self._app.is_stopping = True
-        self._ended.set()
-        await super().shutdown(sockets=sockets)
-
-    def _sweep(self, now: float) -> None:
-        since: dict[Any, tuple[Any, bool, float]] = {}
-        for connection in list(self.server_state.connections):
-            cycle = getattr(connection, "cycle", None)
+    def _look(self, now: float) -> None:
+        """Notes of each connection whether it is idle, and since when."""
+        before, self._since = self._since, {}
+        for connection in self.server_state.connections:
+            cycle = connection.cycle
             is_idle = cycle is None or cycle.response_complete
-            start = now
-            if before := self._since.get(connection):
-                if before[0] is cycle and before[1] is is_idle:
-                    start = before[2]
-            since[connection] = (cycle, is_idle, start)
-            limit = _IDLE_SECONDS
-            if not is_idle:
-                limit = self._answer_seconds + _READING_SECONDS
-            transport = getattr(connection, "transport", None)
-            if now - start > limit and transport is not None:
-                transport.abort()
-        self._since = since
+            last = before.get(connection)
+            is_same = last is not None and last[:2] == (cycle, is_idle)
+            start = last[2] if last is not None and is_same else now
+            self._since[connection] = (cycle, is_idle, start)
 
-    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        while not self._ended.wait(self._reload_seconds):
-            try:
-                self._app.models.look(loop)
-            except Exception:
-                logging.getLogger("tfamp.serve").exception("Looking for models failed.")
+    def _connection(self, **options: Any) -> asyncio.Protocol:
+        """Returns what a new connection is answered by, in the place of an idle one."""
+        connections = self.server_state.connections
+        if len(connections) >= self._max_connections:
+            self._look(time.monotonic())
+            idle = [
+                (start, number, connection)
+                for number, (connection, (_, is_idle, start)) in enumerate(
+                    self._since.items()
+                )
+                if is_idle
+            ]
+            if not idle:
+                return _Full(self._max_connections)
+            _, _, oldest = min(idle)
+            oldest.transport.abort()
+            # It would count until the event loop comes round to it.
+            connections.discard(oldest)
+        return H11Protocol(**options)
+
+
+class _Full(asyncio.Protocol):
+    """A connection too many, which is told so and closed."""
+
+    def __init__(self, most: int) -> None:
+        message = (
+            f"There are {most} connections already, which is the most that may be, "
+            "and none is idle. Try again, or ask another server."
+        )
+        body = orjson.dumps({"error": message})
+        self._answer = (
+            b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
+            b"retry-after: %d\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+        ) % (RETRY_SECONDS, len(body), body)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Tells it."""
+        transport.write(self._answer)  # type: ignore[attr-defined]
+        # Closed at once, a request on its way would take the answer with it.
+        close = functools.partial(transport.close)
+        asyncio.get_running_loop().call_later(RETRY_SECONDS, close)
