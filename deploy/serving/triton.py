@@ -17,9 +17,8 @@ import tempfile
 from pathlib import Path
 
 import tfamp
-from tfamp.serving.runtimes.signature import TensorSpec
+from tfamp.serving.runtimes.signature import DATATYPES, TensorSpec
 from tfamp.serving.server.batching import DEFAULT_BATCH_SIZE, warm_up
-from tfamp.serving.server.tensors import DATATYPES
 
 # Runtime -> Triton's backend.
 BACKENDS = {"onnx": "onnxruntime", "openvino": "openvino"}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfamp.serving.server.tensors import DATATYPES
+from tfamp.serving.runtimes.signature import DATATYPES
 
 # Of the Open Inference Protocol, as NumPy names them: only numbers are drawn.
 _DTYPES = {

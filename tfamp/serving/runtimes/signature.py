@@ -7,6 +7,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+# What the Open Inference Protocol calls each dtype.
+DATATYPES = {
+    "bool": "BOOL",
+    **{f"uint{bits}": f"UINT{bits}" for bits in (8, 16, 32, 64)},
+    **{f"int{bits}": f"INT{bits}" for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
+    "bfloat16": "BF16",
+    "object": "BYTES",
+    "string": "BYTES",
+}
+
 
 class TensorSpec(NamedTuple):
     """An input or output: its name, its shape and NumPy's name of its dtype.

@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
+from tfamp.serving.runtimes.signature import (
+    DATATYPES,
+    LoadedModel,
+    Signature,
+    TensorSpec,
+)
 from tfamp.serving.server import tensors
 from tfamp.serving.server.tensors import Refusal, quoted, unknown
 
@@ -107,7 +112,7 @@ def write(
         dtype = "object" if array.dtype.kind in "OSU" else array.dtype.name
         entry: dict[str, Any] = {
             "name": output,
-            "datatype": tensors.DATATYPES[dtype],
+            "datatype": DATATYPES[dtype],
             "shape": list(array.shape),
         }
         if binary:
@@ -136,7 +141,7 @@ def metadata(name: str, version: str, model: LoadedModel) -> dict[str, Any]:
         return [
             {
                 "name": spec.name,
-                "datatype": tensors.DATATYPES[spec.dtype],
+                "datatype": DATATYPES[spec.dtype],
                 "shape": _pattern(spec),
             }
             for spec in specs
@@ -193,7 +198,7 @@ def _tensor(
     entry: Mapping[str, Any], spec: TensorSpec, binary: memoryview
 ) -> tuple[np.ndarray, memoryview]:
     """Returns an input, and the raw bytes that are left for those behind it."""
-    expected = tensors.DATATYPES[spec.dtype]
+    expected = DATATYPES[spec.dtype]
     if entry.get("datatype") != expected:
         raise Refusal(
             400,

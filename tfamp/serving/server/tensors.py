@@ -17,16 +17,6 @@ from starlette.exceptions import HTTPException
 from tfamp.records import checks
 from tfamp.serving.runtimes.signature import TensorSpec, dtype_named
 
-# Of the Open Inference Protocol, by NumPy's names.
-DATATYPES = {
-    "bool": "BOOL",
-    **{f"uint{bits}": f"UINT{bits}" for bits in (8, 16, 32, 64)},
-    **{f"int{bits}": f"INT{bits}" for bits in (8, 16, 32, 64)},
-    **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
-    "bfloat16": "BF16",
-    "object": "BYTES",
-    "string": "BYTES",
-}
 # What a number of JSON has to be to become one of a dtype, by the dtype's kind.
 _KINDS = {"f": "iuf", "i": "iu", "u": "iu", "b": "b"}
 _WORDS = {"f": "numbers", "i": "integers", "u": "integers", "b": "booleans"}
