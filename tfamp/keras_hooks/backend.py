@@ -2,19 +2,26 @@
 
 Relies on: `backend.ops`, from Keras 3.16 on, holding what `backend` held before;
 `backend.common` holding what all backends share; the TensorFlow backend's trainer
-being a class on top of the one that all backends share.
+being a class on top of the one that all backends share; `set_random_seed` keeping the
+seed and its generator under two names, and TensorFlow's context what it draws seeds of
+operations from, and its global generator in a module.
 """
 
 import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from keras.src import backend
 from keras.src.backend import common
 from keras.src.backend.common import global_state, masking, symbolic_scope
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.trainers import trainer as shared_trainer
+from tensorflow.python.eager import context
+from tensorflow.python.ops import stateful_random_ops
+
+_SEED, _GENERATOR = "global_random_seed", "global_seed_generator"
 
 # Hooks on operations replace attributes of its modules.
 operations = getattr(backend, "ops", backend)
@@ -55,3 +62,35 @@ def global_attributes(**values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             global_state.set_global_attribute(name, value)
+
+
+@contextlib.contextmanager
+def global_seeds() -> Iterator[None]:
+    """Puts the global seeds of Keras and TensorFlow back to what they were before."""
+    of_tensorflow: Any = context.context()
+    seed, drawn_from = of_tensorflow._seed, of_tensorflow._rng
+    place = None if drawn_from is None else drawn_from.getstate()
+    generator = global_state.get_global_attribute(_GENERATOR)
+    state = None if generator is None else np.array(generator.state)
+    own_seed = global_state.get_global_attribute(_SEED)
+    try:
+        with global_attributes(**{_SEED: own_seed, _GENERATOR: generator}):
+            yield
+    finally:
+        if state is not None:
+            generator.state.assign(state)
+        if of_tensorflow._rng is not drawn_from:
+            # Kernels that drew by the other seed would go on from there.
+            of_tensorflow.clear_kernel_cache()
+        of_tensorflow._seed, of_tensorflow._rng = seed, drawn_from
+        if drawn_from is not None:
+            drawn_from.setstate(place)
+
+
+def global_generator() -> Any:
+    """Returns the generator of `tf.random.get_global_generator`, None before its use.
+
+    To ask TensorFlow for it would make one, and raises where operations have to be
+    deterministic.
+    """
+    return stateful_random_ops.global_generator

@@ -28,7 +28,7 @@ from tfamp.records.formats import HALF
 from tfamp.stepping.arguments import build
 from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.step_traces import Marks, TracedSpecs, plain_name, trace_specs
-from tfamp.stepping.unchanged import copied
+from tfamp.stepping.unchanged import copied, seeds_put_back
 
 # Batch sizes of a curve, as parts of the one that was asked for.
 _PARTS = (1 / 8, 1 / 2, 1, 2, 8, 32)
@@ -104,6 +104,7 @@ def estimate_memory(
     found: list[MemoryEstimate] = []
     for name in policies:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(seeds_put_back())
             stack.enter_context(model.distribute_strategy.scope())
             given = model
             if name is not None:  # a copy that computes under it

@@ -31,7 +31,7 @@ from tfamp.stepping.eager_step import (
     tapped,
 )
 from tfamp.stepping.layer_calls import computes_itself, in_float32
-from tfamp.stepping.unchanged import unchanged
+from tfamp.stepping.unchanged import seeds_put_back, unchanged
 
 # Numbers are counted by exponent and the first bits of the mantissa, which is as fine
 # as the largest numbers of both float8 formats need.
@@ -84,22 +84,23 @@ def ranges(
     """
     checks.positive_int("num_batches", num_batches)
     check_model(model)
-    dataset = dataset_of(data, batch_size)
-    build(model, first_batch(dataset))
-    counted = _Counted(model)
-    seen = 0
-    with (
-        in_float32(model),
-        unchanged(model),
-        tapped(model, counted, only=computes_itself),
-        progress("Counting magnitudes", num_batches, unit="batches") as done,
-    ):
-        for batch in dataset.take(num_batches):
-            step = run_step(model, batch)
-            counted.add_weight_gradients(step.gradients)
-            seen += 1
-            done(seen)
-        counted.add_weights()
+    with seeds_put_back():
+        dataset = dataset_of(data, batch_size)
+        build(model, first_batch(dataset))
+        counted = _Counted(model)
+        seen = 0
+        with (
+            in_float32(model),
+            unchanged(model),
+            tapped(model, counted, only=computes_itself),
+            progress("Counting magnitudes", num_batches, unit="batches") as done,
+        ):
+            for batch in dataset.take(num_batches):
+                step = run_step(model, batch)
+                counted.add_weight_gradients(step.gradients)
+                seen += 1
+                done(seen)
+            counted.add_weights()
     layers = tuple(counted.records())
     every = counted.all_gradients()
     best, scales = best_loss_scale(every)

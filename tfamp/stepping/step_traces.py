@@ -12,7 +12,6 @@ import dataclasses
 import gc
 import itertools
 import math
-import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -32,7 +31,7 @@ from tfamp.records import checks
 from tfamp.records.formats import HALF
 from tfamp.stepping.arguments import build, check_model, first_batch
 from tfamp.stepping.snapshots import bare_name
-from tfamp.stepping.unchanged import unchanged
+from tfamp.stepping.unchanged import seeds_put_back, unchanged
 
 # TensorFlow's own mixed precision, by the names of its options.
 _REWRITES = (
@@ -193,8 +192,9 @@ def trace_step(
     """
     if training or not isinstance(model, keras.Model):
         check_model(model)
-    batch = first_batch(dataset)
-    _build(model, batch)
+    with seeds_put_back():
+        batch = first_batch(dataset)
+        _build(model, batch)
     strategy = model.distribute_strategy
     step = model.train_step if training else model.predict_step
     num_replicas = strategy.num_replicas_in_sync
@@ -231,10 +231,8 @@ def trace_specs(model: keras.Model, specs: Any, *, training: bool) -> TracedSpec
     On several replicas each gets a batch of these shapes.
     """
     marks = Marks(model)
-    before = random.getstate()
-    with marks.placed():
+    with seeds_put_back(), marks.placed():
         concrete = _traced(model, specs, marks, training=training)
-    random.setstate(before)
     return TracedSpecs(concrete, marks)
 
 

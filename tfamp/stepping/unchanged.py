@@ -67,6 +67,26 @@ def same_draws() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def seeds_put_back() -> Iterator[None]:
+    """Puts the random generators of the program back, also after an error.
+
+    Python's and NumPy's, the seeds of Keras and TensorFlow, and TensorFlow's global
+    generator: the program draws next what it had drawn without the block.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    generator = backend.global_generator()
+    state = None if generator is None else _state_of(generator)
+    try:
+        with backend.global_seeds():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if generator is not None and state is not None:
+            generator.state.assign(state)
+
+
 def copied(model: keras.Model, *, instead: str) -> keras.Model:
     """Returns the model as it is after saving and loading, not compiled.
 
@@ -75,27 +95,28 @@ def copied(model: keras.Model, *, instead: str) -> keras.Model:
     Raises:
         ValueError: Neither can be done.
     """
-    classes = {
-        type(layer).__name__: type(layer)
-        for _, layer, _ in structure.walk(model)
-        if not type(layer).__module__.startswith("keras.")
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.keras")
-        try:
-            model.save(path)
-            return load_model(
-                path, custom_objects=classes, compile=False, safe_mode=False
-            )
-        except (TypeError, ValueError, NotImplementedError) as error:
+    with seeds_put_back():
+        classes = {
+            type(layer).__name__: type(layer)
+            for _, layer, _ in structure.walk(model)
+            if not type(layer).__module__.startswith("keras.")
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "model.keras")
             try:
-                return saved_state.copied_in_memory(model)
-            except Exception as second:  # of whatever objects the model holds
-                raise ValueError(
-                    f"Cannot copy model {model.name!r}: {first_line(error)} In memory: "
-                    f"{first_line(second)} Give its classes a `get_config` that "
-                    f"returns their arguments, or {instead}."
-                ) from error
+                model.save(path)
+                return load_model(
+                    path, custom_objects=classes, compile=False, safe_mode=False
+                )
+            except (TypeError, ValueError, NotImplementedError) as error:
+                try:
+                    return saved_state.copied_in_memory(model)
+                except Exception as second:  # of whatever objects the model holds
+                    raise ValueError(
+                        f"Cannot copy model {model.name!r}: {first_line(error)} In "
+                        f"memory: {first_line(second)} Give its classes a `get_config` "
+                        f"that returns their arguments, or {instead}."
+                    ) from error
 
 
 @contextlib.contextmanager
@@ -103,10 +124,10 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     """Restores every variable of a built model, bit by bit, also after an error.
 
     Weights, moving statistics, states of seed generators, metrics, and all of every
-    optimizer that the model holds; Python's and NumPy's random generators too. While
-    it runs learning rates are 0 where they are variables, so that many steps on few
-    batches don't take the weights to where numbers are slow or NaN. It holds a copy
-    of the variables in the memory of the host.
+    optimizer that the model holds; the program's random generators too. While it runs
+    learning rates are 0 where they are variables, so that many steps on few batches
+    don't take the weights to where numbers are slow or NaN. It holds a copy of the
+    variables in the memory of the host.
 
     Not restored: what a model keeps outside of Keras variables, variables that only
     its train step makes, and the state of a dataset's own seeded shuffle, which goes
@@ -121,19 +142,17 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     ]
     # Copies: NumPy may look at the very memory that the step writes.
     held = [part.numpy().copy() for part in parts]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        for optimizer in optimizers_of(model):
-            if isinstance(optimizer.learning_rate, keras.Variable):
-                optimizer.learning_rate.assign(0.0)
-        yield
+        with seeds_put_back():
+            for optimizer in optimizers_of(model):
+                if isinstance(optimizer.learning_rate, keras.Variable):
+                    optimizer.learning_rate.assign(0.0)
+            yield
     finally:
         # Metrics that were made meanwhile go to their start, others back to `held`.
         model.reset_metrics()
         for part, bits in zip(parts, held, strict=True):
             part.assign(bits)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 def take_random() -> dict[str, np.ndarray]:
@@ -154,7 +173,8 @@ def take_random() -> dict[str, np.ndarray]:
         "numpy/position": np.array([position, has_gauss], np.int64),
         "numpy/gauss": np.array(cached, np.float64),
     }
-    state = _generator_state()
+    generator = backend.global_generator()
+    state = None if generator is None else _state_of(generator)
     if state is not None:
         states["tensorflow/state"] = state
     return states
@@ -186,10 +206,9 @@ def put_random(states: Mapping[str, np.ndarray]) -> None:
             generator.state.assign(states["tensorflow/state"])
 
 
-def _generator_state() -> np.ndarray | None:
-    """Returns the state of TensorFlow's global generator, one replica's alone."""
-    generator: Any = tf.random.get_global_generator()
+def _state_of(generator: Any) -> np.ndarray | None:
+    """Returns the state of a generator, None where replicas have one each."""
     try:
         return np.array(generator.state.numpy())
     except (AttributeError, NotImplementedError, ValueError):
-        return None  # made under a strategy, with a state for each replica
+        return None

@@ -17,7 +17,7 @@ from tfamp.records import checks, console
 from tfamp.records.console import progress
 from tfamp.records.record import Record
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
-from tfamp.stepping.unchanged import unchanged
+from tfamp.stepping.unchanged import seeds_put_back, unchanged
 
 # Of the average over steps, as is usual for this test.
 _MEMORY = 0.9
@@ -161,11 +161,12 @@ def lr_find(
         )
     check_model(model)
     cpus.avoid_broken_amx()
-    dataset = dataset_of(data, batch_size)
-    build(model, first_batch(dataset))
-    rates = np.geomspace(low, high, num_steps).tolist()
-    with unchanged(model):
-        losses, why_it_ended = _losses(model, dataset.repeat(), rates)
+    with seeds_put_back():
+        dataset = dataset_of(data, batch_size)
+        build(model, first_batch(dataset))
+        rates = np.geomspace(low, high, num_steps).tolist()
+        with unchanged(model):
+            losses, why_it_ended = _losses(model, dataset.repeat(), rates)
     if not losses:
         raise ValueError(
             f"The first loss of {model.name!r} is not finite; expected a healthy "

@@ -21,7 +21,7 @@ from tfamp.records.console import progress
 from tfamp.records.formats import HALF
 from tfamp.records.versions import installed_versions
 from tfamp.stepping.arguments import build, dataset_of, first_batch
-from tfamp.stepping.unchanged import unchanged
+from tfamp.stepping.unchanged import seeds_put_back, unchanged
 from tfamp.tuning.candidates import Candidates, Objective, savings_of
 from tfamp.tuning.judges import (
     ERROR_RATE,
@@ -125,116 +125,117 @@ def tune(
             f"The plan to start from has policy {name!r}; expected one of {POLICIES}. "
             "There is nothing to tune in float32."
         )
-    cpus.avoid_broken_amx()
-    is_model = isinstance(build_model_or_model, keras.Model)
-    model = model_of(build_model_or_model)
-    dataset = dataset_of(data, batch_size)
-    build(model, first_batch(dataset))
-    if start is not None:
-        start.check(model)
-    held_out = dataset if validation is None else dataset_of(validation, batch_size)
-    examples = list(held_out.take(_MAX_BATCHES))
-    halves = examples[::2], examples[1::2]
-    if not halves[1]:
-        raise ValueError(
-            f"The examples make {len(examples)} batches of {batch_size}; expected at "
-            "least two: one to choose by, one to judge by. Pass a smaller "
-            "`batch_size`, or more examples as `validation`."
-        )
-    judge: Any
-    if is_model:
-        judge = FixedWeights(model, halves, metric, tolerance)
-    else:
-        judge = ShortTrainings(
-            build_model_or_model, dataset, halves, metric, seeds, num_steps
-        )
-    began = time.perf_counter()
-    dtype = keras.DTypePolicy(name).compute_dtype
-    found = sensitivity(model, dataset, dtype=dtype, num_batches=num_batches)
-    base = start if start is not None else _plan_under(model, name)
-    with unchanged(model), put_back(model):
-        put_under(model, make_settings("float32"))
-        saved = savings_of(
-            model, dataset, dtype, objective=objective, training=training
-        )
-    candidates = Candidates(
-        model,
-        base,
-        found,
-        saved,
-        relax_rules=relax_rules,
-        training=training,
-        judges_gradients=not is_model,
-    )
-    digest = model_digest(model)
-    identity = [digest, name, judge.score.name, judge.reference, tolerance]
-    evaluations = Checkpoint(checkpoint, identity)
-
-    def judged(float32: tuple[str, ...], half: int, rate: float) -> Evaluation:
-        plan = candidates.plan(float32)
-        return evaluated(judge, plan, float32, half, rate, tolerance)
-
-    def evaluate(float32: tuple[str, ...]) -> Evaluation:
-        known = evaluations.get(float32)
-        if known is None:
-            known = judged(float32, 0, ERROR_RATE / 2 / max_evaluations)
-            evaluations.add(known)
-        done(len(search.tried) + 1)
-        return known
-
-    with progress("Trying plans", max_evaluations, unit="plans") as done:
-        search = Search(
-            candidates.suspects,
-            evaluate,
-            max_evaluations=max_evaluations - 1,
-            min_saving=MIN_SAVING,
-        )
-        best = search.run()
-    confirmed = None
-    if best is None:
-        plan = _plan_under(model, "float32")
-        reason = (
-            "no plan in half precision kept the metric within the tolerance in "
-            f"{len(search.tried)} evaluations ({found.verdict}: {found.advice})"
-        )
-    else:
-        with contextlib.suppress(KeyboardInterrupt):  # the plan so far is an answer
-            confirmed = judged(best.float32, 1, ERROR_RATE / 2)
-        if confirmed is None or confirmed.holds:
-            plan = candidates.plan(best.float32)
+    with seeds_put_back():
+        cpus.avoid_broken_amx()
+        is_model = isinstance(build_model_or_model, keras.Model)
+        model = model_of(build_model_or_model)
+        dataset = dataset_of(data, batch_size)
+        build(model, first_batch(dataset))
+        if start is not None:
+            start.check(model)
+        held_out = dataset if validation is None else dataset_of(validation, batch_size)
+        examples = list(held_out.take(_MAX_BATCHES))
+        halves = examples[::2], examples[1::2]
+        if not halves[1]:
+            raise ValueError(
+                f"The examples make {len(examples)} batches of {batch_size}; expected "
+                "at least two: one to choose by, one to judge by. Pass a smaller "
+                "`batch_size`, or more examples as `validation`."
+            )
+        judge: Any
+        if is_model:
+            judge = FixedWeights(model, halves, metric, tolerance)
         else:
+            judge = ShortTrainings(
+                build_model_or_model, dataset, halves, metric, seeds, num_steps
+            )
+        began = time.perf_counter()
+        dtype = keras.DTypePolicy(name).compute_dtype
+        found = sensitivity(model, dataset, dtype=dtype, num_batches=num_batches)
+        base = start if start is not None else _plan_under(model, name)
+        with unchanged(model), put_back(model):
+            put_under(model, make_settings("float32"))
+            saved = savings_of(
+                model, dataset, dtype, objective=objective, training=training
+            )
+        candidates = Candidates(
+            model,
+            base,
+            found,
+            saved,
+            relax_rules=relax_rules,
+            training=training,
+            judges_gradients=not is_model,
+        )
+        digest = model_digest(model)
+        identity = [digest, name, judge.score.name, judge.reference, tolerance]
+        evaluations = Checkpoint(checkpoint, identity)
+
+        def judged(float32: tuple[str, ...], half: int, rate: float) -> Evaluation:
+            plan = candidates.plan(float32)
+            return evaluated(judge, plan, float32, half, rate, tolerance)
+
+        def evaluate(float32: tuple[str, ...]) -> Evaluation:
+            known = evaluations.get(float32)
+            if known is None:
+                known = judged(float32, 0, ERROR_RATE / 2 / max_evaluations)
+                evaluations.add(known)
+            done(len(search.tried) + 1)
+            return known
+
+        with progress("Trying plans", max_evaluations, unit="plans") as done:
+            search = Search(
+                candidates.suspects,
+                evaluate,
+                max_evaluations=max_evaluations - 1,
+                min_saving=MIN_SAVING,
+            )
+            best = search.run()
+        confirmed = None
+        if best is None:
             plan = _plan_under(model, "float32")
-        reason = _reason(best, confirmed)
-    logging.info("Plan for %r: %s.", model.name, reason)
-    tuning = {
-        "reason": reason,
-        "policy": name,
-        "tolerance": tolerance,
-        "metric": judge.score.name,
-        "float32_metric": judge.reference,
-        "judged_by": judge.kind,
-        "objective": objective,
-        "evaluations": [each.to_dict() for each in search.tried],
-        "confirmed": None if confirmed is None else confirmed.to_dict(),
-        "layers": [
-            {
-                "path": layer.path,
-                "forward_error": _finite(layer.forward_error),
-                "backward_error": _finite(layer.backward_error),
-                "saving": saved.get(layer.path, 0.0),
-                "is_guilty": layer.is_guilty,
-            }
-            for layer in found.layers
-        ],
-        "seconds": time.perf_counter() - began,
-    }
-    evidence = {
-        "devices": [device.name for device in devices.devices()],
-        "versions": {**installed_versions(), "tfamp": tfamp.__version__},
-        "model": digest,
-        "tuning": tuning,
-    }
-    return plan.replace(evidence=evidence)
+            reason = (
+                "no plan in half precision kept the metric within the tolerance in "
+                f"{len(search.tried)} evaluations ({found.verdict}: {found.advice})"
+            )
+        else:
+            with contextlib.suppress(KeyboardInterrupt):  # the plan so far is an answer
+                confirmed = judged(best.float32, 1, ERROR_RATE / 2)
+            if confirmed is None or confirmed.holds:
+                plan = candidates.plan(best.float32)
+            else:
+                plan = _plan_under(model, "float32")
+            reason = _reason(best, confirmed)
+        logging.info("Plan for %r: %s.", model.name, reason)
+        tuning = {
+            "reason": reason,
+            "policy": name,
+            "tolerance": tolerance,
+            "metric": judge.score.name,
+            "float32_metric": judge.reference,
+            "judged_by": judge.kind,
+            "objective": objective,
+            "evaluations": [each.to_dict() for each in search.tried],
+            "confirmed": None if confirmed is None else confirmed.to_dict(),
+            "layers": [
+                {
+                    "path": layer.path,
+                    "forward_error": _finite(layer.forward_error),
+                    "backward_error": _finite(layer.backward_error),
+                    "saving": saved.get(layer.path, 0.0),
+                    "is_guilty": layer.is_guilty,
+                }
+                for layer in found.layers
+            ],
+            "seconds": time.perf_counter() - began,
+        }
+        evidence = {
+            "devices": [device.name for device in devices.devices()],
+            "versions": {**installed_versions(), "tfamp": tfamp.__version__},
+            "model": digest,
+            "tuning": tuning,
+        }
+        return plan.replace(evidence=evidence)
 
 
 def _plan_under(model: keras.Model, policy: str) -> PrecisionPlan:

@@ -13,7 +13,7 @@ from tfamp.machine import cpus, devices
 from tfamp.records import checks, units
 from tfamp.records.console import progress
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
-from tfamp.stepping.unchanged import unchanged
+from tfamp.stepping.unchanged import seeds_put_back, unchanged
 from tfamp.tuning import measurement, races
 from tfamp.tuning.measurement import Measurement, PolicyTime
 from tfamp.tuning.races import (
@@ -91,23 +91,26 @@ def measure_policies(
         checks.choice("policies", policy, POLICIES)
     budget = checks.positive("budget_seconds", budget_seconds)
     checks.positive_int("max_steps", max_steps)
-    model = model_of(build_model_or_model)
-    dataset = dataset_of(data, batch_size, needs_targets=False)
-    cpus.avoid_broken_amx()
-    batches = [*map(_as_in_fit, dataset.take(_NUM_BATCHES))] or [first_batch(dataset)]
-    build(model, batches[0])
-    trainer.build_metrics(model, batches[0])
-    evidence = measurement.evidence_for(model, batches[0])
-    candidates = candidates_of(policies, jit_compile)
-    evidence["candidates"] = [candidate.name for candidate in candidates]
-    found = measurement.read_cached(evidence) if use_cache else None
-    if found is not None:
-        return found
-    with unchanged(model), put_back(model):
-        steps = PolicySteps(model, batches)
-        found = Measuring(model.name, steps, budget, max_steps).run(
-            candidates, evidence
-        )
+    with seeds_put_back():
+        model = model_of(build_model_or_model)
+        dataset = dataset_of(data, batch_size, needs_targets=False)
+        cpus.avoid_broken_amx()
+        batches = [*map(_as_in_fit, dataset.take(_NUM_BATCHES))] or [
+            first_batch(dataset)
+        ]
+        build(model, batches[0])
+        trainer.build_metrics(model, batches[0])
+        evidence = measurement.evidence_for(model, batches[0])
+        candidates = candidates_of(policies, jit_compile)
+        evidence["candidates"] = [candidate.name for candidate in candidates]
+        found = measurement.read_cached(evidence) if use_cache else None
+        if found is not None:
+            return found
+        with unchanged(model), put_back(model):
+            steps = PolicySteps(model, batches)
+            found = Measuring(model.name, steps, budget, max_steps).run(
+                candidates, evidence
+            )
     if use_cache and found.is_clear:  # or the next run may see more
         measurement.write_cached(found)
     return found

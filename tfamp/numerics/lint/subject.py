@@ -19,7 +19,7 @@ from tfamp.records.findings import Finding, Severity
 from tfamp.records.formats import HALF
 from tfamp.stepping.arguments import first_batch
 from tfamp.stepping.snapshots import optimizers_of
-from tfamp.stepping.unchanged import put_random, take_random
+from tfamp.stepping.unchanged import seeds_put_back
 
 # What a rule may have to see besides the layers and the graph.
 Need = Literal["data", "loss", "optimizer"]
@@ -204,7 +204,7 @@ def look(
         x = _x_of(batch)
     graph = None
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
-        stack.callback(put_random, take_random())
+        stack.enter_context(seeds_put_back())
         # What a call warns of, it will warn of in training.
         warnings.simplefilter("ignore")
         if x is not None and not model.built:

@@ -40,7 +40,7 @@ from tfamp.stepping.layer_calls import (
     giving_unrounded,
     in_float32,
 )
-from tfamp.stepping.unchanged import same_draws, unchanged
+from tfamp.stepping.unchanged import same_draws, seeds_put_back, unchanged
 
 _DTYPES = ("float16", "bfloat16")
 # Those that tfamp's first loss scale may come to.
@@ -108,12 +108,13 @@ def sensitivity(
     checks.positive_int("num_batches", num_batches)
     check_model(model)
     cpus.avoid_broken_amx()
-    dataset = dataset_of(data, batch_size)
-    build(model, first_batch(dataset))
-    batches = list(dataset.take(num_batches))
-    given = given_dtypes(model)
-    with in_float32(model), unchanged(model), same_draws():
-        return _Search(model, batches, dtype, given).run()
+    with seeds_put_back():
+        dataset = dataset_of(data, batch_size)
+        build(model, first_batch(dataset))
+        batches = list(dataset.take(num_batches))
+        given = given_dtypes(model)
+        with in_float32(model), unchanged(model), same_draws():
+            return _Search(model, batches, dtype, given).run()
 
 
 class _Search:

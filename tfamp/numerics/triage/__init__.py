@@ -10,7 +10,7 @@ from tfamp.numerics.triage.replays import inquire
 from tfamp.numerics.triage.result import Triage
 from tfamp.stepping import bundles, snapshots
 from tfamp.stepping.arguments import check_model
-from tfamp.stepping.unchanged import put_random, take_random
+from tfamp.stepping.unchanged import seeds_put_back
 
 
 def triage(model: keras.Model, batch_or_bundle: Any) -> Triage:
@@ -46,13 +46,12 @@ def triage(model: keras.Model, batch_or_bundle: Any) -> Triage:
         (number 0).')
     """
     check_model(model)
-    if not isinstance(batch_or_bundle, (str, os.PathLike)):
-        return inquire(model, batch_or_bundle)
-    contents = bundles.read(batch_or_bundle)
-    before = snapshots.take(model)
-    held = take_random()
-    try:
-        return inquire(model, failing_step(model, contents))
-    finally:
-        snapshots.put(model, before)
-        put_random(held)
+    with seeds_put_back():
+        if not isinstance(batch_or_bundle, (str, os.PathLike)):
+            return inquire(model, batch_or_bundle)
+        contents = bundles.read(batch_or_bundle)
+        before = snapshots.take(model)
+        try:
+            return inquire(model, failing_step(model, contents))
+        finally:
+            snapshots.put(model, before)

@@ -22,7 +22,7 @@ from tfamp.stepping.input_waits.feed import (
     time_in_rounds,
 )
 from tfamp.stepping.input_waits.verdict import Bottleneck, Judgement, judge
-from tfamp.stepping.unchanged import unchanged
+from tfamp.stepping.unchanged import seeds_put_back, unchanged
 
 _TRIAL_ROUNDS = 12
 # Looks at the verdict before the time is used up. On a quiet machine the first is
@@ -201,27 +201,30 @@ def bottleneck(
     """
     seconds = checks.positive("seconds", seconds)
     check_model(model)
-    dataset = dataset_of(dataset, batch_size, name="dataset")
-    first = first_batch(dataset)
-    build(model, first)
-    # Ragged and sparse batches are several tensors.
-    tensors = tf.nest.flatten(first, expand_composites=True)
-    batch_bytes = sum(t.dtype.size * int(tf.size(t)) for t in tensors)
-    with unchanged(model):
-        timer = Timer(model, dataset, batch_bytes=batch_bytes, clock=clock)
-        try:
-            times, judgement = until_clear(timer.measure, seconds=seconds, clock=clock)
-            # Fetching ahead could regain what neither alone explains.
-            if (
-                judgement.verdict != "compute"
-                and judgement.lost_to_sharing > _MIN_TRIED
-            ):
-                trial = timer.try_prefetch(_TRIAL_SHARE * seconds)
-                gains = 1 - np.divide(trial["compute"], trial["prefetched"])
-                judgement = judge(**times, prefetched_gains=gains.tolist())
-                times["prefetched"] = trial["prefetched"]
-        finally:
-            timer.feed.close()
+    with seeds_put_back():
+        dataset = dataset_of(dataset, batch_size, name="dataset")
+        first = first_batch(dataset)
+        build(model, first)
+        # Ragged and sparse batches are several tensors.
+        tensors = tf.nest.flatten(first, expand_composites=True)
+        batch_bytes = sum(t.dtype.size * int(tf.size(t)) for t in tensors)
+        with unchanged(model):
+            timer = Timer(model, dataset, batch_bytes=batch_bytes, clock=clock)
+            try:
+                times, judgement = until_clear(
+                    timer.measure, seconds=seconds, clock=clock
+                )
+                # Fetching ahead could regain what neither alone explains.
+                if (
+                    judgement.verdict != "compute"
+                    and judgement.lost_to_sharing > _MIN_TRIED
+                ):
+                    trial = timer.try_prefetch(_TRIAL_SHARE * seconds)
+                    gains = 1 - np.divide(trial["compute"], trial["prefetched"])
+                    judgement = judge(**times, prefetched_gains=gains.tolist())
+                    times["prefetched"] = trial["prefetched"]
+            finally:
+                timer.feed.close()
     return _record(
         dataset,
         timer,
