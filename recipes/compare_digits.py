@@ -22,6 +22,9 @@ from absl import app, flags
 import tfamp
 
 FLAGS = flags.FLAGS
+if "get_ipython" in globals():  # in a notebook's cell, which may run again
+    old = [f for f in FLAGS if "absl" not in FLAGS.find_module_defining_flag(f)]
+    FLAGS.remove_flag_values(old)
 flags.DEFINE_list("policies", None, "What to compare; else what suits the machine.")
 flags.DEFINE_integer("seeds", 4, "Trainings under each policy.")
 flags.DEFINE_integer("epochs", 10, "Passes over the data of a training.")
@@ -108,7 +111,8 @@ def main(argv: list[str]) -> None:
             line = f"{run.policy}, seed {run.seed}: {result} ({left:.0f} s left)"
             print(f"[{done}/{total}] {line}", flush=True)
 
-    os.chdir(Path(__file__).resolve().parents[1])  # where `recipes` is found
+    if "__file__" in globals():  # a notebook is opened where `recipes` is found
+        os.chdir(Path(__file__).resolve().parents[1])
     found = tfamp.compare(
         "recipes.train_digits:build",
         policies=policies,
@@ -138,4 +142,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    # The arguments of a notebook's kernel are not ours.
+    main(FLAGS(["recipe"])) if "get_ipython" in globals() else app.run(main)

@@ -26,6 +26,9 @@ WINDOW, WIDTH, NUM_LAYERS, NUM_HEADS = 128, 128, 2, 4
 NUM_CHARACTERS = 256
 MAX_BYTES = 4_000_000
 FLAGS = flags.FLAGS
+if "get_ipython" in globals():  # in a notebook's cell, which may run again
+    old = [f for f in FLAGS if "absl" not in FLAGS.find_module_defining_flag(f)]
+    FLAGS.remove_flag_values(old)
 flags.DEFINE_string("policy", "auto", "Dtype policy, or the file of a plan.")
 flags.DEFINE_string("dataset", "stdlib", "stdlib, a TFDS name, or a folder.")
 flags.DEFINE_integer("epochs", 1, "Passes over the data.")
@@ -98,10 +101,8 @@ def build_model() -> keras.Model:
 def build(seed=0, epochs=1, dataset="stdlib", batch_size=32, learning_rate=3e-3):
     """Returns the compiled model, training and validation data."""
     keras.utils.set_random_seed(seed)
-    pipelines = (
-        tfamp.data.Pipeline.from_arrays(*cut_windows(text)) for text in load(dataset)
-    )
-    train, validation = pipelines
+    as_pipeline = tfamp.data.Pipeline.from_arrays
+    train, validation = (as_pipeline(*cut_windows(text)) for text in load(dataset))
     train = train.shuffle(seed=seed).batch(batch_size, drop_remainder=True).build()
     num_steps = epochs * int(train.cardinality())
     schedule = keras.optimizers.schedules.CosineDecay(
@@ -120,8 +121,7 @@ def generate(model: keras.Model, prompt: str, length: int, temperature=0.7) -> s
     """Returns the prompt and so many characters, each drawn from the model."""
     text, rng = list(prompt.encode()), np.random.default_rng(0)
     for _ in range(length):
-        known = text[-WINDOW:]
-        row = np.zeros((1, WINDOW), "uint8")
+        known, row = text[-WINDOW:], np.zeros((1, WINDOW), "uint8")
         row[0, : len(known)] = known  # what stands behind changes nothing before it
         logits = model.predict_on_batch(row)[0, len(known) - 1] / temperature
         chances = np.exp((logits - logits.max()).astype("float64"))
@@ -146,4 +146,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    # The arguments of a notebook's kernel are not ours.
+    main(FLAGS(["recipe"])) if "get_ipython" in globals() else app.run(main)

@@ -21,6 +21,9 @@ from absl import app, flags
 import tfamp
 
 FLAGS = flags.FLAGS
+if "get_ipython" in globals():  # in a notebook's cell, which may run again
+    old = [f for f in FLAGS if "absl" not in FLAGS.find_module_defining_flag(f)]
+    FLAGS.remove_flag_values(old)
 flags.DEFINE_string("policy", "auto", "Dtype policy, or the file of a plan.")
 flags.DEFINE_string("directory", "digits_run", "For checkpoints; all workers see it.")
 flags.DEFINE_integer("epochs", 20, "Passes over the data.")
@@ -104,4 +107,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    # The arguments of a notebook's kernel are not ours.
+    main(FLAGS(["recipe"])) if "get_ipython" in globals() else app.run(main)

@@ -20,6 +20,9 @@ from sklearn.model_selection import train_test_split
 import tfamp
 
 FLAGS = flags.FLAGS
+if "get_ipython" in globals():  # in a notebook's cell, which may run again
+    old = [f for f in FLAGS if "absl" not in FLAGS.find_module_defining_flag(f)]
+    FLAGS.remove_flag_values(old)
 flags.DEFINE_string("policy", "auto", "Dtype policy to keep layers out of.")
 flags.DEFINE_integer("epochs", 15, "Passes over the data.")
 flags.DEFINE_integer("batch_size", 64, "Images in a batch.")
@@ -127,4 +130,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    # The arguments of a notebook's kernel are not ours.
+    main(FLAGS(["recipe"])) if "get_ipython" in globals() else app.run(main)
