@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,7 +101,43 @@ def test_unknown_name_is_an_attribute_error_without_loading_a_framework():
         "except AttributeError as error:\n"
         "    print(error, error.name, 'tensorflow' in sys.modules)\n"
     )
-    assert output == "module 'tfamp' has no attribute 'enabel' enabel False\n"
+    assert output == (
+        "module 'tfamp' has no attribute 'enabel'. Did you mean tfamp.enable? "
+        "enabel False\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("asignment", "tfamp.assignment"),
+        ("bottleneck", "tfamp.data.bottleneck"),
+        ("lr_find", "tfamp.training.lr_find"),
+        ("measure", "tfamp.measure_policies"),
+        ("NanRecovery", "tfamp.callbacks.NanRecovery"),
+        ("Pipeline", "tfamp.data.Pipeline"),
+        ("Pipelin", "tfamp.data.Pipeline"),
+        ("serve", "the command `tfamp serve`"),
+    ],
+)
+def test_a_name_that_stands_elsewhere_is_told(name, meant):
+    message = re.escape(f"has no attribute '{name}'. Did you mean {meant}?")
+    with pytest.raises(AttributeError, match=message):
+        getattr(tfamp, name)
+
+
+def test_a_name_like_no_other_leads_to_the_help():
+    with pytest.raises(AttributeError, match=re.escape("`help(tfamp)` lists")):
+        tfamp.zzz  # noqa: B018
+
+
+def test_help_lists_the_verbs_and_a_star_brings_them():
+    text = run_python("import pydoc, tfamp; print(pydoc.render_doc(tfamp))")
+    table = re.findall(r"^[A-Z]\w+ +(\w.*, .*)$", tfamp.__doc__, re.MULTILINE)
+    verbs = {verb.split(".")[0] for row in table for verb in row.split(", ")}
+    assert len(table) == 8 and verbs <= set(HOMES)
+    assert "estimate_memory(" in text and "__getattr__" not in text
+    assert sorted(HOMES) == tfamp.__all__
 
 
 def test_environment_is_checked_once_before_a_name_is_loaded(monkeypatch):

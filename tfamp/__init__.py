@@ -1,9 +1,19 @@
 """Mixed precision for Keras 3 on TensorFlow that is fast where it can be and right.
 
-Names load on first use, so `import tfamp` costs no TensorFlow import:
-
     import tfamp
-    tfamp.enable(policy="mixed_float16")    # before the model is built
+    tfamp.enable(policy="auto")    # before the model is built; nothing else changes
+
+Train     enable, disable, scope, status, LossScaleOptimizer, callbacks, training
+See       assignment, lint, prove, ranges, sensitivity, doctor
+Compare   compare, measure_policies, tune, PrecisionPlan
+Repair    apply, triage, replay
+Memory    estimate_memory, find_batch_size, remat
+Feed      data.Pipeline, data.fit_statistics, data.check, data.bottleneck
+Scale     distribute.strategy
+Keep      load_model, freeze, export, load_exported
+
+`help(tfamp.enable)` tells of one; `tfamp --help` lists the commands. Names load on
+first use, so `import tfamp` costs no TensorFlow import.
 """
 
 import functools
@@ -92,6 +102,45 @@ def _imported(place: str) -> types.ModuleType:
         raise HookError(text) from error
 
 
+# Where people look for what stands elsewhere.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("DeviceStats", "NanRecovery", "PrecisionMonitor", "Resume", "Throughput"),
+        "tfamp.callbacks.{}",
+    ),
+    **dict.fromkeys(("Pipeline", "bottleneck", "fit_statistics"), "tfamp.data.{}"),
+    "check_data": "tfamp.data.check",
+    "export_model": "tfamp.export",
+    "find_batch": "tfamp.find_batch_size",
+    "init": "tfamp.enable",
+    "initialize": "tfamp.enable",
+    "lr_find": "tfamp.training.lr_find",
+    "measure": "tfamp.measure_policies",
+    "memory": "tfamp.estimate_memory",
+    "plan": "tfamp.tune",
+    "profile": "tfamp.prove",
+    "quantize": "tfamp.export(..., dtype='int8')",
+    "serve": "the command `tfamp serve`",
+    "set_policy": "tfamp.enable",
+    "strategy": "tfamp.distribute.strategy",
+}
+
+
+def _advice(name: str) -> str:
+    """Returns what to write in the place of a name that is not here, "" if unknown."""
+    import difflib
+
+    if name.startswith("_"):  # asked for by tools, not by people
+        return ""
+    known = _ELSEWHERE.get(name)
+    if known is None:
+        close = difflib.get_close_matches(name, [*_HOMES, *_ELSEWHERE], n=1)
+        if not close:
+            return ". `help(tfamp)` lists what there is."
+        known = _ELSEWHERE.get(close[0], "tfamp.{}").format(close[0])
+    return f". Did you mean {known.format(name)}?"
+
+
 if TYPE_CHECKING:
     from tfamp import callbacks as callbacks
     from tfamp import data as data
@@ -141,12 +190,13 @@ if TYPE_CHECKING:
     from tfamp.tuning.measured_policies import measure_policies as measure_policies
     from tfamp.tuning.measurement import Measurement as Measurement
 else:
+    __all__ = sorted(_HOMES)
 
     def __getattr__(name: str) -> Any:
         package = sys.modules[__name__]
         place = _HOMES.get(name) or _RESULTS.get(name)
         if place is None:
-            message = f"module {__name__!r} has no attribute {name!r}"
+            message = f"module {__name__!r} has no attribute {name!r}{_advice(name)}"
             raise AttributeError(message, name=name, obj=package)
         # The doctor tells what is wrong; exported models run without TensorFlow.
         if not place.startswith(("tfamp.cli.", "tfamp.serving.runtimes.")):
