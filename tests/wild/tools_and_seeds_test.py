@@ -5,6 +5,8 @@ draws afterwards is what it draws where the line with the tool is left out.
 """
 
 import random
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -176,3 +178,37 @@ def test_a_tool_that_fails_leaves_the_seeds_too(without):
 
     draws, _ = program(fail)
     assert draws == without[0]
+
+
+UNSEEDED = """
+import keras, numpy as np, tensorflow as tf, tfamp
+
+x = np.ones((256, 4), "float32")
+
+def build():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+tfamp.ranges(model, (x, x[:, :1]))
+tfamp.measure_policies(
+    build, (x, x[:, :1]), policies=["float32"], jit_compile=False, use_cache=False
+)
+print(np.random.rand(), float(tf.random.uniform([])), float(keras.random.uniform([])))
+"""
+
+
+def test_a_program_without_seeds_still_draws_other_numbers_each_time():
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", UNSEEDED], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    lines = [process.communicate(timeout=200)[0].strip() for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    first, second = (line.splitlines()[-1].split() for line in lines)
+    assert all(a != b for a, b in zip(first, second, strict=True))

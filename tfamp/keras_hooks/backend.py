@@ -68,7 +68,8 @@ def global_attributes(**values: Any) -> Iterator[None]:
 def global_seeds() -> Iterator[None]:
     """Puts the global seeds of Keras and TensorFlow back to what they were before."""
     of_tensorflow: Any = context.context()
-    seed, drawn_from = of_tensorflow._seed, of_tensorflow._rng
+    # Where no seed was ever set, there is nothing that seeds are drawn from.
+    seed, drawn_from = of_tensorflow._seed, getattr(of_tensorflow, "_rng", None)
     place = None if drawn_from is None else drawn_from.getstate()
     generator = global_state.get_global_attribute(_GENERATOR)
     state = None if generator is None else np.array(generator.state)
@@ -79,7 +80,7 @@ def global_seeds() -> Iterator[None]:
     finally:
         if state is not None:
             generator.state.assign(state)
-        if of_tensorflow._rng is not drawn_from:
+        if getattr(of_tensorflow, "_rng", None) is not drawn_from:
             # Kernels that drew by the other seed would go on from there.
             of_tensorflow.clear_kernel_cache()
         of_tensorflow._seed, of_tensorflow._rng = seed, drawn_from
