@@ -39,7 +39,8 @@ class LearningRates(Record):
         rates: Of each step.
         losses: Of each step's batch, before its update.
         smoothed: The same, averaged over the steps before.
-        suggestion: Where the smoothed loss falls fastest; None where it never falls.
+        suggestion: Where the smoothed loss falls fastest, but no more than `highest`;
+            None where it never falls.
         highest: A tenth of the rate at which the loss was lowest; None as above.
         why_it_ended: "it diverged", "a loss is not finite", "all rates were tried", or
             that the data came to an end.
@@ -116,7 +117,8 @@ def lr_find(
 
     The rate grows by the same factor each step until the loss diverges. Where the loss
     falls fastest lies a rate that trains well from the start; a tenth of the one at the
-    lowest loss is about the highest that a schedule should reach. The test holds for
+    lowest loss is about the highest that a schedule should reach, and the most that is
+    suggested. The test holds for
     this model, policy and batch size. Weights, optimizer, loss scale, metrics and seeds
     are afterwards what they were.
 
@@ -244,12 +246,15 @@ def _judged(
         # Before, what looks like a fall is one batch being easier than another.
         falling = np.array(smoothed[: lowest + 1]) < start - _BEGUN * fall
         steepest = int(np.argmin(np.where(falling, slopes, np.inf)))
-        suggestion, highest = float(rates[steepest]), float(rates[lowest]) / 10
+        highest = float(rates[lowest]) / 10
+        # A late fall is the average's, which lags behind: that is near the divergence.
+        suggestion = min(float(rates[steepest]), highest)
         why = (
             f"The loss of {name!r} falls fastest at a learning rate of "
-            f"{suggestion:.3g}, and is lowest at {rates[lowest]:.3g}; {highest:.3g} is "
-            "about the highest that a schedule should reach."
+            f"{rates[steepest]:.3g}, and is lowest at {rates[lowest]:.3g}; a tenth of "
+            f"that, {highest:.3g}, is about the highest that a schedule should reach"
         )
+        why += "." if suggestion < highest else ", and what is suggested."
     return LearningRates(
         name,
         tuple(map(float, rates)),
