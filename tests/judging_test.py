@@ -344,4 +344,4 @@ def test_weights_that_a_loss_without_end_drew_away_blame_the_learning_rate():
     model.fit(X, Y, epochs=3, verbose=0)
     found = triage(model, (X, Y))
     assert found.cause == "learning rate"
-    assert "initializers make that about 1" in found.evidence[0]
+    assert "initializers make that about 1" in found.evidence[-1]

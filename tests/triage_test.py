@@ -13,7 +13,7 @@ from tests.replicas import two_replicas
 from tests.styles import STYLES, Own, assembled
 from tfamp.numerics.triage import triage
 from tfamp.numerics.triage.result import Triage
-from tfamp.numerics.triage.suspicions import Update
+from tfamp.numerics.triage.updates import Update
 from tfamp.stepping import snapshots
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")

@@ -247,7 +247,8 @@ def _as_array(part: Any) -> Any:
         return part
     array = np.asarray(part)
     if array.dtype == np.float64:
-        return array.astype(keras.config.floatx())
+        with np.errstate(over="ignore"):  # as `fit` makes inf of what is too large
+            return array.astype(keras.config.floatx())
     return array
 
 

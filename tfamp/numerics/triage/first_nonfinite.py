@@ -45,6 +45,14 @@ class _Made:
     is_taken_up: bool = False
 
 
+# A layer's identity, and the number of its call.
+_Key = tuple[int, int]
+
+
+def _key(call: Call) -> _Key:
+    return id(call.site.layer), call.number
+
+
 class Health(Observer):
     """Watches for the first call that makes a bad number of good ones.
 
@@ -59,9 +67,13 @@ class Health(Observer):
         self.backward: Origin | None = None
         self.largest: dict[str, float] = {}
         self.largest_gradient: dict[str, float] = {}
-        self._came_back_bad: set[tuple[int, int]] = set()
+        self._came_back_bad: set[_Key] = set()
         self._made: list[_Made] = []
         self._num_made_at_start: list[int] = []
+        # The calls that one is inside of, and the one around each.
+        self._open: list[Call] = []
+        self._around: dict[_Key, Call | None] = {}
+        self._first_back: _Key | None = None
 
     @property
     def masks(self) -> frozenset[str]:
@@ -78,9 +90,12 @@ class Health(Observer):
     def on_call(self, call: Call) -> None:
         """Notes what was bad ahead of a call."""
         self._num_made_at_start.append(len(self._made))
+        self._around[_key(call)] = self._open[-1] if self._open else None
+        self._open.append(call)
 
     def on_outputs(self, call: Call, outputs: Any) -> None:
         """Judges a call by its inputs and outputs; inner calls come first."""
+        self._open.pop()
         tensors = floats(outputs)
         self._note(self.largest, call.site.path, tensors)
         inside = self._made[self._num_made_at_start.pop() :]
@@ -101,15 +116,36 @@ class Health(Observer):
         self, call: Call, of: Literal["inputs", "outputs"], at: int, gradient: tf.Tensor
     ) -> None:
         """Judges a call by what came to its outputs and leaves by its inputs."""
-        key = id(call.site.layer), call.number
+        key = _key(call)
         is_finite = _are_finite([gradient])
         if of == "outputs":
             self._note(self.largest_gradient, call.site.path, [gradient])
             if not is_finite:
                 self._came_back_bad.add(key)
+                if self._first_back is None and self.backward is None:
+                    self._first_back = key
         elif not is_finite and self.backward is None:
             if key not in self._came_back_bad:
                 self.backward = Origin(call.site.path, call.site.layer, "backward")
+
+    @property
+    def came_from_outside(self) -> bool:
+        """Whether the first bad gradient came from none of the layers watched.
+
+        Then what a layer gives is used past other layers, as in a train step or in the
+        `call` of a model.
+        """
+        return self.backward is None and self._first_back is not None
+
+    def between(self) -> Origin | None:
+        """Returns the layer whose own `call` the first bad gradient came from.
+
+        None where it came from outside of all layers, as from the loss.
+        """
+        around = None if self._first_back is None else self._around[self._first_back]
+        if around is None:
+            return None
+        return Origin(around.site.path, around.site.layer, "backward")
 
     def of_weights(self, model: keras.Model, step: Step) -> Origin | None:
         """Returns the last layer with a bad gradient of a weight, None if none has."""
@@ -140,26 +176,42 @@ class Examined(NamedTuple):
     step: Step
     health: Health
     origin: Origin | None
+    is_exact: bool = False
 
     def knowing(self, model: keras.Model, masks: frozenset[str]) -> "Examined":
         """Returns it with the origin among all that is no mask."""
-        return self._replace(origin=_origin(model, self.step, self.health, masks))
+        origin = _origin(model, self.step, self.health, masks, is_exact=self.is_exact)
+        return self._replace(origin=origin)
 
 
-def examine(model: keras.Model, batch: Any, *, loss_scale: float) -> Examined:
-    """Runs the train step with every layer watched."""
+def examine(
+    model: keras.Model, batch: Any, *, loss_scale: float, is_exact: bool = False
+) -> Examined:
+    """Runs the train step with every layer watched.
+
+    Where it `is_exact`, in float32, no gradient becomes bad by being handed on: what
+    comes back bad to a layer was bad when it left the one before.
+    """
     health = Health()
     with tapped(model, health):
         step = run_step(model, batch, loss_scale=loss_scale)
-    return Examined(step, health, _origin(model, step, health, health.masks))
+    origin = _origin(model, step, health, health.masks, is_exact=is_exact)
+    return Examined(step, health, origin, is_exact)
 
 
 def _origin(
-    model: keras.Model, step: Step, health: Health, masks: frozenset[str]
+    model: keras.Model,
+    step: Step,
+    health: Health,
+    masks: frozenset[str],
+    *,
+    is_exact: bool,
 ) -> Origin | None:
     origin = health.forward(masks)
     if origin is None and not step.is_finite:
         loss_is_fine = step.loss is None or bool(tf.math.is_finite(step.loss))
+        if loss_is_fine and is_exact and health.came_from_outside:
+            return health.between()
         if loss_is_fine:
             origin = health.backward or health.of_weights(model, step)
     return origin

@@ -13,7 +13,8 @@ from tfamp.keras_hooks import structure
 from tfamp.numerics.triage import suspicions
 from tfamp.numerics.triage.first_nonfinite import Examined, examine
 from tfamp.numerics.triage.result import Blamed, Replay, Triage
-from tfamp.numerics.triage.suspicions import Suspicion, Update
+from tfamp.numerics.triage.suspicions import Large, Suspicion
+from tfamp.numerics.triage.updates import Update
 from tfamp.records.formats import FORMATS, HALF
 from tfamp.stepping.arguments import batch_of, build
 from tfamp.stepping.eager_step import Site, loss_scale_of
@@ -28,13 +29,17 @@ from tfamp.stepping.unchanged import same_draws, unchanged
 
 # How many layers are kept in float32 in turn before precision is given up.
 _MAX_LAYERS = 8
-# One layer may be made with large weights; where several have them they ran away.
-_MANY_LAYERS = 2
 _DROP = (
     "Drop such examples: `Pipeline.filter`, or ask `tfamp.data.check(dataset)` for all "
     "of them."
 )
 _RELABEL = "Mend the labels, or give the model an output for each of them."
+_RENUMBER = "Mend the ids, or give the layer a row for each of them."
+_SCALE_DATA = (
+    "Scale such numbers before they reach the model, as by "
+    "`tfamp.data.fit_statistics(dataset).as_layer()`, or drop the examples: "
+    "`Pipeline.filter`."
+)
 _RESTORE = "Put the optimizer's state from before it back, or compile anew."
 _GONE = (
     "Put weights from before it back: the step that wrote them is gone. A fused ReLU "
@@ -43,6 +48,14 @@ _GONE = (
 _CHANGE_LOSS = (
     "Change the loss: a log, a root or a division in it meets 0. Losses of Keras that "
     "take logits do not."
+)
+_CHANGE_STEP = (
+    "Change what it computes beside its layers: a log, a root or a quotient in it "
+    "meets 0, or the slope of a root or a norm does."
+)
+_CHANGE_SCHEDULE = (
+    "Mend the learning rate's schedule, which gives a number that is not finite at "
+    "this step."
 )
 _RAISE_EPSILON = (
     "Raise the optimizer's epsilon above 0, or look at what its update divides by."
@@ -61,7 +74,15 @@ def inquire(model: keras.Model, batch: Any) -> Triage:
     if model.optimizer is not None:  # of this step, where it follows a schedule
         rate = float(tf.convert_to_tensor(model.optimizer.learning_rate))
     with unchanged(model), same_draws():
-        return _Inquiry(model, batch, rate).run()
+        inquiry = _Inquiry(model, batch, rate)
+        try:
+            return inquiry.run()
+        except tf.errors.InvalidArgumentError as error:
+            found = suspicions.without_a_row(error)
+            if found is None:
+                raise
+            is_label = "label" in found.sentence
+            return inquiry.answer("data", [found], _RELABEL if is_label else _RENUMBER)
 
 
 class _Inquiry:
@@ -85,17 +106,17 @@ class _Inquiry:
     def run(self) -> Triage:
         """Replays as often as it takes, and answers."""
         model, batch = self._model, self._batch
+        if lost := suspicions.bad_ids(model, batch):
+            return self.answer("data", lost, _RENUMBER)
         found = list(suspicions.bad_data(batch))
         if found and self._is_spoiled_by_data():
-            return self._answer("data", found, _DROP)
+            return self.answer("data", found, _DROP)
         if found := list(suspicions.bad_weights(model)):
-            if large := self._exploded():
-                return self._answer("learning rate", [*found, *large], _CUT)
-            return self._answer("model", found, _GONE)
+            return self._of_bad_weights(found)
         if found := list(suspicions.bad_slots(model)):
-            return self._answer("optimizer", found, _RESTORE)
+            return self.answer("optimizer", found, _RESTORE)
         if found := list(suspicions.bad_labels(model, batch)):
-            return self._answer("data", found, _RELABEL)
+            return self.answer("data", found, _RELABEL)
         place = len(self._replays)
         own = self._replay(self._policy, self._scale)
         exact = self._in_float32() if self._is_half or self._scale != 1 else own
@@ -109,6 +130,14 @@ class _Inquiry:
         if not own.step.is_finite:
             return self._of_precision(own, exact)
         return self._of_the_update(exact)
+
+    def _of_bad_weights(self, found: list[Suspicion]) -> Triage:
+        """Blames the learning rate where it would throw fresh weights as far."""
+        large = suspicions.large_weights(self._model)
+        thrown = self._thrown(large)
+        if thrown is not None:
+            return self._of_the_rate([*found[:3], thrown], large)
+        return self.answer("model", [*found, *_beside(large)], _GONE)
 
     def _is_spoiled_by_data(self) -> bool:
         """States whether bad numbers in the batch are to blame.
@@ -139,17 +168,48 @@ class _Inquiry:
     def _examine(self, batch: Any, scale: float) -> Examined:
         """Runs the step on the state that the model had: with the same dropout."""
         with state_restored(self._state):
-            found = examine(self._model, batch, loss_scale=scale)
+            is_exact = not structure.compute_dtypes(self._model) & {*HALF}
+            found = examine(self._model, batch, loss_scale=scale, is_exact=is_exact)
         masks = self._masks
         return found if masks is None else found.knowing(self._model, masks)
 
-    def _exploded(self) -> list[Suspicion]:
-        return list(suspicions.exploded(self._model))[:3]
+    def _thrown(self, large: list[Large]) -> Suspicion | None:
+        """Returns what an update does to weights as small as fresh ones, if too much.
+
+        Large weights may be meant. Where this learning rate throws fresh ones away, it
+        has made them large; where weights are large already, a rise that a lower rate
+        does not make is enough.
+        """
+        if self._rate is None:
+            return None
+        with suspicions.tamed(self._model):
+            with in_float32(self._model):
+                exact = self._examine(self._batch, 1.0)
+            if not exact.step.is_finite or exact.step.loss is None:
+                return None
+            update = Update.of(
+                self._model, self._batch, exact, self._rate, is_fresh=True
+            )
+            if update is None:
+                return None
+            before, after = float(exact.step.loss), update.loss_after()
+            if after is None or not (
+                update.is_jump(before, after)
+                or (large and update.overshoots(before, after))
+            ):
+                return None
+        return Suspicion(
+            None,
+            "With weights of the size that initializers make, one update takes the "
+            f"loss from {before:.4g} to {after:.4g}.",
+        )
+
+    def _of_the_rate(self, found: list[Suspicion], large: list[Large]) -> Triage:
+        layers = [Suspicion(each.path, each.sentence) for each in large[:3]]
+        return self.answer("learning rate", [*found, *layers], _CUT)
 
     def _of_float32(self, exact: Examined) -> Triage:
         """Blames what fails in float32 too: precision is out of it."""
-        if large := self._exploded():
-            return self._answer("learning rate", large, _CUT, exact)
         left_out = suspicions.outliers(self._batch)
         if left_out.any() and not left_out.all():
             rest = suspicions.without(self._batch, left_out)
@@ -162,14 +222,20 @@ class _Inquiry:
                     f"Without {int(left_out.sum())} examples (number {rows}) that are "
                     "a thousand times as large as the others the step is finite.",
                 )
-                return self._answer("data", [outlying], _DROP)
+                return self.answer("data", [outlying], _DROP)
+        if huge := list(suspicions.huge(self._batch)):
+            small = suspicions.shrunk(self._batch)
+            with in_float32(self._model):
+                name = "float32, numbers of size one for huge ones"
+                again = self._replay(name, 1.0, small)
+            if again.step.is_finite:
+                return self.answer("data", huge, _SCALE_DATA)
+        large = suspicions.large_weights(self._model)
+        if large and (thrown := self._thrown(large)) is not None:
+            return self._of_the_rate([thrown], large)
+        if exact.origin is None:
+            return self._of_the_loss(exact, large)
         origin = exact.origin
-        if origin is None:
-            of_loss = Suspicion(
-                None,
-                "The loss is not finite in float32, while all that the layers give is.",
-            )
-            return self._answer("model", [of_loss], _CHANGE_LOSS)
         of_layer = Suspicion(
             origin.path,
             f"{origin.path!r} makes a number that is not finite of finite ones in "
@@ -179,13 +245,35 @@ class _Inquiry:
             f"Change {origin.path!r}: keep what it takes the log, root or quotient of "
             "away from 0, as by adding a small constant, and clip what it raises."
         )
-        return self._answer("model", [of_layer], remedy, exact)
+        return self.answer("model", [of_layer, *_beside(large)], remedy, exact)
+
+    def _of_the_loss(self, exact: Examined, large: list[Large]) -> Triage:
+        """Blames what is computed past all layers."""
+        beside = _beside(large)
+        added = suspicions.bad_losses(self._model)
+        if added is not None:
+            remedy = f"Change what {added.layer!r} adds to the loss: a log, a root or "
+            remedy += "a division in it meets 0."
+            return self.answer("model", [added, *beside], remedy)
+        loss = exact.step.loss
+        is_slope = loss is not None and bool(tf.math.is_finite(loss))
+        what = "The gradient of the loss" if is_slope else "The loss"
+        sentence = (
+            f"{what} is not finite in float32, while all that the layers give is."
+        )
+        remedy, source, step = _CHANGE_LOSS, "", type(self._model).train_step
+        if step is not keras.Model.train_step:
+            name = f"`{type(self._model).__name__}.train_step`"
+            sentence = f"{sentence[:-1]}: {name} makes it so, beside its layers."
+            remedy, source = _CHANGE_STEP, _place(step)
+        answer = self.answer("model", [Suspicion(None, sentence), *beside], remedy)
+        return dataclasses.replace(answer, source=source)
 
     def _of_precision(self, own: Examined, exact: Examined) -> Triage:
         """Blames the loss scale or the precision: float32 is finite."""
-        large = list(suspicions.exploded(self._model))
-        if len({each.layer for each in large}) >= _MANY_LAYERS:
-            return self._answer("learning rate", large[:3], _CUT, own)
+        large = suspicions.large_weights(self._model)
+        if large and (thrown := self._thrown(large)) is not None:
+            return self._of_the_rate([thrown], large)
         if self._scale != 1:
             once = self._replay(self._policy, 1.0)
             if once.step.is_finite:
@@ -215,7 +303,7 @@ class _Inquiry:
                 "Train it in float32: keeping the layers found so far "
                 f"({', '.join(map(repr, paths)) or 'none'}) was not enough."
             )
-        return self._answer("precision", sentences, remedy, own, layers=paths)
+        return self.answer("precision", sentences, remedy, own, layers=paths)
 
     def _range_of(self, own: Examined, exact: Examined) -> Suspicion:
         origin = own.origin
@@ -244,24 +332,34 @@ class _Inquiry:
             f"Lower the scale to {scale:g} at most, or let it be dynamic: a dynamic "
             "one comes down by itself after a skipped step."
         )
-        answer = self._answer("loss scale", [found], remedy, own)
+        answer = self.answer("loss scale", [found], remedy, own)
         return dataclasses.replace(answer, loss_scale=scale)
 
     def _of_the_update(self, exact: Examined) -> Triage:
         """Looks for the cause in the update: the step itself is finite."""
-        if large := self._exploded():
-            return self._answer("learning rate", large, _CUT)
+        if self._rate is not None and not math.isfinite(self._rate):
+            at = Suspicion(None, f"The learning rate of this step is {self._rate:g}.")
+            return self.answer("learning rate", [at], _CHANGE_SCHEDULE)
         update = Update.of(self._model, self._batch, exact, self._rate)
         if update is not None:
             bad = update.bad_weight()
+            if bad is not None and (constrained := update.bad_constraint()) is not None:
+                remedy = (
+                    f"Change the constraint of {constrained.layer!r}: keep what it "
+                    "divides by, or takes the root of, away from 0."
+                )
+                return self.answer("model", [constrained], remedy)
             if bad is not None:
-                return self._answer("optimizer", [bad], _RAISE_EPSILON)
+                return self.answer("optimizer", [bad], _RAISE_EPSILON)
             before = math.inf if exact.step.loss is None else float(exact.step.loss)
             after = update.loss_after()
             if after is not None and update.is_jump(before, after):
                 return self._of_a_jump(update, before, after)
+        large = suspicions.large_weights(self._model)
+        if large and (thrown := self._thrown(large)) is not None:
+            return self._of_the_rate([thrown], large)
         nothing = "Nothing is wrong with this step: loss and gradients are finite."
-        return self._answer("none", [], nothing)
+        return self.answer("none", _beside(large), nothing)
 
     def _of_a_jump(self, update: Update, before: float, after: float) -> Triage:
         """Blames the learning rate, and names one that lowers the loss."""
@@ -275,10 +373,11 @@ class _Inquiry:
                 f"{update.rate:.3g} to {update.rate * factor:.3g}, at which one "
                 f"update takes the loss to {softer.loss:.4g}; or warm it up."
             )
-        answer = self._answer("learning rate", [Suspicion(None, found)], remedy)
-        return dataclasses.replace(answer, rate_factor=factor)
+        large = suspicions.large_weights(self._model)
+        answer = self._of_the_rate([Suspicion(None, found)], large)
+        return dataclasses.replace(answer, remedy=remedy, rate_factor=factor)
 
-    def _answer(
+    def answer(
         self,
         cause: Blamed,
         found: list[Suspicion],
@@ -306,6 +405,11 @@ class _Inquiry:
         )
 
 
+def _beside(large: list[Large]) -> list[Suspicion]:
+    """Returns what is told of large weights where they are not to blame."""
+    return [Suspicion(None, each.sentence) for each in large[:3]]
+
+
 def _replay_of(name: str, found: Examined) -> Replay:
     loss = None if found.step.loss is None else float(found.step.loss)
     if found.step.is_finite:
@@ -319,8 +423,13 @@ def _source(layer: Any) -> str:
     """Returns file and line of a layer's `call`, "" for layers of Keras's own."""
     if type(layer).__module__.split(".")[0] == "keras":
         return ""
+    return _place(getattr(type(layer), "call", None))
+
+
+def _place(function: Any) -> str:
+    """Returns file and line of a function, "" where it has none."""
     try:
-        code = inspect.unwrap(type(layer).call).__code__
+        code = inspect.unwrap(function).__code__
     except AttributeError:
         return ""
     return f"{code.co_filename}:{code.co_firstlineno}"

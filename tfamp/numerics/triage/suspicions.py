@@ -1,8 +1,8 @@
-"""What speaks against the data, the weights, the optimizer or the update of a step."""
+"""What speaks against the data, the weights or the optimizer of a step, ahead of it."""
 
 import contextlib
-import itertools
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,9 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.patches import replaced
-from tfamp.numerics.triage.first_nonfinite import Examined, examine
-from tfamp.stepping.layer_calls import in_float32
+from tfamp.stepping.eager_step import Call, Observer, run_step, tapped
 from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.unchanged import unchanged
 
@@ -22,12 +20,13 @@ _OUTLIER = 1e3
 # A layer whose weights are so many times as large as initializers make them has
 # exploded: they give outputs about as large as inputs.
 _EXPLODED = 30.0
-# A loss that one update makes so many times as large has left where it was, if it is
-# beyond that of the other examples' targets, too: near 0 any number is many times it.
-_JUMP = 100.0
-_SMALL = 1e-3
-# What a learning rate that is too high is multiplied by, until the loss falls.
-_RATE_FACTORS = tuple(10.0**-n for n in range(1, 9))
+# No number of data is as large as this: its third power is beyond float32.
+_HUGE = 1e12
+# How an operation on a CPU says that nothing stands for an id or a label.
+_WITHOUT_A_ROW = re.compile(
+    r"indices\S* = -?\d+ is not in \[0, \d+\)"
+    r"|label value of -?\d+ which is outside the valid range of \[0, \d+\)"
+)
 
 
 class Suspicion(NamedTuple):
@@ -41,19 +40,29 @@ class Suspicion(NamedTuple):
 
 
 def bad_data(batch: Any) -> Iterator[Suspicion]:
-    """Yields a sentence for each part of a batch that holds inf or NaN."""
+    """Yields a sentence for each part of a batch that holds inf or NaN in float32."""
     for name, values in named_parts(batch):
         if values.dtype.kind == "f":
             bad = ~np.isfinite(values)
             if bad.any():
-                rows = sorted(set(np.argwhere(bad)[:, 0].tolist())) if bad.ndim else [0]
-                shown = ", ".join(map(str, rows[:5])) + (", …" if len(rows) > 5 else "")
-                yield Suspicion(
-                    None,
-                    f"`{name}` holds {int(bad.sum())} numbers that are inf or NaN, in "
-                    f"{len(rows)} of {len(values) if bad.ndim else 1} examples "
-                    f"(number {shown}).",
+                numbers = f"{int(bad.sum())} numbers that are inf or NaN"
+                yield Suspicion(None, f"`{name}` holds {numbers}, in {_examples(bad)}.")
+                continue
+            beyond = np.abs(values) > np.finfo(np.float32).max
+            if beyond.any():
+                such = f"such as {values[beyond].flat[0]:.3g}"
+                numbers = (
+                    f"{int(beyond.sum())} numbers that float32 cannot hold, {such}"
                 )
+                where = _examples(beyond)
+                yield Suspicion(None, f"`{name}` holds {numbers}, in {where}.")
+
+
+def _examples(bad: np.ndarray) -> str:
+    """Returns "2 of 16 examples (number 5, 9)" of where something is bad."""
+    rows = sorted(set(np.argwhere(bad)[:, 0].tolist())) if bad.ndim else [0]
+    shown = ", ".join(map(str, rows[:5])) + (", …" if len(rows) > 5 else "")
+    return f"{len(rows)} of {len(bad) if bad.ndim else 1} examples (number {shown})"
 
 
 def mended(batch: Any) -> Any:
@@ -66,6 +75,8 @@ def mended(batch: Any) -> Any:
         if part is None or not tf.convert_to_tensor(part).dtype.is_floating:
             return part
         tensor = tf.convert_to_tensor(part)
+        if tensor.dtype == tf.float64:  # what float32 cannot hold is inf to the model
+            tensor = tf.cast(tensor, tf.float32)
         is_good = tf.math.is_finite(tensor)
         others = tf.boolean_mask(tensor, is_good)
         mean = tf.reduce_mean(others) if len(others) else tf.ones((), tensor.dtype)
@@ -74,27 +85,123 @@ def mended(batch: Any) -> Any:
     return tf.nest.map_structure(finite, batch)
 
 
+def huge(batch: Any) -> Iterator[Suspicion]:
+    """Yields a sentence for each part of a batch with numbers that no data has."""
+    for name, values in named_parts(batch):
+        if (largest := _largest(values)) > _HUGE:
+            yield Suspicion(
+                None,
+                f"`{name}` reaches {largest:.3g}; with numbers of size one there the "
+                "step is finite.",
+            )
+
+
+def shrunk(batch: Any) -> Any:
+    """Returns a batch with numbers of size one in parts where no data is so large."""
+
+    def small(part: Any) -> Any:
+        if part is None or (largest := _largest(np.asarray(part))) <= _HUGE:
+            return part
+        return tf.cast(tf.cast(part, tf.float64) / largest, tf.float32)
+
+    return tf.nest.map_structure(small, batch)
+
+
+def _largest(values: np.ndarray) -> float:
+    """Returns the largest magnitude of numbers, 0 of anything else."""
+    if values.dtype.kind not in "fiu" or not values.size:
+        return 0.0
+    return float(np.abs(values.astype(np.float64)).max())
+
+
+def bad_ids(model: keras.Model, batch: Any) -> list[Suspicion]:
+    """Returns a sentence for each embedding that is asked for rows it does not have.
+
+    A CPU raises an error there; a GPU gives rows of zeros, and says nothing.
+    """
+    layers = [layer for _, layer, _ in structure.walk(model)]
+    if not any(isinstance(layer, keras.layers.Embedding) for layer in layers):
+        return []
+    seen = _Ids()
+    with (
+        unchanged(model),
+        tapped(model, seen, only=lambda s: isinstance(s.layer, keras.layers.Embedding)),
+        contextlib.suppress(tf.errors.InvalidArgumentError),
+    ):
+        run_step(model, batch)
+    return list(seen.found.values())
+
+
+class _Ids(Observer):
+    """Looks at the ids that embeddings get."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Suspicion] = {}
+
+    def on_call(self, call: Call) -> None:
+        """Notes ids without a row."""
+        given = (*call.args, *call.kwargs.values())[0]
+        ids = np.asarray(getattr(given, "values", given))  # of a sparse tensor
+        count = call.site.layer.input_dim
+        outside = (ids < 0) | (ids >= count)
+        if outside.any():
+            self.found[call.site.path] = Suspicion(
+                None,
+                f"{call.site.path!r} has rows 0 to {count - 1} and is asked for "
+                f"{int(outside.sum())} others, such as {int(ids[outside].flat[0])}, in "
+                f"{_examples(outside)}.",
+            )
+
+
+def without_a_row(error: Exception) -> Suspicion | None:
+    """Returns what an error says of an id or label that nothing stands for, if so."""
+    found = _WITHOUT_A_ROW.search(str(error))
+    if found is None:
+        return None
+    return Suspicion(None, f"The step raises an error: {found[0]}.")
+
+
 def bad_labels(model: keras.Model, batch: Any) -> Iterator[Suspicion]:
     """Yields a sentence where class numbers lie outside of the model's outputs."""
     _, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    loss = getattr(model, "loss", None)
-    name = loss if isinstance(loss, str) else type(loss).__name__
-    if "sparse" not in str(name).lower() or y is None or tf.nest.is_nested(y):
+    shapes = getattr(model, "output_shape", None) if model.built else None
+    for name, labels, loss, shape in _heads(y, getattr(model, "loss", None), shapes):
+        kind = loss if isinstance(loss, str) else type(loss).__name__
+        if "sparse" not in str(kind).lower() or not isinstance(shape, tuple):
+            continue
+        if not isinstance(shape[-1], int):
+            continue
+        values = np.asarray(labels)
+        outside = (values < 0) | (values >= shape[-1])
+        ignored = getattr(loss, "ignore_class", None)
+        if ignored is not None:
+            outside &= values != ignored
+        if outside.any():
+            such = values[outside].flat[0]
+            yield Suspicion(
+                None,
+                f"`{name}` holds {int(outside.sum())} class numbers such as {such}, "
+                f"while the model gives {shape[-1]} classes.",
+            )
+
+
+def _heads(y: Any, losses: Any, shapes: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yields name, targets, loss and shape of each output, as far as they are known."""
+    if y is None:
         return
-    shape = getattr(model, "output_shape", None) if model.built else None
-    if not isinstance(shape, tuple) or not isinstance(shape[-1], int):
-        return
-    values = np.asarray(y)
-    outside = (values < 0) | (values >= shape[-1])
-    ignored = getattr(loss, "ignore_class", None)
-    if ignored is not None:
-        outside &= values != ignored
-    if outside.any():
-        yield Suspicion(
-            None,
-            f"`y` holds {int(outside.sum())} class numbers such as "
-            f"{values[outside].flat[0]}, while the model gives {shape[-1]} classes.",
-        )
+    if isinstance(y, dict):
+        for name, part in y.items():
+            one = losses.get(name) if isinstance(losses, dict) else losses
+            shape = shapes.get(name) if isinstance(shapes, dict) else None
+            yield f"y/{name}", part, one, shape
+    elif isinstance(y, (list, tuple)):
+        for i, part in enumerate(y):
+            several = isinstance(losses, (list, tuple)) and len(losses) == len(y)
+            known = isinstance(shapes, list) and len(shapes) == len(y)
+            one = losses[i] if several else losses
+            yield f"y/{i}", part, one, shapes[i] if known else None
+    elif not isinstance(losses, (dict, list, tuple)):
+        yield "y", y, losses, shapes
 
 
 def outliers(batch: Any) -> np.ndarray:
@@ -158,24 +265,102 @@ def bad_slots(model: keras.Model) -> Iterator[Suspicion]:
                 )
 
 
-def exploded(model: keras.Model) -> Iterator[Suspicion]:
-    """Yields the layers whose weights are far too large, the worst one first."""
+class Large(NamedTuple):
+    """A weight that is far larger than initializers make it.
+
+    `gain` is what it multiplies its inputs by; initializers make that about 1.
+    """
+
+    gain: float
+    path: str
+    weight: Any
+    is_table: bool
+
+    @property
+    def sentence(self) -> str:
+        """The weight and the figure."""
+        does = "holds rows of numbers of" if self.is_table else "multiplies by"
+        return (
+            f"The weight {self.weight.path!r} {does} about {self.gain:.3g}; "
+            "initializers make that about 1."
+        )
+
+
+def large_weights(model: keras.Model) -> list[Large]:
+    """Returns the weights that are far too large, the worst first.
+
+    They are no fault by themselves: of sparse inputs a weight of size one is right.
+    """
     found = []
     for path, layer, _ in structure.walk(model):
+        # A row of an embedding is looked up, and multiplies nothing.
+        is_table = isinstance(layer, keras.layers.Embedding)
         for weight in structure.own_weights(layer):
-            values = np.asarray(tf.cast(weight.value, tf.float32), np.float64)
-            finite = values[np.isfinite(values)]
-            if values.ndim < 2 or not weight.trainable or not finite.size:
-                continue
-            # A row of an embedding is looked up, and multiplies nothing.
-            is_table = isinstance(layer, keras.layers.Embedding)
-            fan_in = 1 if is_table else math.prod(values.shape[:-1])
-            gain = float(np.sqrt(np.mean(np.square(finite)) * fan_in))
+            gain = _gain(weight, is_table=is_table) if weight.trainable else 0.0
             if gain > _EXPLODED:
-                does = "holds rows of numbers of" if is_table else "multiplies by"
-                found.append((gain, path, f"{weight.path!r} {does} about {gain:.3g}"))
-    for _, path, sentence in sorted(found, reverse=True):
-        yield Suspicion(path, f"The weight {sentence}; initializers make that about 1.")
+                found.append(Large(gain, path, weight, is_table))
+    return sorted(found, key=lambda each: -each.gain)
+
+
+def _gain(weight: Any, *, is_table: bool) -> float:
+    """Returns by how much a matrix multiplies inputs, 0 where it is none."""
+    values = _values_of(weight)
+    finite = values[np.isfinite(values)]
+    if values.ndim < 2 or not finite.size:
+        return 0.0
+    fan_in = 1 if is_table else math.prod(values.shape[:-1])
+    return float(np.sqrt(np.mean(np.square(finite)) * fan_in))
+
+
+def _values_of(weight: Any) -> np.ndarray:
+    return np.asarray(tf.cast(weight.value, tf.float32), np.float64)
+
+
+@contextlib.contextmanager
+def tamed(model: keras.Model) -> Iterator[None]:
+    """Gives weights that are too large, or not finite, the size of fresh ones.
+
+    That is inside the block; what stands for numbers that are lost is drawn anew.
+    """
+    random = np.random.default_rng(0)
+    with unchanged(model):
+        for _, layer, _ in structure.walk(model):
+            is_table = isinstance(layer, keras.layers.Embedding)
+            for weight in structure.own_weights(layer):
+                if "float" not in str(weight.dtype):
+                    continue
+                values = _values_of(weight)
+                bad = ~np.isfinite(values)
+                size = _gain(weight, is_table=is_table)
+                if values.ndim < 2 and not bad.all():
+                    size = float(np.abs(values[~bad]).max())
+                if not bad.any() and not (weight.trainable and size > _EXPLODED):
+                    continue
+                if size > _EXPLODED:
+                    values /= size
+                spread = 0.0
+                if values.ndim > 1:
+                    fan_in = 1 if is_table else math.prod(values.shape[:-1])
+                    spread = fan_in**-0.5
+                values[bad] = spread * random.normal(size=int(bad.sum()))
+                weight.assign(values.astype(np.float32))
+        yield
+
+
+def bad_losses(model: keras.Model) -> Suspicion | None:
+    """Returns the innermost layer of which a loss that it adds is not finite."""
+    found = None
+    for path, layer, _ in structure.walk(model):
+        if layer is model:
+            continue
+        losses = [np.asarray(tf.cast(each, tf.float32)) for each in layer.losses]
+        if not all(np.isfinite(each).all() for each in losses):
+            found = Suspicion(
+                path,
+                f"The losses that {path!r} adds, such as its regularizers, are not "
+                "finite in float32, while all that the layers give is.",
+            )
+    return found
 
 
 def named_parts(batch: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -192,110 +377,3 @@ def named_parts(batch: Any) -> Iterator[tuple[str, np.ndarray]]:
             is_half = getattr(leaf, "dtype", None) in (tf.bfloat16, tf.float16)
             values = np.asarray(tf.cast(leaf, tf.float32) if is_half else leaf)
             yield "/".join([name, *map(str, path)]), values
-
-
-class Softer(NamedTuple):
-    """A learning rate that does no harm.
-
-    A factor on the present one, and the loss after an update.
-    """
-
-    factor: float
-    loss: float
-
-
-class Update:
-    """The update of the one optimizer that a model is compiled with.
-
-    It is by the gradients of each trained variable at the learning rate of the step.
-    """
-
-    def __init__(
-        self, model: keras.Model, batch: Any, gradients: list[tf.Tensor], rate: float
-    ) -> None:
-        self.rate = rate
-        self._model, self._batch, self._gradients = model, batch, gradients
-
-    @classmethod
-    def of(
-        cls, model: keras.Model, batch: Any, exact: Examined, rate: float | None
-    ) -> "Update | None":
-        """Returns the update of a float32 step, None where it has others or none."""
-        trained = list(model.trainable_variables)
-        found = {id(v): g for v, g in exact.step.gradients if g is not None}
-        if rate is None or not {id(v) for v in trained} >= set(found):
-            return None
-        gradients = [found.get(id(v), tf.zeros_like(v.value)) for v in trained]
-        return cls(model, batch, gradients, rate)
-
-    def bad_weight(self) -> Suspicion | None:
-        """Returns the first weight that the update makes inf or NaN."""
-        with self._applied():
-            found = next(bad_weights(self._model), None)
-        if found is None:
-            return None
-        return found._replace(
-            sentence="Loss and gradients are finite, and the update makes weights that "
-            f"are not: {found.sentence.replace(' already', '')}"
-        )
-
-    def loss_after(self, rate_factor: float = 1.0) -> float | None:
-        """Returns the loss of the batch after the update, None where it has none."""
-        with self._applied(rate_factor), in_float32(self._model):
-            after = examine(self._model, self._batch, loss_scale=1.0).step.loss
-        return None if after is None else float(after)
-
-    def is_jump(self, before: float, after: float) -> bool:
-        """States whether an update has taken the loss far from where it was."""
-        if self._is_runaway(before, after):
-            return True
-        if after <= before + _JUMP * max(abs(before), _SMALL):
-            return False
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(self._batch)
-        if y is None:
-            return True
-        others = tf.nest.map_structure(lambda part: tf.roll(part, 1, axis=0), y)
-        batch = keras.utils.pack_x_y_sample_weight(x, others, weight)
-        with unchanged(self._model), in_float32(self._model):
-            guess = examine(self._model, batch, loss_scale=1.0).step.loss
-        return guess is None or not after <= float(guess)
-
-    def softer(self, before: float) -> Softer | None:
-        """Returns a tenth of the largest learning rate that does not raise the loss.
-
-        At the largest one training only just goes well: a range test, too, takes a rate
-        an order below the one from which the loss rises.
-        """
-        for edge, factor in itertools.pairwise(_RATE_FACTORS):
-            at_edge = self.loss_after(edge)
-            if at_edge is None or not at_edge <= before:
-                continue
-            if not self._is_runaway(before, at_edge, edge):
-                after = self.loss_after(factor)
-                return None if after is None else Softer(factor, after)
-        return None
-
-    def _is_runaway(
-        self, before: float, after: float, rate_factor: float = 1.0
-    ) -> bool:
-        """States whether an update has thrown a loss down that has no lowest value.
-
-        A healthy update may lower such a loss by any factor, so the weights decide.
-        """
-        if after == -math.inf:
-            return True
-        if not before - after > _JUMP * max(abs(before), _SMALL):
-            return False
-        with self._applied(rate_factor):
-            return next(exploded(self._model), None) is not None
-
-    @contextlib.contextmanager
-    def _applied(self, rate_factor: float = 1.0) -> Iterator[None]:
-        optimizer = self._model.optimizer
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        with (
-            unchanged(self._model),
-            replaced(inner, _learning_rate=self.rate * rate_factor),
-        ):
-            inner.apply(self._gradients, list(self._model.trainable_variables))
-            yield
