@@ -312,9 +312,10 @@ class Pipeline(PipelineSelection):
             ValueError: No batch would be left, or stages do not go together.
             OSError: The disk is too small for the cache.
         """
-        build = plan.Build(self.source, self.stages, autotune)
-        self._builds.append(build)
-        return build.dataset()
+        build = plan.Build(self.stages)
+        if build.counts:
+            self._builds.append(build)
+        return build.dataset(self.source, autotune)
 
     def describe(self, autotune: Autotune = "auto") -> str:
         """Prints the plan as a table: each stage, its setting, and why.

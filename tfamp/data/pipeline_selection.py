@@ -238,8 +238,10 @@ class PipelineSelection(PipelineSources):
         Args:
             buffer_size: Elements held to draw from. None for all of them where they
                 fit into 256 MiB or the source is arrays, else for what fits there:
-                the shuffle is then approximate, and `describe` says so. Where sizes
-                vary, as those of texts, `build` reads 32 elements to tell.
+                the shuffle is then approximate, and `describe` says so. What counts is
+                memory, about 200 bytes for each tensor beside its values. Where sizes
+                vary, as those of texts, `build` reads 32 elements to tell; where the
+                end is not known, at most 262,144 are held.
             seed: Same seed, same sequence of orders, epoch by epoch. TensorFlow
                 mixes it with the global seed if one is set. None for another
                 sequence each time. Several worker processes need one, the same in

@@ -17,8 +17,10 @@ from tfamp.data.sources import RandomAccess, Source, gather_step
 from tfamp.data.sources._files import ChunkedSource
 from tfamp.data.sources.datasets import ArraySource
 from tfamp.data.stages import (
+    MAX_BUFFERED_POSITIONS,
     ORDER,
     Autotune,
+    Permutation,
     Role,
     Settings,
     Stage,
@@ -169,8 +171,7 @@ def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
     # Elements that a sampler draws on the stream are shuffled behind it.
     is_free = shuffle is not None and samplers == drawn
     if is_free and (drawn or shuffle.is_too_large(source)):
-        size = shuffle.buffer_size or source.num_examples
-        found.append(dataclasses.replace(shuffle, buffer_size=size))
+        found.append(_shuffled_positions(shuffle, source.num_examples, bool(drawn)))
         drawn = [*drawn, shuffle]
     if not found:
         return plan
@@ -183,6 +184,16 @@ def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
     return dataclasses.replace(
         plan, first=(*plan.first, *found), rest=tuple(rest), reads="positions"
     )
+
+
+def _shuffled_positions(shuffle: Any, num_examples: int, are_drawn: bool) -> Any:
+    """Returns a shuffle as it acts on positions, which a sampler has drawn, or all."""
+    size = shuffle.buffer_size or num_examples
+    if size < num_examples or num_examples <= MAX_BUFFERED_POSITIONS:
+        return dataclasses.replace(shuffle, buffer_size=size)
+    if are_drawn:  # in random order already
+        return dataclasses.replace(shuffle, buffer_size=MAX_BUFFERED_POSITIONS)
+    return Permutation(num_examples, shuffle.seed)
 
 
 def _batch_chunks(plan: PipelinePlan) -> PipelinePlan:
@@ -265,17 +276,20 @@ RULES = (
 
 
 class Build:
-    """A dataset of a pipeline, and copies of its stages with counts of their own."""
+    """Copies of a pipeline's stages with counts of their own, for one dataset.
 
-    def __init__(
-        self, source: Source, stages: Sequence[Stage], autotune: Autotune
-    ) -> None:
+    A pipeline keeps its builds for these counts. So a build holds neither the plan nor
+    the dataset, which may hold a copy of a part of the data.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = tuple(stage.for_build() for stage in stages)
-        self._plan = make_plan(source, self.stages, settings_of(autotune))
+        pairs = zip(self.stages, stages, strict=True)
+        self.counts = any(own is not given for own, given in pairs)
 
-    def dataset(self) -> tf.data.Dataset:
+    def dataset(self, source: Source, autotune: Autotune) -> tf.data.Dataset:
         """Returns the dataset, after every step's own checks."""
-        plan = self._plan
+        plan = make_plan(source, self.stages, settings_of(autotune))
         policy = workers.shard_policy(plan.source, plan.steps)
         for stage in self.stages:
             if isinstance(stage, Shard):

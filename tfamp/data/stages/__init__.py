@@ -14,9 +14,10 @@ from typing import Any, ClassVar, Literal
 import tensorflow as tf
 
 from tfamp.data._elements import (
-    bytes_of_element,
+    bytes_held,
     bytes_of_first,
     known_length,
+    with_length,
 )
 from tfamp.machine.cpus import num_usable_cpus
 from tfamp.records import checks
@@ -31,6 +32,12 @@ MIN_SHUFFLE_BUFFER = 64
 # fails too, memory is bounded by count.
 NUM_MEASURED = 32
 DEFAULT_SHUFFLE_BUFFER = 10_000
+# A buffer is filled before the first batch comes. Where the end of the elements is not
+# known, more than so many would keep a model waiting for seconds.
+MAX_OPEN_BUFFER = 2**18
+# Positions in a buffer take 25 times their 8 bytes. Beyond so many, 200 MiB, their
+# order is drawn as one tensor.
+MAX_BUFFERED_POSITIONS = 2**20
 # One batch in use, one ready. More only holds memory once the input keeps up.
 DEFAULT_PREFETCH = 2
 # A result that waits for its turn counts as a call too, so with one call for each
@@ -80,12 +87,15 @@ def shuffle_buffer_size(num_elements: int | None, element_bytes: int | None) -> 
     """Returns how many elements to hold for shuffling when the user did not say.
 
     All of them where they fit `SHUFFLE_BUFFER_BYTES`: only then is the shuffle exact.
+    Their bytes are those that they take in a buffer (`bytes_held`).
 
     Example:
-        >>> shuffle_buffer_size(60_000, 784)  # 45 MiB: all of it
+        >>> shuffle_buffer_size(60_000, 28 * 28 + 8 + 2 * 200)  # 68 MiB: all of it
         60000
         >>> shuffle_buffer_size(1_200_000, 224 * 224 * 3)
         1783
+        >>> shuffle_buffer_size(None, 408)  # of a dataset that may have no end
+        262144
         >>> shuffle_buffer_size(None, None)
         10000
     """
@@ -94,7 +104,8 @@ def shuffle_buffer_size(num_elements: int | None, element_bytes: int | None) -> 
     else:
         held = SHUFFLE_BUFFER_BYTES // max(1, element_bytes)
         fitting = max(MIN_SHUFFLE_BUFFER, held)
-    return fitting if num_elements is None else min(num_elements, fitting)
+    most = MAX_OPEN_BUFFER if num_elements is None else num_elements
+    return min(most, fitting)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +280,7 @@ class Shuffle(Stage):
         length = known_length(dataset)
         if self.buffer_size is not None:
             return self.buffer_size if length is None else min(self.buffer_size, length)
-        element_bytes = bytes_of_element(dataset.element_spec)
+        element_bytes = bytes_held(dataset.element_spec)
         if element_bytes is None:
             return None
         return shuffle_buffer_size(length, element_bytes)
@@ -277,7 +288,7 @@ class Shuffle(Stage):
     def is_too_large(self, source: Any) -> bool:
         """Whether a buffer of a source's elements would take much memory."""
         dataset = tf.data.Dataset.from_tensor_slices(source.tensors)
-        element_bytes = bytes_of_element(dataset.element_spec)
+        element_bytes = bytes_held(dataset.element_spec)
         held = self.buffer_size or source.num_examples
         return element_bytes is None or held * element_bytes > SHUFFLE_BUFFER_BYTES
 
@@ -305,9 +316,29 @@ class Shuffle(Stage):
             reason = "holds every element: an exact shuffle, new each epoch"
         elif self.buffer_size is not None:
             reason = "as asked; elements further apart than this keep their order"
+        elif size == MAX_OPEN_BUFFER:
+            reason = "as many as are soon read, as the end is not known: approximate"
         else:
             reason = f"{limit}: approximate"
         return f"{size:,} elements, {seed}", reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Permutation(Shuffle):
+    """Puts all positions of a source in a new random order, drawn as one tensor."""
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the positions in an order that is drawn as an epoch begins."""
+        length = known_length(dataset) or 0
+        numbers = tf.data.Dataset.random(self.seed, rerandomize_each_iteration=True)
+
+        def drawn(seed: tf.Tensor) -> tf.data.Dataset:
+            every = tf.range(length, dtype=tf.int64)
+            order = tf.random.experimental.stateless_shuffle(every, seed)
+            return tf.data.Dataset.from_tensor_slices(order)
+
+        seeds = numbers.take(2).batch(2, drop_remainder=True)
+        return with_length(seeds.flat_map(drawn), length)
 
 
 @dataclasses.dataclass(frozen=True)

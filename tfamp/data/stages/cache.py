@@ -17,6 +17,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.data._elements import (
+    bytes_held,
     bytes_of_element,
     bytes_of_first,
     is_endless,
@@ -83,7 +84,7 @@ class Cache(Stage):
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
         reason = "after map: done once; before shuffle: order varies"
-        num_bytes = _expected_bytes(dataset)
+        num_bytes = _expected_bytes(dataset, bytes_held(dataset.element_spec))
         size = "size unknown" if num_bytes is None else units.format_bytes(num_bytes)
         return f"memory, {size}", reason
 
@@ -160,7 +161,8 @@ class FileCache(Stage):
                 "files are removed and it is built again."
             )
             logging.warning(text, files.stem, len(left))
-        needed, length = _expected_bytes(dataset), known_length(dataset)
+        needed = _expected_bytes(dataset, bytes_of_element(dataset.element_spec))
+        length = known_length(dataset)
         if needed is None and length is not None:
             each = bytes_of_first(dataset, _SAMPLED, beside=_OVERHEAD_BYTES)
             needed = None if each is None else each * length
@@ -314,9 +316,8 @@ def _full_disk(files: CacheFiles, num_bytes: int, needed: int | None) -> OSError
     )
 
 
-def _expected_bytes(dataset: tf.data.Dataset) -> int | None:
+def _expected_bytes(dataset: tf.data.Dataset, element_bytes: int | None) -> int | None:
     """Returns what all elements take, None where shapes or the length vary."""
-    element_bytes = bytes_of_element(dataset.element_spec)
     length = known_length(dataset)
     return None if element_bytes is None or length is None else element_bytes * length
 
