@@ -461,9 +461,9 @@ def test_it_runs_behind_the_cache_and_the_shuffle_and_before_the_batch(capsys):
     pipeline = (
         marked()
         .prefetch()
+        .map(lambda x, y: (x, y))
         .batch(4)
         .augment(add_1000, add_strength, ramp_epochs=3, seed=1)
-        .map(lambda x, y: (x, y))
         .shuffle(seed=1)
         .cache("memory")
     )

@@ -8,8 +8,8 @@ import pytest
 from tests.data_distribute_test import KINDS, NUM, arrays, inputs_of
 from tests.refusals import refusals
 from tfamp.data import Pipeline
-from tfamp.data.plan import Build
-from tfamp.data.stages import workers
+from tfamp.data.plan import make_plan
+from tfamp.data.stages import settings_of, workers
 
 VARIABLES = ("TF_CONFIG", "SM_HOSTS", "SLURM_JOB_ID", "JOB_COMPLETION_INDEX")
 
@@ -82,8 +82,8 @@ def test_one_process_has_all_elements_and_no_copy(join):
         pipeline
     )
     assert [int(x) for x, _ in pipeline.build()] == list(range(NUM))
-    source = Build(pipeline.source, pipeline.stages, "auto")._plan.source
-    assert source is pipeline.source
+    plan = make_plan(pipeline.source, pipeline.stages, settings_of("auto"))
+    assert plan.source is pipeline.source
 
 
 def test_a_part_by_the_cluster_is_the_one_of_its_numbers(join):

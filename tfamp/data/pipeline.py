@@ -29,7 +29,10 @@ class Pipeline(PipelineSelection):
 
     Start with a `from_...` method, add stages in any order, and call `build`. The
     stages run in the order in which they are right: map, cache, shuffle, augment,
-    batch, prefetch. A pipeline never changes: each method returns a new one, so a
+    batch, prefetch. Where your order changes the result it counts: a `.map` or a
+    `.filter` written after `.batch` gets batches, and one that draws at random stays
+    behind a `.cache` it is written after. `describe` says what runs ahead of what it
+    was written behind. A pipeline never changes: each method returns a new one, so a
     common beginning can be shared by training and validation.
 
     Dtypes are kept. Leave images in uint8 and scale them in the model's first
@@ -107,8 +110,10 @@ class Pipeline(PipelineSelection):
     def map(self, function: Callable[..., Any]) -> "Self":
         """Calls a function on every element, on all cores, in order.
 
-        It runs before the cache. Random changes that should differ each epoch
-        belong into `.augment`.
+        It runs before the cache, and once, wherever that gives the same. Written after
+        `.batch` or `.bucket` it gets whole batches; written after `.cache`, a function
+        that draws at random, keeps a state, reads files or runs Python is called anew
+        in each epoch. May come several times; maps and filters run as they are written.
 
         Args:
             function: As `tf.data.Dataset.map` takes it: called with the parts of
@@ -119,7 +124,6 @@ class Pipeline(PipelineSelection):
 
         Raises:
             TypeError: `function` cannot be called.
-            ValueError: There is a map already.
         """
         return self._with(Map(function))
 
@@ -167,9 +171,9 @@ class Pipeline(PipelineSelection):
         of change; arrays by their bytes), of every step before the cache (functions
         by their code and what they refer to, layers by their state, files that
         constants name) and of the versions, so a pipeline that changed builds its
-        own. What it cannot see, such as files that a function opens, is logged and
-        stands in `describe`. An earlier version of the same part of the same source
-        that nobody reads is removed, which is logged.
+        own. What it cannot see, such as files that a function reads by a name it is
+        given, is logged and stands in `describe`. An earlier version of the same part
+        of the same source that nobody reads is removed, which is logged.
 
         A pass that is broken off leaves nothing but an empty file to lock, and what a
         killed process left is removed by the next one. A process that finds another

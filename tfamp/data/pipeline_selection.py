@@ -116,7 +116,8 @@ class PipelineSelection(PipelineSources):
         nothing ends in an error. May come several times.
 
         Args:
-            predicate: Called with the parts of an element; returns one boolean.
+            predicate: Called with the parts of an element, of a batch where it is
+                written after `.batch` or `.bucket`; returns one boolean.
             missing: "drop" drops elements with a missing value in any input; "mean",
                 "median" or "mode" fills it from `statistics`; a number fills NaN.
                 Missing is NaN, and what `statistics` were told of. An imputer of

@@ -321,13 +321,9 @@ class PipelineSources:
         """Returns the pipeline with one more stage."""
         is_there = any(stage.name == other.name for other in self.stages)
         if is_there and Role.REPEATS not in ORDER[stage.name]:
-            advice = (
-                "Call both functions from one"
-                if stage.name == "map"
-                else "Keep the one that is meant"
-            )
             raise ValueError(
                 f"`.{stage.name}` came twice; expected each stage once, since the "
-                f"order they run in does not follow the order of the calls. {advice}."
+                "order they run in does not follow the order of the calls. Keep the "
+                "one that is meant."
             )
         return dataclasses.replace(self, stages=(*self.stages, stage))

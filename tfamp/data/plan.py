@@ -6,25 +6,28 @@ for speed or exactness, and each a function of its own. `make_plan` applies both
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import rich.box
 import tensorflow as tf
 
 from tfamp.data._elements import known_length, of_unknown_length
+from tfamp.data.order import in_order
 from tfamp.data.sources import RandomAccess, Source, gather_step
 from tfamp.data.sources._files import ChunkedSource
 from tfamp.data.sources.datasets import ArraySource
 from tfamp.data.stages import (
     MAX_BUFFERED_POSITIONS,
-    ORDER,
     Autotune,
     Permutation,
     Role,
     Settings,
     Stage,
     Step,
+    acts_on_batches,
     check_pairs,
     has_role,
     settings_of,
@@ -37,8 +40,6 @@ from tfamp.data.stages.dropped import Careful
 from tfamp.data.stages.workers import Service, Shard, before_service
 from tfamp.records import console
 
-_PLACES = {name: place for place, name in enumerate(ORDER)}
-
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
@@ -46,6 +47,7 @@ class PipelinePlan:
 
     Attributes:
         rest: Steps on elements, or on chunks of them, first to last.
+        passed: Of stages, by name, those that were written before and run after them.
         first: Steps before these, on the source as a whole or on positions in it.
         reads: What the first step is given.
     """
@@ -53,6 +55,7 @@ class PipelinePlan:
     source: Source
     settings: Settings
     rest: tuple[Stage, ...]
+    passed: Mapping[str, tuple[str, ...]]
     first: tuple[Stage, ...] = ()
     reads: Literal["elements", "positions", "chunks"] = "elements"
 
@@ -77,10 +80,12 @@ def make_plan(
     source: Source, stages: Sequence[Stage], settings: Settings
 ) -> PipelinePlan:
     """Returns the plan of stages that were asked for in any order."""
-    rest = sorted(stages, key=lambda stage: _PLACES[stage.name])
-    check_pairs(rest)
+    check_pairs(stages)
+    placed = in_order(source, stages, settings)
+    passed = {one.stage.name: one.passed for one in placed if one.passed}
+    rest = [one.stage for one in placed]
     if rest and rest[0].name == "on_error":
-        calls = any(has_role(stage, Role.CALLS) for stage in rest)
+        calls = any(map(_calls_with_care, rest))
         if not (calls or source.skips_errors):
             raise ValueError(
                 "`.on_error('skip')` has nothing to act on: this source reads what is "
@@ -90,7 +95,7 @@ def make_plan(
         on_error: Any = rest.pop(0)
         on_error = dataclasses.replace(on_error, is_last=not calls)
         settings = dataclasses.replace(settings, errors=on_error)
-    plan = PipelinePlan(source, settings, tuple(rest))
+    plan = PipelinePlan(source, settings, tuple(rest), passed)
     for rule in RULES:
         plan = rule(plan)
     return plan
@@ -163,7 +168,8 @@ def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
     if "service" in names or not isinstance(source, RandomAccess) or "cache" in names:
         return plan
     samplers: list[Any] = [step for step in left if has_role(step, Role.DRAWS)]
-    drawn = samplers if "filter" not in names else []
+    judges = [one for one in left if one.name == "filter" and not one.stays_behind]  # type: ignore[attr-defined]
+    drawn = samplers if not judges else []
     found: list[Any] = [
         dataclasses.replace(sampler, source=source) for sampler in drawn
     ]
@@ -178,9 +184,12 @@ def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
     rest = [step for step in plan.rest if step not in drawn]
     # A batch of positions is read at once.
     split = 1 if rest and rest[0].name == "batch" else 0
-    rest.insert(
-        split, gather_step(source, plan.settings, "batch" if split else "element")
+    following = [step for step in rest if not isinstance(step, Step)][:1]
+    numbered = plan.settings.errors is not None and any(
+        map(_calls_with_care, following)
     )
+    what = "batch" if split else "element"
+    rest.insert(split, gather_step(source, plan.settings, what, is_numbered=numbered))
     return dataclasses.replace(
         plan, first=(*plan.first, *found), rest=tuple(rest), reads="positions"
     )
@@ -209,27 +218,57 @@ def _batch_chunks(plan: PipelinePlan) -> PipelinePlan:
 def _skip_errors(plan: PipelinePlan) -> PipelinePlan:
     """Where damaged elements are skipped, one careful step makes all calls.
 
-    It acts on numbered elements, so that those it skips can be named.
+    It acts on numbered elements, so that those it skips can be named. Calls behind a
+    filter or a cache make a step of their own.
     """
     on_error = plan.settings.errors
-    calls: list[Any] = [step for step in plan.rest if has_role(step, Role.CALLS)]
-    if on_error is None or not calls:
-        rest = plan.rest if on_error is None else (on_error, *plan.rest)
-        return dataclasses.replace(plan, rest=rest)
-    careful = Careful(
-        tuple(step.function for step in calls),
-        tuple(step.name for step in calls),
-        plan.source.locate,
-        on_error,
-    )
-    at = plan.rest.index(calls[0])
-    before = [step.numbered() for step in plan.rest[:at]]
-    if not any(step.name == "gather" for step in before):
-        reason = "so that a skipped element can be named"
-        act = tf.data.Dataset.enumerate
-        before.insert(0, Step("number", "positions", reason, act=act))
-    behind = [step for step in plan.rest[at:] if step not in calls]
-    return dataclasses.replace(plan, rest=(*before, careful, on_error, *behind))
+    if on_error is None:
+        return plan
+    done: list[Stage] = []
+    careful: list[int] = []  # their places
+    for is_called, run in itertools.groupby(plan.rest, _calls_with_care):
+        calls: list[Any] = list(run)
+        if not is_called:
+            done += calls
+            continue
+        locate = plan.source.locate
+        if all(map(_keeps_positions, done)):
+            done = [step.numbered() for step in done]
+            if not any(step.name == "gather" for step in done):
+                done.insert(0, _numbers())
+        else:
+            done.append(_numbers())
+            locate = functools.partial(_place_behind, calls[0].name)
+        careful.append(len(done))
+        functions = tuple(step.function for step in calls)
+        names = tuple(step.name for step in calls)
+        done.append(Careful(functions, names, locate, on_error))
+    for at in careful:
+        ends = {"is_first": at == careful[0], "is_last": at == careful[-1]}
+        done[at] = dataclasses.replace(done[at], **ends)
+    done.insert(careful[-1] + 1 if careful else 0, on_error)
+    return dataclasses.replace(plan, rest=tuple(done))
+
+
+def _calls_with_care(step: Stage) -> bool:
+    """States whether a step calls a function on single elements, which may fail."""
+    return has_role(step, Role.CALLS) and not acts_on_batches(step)
+
+
+def _keeps_positions(step: Stage) -> bool:
+    """States whether elements behind a step can be told by their place in a source."""
+    if isinstance(step, Step):
+        return step.act is None or step.name == "gather"
+    return has_role(step, Role.CUTS)
+
+
+def _numbers() -> Step:
+    reason = "so that a skipped element can be named"
+    return Step("number", "positions", reason, act=tf.data.Dataset.enumerate)
+
+
+def _place_behind(name: str, position: int) -> str:
+    return f"element {position} of those that reach `.{name}`"
 
 
 def _decode_batches(plan: PipelinePlan) -> PipelinePlan:
@@ -333,7 +372,11 @@ def describe(
     rows = [("source", *plan.source.explain(plan.source.dataset(plan.settings)))]
     dataset = plan.start()
     for step in plan.steps:
-        rows.append((step.name, *step.explain(dataset, plan.settings)))
+        setting, reason = step.explain(dataset, plan.settings)
+        passed = [f"`.{name}`" for name in plan.passed.get(step.name, ())]
+        if passed:
+            reason += f"; ahead of {', '.join(passed)}, though written behind"
+        rows.append((step.name, setting, reason))
         dataset = step.preview(dataset, plan.settings)
     if plan.settings.autotune:
         threads = ("tf.data chooses", "autotune=True: may stall an epoch's end")

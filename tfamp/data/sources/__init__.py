@@ -113,15 +113,17 @@ class RandomAccess(Source):
         return self.tensors
 
 
-def gather_step(source: RandomAccess, settings: Settings, what: str) -> Step:
+def gather_step(
+    source: RandomAccess, settings: Settings, what: str, *, is_numbered: bool
+) -> Step:
     """Returns the step that reads elements, or batches of them, by their positions.
 
-    Where errors are skipped it gives pairs (position, element).
+    Where it `is_numbered` it gives pairs (position, element).
     """
 
     def read(position: tf.Tensor) -> Any:
         rows = source.rows(position)
-        return rows if settings.errors is None else (position, rows)
+        return (position, rows) if is_numbered else rows
 
     setting = f"one {what} a call, {settings.parallelism}"
     reason = "order drawn on positions, then read: exact at any size"

@@ -117,6 +117,8 @@ class Stage(abc.ABC):
     """
 
     name: ClassVar[str]
+    # Whether it may act on whole batches, where it is written behind these.
+    takes_batches: ClassVar[bool] = False
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises or warns, before anything runs, if `dataset` does not suit."""
@@ -187,15 +189,15 @@ class Role(enum.Enum):
     BATCHES = "joins elements into batches"
 
 
-# First to last, by the names of the verbs.
+# First to last, by the names of the verbs. `order.py` has what stays as written.
 ORDER: dict[str, set[Role]] = {
     "on_error": set(),  # a setting of what follows
     "subset": {Role.CUTS},  # before all that costs; the same for all workers
     "shard": {Role.CUTS},
     "decode": {Role.CALLS},
-    "map": {Role.CALLS},
+    "map": {Role.CALLS, Role.REPEATS},
     "service": set(),  # behind what costs, before what looks at other elements
-    "filter": {Role.REPEATS},  # sees what `.map` made, and once, as a cache follows
+    "filter": {Role.REPEATS},  # once, as a cache follows
     "cache": set(),  # behind what is the same in all epochs, before what differs
     "balance": {Role.DRAWS, Role.SEEDED},
     "weights": {Role.DRAWS, Role.SEEDED},
@@ -227,6 +229,22 @@ def check_pairs(stages: Sequence[Stage]) -> None:
         )
 
 
+def acts_on_batches(step: Stage) -> bool:
+    """States whether a step is given whole batches."""
+    return has_role(step, Role.BATCHES) or (
+        getattr(step, "stays_behind", "") in ("batch", "bucket")
+    )
+
+
+def as_written(stays_behind: str) -> str:
+    """Returns why a function runs behind a stage that it could pass, "" if none."""
+    if not stays_behind:
+        return ""
+    if stays_behind in ("batch", "bucket"):
+        return f"on whole batches, as it is written behind `.{stays_behind}`"
+    return f"behind `.{stays_behind}`, as written: ahead of it the result is another"
+
+
 def map_in_order(
     dataset: tf.data.Dataset, function: Callable[..., Any], settings: Settings
 ) -> tf.data.Dataset:
@@ -238,10 +256,16 @@ def map_in_order(
 
 @dataclasses.dataclass(frozen=True)
 class Map(Stage):
-    """Calls the user's function on every element."""
+    """Calls the user's function on every element.
+
+    Attributes:
+        stays_behind: The stage that it stays behind as written, "" for none.
+    """
 
     name: ClassVar[str] = "map"
+    takes_batches: ClassVar[bool] = True
     function: Callable[..., Any]
+    stays_behind: str = dataclasses.field(default="", compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -251,6 +275,15 @@ class Map(Stage):
                 "y)`."
             )
 
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """The user's functions in it."""
+        return (self.function,)
+
+    def behind(self, name: str) -> "Map":
+        """Returns the stage as it stays behind another one."""
+        return dataclasses.replace(self, stays_behind=name)
+
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Maps in parallel and keeps the order of the elements."""
         return map_in_order(dataset, self.function, settings)
@@ -258,7 +291,8 @@ class Map(Stage):
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
         name = getattr(self.function, "__name__", repr(self.function))
-        return f"{name}, {settings.parallelism}", "one thread for each core"
+        reason = as_written(self.stays_behind) or "one thread for each core"
+        return f"{name}, {settings.parallelism}", reason
 
 
 @dataclasses.dataclass(frozen=True)

@@ -173,7 +173,8 @@ class Careful(Stage):
     """Calls functions one after another on pairs (position, element), skips what fails.
 
     The functions are those of the stages called `names`; `locate` gives the place of an
-    element by its position in the source.
+    element by its position in the source. Where a filter stands between functions there
+    are several such steps, of which the first knows the length and the last sums up.
     """
 
     name: ClassVar[str] = "careful map"
@@ -181,10 +182,13 @@ class Careful(Stage):
     names: tuple[str, ...]
     locate: Callable[[int], str] = dataclasses.field(compare=False)
     on_error: OnError
+    is_first: bool = True
+    is_last: bool = True
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Maps in parallel, reports what failed, and takes it out."""
-        self.on_error.log.length = known_length(dataset)
+        if self.is_first:
+            self.on_error.log.length = known_length(dataset)
         element_spec = dataset.element_spec[1]
         outcome = dataset.map(lambda position, element: self._call(element))
         blanks = blank(outcome.element_spec, purpose=_PURPOSE)
@@ -219,7 +223,8 @@ class Careful(Stage):
 
         def note(seen: tf.Tensor, position: tf.Tensor, *parts: tf.Tensor) -> bool:
             if int(position) == _END:
-                self.on_error.log.finish(int(seen))
+                if self.is_last:
+                    self.on_error.log.finish(int(seen))
                 return False
             where = self.locate(int(position))
             if where not in self.on_error.log:

@@ -17,7 +17,13 @@ from tfamp.data._elements import (
     with_inputs,
     with_length_of,
 )
-from tfamp.data.stages import Settings, Stage, map_in_order
+from tfamp.data.stages import (
+    Settings,
+    Stage,
+    acts_on_batches,
+    as_written,
+    map_in_order,
+)
 from tfamp.data.stages.dropped import DropLog, drop
 from tfamp.data.stages.filter_rules import (
     Clip,
@@ -73,12 +79,29 @@ class Filter(Stage):
     statistics: Statistics | None = _argument()
     shape: Any = _argument()
     shape_action: str | None = _argument()
+    stays_behind: str = dataclasses.field(default="", compare=False, repr=False)
     rules: tuple[Rule, ...] = dataclasses.field(init=False)
     log: DropLog = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(self._checked_rules()))
         object.__setattr__(self, "log", DropLog(REASONS))
+
+    @property
+    def takes_batches(self) -> bool:  # type: ignore[override]
+        """Whether it acts on batches where it is written behind these."""
+        return self.predicate is not None
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """The user's functions in it."""
+        return () if self.predicate is None else (self.predicate,)
+
+    def behind(self, name: str) -> "Filter":
+        """Returns the filter as it stays behind another stage, with the same counts."""
+        moved = dataclasses.replace(self, stays_behind=name)
+        object.__setattr__(moved, "log", self.log)
+        return moved
 
     @property
     def drops(self) -> bool:
@@ -99,6 +122,9 @@ class Filter(Stage):
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises if elements are batches, or if a rule or the predicate can't act."""
+        if acts_on_batches(self):
+            self._check_batches(dataset)
+            return
         if looks_batched(dataset.element_spec):
             raise ValueError(
                 f"Elements {dataset.element_spec} look like batches; expected single "
@@ -112,15 +138,32 @@ class Filter(Stage):
             return
         ruled = dataset.map(self._judge(dataset, False, by_rules=True))
         ruled = ruled.map(lambda code, x: x)
-        answer = ruled.map(self.predicate).element_spec
+        self._check_answer(ruled)
+
+    def _check_batches(self, dataset: tf.data.Dataset) -> None:
+        """Raises unless it is a predicate on whole batches and nothing else."""
+        if self.predicate is None or self.rules:
+            raise ValueError(
+                f"`.filter` behind `.{self.stays_behind}` has rules on values; "
+                "expected a predicate alone, which gets whole batches there. Write the "
+                "rules in a `.filter` of their own, before `.batch` and what follows."
+            )
+        self._check_answer(dataset)
+
+    def _check_answer(self, dataset: tf.data.Dataset) -> None:
+        """Raises unless the predicate gives one boolean for an element."""
+        answer = dataset.map(self.predicate).element_spec
         if answer != tf.TensorSpec((), tf.bool):
             raise ValueError(
                 f"`predicate` returns {answer!r}; expected one boolean for an element, "
-                "True to keep it. Reduce it with `tf.reduce_all`."
+                "or for a batch behind `.batch`, True to keep it. Reduce it with "
+                "`tf.reduce_all`."
             )
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Judges in parallel, drops in order."""
+        if acts_on_batches(self):
+            return dataset.filter(self.predicate)
         size = chunk_size(dataset.element_spec)
         by_chunk = self.predicate is None and all(r.takes_chunks for r in self.rules)
         if by_chunk and size > 1:
@@ -144,8 +187,11 @@ class Filter(Stage):
             words.append(f"keep where {name}")
         if not self.drops:
             return units.join_words(words), "keeps every element"
+        why = as_written(self.stays_behind) or "before the cache, done once"
         so_far = str(self.log) if self.log.seen else "drops are counted"
-        return units.join_words(words), f"before the cache, done once; {so_far}"
+        if acts_on_batches(self):
+            so_far = "drops are not counted"
+        return units.join_words(words), f"{why}; {so_far}"
 
     def _judge(
         self, dataset: tf.data.Dataset, is_chunk: bool, *, by_rules: bool = False
