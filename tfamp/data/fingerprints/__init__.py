@@ -74,14 +74,12 @@ def fingerprint(parts: Mapping[str, Any]) -> Fingerprint:
             f"Python {sys.version_info.major}.{sys.version_info.minor}",
         )
     }
-    found, unseen, has_files = [], [], False
+    found, unseen = [], []
     for name, value in {**versions, **parts}.items():
         walk = _Walk()
         found.append((name, walk.digest(value).hex()[:_DIGITS]))
-        unseen += walk.unseen
-        has_files |= walk.has_files
-    named = [one.name for one in unseen if not (one.unless_files and has_files)]
-    return Fingerprint(tuple(found), tuple(dict.fromkeys(named)))
+        unseen += [one.name for one in walk.unseen]
+    return Fingerprint(tuple(found), tuple(dict.fromkeys(unseen)))
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,12 +94,10 @@ class _Walk:
 
     Attributes:
         unseen: What was met and could only be named.
-        has_files: Whether files were found by the names that constants hold.
     """
 
     def __init__(self) -> None:
         self.unseen: list[Unseen] = []
-        self.has_files = False
         # Digest and value by identity; a value that is held has its identity alone.
         self._known: dict[int, tuple[bytes, Any]] = {}
 
@@ -143,7 +139,6 @@ class _Walk:
             self.unseen.append(value)
             return _hash(f"unseen:{value.name}".encode())
         if kind is Files:
-            self.has_files = True
             return _hash(f"files:{value.identities!r}".encode(errors="surrogatepass"))
         if id(value) in self._known:
             return self._known[id(value)][0]

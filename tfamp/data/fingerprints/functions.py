@@ -28,12 +28,10 @@ _READERS = {
     *("open", "read_text", "read_bytes", "GFile", "urlopen", "urlretrieve"),
     *("fromfile", "genfromtxt", "imread", "loadmat", "loadtxt", "memmap"),
     *("read_csv", "read_excel", "read_feather", "read_json", "read_parquet"),
-    *("read_pickle", "read_table"),
-}
-# The same within TensorFlow's graphs, where names mostly come with the elements.
-_GRAPH_READERS = {
-    *("read_file", "TextLineDataset", "TFRecordDataset"),
-    "FixedLengthRecordDataset",
+    *("read_pickle", "read_table", "load_img", "dcmread"),
+    # Within TensorFlow's graphs, where names mostly come with the elements: made of
+    # them, as "a/masks/1.png" of "a/images/1.png", or not.
+    *("read_file", "TextLineDataset", "TFRecordDataset", "FixedLengthRecordDataset"),
 }
 _EVALUATORS = {"eval", "exec", "__import__", "import_module"}
 _ENVIRONMENT = {"environ", "environb", "getenv"}
@@ -51,6 +49,8 @@ def function_parts(function: types.FunctionType) -> Parts:
     home = str(function.__globals__.get("__name__", ""))
     if is_installed(home):
         yield f"{name_of(function)} {version(home)}"
+        if function.__name__ in _READERS:  # met by another name, or handed over itself
+            yield Unseen(f"what `{function.__name__}` reads")
         if is_named(function):
             return
     yield from (function.__defaults__, function.__kwdefaults__)
@@ -227,8 +227,6 @@ def _unseen(function: types.FunctionType, names: set[str]) -> Iterator[Any]:
         readers.add("load")
     for name in sorted(readers):
         yield Unseen(f"what `{name}` reads in {where}")
-    for name in sorted(names & _GRAPH_READERS - own):
-        yield Unseen(f"what `{name}` reads in {where}", unless_files=True)
     for name in sorted(names & _EVALUATORS - own):
         yield Unseen(f"what `{name}` does in {where}")
     if names & _ENVIRONMENT:

@@ -58,14 +58,9 @@ Parts = Iterator[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Unseen:
-    """Something that can only be named, as users read it.
-
-    With `unless_files` it does not count where files were found by the names that
-    constants hold, since it most likely reads those.
-    """
+    """Something that can only be named, as users read it."""
 
     name: str
-    unless_files: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ Graphs count with the files that they name, layers and tables with all their sta
 """
 
 import functools
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data.fingerprints.objects import (
+    Files,
     Parts,
     Unordered,
     Unseen,
@@ -25,6 +27,12 @@ from tfamp.data.fingerprints.objects import (
 _NAMES = {"metadata", "shared_name", "debug_name", "container"}
 _READERS = {"ReadFile", "TextLineDataset", "TFRecordDataset", "TFRecordDatasetV2"}
 _READERS |= {"FixedLengthRecordDatasetV2", "TextLineDatasetV2"}
+# What may make a name of another, or find one: beside these a reader may read files
+# that no constant names.
+_NAMING = re.compile(
+    "String|Regex|Substr|Join|Lookup|PyFunc|Unicode|Matching|Parse|Sql|Table|"
+    "Decode(CSV|Base64|Compressed|Raw)|Generator"
+)
 # Resources that hold no data of the user's: the state of shuffles and caches.
 _STATELESS = ("SeedGenerator", "MemoryCache")
 _EXPORTED = (tf.lookup.StaticHashTable, tf.lookup.experimental.MutableHashTable)
@@ -69,7 +77,17 @@ def concrete_parts(function: Any) -> Parts:
 
 def _graph_parts(graph: Any) -> Iterator[Any]:
     functions = {one.signature.name: one for one in graph.library.function}
-    yield from _nodes(graph.node, functions, {})
+    files = False
+    for part in _nodes(graph.node, functions, {}):
+        files |= isinstance(part, Files)
+        yield part
+    nodes = [*graph.node, *(n for one in functions.values() for n in one.node_def)]
+    readers = [node.op for node in nodes if node.op in _READERS]
+    # Of two readers one may read the names for the other.
+    by_name = files and len(readers) == 1
+    if readers and not (by_name and not any(_NAMING.search(n.op) for n in nodes)):
+        for name in dict.fromkeys(readers):
+            yield Unseen(f"files that {name} reads")
 
 
 def _nodes(
@@ -88,8 +106,6 @@ def _nodes(
     for node in nodes:
         yield [_renamed(name, places) for name in node.input]
         yield from _called(node.op, functions, numbers)
-        if node.op in _READERS:
-            yield Unseen(f"files that {node.op} reads", unless_files=True)
         if node.name in in_tables:
             continue  # in the order in which TensorFlow found them, which changes
         if node.op == "LookupTableImportV2" and in_tables <= by_name.keys():

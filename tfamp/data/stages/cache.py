@@ -123,8 +123,8 @@ class FileCache(Stage):
                 f"Cache {str(self.path)!r} would not notice changes in: "
                 f"{'; '.join(unseen)}; with `unseen='error'` expected nothing of the "
                 "kind. Hand the value itself to the function (as a default, a closure "
-                "or a global), do this part after the cache, or pass `unseen='warn'` "
-                "and delete the cache's files after a change."
+                "or a global), do this part in a `.map` written after the cache, or "
+                "pass `unseen='warn'` and delete the cache's files after a change."
             )
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
