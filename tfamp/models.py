@@ -12,14 +12,20 @@ from tfamp.dtypes import compile_hooks, hooks, layer_dtypes, resolution
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.rules import gains_nothing
 from tfamp.dtypes.settings import (
+    MEASURE,
     KeepFloat32,
     PolicySettings,
+    RuleSet,
     choose_policy,
     make_settings,
+    named_policy,
+    on_top_of,
+    parse,
 )
 from tfamp.keras_hooks import saved_state, structure, trainer
 from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of
 from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
+from tfamp.policy import choose_at_fit
 from tfamp.records import checks, console
 from tfamp.records.formats import HALF
 from tfamp.records.record import Record
@@ -165,9 +171,10 @@ def apply(
 
     Args:
         model: A Keras model or layer.
-        policy: As for `tfamp.enable`, a plan as well; None takes the policy that is
-            enabled, or "auto" where none is.
-        keep_float32: As for `tfamp.enable`.
+        policy: As for `tfamp.enable`, "measure" and a plan as well; None takes the
+            policy or plan that is enabled, or "auto" where none is.
+        keep_float32: As for `tfamp.enable`. While that is in force its rules hold too,
+            unless "none" is given.
 
     Returns:
         The `Assignment` after the change.
@@ -184,21 +191,45 @@ def apply(
         'bfloat16'
     """
     _check_model(model)
-    plan = read_plan(policy)
+    present = IN_FORCE.settings
+    given = parse(keep_float32)
+    follows = policy is None and present is not None
+    asked = "auto" if policy is None else policy
+    plan = present.plan if follows else read_plan(named_policy(asked))  # type: ignore[union-attr]
     if plan is not None:
         refuse_rules(keep_float32)
         plan.apply(model)
         return assignment(model)
-    if policy is None and IN_FORCE.settings is not None:
-        policy = IN_FORCE.settings.policy.name
-    name = choose_policy(policy or "auto")[0]  # type: ignore[arg-type]
-    settings = make_settings(name, keep_float32)
-    if IN_FORCE.settings is not None:
-        settings.loss_scale = IN_FORCE.settings.loss_scale
-        settings.loss_scale_options = IN_FORCE.settings.loss_scale_options
-    _check_patterns(model, settings)
+    if follows and not given.of_user and given.has_defaults:
+        put_under(model, present)  # type: ignore[arg-type]
+        return assignment(model)
+    settings = _settings(asked, keep_float32, present, follows=follows)
+    _check_patterns(model, given.for_dtype(settings.compute_dtype))
     put_under(model, settings)
     return assignment(model)
+
+
+def _settings(
+    policy: Any,
+    keep_float32: KeepFloat32,
+    present: PolicySettings | None,
+    *,
+    follows: bool,
+) -> PolicySettings:
+    """Returns the settings of a model whose rules come on top of those in force."""
+    name = present.policy.name if present and follows else choose_policy(policy)[0]
+    if present is None:
+        settings = make_settings(name, keep_float32)
+    else:
+        rules = on_top_of(keep_float32, present.keep_float32)
+        loss_scale, options = present.loss_scale, present.loss_scale_options
+        settings = make_settings(name, rules, loss_scale, options)
+        settings.leave_open(present.rules_of_user)
+    if present is not None and follows:
+        settings.chosen_at_fit = present.chosen_at_fit
+    elif named_policy(policy) == MEASURE:
+        choose_at_fit(settings, MEASURE)
+    return settings
 
 
 def put_under(model: keras.layers.Layer, settings: PolicySettings) -> None:
@@ -273,10 +304,10 @@ def _check_model(model: Any) -> None:
     )
 
 
-def _check_patterns(model: keras.layers.Layer, settings: PolicySettings) -> None:
+def _check_patterns(model: keras.layers.Layer, given: RuleSet) -> None:
     """Raises where a rule of the user matches nothing, before any change."""
     rows = list(structure.walk(model))
-    for rule in settings.rules.of_user:
+    for rule in given.of_user:
         if not any(rule.matches(layer, path=path) for path, layer, _ in rows):
             raise ValueError(resolution.unmatched_message(model, rule))
 

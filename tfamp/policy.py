@@ -14,13 +14,13 @@ from tfamp.dtypes import hooks, in_force
 from tfamp.dtypes.in_force import IN_FORCE, NOT_ENABLED
 from tfamp.dtypes.rules import DEFAULT_OPERATIONS, Rule, gains_nothing
 from tfamp.dtypes.settings import (
-    VARIABLE,
+    MEASURE,
     KeepFloat32,
     PolicySettings,
     choose_policy,
     make_settings,
+    named_policy,
 )
-from tfamp.keras_hooks import layers
 from tfamp.keras_hooks.replicas import warn_of_idle_distribution
 from tfamp.loss_scale.arguments import check_loss_scale
 from tfamp.machine import devices as hardware
@@ -29,8 +29,6 @@ from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
 from tfamp.records import console
 from tfamp.records import versions as _versions
 from tfamp.records.record import Record
-
-MEASURE = "measure"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +148,7 @@ def enable(
         'float32'
     """
     _versions.check_environment()
-    named = os.environ.get(VARIABLE, policy) if policy == "auto" else policy
+    named = named_policy(policy)
     planned = read_plan(named)
     if planned is not None:
         refuse_rules(keep_float32)
@@ -160,10 +158,6 @@ def enable(
         if loss_scale != "dynamic":
             settings.loss_scale = loss_scale
         name, reason, explicit = planned.policy, planned.why, True
-    elif named == MEASURE:
-        name, explicit = "float32", False
-        reason = "the first `fit` times the policies and takes the fastest"
-        settings = make_settings(name, keep_float32, loss_scale, loss_scale_options)
     else:
         name, reason, explicit = choose_policy(policy)  # type: ignore[arg-type]
         settings = make_settings(name, keep_float32, loss_scale, loss_scale_options)
@@ -174,15 +168,20 @@ def enable(
         if objection is not None:
             warnings.warn(objection, UserWarning, stacklevel=2)
     else:
-        settings.chosen_at_fit = "measure" if named == MEASURE else "look up"
-        # By name, as it stands above this file: it adds itself to what `fit` does.
-        importlib.import_module("tfamp.tuning.first_fit")
-    present = IN_FORCE.present
-    if present.settings is None:
-        present.policy_before = layers.present_policy()
+        choose_at_fit(settings, named)
     _put_in_force(settings, reason)
-    warn_of_idle_distribution()
     return status()
+
+
+def choose_at_fit(settings: PolicySettings, policy: object) -> None:
+    """Leaves the choice among policies to the first `fit` of each model.
+
+    Where `policy` is "measure" it times them, else it takes what an earlier run
+    measured.
+    """
+    settings.chosen_at_fit = "measure" if policy == MEASURE else "look up"
+    # By name, as it stands above this file: it adds itself to what `fit` does.
+    importlib.import_module("tfamp.tuning.first_fit")
 
 
 def disable() -> None:
@@ -197,13 +196,12 @@ def disable() -> None:
         >>> keras.config.dtype_policy().name
         'float32'
     """
-    present = IN_FORCE.present
-    if present.settings is None:
+    before = IN_FORCE.settings
+    if before is None:
         return
-    before, present.policy_before = present.policy_before, None
     IN_FORCE.put(None, NOT_ENABLED)
     hooks.follow_enabled()
-    layers.mark(None, before)
+    IN_FORCE.tell_threads(before)
 
 
 @contextlib.contextmanager
@@ -229,7 +227,6 @@ def scope(
         >>> inside.compute_dtype, keras.layers.Dense(4).compute_dtype
         ('bfloat16', 'float32')
     """
-    before = layers.present_policy()
     try:
         with IN_FORCE.block():
             yield enable(
@@ -240,7 +237,6 @@ def scope(
             )
     finally:
         hooks.follow_enabled()
-        in_force.restore_thread(before)
 
 
 def status() -> Status:
@@ -266,14 +262,18 @@ def status() -> Status:
 
 
 def _put_in_force(settings: PolicySettings, why: str) -> None:
+    present = IN_FORCE.present
+    before = (present.settings, present.why)
     IN_FORCE.put(settings, why)
     try:
         hooks.follow_enabled()
+        warn_of_idle_distribution()
     except BaseException:
-        IN_FORCE.put(None, NOT_ENABLED)
-        hooks.follow_enabled()
+        IN_FORCE.put(*before)
+        hooks.install()
         raise
-    layers.mark(settings, settings.policy)
+    IN_FORCE.mark()
+    IN_FORCE.tell_threads(before[0])
     in_force.forget_warnings()
 
 

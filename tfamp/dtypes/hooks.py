@@ -35,7 +35,7 @@ from tfamp.keras_hooks.patches import HeldPatches, PatchSet
 from tfamp.keras_hooks.replicas import warn_of_idle_distribution
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.companion import PLAIN_HOOKS
-from tfamp.loss_scale.fit_hooks import BEFORE_TRAINING, FIT_HOOKS
+from tfamp.loss_scale.fit_hooks import BEFORE_RUN, BEFORE_TRAINING, FIT_HOOKS
 from tfamp.loss_scale.optimizer import CONFIG_HOOKS
 from tfamp.loss_scale.tape import TAPE_HOOKS
 from tfamp.machine import cpus
@@ -116,7 +116,6 @@ def _making(settings: PolicySettings | None, policy: str) -> Iterator[None]:
     """Makes layers in a `with` block under settings, or unmanaged ones for None."""
     load = _Load()
     CONFIG_HOOKS.hold(load)
-    before = layers.present_policy()
     in_float32 = policy.startswith("mixed_")
     try:
         with IN_FORCE.block(settings=settings, loaded=policy):
@@ -124,11 +123,10 @@ def _making(settings: PolicySettings | None, policy: str) -> Iterator[None]:
             if settings is None:
                 keras.config.set_dtype_policy("float32" if in_float32 else policy)
             else:
-                layers.mark(settings, settings.policy)
+                IN_FORCE.mark()
             yield
     finally:
         follow_enabled()
-        in_force.restore_thread(before)
 
 
 _RUNNING = HeldPatches(
@@ -151,6 +149,7 @@ _RUNNING = HeldPatches(
 
 _HELD = (_RUNNING, FIT_HOOKS, TAPE_HOOKS, PLAIN_HOOKS, WORKER_HOOKS, CONFIG_HOOKS)
 
+BEFORE_RUN.append(resolution.warn_of_open_rules)
 BEFORE_TRAINING.append(compile_hooks.before_training)
 BEFORE_TRAINING.append(warn_of_idle_distribution)
 
@@ -170,7 +169,7 @@ def _hold(settings: PolicySettings) -> None:
         patches.hold(settings)
 
 
-def follow_enabled() -> None:
+def install() -> None:
     """Installs or removes the hook where layers are made, as enabled or not."""
     with _LOCK:
         if IN_FORCE.settings is not None:
@@ -179,6 +178,11 @@ def follow_enabled() -> None:
             _MAKING.install()
         else:
             _MAKING.remove()
+
+
+def follow_enabled() -> None:
+    """As `install`; raises HookError where hooks do not do what they promise."""
+    install()
     if IN_FORCE.settings is not None:
         SELF_TEST.run_if_started(IN_FORCE.settings)
 

@@ -11,12 +11,13 @@ import dataclasses
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import layers
+from tfamp.records import checks
 
 NOT_ENABLED = "tfamp is not enabled"
 
@@ -28,13 +29,18 @@ class Setting:
     # The settings of managed layers, None where they are left to Keras.
     settings: PolicySettings | None = None
     why: str = NOT_ENABLED  # why the policy was chosen
-    # Keras's policy, as the user had set it.
-    policy_before: keras.DTypePolicy | None = None
     # The policy of the saved model that is being loaded, whose layers are made under
     # the settings instead, or else in float32.
     loaded: str | None = None
-    # The thread whose Keras policy is that of the settings all the time.
-    thread: int = 0
+    # The threads whose Keras policy is that of the settings all the time, by number.
+    threads: dict[int, "_Thread"] = dataclasses.field(default_factory=dict)
+
+
+class _Thread(NamedTuple):
+    """A thread that called `enable`, or whose block it is."""
+
+    state: layers.ThreadState
+    policy_before: keras.DTypePolicy | None  # Keras's policy, as the user had set it
 
 
 _BLOCKS: contextvars.ContextVar[tuple[Setting, ...]] = contextvars.ContextVar(
@@ -69,29 +75,73 @@ class InForce:
     @property
     def owns_thread(self) -> bool:
         """Whether the present setting was made in this thread."""
-        return self.present.thread == threading.get_ident()
+        return threading.get_ident() in self.present.threads
 
     def put(self, settings: PolicySettings | None, why: str) -> None:
         """Changes the setting that holds here."""
         present = self.present
         present.settings, present.why = settings, why
-        present.thread = threading.get_ident()
+
+    def mark(self) -> None:
+        """Has Keras's policy in this thread be that of the setting that holds here."""
+        present, own = self.present, self._own_thread()
+        if present.settings is None:
+            return
+        with self._lock:
+            present.threads[threading.get_ident()] = own
+        own.state.mark(present.settings, present.settings.policy)
+
+    def tell_threads(self, before: PolicySettings | None) -> None:
+        """Has all threads that were under `before` be under the present settings.
+
+        One that is inside a block hears of it at the end of that.
+        """
+        present = self.present
+        with self._lock:
+            known = dict(present.threads)
+            if present.settings is None:
+                present.threads = {}
+        for number, (state, policy) in known.items():
+            if number == threading.get_ident():
+                state = layers.ThreadState()  # `clear_session` may have changed it
+            elif state.settings is not before:
+                continue
+            if present.settings is not None:
+                policy = present.settings.policy
+            state.mark(present.settings, policy)
 
     @contextlib.contextmanager
     def block(self, **changes: Any) -> Iterator[None]:
-        """Gives the block a setting of its own: the present one with `changes`."""
-        thread = threading.get_ident()
-        own = dataclasses.replace(self.present, **changes, thread=thread)
-        before = _BLOCKS.get()
+        """Gives the block a setting of its own: the present one with `changes`.
+
+        Afterwards Keras's policy in this thread is the one that was, or the one that
+        came into force meanwhile.
+        """
+        own, before = self._own_thread(), layers.ThreadState()
+        marked, policy = before.settings, before.policy
+        threads = {threading.get_ident(): own}
+        inner = dataclasses.replace(self.present, **changes, threads=threads)
+        blocks = _BLOCKS.get()
         with self._lock:
             self._num_blocks += 1
-        _BLOCKS.set((*before, own))
+        _BLOCKS.set((*blocks, inner))
         try:
             yield
         finally:
-            _BLOCKS.set(before)
+            _BLOCKS.set(blocks)
             with self._lock:
                 self._num_blocks -= 1
+            if self.settings is not None and self.owns_thread:
+                self.mark()
+            elif marked is not None and marked is not self.settings:
+                layers.mark(None, own.policy_before)  # another thread called `disable`
+            else:
+                layers.mark(None, policy)
+
+    def _own_thread(self) -> _Thread:
+        known = self.present.threads.get(threading.get_ident())
+        state = layers.ThreadState()
+        return _Thread(state, state.policy if known is None else known.policy_before)
 
 
 IN_FORCE = InForce()
@@ -111,22 +161,27 @@ def policy_in_force() -> Iterator[None]:
     if settings is None or layers.is_marked(settings):
         yield
         return
+    if IN_FORCE.owns_thread:
+        IN_FORCE.mark()
+        yield
+        return
     before = layers.present_policy()
     layers.mark(settings, settings.policy)
     try:
         yield
     finally:
-        if not IN_FORCE.owns_thread:
-            layers.mark(None, before)
-
-
-def restore_thread(before: keras.DTypePolicy | None) -> None:
-    """Gives this thread the policy in force after a block, or the one of before."""
-    settings = IN_FORCE.settings
-    if settings is not None and IN_FORCE.owns_thread:
-        layers.mark(settings, settings.policy)
-    else:
         layers.mark(None, before)
+
+
+@contextlib.contextmanager
+def stock_policy(policy: str | keras.DTypePolicy) -> Iterator[None]:
+    """Leaves layers that are made inside the block to Keras, under a policy of its own.
+
+    The same policy set while tfamp is enabled would be tfamp's.
+    """
+    with IN_FORCE.block(settings=None, why=NOT_ENABLED):
+        keras.config.set_dtype_policy(policy)
+        yield
 
 
 def is_in_force(policy: str) -> bool:
@@ -145,11 +200,11 @@ def warn_of_foreign_policy(policy: keras.DTypePolicy | None) -> None:
     _warned_policies.add(name)
     warnings.warn(
         f"Keras's global policy was set to {name!r} by other code while tfamp was "
-        "enabled, so new layers take it and tfamp's rules do not act on them. Call "
-        "`tfamp.enable(...)` again, or use `tfamp.scope(...)` instead of "
-        "`keras.config.set_dtype_policy`.",
+        "enabled, so new layers take it and tfamp's rules do not act on them. Leave "
+        f"that line out, or name the policy in `tfamp.enable({name!r})`; for some "
+        "layers alone use `tfamp.scope(...)`.",
         UserWarning,
-        stacklevel=4,
+        stacklevel=checks.level_of_user(),
     )
 
 

@@ -24,11 +24,11 @@ from tfamp.records.formats import HALF
 
 
 def inherited_policy(layer: keras.layers.Layer) -> str | None:
-    """Returns the policy that a layer's dtypes came from, None if they were passed."""
+    """Returns the policy that a layer's dtypes came from, "" if they were passed."""
     record = record_of(layer)
-    if record is None or record.kind is Kind.EXPLICIT:
+    if record is None:
         return None
-    return record.settings.policy.name
+    return "" if record.kind is Kind.EXPLICIT else record.settings.policy.name
 
 
 def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
@@ -53,13 +53,17 @@ def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
         return
     is_loaded = loaded is not None and layer.dtype_policy.name == loaded
     if is_loaded or in_force.is_in_force(saved_state.inherited_from(dtype) or ""):
-        set_policy(layer, settings.policy)
-        dtype = None
+        dtype = settings.policy
     present = layers.present_policy()
-    is_explicit = dtype is not None and dtype is not present
-    if not is_explicit and present is not settings.policy:
+    given = present if dtype is None else dtype
+    # A program that has always set this policy sets a policy object of its own.
+    is_explicit = not (
+        isinstance(given, keras.DTypePolicy) and given == settings.policy
+    )
+    if not is_explicit:
+        set_policy(layer, settings.policy)
+    elif given is present:
         in_force.warn_of_foreign_policy(present)
-        is_explicit = True
     begin(layer, settings, is_explicit=is_explicit)
     update_record(layer, made_in=settings.policy.name)
 
@@ -92,6 +96,8 @@ def begin(
         )
     set_record(layer, record)
     update_record(layer, is_resolved=not is_model)
+    if settings.open_rules:
+        settings.made.add(layer)
     if not is_explicit and settings.is_half:
         _ask(layer, settings, early=True)
 

@@ -45,6 +45,13 @@ def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
         )
     ):
         resolve(layer, args, kwargs)
+    if (
+        record.settings.open_rules
+        and kwargs.get("training") is True
+        and isinstance(layer, keras.Model)
+        and not calls.in_call()
+    ):
+        warn_of_open_rules(layer)
 
 
 def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> bool:
@@ -129,10 +136,8 @@ def _resolve(
     if found is None:
         found, shapes, failure = _trace(model, args, kwargs)
     _settle_layers(model, settings)
-    for rule in settings.rules.of_user:
-        if rule.name not in settings.matched:
-            settings.matched.add(rule.name)  # said once
-            warnings.warn(unmatched_message(model, rule), UserWarning, stacklevel=2)
+    if IN_FORCE.settings is not settings:
+        warn_of_open_rules(model)
     if not settings.has_defaults:
         return True
     if failure is not None:
@@ -260,6 +265,45 @@ def _note_user_rules(
                 UserWarning,
                 stacklevel=2,
             )
+
+
+def warn_of_open_rules(model: keras.layers.Layer) -> None:
+    """Warns once of each rule of the user that matches none of the layers made so far.
+
+    A program may make several models under one `enable`, so that is known when the
+    first of them trains, or when nothing is made under those settings any more.
+    """
+    settings = settings_of(model)
+    if settings is None or not settings.open_rules:
+        return
+    rows = [(path, layer) for path, layer, _ in structure.walk(model)]
+    try:
+        known = tuple(settings.made)
+    except RuntimeError:  # another thread makes layers; the next run asks again
+        return
+    for made in known:
+        if isinstance(made, keras.Model):
+            rows += [(path, layer) for path, layer, _ in structure.walk(made)]
+        else:
+            rows.append((made.name, made))
+    for rule in settings.open_rules:
+        settings.matched.add(rule.name)
+        if not any(_matches(rule, layer, path) for path, layer in rows):
+            message = unmatched_message(model, rule)
+            if IN_FORCE.settings is settings:
+                message += (
+                    " Nor has any other layer been made that it matches: if it is for "
+                    "a model to come, make that one first, or in a `tfamp.scope`."
+                )
+            warnings.warn(message, UserWarning, stacklevel=checks.level_of_user())
+    settings.made.clear()
+
+
+def _matches(rule: Rule, layer: keras.layers.Layer, path: str) -> bool:
+    try:
+        return rule.matches(layer, path=path)
+    except (RuntimeError, TypeError):  # raised where that layer is called
+        return True
 
 
 def unmatched_message(model: keras.layers.Layer, rule: Rule) -> str:

@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -61,14 +61,7 @@ def parse(keep_float32: KeepFloat32) -> RuleSet:
     """
     if isinstance(keep_float32, str):
         _refuse_misspelt(keep_float32)
-        entries: list[Any] = [keep_float32]
-    elif isinstance(keep_float32, keras.layers.Layer) or callable(keep_float32):
-        entries = [keep_float32]
-    else:
-        try:
-            entries = list(keep_float32)
-        except TypeError:
-            raise TypeError(_wrong_entry(keep_float32)) from None
+    entries = _entries(keep_float32)
     words = {entry for entry in entries if isinstance(entry, str)}
     if {"none", "default"} <= words:
         raise ValueError(
@@ -82,6 +75,33 @@ def parse(keep_float32: KeepFloat32) -> RuleSet:
         if not (isinstance(entry, str) and entry in ("none", "default"))
     ]
     return RuleSet((*rules, *(DEFAULT_RULES if has_defaults else ())), has_defaults)
+
+
+def on_top_of(keep_float32: KeepFloat32, others: KeepFloat32) -> KeepFloat32:
+    """Returns the `keep_float32` argument that has the rules of two.
+
+    "none" in the first leaves out all others.
+
+    Example:
+        >>> on_top_of(["head"], "default"), on_top_of("default", ["head"])
+        (['head', 'default'], ['head'])
+        >>> on_top_of("none", ["head"])
+        ['none']
+    """
+    given = _entries(keep_float32)
+    if any(isinstance(entry, str) and entry == "none" for entry in given):
+        return given
+    own = [e for e in given if not (isinstance(e, str) and e == "default")]
+    return [*own, *_entries(others)]
+
+
+def _entries(keep_float32: KeepFloat32) -> list[Any]:
+    if isinstance(keep_float32, str | keras.layers.Layer) or callable(keep_float32):
+        return [keep_float32]
+    try:
+        return list(keep_float32)
+    except TypeError:
+        raise TypeError(_wrong_entry(keep_float32)) from None
 
 
 def _refuse_misspelt(word: str) -> None:
@@ -130,6 +150,7 @@ def _rule_of_user(entry: Any) -> Rule:
 
 
 VARIABLE = "TFAMP_POLICY"
+MEASURE = "measure"
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 
 
@@ -147,8 +168,12 @@ class PolicySettings:
     loss_scale: str | float | None = "dynamic"
     # Further arguments of the loss-scale optimizer.
     loss_scale_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # Names of user rules that have matched some layer.
+    # The rules that the user wrote, of other policies too.
+    rules_of_user: tuple[Rule, ...] = ()
+    # Names of user rules that have matched some layer, or of which that was said.
     matched: set[str] = dataclasses.field(default_factory=set)
+    # The layers made so far, as long as a user rule has matched none of them.
+    made: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
     # Names of user rules whose pattern is the name or path of a layer.
     exact: set[str] = dataclasses.field(default_factory=set)
     # Layers whose `call` cannot run with what a default rule decided.
@@ -185,9 +210,20 @@ class PolicySettings:
         return self.compute_dtype in HALF
 
     @property
+    def open_rules(self) -> tuple[Rule, ...]:
+        """The user's rules that have matched no layer yet, where they may act."""
+        if not self.is_half and self.chosen_at_fit != MEASURE:
+            return ()
+        return tuple(r for r in self.rules_of_user if r.name not in self.matched)
+
+    @property
     def has_defaults(self) -> bool:
         """Whether heads, operations and inputs get the default treatment."""
         return self.is_half and self.rules.has_defaults
+
+    def leave_open(self, rules: Iterable[Rule]) -> None:
+        """Leaves it to others to say which of some rules match nothing."""
+        self.matched.update(rule.name for rule in rules)
 
     def policies(self) -> dict[str, keras.DTypePolicy]:
         """Returns the policy objects that layers are to share, by name."""
@@ -195,9 +231,11 @@ class PolicySettings:
 
     def under(self, policy: str) -> "PolicySettings":
         """Returns the settings that the same arguments make with another policy."""
-        return make_settings(
+        made = make_settings(
             policy, self.keep_float32, self.loss_scale, self.loss_scale_options
         )
+        made.leave_open(made.rules_of_user)
+        return made
 
 
 def make_settings(
@@ -212,27 +250,42 @@ def make_settings(
     Further `fields` are those of `PolicySettings`.
     """
     policy_object = keras.DTypePolicy(policy)
-    rules = parse(keep_float32).for_dtype(policy_object.compute_dtype)
+    rules = parse(keep_float32)
     options = dict(loss_scale_options or {})
     settings = PolicySettings(
-        policy_object, rules, loss_scale, options, keep_float32=keep_float32, **fields
+        policy_object,
+        rules.for_dtype(policy_object.compute_dtype),
+        loss_scale,
+        options,
+        rules_of_user=rules.of_user,
+        keep_float32=keep_float32,
+        **fields,
     )
     if options.get("reduce_dtype") == "auto":  # also in loops with a plain optimizer
         READ_HOOKS.hold(settings)
     return settings
 
 
+def named_policy(policy: Any) -> Any:
+    """Returns what names the policy: for "auto" TFAMP_POLICY, where that is set."""
+    is_auto = isinstance(policy, str) and policy == "auto"
+    return os.environ.get(VARIABLE) or policy if is_auto else policy
+
+
 def choose_policy(policy: str) -> tuple[str, str, bool]:
     """Returns the policy's name, the reason for it, and whether a user named it.
 
     "auto" takes the environment variable TFAMP_POLICY where it is set, else what suits
-    the devices here. An unknown name is a ValueError.
+    the devices here; "measure" begins in float32. An unknown name is a ValueError.
     """
-    named = os.environ.get(VARIABLE, "auto")
-    if policy == "auto" and named != "auto":
-        checks.choice(VARIABLE, named, ("auto", *POLICIES))
+    named = named_policy(policy)
+    if named == MEASURE:
+        why = "the first `fit` times the policies and takes the fastest"
+        return "float32", why, False
+    if named != policy and named != "auto":
+        checks.choice(VARIABLE, named, ("auto", MEASURE, *POLICIES))
         return named, f"the environment variable TFAMP_POLICY is {named!r}", True
-    checks.choice("policy", policy, ("auto", *POLICIES))
+    checks.choice("policy", policy, ("auto", MEASURE, *POLICIES))
     if policy != "auto":
         return policy, "named by the caller", True
     advice = devices.recommend(devices.devices())

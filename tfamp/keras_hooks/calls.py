@@ -36,7 +36,8 @@ def patches(
 
     Args:
         before_call: Called as `before_call(layer, args, kwargs)` ahead of the first
-            calls of a managed layer, before its inputs are cast.
+            calls of a managed layer, and of those in training as long as a rule of the
+            user has matched nothing, before its inputs are cast.
         after_build: Called with a kept layer once it is built, ahead of its own `call`.
         after_error: Called as `after_error(layer, record, error, again)` where the call
             of a managed layer has raised; returns outputs, or raises. `record` is what
@@ -47,7 +48,11 @@ def patches(
         @like(original)
         def __call__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
             record = record_of(self)
-            if record is None or not (record.is_decided and record.is_resolved):
+            if (
+                record is None
+                or not (record.is_decided and record.is_resolved)
+                or (kwargs.get("training") is True and record.settings.open_rules)
+            ):
                 before_call(self, args, kwargs)
                 record = record_of(self)
             CALLS.is_managed = record is not None

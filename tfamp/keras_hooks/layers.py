@@ -209,17 +209,41 @@ def read_patches(before_read: Callable[[keras.layers.Layer], None]) -> list[Patc
     return [Patch(keras.layers.Layer, name, wrap) for name in names]
 
 
+class ThreadState:
+    """The global state of one thread, which others may put back.
+
+    `clear_session` gives every thread another one.
+    """
+
+    def __init__(self) -> None:
+        self._values = vars(global_state.GLOBAL_STATE_TRACKER)
+
+    @property
+    def settings(self) -> Any:
+        """The settings whose mark it carries, None without one."""
+        return self._values.get(_MARK)
+
+    @property
+    def policy(self) -> keras.DTypePolicy | None:
+        """The global policy object, None where none was set."""
+        return self._values.get(_POLICY)
+
+    def mark(self, settings: Any, policy: keras.DTypePolicy | None) -> None:
+        """Sets the global policy and the mark; None for `settings` unmarks."""
+        self._values[_MARK] = settings
+        self._values[_POLICY] = policy
+
+
 def is_marked(settings: Any) -> bool:
     """Returns whether this thread's state still carries the mark of `settings`."""
-    return global_state.get_global_attribute(_MARK) is settings
+    return ThreadState().settings is settings
 
 
 def mark(settings: Any, policy: keras.DTypePolicy | None) -> None:
     """Sets this thread's global policy and the mark; None for `settings` unmarks."""
-    global_state.set_global_attribute(_MARK, settings)
-    global_state.set_global_attribute(_POLICY, policy)
+    ThreadState().mark(settings, policy)
 
 
 def present_policy() -> keras.DTypePolicy | None:
     """Returns this thread's global policy object, None where none was set."""
-    return global_state.get_global_attribute(_POLICY)
+    return ThreadState().policy

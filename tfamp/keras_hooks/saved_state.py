@@ -35,7 +35,8 @@ from tfamp.records.formats import HALF
 
 METADATA_FILE = "metadata.json"
 METADATA_KEY = "tfamp"
-_INHERITED = "tfamp_inherited"
+_INHERITED = "tfamp_inherited"  # "" where it was passed
+_PLAIN = ("DTypePolicy", "FloatDTypePolicy")  # those that quantize nothing
 
 
 def patches(
@@ -52,8 +53,8 @@ def patches(
             module: a pickle names it, so that any process finds it.
         load: Takes what was stored in a file that Keras's own `load_model` is given,
             and a function that makes the model as Keras does; returns the model.
-        policy_of: Gives the name of the policy that a layer's dtype came from, None
-            where it was passed to the layer or nobody knows.
+        policy_of: Gives the name of the policy that a layer's dtype came from, "" where
+            it was passed to the layer, None where nobody knows.
     """
 
     @wrapper
@@ -134,7 +135,7 @@ def read_patches(
             name = inherited_from(dtype)
             if dtype is None or name is None or not is_in_force(name):
                 return original.__func__(cls, config)
-            if dtype["class_name"] != "DTypePolicy":
+            if dtype["class_name"] not in _PLAIN:
                 layer = original.__func__(cls, config)
                 after_quantized(layer)
                 return layer
@@ -164,8 +165,16 @@ def _wrap_build(original: Function, self: keras.Model, config: Any) -> Any:
 
 
 def inherited_from(dtype: Any) -> str | None:
-    """Returns the policy that a serialized dtype came from, None if it was passed."""
-    return dtype.get(_INHERITED) if isinstance(dtype, dict) else None
+    """Returns the policy that a serialized dtype came from, None if it was passed.
+
+    What was written without tfamp does not tell, and is taken for inherited.
+    """
+    if not isinstance(dtype, dict):
+        return None
+    if _INHERITED in dtype:
+        return dtype[_INHERITED] or None
+    is_plain = dtype.get("class_name") in _PLAIN
+    return dtype.get("config", {}).get("name") if is_plain else None
 
 
 _IN_MEMORY = "tfamp copies in memory"

@@ -55,6 +55,8 @@ def microbatch_weight() -> Any:
 
 # What is done ahead of a model's training, by parts that this one does not know.
 BEFORE_TRAINING: list[Callable[[keras.Model], None]] = []
+# The same ahead of `evaluate` and `predict` too.
+BEFORE_RUN: list[Callable[[keras.Model], None]] = []
 # The same of `fit` of a managed model, with its arguments by name.
 BEFORE_FIT: list[Callable[[keras.Model, Mapping[str, Any]], None]] = []
 
@@ -213,6 +215,8 @@ def _guarded_run(
     model: keras.Model, name: str, arguments: dict[str, Any]
 ) -> Iterator[None]:
     """Surrounds `fit`, `train_on_batch`, `evaluate` or `predict` of a model."""
+    for prepare_run in BEFORE_RUN:
+        prepare_run(model)
     with contextlib.ExitStack() as stack:
         if name == "train_on_batch":
             _prepare(model)

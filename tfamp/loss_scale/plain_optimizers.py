@@ -7,7 +7,6 @@ nothing scales gradients that need it, a warning says so.
 """
 
 import contextlib
-import sys
 import threading
 import warnings
 import weakref
@@ -28,7 +27,6 @@ _WAYS_TO_APPLY = frozenset(("apply", "apply_gradients"))
 # Gradients may have been scaled by hand, as in a test of an optimizer; a loop that
 # goes on like this has forgotten it.
 _EAGER_STEPS = 10
-_LIBRARIES = ("tfamp", "tensorflow", "keras", "contextlib", "threading")
 
 _met: weakref.WeakSet[Any] = weakref.WeakSet()
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -228,7 +226,7 @@ def warn_of_unscaled_loss(optimizer: Any) -> None:
         "optimizer.scale_loss(loss)` before they are computed. "
         f"{checks.see('failures/tiny-updates')}",
         UserWarning,
-        stacklevel=_level_of_user(),
+        stacklevel=checks.level_of_user(),
     )
 
 
@@ -269,16 +267,5 @@ def warn_of_no_scale(layer: Any) -> None:
         "after `tfamp.enable`, or apply them by `tfamp.LossScaleOptimizer(optimizer)`, "
         f"made ahead of the first step. {checks.see('lint#unscaled-float16')}",
         UserWarning,
-        stacklevel=_level_of_user(),
+        stacklevel=checks.level_of_user(),
     )
-
-
-def _level_of_user() -> int:
-    """Returns the stack level of the first frame outside the libraries."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None:
-        module = frame.f_globals.get("__name__", "").split(".")[0]
-        if module not in _LIBRARIES:
-            return level
-        frame, level = frame.f_back, level + 1
-    return 2

@@ -11,6 +11,7 @@ import importlib
 import math
 import operator
 import re
+import sys
 import types
 from collections.abc import Iterable
 from typing import Any, SupportsIndex
@@ -250,3 +251,20 @@ def see(page: str) -> str:
         'See https://tfamp.github.io/tfamp/failures/zero-scale.html'
     """
     return f"See {address(page)}"
+
+
+_LIBRARIES = ("tfamp", "tensorflow", "keras", "contextlib", "threading")
+
+
+def level_of_user() -> int:
+    """Returns the `stacklevel` at which a warning of the caller names the user's line.
+
+    That is the first frame outside of tfamp, Keras and TensorFlow.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "").split(".")[0]
+        if module not in _LIBRARIES:
+            return level
+        frame, level = frame.f_back, level + 1
+    return 2

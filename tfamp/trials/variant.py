@@ -6,10 +6,10 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 
-import keras
 import tensorflow as tf
 
 import tfamp
+from tfamp.dtypes.in_force import stock_policy
 from tfamp.machine import cpus
 from tfamp.records import checks
 from tfamp.records.formats import POLICIES
@@ -154,9 +154,7 @@ def in_force(variant: Variant) -> Iterator[tuple[str, str]]:
                 tf.config.optimizer.set_experimental_options, {_REWRITE: False}
             )
         if variant.is_stock:
-            before = keras.config.dtype_policy()
-            stack.callback(keras.config.set_dtype_policy, before)
-            keras.config.set_dtype_policy(variant.policy)
+            stack.enter_context(stock_policy(variant.policy))
             yield variant.policy, "stock Keras"
         else:
             kept = "default" if variant.has_rules else "none"

@@ -23,8 +23,9 @@ from tfamp.tuning.measurement import Measurement
 
 # As `fit` has it for arrays.
 _BATCH_SIZE = 32
-# Models that have been through this; the others of a program share their settings.
-_ASKED: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+# The number of the settings for which a model has been through this; the others of a
+# program share them.
+_ASKED: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
 
 
 def choose(model: keras.Model, arguments: Mapping[str, Any]) -> None:
@@ -36,9 +37,9 @@ def choose(model: keras.Model, arguments: Mapping[str, Any]) -> None:
     settings = None if record is None else record.settings
     if settings is None or not settings.chosen_at_fit or not model.compiled:
         return
-    if model in _ASKED:
+    if _ASKED.get(model) == settings.number:
         return
-    _ASKED.add(model)
+    _ASKED[model] = settings.number
     choose_by = _measured if settings.chosen_at_fit == "measure" else _looked_up
     found = choose_by(model, arguments)
     if found is not None:

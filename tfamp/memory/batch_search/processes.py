@@ -20,7 +20,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.data._elements import known_length
-from tfamp.dtypes.in_force import IN_FORCE
+from tfamp.dtypes.in_force import IN_FORCE, stock_policy
 from tfamp.machine.out_of_memory import is_out_of_memory
 from tfamp.memory.batch_search.records import Outcome, Trial
 from tfamp.memory.batch_search.search import TrialFacts
@@ -210,11 +210,8 @@ class Settings:
                 for name, value in self.held.items():
                     setattr(IN_FORCE.settings, name, value)
             else:
-                before = keras.config.dtype_policy()
-                stack.callback(keras.config.set_dtype_policy, before)
-                keras.config.set_dtype_policy(
-                    keras.saving.deserialize_keras_object(self.keras_policy)
-                )
+                policy = keras.saving.deserialize_keras_object(self.keras_policy)
+                stack.enter_context(stock_policy(policy))
             if self.replicas:
                 strategy = tf.distribute.MirroredStrategy(list(self.replicas))
                 stack.enter_context(strategy.scope())

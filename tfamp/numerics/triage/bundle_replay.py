@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp import policy
+from tfamp.dtypes.in_force import stock_policy
 from tfamp.keras_hooks import trainer
 from tfamp.machine import devices
 from tfamp.models import assignment, load_model
@@ -123,16 +124,9 @@ def _loaded(path: Path, record: Bundle) -> keras.Model:
 def _built(target: str, record: Bundle) -> keras.Model:
     function: Callable[..., Any] = parcel.load(target)
     around = record.surroundings
-    before = keras.config.dtype_policy()
-    try:
-        with contextlib.ExitStack() as stack:
-            if around.is_managed:
-                stack.enter_context(policy.scope(around.policy))
-            else:
-                keras.config.set_dtype_policy(around.policy)
-            built = parcel.call(function, seed=0, epochs=1)
-    finally:
-        keras.config.set_dtype_policy(before)
+    put_in_force = policy.scope if around.is_managed else stock_policy
+    with put_in_force(around.policy):
+        built = parcel.call(function, seed=0, epochs=1)
     model: keras.Model = parcel.parts(built, of=repr(target), compiled=True)[0]
     return model
 

@@ -1,0 +1,243 @@
+"""One `enable` with rules for several models, whichever of them comes first."""
+
+import warnings
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfamp
+
+NOISE = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+IMAGES = np.random.default_rng(1).normal(size=(8, 6)).astype("float32")
+ONES = np.ones((8, 1), "float32")
+
+
+@pytest.fixture(autouse=True)
+def disabled_afterwards():
+    yield
+    tfamp.disable()
+
+
+def generator():
+    parts = [layers.Dense(8, name="up_1"), layers.Dense(6, name="up_2")]
+    return keras.Sequential([keras.Input((4,)), *parts], name="generator")
+
+
+def critic():
+    x = keras.Input((6,))
+    h = layers.Dense(8, name="critic_features")(x)
+    h = layers.ELU(name="critic_bend")(h)
+    return keras.Model(x, layers.Dense(1, name="critic_out")(h), name="critic")
+
+
+class Critic(keras.Model):
+    def __init__(self):
+        super().__init__(name="critic")
+        self.features = layers.Dense(8, name="critic_features")
+        self.bend = layers.ELU(name="critic_bend")
+        self.score = layers.Dense(1, name="critic_out")
+
+    def call(self, x):
+        return self.score(self.bend(self.features(x)))
+
+
+def kept(model):
+    rows = tfamp.assignment(model)
+    return {row.path for row in rows if row.rule.startswith("keep_float32")}
+
+
+RULES = {
+    "pattern": ("critic_f.*", {"critic_features"}),
+    "name": ("critic_features", {"critic_features"}),
+    "class name": ("ELU", {"critic_bend"}),
+    "class": (layers.ELU, {"critic_bend"}),
+    "callable": (lambda layer: isinstance(layer, layers.ELU), {"critic_bend"}),
+    "two": ("critic_(features|bend)", {"critic_features", "critic_bend"}),
+}
+
+
+def one_after_the_other(make_critic):
+    made = generator()
+    made.compile("sgd", "mse")
+    judge = make_critic()
+    judge.compile("sgd", "mse")
+    made.fit(NOISE, IMAGES, verbose=0)
+    judge.fit(IMAGES, ONES, verbose=0)
+    return judge
+
+
+def both_then_compiled(make_critic):
+    made, judge = generator(), make_critic()
+    made.compile("sgd", "mse")
+    judge.compile("sgd", "mse")
+    made.train_on_batch(NOISE, IMAGES)
+    judge.train_on_batch(IMAGES, ONES)
+    return judge
+
+
+def as_the_tutorial_of_dcgan(make_critic):
+    made = generator()
+    images = made(NOISE, training=False)  # to look at one before the critic is made
+    judge = make_critic()
+    judge(images)
+
+    @tf.function
+    def step():
+        with tf.GradientTape(persistent=True) as tape:
+            images = made(NOISE, training=True)
+            loss = tf.reduce_mean(judge(images, training=True))
+        for model in (made, judge):
+            assert None not in tape.gradient(loss, model.trainable_variables)
+
+    step()
+    return judge
+
+
+def as_one_model_of_two(_):
+    made, judge = generator(), critic()
+    x = keras.Input((4,))
+    both = keras.Model(x, judge(made(x)))
+    both.compile("sgd", "mse")
+    both.fit(NOISE, ONES, verbose=0)
+    return judge
+
+
+def inspected_first(make_critic):
+    made = generator()
+    tfamp.assignment(made)
+    judge = make_critic()
+    judge.compile("sgd", "mse")
+    judge.fit(IMAGES, ONES, verbose=0)
+    return judge
+
+
+PROGRAMS = [
+    one_after_the_other,
+    both_then_compiled,
+    as_the_tutorial_of_dcgan,
+    as_one_model_of_two,
+    inspected_first,
+]
+
+
+@pytest.mark.parametrize("make_critic", [critic, Critic])
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("rule, expected", RULES.values(), ids=RULES)
+@pytest.mark.anchors("pattern-*", "callable-one_after_the_other-*")
+def test_a_rule_for_the_second_model_acts_without_a_warning(
+    rule, expected, program, make_critic
+):
+    tfamp.enable("mixed_bfloat16", keep_float32=[rule])
+    assert kept(program(make_critic)) == expected  # warnings are errors
+
+
+@pytest.mark.parametrize("program", [one_after_the_other, both_then_compiled])
+def test_a_path_inside_the_second_model(program):
+    def nested():
+        x = keras.Input((6,))
+        inner = keras.Sequential([layers.Dense(4, name="mix")], name="tower")
+        return keras.Model(x, layers.Dense(1)(inner(x)), name="critic")
+
+    tfamp.enable("mixed_bfloat16", keep_float32=["tower/mix"])
+    assert kept(program(nested)) == {"tower/mix"}
+
+
+def fit(model):
+    model.compile("sgd", "mse")
+    model.fit(NOISE, IMAGES, verbose=0)
+
+
+def train_on_batch(model):
+    model.compile("sgd", "mse")
+    model.train_on_batch(NOISE, IMAGES)
+
+
+def evaluate(model):
+    model.compile("sgd", "mse")
+    model.evaluate(NOISE, IMAGES, verbose=0)
+
+
+def predict(model):
+    model.predict(NOISE, verbose=0)
+
+
+def own_loop(model):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(NOISE, training=True))
+    assert None not in tape.gradient(loss, model.trainable_variables)
+
+
+def own_loop_after_a_look(model):
+    model(NOISE)
+    own_loop(model)
+
+
+USES = [fit, train_on_batch, evaluate, predict, own_loop, own_loop_after_a_look]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_typo_is_said_once_when_the_model_is_put_to_work(use):
+    tfamp.enable("mixed_bfloat16", keep_float32=["upp_1", "up_2"])
+    with pytest.warns(UserWarning, match="Pattern 'upp_1' in `keep_float32`") as told:
+        use(generator())
+    assert len(told) == 1
+    assert "'up_1'" in str(told[0].message)  # so that the typo can be seen
+    assert Path(told[0].filename).name == Path(__file__).name
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        use(generator())
+
+
+def test_of_two_typos_and_a_rule_for_another_model_the_typos_are_said():
+    keep = ["upp_1", "critic_out", "Sofmax"]
+    tfamp.enable("mixed_bfloat16", keep_float32=keep)
+    made, judge = generator(), critic()
+    made.compile("sgd", "mse")
+    judge.compile("sgd", "mse")
+    with pytest.warns(UserWarning) as told:
+        made.fit(NOISE, IMAGES, verbose=0)
+    messages = [str(each.message) for each in told]
+    assert ["upp_1" in text for text in messages] == [True, False]
+    assert ["Sofmax" in text for text in messages] == [False, True]
+
+
+def test_a_typo_is_said_at_compile_where_no_other_model_can_follow():
+    with tfamp.scope("mixed_bfloat16", keep_float32=["upp_1"]):
+        made = generator()
+    with pytest.warns(UserWarning, match="Pattern 'upp_1'"):
+        made.compile("sgd", "mse")
+
+
+def test_a_model_that_trains_alone_is_told_what_to_do_about_a_rule_for_a_later_one():
+    tfamp.enable("mixed_bfloat16", keep_float32=["critic_out"])
+    made = generator()
+    made.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="make that one first, or in a `tfamp.scope`"):
+        made.fit(NOISE, IMAGES, verbose=0)
+    assert kept(critic()) == {"critic_out"}
+
+
+def test_a_typo_is_said_where_the_policy_is_measured():
+    tfamp.enable("measure", keep_float32=["upp_1"])
+    with pytest.warns(UserWarning, match="Pattern 'upp_1'") as told:
+        fit(generator())
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("way", ["measure", "apply"])
+def test_other_ways_to_a_policy_ask_no_model_for_the_rules_of_another(way):
+    early = generator()
+    policy = "measure" if way == "measure" else "mixed_bfloat16"
+    tfamp.enable(policy, keep_float32=["critic_out"])
+    made = early if way == "apply" else generator()
+    if way == "apply":
+        tfamp.apply(made)
+    judge = critic()
+    made.compile("sgd", "mse")
+    judge.compile("sgd", "mse")
+    made.fit(NOISE, IMAGES, verbose=0)
+    judge.fit(IMAGES, ONES, verbose=0)
