@@ -1,5 +1,7 @@
 """`fit` traces Keras's own training step once, where stock Keras traces it twice."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -110,7 +112,8 @@ def test_a_metric_that_cannot_be_made_fails_as_in_stock():
         with pytest.raises(ValueError) as raised:
             model.fit(X, Y, verbose=0)
         tfamp.disable()
-        messages.append(str(raised.value))
+        # Keras numbers its layers on.
+        messages.append(re.sub(r"_\d+\b", "", str(raised.value)))
     assert messages[0] == messages[1]
     assert "no_such_metric" in messages[0]
 
@@ -129,5 +132,7 @@ def test_nested_data_and_unknown_batch_sizes_are_traced_once_too():
         model = keras.Model(inputs, outputs)
         model.compile(Adam(), "mse", metrics={"one": ["mae"], "two": ["mse"]})
         work = lambda: logs.update(model.fit(dataset, verbose=0).history)  # noqa: E731
-        assert traces_of(work) == 1
+        # From Keras 3.16 on a smaller last batch is traced for itself (keras#23179).
+        draws_eagerly = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
+        assert traces_of(work) == (2 if draws_eagerly else 1)
     assert {"one_mae", "two_mse", "one_loss", "two_loss"} <= set(logs)

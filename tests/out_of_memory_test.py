@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.dtypes import hooks
+from tfamp.keras_hooks.backend import TensorFlowTrainer
 from tfamp.loss_scale import fit_hooks
 from tfamp.machine.limits import GpuMemory, Holder, MachineMemory, MemoryLimit
 from tfamp.machine.out_of_memory import (
@@ -372,4 +373,4 @@ def test_a_policy_without_a_loss_scale_is_cared_for_too():
     with tfamp.scope("mixed_bfloat16"):
         model = model_of(keras.layers.Dense(4))
     held = {".".join(name.split(".")[-2:]) for name in hooks.installed()}
-    assert {f"TensorFlowTrainer.{name}" for name in runs(model)} <= held
+    assert {f"{TensorFlowTrainer.__name__}.{name}" for name in runs(model)} <= held
