@@ -28,6 +28,13 @@ class Asked(pydantic.BaseModel):
     inputs: list[Tensor]
 
 
+@app.get("/v2/models/model")
+def about() -> dict[str, list[dict[str, object]]]:
+    """Tells what the model takes."""
+    (spec,) = model.signature.inputs
+    return {"inputs": [{"name": spec.name, "datatype": "FP32", "shape": [-1, 64]}]}
+
+
 @app.post("/v2/models/model/infer")
 def predict(asked: Asked) -> dict[str, list[Tensor]]:
     """Answers a batch."""

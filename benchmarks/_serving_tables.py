@@ -184,8 +184,7 @@ def serving_words(result: Result) -> dict[str, Any]:
             f"At {tail['rate']:,} requests a second, half of the most, the 99th "
             f"percentile is {times['p99']} ms. It is held to twice that of the runtime "
             f"alone ({times['own_p99']} ms) and the run of a batch of 64 that may be "
-            f"ahead ({times['batch']} ms): {times['goal']} ms. The clients themselves "
-            f"were up to {times['generator_late_p99']} ms late."
+            f"ahead ({times['batch']} ms): {times['goal']} ms."
         ),
     }
 

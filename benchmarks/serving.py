@@ -11,14 +11,12 @@ cores. Needs tfamp[serve,onnx] and fastapi.
 """
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,9 +27,6 @@ import tfamp
 from benchmarks._runner import ROOT
 from benchmarks._turns import ratio, take_turns
 from benchmarks.inference import Digits, mlp, trained
-from tfamp.serving import load_test
-from tfamp.serving.load_test.clients import Clients
-from tfamp.serving.load_test.target import Target
 
 FLAGS = (
     ("integer", "turns", 9, "Turns of each server."),
@@ -79,16 +74,9 @@ def serving(command: list[str], port: int) -> Iterator[tuple[int, float]]:
 
 
 def _answers(port: int) -> bool:
-    entry = {"name": "x", "datatype": "FP32", "shape": [1, 64], "data": [0.0] * 64}
-    body = json.dumps({"inputs": [entry]}).encode()
-    address = f"http://127.0.0.1:{port}/v2/models/model/infer"
-    request = urllib.request.Request(
-        address, body, {"Content-Type": "application/json"}
-    )
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
+        return ask(port, np.zeros((1, 64), np.float32), 1, 0.01).num_answers > 0
+    except (OSError, ValueError):
         return False
 
 
@@ -98,38 +86,11 @@ def resident_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def requests(x: np.ndarray, name: str) -> dict[str, bytes]:
-    """Returns a request for one row of an input as JSON, and one as bytes."""
-    raw = x.tobytes()
-    entry = {"name": name, "datatype": "FP32", "shape": list(x.shape)}
-    row = json.dumps({"inputs": [{**entry, "data": x.ravel().tolist()}]}).encode()
-    entry["parameters"] = {"binary_data_size": len(raw)}
-    asked = {"inputs": [entry], "parameters": {"binary_data_output": True}}
-    head = json.dumps(asked).encode()
-    return {
-        "json": _request("/v2/models/model/infer", row),
-        "binary": _request(
-            *("/v2/models/model/infer", head + raw),
-            f"Inference-Header-Content-Length: {len(head)}\r\n",
-        ),
-    }
-
-
-def _request(path: str, body: bytes, headers: str = "") -> bytes:
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        f"{headers}Content-Length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
-
-
-def ask(
-    port: int, request: bytes, clients: int, seconds: float
-) -> tuple[float, list[float]]:
-    """Returns the answers a second of clients that wait for each, and latencies."""
-    target = Target("", "127.0.0.1", port, request)
-    with contextlib.closing(Clients(target, clients, _DEADLINE)) as asked:
-        return load_test.peak(asked, clients, seconds)
+def ask(port: int, x: np.ndarray, clients: int, seconds: float, **how: Any) -> Any:
+    """Returns what clients get that wait for each answer, as JSON by default."""
+    url = f"http://127.0.0.1:{port}/v2/models/model"
+    options = {"clients": clients, "seconds": seconds, "binary": False} | how
+    return tfamp.latency_check(url, x, timeout_seconds=_DEADLINE, **options)
 
 
 def commands(folder: Path) -> dict[str, tuple[list[str], int]]:
@@ -162,16 +123,13 @@ def processor_seconds(pid: int) -> float:
 
 
 def compare_rates(
-    servers: Mapping[str, tuple[int, int]],
-    request: bytes,
-    turns: int,
-    seconds: float,
+    servers: Mapping[str, tuple[int, int]], x: np.ndarray, turns: int, seconds: float
 ) -> dict[str, Any]:
     """Returns the answers a second of each server, and ratios of int8's over others.
 
     Args:
         servers: Process and port, by name.
-        request: What is asked.
+        x: What is asked for.
         turns: Of each server.
         seconds: Of a turn.
     """
@@ -179,9 +137,9 @@ def compare_rates(
     def side(pid: int, port: int) -> Any:
         def turn() -> tuple[float, float, float]:
             before = processor_seconds(pid)
-            per_second, latencies = ask(port, request, CLIENTS, seconds)
-            taken = (processor_seconds(pid) - before) / len(latencies)
-            return per_second, float(np.median(latencies)), taken
+            found = ask(port, x, CLIENTS, seconds)
+            taken = (processor_seconds(pid) - before) / found.num_answers
+            return found.answers_per_second, found.p50, taken
 
         turn()
         return turn
@@ -207,27 +165,17 @@ def compare_latencies(
     model: tfamp.LoadedModel, port: int, x: np.ndarray, turns: int, seconds: float
 ) -> dict[str, Any]:
     """Returns what one client waits longer for than a call in this process takes."""
-    name = model.signature.inputs[0].name
-    inputs = {name: x}
-
-    def inside() -> float:
-        until, taken = time.perf_counter() + seconds, []
-        while (start := time.perf_counter()) < until:
-            model.run(inputs)
-            taken.append(time.perf_counter() - start)
-        return float(np.median(taken))
-
-    def side(request: bytes) -> Any:
-        return lambda: float(np.median(ask(port, request, 1, seconds)[1]))
-
-    asked = requests(x, name)
-    sides = [inside, *map(side, asked.values())]
+    sides = [
+        lambda: tfamp.latency_check(model, x, seconds=seconds).p50,
+        lambda: ask(port, x, 1, seconds).p50,
+        lambda: ask(port, x, 1, seconds, binary=True).p50,
+    ]
     for each in sides:
         each()
     found = take_turns(sides, turns)[..., 0]
     added = {
         name: round(1e3 * float(np.median(found[:, at] - found[:, 0])), 3)
-        for at, name in enumerate(asked, start=1)
+        for at, name in enumerate(("json", "binary"), start=1)
     }
     worst = max(added.values())
     return {
@@ -245,33 +193,23 @@ def tail(
 
     A request waits for the run ahead of it at most, which has up to 64 examples.
     """
-    name = model.signature.inputs[0].name
-    request = requests(x, name)["binary"]
-    peak, _ = ask(port, request, CLIENTS, seconds)
-
-    def taken(batch: np.ndarray) -> list[float]:
-        found, until = [], time.perf_counter() + seconds
-        while (start := time.perf_counter()) < until:
-            model.run({name: batch})
-            found.append(time.perf_counter() - start)
-        return found
-
-    own = float(np.quantile(taken(x), 0.99))
-    limit = float(np.median(taken(np.repeat(x, _MAX_BATCH, axis=0))))
-    url = f"http://127.0.0.1:{port}/v2/models/model"
-    (load,) = load_test.bench_serve([url], rates=[peak / 2], seconds=4 * seconds).loads
-    goal = MAX_TAIL * own + limit
+    peak = ask(port, x, CLIENTS, seconds, binary=True).answers_per_second
+    own = tfamp.latency_check(model, x, seconds=seconds).p99
+    batch = np.repeat(x, _MAX_BATCH, axis=0)
+    limit = tfamp.latency_check(model, batch, seconds=seconds).p50
+    rate, length = peak / 2, 4 * seconds
+    load = ask(port, x, 1, length, binary=True, rate=rate)
+    goal = None if own is None or limit is None else MAX_TAIL * own + limit
     return {
         "peak_per_second": round(peak),
-        "rate": round(load.rate),
+        "rate": round(rate),
         "milliseconds": {
-            **{"own_p99": round(1e3 * own, 3), "batch": round(1e3 * limit, 3)},
+            **{"own_p99": _rounded(own), "batch": _rounded(limit)},
             **{"p50": _rounded(load.p50), "p99": _rounded(load.p99)},
-            "generator_late_p99": _rounded(load.lateness_p99),
-            "goal": round(1e3 * goal, 3),
+            "goal": _rounded(goal),
         },
         "errors": load.errors,
-        "met": load.p99 is not None and load.p99 <= goal and not load.errors,
+        "met": None not in (load.p99, goal) and load.p99 <= goal and not load.errors,
     }
 
 
@@ -300,8 +238,7 @@ def measure(settings: Any) -> dict[str, Any]:
         ports = {name: port for name, (_, port) in started.items()}
         servers = {name: (pids[name], ports[name]) for name in ports}
         model = tfamp.load_exported(folder / "int8")
-        asked = requests(x, model.signature.inputs[0].name)["json"]
-        rates = compare_rates(servers, asked, turns, seconds)
+        rates = compare_rates(servers, x, turns, seconds)
         port = ports["int8"]
         added = compare_latencies(model, port, x, turns, seconds)
         own_tail = tail(model, port, x, seconds)

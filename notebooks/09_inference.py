@@ -189,7 +189,7 @@ print("it says", predictions.argmax(axis=1), "and they are", y_test[:3])
 #
 # - [Inference](REPOSITORY_URL/blob/main/docs/inference.md): what each format can hold,
 #   and what counts as exported.
-# - [Serving](REPOSITORY_URL/blob/main/docs/serving.md): settings, load tests by
-#   `tfamp bench-serve`, Triton, KServe, phones and browsers.
+# - [Serving](REPOSITORY_URL/blob/main/docs/serving.md): settings, how fast
+#   it answers, Triton, KServe, phones and browsers.
 # - [A recipe](REPOSITORY_URL/blob/main/recipes/export_and_serve.py) that trains,
 #   exports, serves and asks.

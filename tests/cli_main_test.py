@@ -11,7 +11,6 @@ import pytest
 
 import tfamp
 from tfamp.cli import main as cli
-from tfamp.serving.load_test import bench_serve
 from tfamp.serving.server.main import serve
 
 ROOT = Path(__file__).parents[1]
@@ -112,7 +111,6 @@ FUNCTIONS = {
     "export": (tfamp.export, {"path", "metric"}),
     # Typed without a flag, and a file in the place of what it holds.
     "serve": (serve, {"paths", "load", "on_start"}),
-    "bench_serve": (bench_serve, {"urls", "token"}),
 }
 
 

@@ -42,6 +42,7 @@ _HOMES = {
     "export": "tfamp.serving.exports.exporter",
     "find_batch_size": "tfamp.memory.batch_search",
     "freeze": "tfamp.serving.frozen",
+    "latency_check": "tfamp.serving.latency",
     "lint": "tfamp.numerics.lint",
     "load_exported": "tfamp.serving.runtimes",
     "load_model": "tfamp.models",
@@ -65,6 +66,7 @@ _RESULTS = {
     "Comparison": "tfamp.comparison.result",
     "Diagnosis": "tfamp.cli.diagnosis",
     "Export": "tfamp.serving.exports.choosing",
+    "Latency": "tfamp.serving.latency",
     "LoadedModel": "tfamp.serving.runtimes.signature",
     "Measurement": "tfamp.tuning.measurement",
     "MemoryEstimate": "tfamp.memory.estimates",
@@ -182,6 +184,8 @@ if TYPE_CHECKING:
     from tfamp.serving.exports.choosing import Export as Export
     from tfamp.serving.exports.exporter import export as export
     from tfamp.serving.frozen import freeze as freeze
+    from tfamp.serving.latency import Latency as Latency
+    from tfamp.serving.latency import latency_check as latency_check
     from tfamp.serving.parity.result import Parity as Parity
     from tfamp.serving.runtimes import load_exported as load_exported
     from tfamp.serving.runtimes.signature import LoadedModel as LoadedModel

@@ -53,7 +53,6 @@ _GROUPS = {
     },
     "serving": {
         "serve": ("saved", "answer for exported models over HTTP"),
-        "bench_serve": ("saved", "latencies of a server at rates that do not wait"),
     },
 }
 # The names of the functions that `tfamp memory`, `measure` and `scale` ask.

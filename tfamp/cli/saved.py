@@ -1,7 +1,7 @@
 """Commands on what was saved: `tfamp replay`, `freeze`, `export` and `serve`.
 
-`tfamp bench_serve` is here too: how fast such models answer. Nothing here loads
-TensorFlow before a command asks for it: a server of other runtimes does without it.
+Nothing here loads TensorFlow before a command asks for it: a server of other runtimes
+does without it.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ from typing import Any
 
 import tfamp
 from tfamp.cli.command import Call, Command, Flag, Outcome, UsageError, one_of
-from tfamp.records.checks import positive
 from tfamp.records.formats import HALF
 from tfamp.records.record import TableRecord
 from tfamp.records.units import format_bytes, parse_bytes
@@ -182,30 +181,6 @@ def _serve(call: Call) -> Outcome:
     return Outcome(serve(call.arguments, on_start=say, **call.given))
 
 
-def _bench(call: Call) -> Outcome:
-    from tfamp.serving.load_test import bench_serve
-    from tfamp.serving.load_test.result import to_html
-
-    path, out = call.values["token_file"], call.values["out"]
-    token = None if path is None else Path(path).read_text(encoding="utf-8").strip()
-    found = bench_serve(call.arguments, token=token, **call.given)
-    text = found.table()
-    if out is not None:
-        to_html(found, out)
-        text += f"\nReport: {out}"
-    return Outcome(found, text)
-
-
-def _rates(name: str, text: str) -> list[float]:
-    try:
-        return [positive(name, float(word)) for word in text.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"`{name}` is {text!r}; expected numbers above 0 with commas between. "
-            "Write for example 100,500,1000"
-        ) from None
-
-
 SERVE = Command(
     "serve",
     "tfamp.serving.server.main.serve",
@@ -228,35 +203,5 @@ SERVE = Command(
     more=_STATUS,
     argument="path...",
 )
-BENCH = Command(
-    "bench_serve",
-    "tfamp.serving.load_test.bench_serve",
-    _bench,
-    (
-        Flag(
-            *("rates", _rates, None),
-            "Requests a second, separated by commas; else 10 % to 90 % of the most "
-            "that 16 clients get from the first server.",
-        ),
-        Flag(
-            *("protocol", one_of("binary", "json"), None),
-            "binary or json of the Open Inference Protocol; else binary.",
-        ),
-        Flag(
-            *("token_file", "string", None),
-            "File with the token that requests bear; else they bear none.",
-        ),
-        Flag("seed", "integer", 0, "Of the moments at which requests are due."),
-        Flag("out", "string", None, "HTML file that gets the curves."),
-    ),
-    without=("token",),
-    purpose="Asks models of servers, such as http://127.0.0.1:8000/v2/models/digits, "
-    "at given rates, and prints latencies, what was answered, and errors. Requests do "
-    "not wait for answers, and latencies count from the moment that each was due. "
-    "Several are asked in turns. Works with every server of the Open Inference "
-    "Protocol v2.",
-    more=_STATUS,
-    argument="url...",
-)
-_ALL = (_REPLAY, _FREEZE, _EXPORT, SERVE, BENCH)
+_ALL = (_REPLAY, _FREEZE, _EXPORT, SERVE)
 COMMANDS = {command.name: command for command in _ALL}

@@ -232,9 +232,8 @@ class App:
         if is_json:
             most = min(most, self._limits.max_json)
         declared = int(headers.get("content-length", 0))  # checked by the server
-        refused = self._too_large(declared, is_json=is_json)
         if declared > (most if "expect" in headers else _MAX_REFUSED_BYTES):
-            raise refused
+            raise self._too_large(declared, is_json=is_json)
         parts: list[bytes] = []
         found = 0
         try:
@@ -245,7 +244,7 @@ class App:
                         self._hold(len(part), held)
                         parts.append(part)
                     elif found > _MAX_REFUSED_BYTES:
-                        raise refused
+                        break
         except TimeoutError:
             raise Refusal(
                 408,

@@ -1,0 +1,179 @@
+"""Latencies of models and servers: what counts, from when, and what is told."""
+
+import contextlib
+import http.server
+import json
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+
+import tfamp
+
+X = np.ones((2, 3), np.float32)
+INPUT = {"name": "x", "datatype": "FP32", "shape": [-1, 3]}
+METADATA = {"name": "m", "inputs": [INPUT]}
+
+
+@contextlib.contextmanager
+def answering(reply, metadata=METADATA):
+    """Yields the address of a server that calls `reply` with each body."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def log_message(self, *arguments):
+            pass
+
+        def answer(self, status, content):
+            body = json.dumps(content).encode()
+            head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\n\r\n"
+            self.wfile.write(head.encode() + body)
+
+        def do_GET(self):
+            self.answer(200, metadata)
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(*reply(self.headers, body))
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v2/models/m"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_stall_counts_for_all_that_were_due_in_it():
+    served = []
+    lock = threading.Lock()
+
+    def reply(headers, body):
+        with lock:  # one at a time, as a model is run
+            served.append(body)
+            if len(served) == 40:  # ten to warm up, and thirty more
+                time.sleep(0.3)
+        return 200, {}
+
+    with answering(reply) as url:
+        found = tfamp.latency_check(url, X, rate=200, seconds=0.5)
+    assert found.errors == {} and (found.rate, found.clients) == (200, None)
+    # A fifth of them and more were due in the stall, and most of these waited long;
+    # clients that wait would have seen a few slow answers.
+    assert found.p90 > 0.1
+    # Exponential gaps: 100 are due, give or take three times the root.
+    assert 70 <= found.num_answers <= 130
+
+
+def test_clients_that_wait_ask_as_many_at_a_time():
+    together, most = set(), []
+
+    def reply(headers, body):
+        together.add(threading.get_ident())
+        most.append(len(together))
+        together.discard(threading.get_ident())
+        return 200, {}
+
+    with answering(reply) as url:
+        found = tfamp.latency_check(url, X, clients=4, seconds=0.3)
+    assert max(most) <= 4 and found.clients == 4
+    assert found.num_answers == len(most) - 10  # without those that warm up
+    assert found.answers_per_second == pytest.approx(found.num_answers / 0.3, rel=0.3)
+    assert 0 < found.p50 <= found.p90 <= found.p99
+
+
+def test_errors_are_counted_by_what_they_are_and_are_no_answers():
+    asked = []
+
+    def reply(headers, body):
+        asked.append(body)
+        return (503 if len(asked) > 10 and len(asked) % 2 else 200), {}
+
+    with answering(reply) as url:
+        found = tfamp.latency_check(url, X, rate=100, seconds=0.3)
+    assert found.errors["503"] == pytest.approx(found.num_answers, abs=1)
+    assert f"{found.errors['503']} times 503" in str(found)
+
+
+def test_a_server_that_never_answers_is_a_timeout():
+    asked, never = [], threading.Event()
+
+    def reply(headers, body):
+        asked.append(body)
+        if len(asked) > 10:
+            never.wait(20)
+        return 200, {}
+
+    with answering(reply) as url:
+        found = tfamp.latency_check(
+            url, X, rate=50, seconds=0.1, timeout_seconds=0.1, seed=3
+        )
+        never.set()
+    assert found.num_answers == 0 < found.errors["timeout"]
+    assert (found.p50, found.answers_per_second) == (None, 0)
+
+
+@pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
+def test_tensors_go_as_the_protocol_has_it_with_a_token(binary):
+    asked = []
+
+    def reply(headers, body):
+        asked.append((headers, body))
+        return 200, {}
+
+    with answering(reply) as url:
+        tfamp.latency_check(url, X, seconds=0.05, binary=binary, token="secret")
+    headers, body = asked[-1]
+    assert headers["Authorization"] == "Bearer secret"
+    length = int(headers["Inference-Header-Content-Length"] or len(body))
+    (entry,) = json.loads(body[:length])["inputs"]
+    assert (entry["name"], entry["datatype"], entry["shape"]) == ("x", "FP32", [2, 3])
+    if binary:
+        np.testing.assert_array_equal(np.frombuffer(body[length:], "<f4"), X.ravel())
+    else:
+        assert (entry["data"], body[length:]) == ([1.0] * 6, b"")
+
+
+@pytest.mark.parametrize("how", [{"clients": 2}, {"rate": 100}], ids=["wait", "due"])
+def test_a_keras_model_and_an_export_are_measured_as_a_server_is(how, tmp_path):
+    model = keras.Sequential([keras.Input((3,), name="x"), keras.layers.Dense(2)])
+    tfamp.export(model, tmp_path / "m", format="saved_model")
+    for each in (model, tmp_path / "m", tfamp.load_exported(tmp_path / "m")):
+        found = tfamp.latency_check(each, X, seconds=0.2, **how)
+        assert found.errors == {} and found.num_answers > 1
+        assert 0 < found.p50 < 1
+    restored = tfamp.Latency.from_json(found.to_json())
+    assert restored == found
+
+
+def test_a_quantile_is_told_where_there_are_answers_beyond_it():
+    with answering(lambda headers, body: (200, {})) as url:
+        found = tfamp.latency_check(url, X, rate=40, seconds=0.5)
+    assert 10 <= found.num_answers < 100
+    assert (found.p99, found.p90 > 0) == (None, True)
+    assert "p90" in str(found) and "p99" not in str(found)
+
+
+def test_what_cannot_be_asked_is_told(tmp_path):
+    with pytest.raises(OSError, match="cannot be reached"):
+        tfamp.latency_check("http://127.0.0.1:9/v2/models/m", X)
+    with answering(lambda headers, body: (400, {})) as url:
+        with pytest.raises(ValueError, match="answers 400 to `x`"):
+            tfamp.latency_check(url, X)
+        with pytest.raises(ValueError, match="is of shape"):
+            tfamp.latency_check(url, X[:, :2])
+        with pytest.raises(ValueError, match="`rate` is -1"):
+            tfamp.latency_check(url, X, rate=-1)
+    with answering(None, metadata={"error": "no model"}) as url:
+        with pytest.raises(ValueError, match="no model.*expected the metadata"):
+            tfamp.latency_check(url, X)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        tfamp.latency_check(str(tmp_path / "nowhere"), X)

@@ -1,0 +1,297 @@
+"""`latency_check`: how long answers take, of a model here or behind an address.
+
+Clients that wait for each answer send least while a model is slowest, and so miss what
+they are to measure. At a given `rate` requests are due at moments that were drawn
+before, and a latency counts from then, whatever kept a request from being sent.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import http.client
+import json
+import math
+import os
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tfamp.records import checks, units
+from tfamp.records.record import TableRecord
+from tfamp.serving.runtimes import load_exported
+from tfamp.serving.runtimes.signature import (
+    DATATYPES,
+    LoadedModel,
+    Signature,
+    TensorSpec,
+)
+
+if TYPE_CHECKING:
+    import keras
+
+_DTYPES = {text: dtype for dtype, text in DATATYPES.items() if dtype != "string"}
+# Requests that may be under way at once at a given rate; more wait, and it counts.
+_MOST_AT_ONCE = 64
+_WARM_UP = 10
+_SCHEMES = ("http://", "https://")
+# Share of the answers, and how many it takes to tell it from the slowest few.
+_QUANTILES = {"p50": (0.5, 1), "p90": (0.9, 10), "p99": (0.99, 100)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Latency(TableRecord):
+    """How long a model takes to answer.
+
+    Args:
+        p50: Seconds within which half of all answers came; None without an answer.
+        p90: Of nine in ten; None below 10 answers.
+        p99: Of 99 in 100; None below 100 answers.
+        answers_per_second: Answers over the seconds from the first request to the last
+            answer.
+        num_answers: Number of answers.
+        errors: Status or error -> how many requests got it for an answer.
+        clients: How many asked at a time, each waiting for its answer; None at a rate.
+        rate: Requests a second that were due; None for clients that wait.
+    """
+
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    answers_per_second: float
+    num_answers: int
+    errors: dict[str, int]
+    clients: int | None = None
+    rate: float | None = None
+
+    def table(self) -> str:
+        """Returns a line."""
+        quantiles = {"p50": self.p50, "p90": self.p90, "p99": self.p99}
+        told = [
+            f"{name} {units.format_seconds(value)}"
+            for name, value in quantiles.items()
+            if value is not None
+        ]
+        how = f"{self.clients} at a time" if self.clients else f"{self.rate:g}/s due"
+        told.append(f"{self.answers_per_second:,.0f} answers/s, {how}")
+        told += [f"{count:,} times {what}" for what, count in self.errors.items()]
+        return ", ".join(told)
+
+
+def latency_check(
+    model_or_url: "str | os.PathLike[str] | keras.Model | LoadedModel",
+    x: Any,
+    *,
+    clients: int = 1,
+    rate: float | None = None,
+    seconds: float = 2.0,
+    binary: bool = True,
+    token: str | None = None,
+    timeout_seconds: float = 10.0,
+    seed: int = 0,
+) -> Latency:
+    """Measures how long answers to one request take, and how many come in a second.
+
+    Args:
+        model_or_url: A Keras model, what `tfamp.export` wrote or `tfamp.load_exported`
+            returned, or the address of a model of a server of the Open Inference
+            Protocol v2: "http://127.0.0.1:8000/v2/models/digits".
+        x: What each request asks for, one batch, as `LoadedModel.predict` takes it.
+        clients: How many ask at a time, each of which waits for its answer.
+        rate: Requests a second in the place of `clients`, which do not wait: they are
+            due at random moments, and latencies count from these.
+        seconds: How long to ask.
+        binary: Whether tensors go to a server as bytes; else as JSON.
+        token: What requests to a server bear, if anything.
+        timeout_seconds: How long an answer of a server may take.
+        seed: Of the random moments.
+
+    Returns:
+        The latencies.
+
+    Raises:
+        OSError: The server cannot be reached.
+        ValueError: An argument is out of its range, `x` is not what the model takes, or
+            the server has no such model.
+    """
+    checks.positive_int("clients", clients)
+    checks.positive("seconds", seconds)
+    checks.positive("timeout_seconds", timeout_seconds)
+    if rate is not None:
+        checks.positive("rate", rate)
+    with contextlib.ExitStack() as stack:
+        if isinstance(model_or_url, str) and model_or_url.startswith(_SCHEMES):
+            endpoint = _Endpoint(model_or_url, token, timeout_seconds)
+            stack.callback(endpoint.close)
+            ask = endpoint.asking(endpoint.prepared(x), binary=binary)
+        else:
+            is_loaded = isinstance(model_or_url, LoadedModel)
+            model: Any = model_or_url if is_loaded else load_exported(model_or_url)
+            inputs = model.prepared(x)
+
+            def ask() -> str:
+                model.run(inputs)
+                return ""
+
+        for _ in range(_WARM_UP):
+            if error := ask():
+                raise ValueError(
+                    f"{model_or_url!r} answers {error} to `x`; expected an answer. "
+                    "Compare it with what the model takes."
+                )
+        if rate is None:
+            found, took = _asked(ask, clients, seconds, None)
+        else:
+            rng = np.random.default_rng(seed)
+            gaps = rng.exponential(1 / rate, size=int(2 * rate * seconds) + 20)
+            due = np.cumsum(gaps)
+            found, took = _asked(ask, _MOST_AT_ONCE, seconds, due[due < seconds])
+    taken = [each for each, error in found if not error]
+    quantiles = {
+        name: float(np.quantile(taken, share)) if len(taken) >= least else None
+        for name, (share, least) in _QUANTILES.items()
+    }
+    return Latency(
+        **quantiles,
+        answers_per_second=len(taken) / took,
+        num_answers=len(taken),
+        errors=dict(collections.Counter(error for _, error in found if error)),
+        clients=clients if rate is None else None,
+        rate=rate,
+    )
+
+
+def _asked(
+    ask: Callable[[], str], threads: int, seconds: float, due: np.ndarray | None
+) -> tuple[list[tuple[float, str]], float]:
+    """Returns latencies and errors of requests, and how long it took.
+
+    Threads ask again and again for some seconds, or whenever a request is `due`.
+    """
+    found: list[tuple[float, str]] = []
+    start = time.perf_counter()
+    moments = None if due is None else iter((start + due).tolist())
+
+    def work() -> None:
+        while True:
+            moment = time.perf_counter()
+            if moments is not None:
+                moment = next(moments, math.inf)
+            if moment >= start + seconds:
+                return
+            time.sleep(max(0.0, moment - time.perf_counter()))
+            error = ask()
+            found.append((time.perf_counter() - moment, error))
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        for each in [pool.submit(work) for _ in range(threads)]:
+            each.result()
+    return found, time.perf_counter() - start
+
+
+class _Endpoint(LoadedModel):
+    """A model behind an address, asked on one connection for each thread."""
+
+    def __init__(self, url: str, token: str | None, timeout_seconds: float) -> None:
+        parts = urllib.parse.urlsplit(url)
+        kinds = {
+            "http": http.client.HTTPConnection,
+            "https": http.client.HTTPSConnection,
+        }
+        kind = kinds.get(parts.scheme, http.client.HTTPConnection)
+        self._connect = functools.partial(kind, parts.netloc, timeout=timeout_seconds)
+        self._connections: list[http.client.HTTPConnection] = []
+        self._of_thread = threading.local()
+        self._path = parts.path.rstrip("/").removesuffix("/infer")
+        self._headers = {"Content-Type": "application/json"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        try:
+            status, text = self._answer("GET", self._path, None, self._headers)
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise OSError(
+                f"{url!r} cannot be reached: {error}. Start the server, or correct the "
+                "address."
+            ) from error
+        try:
+            inputs = json.loads(text)["inputs"]
+            specs = [
+                TensorSpec(
+                    each["name"],
+                    tuple(None if n < 0 else int(n) for n in each["shape"]),
+                    _DTYPES[each["datatype"]],
+                )
+                for each in inputs
+            ]
+        except (ValueError, KeyError, TypeError) as error:
+            self.close()
+            said = text[:200].decode(errors="replace")
+            raise ValueError(
+                f"{url!r} answers {status}, {said!r}; expected the metadata of a model "
+                "by the Open Inference Protocol v2. Write an address such as "
+                f"http://{parts.netloc}/v2/models/digits."
+            ) from error
+        super().__init__(None, Signature(tuple(specs), ()))
+
+    def asking(
+        self, inputs: Mapping[str, np.ndarray], *, binary: bool
+    ) -> Callable[[], str]:
+        """Returns what sends one request; it gives "", or what is wrong."""
+        entries, raw = [], b""
+        for name, array in inputs.items():
+            is_text = array.dtype.kind == "O"
+            entry: dict[str, Any] = {"name": name, "shape": list(array.shape)}
+            entry["datatype"] = DATATYPES["object" if is_text else array.dtype.name]
+            if binary and not is_text:
+                entry["parameters"] = {"binary_data_size": array.nbytes}
+                raw += array.tobytes()
+            else:
+                entry["data"] = array.ravel().tolist()
+            entries.append(entry)
+        content = {"inputs": entries, "parameters": {"binary_data_output": binary}}
+        head = json.dumps(content).encode()
+        headers, body = dict(self._headers), head + raw
+        if raw:
+            headers["Inference-Header-Content-Length"] = str(len(head))
+
+        def ask() -> str:
+            try:
+                status, _ = self._answer("POST", f"{self._path}/infer", body, headers)
+            except TimeoutError:
+                return "timeout"
+            except (OSError, http.client.HTTPException) as error:
+                return type(error).__name__
+            return "" if status == 200 else str(status)
+
+        return ask
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Asks once; what is answered is of no interest here."""
+        self.asking(inputs, binary=True)()
+        return {}
+
+    def close(self) -> None:
+        """Closes the connections of all threads."""
+        for each in self._connections:
+            each.close()
+
+    def _answer(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
+    ) -> tuple[int, bytes]:
+        connection = getattr(self._of_thread, "connection", None)
+        if connection is None:
+            connection = self._of_thread.connection = self._connect()
+            self._connections.append(connection)
+        try:
+            connection.request(method, path, body, headers)
+            with connection.getresponse() as answer:
+                return answer.status, answer.read()
+        except (OSError, http.client.HTTPException):
+            connection.close()  # It is opened again for the next request.
+            raise
