@@ -10,7 +10,7 @@ Repair    apply, triage, replay
 Memory    estimate_memory, find_batch_size, remat
 Feed      data.Pipeline, data.fit_statistics, data.check, data.bottleneck
 Scale     distribute.strategy
-Keep      load_model, freeze, export, load_exported
+Keep      load_model, freeze, export, load_exported, latency_check
 
 `help(tfamp.enable)` tells of one; `tfamp --help` lists the commands. Names load on
 first use, so `import tfamp` costs no TensorFlow import.

@@ -56,7 +56,10 @@ def _homes() -> dict[str, str]:
     """Returns where `tfamp`'s public names live, from the tables of its `__init__`."""
     homes: dict[str, str] = {}
     for node in ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")).body:
+        # The tables of homes; that of what people guess spreads other ones.
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            if None in node.value.keys:
+                continue
             names = ast.literal_eval(node.value)
             homes |= {f"tfamp.{name}": home for name, home in names.items()}
     for name, path in _modules().items():
