@@ -52,6 +52,7 @@ SAGEMAKER = {"SM_HOSTS": '["algo-10", "algo-9"]', "SM_CURRENT_HOST": "algo-10"}
 KUBERNETES = {"JOB_COMPLETION_INDEX": "2", "TFAMP_HOSTS": "train-[0-2].train"}
 ENVIRONMENTS = {
     "nothing": ({"PATH": "/bin"}, Cluster("none")),
+    "an indexed job that is none": ({"JOB_COMPLETION_INDEX": "3"}, Cluster("none")),
     "Ray": (
         tf_config({"worker": TWO}, type="worker", index=1),
         Cluster("TF_CONFIG", ("a:2222", "b:2222"), 1),
@@ -186,10 +187,6 @@ HALF = {
     "SageMaker's other host": (
         {**SAGEMAKER, "SM_CURRENT_HOST": "algo-1"},
         "SM_CURRENT_HOST is 'algo-1'; expected one of SM_HOSTS",
-    ),
-    "Kubernetes without hosts": (
-        {"JOB_COMPLETION_INDEX": "0"},
-        "JOB_COMPLETION_INDEX is '0', and TFAMP_HOSTS is not set",
     ),
     "Kubernetes without an index": (
         {"TFAMP_HOSTS": "train-[0-2]"},

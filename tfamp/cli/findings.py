@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tfamp.cli.diagnosis import ClusterReport, Diagnosis, DoctorFinding, Setting
 from tfamp.machine import cpus, hosts
-from tfamp.machine.clusters import cluster_of
+from tfamp.machine.clusters import alone_in_job, cluster_of
 from tfamp.machine.speeds import Device
 from tfamp.records import checks
 from tfamp.records.formats import POLICIES
@@ -193,7 +193,11 @@ def of_cluster(
         remedy = "Correct the variable: `tfamp.distribute.cluster` names all it reads."
         return None, [_error(str(error), remedy)]
     if not cluster.workers:
-        return None, []
+        alone = alone_in_job(environ)
+        if alone is None:
+            return None, []
+        fact, _, remedy = alone.partition(". ")
+        return None, [_advice(f"{fact}.", remedy)]
     others = [each for each in cluster.workers if each != cluster.address]
     answers = ask(others)
     findings = []

@@ -123,8 +123,8 @@ def cluster() -> Cluster:
     The first that is set is read: `TF_CONFIG` (Ray Train, Vertex AI, TFJob, your own),
     SageMaker's `SM_HOSTS` and `SM_CURRENT_HOST`, the variables of a Slurm step (what
     `srun` sets), a Kubernetes indexed job's `JOB_COMPLETION_INDEX` with the hosts in
-    `TFAMP_HOSTS`, as in "train-[0-3].train:2222". Nothing is asked over the network,
-    and TensorFlow is not imported.
+    `TFAMP_HOSTS`, as in "train-[0-3].train:2222". Without these its pods are no
+    cluster. Nothing is asked over the network, and TensorFlow is not imported.
 
     Returns:
         The `Cluster`; its source is "none" where no launcher describes one.
@@ -252,14 +252,7 @@ def _sagemaker(environ: Mapping[str, str]) -> Read:
 
 
 def _kubernetes(environ: Mapping[str, str]) -> Read:
-    index, text = environ.get(_INDEX), environ.get(_HOSTS)
-    if not text:
-        raise ValueError(
-            f"{_INDEX} is {index!r}, and {_HOSTS} is not set; expected the hosts of "
-            "all pods of the indexed job, in the order of their index, as in "
-            f"{_HOSTS}=train-[0-3].train (job and headless service are called train). "
-            f"Set it in the job's `env`, or {_ALONE}."
-        )
+    index, text = environ.get(_INDEX), environ[_HOSTS]
     if not index:
         raise ValueError(
             f"{_HOSTS} is {text!r}, and {_INDEX} is not set; expected the index of "
@@ -307,5 +300,18 @@ _SOURCES: dict[
         _sagemaker,
     ),
     "Slurm": (slurm_has_several, _slurm),
-    "Kubernetes": (lambda e: bool(e.get(_INDEX) or e.get(_HOSTS)), _kubernetes),
+    # An indexed job alone is none: its pods may each search, or predict a part.
+    "Kubernetes": (lambda e: bool(e.get(_HOSTS)), _kubernetes),
 }
+
+
+def alone_in_job(environ: Mapping[str, str]) -> str | None:
+    """Returns why a pod of an indexed job is in no cluster, None where it is none."""
+    index = environ.get(_INDEX)
+    if not index or _SOURCES["Kubernetes"][0](environ):
+        return None
+    return (
+        f"{_INDEX} is {index!r} and {_HOSTS} is not set, so this pod trains alone. "
+        f"Where all pods are to train together, set {_HOSTS} in the job's `env` to "
+        "their names in the order of the index, as in train-[0-3].train."
+    )
