@@ -28,7 +28,7 @@ from tfamp.machine.speeds import Device
 from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
 from tfamp.records import console
 from tfamp.records import versions as _versions
-from tfamp.records.record import Record
+from tfamp.records.record import Record, as_html
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +71,20 @@ class Status(Record):
         return self.why
 
     def __str__(self) -> str:
+        parts = [self._facts()]
+        if self.rules:
+            kept = [(rule.name, rule.note or rule.reason) for rule in self.rules]
+            parts.append(console.table({"stays in float32": {}, "because": {}}, kept))
+        return console.text_of(*parts, width=100)
+
+    def _repr_html_(self) -> str:
+        """Returns the facts alone: it is often the last line of a cell."""
+        kept = f"{len(self.rules)} rules keep layers in float32: `print` shows them."
+        return as_html(
+            console.text_of(self._facts(), *[kept] * bool(self.rules), width=100)
+        )
+
+    def _facts(self) -> Any:
         rows = [
             ("tfamp", "enabled" if self.enabled else "not enabled"),
             ("policy", self.policy),
@@ -85,11 +99,7 @@ class Status(Record):
         ]
         columns: dict[str, dict[str, Any]] = {"fact": {}, "value": {}}
         look: dict[str, Any] = {"show_header": False, "box": None, "pad_edge": False}
-        parts = [console.table(columns, rows, **look)]
-        if self.rules:
-            kept = [(rule.name, rule.note or rule.reason) for rule in self.rules]
-            parts.append(console.table({"stays in float32": {}, "because": {}}, kept))
-        return console.text_of(*parts, width=100)
+        return console.table(columns, rows, **look)
 
 
 def enable(
@@ -104,7 +114,8 @@ def enable(
     Call it before the model is built; nothing else in the code changes. Layers
     that half precision would spoil stay in float32, the loss sees float32, and
     `compile` scales the loss where a layer computes in float16. Calling it again
-    replaces the settings for models to come.
+    replaces the settings for models to come. It logs a line that says what is in force
+    and why, which `logging.getLogger("tfamp").setLevel("WARNING")` keeps quiet.
 
     Args:
         policy: "auto" takes what is fastest on the devices here, and never one
@@ -147,6 +158,19 @@ def enable(
         >>> keras.layers.Dense(4).compute_dtype
         'float32'
     """
+    in_force_now = _enable(policy, keep_float32, loss_scale, loss_scale_options)
+    rules = len(in_force_now.rules)
+    kept = f"; {rules} rules keep layers in float32" if rules else ""
+    console.say(f"{in_force_now.policy} ({in_force_now.why}){kept}.")
+    return in_force_now
+
+
+def _enable(
+    policy: str | os.PathLike[str] | PrecisionPlan,
+    keep_float32: KeepFloat32,
+    loss_scale: str | float | None,
+    loss_scale_options: Mapping[str, Any] | None,
+) -> Status:
     _versions.check_environment()
     named = named_policy(policy)
     planned = read_plan(named)
@@ -166,7 +190,7 @@ def enable(
     if explicit:
         objection = hardware.objection(name, hardware.devices())
         if objection is not None:
-            warnings.warn(objection, UserWarning, stacklevel=2)
+            warnings.warn(objection, UserWarning, stacklevel=3)
     else:
         choose_at_fit(settings, named)
     _put_in_force(settings, reason)
@@ -229,12 +253,7 @@ def scope(
     """
     try:
         with IN_FORCE.block():
-            yield enable(
-                policy,
-                keep_float32=keep_float32,
-                loss_scale=loss_scale,
-                loss_scale_options=loss_scale_options,
-            )
+            yield _enable(policy, keep_float32, loss_scale, loss_scale_options)
     finally:
         hooks.follow_enabled()
 

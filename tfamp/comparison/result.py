@@ -38,6 +38,14 @@ class Comparison(Evidence):
     writes all of it.
     """
 
+    def __repr__(self) -> str:
+        """Returns what it comes to in a line."""
+        found = {p: verdict.answer for p, verdict in self.verdicts.items()}
+        return (
+            f"Comparison(title={self.title!r}, reference={self.reference!r}, "
+            f"metric={self.metric!r}, verdicts={found!r}, runs=<{len(self.runs)}>)"
+        )
+
     def table(self) -> str:
         """Returns verdict, figures and ratios as text of at most 110 columns."""
         return table(self)

@@ -63,6 +63,11 @@ class Pipeline(PipelineSelection):
         default_factory=list, init=False, compare=False, repr=False
     )
 
+    def __repr__(self) -> str:
+        """Returns the source and the stages by name, without their data."""
+        names = [type(each).__name__ for each in (self.source, *self.stages)]
+        return f"Pipeline({', '.join(names)})"
+
     def decode(
         self,
         image_size: tuple[int, int] | None = None,

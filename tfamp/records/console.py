@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import sys
 import textwrap
 import time
@@ -19,6 +20,7 @@ WIDTH = 110
 FOLD: dict[str, Any] = {"overflow": "fold"}
 WHOLE: dict[str, Any] = {"no_wrap": True}
 RIGHT: dict[str, Any] = {"justify": "right", "no_wrap": True}
+_LOGGER = logging.getLogger("tfamp")
 # Work that takes less is over before one has read the bar.
 _SHOWN_AFTER_SECONDS = 2.0
 
@@ -67,6 +69,26 @@ def wrapped(text: str, indent: int = 0) -> list[str]:
     return textwrap.wrap(
         text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False
     )
+
+
+class _OnStandardError(logging.Handler):
+    """Writes what is logged where the program has no handler of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            sys.stderr.write(f"tfamp: {record.getMessage()}\n")
+
+
+def say(text: str) -> None:
+    """Logs a line that a script shows on standard error, at the level of INFO.
+
+    `logging.getLogger("tfamp").setLevel("WARNING")` keeps it quiet.
+    """
+    if not _LOGGER.handlers:
+        _LOGGER.addHandler(_OnStandardError())
+        if _LOGGER.level == logging.NOTSET:
+            _LOGGER.setLevel(logging.INFO)
+    _LOGGER.info(text)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import abc
 import contextlib
 import dataclasses
 import errno
+import html
 import json
 import math
 import numbers
@@ -24,6 +25,10 @@ RecordType = TypeVar("RecordType", bound="Record")
 
 # No field can be called "class"; `schema` is refused when a record is read.
 _CLASS, _SCHEMA = "class", "schema"
+# Characters of a record's `repr`, and of one field in it.
+_MAX_REPR, _MAX_FIELD = 800, 80
+# Lines of a table that a notebook shows; `print` shows all of them.
+_MAX_SHOWN = 30
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -46,6 +51,28 @@ class Record:
     """
 
     SCHEMA: ClassVar[int] = 1
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # `dataclass` writes none where the class has its own.
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Record.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        """Returns class and fields in a few lines: what is long by its number alone."""
+        parts: list[str] = []
+        for name in _hints(type(self)):
+            parts.append(f"{name}={_brief(getattr(self, name))}")
+            if sum(map(len, parts)) > _MAX_REPR:
+                parts[-1] = "..."
+                break
+        return f"{type(self).__qualname__}({', '.join(parts)})"
+
+    def _repr_html_(self) -> str | None:
+        """Returns what a notebook shows: what `print` does, as far as a screen goes."""
+        if type(self).__str__ is object.__str__:
+            return None
+        return as_html(str(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the class, the schema version and the fields as plain JSON values.
@@ -167,6 +194,33 @@ class TableRecord(Record, abc.ABC):
     def __str__(self) -> str:
         """Returns the table."""
         return self.table()
+
+
+def as_html(text: str) -> str:
+    """Returns a text as a notebook shows it, its lines unbroken, on one screen."""
+    lines = text.splitlines()
+    if len(lines) > _MAX_SHOWN:
+        rest = f"... {len(lines) - _MAX_SHOWN} more lines: `print` shows them."
+        lines = [*lines[:_MAX_SHOWN], rest]
+    shown = html.escape("\n".join(lines))
+    return f'<pre style="white-space: pre; line-height: 1.2">{shown}</pre>'
+
+
+def _brief(value: Any) -> str:
+    """Returns a value as code, or what it is where that is long."""
+    whole = repr(value)
+    if len(whole) <= _MAX_FIELD:
+        return whole
+    if isinstance(value, str):
+        return f"{repr(value[: _MAX_FIELD - 5])[:-1]}...'"
+    if isinstance(value, (tuple, list)):
+        kinds = {type(item).__name__ for item in value}
+        return (
+            f"<{len(value)} of {kinds.pop() if len(kinds) == 1 else 'several types'}>"
+        )
+    if isinstance(value, Mapping):
+        return f"<{len(value)} entries>"
+    return f"<{type(value).__name__}>"
 
 
 def _hints(cls: type[Any]) -> dict[str, Any]:
