@@ -110,6 +110,13 @@ def test_json_that_is_too_large_is_told_of_bytes_which_are_taken(address):
     np.testing.assert_allclose(served.numbers(answer), x.mean((1, 2)), rtol=1e-4)
 
 
+def test_json_ahead_of_bytes_is_held_to_the_same_limit(address):
+    body = json_body(repeated(b"0.5", 5 * 10**6))
+    headers = {"Inference-Header-Content-Length": str(len(body))}
+    status, answer = ask(address, PATH, body, headers)
+    assert status == 413 and "binary_data_size" in answer["error"]
+
+
 def test_more_json_is_taken_where_it_is_wanted(folder):
     x = np.random.default_rng(0).random((1, 1024, 1024, 3), np.float32)
     headers, body = served.in_json(x)
