@@ -428,11 +428,11 @@ def test_the_error_of_a_stalled_loss_scale_ends_no_training(way, tmp_path):
     model = rooted(guard(), **WAYS[way])
     recovery = often(tmp_path, triage=named("none"))
     run = fit(model, data(12, 13, value=0.0), recovery)
-    assert [each.remedy for each in run.recoveries] == ["cut learning rate"]
+    assert [each.remedy for each in run.recoveries] == ["drop batch"]
     assert run.recoveries[0].sign.startswith("Skipped 2 updates in a row")
     assert len(run.history["loss"]) == EPOCHS
     rate = model.optimizer.inner_optimizer.learning_rate
-    assert float(rate.numpy()) == pytest.approx(0.005)
+    assert float(rate.numpy()) == pytest.approx(0.01)
 
 
 def test_a_scale_at_its_floor_is_a_failure_after_8_skips_in_a_row(tmp_path):
@@ -526,10 +526,10 @@ def test_what_the_triage_does_to_the_model_is_undone(tmp_path):
     assert not any(np.any(v.numpy() == 77) for v in model.variables)
 
 
-def test_a_triage_that_fails_leaves_the_remedies_to_be_tried(tmp_path, caplog):
+def test_a_triage_that_fails_has_batches_dropped(tmp_path, caplog):
     found = recoveries(tmp_path, 3, 5, triage=lambda model, batch: {}["nothing"])
     remedies = [(each.cause, each.remedy) for each in found]
-    assert remedies == [("", "drop batch"), ("", "cut learning rate")]
+    assert remedies == [("", "drop batch")] * 2
     lines = (tmp_path / "recoveries.jsonl").read_text().splitlines()
     assert [Recovery.from_dict(json.loads(x)) for x in lines] == list(found)
     assert "The triage failed (KeyError: 'nothing')" in caplog.text
@@ -564,7 +564,7 @@ def test_after_the_last_recovery_an_error_tells_what_was_tried(tmp_path):
     lines = text.splitlines()[1:]
     assert lines[0].split("  ")[0] == "epoch" and len(lines) == 4
     assert "drop batch" in lines[1]
-    assert "cut learning rate 0.02 -> 0.01" in lines[2]
+    assert "drop batch" in lines[2]
     assert "stop" in lines[3]
     assert caught.value.recoveries == recovery.recoveries
     assert all(np.all(np.isfinite(v.numpy())) for v in model.variables)

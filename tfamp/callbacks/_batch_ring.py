@@ -90,6 +90,11 @@ class BatchRing(Meter):
         self._kept.clear()
         self._num_bytes = 0
 
+    def forget_before(self, number: int) -> None:
+        """Lets go of batches before a number."""
+        while self._kept and self._kept[0][0] < number:
+            self._num_bytes -= self._kept.popleft()[2]
+
     def release(self) -> None:
         """Lets all batches and the iterator go, at the end of a `fit`."""
         self.clear()
@@ -216,48 +221,66 @@ def ring_of(model: keras.Model, *, keep: int, max_bytes: int) -> BatchRing:
     return ring
 
 
-class LastBatches:
-    """Holds the batches of the last call of a training function, for the triage.
+# What may be held of batches since the last good state, in number and size.
+_MAX_SINCE, _MAX_BYTES_SINCE = 1000, 2**28
+
+
+class BatchesSince:
+    """Holds the batches that were trained since a good state, for the triage.
 
     In `fit` the traced function draws its batches out of Python's sight, so they are
-    held on their way. A `FlightRecorder` in the same `fit` holds them already.
+    held on their way, the newest where not all may be. A `FlightRecorder` in the same
+    `fit` holds them already.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._steps = int(model.steps_per_execution or 1)
         self._ring: BatchRing | None = None
-        self._num_calls = 0
+        self._num_calls = self._first = 0
 
     def through(self, iterator: Any, *, is_held: bool) -> Any:
         """Returns what the training function draws from in place of an iterator."""
         if is_held or not isinstance(iterator, ITERATORS):
             return iterator
         if self._ring is None:
-            strategy = self._model.distribute_strategy
-            self._ring = BatchRing(strategy, keep=self._steps)
-        # Older batches are let go every few calls: all at once, as that is cheapest.
-        if not self._num_calls:
-            self._ring.clear()
+            self._ring = BatchRing(
+                self._model.distribute_strategy,
+                keep=max(_MAX_SINCE, self._steps),
+                max_bytes=_MAX_BYTES_SINCE,
+            )
         elif not self._ring.num_drawn:
             self._ring.fetch()  # it learns their size, and so how many may pile up
         self._num_calls += 1
         if self._num_calls > max(1, self._ring.calls_between // self._steps):
             self._num_calls = 0
+            self._ring.fetch()
         return self._ring.around(iterator)
 
-    def failing(self) -> Any:
-        """Returns the last batch with NaN or inf in it, else the last; None without."""
-        ring = self._ring or _RINGS.get(self._model)
-        kept = ring.batches() if ring is not None else []
-        batches = [_whole(each.parts) for each in kept[-self._steps :]]
-        bad = [batch for batch in batches if _holds_nonfinite(batch)]
-        return (bad or batches or [None])[-1]
+    def mark(self) -> int:
+        """Returns how many batches were drawn so far."""
+        ring = self._ring_now()
+        return 0 if ring is None else ring.fetch()
+
+    def begin_at(self, number: int) -> None:
+        """Forgets the batches before a number that `mark` gave."""
+        self._first = number
+        if self._ring is not None:
+            self._ring.forget_before(number)
+
+    def kept(self) -> list[Any]:
+        """Returns the batches that are held, the oldest first."""
+        ring = self._ring_now()
+        held = [] if ring is None else ring.batches()
+        return [whole(each.parts) for each in held if each.number >= self._first]
 
     def clear(self) -> None:
         """Lets all batches go."""
         if self._ring is not None:
             self._ring.release()
+
+    def _ring_now(self) -> BatchRing | None:
+        return self._ring or _RINGS.get(self._model)
 
 
 def _flat(data: Any) -> list[tf.Tensor]:
@@ -295,7 +318,7 @@ def _size_of(tensor: Any) -> int:
     return int(tensor.shape.num_elements() * tensor.dtype.size)
 
 
-def _whole(parts: tuple[Any, ...]) -> Any:
+def whole(parts: tuple[Any, ...]) -> Any:
     """Returns a batch of all replicas as one."""
     if len(parts) == 1:
         return parts[0]
@@ -304,7 +327,8 @@ def _whole(parts: tuple[Any, ...]) -> Any:
     )
 
 
-def _holds_nonfinite(batch: Any) -> bool:
+def holds_nonfinite(batch: Any) -> bool:
+    """Returns whether a batch holds NaN or inf."""
     return any(
         not np.all(np.isfinite(np.asarray(leaf)))
         for leaf in tf.nest.flatten(batch, expand_composites=True)

@@ -1,5 +1,6 @@
 """`NanRecovery`: goes back to the last good state after a failure."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -40,9 +41,10 @@ class NanRecovery(FitCallback):
       it as its start.
 
     Which one is said by the triage of the failing step; where it says "model", training
-    is stopped. Where it finds nothing a batch is dropped first and the learning rate
-    cut after; it is cut at once where the loss had grown tenfold before, or steps were
-    skipped without end.
+    is stopped. Where it finds nothing a batch is dropped, and no learning rate is cut.
+    A failure may show late, as behind a ReLU that makes 0 of NaN: the batches since the
+    snapshot are trained again, the oldest first, until a step fails, and that one is
+    asked about.
 
     A snapshot is good once a step after it was finite and applied, the weights after
     that step were finite, all of the snapshot is, and the loss has not run away. Good
@@ -52,9 +54,12 @@ class NanRecovery(FitCallback):
     gets each of them, and so does `model.history.recoveries`. The batches trained
     between the snapshot and the failure are not trained again.
 
-    Cost: memory of the host for three copies of the weights and optimizer state. They
-    are taken so rarely that they cost half a percent of the time; the logs are read
-    after each step, as other callbacks make `fit` do.
+    Of an epoch that is taken back whole, the logs show those of the snapshot.
+
+    Cost: memory of the host for three copies of the weights and optimizer state, and
+    for the last 256 MiB of the batches since the snapshot. Snapshots are taken so
+    rarely that they cost half a percent of the time; the logs are read after each step,
+    as other callbacks make `fit` do.
 
     To go on in a fresh process, nothing is automatic: pass `resume=True`, and
     `initial_epoch=recovery.initial_epoch` to `fit`. Beside a `BackupAndRestore` leave
@@ -227,9 +232,11 @@ class NanRecovery(FitCallback):
         training = self._training
         if training is None or logs is None:
             return
-        if not training.num_finite_calls:
+        if not training.num_calls_kept:
             # Metrics of no step at all read 0, which is too good to be true.
-            logs.update({k: v for k, v in training.last_logs.items() if k in logs})
+            unknown = dict.fromkeys(self.model.get_metrics_result(), math.nan)
+            known = {**unknown, **training.last_logs}
+            logs.update({name: known[name] for name in known if name in logs})
         logs["recoveries"] = len(self.recoveries)
 
     def _close(self, error: BaseException | None) -> None:

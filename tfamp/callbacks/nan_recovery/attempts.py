@@ -11,6 +11,7 @@ from absl import logging
 
 from tfamp.callbacks.nan_recovery import remedies as _remedies
 from tfamp.callbacks.nan_recovery.failures import Sign
+from tfamp.callbacks.nan_recovery.search import Search
 from tfamp.callbacks.nan_recovery.training import WatchedTraining
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
@@ -113,6 +114,10 @@ class RecoveryError(ArithmeticError):
         self.recoveries = tuple(recoveries)
 
 
+def _cause_of(verdict: Any) -> str:
+    return str(getattr(verdict, "cause", "") or "")
+
+
 # A snapshot that did not help so often is passed over for an older one.
 _MAX_RESTORES = 2
 
@@ -138,10 +143,10 @@ class Attempts:
     ) -> None:
         self.done: list[Recovery] = []
         self._model, self._training = model, training
+        self._search = Search(model, ignored=training.ignored)
         self._triage, self._remedies = triage, remedies
         self._max_recoveries, self._factor = max_recoveries, factor
         self._stops_quietly, self._clock = stops_quietly, clock
-        self._num_guessed = 0
         self._restores: dict[int, int] = {}
 
     def recover(self, sign: Sign) -> None:
@@ -151,21 +156,13 @@ class Attempts:
         """
         start = self._clock()
         training, memory = self._training, self._training.memory
-        is_growing = sign.kind == "loss scale" or memory.is_growing(
-            training.last_logs.get("loss")
-        )
-        memory.forget()
+        training.forget()
         state = self._state()
         self._restore(state)
         verdict = self._verdict(state)
-        cause = str(getattr(verdict, "cause", "") or "")
+        cause = _cause_of(verdict)
         layer = getattr(verdict, "layer", None)
-        wanted = _remedies.in_order(
-            cause,
-            num_tried=self._num_guessed,
-            is_growing=is_growing,
-            allowed=self._remedies,
-        )
+        wanted = _remedies.in_order(cause, allowed=self._remedies)
         remedy, detail = "stop", ""
         if len(self.done) < self._max_recoveries:
             for each in wanted:
@@ -173,8 +170,8 @@ class Attempts:
                 if applied is not None:
                     remedy, detail = each, applied
                     break
-        self._num_guessed += cause in ("", "none")
         memory.begin(memory.good)
+        training.went_back(memory.good)
         recovery = Recovery(
             number=len(self.done) + 1,
             epoch=training.epoch,
@@ -211,7 +208,7 @@ class Attempts:
             )
             needs_trace = needs_trace or has_schedule
         if needs_trace:
-            training.trace_anew()
+            self._trace_anew()
         logging.info("Resumed from the good snapshot of step %d.", training.step)
 
     def _state(self) -> State:
@@ -237,7 +234,7 @@ class Attempts:
     def _restore(self, state: State) -> None:
         training = self._training
         try:
-            put(self._model, state, metrics=state.counters["epoch"] == training.epoch)
+            put(self._model, state, metrics=training.holds_metrics(state))
         except ValueError as error:
             raise RecoveryError(
                 "Training failed before there was a snapshot of all its variables; "
@@ -251,25 +248,40 @@ class Attempts:
             _remedies.multiply_rates(self._model, held=held, factor=factor)
 
     def _verdict(self, state: State) -> Any:
-        """Asks the triage, on the weights from before the failure."""
-        batch = self._training.batches.failing()
-        judge: Any = self._triage
-        if judge is None and batch is None:
+        """Asks the triage about the failing batch, on the weights from before.
+
+        First on the good ones; where these make nothing fail, on those that the steps
+        since then led to.
+        """
+        training, judge = self._training, self._triage
+        found = self._search.failing(training.batches.kept())
+        self._restore(state)
+        if judge is None and found.batch is None:
             return None
         if judge is None:
             # Loaded when something has failed.
-            from tfamp.numerics.triage import triage as judge
+            from tfamp.numerics.triage import triage
+
+            judge = triage
+        verdict = self._asked(judge, found.batch)
+        is_open = verdict is not None and _cause_of(verdict) in ("", "none")
+        if is_open and found.before is not None:
+            put(self._model, found.before, metrics=False)
+            verdict = self._asked(judge, found.batch) or verdict
+        self._restore(state)
+        return verdict
+
+    def _asked(self, judge: Callable[[Any, Any], Any], batch: Any) -> Any:
+        """Returns what the triage says, None where it fails."""
         try:
-            verdict = judge(self._model, batch)
+            return judge(self._model, batch)
         except Exception as error:  # recovery must go on without it
             logging.warning(
-                "The triage failed (%s: %s), so remedies are tried in turn.",
+                "The triage failed (%s: %s), so a batch is dropped.",
                 type(error).__name__,
                 str(error).split("\n")[0],
             )
-            verdict = None
-        self._restore(state)
-        return verdict
+            return None
 
     def _apply(self, remedy: str, state: State, verdict: Any) -> str | None:
         """Applies a remedy; returns its numbers, None where it changes nothing."""
@@ -301,7 +313,7 @@ class Attempts:
         if not changed:
             return None
         training.kept_layers = (*training.kept_layers, *changed)
-        training.trace_anew()
+        self._trace_anew()
         return ", ".join(map(repr, changed))
 
     def _kept(self, paths: Sequence[Any]) -> list[str]:
@@ -324,8 +336,12 @@ class Attempts:
             return None
         training.rate_factor *= factor
         if needs_trace:
-            training.trace_anew()
+            self._trace_anew()
         return text
+
+    def _trace_anew(self) -> None:
+        self._training.trace_anew()
+        self._search.forget_trace()
 
     def _stop(self, last: Recovery, verdict: Any) -> None:
         why = "no remedy is left for it"

@@ -35,30 +35,23 @@ _BY_CAUSE = {
 _SCALE_FACTOR = 16.0
 
 
-def in_order(
-    cause: str, *, num_tried: int, is_growing: bool, allowed: Sequence[str]
-) -> list[str]:
+def in_order(cause: str, *, allowed: Sequence[str]) -> list[str]:
     """Returns the remedies for a failure, the best first; none where it is hopeless.
 
-    Without a cause ("" or "none") they are tried in turn: a batch is dropped, then the
-    learning rate is cut, again and again. Where the loss had grown before, or steps are
-    skipped without end, one batch is not to blame.
+    Without a cause ("" or "none") a batch is dropped: a learning rate that nothing
+    speaks against stays, unless a cut is all that is allowed.
 
     Example:
-        >>> in_order("precision", num_tried=0, is_growing=False, allowed=REMEDIES)
+        >>> in_order("precision", allowed=REMEDIES)
         ['keep in float32', 'move loss scale', 'cut learning rate']
-        >>> in_order("", num_tried=0, is_growing=False, allowed=REMEDIES)
-        ['drop batch', 'cut learning rate']
-        >>> in_order("", num_tried=1, is_growing=False, allowed=REMEDIES)
-        ['cut learning rate']
-        >>> in_order("model", num_tried=0, is_growing=False, allowed=REMEDIES)
+        >>> in_order("none", allowed=REMEDIES)
+        ['drop batch']
+        >>> in_order("model", allowed=REMEDIES)
         []
     """
     if cause == "model":
         return []
-    wanted = _BY_CAUSE.get(cause)
-    if wanted is None:
-        wanted = (RATE,) if num_tried or is_growing else (DROP, RATE)
+    wanted = _BY_CAUSE.get(cause, (DROP,) if DROP in allowed else (RATE,))
     return [remedy for remedy in wanted if remedy in allowed]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.callbacks._batch_ring import LastBatches
+from tfamp.callbacks._batch_ring import BatchesSince
 from tfamp.callbacks.flight_recorder.contents import built_from
 from tfamp.callbacks.nan_recovery import failures
 from tfamp.callbacks.nan_recovery.failures import Sign
@@ -46,7 +46,11 @@ class WatchedTraining:
     returns or raises. `memory` is None before the first batch. `step` counts the
     batches of this `fit` and of those it resumed, and `rate_factor` is what learning
     rates are multiplied by now. `run` tells the snapshots of this run from others in
-    the folder.
+    the folder. `batches` holds those since the good state.
+
+    `num_calls_kept` is how many calls of this epoch are in the metrics, and `last_logs`
+    are those of the last call that was not taken back, of an earlier epoch where need
+    be.
     """
 
     def __init__(
@@ -67,23 +71,24 @@ class WatchedTraining:
         self.slots, self.run = slots, secrets.token_hex(4)
         self.writer = Background(slots, clock=clock)
         self.last_logs: dict[str, Any] = {}
-        self.batches = LastBatches(model)
-        self._model, self._ignored, self._clock = model, ignored, clock
+        self.batches = BatchesSince(model)
+        self.ignored = ignored
+        self._model, self._clock = model, clock
         self._every_seconds, self._write_every = every_seconds, write_every_seconds
         self._on_failure = on_failure
         self._steps = int(model.steps_per_execution or 1)
         self._calls = 0
         self._num_calls: int | None = None
         self._written: State | None = None
-        self._updates = 0
+        self._updates = self._mark = 0
         self._next_write = self._next_scale = 0.0
         self._is_checked = True
-        self.num_finite_calls = 0
+        self.num_calls_kept = 0
         self.member: Any = None  # its part in `fit`, which the callback has joined
 
     def begin_epoch(self, epoch: int, num_batches: int | None) -> None:
         """Notes that an epoch begins."""
-        self.epoch, self._calls, self.num_finite_calls = epoch, 0, 0
+        self.epoch, self._calls, self.num_calls_kept = epoch, 0, 0
         self._num_calls = -(-num_batches // self._steps) if num_batches else None
 
     def begin(self, element_spec: Any) -> None:
@@ -100,7 +105,7 @@ class WatchedTraining:
             clock=self._clock,
             is_written=self.writer.holds,
         )
-        start = self.memory.good.with_counters(**self._facts(is_last=False))
+        start = self.memory.good.with_counters(**self._facts({}, is_last=False))
         if count := num_nonfinite(start):
             raise ValueError(
                 f"Training begins with {count} weights or optimizer values that are "
@@ -152,12 +157,31 @@ class WatchedTraining:
             return self._fail(sign)
         self._count()
         values = failures.plain(logs)
-        sign = failures.of_logs(values, ignored=self._ignored) or self._look(values)
+        sign = failures.of_logs(values, ignored=self.ignored) or self._look(values)
         if sign is not None:
             return self._fail(sign)
-        self.num_finite_calls += 1
+        self.num_calls_kept += 1
         self.last_logs = values
         return values if isinstance(logs, dict) else logs
+
+    def forget(self) -> None:
+        """Drops the snapshot that is not judged yet, or takes it for want of better."""
+        good = self.memory.good
+        self.memory.forget()
+        if self.memory.good is not good:
+            self.batches.begin_at(self._mark)
+
+    def went_back(self, state: State) -> None:
+        """Notes that the model is in a state of before, and its batches are gone."""
+        is_inside = self.holds_metrics(state)
+        self.num_calls_kept = int(state.counters["calls"]) if is_inside else 0
+        self.last_logs = {**self.last_logs, **state.counters.get("logs", {})}
+        self.batches.begin_at(self.batches.mark())
+
+    def holds_metrics(self, state: State) -> bool:
+        """Returns whether the metrics of a state are those of this epoch so far."""
+        counters = state.counters
+        return counters["epoch"] == self.epoch and bool(counters.get("calls"))
 
     def _count(self) -> None:
         self._calls += 1
@@ -184,7 +208,10 @@ class WatchedTraining:
         sign = None
         if memory.candidate is not None or memory.is_due():
             start = clock()
-            sign = self._judge(values) if memory.candidate else self._take(is_last)
+            if memory.candidate:
+                sign = self._judge(values)
+            else:
+                sign = self._take(values, is_last=is_last)
             memory.spend(clock() - start)
         if sign is None and is_last:
             sign = self._check_weights()
@@ -194,13 +221,14 @@ class WatchedTraining:
             self._next_scale = end + (end - start) / _SHARE_OF_SCALE
         return sign
 
-    def _take(self, is_last: bool) -> Sign | None:
+    def _take(self, values: dict[str, Any], *, is_last: bool) -> Sign | None:
         memory = self.memory
         if was_skipped(self._model):
             return None  # the next step may be better
         self._updates = failures.num_updates(self._model)
         self._is_checked = True
-        if memory.take(**self._facts(is_last=is_last)):
+        if memory.take(**self._facts(values, is_last=is_last)):
+            self._mark = self.batches.mark()
             return None
         return Sign("weights", f"{memory.bad_path} holds values that are not finite")
 
@@ -216,9 +244,10 @@ class WatchedTraining:
         if sign is not None:
             return sign
         if memory.has_run_away(values.get("loss")):
-            memory.forget()
+            self.forget()
             return None
         memory.promote()
+        self.batches.begin_at(self._mark)
         now = self._clock()
         if now >= self._next_write and self.writer.start(memory.good):
             self._written = memory.good
@@ -226,11 +255,14 @@ class WatchedTraining:
             self._next_write = now + max(self._write_every, pause)
         return None
 
-    def _facts(self, *, is_last: bool) -> dict[str, Any]:
-        """Returns what a snapshot says of itself."""
+    def _facts(self, values: dict[str, Any], *, is_last: bool) -> dict[str, Any]:
+        """Returns what a snapshot says of itself, beside the logs of its step."""
+        logs = {k: v for k, v in values.items() if isinstance(v, float)}
         return {
             "step": self.step,
             "epoch": self.epoch + is_last,
+            "calls": 0 if is_last else self._calls,
+            "logs": {k: v for k, v in logs.items() if math.isfinite(v)},
             "rate_factor": self.rate_factor,
             "kept_float32": list(self.kept_layers),
             "run": self.run,

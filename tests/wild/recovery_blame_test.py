@@ -1,0 +1,268 @@
+"""`NanRecovery` on faults that show late: what it blames, drops and never touches."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfamp
+from tests.replicas import two_replicas
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:'mixed_float16' will be slow", "ignore:Your input ran out of data"
+)
+ROWS, BAD_ROW = 320, 217
+
+
+def flowers(seed=0):
+    """A table with one number missing, which nobody has noticed."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(ROWS, 8)).astype("float32")
+    y = x[:, :3].argmax(1)
+    x[BAD_ROW, 6] = np.nan
+    return x, y
+
+
+def classifier(policy="float32", seed=0, **options):
+    """On a CPU its ReLU makes 0 of NaN, so that the loss stays finite."""
+    keras.utils.set_random_seed(seed)
+    with tfamp.scope(policy):
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                layers.Dense(16, activation="relu"),
+                layers.BatchNormalization(),
+                layers.Dense(3, activation="softmax"),
+            ]
+        )
+        model.compile(
+            keras.optimizers.Adam(1e-2),
+            "sparse_categorical_crossentropy",
+            metrics=["accuracy"],
+            **options,
+        )
+    return model
+
+
+def rate_of(model):
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    return float(inner.learning_rate.numpy())
+
+
+# Policy, seconds between snapshots, and how the model is compiled.
+HOW = {
+    "in a graph": ("float32", None, {}),
+    "in a graph, bfloat16": ("mixed_bfloat16", None, {}),
+    "in a graph, float16": ("mixed_float16", None, {}),
+    "many snapshots": ("mixed_bfloat16", 0, {}),
+    "compiled": ("mixed_bfloat16", None, {"jit_compile": True}),
+    "eagerly": ("float32", None, {"run_eagerly": True}),
+    "four steps a call": ("float32", None, {"steps_per_execution": 4}),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_one_missing_number_is_the_datas_fault_and_cuts_no_rate(how, tmp_path):
+    policy, seconds, options = HOW[how]
+    x, y = flowers()
+    model = classifier(policy, **options)
+    recovery = tfamp.callbacks.NanRecovery(tmp_path, every_seconds=seconds)
+    model.fit(x, y, batch_size=16, epochs=3, verbose=0, callbacks=[recovery])
+    assert {each.cause for each in recovery.recoveries} <= {"data"}
+    assert {each.remedy for each in recovery.recoveries} <= {"drop batch"}
+    assert rate_of(model) == pytest.approx(1e-2)
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x) // 16
+
+    def __getitem__(self, i):
+        rows = slice(16 * i, 16 * i + 16)
+        return self.x[rows], self.y[rows]
+
+
+def as_generator(x, y):
+    data = Batches(x, y)
+    return (data[i % len(data)] for i in range(1000))
+
+
+SOURCES = {
+    "dataset": lambda x, y: tf.data.Dataset.from_tensor_slices((x, y)).batch(16),
+    "unknown length": lambda x, y: (
+        tf.data.Dataset.from_tensor_slices((x, y)).batch(16).filter(lambda *_: True)
+    ),
+    "pipeline": lambda x, y: tfamp.data.Pipeline.from_arrays(x, y).batch(16).build(),
+    "pydataset": Batches,
+    "generator": as_generator,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_batch_is_found_among_those_since_the_last_good_state(source, tmp_path):
+    model = classifier()
+    recovery = tfamp.callbacks.NanRecovery(tmp_path)
+    data = SOURCES[source](*flowers())
+    steps = {"steps_per_epoch": 20} if source == "generator" else {}
+    model.fit(data, epochs=2, verbose=0, callbacks=[recovery], **steps)
+    assert [each.cause for each in recovery.recoveries] == ["data"] * 2
+    assert rate_of(model) == pytest.approx(1e-2)
+
+
+def test_it_is_found_on_two_replicas(tmp_path):
+    with two_replicas().scope():
+        model = classifier()
+    recovery = tfamp.callbacks.NanRecovery(tmp_path)
+    data = SOURCES["dataset"](*flowers())
+    model.fit(data, epochs=2, verbose=0, callbacks=[recovery])
+    assert {each.cause for each in recovery.recoveries} == {"data"}
+    assert rate_of(model) == pytest.approx(1e-2)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "seed"), [(None, 0), (None, 1), (0, 2)], ids=["rare", "other", "often"]
+)
+def test_an_epoch_that_is_taken_back_is_nobodys_best(seconds, seed, tmp_path):
+    x, y = flowers(seed)
+    model = classifier("mixed_bfloat16", seed)
+    best = keras.callbacks.ModelCheckpoint(
+        tmp_path / "best.keras", monitor="loss", save_best_only=True
+    )
+    patient = keras.callbacks.EarlyStopping(
+        monitor="loss", patience=5, restore_best_weights=True
+    )
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=5)
+    recovery = tfamp.callbacks.NanRecovery(tmp_path / "good", every_seconds=seconds)
+    fit = {"batch_size": 32, "epochs": 3, "verbose": 0}
+    callbacks = [recovery, best, patient, plateau]
+    history = model.fit(x, y, callbacks=callbacks, **fit).history
+    assert 0.0 not in history["loss"]
+    assert 0.0 not in history["accuracy"]
+    clean = np.delete(x, BAD_ROW, 0), np.delete(y, BAD_ROW)
+    # A loss of one epoch's mean, of these very weights after it, or of none at all.
+    loss, _ = model.evaluate(*clean, verbose=0)
+    assert best.best > 0.5 * loss and patient.best > 0.5 * loss
+    assert plateau.best > 0.5 * loss
+
+
+def test_an_epoch_of_which_all_is_taken_back_shows_what_the_weights_came_from(
+    tmp_path,
+):
+    """Each batch from the second epoch on is bad."""
+    x, y = flowers()
+    x[BAD_ROW] = 0
+    bad = np.full_like(x, np.nan)
+    clean = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
+    rest = tf.data.Dataset.from_tensor_slices((bad, y)).batch(32)
+    model = classifier()
+    recovery = tfamp.callbacks.NanRecovery(
+        tmp_path, every_seconds=0, max_recoveries=10**6
+    )
+    history = model.fit(
+        clean.take(4).concatenate(rest), epochs=2, steps_per_epoch=4, verbose=0,
+        callbacks=[recovery],
+    ).history  # fmt: skip
+    assert recovery.recoveries[-1].restored_step <= 4
+    assert history["loss"][1] > 0.3 * history["loss"][0]
+    assert np.isfinite(history["loss"]).all()
+
+
+def twins(distance):
+    """Two houses of which the papers are the same, as keras#9097 has them."""
+    rng = np.random.default_rng(1)
+    left, right = (rng.normal(size=(ROWS, 4)).astype("float32") for _ in range(2))
+    right[BAD_ROW] = left[BAD_ROW]
+    a, b = keras.Input((4,)), keras.Input((4,))
+    encoder = keras.Sequential([keras.Input((4,)), layers.Dense(8)])
+    far = layers.Lambda(distance, name="distance")([encoder(a), encoder(b)])
+    model = keras.Model([a, b], layers.Dense(1)(far))
+    model.compile(keras.optimizers.Adam(1e-3), "mse")
+    return model, [left, right], rng.normal(size=(ROWS, 1)).astype("float32")
+
+
+def euclidean(pair):
+    return tf.sqrt(tf.reduce_sum((pair[0] - pair[1]) ** 2, 1, keepdims=True))
+
+
+@pytest.mark.parametrize("seconds", [None, 0], ids=["rare", "often"])
+def test_a_root_at_zero_for_one_pair_ends_training_with_its_name(seconds, tmp_path):
+    model, x, y = twins(euclidean)
+    recovery = tfamp.callbacks.NanRecovery(tmp_path, every_seconds=seconds)
+    with pytest.raises(tfamp.callbacks.RecoveryError, match="'distance'") as caught:
+        model.fit(x, y, epochs=3, verbose=0, callbacks=[recovery])
+    assert [each.cause for each in caught.value.recoveries] == ["model"]
+    assert rate_of(model) == pytest.approx(1e-3)
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
+class Cosmic(keras.callbacks.Callback):
+    """Something outside of the program spoils a weight now and then."""
+
+    step = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.step += 1
+        if self.step in (12, 31):
+            weights = self.model.layers[0].kernel
+            weights.assign(np.full(weights.shape, np.nan))
+
+
+def test_where_nothing_is_found_no_rate_is_cut(tmp_path):
+    x, y = flowers()
+    x[BAD_ROW] = 0
+    model = classifier()
+    recovery = tfamp.callbacks.NanRecovery(tmp_path, every_seconds=0)
+    callbacks = [recovery, Cosmic()]
+    model.fit(x, y, batch_size=16, epochs=3, verbose=0, callbacks=callbacks)
+    found = [(each.cause, each.remedy) for each in recovery.recoveries]
+    assert found == [("none", "drop batch")] * 2
+    assert rate_of(model) == pytest.approx(1e-2)
+
+
+def test_a_rate_that_is_only_a_little_too_high_is_still_cut(tmp_path):
+    """The loss grows by a tenth each step, until float32 cannot hold it."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 6)).astype("float32")
+    y = x.sum(1, keepdims=True)
+    highest = float(np.linalg.eigvalsh(2 * x.T @ x / 64).max())
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(1, use_bias=False)])
+    model.compile(keras.optimizers.SGD(2.8 / highest), "mse")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(64).repeat()
+    recovery = tfamp.callbacks.NanRecovery(tmp_path, every_seconds=0)
+    fit = {"steps_per_epoch": 200, "epochs": 2, "verbose": 0}
+    history = model.fit(data, callbacks=[recovery], **fit).history
+    assert [each.cause for each in recovery.recoveries] == ["learning rate"]
+    assert rate_of(model) < 2 / highest
+    assert history["loss"][-1] < 0.1
+
+
+def with_dropout():
+    keras.utils.set_random_seed(5)
+    hidden = [layers.Dense(16, activation="relu"), layers.Dropout(0.5)]
+    model = keras.Sequential([keras.Input((8,)), *hidden, layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss)
+    return model
+
+
+def test_looking_for_the_batch_leaves_weights_seeds_and_slots_alone(tmp_path):
+    x, y = flowers()
+    fit = {"batch_size": 16, "shuffle": False, "verbose": 0}
+    model = with_dropout()
+    recovery = tfamp.callbacks.NanRecovery(tmp_path, every_seconds=1e6)
+    model.fit(x, y, callbacks=[recovery], **fit)
+    (only,) = recovery.recoveries
+    # Seen when the epoch ends, and no snapshot but the first.
+    assert (only.cause, only.step, only.restored_step) == ("data", 20, 0)
+    twin = with_dropout()
+    for each in (model, twin):
+        each.fit(x[:160], y[:160], **fit)
+    for ours, theirs in zip(model.get_weights(), twin.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
