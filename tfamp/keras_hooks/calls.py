@@ -46,7 +46,7 @@ def patches(
 
     def wrap_outer(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)
-        def __call__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+        def run(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
             record = record_of(self)
             if (
                 record is None
@@ -64,8 +64,14 @@ def patches(
                 )
             except Exception as error:
                 return after_error(
-                    self, record, error, lambda: __call__(self, *args, **kwargs)
+                    self, record, error, lambda: run(self, *args, **kwargs)
                 )
+
+        @like(original)
+        def __call__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+            # AutoGraph rewrites what a `tf.function` is made of, and all that this
+            # calls but functions of Keras, which `run` passes for.
+            return run(self, *args, **kwargs)
 
         return __call__
 
