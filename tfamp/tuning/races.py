@@ -26,6 +26,7 @@ from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.models import put_under
 from tfamp.records.checks import first_line
 from tfamp.stepping.snapshots import optimizers_of
+from tfamp.trials.bounds import student_quantile
 from tfamp.tuning.measurement import with_xla
 
 # Of a shorter turn the clock and the wait for the device would be a part; in longer
@@ -144,29 +145,6 @@ def log_ratio(
     half = student_quantile(rate, len(middle) - 1) * statistics.stdev(winsorized)
     half /= (1 - 2 * cut / len(values)) * math.sqrt(len(values))
     return mean, mean - half, mean + half
-
-
-def student_quantile(rate: float, degrees: int) -> float:
-    """Returns what Student's t exceeds with a chance of `rate`.
-
-    By the expansion in 1 / degrees, which is within 1 % from five degrees on: timing
-    does without SciPy, which only reports need.
-
-    Source: Abramowitz & Stegun, Handbook of Mathematical Functions, 26.7.5.
-
-    Example:
-        >>> round(student_quantile(0.05, 10), 3), round(student_quantile(0.01, 5), 2)
-        (1.812, 3.36)
-    """
-    z = statistics.NormalDist().inv_cdf(1 - rate)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return sum(term / degrees**power for power, term in enumerate(terms))
 
 
 def _still_in(active: list[Racer], reference: Racer, rate: float) -> list[Racer]:

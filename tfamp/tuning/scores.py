@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.records.checks import first_line
+from tfamp.trials.bounds import difference_limit, student_quantile
 from tfamp.trials.measurements import of_each_example, of_rank
-from tfamp.tuning.races import student_quantile
 
 _HIGHER = ("accuracy", "acc", "precision", "recall", "auc", "cosine", "iou", "f1")
 
@@ -87,20 +87,20 @@ def upper_bound(worsening: np.ndarray, rate: float, *, is_rate: bool) -> float:
     Args:
         worsening: Of each example or seed, at least two.
         rate: The chance to be wrong.
-        is_rate: Whether each is one of -1, 0 and 1: then one that was not seen may be
-            there all the same, in up to -log(rate) / n of the examples.
+        is_rate: Whether each is one of -1, 0 and 1, as those of an accuracy are: then
+            the bound is that of fractions, which is exact where none is -1.
 
     Example:
         >>> round(upper_bound(np.zeros(360), 0.05, is_rate=True), 4)
         0.0083
     """
     number = len(worsening)
-    mean = float(np.mean(worsening))
-    spread = float(np.std(worsening, ddof=1)) if number > 1 else math.inf
-    bound = mean + student_quantile(rate, number - 1) * spread / math.sqrt(number)
     if is_rate:
-        bound = max(bound, mean - math.log(rate) / number)
-    return bound
+        lost, won = int(np.sum(worsening > 0)), int(np.sum(worsening < 0))
+        return difference_limit(lost, won, number, rate)
+    spread = float(np.std(worsening, ddof=1)) if number > 1 else math.inf
+    half = student_quantile(rate, number - 1) * spread / math.sqrt(number)
+    return float(np.mean(worsening)) + half
 
 
 def examples_needed(tolerance: float, rate: float) -> int:
@@ -108,9 +108,9 @@ def examples_needed(tolerance: float, rate: float) -> int:
 
     Example:
         >>> examples_needed(0.005, 0.05)
-        600
+        598
     """
-    return math.ceil(-math.log(rate) / tolerance)
+    return math.ceil(math.log(rate) / math.log1p(-tolerance)) if tolerance < 1 else 1
 
 
 def of_batches(

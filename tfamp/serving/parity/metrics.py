@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from tfamp.serving.parity import answers
 from tfamp.serving.parity.result import MetricChange, OutputDifference
+from tfamp.trials.bounds import student_quantile
 from tfamp.trials.intervals import bounded_low
 from tfamp.tuning import scores
-from tfamp.tuning.races import student_quantile
 from tfamp.tuning.scores import Score
 
 # Without labels an export is called worse from this part of the answers that flip, or
