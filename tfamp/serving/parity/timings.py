@@ -22,6 +22,7 @@ from tfamp.serving.exports.writers import write_saved_model
 from tfamp.serving.parity.metrics import mean_interval
 from tfamp.serving.parity.result import Speedup
 from tfamp.serving.runtimes.signature import LoadedModel
+from tfamp.serving.runtimes.tensorflow_models import has_texts
 from tfamp.trials.intervals import Interval
 from tfamp.trials.run_records import Latency
 from tfamp.tuning.races import TURN_SECONDS, Racer, fastest, log_ratio, race
@@ -75,6 +76,9 @@ def _xla(model: keras.Model, inputs: Any, folder: Path) -> Call:
         return model(x, training=False)
 
     function = tf.function(outputs, jit_compile=True, autograph=False)
+    given = tf.nest.map_structure(tf.constant, inputs)
+    if has_texts(function.get_concrete_function(given).graph):
+        raise ValueError("XLA has no texts.")
 
     def call(x: Any) -> Any:
         found = function(tf.nest.map_structure(tf.constant, x))

@@ -13,7 +13,7 @@ from absl import logging
 
 from tfamp.records.checks import short_error
 from tfamp.serving.runtimes.manifest import PLAIN, XLA, Manifest, execution_text
-from tfamp.serving.runtimes.signature import LoadedModel, Signature
+from tfamp.serving.runtimes.signature import LoadedModel, Signature, dtype_named
 from tfamp.tuning.races import Racer, log_ratio, race
 
 _SIGNATURE = "serving_default"
@@ -89,12 +89,17 @@ class TensorFlowModel(LoadedModel):
         if any(None in spec.shape[1:] for spec in self.signature.inputs):
             why = "XLA would compile each length of the inputs anew"
             return {"chosen": PLAIN, "why": why}
+        if any(dtype_named(spec.dtype).kind == "O" for spec in self.signature.inputs):
+            return {"chosen": PLAIN, "why": "XLA has no texts"}
         tensors = [
             tf.constant(inputs[name][np.arange(size) % len(inputs[name])])
             for name in self._names
         ]
         try:
             compiled = self.compiled(tensors)
+            if has_texts(compiled.graph):
+                self._compiled.pop(size, None)
+                return {"chosen": PLAIN, "why": "XLA has no texts"}
             plain = _racer(PLAIN, self._call, tensors)
             under_xla = _racer(XLA, compiled, tensors)
         except Exception as error:  # noqa: BLE001 - XLA lacks some operations
@@ -169,6 +174,24 @@ class KerasModel(TensorFlowModel):
         self._traced = traced  # holds the variables
         self.execution = self.choose(tried_inputs(traced), (1,))
         logging.info("%r: %s", model.name, *execution_text(self.execution))
+
+
+def has_texts(graph: tf.Graph) -> bool:
+    """States whether an operation of a graph, or of a function in it, handles texts.
+
+    XLA refuses most of them, but constants of texts pass, and then TensorFlow ends the
+    whole process at the next compilation, whatever model it is of ("Check failed:
+    DataTypeCanUseMemcpy").
+    """
+    found = graph.as_graph_def()
+    bodies = [found.node, *(each.node_def for each in found.library.function)]
+    return any(
+        tf.string.as_datatype_enum
+        in (attribute.type, attribute.tensor.dtype, *attribute.list.type)
+        for nodes in bodies
+        for node in nodes
+        for attribute in node.attr.values()
+    )
 
 
 def _set_threads(threads: int) -> None:
