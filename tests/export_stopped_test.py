@@ -19,6 +19,7 @@ from tfamp.serving.exports import candidates, exporter
 
 L = keras.layers
 MIB = 2**20
+FORMER = '{"runtime": "onnx", "files": {}}'
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def target(tmp_path):
     """A former export."""
     path = tmp_path / "m"
     path.mkdir()
-    (path / "export.json").write_text("former")
+    (path / "export.json").write_text(FORMER)
     return path
 
 
@@ -85,7 +86,7 @@ def test_ctrl_c_leaves_the_former_folder_or_the_whole_new_one(
     new = ["m", *(f"m/{name}" for name in left_in(source))]
     assert left_in(target.parent) in (former, new)
     text = (target / "export.json").read_text()
-    assert text == ("former" if left_in(target.parent) == former else "export.json")
+    assert text == (FORMER if left_in(target.parent) == former else "export.json")
 
 
 def test_a_full_disk_is_told_and_leaves_the_former_folder(source, target, monkeypatch):
@@ -103,7 +104,7 @@ def test_a_full_disk_is_told_and_leaves_the_former_folder(source, target, monkey
         candidates.place(source, target)
     assert caught.value.errno == errno.ENOSPC
     assert left_in(target.parent) == ["m", "m/export.json"]
-    assert (target / "export.json").read_text() == "former"
+    assert (target / "export.json").read_text() == FORMER
 
 
 FAILURES = {
@@ -169,5 +170,5 @@ def test_ctrl_c_ends_the_command_and_leaves_no_file(target, tmp_path_factory):
     assert process.returncode == 130, said
     assert "Traceback" not in said
     assert left_in(target.parent) == ["m", "m/export.json"]
-    assert (target / "export.json").read_text() == "former"
+    assert (target / "export.json").read_text() == FORMER
     assert list(scratch.glob("tfamp-*")) == []

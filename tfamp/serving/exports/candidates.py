@@ -9,7 +9,7 @@ import platform
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,12 @@ from tfamp.serving.parity import check_parity
 from tfamp.serving.parity.result import Parity
 from tfamp.serving.parity.timings import raced
 from tfamp.serving.runtimes import fresh_process, open_model
-from tfamp.serving.runtimes.manifest import NAME, Manifest, digests
+from tfamp.serving.runtimes.manifest import (
+    READ_FOLDERS,
+    Manifest,
+    digests,
+    written_in,
+)
 from tfamp.serving.runtimes.signature import LoadedModel
 from tfamp.serving.runtimes.tensorflow_models import TensorFlowModel
 
@@ -184,32 +189,56 @@ def check_target(path: Path) -> None:
     """Raises unless a folder may be written at `path`, or take an export's place.
 
     Raises:
-        FileExistsError: Something else is there.
+        FileExistsError: Something else is there, or this process stands in it.
         FileNotFoundError: The folder it is to lie in is not there.
+        PermissionError: Nothing may be written there.
     """
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(
             f"`path` is {str(path)!r}, and its folder is not there; expected a name in "
             f"a folder that is. Make it with `mkdir -p {path.absolute().parent}`."
         )
-    is_free = not path.exists() and not path.is_symlink()
-    is_export = path.is_dir() and not path.is_symlink() and (path / NAME).is_file()
-    if not (is_free or is_export or (path.is_dir() and not any(path.iterdir()))):
+    if path.is_symlink():
+        raise FileExistsError(
+            f"`path` is {str(path)!r}, a link to {os.readlink(path)!r}; expected the "
+            "name of a folder. Pass what the link points to, or another path and move "
+            "the link there."
+        )
+    if path.exists() and path.resolve() in (here := Path.cwd(), *here.parents):
+        raise FileExistsError(
+            f"`path` is {str(path)!r}, in which this process works; expected another "
+            "folder, as a former export is moved away. Change to the folder above, and "
+            "pass its name."
+        )
+    is_export = path.is_dir() and written_in(path) is not None
+    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    if not (is_free or is_export):
         raise FileExistsError(
             f"`path` is {str(path)!r}, where something else is than an export; "
             "expected a new name, an empty folder or a former export, which is "
             "replaced. Pass another path."
         )
+    for folder in (path.absolute().parent, path):
+        if folder.exists() and not os.access(folder, os.W_OK):
+            raise PermissionError(
+                errno.EACCES,
+                f"`path` is {str(path)!r}, and {str(folder)!r} is read-only; expected "
+                "the right to write. Make it writable, or pass another path.",
+            )
 
 
 def place(source: Path, path: Path) -> None:
     """Copies a folder to where it belongs, whole or not at all.
+
+    Of a former export go the files that its `export.json` names; others, such as the
+    labels that a deployment reads, come along.
 
     What was there stays as it was if the disk is full, Ctrl-C comes at whatever moment,
     or the process is killed. Killed between the two moves at the end, which take
     microseconds, it lies beside as `.NAME.TOKEN.former`.
 
     Raises:
+        FileExistsError: Other files are where those of the export belong.
         OSError: The disk is full, or does not let the folder be written.
     """
     target = path.absolute()
@@ -217,13 +246,20 @@ def place(source: Path, path: Path) -> None:
     beside = target.with_name(f".{target.name}.{token}{BESIDE}")
     former = target.with_name(f".{target.name}.{token}.former")
     files = [file for file in sorted(source.rglob("*")) if file.is_file()]
+    new = {file.relative_to(source).as_posix() for file in files}
+    others = _others(target, new)
     try:
         beside.mkdir()
         for file in files:
             copy = beside / file.relative_to(source)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
+        for name in others:
+            copy = beside / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(target / name, copy, follow_symlinks=False)
         if target.exists():
+            shutil.copymode(target, beside)
             os.replace(target, former)
         os.replace(beside, target)
     except OSError as error:
@@ -240,6 +276,33 @@ def place(source: Path, path: Path) -> None:
             os.replace(former, target)
         shutil.rmtree(beside, ignore_errors=True)
         shutil.rmtree(former, ignore_errors=True)
+
+
+def _others(target: Path, new: Collection[str]) -> list[str]:
+    """Returns the files in a former export's folder that are not of the export.
+
+    Raises:
+        FileExistsError: One is where the `new` files belong.
+    """
+    former = written_in(target) or ()
+    found = []
+    for folder, below, names in os.walk(target):
+        links = [name for name in below if Path(folder, name).is_symlink()]
+        for name in (*names, *links):
+            path = Path(folder, name).relative_to(target).as_posix()
+            if path not in former:
+                found.append(path)
+    # A SavedModel is all that lies in its folders.
+    is_saved_model = "saved_model.pb" in new
+    read = tuple(f"{name}/" for name in READ_FOLDERS["saved_model"] if is_saved_model)
+    taken = [path for path in found if path in new or path.startswith(read)]
+    if taken:
+        raise FileExistsError(
+            f"{str(target)!r} holds {taken}, which no export wrote and where this one "
+            "has files of its own; expected other names. Nothing was written: move "
+            "them, or pass another path."
+        )
+    return found
 
 
 @contextlib.contextmanager

@@ -18,7 +18,10 @@ FILES = {"litert": "model.tflite", "onnx": "model.onnx", "openvino": "model.xml"
 # What TensorFlow runs a batch size by.
 PLAIN, XLA = "plain", "XLA"
 # Runtime -> where it looks for files that are not named to it one by one.
-_FOLDERS = {"saved_model": ("variables", "assets", "assets.extra")}
+READ_FOLDERS: Mapping[str, tuple[str, ...]] = {
+    "saved_model": ("variables", "assets", "assets.extra"),
+    **dict.fromkeys(FILES, ()),
+}
 _CHUNK_BYTES = 2**20
 _EXPORT_AGAIN = "Export the model again with `tfamp.export`."
 
@@ -108,6 +111,18 @@ def read(path: Path) -> Manifest:
     return manifest
 
 
+def written_in(path: Path) -> frozenset[str] | None:
+    """Returns the files that an export wrote into a folder, None without any export.
+
+    Of whatever version: an older or a later one is replaced as one of this version is.
+    """
+    try:
+        record = json.loads((path / NAME).read_text(encoding="utf-8"))
+        return frozenset({NAME, *record["files"]} if record["runtime"] else ())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def verify(path: Path, manifest: Manifest) -> None:
     """Raises `ValueError` unless a folder holds the very files that were written.
 
@@ -128,7 +143,7 @@ def verify(path: Path, manifest: Manifest) -> None:
                 f"its SHA-256 is {found}; expected {digest}. Copy the folder again, or "
                 "export the model again with `tfamp.export`."
             )
-    for folder in _FOLDERS.get(manifest.runtime, ()):
+    for folder in READ_FOLDERS[manifest.runtime]:
         for file in (path / folder).rglob("*"):
             name = file.relative_to(path).as_posix()
             if file.is_file() and name not in manifest.files:
