@@ -131,8 +131,10 @@ def export(
     float32_bytes = _float32_bytes(model)
     with tempfile.TemporaryDirectory(prefix="tfamp-export-") as scratch:
         with said_if_full(float32_bytes):
+            copy = float32_copy(model)
+            copy.loss = getattr(model, "loss", None)  # what the gate compares by
             source = Source(
-                float32_copy(model),
+                copy,
                 first_inputs(calibration, validation),
                 batch_size,
                 validation,
@@ -142,6 +144,7 @@ def export(
             requests = _requests(
                 source, formats, dtypes, scheme, calibration, keep_float32
             )
+            source.check_runs()
             if is_alone:
                 folder = Path(scratch, "0")
                 folder.mkdir()

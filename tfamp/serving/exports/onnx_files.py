@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.records import checks
+from tfamp.records.checks import short_error
 from tfamp.serving.exports.request import PACKAGES, Request
 from tfamp.serving.exports.tracing import Traced
 from tfamp.serving.exports.writers import quiet
@@ -62,9 +63,16 @@ def _converted(traced: Traced) -> Any:
     import tf2onnx
 
     with quiet("tf2onnx", "tensorflow"):
-        model, _ = tf2onnx.convert.from_function(
-            traced.module.serve, input_signature=traced.specs, opset=_OPSET
-        )
+        try:
+            model, _ = tf2onnx.convert.from_function(
+                traced.module.serve, input_signature=traced.specs, opset=_OPSET
+            )
+        except Exception as error:  # of whatever the converter raises
+            raise ValueError(
+                f"ONNX cannot express the model: {short_error(error)}. Export to "
+                "'saved_model', which has all operations; texts, above all, are for "
+                "TensorFlow alone."
+            ) from error
     _fill_in_captured(model.graph, traced)
     _rewrite_erfc(model.graph)
     known = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft"}
@@ -102,7 +110,9 @@ def _fill_in_captured(graph: Any, traced: Traced) -> None:
     captures = traced.function.graph.captures
     held = {inner.name: x for x, inner in captures if x.dtype != tf.resource}
     for given in [each for each in graph.input if each.name in held]:
-        value = held[given.name].numpy()
+        value = np.asarray(held[given.name].numpy())
+        if value.dtype.kind == "S":  # of a single text
+            value = value.astype(object)
         graph.initializer.append(numpy_helper.from_array(value, given.name))
         graph.input.remove(given)
 

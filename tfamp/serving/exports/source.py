@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -76,6 +76,42 @@ class Source:
             self.traces[kind] = trace(model, self.sample)
         return self.traces[kind]
 
+    def check_runs(self) -> None:
+        """Raises `ValueError` unless the model answers one example, and several."""
+        inputs = self.tried_inputs()
+        _check_shapes(inputs, self.traced, "validation")
+        for size in (1, _NUM_TRIED):
+            rows = {
+                name: value[np.arange(size) % len(value)]
+                for name, value in inputs.items()
+            }
+            try:
+                self.traced.call(rows)
+            except Exception as error:  # of whatever operation
+                self._cannot_run(size, error)
+
+    def _cannot_run(self, size: int, error: Exception) -> NoReturn:
+        told = [
+            line
+            for line in str(error).splitlines()
+            if line.strip() and not line.startswith((*" \t", "Graph ", "Detected "))
+        ]
+        first = "".join(told[:1])
+        why = f"{self.model.name!r} does not answer a batch of {size}: {first}."
+        graph = structure.graph_of(self.model)
+        inputs = [] if graph is None else tf.nest.flatten(structure.inputs_of(graph))
+        if sizes := {each.shape[0] for each in inputs} - {None}:
+            made = ", ".join(map(str, sizes))
+            raise ValueError(
+                f"{why} Its inputs were made for batches of {made}; expected any "
+                "number. Give its inputs `shape=` in place of `batch_shape=`, and "
+                "let its operations take the batch from `keras.ops.shape(x)[0]`."
+            ) from error
+        raise ValueError(
+            f"{why} Pass inputs that it takes as `calibration=` or `validation=`; an "
+            "exported model is asked for any number of examples."
+        ) from error
+
     def tried_inputs(self) -> dict[str, np.ndarray]:
         """Returns a few inputs by name with which an export is tried."""
         return tried_inputs(self.traced, self.sample)
@@ -129,7 +165,33 @@ def unroll(model: keras.Model) -> tuple[str, ...]:
             layer.unroll = True
         else:
             looping.append(path)
+            continue
+        if layer.go_backwards and layer.zero_output_for_mask and layer.return_sequences:
+            _zero_masked_steps(layer)
     return tuple(looping)
+
+
+def _zero_masked_steps(layer: Any) -> None:
+    """Zeroes the steps that a mask leaves out of a layer that goes backwards.
+
+    Keras takes the mask forwards for outputs that are backwards, if the layer is
+    unrolled.
+    """
+    unrolled = layer.inner_loop
+    layer.zero_output_for_mask = False
+
+    def inner_loop(
+        sequences: Any, initial_state: Any, mask: Any, **options: Any
+    ) -> Any:
+        last, outputs, states = unrolled(sequences, initial_state, mask, **options)
+        if mask is not None:
+            kept = tf.reverse(tf.nest.flatten(mask)[0], [1])
+            while kept.shape.rank < outputs.shape.rank:
+                kept = kept[..., tf.newaxis]
+            outputs = tf.where(kept, outputs, tf.zeros_like(outputs))
+        return last, outputs, states
+
+    layer.inner_loop = inner_loop
 
 
 def _unrolled(model: keras.Model) -> keras.Model:
@@ -167,7 +229,7 @@ def first_inputs(*data: Any) -> Any:
 def calibration_batches(
     data: Any, traced: Traced
 ) -> tuple[Mapping[str, np.ndarray], ...]:
-    """Returns some hundreds of inputs by name, in batches, checked.
+    """Returns some hundreds of inputs by their names in files, in batches, checked.
 
     Raises:
         ValueError: They have another shape or dtype than the model's, are empty, or
@@ -216,15 +278,21 @@ def _inputs(batch: Any) -> Any:
     return tf.nest.map_structure(np.asarray, x)
 
 
-def _checked(arrays: Mapping[str, Any], traced: Traced) -> dict[str, np.ndarray]:
-    found = {}
+def _check_shapes(arrays: Mapping[str, Any], traced: Traced, argument: str) -> None:
     for spec in traced.signature.inputs:
         array = np.asarray(arrays[spec.name])
         if not has_shape(array, spec.shape):
             raise ValueError(
-                f"`calibration` has {spec.name!r} of shape {array.shape}; expected "
+                f"`{argument}` has {spec.name!r} of shape {array.shape}; expected "
                 f"{spec.shape}. Pass inputs as `predict` takes them."
             )
+
+
+def _checked(arrays: Mapping[str, Any], traced: Traced) -> dict[str, np.ndarray]:
+    found = {}
+    _check_shapes(arrays, traced, "calibration")
+    for spec in traced.signature.inputs:
+        array = np.asarray(arrays[spec.name])
         if array.dtype.kind == "f":
             number = math.prod(array.shape) - int(np.isfinite(array).sum())
             if number:
@@ -232,5 +300,5 @@ def _checked(arrays: Mapping[str, Any], traced: Traced) -> dict[str, np.ndarray]
                     f"`calibration` has {number} numbers that are not finite in "
                     f"{spec.name!r}; expected none. Take these examples out."
                 )
-        found[spec.name] = array.astype(dtype_named(spec.dtype), copy=False)
+        found[spec.in_file] = array.astype(dtype_named(spec.dtype), copy=False)
     return found

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.graph.bodies import has_texts
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.patches import Patch, like
 from tfamp.records.checks import first_line
@@ -23,6 +24,8 @@ from tfamp.serving.runtimes.signature import Signature, TensorSpec
 
 SIGNATURE = "serving_default"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_]+")
+# Stands before the layer's scope in the names of bodies of loops and branches.
+_INSIDE = "loop.body"
 # What TensorFlow puts before the names of operations of functions that it inlines.
 _CALLS = re.compile(r"(?:(?:Stateful)?PartitionedCall(?:_\d+)?/)+")
 
@@ -45,7 +48,7 @@ class Traced:
 
     Attributes:
         module: Holds the function, `module.serve`, and the variables it reads.
-        specs: The inputs, by the names and in the order of `signature`.
+        specs: The inputs in the order of `signature`, by their names in files.
         signature: What an exported model takes and gives.
         scopes: What operations' names begin with -> the path of their layer.
         flatten: Turns what the model itself takes into a list of `specs`.
@@ -62,9 +65,18 @@ class Traced:
         """The concrete function."""
         return self.module.serve.get_concrete_function()
 
+    def elsewhere(self) -> str:
+        """Returns which formats a message may advise in place of another one."""
+        graph = self.function.graph
+        looks_up = any("LookupTable" in each.type for each in graph.get_operations())
+        if looks_up or has_texts(graph):
+            return "'saved_model', as TensorFlow alone has texts and tables"
+        return "'onnx' or 'saved_model'"
+
     def path_of(self, operation: str) -> str | None:
         """Returns the path of the layer that an operation of a graph belongs to."""
-        parts = _CALLS.sub("", operation.lstrip("/")).split("/")
+        name = operation.rpartition(f"{_INSIDE}/")[2]  # as a whole without one
+        parts = _CALLS.sub("", name.lstrip("/")).split("/")
         for end in range(len(parts), 0, -1):
             if (found := self.scopes.get("/".join(parts[:end]))) is not None:
                 return found
@@ -84,9 +96,12 @@ class Traced:
 
     def call(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the model's own answers, by name."""
-        tensors = [tf.cast(inputs[spec.name], spec.dtype) for spec in self.specs]
+        pairs = zip(self.signature.inputs, self.specs, strict=True)
+        tensors = [tf.cast(inputs[told.name], spec.dtype) for told, spec in pairs]
         found = self.module.serve(*tensors)
-        return {name: value.numpy() for name, value in found.items()}
+        return {
+            spec.name: found[spec.in_file].numpy() for spec in self.signature.outputs
+        }
 
 
 def trace(model: keras.Model, sample: Any = None) -> Traced:
@@ -97,26 +112,31 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
         sample: Inputs as the model takes them, which only a subclassed model may need.
 
     Raises:
-        ValueError: The inputs cannot be told, or an output is no tensor.
+        ValueError: The inputs cannot be told, an output is no tensor, or a layer keeps
+            its state from call to call.
     """
+    _check_stateless(model)
     wanted = _inputs(model, sample)
-    specs = _specs(wanted)
+    specs, inputs = _specs(wanted)
     names: list[str] = []
+    tensors_of: list[str] = []
     placed = [(path, layer) for path, layer, _ in structure.walk(model)][1:]
     scopes = {id(layer): f"{scope_of(path)}/" for path, layer in placed}
 
     def serve(*tensors: Any) -> dict[str, Any]:
         packed = tf.nest.pack_sequence_as(wanted, tensors)
-        patch = Patch(keras.layers.Layer, "__call__", _in_scopes(scopes))
+        graph = tf.compat.v1.get_default_graph()
+        patch = Patch(keras.layers.Layer, "__call__", _in_scopes(scopes, graph))
         patch.install()
         try:
             outputs = model(packed, training=False)
         finally:
             patch.remove()
         names[:], values = _outputs(model, outputs)
+        tensors_of[:] = _plain(names)
         return {
             name: tf.identity(value, name=name)
-            for name, value in zip(names, values, strict=True)
+            for name, value in zip(tensors_of, values, strict=True)
         }
 
     function = tf.function(serve, input_signature=specs, autograph=False)
@@ -131,8 +151,8 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
         ) from error
     outputs = concrete.structured_outputs
     signature = Signature(
-        tuple(_record(spec.name, spec) for spec in specs),
-        tuple(_record(name, outputs[name]) for name in names),
+        tuple(map(_record, inputs, specs, [spec.name for spec in specs])),
+        tuple(map(_record, names, [outputs[key] for key in tensors_of], tensors_of)),
     )
     held = [*(variable.value for variable in model.variables), *_tables(model)]
     return Traced(
@@ -140,8 +160,23 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
         specs,
         signature,
         {scope_of(path): path for path, _ in placed},
-        lambda x: _flattened(x, wanted, [spec.name for spec in specs]),
+        lambda x: _flattened(x, wanted, inputs),
     )
+
+
+def _check_stateless(model: keras.Model) -> None:
+    stateful = tuple(
+        path
+        for path, layer, _ in structure.walk(model)
+        if isinstance(layer, keras.layers.RNN) and layer.stateful
+    )
+    if stateful:
+        raise ValueError(
+            f"Layers {stateful!r} of {model.name!r} have `stateful=True`: they go on "
+            "from where the last call ended; expected layers that give the same answer "
+            "each time. Build the model with `stateful=False`, hand it the weights by "
+            "`set_weights(model.get_weights())`, and export that."
+        )
 
 
 def scope_of(path: str) -> str:
@@ -149,8 +184,13 @@ def scope_of(path: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.\\/>-]", "_", path).lstrip("_") or "layer"
 
 
-def _in_scopes(scopes: dict[int, str]) -> Callable[..., Any]:
-    """Returns a wrapper of `Layer.__call__` that names operations after the layer."""
+def _in_scopes(scopes: dict[int, str], graph: tf.Graph) -> Callable[..., Any]:
+    """Returns a wrapper of `Layer.__call__` that names operations after the layer.
+
+    Args:
+        scopes: By the identity of a layer, with a slash at the end.
+        graph: What is traced.
+    """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)
@@ -158,6 +198,12 @@ def _in_scopes(scopes: dict[int, str]) -> Callable[..., Any]:
             scope = scopes.get(id(layer))
             if scope is None or tf.executing_eagerly():
                 return original(layer, *args, **kwargs)
+            # The body of a loop, such as a recurrent layer's, is a graph of its own.
+            # Names in it that are those of the graph around it too make a file of ONNX
+            # invalid, where a loop sees both.
+            if tf.compat.v1.get_default_graph() is not graph:
+                around = tf.get_current_name_scope()
+                scope = f"{around}/{_INSIDE}/{scope}".lstrip("/")
             with tf.name_scope(scope):
                 return original(layer, *args, **kwargs)
 
@@ -199,18 +245,20 @@ def _free_batch(value: Any) -> tf.TensorSpec:
     return tf.TensorSpec([None, *tensor.shape[1:]], dtype)
 
 
-def _specs(wanted: Any) -> tuple[tf.TensorSpec, ...]:
-    """Returns the flat inputs with names: keys of a dict, else Keras's names."""
+def _specs(wanted: Any) -> tuple[tuple[tf.TensorSpec, ...], list[str]]:
+    """Returns the flat inputs, and what Keras calls them: keys of a dict, or names."""
     leaves = tf.nest.flatten(wanted)
     is_dict = isinstance(wanted, dict)
     chosen = [
         path if is_dict else (leaf.name or (path and f"input_{path}") or "input")
         for path, leaf in zip(_paths(wanted), leaves, strict=True)
     ]
-    return tuple(
+    names = _unique(chosen)
+    specs = (
         tf.TensorSpec(leaf.shape, leaf.dtype, name=name)
-        for leaf, name in zip(leaves, _unique(chosen), strict=True)
+        for leaf, name in zip(leaves, _plain(names), strict=True)
     )
+    return tuple(specs), names
 
 
 def _paths(nested: Any, *above: Any) -> Iterator[str]:
@@ -226,7 +274,7 @@ def _paths(nested: Any, *above: Any) -> Iterator[str]:
 
 
 def _outputs(model: keras.Model, outputs: Any) -> tuple[list[str], list[Any]]:
-    """Returns names and tensors of what a call gave."""
+    """Returns Keras's names and the tensors of what a call gave."""
     values = tf.nest.flatten(outputs)
     names: list[str] = []
     if isinstance(outputs, dict):
@@ -240,22 +288,30 @@ def _outputs(model: keras.Model, outputs: Any) -> tuple[list[str], list[Any]]:
     ]
 
 
-def _unique(names: Sequence[str]) -> list[str]:
+def _plain(names: Sequence[str]) -> list[str]:
     """Returns names that graphs and Python take, no two alike."""
-    found: list[str] = []
+    found = []
     for name in names:
         plain = _NOT_IN_NAMES.sub("_", name).strip("_") or "tensor"
-        plain = f"x_{plain}" if plain[0].isdigit() else plain
+        found.append(f"x_{plain}" if plain[0].isdigit() else plain)
+    return _unique(found)
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Returns names with numbers behind those that were there already."""
+    found: list[str] = []
+    for name in names:
         number = 1
-        while (chosen := plain if number == 1 else f"{plain}_{number}") in found:
+        while (chosen := name if number == 1 else f"{name}_{number}") in found:
             number += 1
         found.append(chosen)
     return found
 
 
-def _record(name: str, tensor: Any) -> TensorSpec:
-    shape = tuple(tensor.shape)
-    return TensorSpec(name, (None, *shape[1:]), tf.as_dtype(tensor.dtype).name)
+def _record(name: str, tensor: Any, in_file: str) -> TensorSpec:
+    shape = (None, *tuple(tensor.shape)[1:])
+    dtype = tf.as_dtype(tensor.dtype).name
+    return TensorSpec(name, shape, dtype, "" if in_file == name else in_file)
 
 
 def _tables(model: keras.Model) -> list[Any]:

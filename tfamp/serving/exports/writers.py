@@ -20,6 +20,8 @@ from tfamp.serving.runtimes.manifest import FILES
 
 # Operations that LiteRT's converter names as missing.
 _NEEDED = re.compile(r"tf\.(\w+)")
+# Those that OpenVINO's names, after a comma each.
+_UNCONVERTED = re.compile(r"^-- (?:No conversion rule|Conversion).*?: (.+)$", re.M)
 _FLOAT64 = re.compile(r"tensor<[^>]*xf64>|tensor<f64>")
 # Of OpenVINO's 4 bits: weights that share a scale, and the fewest that may.
 _GROUP = 32
@@ -59,7 +61,7 @@ def write_litert(traced: Traced, folder: Path, request: Request) -> None:
             which = " in float64" if _FLOAT64.search(str(error)) else ""
             raise ValueError(
                 f"LiteRT has no operation {told}{which}, which the model uses. Export "
-                "to 'onnx' or 'saved_model', or take the layers that use it out of it"
+                f"to {traced.elsewhere()}, or take the layers that use it out of it"
                 f"{', or give them float32' if which else ''}."
             ) from error
     if request.dtype in ("int8", "int4"):
@@ -81,9 +83,13 @@ def write_openvino(traced: Traced, folder: Path, request: Request) -> None:
         try:
             model = package.convert_model(saved)
         except Exception as error:  # of whatever the converter raises
+            needed = sorted(", ".join(_UNCONVERTED.findall(str(error))).split(", "))
+            told = f"has no operation for {needed}, which the model uses."
+            if needed == [""]:
+                told = f"cannot express the model: {first_line(error)}"
             raise ValueError(
-                f"OpenVINO cannot express the model: {first_line(error)} Export to "
-                "'onnx' or 'saved_model'."
+                f"OpenVINO {told} Export to {traced.elsewhere()}, or take the layers "
+                "that use it out of it."
             ) from error
         _name_ports(model, traced)
         if request.dtype in ("int8", "int4"):
@@ -159,14 +165,12 @@ def _litert_integers(content: bytes, request: Request) -> bytes:
 
 def _name_ports(model: Any, traced: Traced) -> None:
     """Gives inputs and outputs the names of the signature."""
-    for ports, specs in (
-        (model.inputs, traced.signature.inputs),
-        (model.outputs, traced.signature.outputs),
-    ):
-        wanted = {spec.name for spec in specs}
-        for port in ports:
-            names = {re.sub(r"^serving_default_|:\d+$", "", n) for n in port.names}
-            port.get_tensor().set_names(names & wanted or port.names)
+    specs = (*traced.signature.inputs, *traced.signature.outputs)
+    wanted = {spec.in_file for spec in specs}
+    # An output that is an input as it is has both names on one tensor.
+    for port in (*model.inputs, *model.outputs):
+        names = {re.sub(r"^serving_default_|:\d+$", "", n) for n in port.names}
+        port.get_tensor().set_names(names & wanted or port.names)
 
 
 def _openvino_integers(model: Any, traced: Traced, request: Request) -> Any:

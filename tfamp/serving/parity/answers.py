@@ -78,11 +78,11 @@ def in_one(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def has_classes(model: Any, outputs: np.ndarray, y: Any) -> bool:
+def has_classes(loss: Any, outputs: np.ndarray, y: Any) -> bool:
     """States whether the numbers of a float32 model's output stand for classes.
 
-    Labels say it where there are any, else the loss that the model was compiled with,
-    else whether the numbers are probabilities.
+    Labels say it where there are any, else the loss that the model was compiled with
+    for this output, else whether the numbers are probabilities.
     """
     if outputs.dtype.kind != "f" or outputs.ndim < 2:
         return False
@@ -94,7 +94,6 @@ def has_classes(model: Any, outputs: np.ndarray, y: Any) -> bool:
         is_id = y.size * outputs.shape[-1] == outputs.size
         is_id = is_id and bool(y.max(initial=0) < outputs.shape[-1])
         return is_whole and (is_one_hot or is_id)
-    loss = getattr(model, "loss", None)
     name = loss if isinstance(loss, str) else getattr(loss, "name", None)
     if "crossentropy" in str(name or getattr(loss, "__name__", "")):
         return True

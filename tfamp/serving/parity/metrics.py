@@ -6,6 +6,7 @@ which they differ tell anything.
 
 import dataclasses
 import math
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,10 +53,12 @@ def compared(
     for name, values in whole.items():
         ys = labels[name]
         y = answers.in_one(ys) if ys else None
-        classes = answers.has_classes(reference, values, y)
+        loss = _loss_of(reference, name, list(whole))
+        classes = answers.has_classes(loss, values, y)
         found = answers.difference(name, low[name], values, classes=classes)
         differences.append(found)
-        score = _score(reference, metric, classes, values, exact[0][name], ys)
+        compiled = types.SimpleNamespace(loss=loss, name=reference.name)
+        score = _score(compiled, metric, classes, values, exact[0][name], ys)
         if score is None or ys is None:
             metrics.append(_of_outputs(found, low[name], values, tolerance))
             continue
@@ -68,8 +71,18 @@ def compared(
     return differences, metrics, notes
 
 
+def _loss_of(reference: Any, name: str, names: Sequence[str]) -> Any:
+    """Returns the loss that a model was compiled with for an output; None without."""
+    loss = getattr(reference, "loss", None)
+    if isinstance(loss, dict):
+        return loss.get(name)
+    if isinstance(loss, (list, tuple)):
+        return loss[names.index(name)] if len(loss) == len(names) else None
+    return loss
+
+
 def _score(
-    reference: Any,
+    compiled: Any,
     metric: Any,
     classes: bool,
     values: np.ndarray,
@@ -81,9 +94,9 @@ def _score(
         return None
     if metric in (None, "accuracy", "acc") and classes:
         return accuracy(are_logits=answers.are_logits(values))
-    if metric is None and not getattr(reference, "loss", None):
+    if metric is None and not compiled.loss:
         return None
-    return scores.score_of(reference, metric, first, ys[0])
+    return scores.score_of(compiled, metric, first, ys[0])
 
 
 def _of_outputs(

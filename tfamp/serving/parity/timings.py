@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.graph.bodies import has_texts
 from tfamp.records.checks import first_line, short_error
 from tfamp.records.console import progress
 from tfamp.serving.exports.request import Request
@@ -22,7 +23,6 @@ from tfamp.serving.exports.writers import write_saved_model
 from tfamp.serving.parity.metrics import mean_interval
 from tfamp.serving.parity.result import Speedup
 from tfamp.serving.runtimes.signature import LoadedModel
-from tfamp.serving.runtimes.tensorflow_models import has_texts
 from tfamp.trials.intervals import Interval
 from tfamp.trials.run_records import Latency
 from tfamp.tuning.races import TURN_SECONDS, Racer, fastest, log_ratio, race

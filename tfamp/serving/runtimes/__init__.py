@@ -107,9 +107,9 @@ class LiteRTModel(LoadedModel):
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the outputs by name for one batch of all inputs by name."""
         with self._lock:
-            found = self._runner(**inputs)
+            found = self._runner(**self.in_file(inputs))
             return {
-                spec.name: np.array(found[spec.name], dtype_named(spec.dtype))
+                spec.name: np.array(found[spec.in_file], dtype_named(spec.dtype))
                 for spec in self.signature.outputs
             }
 
@@ -135,12 +135,13 @@ class OnnxModel(LoadedModel):
             options,
             providers=["CPUExecutionProvider"],
         )
-        self._outputs = [spec.name for spec in found.signature.outputs]
+        self._outputs = [spec.in_file for spec in found.signature.outputs]
+        self._names = [spec.name for spec in found.signature.outputs]
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the outputs by name for one batch of all inputs by name."""
-        found = self._session.run(self._outputs, dict(inputs))
-        return dict(zip(self._outputs, found, strict=True))
+        found = self._session.run(self._outputs, self.in_file(inputs))
+        return dict(zip(self._names, found, strict=True))
 
 
 class OpenVINOModel(LoadedModel):
@@ -166,9 +167,9 @@ class OpenVINOModel(LoadedModel):
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the outputs by name for one batch of all inputs by name."""
-        found = self._request().infer(dict(inputs))
+        found = self._request().infer(self.in_file(inputs))
         return {
-            spec.name: np.array(found[spec.name]) for spec in self.signature.outputs
+            spec.name: np.array(found[spec.in_file]) for spec in self.signature.outputs
         }
 
     def _request(self) -> Any:

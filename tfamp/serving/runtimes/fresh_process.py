@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,8 +71,7 @@ def ask(folder: Path, inputs: Mapping[str, np.ndarray]) -> Answered:
                 "another format."
             )
         ended, peak = answered.with_suffix(_COST).read_text().split()
-        with np.load(answered) as found:
-            return Answered(dict(found), float(ended) - began, int(peak))
+        return Answered(_read(answered), float(ended) - began, int(peak))
 
 
 def main(folder: str, asked: str, answered: str) -> int:
@@ -83,8 +82,7 @@ def main(folder: str, asked: str, answered: str) -> int:
     """
     try:
         model = tfamp.load_exported(folder)
-        with np.load(asked) as inputs:
-            prepared = model.prepared(dict(inputs))
+        prepared = model.prepared(_read(Path(asked)))
         model.run({name: value[:1] for name, value in prepared.items()})
         cost = f"{time.monotonic()} {peak_bytes()}"
         Path(answered).with_suffix(_COST).write_text(cost)
@@ -110,11 +108,18 @@ def peak_bytes(status: Path = Path("/proc/self/status")) -> int:
 
 def _save(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes arrays as files hold them without pickle: texts in place of objects."""
-    plain: dict[str, Any] = {
-        name: value.astype("S") if value.dtype == object else value
-        for name, value in arrays.items()
-    }
-    np.savez(file, **plain)
+    plain = [
+        value.astype("S") if value.dtype == object else value
+        for value in arrays.values()
+    ]
+    np.savez(file, np.array(list(arrays)), *plain)  # a name may be that of an argument
+
+
+def _read(file: Path) -> dict[str, np.ndarray]:
+    """Returns the arrays that `_save` wrote."""
+    with np.load(file) as found:
+        names, *arrays = (found[f"arr_{number}"] for number in range(len(found.files)))
+    return dict(zip(names.tolist(), arrays, strict=True))
 
 
 if __name__ == "__main__":

@@ -22,12 +22,19 @@ DATATYPES = {
 class TensorSpec(NamedTuple):
     """An input or output: its name, its shape and NumPy's name of its dtype.
 
-    The first dimension is the batch; None where a dimension is free.
+    The first dimension is the batch; None where a dimension is free. `tensor` is what
+    the exported file calls it, where that has no such names as Keras does; else "".
     """
 
     name: str
     shape: tuple[int | None, ...]
     dtype: str
+    tensor: str = ""
+
+    @property
+    def in_file(self) -> str:
+        """What the exported file calls it."""
+        return self.tensor or self.name
 
 
 class Signature(NamedTuple):
@@ -40,7 +47,11 @@ class Signature(NamedTuple):
         """Returns what `from_dict` takes, of JSON's types."""
 
         def plain(specs: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
-            return [{**spec._asdict(), "shape": list(spec.shape)} for spec in specs]
+            told = [{**spec._asdict(), "shape": list(spec.shape)} for spec in specs]
+            for each in told:
+                if not each["tensor"]:
+                    del each["tensor"]
+            return told
 
         return {"inputs": plain(self.inputs), "outputs": plain(self.outputs)}
 
@@ -60,6 +71,7 @@ class Signature(NamedTuple):
                     str(each["name"]),
                     tuple(None if n is None else int(n) for n in each["shape"]),
                     str(each["dtype"]),
+                    str(each.get("tensor", "")),
                 )
                 for each in entries
             )
@@ -91,6 +103,10 @@ class LoadedModel(abc.ABC):
 
         Arrays are taken as they are: of the names, dtypes and ranks of the signature.
         """
+
+    def in_file(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns inputs by the names that the exported file has for them."""
+        return {spec.in_file: inputs[spec.name] for spec in self.signature.inputs}
 
     def predict(self, x: Any) -> Any:
         """Returns what the model answers for one batch.

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfamp.graph.bodies import has_texts
 from tfamp.records.checks import short_error
 from tfamp.serving.runtimes.manifest import PLAIN, XLA, Manifest, execution_text
 from tfamp.serving.runtimes.signature import LoadedModel, Signature, dtype_named
@@ -46,7 +47,7 @@ class TensorFlowModel(LoadedModel):
         self._compiled: dict[int, Any] = dict.fromkeys(compiled_sizes)
         self._compiling = threading.Lock()
         self._names = [spec.name for spec in signature.inputs]
-        self._answers = [spec.name for spec in signature.outputs]
+        self._answers = {spec.name: spec.in_file for spec in signature.outputs}
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the outputs by name for one batch of all inputs by name."""
@@ -55,9 +56,9 @@ class TensorFlowModel(LoadedModel):
         if self._compiled and len(tensors[0]) in self._compiled:
             call = self.compiled(tensors)
         found = call(*tensors)
-        return {name: found[name].numpy() for name in self._answers}
+        return {name: found[key].numpy() for name, key in self._answers.items()}
 
-    def compiled(self, tensors: Sequence[Any]) -> Callable[..., Mapping[str, Any]]:
+    def compiled(self, tensors: Sequence[Any]) -> Any:
         """Returns the function compiled by XLA for the batch size of these inputs."""
         size = len(tensors[0])
         with self._compiling:
@@ -129,7 +130,7 @@ class SavedModel(TensorFlowModel):
         _set_threads(threads)
         loaded = tf.saved_model.load(str(folder))
         function = loaded.signatures[_SIGNATURE]
-        names = [spec.name for spec in manifest.signature.inputs]
+        names = [spec.in_file for spec in manifest.signature.inputs]
 
         def call(*tensors: Any, owner: Any = loaded) -> Any:  # its weights go with it
             return function(**dict(zip(names, tensors, strict=True)))
@@ -174,24 +175,6 @@ class KerasModel(TensorFlowModel):
         self._traced = traced  # holds the variables
         self.execution = self.choose(tried_inputs(traced), (1,))
         logging.info("%r: %s", model.name, *execution_text(self.execution))
-
-
-def has_texts(graph: tf.Graph) -> bool:
-    """States whether an operation of a graph, or of a function in it, handles texts.
-
-    XLA refuses most of them, but constants of texts pass, and then TensorFlow ends the
-    whole process at the next compilation, whatever model it is of ("Check failed:
-    DataTypeCanUseMemcpy").
-    """
-    found = graph.as_graph_def()
-    bodies = [found.node, *(each.node_def for each in found.library.function)]
-    return any(
-        tf.string.as_datatype_enum
-        in (attribute.type, attribute.tensor.dtype, *attribute.list.type)
-        for nodes in bodies
-        for node in nodes
-        for attribute in node.attr.values()
-    )
 
 
 def _set_threads(threads: int) -> None:
