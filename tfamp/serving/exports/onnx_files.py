@@ -14,6 +14,7 @@ from tfamp.records.checks import short_error
 from tfamp.serving.exports.request import PACKAGES, Request
 from tfamp.serving.exports.tracing import Traced
 from tfamp.serving.exports.writers import quiet
+from tfamp.serving.runtimes import require_onnxruntime
 from tfamp.serving.runtimes.manifest import FILES
 
 _OPSET = 17
@@ -44,6 +45,7 @@ def write(traced: Traced, folder: Path, request: Request) -> None:
         ImportError: A package is missing.
         ValueError: The model has operations that ONNX has not, or is too large.
     """
+    require_onnxruntime(purpose="Exporting to ONNX")
     for package in PACKAGES["onnx"]:
         checks.require(package, extra="onnx", purpose="Exporting to ONNX")
     model = _converted(traced)

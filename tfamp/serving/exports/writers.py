@@ -16,6 +16,7 @@ from tfamp.records import checks
 from tfamp.records.checks import first_line
 from tfamp.serving.exports.request import Request
 from tfamp.serving.exports.tracing import SIGNATURE, Traced, scope_of
+from tfamp.serving.runtimes import require_openvino
 from tfamp.serving.runtimes.manifest import FILES
 
 # Operations that LiteRT's converter names as missing.
@@ -76,9 +77,7 @@ def write_openvino(traced: Traced, folder: Path, request: Request) -> None:
         ImportError: A package is missing.
         ValueError: The model has operations that OpenVINO has not.
     """
-    package = checks.require(
-        "openvino", extra="openvino", purpose="Exporting to OpenVINO"
-    )
+    package = require_openvino(purpose="Exporting to OpenVINO")
     with _saved(traced) as saved, quiet("tensorflow"):
         try:
             model = package.convert_model(saved)

@@ -1,5 +1,7 @@
 """Exported models run: one file a runtime, one way to ask any of them."""
 
+import contextlib
+import importlib
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -79,6 +81,46 @@ def open_model(
     return _WITHOUT_TENSORFLOW[found.runtime](folder, found, threads)
 
 
+def require_onnxruntime(*, purpose: str) -> Any:
+    """Returns the package `onnxruntime`, which sends nothing home from this process.
+
+    Late versions (1.32) send events to Microsoft, on Linux and macOS too, and keep an
+    identifier of the device in `~/.cache/Microsoft`, from their import on, unless the
+    environment has `ORT_DISABLE_TELEMETRY`. Where it was imported before, the events
+    that it takes for essential go on.
+
+    Raises:
+        ImportError: It is not installed.
+
+    Source: onnxruntime, docs/Privacy.md, "Disabling Telemetry".
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    package = checks.require("onnxruntime", extra="onnx", purpose=purpose)
+    package.disable_telemetry_events()
+    return package
+
+
+def require_openvino(*, purpose: str) -> Any:
+    """Returns the package `openvino`, which sends nothing home from this process.
+
+    OpenVINO and NNCF send statistics of use to Google Analytics when they are imported
+    and at each conversion, each from a process that is forked for it, unless the user
+    has run `opt_in_out --opt_out`. Here nobody has consented, whatever is in the file
+    that keeps the answer: it is as if that said no.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    with contextlib.suppress(ImportError):  # then nothing is sent
+        telemetry = importlib.import_module("openvino_telemetry.main")
+        checker = importlib.import_module("openvino_telemetry.utils.opt_in_checker")
+        no = checker.ConsentCheckResult.DECLINED
+        checker.OptInChecker.check = lambda self, *args, **options: no
+        with contextlib.suppress(RuntimeError):  # nobody has imported OpenVINO yet
+            telemetry.Telemetry().consent = False
+    return checks.require("openvino", extra="openvino", purpose=purpose)
+
+
 def _threads(threads: int | None) -> int:
     from tfamp.machine.cpus import num_usable_cpus
 
@@ -121,9 +163,7 @@ class OnnxModel(LoadedModel):
 
     def __init__(self, folder: Path, found: manifest.Manifest, threads: int) -> None:
         super().__init__(folder, found.signature)
-        onnxruntime = checks.require(
-            "onnxruntime", extra="onnx", purpose=f"Running {str(folder)!r}"
-        )
+        onnxruntime = require_onnxruntime(purpose=f"Running {str(folder)!r}")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
@@ -151,9 +191,7 @@ class OpenVINOModel(LoadedModel):
 
     def __init__(self, folder: Path, found: manifest.Manifest, threads: int) -> None:
         super().__init__(folder, found.signature)
-        openvino = checks.require(
-            "openvino", extra="openvino", purpose=f"Running {str(folder)!r}"
-        )
+        openvino = require_openvino(purpose=f"Running {str(folder)!r}")
         self._compiled = openvino.Core().compile_model(
             str(folder / manifest.FILES["openvino"]),
             "CPU",

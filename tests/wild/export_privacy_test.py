@@ -1,0 +1,90 @@
+"""Exporting and loading open no connection, fork no process, write nothing at home."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Written by an audit hook, which a process cannot take off again and its forks inherit.
+PROGRAM = """
+import os, sys
+log = open(sys.argv[1], "a", buffering=1)
+WATCHED = ("os.fork", "socket.connect", "socket.getaddrinfo", "urllib.Request")
+def hook(event, args):
+    if event in WATCHED:
+        log.write(f"{event} {args!r}"[:300] + chr(10))
+        raise PermissionError("nothing leaves a test")
+sys.addaudithook(hook)
+import keras, numpy as np, tfamp
+folder = sys.argv[2]
+x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+y = (x[:, 0] > 0).astype(int)
+model = keras.Sequential(
+    [keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(2, "softmax")])
+"""
+USES = {
+    "written": """
+found = tfamp.export(model, f"{folder}/m", format="openvino")
+found.load().predict(x)
+""",
+    "with integers in it": """
+tfamp.export(model, f"{folder}/m", format="openvino", dtype="int8", scheme="static",
+             calibration=x)
+""",
+    "onnx loaded alone": """
+tfamp.export(model, f"{folder}/m", format="onnx").load().predict(x)
+""",
+    "timed beside onnx": """
+tfamp.export(model, f"{folder}/m", format="onnx", validation=(x, y), budget_seconds=20)
+""",
+    "imported by the user before": """
+os.environ["CI"] = "true"  # in which OpenVINO sends nothing
+import openvino
+del os.environ["CI"]
+tfamp.export(model, f"{folder}/m", format="openvino")
+""",
+}
+DEAR = pytest.mark.whole("a process and an export each; the first is one of them")
+
+
+@pytest.mark.parametrize("consent", [None, "1"], ids=["never asked", "said yes once"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(use, id=name, marks=() if name == "written" else DEAR)
+        for name, use in USES.items()
+    ],
+)
+@pytest.mark.anchors("written-never asked")
+def test_runtimes_are_used_without_a_word_home(use, consent, tmp_path):
+    pytest.importorskip("openvino")
+    pytest.importorskip("openvino_telemetry")
+    pytest.importorskip("onnxruntime")
+    home, log = tmp_path / "home", tmp_path / "log"
+    kept = home / "intel" / "openvino_telemetry"
+    home.mkdir()
+    if consent:
+        kept.parent.mkdir()
+        kept.write_text(consent)
+    before = {str(file.relative_to(home)) for file in home.rglob("*")}
+    root = str(Path(__file__).parents[2])
+    # Neither as a test nor in continuous integration would NNCF send anything.
+    automatic = ("CI", "TF_BUILD", "JENKINS_URL", "NNCF_CI", "NNCF_DEV")
+    environ = {k: v for k, v in os.environ.items() if k not in automatic}
+    environ |= {"HOME": str(home), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environ["PYTHONPATH"] = os.pathsep.join([root, environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM + use, str(log), str(tmp_path)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert log.read_text() == ""
+    left = {str(file.relative_to(home)) for file in home.rglob("*")}
+    # Identifiers and statistics of the runtimes; Keras and Matplotlib keep settings.
+    assert {name for name in left if "intel" in name or "Microsoft" in name} == before
+    assert not consent or kept.read_text() == consent
