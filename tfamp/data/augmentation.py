@@ -8,7 +8,7 @@ the time of Keras's layers of the same kinds.
 import abc
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -18,11 +18,20 @@ from tfamp.records import checks
 
 # They mix the images of a batch, and the labels with them.
 _CHANGES_LABELS = ("MixUp", "CutMix")
+# They leave pixels in their places.
+_KEEPS_PLACES = {
+    *("AutoContrast", "Equalization", "RandomBrightness", "RandomColorDegeneration"),
+    *("RandomColorJitter", "RandomContrast", "RandomErasing", "RandomGaussianBlur"),
+    *("RandomGrayscale", "RandomHue", "RandomInvert", "RandomPosterization"),
+    *("RandomSaturation", "RandomSharpness", "Solarization"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Transform(abc.ABC):
-    """What every transform can do."""
+    """What every transform can do; `moves` says whether pixels change their places."""
+
+    moves: ClassVar[bool] = True
 
     @abc.abstractmethod
     def __call__(
@@ -135,6 +144,7 @@ class Brightness(Transform):
         amount: At most added or taken, as a part of the values' span, at strength 1.
     """
 
+    moves: ClassVar[bool] = False
     amount: float = 0.2
 
     def __post_init__(self) -> None:
@@ -156,6 +166,7 @@ class Contrast(Transform):
         amount: The factor is in [1 - amount, 1 + amount] at strength 1.
     """
 
+    moves: ClassVar[bool] = False
     amount: float = 0.2
 
     def __post_init__(self) -> None:
@@ -182,6 +193,7 @@ class Cutout(Transform):
     Networks with Cutout, 2017, section 3.
     """
 
+    moves: ClassVar[bool] = False
     fraction: float = 0.25
 
     def __post_init__(self) -> None:
@@ -228,6 +240,11 @@ class LayerStep(Transform):
     """
 
     layer: Any
+
+    @property
+    def moves(self) -> bool:  # type: ignore[override]
+        """Whether pixels change their places, as far as the layer's name tells."""
+        return type(self.layer).__name__ not in _KEEPS_PLACES
 
     def __post_init__(self) -> None:
         layer = self.layer

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import random
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -19,11 +20,14 @@ from tfamp.data._elements import (
     with_inputs,
     with_length_of,
 )
+from tfamp.data._examples import flatten
 from tfamp.data.augmentation import DEFAULT, LayerStep, Transform, span_of
 from tfamp.data.layers import restore
 from tfamp.data.stages import Settings, Stage, Step, map_in_order
 from tfamp.records import checks
 
+# From `check` over `Build.dataset` and `Pipeline.build` to the caller.
+_STACKLEVEL = 5
 # A block of small images costs a half of what they cost one by one; in float32 it
 # should fit into a core's own cache.
 _BLOCK_BYTES = 2**20
@@ -163,12 +167,37 @@ class Augmentation(Stage):
                     "functions for features that are no images."
                 )
             span_of(spec.dtype, self.value_range)
+        self._check_pictures(dataset.element_spec, spec)
         if self.ramp_epochs and is_endless(dataset):
             raise ValueError(
                 f"`ramp_epochs` is {self.ramp_epochs} and the dataset has no end; "
                 "expected epochs to count. Leave `repeat` to `fit`, or leave out "
                 "`ramp_epochs`."
             )
+
+    def _check_pictures(self, element_spec: Any, image: tf.TensorSpec) -> None:
+        """Warns where parts of an image's height and width stay as they are."""
+        moving = [one for one in self.steps if getattr(one, "moves", True)]
+        if not moving or image.shape.rank != 3 or self._max_strength == 0:
+            return
+        is_tuple = isinstance(element_spec, tuple)
+        parts = flatten(element_spec[:3] if is_tuple else element_spec)
+        for name, other in parts.items():
+            shape = getattr(other, "shape", tf.TensorShape(None))
+            if other is image or shape.rank not in (2, 3):
+                continue
+            if not shape[:2].is_compatible_with(image.shape[:2]):
+                continue
+            warnings.warn(
+                f"`.augment` moves pixels of images {tuple(image.shape)} by "
+                f"{', '.join(map(_name, moving))}, and leaves {name!r} of shape "
+                f"{tuple(shape)} as it is; expected no other picture of that height "
+                "and width. A mask no longer fits its image: join it to the image as "
+                "one more channel in `.map`, use `Flip` and `Shift` alone, and split "
+                "them in a `.map` written after `.augment`.",
+                stacklevel=_STACKLEVEL,
+            )
+            return
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Numbers elements and epochs, then changes elements in parallel."""

@@ -1,0 +1,126 @@
+"""Augmentation of images whose targets are pictures too: masks that stay behind."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.data import Pipeline
+from tfamp.data.augmentation import Brightness, Contrast, Cutout, Flip, Rotate, Shift
+
+IMAGES = np.zeros((6, 8, 10, 3), "uint8")
+
+
+def flipped(image, strength):
+    return tf.image.flip_left_right(image)
+
+
+TARGETS = {
+    "a mask": np.zeros((6, 8, 10), "uint8"),
+    "a mask with a channel": np.zeros((6, 8, 10, 1), "int32"),
+    "a mask of each class": np.zeros((6, 8, 10, 21), "float32"),
+    "depth": np.zeros((6, 8, 10, 1), "float32"),
+    "masks in a dict": {"mask": np.zeros((6, 8, 10)), "label": np.zeros(6)},
+}
+MOVING = {
+    "the default": (),
+    "Flip": (Flip(),),
+    "Shift, after Brightness": (Brightness(), Shift()),
+    "Rotate": (Rotate(),),
+    "Keras's flip": (keras.layers.RandomFlip(),),
+    "Keras's zoom": (keras.layers.RandomZoom(0.2),),
+    "a function": (flipped,),
+}
+
+
+@pytest.mark.parametrize("steps", MOVING.values(), ids=MOVING)
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_masks_that_stay_behind_are_told(steps, target):
+    pipeline = Pipeline.from_arrays(IMAGES, target).augment(*steps, seed=1)
+    with pytest.warns(UserWarning, match="(8, 10)") as caught:
+        pipeline.build()
+    (said,) = caught
+    assert "one more channel" in str(said.message)
+    assert said.filename == __file__
+
+
+PLAIN = {
+    "labels": np.zeros(6, "int32"),
+    "one-hot labels": np.zeros((6, 10), "float32"),
+    "boxes": np.zeros((6, 5, 4), "float32"),
+    "another size": np.zeros((6, 4, 5, 1), "uint8"),
+}
+
+
+@pytest.mark.parametrize("target", PLAIN.values(), ids=PLAIN)
+def test_labels_and_features_of_other_shapes_need_no_word(target):
+    Pipeline.from_arrays(IMAGES, target).augment(seed=1).build()
+
+
+STILL = {
+    "brightness": (Brightness(), Contrast(), Cutout()),
+    "Keras's brightness": (keras.layers.RandomBrightness(0.1),),
+    "Keras's contrast": (keras.layers.RandomContrast(0.1),),
+}
+
+
+@pytest.mark.parametrize("steps", STILL.values(), ids=STILL)
+def test_steps_that_leave_pixels_in_their_places_need_no_word(steps):
+    pipeline = Pipeline.from_arrays(IMAGES, TARGETS["a mask"])
+    pipeline.augment(*steps, seed=1).build()
+
+
+def test_strength_0_needs_no_word():
+    pipeline = Pipeline.from_arrays(IMAGES, TARGETS["a mask"])
+    pipeline.augment(Flip(), strength=0.0).build()
+
+
+def test_other_pictures_among_the_inputs_are_told():
+    inputs = {"image": IMAGES, "depth": np.zeros((6, 8, 10, 1)), "age": np.zeros(6)}
+    pipeline = Pipeline.from_arrays(inputs, np.zeros(6))
+    with pytest.warns(UserWarning, match="depth"):
+        pipeline.augment(Flip(), key="image", seed=1).build()
+
+
+def test_weights_of_pixels_are_told():
+    weights = np.ones((6, 8, 10), "float32")
+    pipeline = Pipeline.from_arrays(IMAGES, np.zeros(6), weights)
+    with pytest.warns(UserWarning, match="sample_weight"):
+        pipeline.augment(Flip(), seed=1).build()
+
+
+def test_photos_and_masks_of_files_of_any_size_are_told():
+    given = tf.data.Dataset.from_generator(
+        lambda: [(IMAGES[0], IMAGES[0, :, :, :1])] * 3,
+        output_signature=(
+            tf.TensorSpec((None, None, 3), tf.uint8),
+            tf.TensorSpec((None, None, 1), tf.uint8),
+        ),
+    )
+    with pytest.warns(UserWarning, match="one more channel"):
+        Pipeline.from_dataset(given).augment(Flip(), seed=1).build()
+
+
+def test_the_remedy_keeps_masks_on_their_images():
+    ramp = np.tile(np.arange(10, dtype="uint8")[:, None], (6, 8, 1, 3))
+    masks = ramp[..., :1] // 5  # the right half
+
+    def join(image, mask):
+        return tf.concat([image, mask], -1), 0
+
+    def split(joined, _):
+        return joined[..., :3], joined[..., 3:]
+
+    pipeline = Pipeline.from_arrays(ramp, masks).map(join)
+    pipeline = pipeline.augment(Flip(), Shift(), seed=1).map(split).batch(6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dataset = pipeline.build()
+    moved = []
+    for _ in range(3):
+        ((image, mask),) = dataset.as_numpy_iterator()
+        np.testing.assert_array_equal(mask, image[..., :1] // 5)
+        moved.append((image != ramp).any())
+    assert any(moved)
