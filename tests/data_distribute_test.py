@@ -394,6 +394,15 @@ def test_several_workers_need_one_order(monkeypatch, stage, name):
     pipeline.describe()
 
 
+def test_several_workers_need_one_order_of_a_given_dataset(monkeypatch):
+    seeded, loose = (arrays().build().shuffle(8, seed=seed) for seed in (1, None))
+    Pipeline.from_dataset(loose).build()
+    monkeypatch.setattr(workers, "num_workers", lambda: 2)
+    Pipeline.from_dataset(seeded).build()
+    with pytest.raises(ValueError, match="a shuffle without a seed in it, and 2 work"):
+        Pipeline.from_dataset(loose).build()
+
+
 @pytest.mark.parametrize(
     "pipeline",
     [

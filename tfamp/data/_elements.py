@@ -100,6 +100,37 @@ def of_unknown_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.filter(lambda *parts: True)
 
 
+def never_empty(dataset: tf.data.Dataset, message: str) -> tf.data.Dataset:
+    """Returns a dataset of which a pass that brings nothing is an error.
+
+    That is a `tf.errors.InvalidArgumentError` with the message. Datasets of which no
+    element can be made up, such as ragged ones, are returned as they are.
+    """
+    specs = tf.nest.flatten(dataset.element_spec)
+    is_plain = all(
+        isinstance(one, tf.TensorSpec)
+        and one.shape.rank is not None
+        and one.dtype not in (tf.variant, tf.resource)
+        for one in specs
+    )
+    if is_endless(dataset) or not is_plain:
+        return dataset
+    end = tf.data.Dataset.from_tensors(
+        (True, blank(dataset.element_spec, purpose="a mark ends them"))
+    )
+    marked = dataset.map(lambda *parts: (False, from_arguments(parts)))
+
+    def check(number: tf.Tensor, marked: Any) -> Any:
+        is_end, element = marked
+        is_fine = tf.logical_or(number > 0, tf.logical_not(is_end))
+        with tf.control_dependencies([tf.debugging.Assert(is_fine, [message])]):
+            return tf.identity(is_end), element
+
+    checked = marked.concatenate(end).enumerate().map(check)
+    kept = checked.filter(lambda is_end, element: tf.logical_not(is_end))
+    return with_length_of(dataset, kept.map(lambda is_end, element: element))
+
+
 def is_endless(dataset: tf.data.Dataset) -> bool:
     """Returns whether a dataset is known to have no end."""
     return int(dataset.cardinality()) == int(tf.data.INFINITE_CARDINALITY)

@@ -285,7 +285,7 @@ class PipelineSources:
 
         Args:
             dataset: What to begin with. If its length is unknown, one element is
-                read to see that there is one, which starts a generator once more.
+                read to see that there is one; of a generator that shows in the pass.
 
         Returns:
             A pipeline with no stage yet.

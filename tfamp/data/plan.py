@@ -81,6 +81,7 @@ def make_plan(
 ) -> PipelinePlan:
     """Returns the plan of stages that were asked for in any order."""
     check_pairs(stages)
+    workers.check_order(source, stages)
     placed = in_order(source, stages, settings)
     passed = {one.stage.name: one.passed for one in placed if one.passed}
     rest = [one.stage for one in placed]

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from tfamp.data._given import Order
 from tfamp.data.stages import Settings, Step, map_in_order
 
 DATA = tf.data.experimental.AutoShardPolicy.DATA
@@ -50,6 +51,10 @@ class Source(abc.ABC):
         A file cache is built again when it differs. Files count by path, size and
         time of change (`files_identity`), arrays by their bytes.
         """
+
+    def order(self) -> Order:
+        """Returns in how far elements come in one order; those of most sources do."""
+        return Order()
 
     def locate(self, position: int) -> str:
         """Returns where element `position` of this source lies, in words."""

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import known_length
+from tfamp.data._elements import known_length, never_empty
+from tfamp.data._given import Order, order_of, runs_python
 from tfamp.data.sources import DATA, RandomAccess, Source, files_identity
 from tfamp.data.stages import Settings
 from tfamp.machine import hosts
@@ -119,6 +120,13 @@ def _as_array(leaf: Any, name: str) -> Any:
     return array
 
 
+_EMPTY = (
+    "A pass over `dataset` brought no elements, as its generator gave none; expected "
+    "one at least. One that was called already can be read once: pass `from_generator` "
+    "a function that makes a new one for each epoch."
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class DatasetSource(Source):
     """A dataset that the user made."""
@@ -141,9 +149,18 @@ class DatasetSource(Source):
         """Returns the dataset, which counts by its graph."""
         return self.given
 
+    def order(self) -> Order:
+        """Returns in how far the elements of the dataset come in one order."""
+        return order_of(self.given)
+
     def dataset(self, settings: Settings) -> tf.data.Dataset:
-        """Returns the dataset as it was given."""
-        return self.given
+        """Returns the dataset as it was given, a generator's with a check.
+
+        Such a pass may be empty though others are not.
+        """
+        return (
+            never_empty(self.given, _EMPTY) if runs_python(self.given) else self.given
+        )
 
     def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
@@ -161,6 +178,8 @@ def dataset_source(dataset: Any) -> DatasetSource:
         )
     cardinality = int(dataset.cardinality())
     is_unknown = cardinality == int(tf.data.UNKNOWN_CARDINALITY)
+    # To look at the first element of a generator may take it away.
+    is_unknown = is_unknown and not runs_python(dataset)
     if cardinality == 0 or (is_unknown and next(iter(dataset), None) is None):
         raise ValueError(
             "`dataset` has no elements; expected at least one. `fit` on an empty "

@@ -8,6 +8,7 @@ says what it does and why (`explain`). `ORDER` is the one table of the running o
 import abc
 import dataclasses
 import enum
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -19,9 +20,12 @@ from tfamp.data._elements import (
     known_length,
     with_length,
 )
+from tfamp.data._given import begins_anew, runs_python
 from tfamp.machine.cpus import num_usable_cpus
 from tfamp.records import checks
 
+# From `Stage.apply` over `Build.dataset` and `Pipeline.build` to the caller.
+_STACKLEVEL = 4
 Autotune = bool | Literal["auto"]
 
 # Elements held for shuffling may take this much memory, unless told otherwise.
@@ -144,6 +148,14 @@ class Stage(abc.ABC):
         """Returns the stage with the counts of its builds together, to be described."""
         del builds
         return self
+
+    @property
+    def needs_order(self) -> str:
+        """What takes elements by their place: "pass", or "processes"; "" for nothing.
+
+        They then have to come in one order in each pass, or also in all processes.
+        """
+        return ""
 
     def numbered(self) -> "Stage":
         """Returns the stage as it acts on pairs (position, element)."""
@@ -330,6 +342,16 @@ class Shuffle(Stage):
         """Shuffles through a buffer, afresh at every iteration."""
         size = self.known_size(dataset)
         if size is None:
+            if runs_python(dataset) and not begins_anew(dataset):
+                warnings.warn(
+                    "`.shuffle` without `buffer_size` looks at the sizes of the first "
+                    "elements, and these were others when they were read again. "
+                    "Expected the same: a generator that was called already can be "
+                    "read once, and has lost what was looked at. Pass `from_generator` "
+                    "a function that makes a new one, or pass `buffer_size`, which "
+                    "reads nothing.",
+                    stacklevel=_STACKLEVEL,
+                )
             element_bytes = bytes_of_first(dataset, NUM_MEASURED)
             size = shuffle_buffer_size(known_length(dataset), element_bytes)
         return dataset.shuffle(size, seed=self.seed, reshuffle_each_iteration=True)

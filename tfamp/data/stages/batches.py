@@ -10,7 +10,13 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfamp.data._elements import is_endless, known_length, looks_batched, with_length
+from tfamp.data._elements import (
+    is_endless,
+    known_length,
+    looks_batched,
+    never_empty,
+    with_length,
+)
 from tfamp.data.stages import Settings, Stage, map_in_order
 from tfamp.data.stages.labels import Memory, read_all
 from tfamp.data.stages.sequences import (
@@ -30,6 +36,11 @@ _STACKLEVEL = 4
 _LENGTHS_AT_ONCE = 1024
 # What `padded_batch` takes as a size for the longest in the batch.
 _TO_LONGEST = -1
+_NO_BATCH = (
+    "`.bucket` with `drop_remainder=True` filled no batch, as no bucket has sequences "
+    "for one; expected one full batch at least. Make batches smaller, pass fewer "
+    "`boundaries` or a smaller `max_shapes`, or keep the remainder."
+)
 _TOO_LONG_ADVICE = (
     "Add a larger boundary, or pass `too_long='truncate'` or `too_long='drop'`."
 )
@@ -70,7 +81,21 @@ class Batch(Stage):
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Batches on one thread: a copy is cheaper than handing it to another."""
-        return dataset.batch(self.size, drop_remainder=self.drop_remainder)
+        batches = dataset.batch(self.size, drop_remainder=self.drop_remainder)
+        return self.checked(batches, known_length(dataset))
+
+    def checked(
+        self, batches: tf.data.Dataset, num_elements: int | None
+    ) -> tf.data.Dataset:
+        """Returns batches of which there is one in each pass, or an error."""
+        if not self.drop_remainder or num_elements is not None:
+            return batches
+        message = (
+            f"A pass brought no batch: fewer than {self.size} elements came, and "
+            "`drop_remainder=True` drops what fills none; expected as many at least. "
+            "Make the batch smaller, keep the remainder, or loosen `.filter`."
+        )
+        return never_empty(batches, message)
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
@@ -101,7 +126,7 @@ class Rebatch(Batch):
         """Cuts and joins whole chunks."""
         batches = dataset.rebatch(self.size, drop_remainder=self.drop_remainder)
         if self.num_rows is None:
-            return batches
+            return self.checked(batches, None)
         whole, rest = divmod(self.num_rows, self.size)
         count = whole + (rest > 0 and not self.drop_remainder)
         return with_length(batches, count)
@@ -259,6 +284,8 @@ class Bucket(Stage):
         plan = plan_of(
             lengths, boundaries, sizes, keeps_too_long=self.too_long == "truncate"
         )
+        if self.drop_remainder and lengths is not None and not plan.fills_one:
+            raise ValueError(f"Of {len(lengths):,} sequences {_NO_BATCH}")
         if plan.num_too_long and self.too_long != "error":
             total = 0 if lengths is None else len(lengths)
             done = "left out" if self.too_long == "drop" else "cut to it"
@@ -306,9 +333,12 @@ class Bucket(Stage):
             size = self.batch_size or tf.gather(sizes, bucket)
             return padder.batch(window, tf.gather(padded_to, bucket), size)
 
-        return dataset.group_by_window(
+        batches = dataset.group_by_window(
             bucket_of, batch, window_size_func=lambda bucket: tf.gather(sizes, bucket)
         )
+        if not self.drop_remainder:
+            return batches
+        return never_empty(batches, f"In this pass {_NO_BATCH}")
 
 
 def _check_budget(token_budget: int, boundaries: tuple[int, ...]) -> None:

@@ -140,6 +140,11 @@ class Weights(Sampler):
         object.__setattr__(self, "weights", weights)
 
     @property
+    def needs_order(self) -> str:
+        """Weights that are given belong to places."""
+        return "" if callable(self.weights) else "pass"
+
+    @property
     def reader(self) -> Reader | None:
         """Reads the weight of each example, if a function gives it."""
         if callable(self.weights):
@@ -257,6 +262,11 @@ class Subset(Stage):
                 "function of an element. Pass 'target' to keep the proportions of its "
                 "classes."
             )
+
+    @property
+    def needs_order(self) -> str:
+        """The examples that are kept are known by their places."""
+        return "pass"
 
     @property
     def reader(self) -> Reader | None:

@@ -26,7 +26,8 @@ class BucketPlan:
     """Buckets: what each is padded to, ascending, and how many make a batch.
 
     The waste is the share of all places that is padding, and the same if all were
-    padded to the longest; None if lengths were not read.
+    padded to the longest; None if lengths were not read. `fills_one` says whether any
+    bucket has sequences for a whole batch, as far as that is known.
     """
 
     boundaries: tuple[int, ...]
@@ -34,6 +35,7 @@ class BucketPlan:
     waste: float | None = None
     waste_of_one_shape: float | None = None
     num_too_long: int = 0
+    fills_one: bool = True
 
 
 def choose_boundaries(
@@ -124,6 +126,7 @@ def plan_of(
         1 - used / places if places else 0.0,
         1 - used / one_shape if one_shape else 0.0,
         int(is_too_long.sum()),
+        bool((counts >= np.asarray(batch_sizes)).any()),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfamp.data._elements import known_length, with_length
-from tfamp.data.sources import RandomAccess
+from tfamp.data.sources import DATA, RandomAccess
 from tfamp.data.sources.tfrecord import TfrecordSource
 from tfamp.data.stages import Role, Settings, Stage, Step, has_role
 from tfamp.data.stages.cache import FileCache
@@ -48,6 +48,11 @@ class Shard(Stage):
                 f"`index` is {self.index} with `num_shards` {self.num_shards}; "
                 f"expected one from 0 to {self.num_shards - 1}. Workers count from 0."
             )
+
+    @property
+    def needs_order(self) -> str:
+        """Each worker takes its own places, of a part of two or more."""
+        return "processes" if self.num_shards > 1 else ""
 
     def check_workers(self, num_workers: int) -> None:
         """Raises if other processes train together than those of the cluster."""
@@ -264,6 +269,30 @@ def num_workers(device_names: Sequence[str] | None = None) -> int:
     return max(1, len(tasks))
 
 
+def check_order(source: Any, stages: Sequence[Stage]) -> None:
+    """Raises where a stage goes by the places of elements that have several orders."""
+    needs = {one.name: one.needs_order for one in stages if one.needs_order}
+    if not needs:
+        return
+    order, name = source.order(), next(iter(needs))
+    if order.varies:
+        raise ValueError(
+            f"`.{name}` got a dataset whose order differs in each pass, by "
+            f"{order.varies} in it; expected one order, since examples are chosen by "
+            "their place: some would come twice, others never. Leave shuffling to "
+            "`Pipeline.shuffle`, which comes behind, or pass the dataset's own "
+            "`reshuffle_each_iteration=False` and a `seed` (`list_files` takes "
+            "`shuffle=False`)."
+        )
+    if order.differs and "processes" in needs.values():
+        raise ValueError(
+            f"`.shard` got a dataset whose order differs in each process, by "
+            f"{order.differs} without a seed in it; expected one order for all that "
+            "train together: some examples would come twice, others never. Pass it a "
+            "`seed`, or leave shuffling to `Pipeline.shuffle`."
+        )
+
+
 def shard_policy(source: Any, steps: Sequence[Stage]) -> Any:
     """Returns how tf.distribute is to divide what comes out of steps.
 
@@ -297,6 +326,15 @@ def shard_policy(source: Any, steps: Sequence[Stage]) -> Any:
         for step in steps
         if has_role(step, Role.SEEDED) and getattr(step, "seed", 0) is None
     ]
+    differs = source.order().differs if workers > 1 and policy == DATA else ""
+    if differs:
+        raise ValueError(
+            f"`dataset` has {differs} without a seed in it, and {workers} worker "
+            "processes train together; expected one order in all of them, since each "
+            "takes its share by position: some elements would come twice, others "
+            "never. Pass the same `seed=` everywhere, or leave shuffling to "
+            "`Pipeline.shuffle` and add `.shard('auto')`."
+        )
     if workers > 1 and loose:
         raise ValueError(
             f"`.{loose[0]}` has no seed, and {workers} worker processes train "

@@ -1,0 +1,199 @@
+"""Passes that would train on nothing, and generators that can be read only once."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.data import Pipeline
+
+TEXT = tf.TensorSpec((None,), tf.int64)
+NUMBER = tf.TensorSpec((), tf.int64)
+
+
+def sequences(lengths):
+    given = tf.data.Dataset.from_tensor_slices(np.array(lengths, np.int64))
+    return given.map(lambda n: (tf.range(n), n % 2))
+
+
+BUCKETS = {
+    "boundaries that are chosen": {},
+    "boundaries of one's own": {"boundaries": [8, 16]},
+    "cut ones": {"boundaries": [8], "too_long": "truncate"},
+    "with a mask of padding": {"boundaries": [8, 16], "weight_padding": False},
+}
+LENGTHS = {
+    "few sequences": [3, 4, 9, 10],
+    "a bucket each": [2, 10, 2, 10, 2, 10],
+}
+
+
+@pytest.mark.parametrize("options", BUCKETS.values(), ids=BUCKETS)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("is_known", [True, False], ids=["length", "no length"])
+def test_buckets_that_fill_no_batch_are_an_error(lengths, options, is_known):
+    given = sequences(lengths)
+    given = given if is_known else given.filter(lambda x, y: True)
+    pipeline = Pipeline.from_dataset(given).bucket(8, drop_remainder=True, **options)
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError)) as caught:
+        list(pipeline.build())
+    text = str(caught.value)
+    assert "drop_remainder" in text
+    assert "batch" in text
+    kept = Pipeline.from_dataset(given).bucket(8, **options)
+    assert sum(len(y) for _, y in kept.build()) == len(lengths)
+
+
+@pytest.mark.parametrize("options", BUCKETS.values(), ids=BUCKETS)
+def test_one_full_bucket_is_enough(options):
+    given = sequences([3] * 9 + [10])
+    pipeline = Pipeline.from_dataset(given).bucket(8, drop_remainder=True, **options)
+    dataset = pipeline.build()
+    for _ in range(2):
+        assert [x.shape[0] for x, _ in dataset] == [8]
+    assert dataset.element_spec[0].shape[0] == 8, "XLA wants static sizes"
+
+
+def test_buckets_by_places_that_fill_no_batch_are_an_error():
+    given = sequences([10, 11, 12])
+    pipeline = Pipeline.from_dataset(given)
+    pipeline = pipeline.bucket(
+        token_budget=16 * 8, boundaries=[16], drop_remainder=True
+    )
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="remainder"):
+        list(pipeline.build())
+
+
+def table(tmp_path, num_rows):
+    path = tmp_path / "rows.csv"
+    path.write_text("x,y\n" + "1,2\n" * num_rows)
+    return path
+
+
+UNKNOWN = {
+    "a filter": lambda folder: Pipeline.from_arrays(np.arange(100)).filter(
+        lambda x: x < 5
+    ),
+    "a dataset that filters": lambda folder: Pipeline.from_dataset(
+        tf.data.Dataset.range(100).filter(lambda x: x < 5)
+    ),
+    "rows that are not counted": lambda folder: Pipeline.from_csv(
+        table(folder, 5), num_examples=None
+    ),
+    "rows one by one": lambda folder: Pipeline.from_csv(
+        table(folder, 5), num_examples=None
+    ).map(lambda row: row["x"]),
+    "a generator": lambda folder: Pipeline.from_dataset(
+        tf.data.Dataset.from_generator(lambda: range(5), output_signature=NUMBER)
+    ),
+}
+
+
+@pytest.mark.parametrize("begin", UNKNOWN.values(), ids=UNKNOWN)
+def test_a_batch_that_never_fills_is_an_error_where_the_length_shows_in_the_pass(
+    begin, tmp_path
+):
+    dataset = begin(tmp_path).batch(8, drop_remainder=True).build()
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="drop_remainder"
+    ) as caught:
+        list(dataset)
+    assert "no batch" in str(caught.value)
+    full = begin(tmp_path).batch(5, drop_remainder=True).build()
+    assert len(list(full)) == 1
+    assert tf.nest.flatten(full.element_spec)[0].shape[0] == 5
+
+
+def test_fit_does_not_end_well_on_no_batch_at_all():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.zeros((100, 1), "float32")
+    pipeline = Pipeline.from_arrays(x, np.arange(100.0)).filter(lambda x, y: y < 5)
+    dataset = pipeline.batch(8, drop_remainder=True).build()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="drop_remainder"):
+        model.fit(dataset, epochs=2, verbose=0)
+
+
+def one_shot(values, spec=NUMBER):
+    """What people write: a generator that was called already, so it is read once."""
+    generator = (value for value in values)
+    return tf.data.Dataset.from_generator(lambda: generator, output_signature=spec)
+
+
+FIRST = {
+    "as it is": lambda p: p,
+    "mapped": lambda p: p.map(lambda x: x * 1),
+    "filtered": lambda p: p.filter(lambda x: x >= 0),
+    "shuffled": lambda p: p.shuffle(seed=1),
+    "cached": lambda p: p.cache("memory"),
+    "batched": lambda p: p.batch(3).map(lambda x: x).prefetch(),
+    "described": lambda p: (p.shuffle().describe(), p)[1],
+}
+
+
+@pytest.mark.parametrize("write", FIRST.values(), ids=FIRST)
+def test_a_generator_that_is_read_once_loses_no_element(write):
+    dataset = write(Pipeline.from_dataset(one_shot(range(10)))).build()
+    found = np.concatenate([np.ravel(x) for x in dataset])
+    assert sorted(found.tolist()) == list(range(10))
+
+
+def test_the_second_epoch_of_a_generator_that_is_read_once_is_an_error():
+    dataset = Pipeline.from_dataset(one_shot(range(4))).batch(2).build()
+    assert len(list(dataset)) == 2
+    with pytest.raises(tf.errors.InvalidArgumentError, match="generator") as caught:
+        list(dataset)
+    assert "makes a new one" in str(caught.value)
+
+
+def test_a_generator_that_begins_anew_is_read_in_every_epoch():
+    given = tf.data.Dataset.from_generator(
+        lambda: iter(range(4)), output_signature=NUMBER
+    )
+    dataset = Pipeline.from_dataset(given).batch(2).build()
+    assert [len(list(dataset)) for _ in range(3)] == [2, 2, 2]
+
+
+def test_an_empty_generator_is_an_error_in_its_first_pass():
+    dataset = Pipeline.from_dataset(one_shot([])).build()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no elements"):
+        list(dataset)
+
+
+def test_measuring_a_generator_that_is_read_once_is_told():
+    # Texts have no known size: a shuffle without a buffer size reads some to tell.
+    texts = one_shot([np.arange(n, n + n % 7 + 1) for n in range(100)], TEXT)
+    pipeline = Pipeline.from_dataset(texts)
+    with pytest.warns(UserWarning, match="buffer_size") as caught:
+        pipeline.shuffle(seed=1).build()
+    assert "once" in str(caught[0].message)
+    again = one_shot([np.arange(n, n + n % 7 + 1) for n in range(100)], TEXT)
+    dataset = Pipeline.from_dataset(again).shuffle(50, seed=1).build()
+    assert sum(1 for _ in dataset) == 100
+
+
+def test_a_generator_of_texts_that_begins_anew_is_measured_without_a_word():
+    def texts():
+        for n in range(100):
+            yield np.arange(n % 7 + 1)
+
+    given = tf.data.Dataset.from_generator(texts, output_signature=TEXT)
+    dataset = Pipeline.from_dataset(given).shuffle(seed=1).build()
+    assert sum(1 for _ in dataset) == 100
+
+
+READ_FIRST = {
+    "balance": lambda p: p.map(lambda x: (x, x % 2)).balance(seed=1),
+    "bucket": lambda p: p.map(lambda x: tf.range(x + 1)).bucket(2),
+    "subset": lambda p: p.subset(3),
+}
+
+
+@pytest.mark.parametrize("write", READ_FIRST.values(), ids=READ_FIRST)
+def test_what_reads_all_elements_first_says_that_they_are_gone(write):
+    pipeline = write(Pipeline.from_dataset(one_shot(range(10))))
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError)) as caught:
+        list(pipeline.build())
+    assert re.search("generator|looked at|changed since", str(caught.value))
