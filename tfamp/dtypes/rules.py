@@ -241,6 +241,11 @@ DEFAULT_OPERATIONS: tuple[tuple[str, str], ...] = (
         "computed in float32 wherever Keras is asked for them, in any layer",
     ),
     (
+        "default: norms, variances and means",
+        "a float16 square overflows at 256 and is 0 below 2e-4; normalize, norm, var, "
+        "std, moments and mean compute in float32, also where `tf` is asked for them",
+    ),
+    (
         "default: running sums",
         "a float16 running sum of ones stops at 2048; cumsum, cumprod and logsumexp "
         "add in float32",

@@ -1,7 +1,7 @@
 """Hooks that have float32 used for what half precision spoils wherever it is written.
 
-Softmax and sigmoid, running sums, what losses are given and how they are added up, and
-what activity regularizers see.
+Softmax and sigmoid, norms, variances, means and running sums, what losses are given and
+how they are added up, and what activity regularizers see.
 
 Relies on: layers, activation strings and `keras.ops` all reaching the TensorFlow
 backend's functions as attributes of its modules, and raw calls being attributes of
@@ -18,6 +18,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src import ops as keras_operations
 from keras.src import tree
 
 from tfamp.keras_hooks import backend, calls, structure
@@ -27,26 +28,45 @@ from tfamp.keras_hooks.patches import Function, Patch, like, wrapper
 
 # Marks a result of a managed layer in half precision that has its logits.
 _CAREFUL = "_tfamp_careful"
-_OF_BOTH = ("softmax", "log_softmax")
-_OF_ALL = ("sigmoid", "reduce_logsumexp", "cumsum")
-_OPERATIONS = (
-    (operations.nn, "softmax"),
-    (operations.nn, "log_softmax"),
-    (operations.nn, "sigmoid"),
-    (operations.math, "logsumexp"),
-    (operations.numpy, "cumsum"),
-    (operations.numpy, "cumprod"),
-    *((module, name) for module in (tf.nn, tf.math) for name in _OF_BOTH),
-    *((module, name) for module in (tf, tf.math) for name in _OF_ALL),
-    (tf.nn, "sigmoid"),
+# Where Keras's operations end, by module of its backend.
+_OF_KERAS = {
+    operations.nn: ("softmax", "log_softmax", "sigmoid", "moments"),
+    operations.math: ("logsumexp", "segment_sum"),
+    operations.linalg: ("norm",),
+    operations.numpy: (
+        *("cumsum", "cumprod", "mean", "average", "var", "std", "corrcoef"),
+        *("nanmean", "nanvar", "nanstd", "logaddexp"),
+    ),
+    keras_operations.nn: ("_normalize",),
+}
+# TensorFlow's own, under each name that it gives them.
+_OF_TENSORFLOW = {
+    tf: ("sigmoid", "reduce_logsumexp", "cumsum", "norm", "reduce_mean"),
+    tf.nn: (
+        *("softmax", "log_softmax", "sigmoid", "l2_normalize", "moments"),
+        "weighted_moments",
+    ),
+    tf.math: (
+        *("softmax", "log_softmax", "sigmoid", "reduce_logsumexp", "cumsum"),
+        *("l2_normalize", "reduce_mean", "reduce_variance", "reduce_std"),
+        "reduce_euclidean_norm",
+    ),
+    tf.linalg: ("l2_normalize", "norm", "normalize"),
+}
+_OPERATIONS = tuple(
+    (module, name)
+    for modules in (_OF_KERAS, _OF_TENSORFLOW)
+    for module, names in modules.items()
+    for name in names
+    if hasattr(module, name)  # not in every version of Keras
 )
 
 
 def patches(has_float32_operations: Callable[[LayerRecord], bool]) -> list[Patch]:
     """Returns the patches on operations, losses and activity regularizers.
 
-    Inside the call of a managed layer each operation computes in float32 on a
-    half-precision input and returns the input's dtype. In the layer that makes
+    Inside the call of a managed layer each operation computes in float32 on
+    half-precision inputs and returns the first input's dtype. In the layer that makes
     a model's output the result stays float32.
 
     Args:
@@ -67,16 +87,16 @@ def patches(has_float32_operations: Callable[[LayerRecord], bool]) -> list[Patch
                 or not has_float32_operations(record)
             ):
                 return original(*args, **kwargs)
-            if args:
-                args = args[1:]
+            wide_args, wide_kwargs = tree.map_structure(_widened, (args, kwargs))
+            result = original(*wide_args, **wide_kwargs)
+            if record.kind is Kind.WIDE_OUTPUT:
+                output = result
             else:
-                del kwargs[first]
-            wide = tf.cast(x, tf.float32)
-            result = original(wide, *args, **kwargs)
-            output = result
-            if record.kind is not Kind.WIDE_OUTPUT and result.dtype == tf.float32:
-                output = tf.cast(result, x.dtype)
+                output = tree.map_structure(
+                    lambda y: tf.cast(y, x.dtype) if _is_float32(y) else y, result
+                )
             if hasattr(result, "_keras_logits"):
+                wide = wide_args[0] if args else wide_kwargs[first]
                 output._keras_logits = x if output.dtype == x.dtype else wide
                 setattr(output, _CAREFUL, True)
             return output
@@ -123,6 +143,10 @@ def _wrap_add_loss(original: Function, self: keras.layers.Layer, loss: Any) -> A
     if record_of(self) is not None:
         loss = tree.map_structure(_widened, loss)
     return original(self, loss)
+
+
+def _is_float32(x: Any) -> bool:
+    return isinstance(x, tf.Tensor) and x.dtype == tf.float32
 
 
 def _widened(x: Any) -> Any:
