@@ -150,7 +150,7 @@ def _built_ahead(model: keras.Model, function: Callable[..., Any]) -> Any:
     @functools.wraps(function)
     def call(iterator: Any) -> Any:
         nonlocal is_first
-        if is_first and model.built and isinstance(iterator, tf.data.Iterator):
+        if is_first and _has_weights(model) and isinstance(iterator, tf.data.Iterator):
             if model.optimizer is not None and not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
             if graph_of(model) is not None:
@@ -159,6 +159,17 @@ def _built_ahead(model: keras.Model, function: Callable[..., Any]) -> Any:
         return function(iterator)
 
     return call
+
+
+def _has_weights(model: keras.Model) -> bool:
+    """Returns whether all weights of a model are made.
+
+    `model.build(input_shape)` of a subclassed one marks it built and may leave the
+    layers inside for the first call.
+    """
+    return bool(model.built) and all(
+        layer.built for layer in model._flatten_layers(include_self=False)
+    )
 
 
 def batch_size_of(data: Any) -> tf.Tensor | None:
