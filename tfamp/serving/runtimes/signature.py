@@ -179,6 +179,14 @@ def _checked(value: Any, spec: TensorSpec) -> np.ndarray:
         ) from error
     wanted = dtype_named(spec.dtype)
     if array.dtype != wanted and not _casts(array, wanted):
+        if array.dtype.kind in "iu" and wanted.kind == "f":
+            other = array[_rounded(array, wanted)][0]
+            raise TypeError(
+                f"Input {spec.name!r} holds {other}, which {spec.dtype} rounds to "
+                f"{int(other.astype(wanted))}; expected integers that it holds as they "
+                f"are. Round them by `.astype({spec.dtype!r})` if that will do, or "
+                "export a model whose input is of an integer dtype."
+            )
         raise TypeError(
             f"Input {spec.name!r} is of dtype {array.dtype}; expected {spec.dtype}. "
             f"Cast it with `.astype({spec.dtype!r})`."
@@ -201,12 +209,23 @@ def _casts(array: np.ndarray, wanted: np.dtype) -> bool:
     kinds = array.dtype.kind, wanted.kind
     if wanted.kind == "O":
         return array.dtype.kind in "OSU"
-    if kinds in (("f", "f"), ("i", "f"), ("u", "f"), ("b", "f")):
+    if kinds in (("f", "f"), ("b", "f")):
         return True
+    if kinds in (("i", "f"), ("u", "f")):
+        return not _rounded(array, wanted).any()
     if array.dtype.kind in "iub" and wanted.kind in "iu":
         # Numbers of another width, as Python's integers are, where all of them fit.
         return bool(np.array_equal(array.astype(wanted), array))
     return False
+
+
+def _rounded(array: np.ndarray, wanted: np.dtype) -> np.ndarray:
+    """Returns which integers a float dtype does not hold."""
+    with np.errstate(invalid="ignore", over="ignore"):  # beyond what it holds
+        there = array.astype(wanted)
+        back = there.astype(array.dtype)
+    end = float(np.iinfo(array.dtype).max + 1)  # where casting back is undefined
+    return (back != array) | (there.astype(np.float64) >= end)
 
 
 def has_shape(array: np.ndarray, shape: Sequence[int | None]) -> bool:
