@@ -47,11 +47,13 @@ class Place:
         drawn: Batches drawn from the last of them, where it lasts over epochs, as it
             does with `steps_per_epoch`.
         seen: Steps that Keras counts of it.
+        used: Which of them a batch was drawn from; some draw random numbers only then.
     """
 
     made: int
     drawn: int = 0
     seen: int = 0
+    used: tuple[bool, ...] = ()
 
 
 class Feed:
@@ -64,7 +66,13 @@ class Feed:
     def __init__(self, epochs: Any) -> None:
         self._epochs = epochs
         self.around: Around | None = None
-        self.made = self.drawn = 0
+        self.drawn = 0
+        self.used: list[bool] = []  # of each iterator that was made
+
+    @property
+    def made(self) -> int:
+        """How many iterators were made of the dataset."""
+        return len(self.used)
 
     @property
     def num_batches(self) -> int | None:
@@ -104,10 +112,10 @@ class Feed:
 
     def place(self) -> Place:
         """Returns where the epoch that comes next begins."""
-        epochs = self._epochs
+        epochs, used = self._epochs, tuple(self.used)
         if epochs.steps_per_epoch is None or epochs._current_iterator is None:
-            return Place(self.made)
-        return Place(self.made, self.drawn, epochs._steps_seen)
+            return Place(self.made, used=used)
+        return Place(self.made, self.drawn, epochs._steps_seen, used)
 
     def go_to(self, place: Place) -> Any:
         """Brings the data to where an epoch began in another process.
@@ -118,13 +126,23 @@ class Feed:
         epochs = self._epochs
         iterator, batch = epochs._current_iterator, None
         while self.made < place.made:
-            iterator = iter(epochs._get_iterator())
+            number, iterator = self.made, iter(epochs._get_iterator())
+            is_last = self.made == place.made
+            # The batches of the last one may be drawn below.
+            if number < len(place.used) and place.used[number]:
+                if not (is_last and place.drawn):
+                    batch = next(iterator, None)
+                    self.used[number] = True
         if not place.drawn:
-            return None if iterator is None else next(iterator)
+            if batch is not None or iterator is None:
+                return batch
+            return next(iterator)
         for _ in range(place.drawn):
             batch = next(iterator)
         epochs._current_iterator, epochs._steps_seen = iterator, place.seen
         self.drawn = place.drawn
+        if self.used:
+            self.used[-1] = True
         return batch
 
     def first_batch(self) -> Any:
@@ -169,7 +187,8 @@ def _wrap_reset(original: Function, self: Any) -> None:
 @wrapper
 def _wrap_get(original: Function, self: Any) -> Any:
     feed = _feed_from(self)
-    feed.made, feed.drawn = feed.made + 1, 0
+    feed.used.append(False)
+    feed.drawn = 0
     return original(self)
 
 
@@ -186,6 +205,8 @@ def _wrap_enumerate(original: Function, self: Any) -> Iterator[tuple[Any, ...]]:
 def _counted(feed: Feed, items: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
     for item in items:
         feed.drawn += feed.steps_per_execution
+        if feed.used:
+            feed.used[-1] = True
         yield item
 
 

@@ -32,7 +32,9 @@ class Resume(FitCallback):
     last step again; with more `epochs` it goes on.
 
     The batches of the epoch that were trained are drawn again and left out, and those
-    of earlier epochs only with `steps_per_epoch`, where one iterator goes through all.
+    of earlier epochs only with `steps_per_epoch`, where one iterator goes through all;
+    else one of each. A `tfamp.data.Pipeline` goes on in the order, and with the changes
+    and the ramp, of the epoch.
     So the order has to be the same in each process: call `keras.utils.set_random_seed`
     first, or give `shuffle` a `seed`. Where it is not, one line says that it is not to
     the bit. (With a global seed, Keras brings arrays in one order in all epochs;
@@ -91,6 +93,7 @@ class Resume(FitCallback):
         self._epoch = self._total = self._since = 0
         self._start = Place(0)
         self._start_random: dict[str, Any] = {}
+        self._start_passes: list[int] = []
         self._spare: State | None = None
         self._pending: State | None = None
         self._state_to_put: State | None = None
@@ -234,6 +237,7 @@ class Resume(FitCallback):
             skipped = self._go_to(*found, feed)
         is_due = self._since >= self.every_steps or self._pending is not None
         self._start, self._start_random = feed.place(), states.take_random()
+        self._start_passes = states.take_passes(feed)
         if not held and self._total and (is_due or self._is_final(feed, 0)):
             self._pending = None
             self._write(self._state(0, feed))
@@ -259,7 +263,9 @@ class Resume(FitCallback):
         if self._is_other(kept, held) and held["facts"] != states.facts_of(feed):
             self._put(feed.first_batch())
             return 0  # other batches: the epoch begins anew
+        states.put_passes(feed, held.get("passes", ()))
         batch = feed.go_to(Place(*held["place"]))
+        states.put_passes(feed, held.get("passes", ()))
         if batch is None and not held["step"]:
             batch = feed.first_batch()
         if batch is not None:
@@ -311,6 +317,7 @@ class Resume(FitCallback):
             "total": self._total,
             "place": list(dataclasses.astuple(self._start)),
             "random of epoch": self._start_random,
+            "passes": self._start_passes,
         }
         state, self._spare = states.take(
             self.model, feed, self._beside(), position, into=self._spare

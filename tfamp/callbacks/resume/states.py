@@ -7,13 +7,14 @@ hold, the history and random numbers; what has to be the same is in its record.
 import contextlib
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.data.stages.augment import EpochCounter
 from tfamp.dtypes import resolution
 from tfamp.keras_hooks import around_training, epochs, structure, trainer
 from tfamp.keras_hooks.epochs import Feed
@@ -207,11 +208,34 @@ def unrepeatable(feed: Feed) -> str | None:
     if feed.kind == "arrays" and feed.shuffles and not is_seeded:
         return "`fit` shuffles arrays without a seed"
     stages = [] if feed.dataset is None else list(_stages(feed.dataset))
+    if not is_seeded and any(not each.is_seeded for each in _counters_in(stages)):
+        return "the dataset has an `augment` without a seed"
     if any(map(_is_unseeded_shuffle, stages)):
         return "the dataset has a `shuffle` without a seed"
     if any("DataService" in type(each).__name__ for each in stages):
         return "a data service brings elements in the order in which they are ready"
     return None
+
+
+def take_passes(feed: Feed) -> list[int]:
+    """Returns how many whole passes pipelines have counted, by which they augment."""
+    if feed.dataset is None:
+        return []
+    return [int(each.read()) for each in _counters_in(_stages(feed.dataset))]
+
+
+def put_passes(feed: Feed, held: Sequence[int]) -> None:
+    """Has pipelines count on from what `take_passes` gave."""
+    if feed.dataset is None:
+        return
+    counters = _counters_in(_stages(feed.dataset))
+    for counter, passes in zip(counters, held, strict=False):
+        counter.go_to(passes)
+
+
+def _counters_in(stages: Iterable[Any]) -> list[EpochCounter]:
+    found = (getattr(each, EpochCounter.ATTRIBUTE, None) for each in stages)
+    return [each for each in found if isinstance(each, EpochCounter)]
 
 
 def _stages(dataset: Any) -> Iterator[Any]:

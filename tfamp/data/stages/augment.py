@@ -37,16 +37,25 @@ _MAX_BLOCK = 32
 class EpochCounter:
     """Counts the passes over one dataset that gave their last element.
 
-    One that was left early, as a look at the first batch is, does not count.
+    One that was left early, as a look at the first batch is, does not count. What it
+    counts begins with a seed of the user's, or one that was drawn.
     """
 
-    def __init__(self, epoch: int) -> None:
-        self._epoch = epoch
+    # The attribute of a dataset that it counts the passes over.
+    ATTRIBUTE = "_tfamp_epochs"
+
+    def __init__(self, epoch: int, *, is_seeded: bool = True) -> None:
+        self._epoch, self.is_seeded = epoch, is_seeded
         self._lock = threading.Lock()
 
     def read(self) -> np.int64:
         """Returns the number of the epoch that begins."""
         return np.int64(self._epoch)
+
+    def go_to(self, epoch: int) -> None:
+        """Has the next pass be that of an epoch."""
+        with self._lock:
+            self._epoch = epoch
 
     def finish(self, epoch: np.int64) -> np.int64:
         """Notes that an epoch has given its last element; twice does no harm."""
@@ -73,6 +82,11 @@ class EpochCounter:
         prefetch read on, and only what leaves the pipeline tells whether an epoch was
         used.
         """
+        counted = self._counted(dataset)
+        setattr(counted, self.ATTRIBUTE, self)
+        return counted
+
+    def _counted(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         length = known_length(dataset)
         if length is None:
             # Whose end is not known, is read until there is no more.
@@ -116,6 +130,7 @@ class Augmentation(Stage):
     key: str | None = None
     value_range: tuple[float, float] | None = None
     initial_epoch: int = 0
+    is_seeded: bool = dataclasses.field(default=True, compare=False, repr=False)
     counter: EpochCounter = dataclasses.field(
         default_factory=lambda: EpochCounter(0), compare=False
     )
@@ -137,6 +152,7 @@ class Augmentation(Stage):
                 f"`key` is {self.key!r}; expected the name of one input. Pass a string."
             )
         if self.seed is None:
+            object.__setattr__(self, "is_seeded", False)
             object.__setattr__(self, "seed", random.randrange(2**31))
         checks.positive_int("seed", self.seed, minimum=0)
 
@@ -144,7 +160,8 @@ class Augmentation(Stage):
         """Returns the stage for one dataset, and what counts its epochs."""
         if self._max_strength == 0:
             return None
-        counter, first = EpochCounter(self.initial_epoch), self.initial_epoch
+        first = self.initial_epoch
+        counter = EpochCounter(first, is_seeded=self.is_seeded)
         reason = "whole passes; each has its own changes"
         count = Step("epochs", f"counted from {first}", reason, act=counter.count)
         return dataclasses.replace(self, counter=counter), count
