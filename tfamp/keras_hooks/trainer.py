@@ -172,6 +172,15 @@ def _has_weights(model: keras.Model) -> bool:
     )
 
 
+def has_recorded_a_loss(model: keras.Model) -> bool:
+    """Returns whether a step has added its loss since the metrics were reset.
+
+    True where the model's own code keeps the losses, and nobody can tell.
+    """
+    tracker = getattr(model, "_loss_tracker", None)
+    return tracker is None or float(tf.convert_to_tensor(tracker.count)) != 0.0
+
+
 def batch_size_of(data: Any) -> tf.Tensor | None:
     """Returns the number of examples in a batch, None where it has none."""
     leaf = _array_of(data)

@@ -228,8 +228,45 @@ def _guarded_run(
             stack.enter_context(around_training.running(model, arguments))
             stack.enter_context(around_run(model, training=True))
             stack.enter_context(_guarded_fit(model, arguments))
+            stack.enter_context(_nan_without_a_step(model))
         else:
             stack.enter_context(around_run(model, training=False))
+        yield
+
+
+@contextlib.contextmanager
+def _nan_without_a_step(model: keras.Model) -> Iterator[None]:
+    """Has an epoch whose every step was skipped report NaN, as it does in Keras.
+
+    What a skipped step added to the metrics is taken back, so nothing is left in them,
+    and they would give 0, the best loss there is, to callbacks that compare epochs.
+    """
+    original = model.get_metrics_result
+    is_told = False
+
+    def get_metrics_result() -> Any:
+        nonlocal is_told
+        results = original()
+        # A step that is traced asks too, where nothing can be known.
+        if not tf.executing_eagerly() or not ours_of(model):
+            return results
+        if trainer.has_recorded_a_loss(model) or not any(
+            int(optimizer.consecutive_skips) for optimizer in ours_of(model)
+        ):
+            return results
+        if not is_told:
+            is_told = True
+            logging.warning(
+                "No step of this epoch of model %r was applied: each had a gradient "
+                "that is not finite, so its metrics are NaN. `tfamp.triage(model, "
+                "batch)` finds the cause; where the data has NaN or infinities, mend "
+                "it, and else keep the layer that overflows in float32 "
+                "(`keep_float32=`) or lower the learning rate.",
+                model.name,
+            )
+        return keras.tree.map_structure(lambda _: float("nan"), results)
+
+    with replaced(model, get_metrics_result=get_metrics_result):
         yield
 
 

@@ -1,0 +1,94 @@
+"""Epochs of which no step is applied: what callbacks that compare epochs get to see."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_.*float16' will be slow")
+X = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
+Y = X.sum(axis=1)
+BAD = np.full_like(X, np.nan)
+
+
+def model_of(policy, *, num_replicas=1, **arguments):
+    """Returns a small regression that is compiled under a policy of tfamp's."""
+    devices = [f"CPU:{i}" for i in range(num_replicas)]
+    strategy = tf.distribute.MirroredStrategy(devices) if num_replicas > 1 else None
+    scope = strategy.scope() if strategy else tfamp.scope(policy)
+    with tfamp.scope(policy), scope:
+        model = keras.Sequential(
+            [keras.Input((8,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)]
+        )
+        model.compile("adam", "mse", metrics=["mae"], **arguments)
+    return model
+
+
+WAYS = {
+    "graph": {},
+    "eager": {"run_eagerly": True},
+    "several steps a call": {"steps_per_execution": 4},
+    "XLA": {"jit_compile": True},
+    "two replicas": {"num_replicas": 2},
+}
+
+
+@pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
+def test_an_epoch_without_an_applied_step_reports_nan(arguments):
+    model = model_of("mixed_float16", **arguments)
+    history = model.fit(BAD, Y, batch_size=16, epochs=2, verbose=0).history
+    assert np.isnan(history["loss"]).all() and np.isnan(history["mae"]).all()
+    good = model.fit(X, Y, batch_size=16, epochs=1, verbose=0).history
+    assert np.isfinite(good["loss"]).all() and good["loss"][0] > 0
+
+
+def test_validation_is_told_as_it_is():
+    model = model_of("mixed_float16")
+    history = model.fit(BAD, Y, validation_data=(X, Y), verbose=0).history
+    assert np.isnan(history["loss"]).all() and np.isnan(history["mae"]).all()
+    assert np.isfinite(history["val_loss"]).all() and history["val_loss"][0] > 0
+
+
+def test_one_bad_step_among_others_leaves_the_epoch_its_loss():
+    model = model_of("mixed_float16")
+    x = np.concatenate([BAD[:16], X[16:]])
+    history = model.fit(x, Y, batch_size=16, verbose=0, shuffle=False).history
+    assert np.isfinite(history["loss"]).all() and history["loss"][0] > 0
+
+
+def test_callbacks_take_no_such_epoch_for_the_best(tmp_path):
+    x, y = np.concatenate([X, BAD, X]), np.concatenate([Y, Y, Y])
+    stop = keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
+    best = keras.callbacks.ModelCheckpoint(
+        tmp_path / "best.keras", monitor="loss", save_best_only=True
+    )
+    model = model_of("mixed_float16")
+    history = model.fit(
+        tf.data.Dataset.from_tensor_slices((x, y)).batch(16),
+        steps_per_epoch=4,
+        epochs=3,
+        verbose=0,
+        callbacks=[stop, best],
+    ).history["loss"]
+    assert [bool(np.isnan(loss)) for loss in history] == [False, True, False]
+    assert stop.best == min(history[0], history[2]) > 0
+    assert best.best == stop.best
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_without_a_loss_scale_it_is_as_in_keras(policy):
+    model = model_of(policy)
+    history = model.fit(BAD, Y, batch_size=16, verbose=0).history
+    assert np.isnan(history["loss"]).all()
+
+
+def test_it_is_said_once_with_a_remedy(caplog):
+    model = model_of("mixed_float16")
+    with caplog.at_level(logging.WARNING, "absl"):
+        model.fit(BAD, Y, batch_size=16, epochs=3, verbose=0)
+    told = [r.getMessage() for r in caplog.records if "No step of" in r.getMessage()]
+    assert len(told) == 1 and "tfamp.triage" in told[0]
