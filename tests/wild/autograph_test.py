@@ -1,4 +1,4 @@
-"""`tf.function` made of layers, models and steps: TensorFlow's AutoGraph stays silent."""
+"""A `tf.function` made of layers, models and steps: AutoGraph has nothing to say."""
 
 import json
 import os
