@@ -20,7 +20,7 @@ RATES = [0.4, 0.2, 0.1]
 def loop(optimizer, weight, gradients, after_step=lambda: None):
     """Takes a step with each gradient, scaled as a backward pass would have it."""
     for gradient in gradients:
-        optimizer.apply([tf.constant(gradient) * optimizer.scale], [weight])
+        optimizer.apply([optimizer.scale_loss(gradient)], [weight])
         after_step()
 
 
@@ -29,7 +29,7 @@ def in_a_function(optimizer, weight, gradients, after_step=lambda: None):
 
     @tf.function
     def step(gradient):
-        optimizer.apply([gradient * optimizer.scale], [weight])
+        optimizer.apply([optimizer.scale_loss(gradient)], [weight])
 
     optimizer.build([weight])
     for gradient in gradients:
@@ -112,7 +112,7 @@ def test_a_schedule_inside_the_function_waits_too():
 
     @tf.function
     def step(gradient):
-        optimizer.apply([gradient * optimizer.scale], [weight])
+        optimizer.apply([optimizer.scale_loss(gradient)], [weight])
         position.assign_add(tf.cast(~optimizer.last_step_skipped, tf.int32))
         optimizer.learning_rate.assign(rates[tf.minimum(position, 2)])
 

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.loops import DECORATORS
-from tfamp.keras_hooks.layers import CALLS
-from tfamp.loss_scale import plain_optimizers
+from tfamp.loss_scale import plain_optimizers, stock
 from tfamp.loss_scale import tape as tape_scaling
 
 layers = keras.layers
@@ -26,7 +25,7 @@ def nothing_of_other_tests(monkeypatch):
     """What is not built may yet turn out to train what any loop trains."""
     monkeypatch.setattr(tape_scaling, "_living", weakref.WeakSet())
     monkeypatch.setattr(plain_optimizers.PLAIN, "_known", weakref.WeakSet())
-    monkeypatch.setattr(CALLS, "scales_by_hand", False)
+    monkeypatch.setattr(stock.STOCK, "_known", weakref.WeakSet())
 
 
 def network(policy="mixed_float16", seed=2, **options):

@@ -15,6 +15,7 @@ from tfamp.keras_hooks.layers import record_of, update_record
 from tfamp.loss_scale.arguments import without_float16
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.loss_scale.plain_optimizers import PLAIN
+from tfamp.loss_scale.stock import STOCK
 
 
 @contextlib.contextmanager
@@ -66,6 +67,7 @@ def before_compile(model: keras.Model, arguments: dict[str, Any]) -> None:
         return
     arguments["auto_scale_loss"] = False
     arguments["optimizer"] = scaled(plain, model, settings)
+    PLAIN.note_compiled(arguments["optimizer"])
     _note_wrapping(model, plain, arguments["optimizer"])
 
 
@@ -141,7 +143,13 @@ def scaled(optimizer: Any, model: keras.Model, settings: PolicySettings) -> Any:
 
 
 def exact(stock: Any) -> LossScaleOptimizer:
-    """Returns our optimizer in the place of Keras's own, with its state."""
+    """Returns our optimizer in the place of Keras's own, with its state.
+
+    It is the same one each time: what a program asks of Keras's goes there.
+    """
+    ours = STOCK.replacement_of(stock)
+    if ours is not None:
+        return ours
     ours = LossScaleOptimizer(
         stock.inner_optimizer,
         stock.initial_scale,
@@ -153,6 +161,7 @@ def exact(stock: Any) -> LossScaleOptimizer:
         known = optimizers.trained_by(stock)
         ours.build(known or optimizers.trained_by(stock.inner_optimizer))
         ours.set_weights([variable.numpy() for variable in stock.variables])
+    STOCK.replace(stock, ours)
     return ours
 
 

@@ -120,7 +120,6 @@ class _Calls(threading.local):
         self.recorder: Any = None
         self.num_builds = 0  # how many layers are being built around this one
         self.float16_layers: list[Any] = []  # references to those called last
-        self.scales_by_hand = False  # whether Keras's own wrapper scaled the loss
         self.is_training = False  # whether a managed model's `train_step` runs
         self.may_keep = True  # whether a layer that fails may be tried in float32
         self.is_managed = False  # whether the layer called last is, as it casts inputs

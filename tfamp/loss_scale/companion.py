@@ -4,7 +4,6 @@
 is Keras's own everywhere else.
 """
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,21 +23,13 @@ from tfamp.keras_hooks.patches import (
 )
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.loss_scale.plain_optimizers import (
+    HERE,
     PLAIN,
     float16_layer_of,
     identities,
     ids_of,
 )
 from tfamp.loss_scale.scalings import SCALINGS
-
-
-class _Here(threading.local):
-    """What this thread is doing."""
-
-    is_updating: bool = False  # a companion's optimizer makes its update
-
-
-_HERE = _Here()
 
 
 class Companion(LossScaleOptimizer):
@@ -64,7 +55,7 @@ class Companion(LossScaleOptimizer):
 
     def update_inner(self, gradients: list[Any], variables: Sequence[Any]) -> None:
         """Runs Keras's own `apply`: that of a subclass has come here by it."""
-        with replaced(_HERE, is_updating=True):
+        with replaced(HERE, is_updating=True):
             keras.optimizers.Optimizer.apply(self.inner_optimizer, gradients, variables)
 
     def _adopted(self, accumulation_steps: int) -> int:
@@ -86,18 +77,27 @@ def _made_under(optimizer: Any, settings: Any) -> Companion:
 
 @tf.autograph.experimental.do_not_convert
 def _is_applied(optimizer: Any, gradients: Any, variables: Any) -> bool:
-    """Applies gradients by the companion if a tape scaled them; returns whether so.
+    """Has a companion or wrapper apply what a tape scaled for it; returns whether so.
 
     Keras's own `apply` is left to do otherwise.
     """
-    if _HERE.is_updating or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if HERE.is_updating or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return False
     PLAIN.know(optimizer)
-    if tf.distribute.in_cross_replica_context() or not PLAIN.may_be_given(optimizer):
+    outer = PLAIN.wrapper_of(optimizer)
+    is_known = outer is not None or PLAIN.may_be_given(optimizer)
+    if tf.distribute.in_cross_replica_context() or not is_known:
         return False
     gradients = list(gradients)
     given = trained_by(optimizer) if variables is None else list(variables)
     ids = ids_of(optimizer) or identities(given)
+    if outer is not None:
+        # A loop with what `compile` was given, scaled for what `compile` made of it.
+        if not SCALINGS.knows(outer, ids):
+            return False
+        with replaced(HERE, entry="inner"):
+            outer.apply(gradients, None if variables is None else given)
+        return True
     companion = PLAIN.companion_of(optimizer)
     if not SCALINGS.knows(companion, ids):
         return False
@@ -123,11 +123,6 @@ def _know(optimizer: Any) -> None:
         PLAIN.know(optimizer)
 
 
-def _know_wrapper(wrapper: Any) -> None:
-    if not isinstance(wrapper, Companion):
-        PLAIN.note_wrapped(wrapper)
-
-
 @wrapper
 def _wrap_apply(
     original: Function, self: Any, grads: Any, trainable_variables: Any = None
@@ -136,24 +131,12 @@ def _wrap_apply(
         original(self, grads, trainable_variables)
 
 
-@wrapper
-def _wrap_wrapper_apply(
-    original: Function, self: Any, *args: Any, **kwargs: Any
-) -> Any:
-    PLAIN.note_wrapped(self)
-    return original(self, *args, **kwargs)
-
-
 PLAIN.make = _made_under
-
-_STOCK = keras.optimizers.LossScaleOptimizer
 
 # Held by the settings of managed layers.
 PLAIN_HOOKS = HeldPatches(
     [
         Patch(keras.optimizers.Optimizer, "__init__", followed_by(_know)),
         Patch(keras.optimizers.Optimizer, "apply", _wrap_apply),
-        Patch(_STOCK, "__init__", followed_by(_know_wrapper)),
-        Patch(_STOCK, "apply", _wrap_wrapper_apply),
     ]
 )

@@ -173,7 +173,6 @@ class StepReader:
 
     def read(self) -> Reading:
         """Returns what happened since the last reading; waits for the device."""
-        # Not `optimizer.scale`: whoever asks for that is taken to scale by hand.
         now = self.optimizer.scale_variables.numbers()
         if now.judged < self._seen.judged:
             self._begin()  # older weights were loaded

@@ -8,7 +8,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks.backend import HALF
-from tfamp.keras_hooks.optimizers import is_recording
 from tfamp.loss_scale.counters import (
     FROZEN,
     HISTORY_STEPS,
@@ -88,13 +87,12 @@ class ScalingLosses(keras.optimizers.LossScaleOptimizer):
         Args:
             loss: A number or tensor of any shape.
         """
-        SCALINGS.note(self, is_scaled=True)
         return self._scaled(loss)
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """As `scale_loss`; takes a callable too and returns one, as legacy Keras."""
-        SCALINGS.note(self, is_scaled=True)
         if callable(loss):
+            SCALINGS.note(self, is_scaled=True)
             return lambda: self._scaled(loss())
         return self._scaled(loss)
 
@@ -122,13 +120,17 @@ class ScalingLosses(keras.optimizers.LossScaleOptimizer):
             tape: The tape of `loss` where that is a tensor.
 
         Returns:
-            The `iterations` of the inner optimizer.
+            The `iterations` of the inner optimizer, or what its own `minimize` returns
+            where it has one.
         """
         if tape is None and not callable(loss):
             raise ValueError(
                 f"`loss` is {loss!r} and `tape` is None; expected a callable or the "
                 "tape that recorded the loss. Pass `tape=tape`."
             )
+        own = getattr(self.inner_optimizer, "minimize", None)  # of a subclass
+        if own is not None:
+            return own(loss, var_list) if tape is None else own(loss, var_list, tape)
         with tape if tape is not None else tf.GradientTape() as tape:
             scaled = self.scale_loss(loss() if callable(loss) else loss)
         variables = list(var_list() if callable(var_list) else var_list)
@@ -140,13 +142,25 @@ class ScalingLosses(keras.optimizers.LossScaleOptimizer):
         loss = tf.convert_to_tensor(loss)
         if loss.dtype in HALF:
             loss = tf.cast(loss, tf.float32)
-        return loss * tf.cast(self.dynamic_scale.value, loss.dtype)
+        scaled = loss * tf.cast(self.dynamic_scale.value, loss.dtype)
+        SCALINGS.note(self, is_scaled=True).add_loss(scaled)
+        return scaled
 
 
 def _present(optimizer: Any) -> ScaleState:
     """Returns the present state: numbers in eager code, else scalar tensors."""
     stored: ScaleVariables = optimizer.scale_variables
     return stored.numbers() if tf.executing_eagerly() else stored.read()
+
+
+def _only_eager(name: str) -> None:
+    """Raises where what is no number is asked for inside a graph."""
+    if not tf.executing_eagerly():
+        raise RuntimeError(
+            f"`{name}` was read inside a `tf.function`, or a `train_step` that is "
+            "traced; expected eager code, as it is no number. Read it between steps or "
+            "in a callback."
+        )
 
 
 def _reported(name: str, doc: str) -> property:
@@ -163,9 +177,6 @@ class Reporting(keras.optimizers.LossScaleOptimizer):
     @property
     def scale(self) -> Any:
         """The present loss scale."""
-        self.has_scaled_loss = True
-        if is_recording():  # whoever reads it there scales by hand
-            SCALINGS.note(self, is_scaled=True)
         return _present(self).scale
 
     applied_steps = _reported("applied", "Updates that were applied.")
@@ -202,11 +213,13 @@ class Reporting(keras.optimizers.LossScaleOptimizer):
     @property
     def nonfinite_variables(self) -> tuple[str, ...]:
         """Paths of the variables whose gradients the last skipped step failed on."""
+        _only_eager("nonfinite_variables")
         return self.nonfinite.last() if self.nonfinite is not None else ()
 
     @property
     def nonfinite_counts(self) -> dict[str, int]:
         """For each variable that had any, its number of non-finite gradients."""
+        _only_eager("nonfinite_counts")
         return self.nonfinite.total() if self.nonfinite is not None else {}
 
     def history(self) -> dict[str, np.ndarray]:
@@ -223,6 +236,7 @@ class Reporting(keras.optimizers.LossScaleOptimizer):
             >>> {k: v.tolist() for k, v in optimizer.history().items()}
             {'step': [1], 'scale': [8.0], 'gradient_norm': [1.0], 'skipped': [False]}
         """
+        _only_eager("history")
         judged = self.scale_variables.numbers().judged
         first = max(0, judged - HISTORY_STEPS)
         steps = np.arange(first, judged)

@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.keras_hooks import optimizers as hooks
-from tfamp.keras_hooks.patches import HeldPatches
+from tfamp.keras_hooks.patches import HeldPatches, replaced
 from tfamp.keras_hooks.variables import READ_HOOKS
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.arguments import check_settings, chosen_steps
@@ -17,6 +17,7 @@ from tfamp.loss_scale.fit_hooks import FIT_HOOKS
 from tfamp.loss_scale.gradients import Reduction
 from tfamp.loss_scale.interface import Reporting, ScalingLosses
 from tfamp.loss_scale.parts import Delegating, OnReplicas, adopted_accumulation
+from tfamp.loss_scale.plain_optimizers import HERE
 from tfamp.loss_scale.saved_state import Saving
 from tfamp.loss_scale.tape import TAPE_HOOKS, know
 
@@ -156,6 +157,7 @@ class LossScaleOptimizer(
         self._loaded_beside: dict[str, Any] = {}
         self._states_at_load = None
         self._num_stops_seen = 0
+        self._entry = "apply"
         self._make_scalars(start)
         self.saved_beside = hooks.SavedBeside(
             "loss_scale_state", self._beside, self._take_beside
@@ -240,6 +242,7 @@ class LossScaleOptimizer(
         ]
         if not gradients:
             return
+        self._entry = HERE.entry
         if tf.distribute.in_cross_replica_context():
             raise ValueError(
                 "apply() must be called in a replica context. Call it inside the "
@@ -253,12 +256,23 @@ class LossScaleOptimizer(
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """As `apply`, on pairs of gradient and variable; returns `iterations`."""
         gradients, variables = zip(*grads_and_vars, strict=True)
-        self.apply(gradients, variables)
+        with replaced(HERE, entry="pairs"):
+            self.apply(gradients, variables)
         return self.iterations
 
     def update_inner(self, gradients: list[Any], variables: Sequence[Any]) -> None:
-        """Has the inner optimizer apply gradients that are reduced and unscaled."""
-        self.inner_optimizer.apply(gradients, variables)
+        """Has the inner optimizer apply gradients that are reduced and unscaled.
+
+        By the method that was called here: a subclass may have one of its own.
+        """
+        inner = self.inner_optimizer
+        with replaced(HERE, is_updating=True, entry="apply"):
+            if self._entry == "inner":  # a method of a subclass has come here
+                keras.optimizers.Optimizer.apply(inner, gradients, variables)
+            elif self._entry == "pairs":
+                inner.apply_gradients(zip(gradients, variables, strict=True))
+            else:
+                inner.apply(gradients, variables)
 
     def key_of(self, variable: Any) -> Any:
         """Returns what tells a variable apart, whichever replica it comes from."""

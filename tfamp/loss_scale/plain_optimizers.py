@@ -56,6 +56,16 @@ def as_asked(variables: Sequence[Any]) -> list[Any]:
     return [x for x in both if not callable(x)]
 
 
+class Here(threading.local):
+    """What this thread is doing."""
+
+    is_updating = False  # an inner optimizer makes its update
+    entry = "apply"  # by what gradients come in: "apply", "pairs" or "inner"
+
+
+HERE = Here()
+
+
 class _Held:
     """Holds an optimizer's companion, where Keras looks for no state to save.
 
@@ -84,12 +94,23 @@ class PlainOptimizers:
         self._wrappers: weakref.WeakKeyDictionary[Any, Any] = (
             weakref.WeakKeyDictionary()
         )
+        self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()
         self.make: Callable[[Any, Any], Any] | None = None
 
     def know(self, optimizer: Any) -> None:
         """Notes that an optimizer exists."""
         with self._lock:
             self._known.add(optimizer)
+
+    def note_compiled(self, optimizer: Any) -> None:
+        """Notes that `compile` made a wrapper, so that a loop hardly knows of it."""
+        with self._lock:
+            self._compiled.add(optimizer)
+
+    def is_free(self, optimizer: Any) -> bool:
+        """Returns whether an optimizer is in the hands of a loop, as far as known."""
+        with self._lock:
+            return optimizer not in self._compiled
 
     def leave_alone(self, optimizer: Any) -> None:
         """Notes that an optimizer shall have no loss scale."""
@@ -113,6 +134,14 @@ class PlainOptimizers:
         with self._lock:
             for leaf in leaves(wrapper.inner_optimizer):
                 self._wrappers[leaf] = weakref.ref(wrapper)
+
+    def wrapper_of(self, optimizer: Any) -> Any:
+        """Returns the wrapper of ours around an optimizer, None where it has none."""
+        with self._lock:
+            reference = self._wrappers.get(optimizer)
+        found: Any = None if reference is None else reference()
+        is_ours = hasattr(type(found), "last_step_skipped")
+        return found if is_ours and found.inner_optimizer is optimizer else None
 
     def candidates(self, ids: frozenset[int]) -> tuple[list[Any], list[Any]]:
         """Returns the optimizers that may apply gradients and may be given a scale.
@@ -230,8 +259,11 @@ def warn_of_unscaled_loss(optimizer: Any) -> None:
     )
 
 
-def float16_layer_of(sources: Sequence[Any]) -> Any:
-    """Returns the layer called last here of which weights in float16 are asked for."""
+def float16_layer_of(sources: Sequence[Any], *, is_part: bool = False) -> Any:
+    """Returns the layer called last here of which weights in float16 are asked for.
+
+    Where it `is_part`, other weights of a layer that has some in float16 will do.
+    """
     # A variable of TensorFlow has a method of the name by which Keras's hold theirs.
     values = [getattr(source, "value", source) for source in sources]
     pairs = zip(values, sources, strict=True)
@@ -242,7 +274,7 @@ def float16_layer_of(sources: Sequence[Any]) -> Any:
             low = [
                 weight
                 for _, part, _ in structure.walk(layer)
-                if part.compute_dtype == "float16"
+                if is_part or part.compute_dtype == "float16"
                 for weight in structure.own_weights(part)
             ]
             if not asked.isdisjoint(id(weight.value) for weight in low):

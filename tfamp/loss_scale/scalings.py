@@ -44,12 +44,23 @@ class Scaling:
     # Holds whether an optimizer applied what a trace gave; None where one was known.
     is_taken: Any = None
     _verdicts: list[Any] = dataclasses.field(default_factory=list)
+    _losses: list[Any] = dataclasses.field(default_factory=list)  # that were scaled
 
     @property
     def is_current(self) -> bool:
         """Whether the function in which it was noted still exists, or the thread."""
         where = self.thread if self.graph is None else self.graph
         return where() is not None
+
+    def add_loss(self, loss: Any) -> None:
+        """Notes what came out of `scale_loss`."""
+        if tf.is_tensor(loss):
+            self._losses.append(weakref.ref(loss))
+
+    def has_loss(self, targets: Any) -> bool:
+        """Returns whether a target of a tape came out of `scale_loss` as it is."""
+        known = {id(loss()) for loss in self._losses if loss() is not None}
+        return any(id(target) in known for target in tf.nest.flatten(targets))
 
     def wait_for_optimizer(self, device: str) -> Any:
         """Returns a variable that says, when a trace runs, whether it has an optimizer.
@@ -131,10 +142,15 @@ class Scalings:
             self._of_variables = [*kept, (key, asked, scaling)]
         return scaling
 
-    def is_scaled(self, optimizer: Any) -> bool:
-        """Whether the loss was scaled here since the last `apply`."""
+    def is_scaled(self, optimizer: Any, targets: Any = None) -> bool:
+        """Whether a loss was scaled here since the last `apply`.
+
+        With `targets`, whether one of them is that loss.
+        """
         noted = self._noted.get(optimizer, {}).get(_here()[0])
-        return noted is not None and noted.is_current and noted.is_scaled
+        if noted is None or not (noted.is_current and noted.is_scaled):
+            return False
+        return targets is None or noted.has_loss(targets)
 
     def knows(self, optimizer: Any, ids: Iterable[int]) -> bool:
         """Whether `take` would return what was noted of gradients at hand.

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks.layers import CALLS, record_of
+from tfamp.keras_hooks.layers import record_of
 from tfamp.keras_hooks.optimizers import (
     asked,
     can_be_asked_again,
@@ -22,7 +22,7 @@ from tfamp.keras_hooks.optimizers import (
     may_compute_in_half,
     tape_patches,
 )
-from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, replaced, wrapper
+from tfamp.keras_hooks.patches import Function, HeldPatches, replaced, wrapper
 from tfamp.keras_hooks.variables import outermost_graph
 from tfamp.loss_scale.plain_optimizers import (
     PLAIN,
@@ -32,9 +32,9 @@ from tfamp.loss_scale.plain_optimizers import (
     warn_of_no_scale,
 )
 from tfamp.loss_scale.scalings import SCALINGS, ScaledGradients, can_be_scaled
+from tfamp.loss_scale.stock import STOCK, patches, scale_of
 
 _TAPE_MARK = "_tfamp_scaled_by_hand"
-_STOCK_MARK = "_tfamp_scaled_by_keras"
 
 
 class FixedScale:
@@ -101,7 +101,7 @@ def _plan(
     owners = [o for o in living if not ids.isdisjoint(ids_of(o))]
     if owners or _has_variable(sources):
         unbuilt = [o for o in _HERE.optimizers or living if not o.built]
-        return _plan_of_variables(tape, sources, owners, unbuilt)
+        return _plan_of_variables(tape, target, sources, owners, unbuilt)
     around = _training(tape, living)
     if not around or any(SCALINGS.is_scaled(o) for o in around):
         return None
@@ -111,21 +111,35 @@ def _plan(
 
 
 def _plan_of_variables(
-    tape: tf.GradientTape, sources: list[Any], owners: list[Any], unbuilt: list[Any]
+    tape: tf.GradientTape,
+    target: Any,
+    sources: list[Any],
+    owners: list[Any],
+    unbuilt: list[Any],
 ) -> ScaledGradients | None:
     """Returns how to scale gradients that an optimizer may apply.
 
     `owners` are built for some of the sources; the `unbuilt` may turn out to be.
     """
-    possible = [*owners, *unbuilt]
-    by_hand = getattr(tape, _TAPE_MARK, False)
-    if by_hand or any(SCALINGS.is_scaled(o) for o in possible):
-        # For all, as one loss was scaled for all. A persistent tape stays so.
-        for owner in owners:
-            SCALINGS.note(owner, is_scaled=True)
-        setattr(tape, _TAPE_MARK, True)
+    ids = frozenset(map(id, sources))
+    others = _unbuilt_others(ids, unbuilt)
+    # Of two players one alone may have scaled its loss.
+    scaling = [
+        optimizer
+        for optimizer in (*owners, *unbuilt)
+        if _has_scaled(
+            optimizer,
+            tape,
+            None if optimizer.built or not {*owners, *others} - {optimizer} else target,
+        )
+    ]
+    if scaling:
+        _note_scaled(tape, ids, scaling, owners)
         return None
-    given, may_apply = _given_scales(tape, sources, owners, unbuilt)
+    if STOCK.have_scaled(tape, target, ids, has_others=bool(owners or others)):
+        return None
+    left = _without_owner(sources, owners)
+    given, may_apply = _given_scales(left, owners, unbuilt)
     owners, unbuilt = [*owners, *given], [*unbuilt, *may_apply]
     possible = [*owners, *unbuilt]
     if not possible:
@@ -145,34 +159,73 @@ def _plan_of_variables(
     if not possible:
         return None
     # One that does not move cannot be brought down by what overflows.
-    scales = _scales_of([o for o in possible if o.dynamic] or possible)
+    moving = [o for o in possible if getattr(o, "dynamic", True)]
+    scales = _scales_of(moving or possible)
     if guess is not None and not owners and not tf.executing_eagerly():
         # Without an optimizer nobody would judge what overflows.
-        is_taken = guess.wait_for_optimizer(scales[0].device)
+        is_taken = guess.wait_for_optimizer(getattr(scales[0], "device", ""))
         _hold(is_taken)
         scales = [tf.where(is_taken, tf.convert_to_tensor(s), 1.0) for s in scales]
     return ScaledGradients(scales, scalings, is_judged=True)
 
 
-def _given_scales(
-    tape: tf.GradientTape, sources: list[Any], owners: list[Any], unbuilt: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    """Returns companions of optimizers that were given no loss scale by anybody.
+def _has_scaled(optimizer: Any, tape: tf.GradientTape, target: Any) -> bool:
+    """Returns whether an optimizer's `scale_loss` gave what a tape is asked for.
 
-    First those of optimizers that are built for sources without an owner, then those of
-    optimizers that may turn out to be.
+    A persistent tape is asked again when the first gradients are applied. The target
+    matters where others may have made it.
     """
-    left = [
+    if target is None and optimizer in getattr(tape, _TAPE_MARK, ()):
+        return True
+    return SCALINGS.is_scaled(optimizer, target)
+
+
+def _note_scaled(
+    tape: tf.GradientTape, ids: frozenset[int], scaling: list[Any], owners: list[Any]
+) -> None:
+    """Notes that gradients are going to come scaled, for all that train their part."""
+    marked: weakref.WeakSet[Any] = getattr(tape, _TAPE_MARK, weakref.WeakSet())
+    marked.update(scaling)
+    setattr(tape, _TAPE_MARK, marked)
+    known = frozenset().union(*map(ids_of, scaling))
+    is_sure = all(optimizer.built for optimizer in scaling)
+    rest = ids - known if is_sure else frozenset()
+    for owner in owners:
+        # One loss was scaled for all.
+        if owner in scaling or not rest.isdisjoint(ids_of(owner)):
+            SCALINGS.note(owner, is_scaled=True)
+
+
+def _unbuilt_others(ids: frozenset[int], unbuilt: list[Any]) -> list[Any]:
+    """Returns the optimizers of a loop, or a `train_step`, that may yet be built."""
+    if _HERE.optimizers:
+        return unbuilt
+    plain = PLAIN.candidates(ids)[1]
+    return [*filter(PLAIN.is_free, unbuilt), *plain]
+
+
+def _without_owner(sources: list[Any], owners: list[Any]) -> list[Any]:
+    """Returns the variables among the sources that none of the owners trains."""
+    return [
         source
         for source in sources
         if _is_variable(source) and not any(id(source) in ids_of(o) for o in owners)
     ]
+
+
+def _given_scales(
+    left: list[Any], owners: list[Any], unbuilt: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Returns companions of optimizers that were given no loss scale by anybody.
+
+    First those of optimizers that are built for sources without an owner, the ones that
+    are `left`, then those of optimizers that may turn out to be. Keras's own wrappers
+    are among them, with the scales that they have.
+    """
     if not left:
         return [], []
-    by_stock = CALLS.scales_by_hand or getattr(tape, _STOCK_MARK, False)
-    CALLS.scales_by_hand = False
-    setattr(tape, _STOCK_MARK, by_stock)
-    layer = None if by_stock else float16_layer_of(left)
+    stock, unbuilt_stock = STOCK.candidates(frozenset(map(id, left)))
+    layer = float16_layer_of(left, is_part=bool(stock or unbuilt_stock))
     settings = None if layer is None else record_of(layer).settings  # type: ignore[union-attr]
     if settings is None or settings.loss_scale is None:
         return [], []
@@ -184,10 +237,13 @@ def _given_scales(
     if not tf.distribute.in_cross_replica_context():
         built, others = PLAIN.candidates(ids)
     if _HERE.optimizers and unbuilt:
-        others = []  # one of the model's own trains them
-    if not (owners or unbuilt or built or others):
+        others, unbuilt_stock = [], []  # one of the model's own trains them
+    if not (owners or unbuilt or built or others or stock or unbuilt_stock):
         warn_of_no_scale(layer)
-    return PLAIN.given_to(built, settings), PLAIN.given_to(others, settings)
+    return (
+        [*stock, *PLAIN.given_to(built, settings)],
+        [*unbuilt_stock, *PLAIN.given_to(others, settings)],
+    )
 
 
 def _scales_of(optimizers: Sequence[Any]) -> list[Any]:
@@ -196,7 +252,7 @@ def _scales_of(optimizers: Sequence[Any]) -> list[Any]:
     It may be traced with the scale of an optimizer that turns out to have no part in
     it, and run when that is gone.
     """
-    scales = [optimizer.dynamic_scale.value for optimizer in optimizers]
+    scales = [scale_of(optimizer) for optimizer in optimizers]
     _hold(*scales)
     return scales
 
@@ -254,17 +310,10 @@ def _wrap_gradient(
     return tf.nest.pack_sequence_as(sources, true)
 
 
-@wrapper
-def _wrap_scale_loss(original: Function, self: Any, loss: Any) -> Any:
-    """Notes that Keras's own wrapper is used, in code that knows of scales."""
-    CALLS.scales_by_hand = True
-    return original(self, loss)
-
-
 # Held by every optimizer that scales losses, and by all that may need one.
 TAPE_HOOKS = HeldPatches(
     [
         *tape_patches(_wrap_gradient),
-        Patch(keras.optimizers.LossScaleOptimizer, "scale_loss", _wrap_scale_loss),
+        *patches(),
     ]
 )

@@ -1,0 +1,75 @@
+"""Old lines on mixed precision may stay: each program trains as stock, or better."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+
+import tfamp
+from tests.wild import old_lines
+
+ROOT = Path(__file__).parents[2]
+# Of the error that is left; stock's float16 differs from float32 by 0.1 %.
+TOLERANCE = 0.01
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+LINES = list(old_lines.LINES.items())
+OTHERS = ("alone", "another compiled", "another trained")
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """What stock Keras makes of every program, in a process without tfamp."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.wild.old_lines"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def enabled():
+    """Programs under the one line; what they set is taken back."""
+    tfamp.enable("mixed_float16")
+    yield
+    tfamp.disable()
+    keras.config.set_dtype_policy("float32")
+
+
+def another(kind):
+    """A model that lives beside the program's own and has nothing to do with it."""
+    if kind == "alone":
+        return None
+    model = old_lines.network(old_lines.Lines())
+    model.compile(keras.optimizers.Adam(), "mse")
+    if kind == "another trained":
+        model.fit(old_lines.x, old_lines.y, batch_size=64, verbose=0)
+    return model
+
+
+def prepared(lines):
+    if lines.sets_policy:
+        keras.mixed_precision.set_global_policy("mixed_float16")
+    return lines
+
+
+@pytest.mark.anchors("fit-*-alone", "*loop*-all-alone", "train_step-all-*")
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("lines", [v for _, v in LINES], ids=[k for k, _ in LINES])
+@pytest.mark.parametrize("way", old_lines.WAYS)
+def test_a_program_trains_as_in_float32(way, lines, other, stock, enabled):
+    kept = another(other)
+    left = old_lines.run(way, prepared(lines))
+    exact = stock[way]["float32"]
+    theirs = stock[way][old_lines.key_of(lines)]
+    assert abs(left / exact - 1) <= max(TOLERANCE, 0), (left, exact, theirs)
+    # Better than stock where that stands still, and never worse.
+    assert left <= theirs * (1 + TOLERANCE)
+    del kept
