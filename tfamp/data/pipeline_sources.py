@@ -197,7 +197,8 @@ class PipelineSources:
             column_names: Names where it does not; None for "column_0", "column_1", ...
             delimiter: One character.
             na_values: What stands for a missing value, in text columns too. The empty
-                field always does, and "nan" in numbers.
+                field always does, and "nan" in numbers. Unless you pass others, so do
+                "N/A", "null", "?", "-" and more in columns of numbers.
             num_infer_rows: Rows of the first file that types are inferred from.
             num_examples: Rows in all. "auto" counts them if the files have at most
                 64 MiB, "count" counts in any case, which reads all files once, None

@@ -21,6 +21,8 @@ _MOSTLY = 0.5
 # The commonest class against the rarest.
 _UNEVEN, _VERY_UNEVEN = 10, 100
 _MAX_NAMED = 8
+# Labels that mark what does not count, or are of masks that were saved as pictures.
+_MARKS = {99, 100, 127, 254, 255, 999, 9999, 65535}
 
 
 class Labels:
@@ -36,6 +38,9 @@ class Labels:
         # a whole number, such as 0 or 2.
         self.num_rows = self.num_off = self.num_off_integral = 0
         self._in_range = True
+        # The one value of rows that are 0 elsewhere, None before and after another.
+        self.hot_value: float | None = None
+        self._has_one_value = True
         self._too_many = False
 
     @property
@@ -86,6 +91,10 @@ class Labels:
         self.num_off_integral += int((off & binary).sum())
         if not ((values >= 0) & (values <= 1)).all():
             self._in_range = False
+        self._has_one_value &= bool((np.count_nonzero(values, axis=1) == 1).all())
+        highest = {*values.max(axis=1).tolist(), self.hot_value or values.max()}
+        self._has_one_value &= len(highest) == 1
+        self.hot_value = highest.pop() if self._has_one_value else None
         return values[~off].argmax(axis=1)
 
 
@@ -93,6 +102,8 @@ def find(
     train: Labels, validation: Labels | None, num_classes: int | None
 ) -> Iterator[Finding]:
     """Yields what is wrong with the labels of one target column."""
+    if train.is_one_hot and train.hot_value not in (None, 0.0, 1.0):
+        yield _scaled(train)
     if not train.are_classes:
         return
     if train.is_one_hot:
@@ -154,6 +165,8 @@ def _range(labels: Labels, num_classes: int | None) -> Iterator[Finding]:
             figure=float(beyond[-1]),
         )
         return
+    if num_classes is None and (far := _far(labels, values)):
+        yield _beyond(labels, values, far)
     num_missing = (num_classes or values[-1] + 1) - len(values)
     if num_missing and labels.are_countable:
         free = (value for value in itertools.count() if value not in labels.counts)
@@ -180,6 +193,57 @@ def _range(labels: Labels, num_classes: int | None) -> Iterator[Finding]:
             column=name,
             figure=float(len(values)),
         )
+
+
+def _far(labels: Labels, values: list[int]) -> list[int]:
+    """Returns one or two labels far beyond others that are next to one another."""
+    if labels.are_countable or sum(labels.counts.values()) < 2 * len(values):
+        return []
+    first, far = min(values[0], 1), values[-1:]
+    if len(values) > 2 and values[-2] in _MARKS:
+        far = values[-2:]
+    near = values[: -len(far)]
+    are_next = bool(near) and near == list(range(near[0], near[0] + len(near)))
+    is_far = far[0] in _MARKS or far[0] >= 10 * (len(near) + first)
+    return far if are_next and near[0] == first and is_far else []
+
+
+def _beyond(labels: Labels, values: list[int], far: list[int]) -> Finding:
+    """Returns the finding about labels that no output of a model stands for."""
+    name, near = labels.column.name, values[: -len(far)]
+    count = sum(labels.counts[value] for value in far)
+    if near == [0]:
+        beside, remedy = "beside 0", "Map the labels to 0 and 1, as by `y > 0`."
+    else:
+        beside = f"beside {near[0]} to {near[-1]}"
+        remedy = (
+            "Mask them by `ignore_class` if they mark what does not count, map them to "
+            f"{near[-1] + 1}, or pass `num_classes` if the classes between exist."
+        )
+    return Finding(
+        "labels",
+        "warning",
+        f"{name} holds {count:,} labels of {_listed(far)} {beside}: a model of as many "
+        "classes has no output for them; sparse crossentropy stops on the CPU and "
+        "gives NaN on GPUs and under XLA, binary crossentropy learns nonsense.",
+        remedy,
+        column=name,
+        figure=float(far[-1]),
+    )
+
+
+def _scaled(labels: Labels) -> Finding:
+    """Returns the finding about one-hot rows of another value than 1."""
+    name, value = labels.column.name, float(labels.hot_value or 0.0)
+    return Finding(
+        "one_hot",
+        "warning",
+        f"{name}: rows are 0 but for one {number(value)}; one-hot rows hold a 1, and "
+        "categorical crossentropy weights each example by this value.",
+        f"Divide them by {number(value)}.",
+        column=name,
+        figure=value,
+    )
 
 
 def _negative(labels: Labels, values: list[int]) -> Finding:

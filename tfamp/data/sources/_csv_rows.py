@@ -56,8 +56,9 @@ class Column:
 class Format:
     """How to read rows: all columns in the order of the files, and which are wanted.
 
-    `features` and `label` name columns; the empty field is among `na_values`. The types
-    were inferred from `num_inferred_rows` rows.
+    `features` and `label` name columns; the empty field is among `na_values`, and these
+    are among `number_gaps`, what is missing where numbers are. The types were inferred
+    from `num_inferred_rows` rows.
     """
 
     columns: tuple[Column, ...]
@@ -65,6 +66,7 @@ class Format:
     label: str | None
     delimiter: str
     na_values: tuple[str, ...]
+    number_gaps: tuple[str, ...]
     has_header: bool
     num_inferred_rows: int
 
@@ -207,7 +209,9 @@ def read_columns(
                     if any(one.fault for one in itertools.islice(records, unchecked)):
                         raise _UnfitError(path)
                     num_checked += unchecked
-                yield {c.name: _values(batch.column(n), c) for n, c in form.selected}
+                yield {
+                    c.name: _values(batch.column(n), c, form) for n, c in form.selected
+                }
                 num_read += batch.num_rows
             return
         except (require_arrow().ArrowInvalid, _UnfitError):
@@ -256,7 +260,7 @@ def fault_of(fields: Sequence[str], form: Format) -> str | None:
         remedy = f"pass `dtypes={{{column.name!r}: 'float64'}}`"
         if column.dtype == "string":
             continue
-        if value in form.na_values:
+        if value in form.number_gaps:
             if column.dtype.startswith("int"):
                 missing = f"is missing, which {column.dtype} cannot say"
                 return f"column {column.name!r} {missing}; {remedy}"
@@ -290,8 +294,7 @@ def _batches(
             arrow_csv.ConvertOptions(
                 column_types=types,
                 include_columns=list(types),
-                null_values=form.text_gaps,
-                strings_can_be_null=True,
+                null_values=[v for v in form.number_gaps if v.strip().lower() != "nan"],
             ),
         ) as reader:
             yield from reader
@@ -307,10 +310,15 @@ def _spans_lines(batch: Any, form: Format) -> bool:
     )
 
 
-def _values(values: Any, column: Column) -> Any:
+def _values(values: Any, column: Column, form: Format) -> Any:
     """Returns a column that Arrow has read, in its own dtype, if that holds it."""
     if column.dtype == "string":
-        return values.fill_null(b"").to_numpy(zero_copy_only=False)
+        compute, gaps = require_arrow("compute"), [t.encode() for t in form.text_gaps]
+        missing = compute.is_in(values, require_arrow().array(gaps, values.type))
+        kept = compute.if_else(
+            missing, require_arrow().scalar(b"", values.type), values
+        )
+        return kept.to_numpy(zero_copy_only=False)
     if values.null_count and column.dtype.startswith("int"):
         raise _UnfitError(column.name)
     numbers = values.to_numpy(zero_copy_only=False)
@@ -326,7 +334,7 @@ def _converted(texts: Sequence[str], column: Column, form: Format) -> Any:
         present = ("" if text in gaps else text for text in texts)
         return [text.encode("utf-8", "surrogateescape") for text in present]
     number = int if column.dtype.startswith("int") else float
-    values = ["nan" if text in form.na_values else text for text in texts]
+    values = ["nan" if text in form.number_gaps else text for text in texts]
     return np.array([number(value) for value in values], column.dtype)
 
 

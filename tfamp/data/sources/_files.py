@@ -9,6 +9,7 @@ import dataclasses
 import glob
 import gzip
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from tfamp.records.units import join_words
 MAX_COUNTED_BYTES = 64 * 2**20
 # Names shown in a message; enough to see what kind of files they are.
 _NUM_SHOWN = 3
+# Of two letters at least: "C:/" is a disk of Windows.
+_ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+")
 _GZIP = b"\x1f\x8b"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # Starts of files in UTF-16, which no part of TensorFlow reads as text.
@@ -227,13 +230,31 @@ def as_path(path: Any, argument: str) -> str:
     text = os.fspath(path)
     if isinstance(text, bytes):
         text = os.fsdecode(text)
-    if "://" in text:
-        raise ValueError(
-            f"`{argument}` holds {text!r}, an address; expected files on this machine "
-            "or on a mounted disk. Copy or mount them, or open them with `tf.data` and "
-            "use `Pipeline.from_dataset`."
-        )
+    check_no_address(f"`{argument}` holds {text!r}", text)
     return text
+
+
+def check_no_address(what: str, text: str) -> None:
+    """Raises a ValueError if a path is an address, such as that of a bucket.
+
+    `pathlib` leaves one of the slashes of "gs://bucket/data".
+    """
+    found = _ADDRESS.match(text)
+    if found is None or ("://" not in text and os.path.exists(text)):
+        return
+    scheme = found[1].lower()
+    remedy = "Copy or mount them: TensorFlow alone does not read these either."
+    if scheme == "file":
+        remedy = f"Pass {'/' + text[found.end() :]!r}."
+    elif scheme == "gs":
+        remedy = (
+            "Mount the bucket (gcsfuse) or copy them (`gcloud storage cp -r`), or open "
+            "them with `tf.data`, which reads gs://, and use `Pipeline.from_dataset`."
+        )
+    raise ValueError(
+        f"{what}, an address; expected files on this machine or on a mounted disk. "
+        f"{remedy}"
+    )
 
 
 def _files_of(path: Any, extensions: Sequence[str]) -> list[str]:

@@ -35,6 +35,13 @@ from tfamp.records.units import format_bytes
 
 DTYPES = ("float32", "float64", "int32", "int64", "string")
 NA_VALUES = ("", "NA", "nan", "NaN")
+# Unless `na_values` are given, these are gaps among numbers; in text they are words.
+# What pandas takes for missing, and signs that files of statistics have.
+_GAPS_OF_NUMBERS = (
+    *("#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND"),
+    *("1.#QNAN", "<NA>", "N/A", "NULL", "None", "n/a", "null", "na", "none"),
+    *("?", "-", "."),
+)
 # float64 holds all integers up to here.
 _MAX_FLOAT64_INTEGER = 2**53
 _DELIMITERS = (",", ";", "\t", "|")
@@ -121,12 +128,15 @@ def csv_source(
     given = _given_dtypes(dtypes or {}, names)
     wanted = _wanted(names, columns, label)
     gaps = tuple(dict.fromkeys(("", *na_values)))
+    more = _GAPS_OF_NUMBERS if tuple(na_values) == NA_VALUES else ()
+    words = (*gaps, *more)
+    number_gaps = tuple(dict.fromkeys((*words, *(f" {word}" for word in words))))
     described = []
     for number, name in enumerate(names):
         # What is neither given nor wanted is read over, never converted.
         column = Column(name, given.get(name, "string"))
         if name not in given and (name in wanted or name == label):
-            column = infer(name, [row[number] for row in rows], gaps)
+            column = infer(name, [row[number] for row in rows], gaps, number_gaps)
         described.append(column)
     form = Format(
         columns=tuple(described),
@@ -134,6 +144,7 @@ def csv_source(
         label=label,
         delimiter=delimiter,
         na_values=gaps,
+        number_gaps=number_gaps,
         has_header=bool(header),
         num_inferred_rows=len(rows),
     )
@@ -149,13 +160,18 @@ def csv_source(
     return CsvSource(found, num_rows, form)
 
 
-def infer(name: str, values: Sequence[str], na_values: Sequence[str]) -> Column:
+def infer(
+    name: str,
+    values: Sequence[str],
+    na_values: Sequence[str],
+    number_gaps: Sequence[str] = (),
+) -> Column:
     """Returns a column whose type holds all of `values` exactly, or as float32.
 
     Integers are int64. With gaps they are float32, or float64 beyond 2**24, or text
     beyond 2**53. Other numbers are float32, or float64 where one is 2**24 or more,
     as timestamps are. Digits with leading zeros, such as postal codes, are text.
-    A column of gaps alone is float32.
+    A column of gaps alone is float32. Among numbers `number_gaps` are gaps too.
 
     Example:
         >>> infer("x", ["1", "2"], ("",)).dtype, infer("x", ["1", ""], ("",)).dtype
@@ -164,6 +180,8 @@ def infer(name: str, values: Sequence[str], na_values: Sequence[str]) -> Column:
         'float64'
     """
     present = [v.strip() for v in values if v not in na_values]
+    numbers_alone = [v.strip() for v in values if v not in (*na_values, *number_gaps)]
+    present = numbers_alone or present
     has_gaps = len(present) < len(values)
     if any(re.fullmatch(r"[+-]?0\d+", value) for value in present):
         return Column(name, "string")

@@ -26,6 +26,7 @@ from tfamp.data._elements import (
     with_length,
 )
 from tfamp.data.fingerprints import Fingerprint, fingerprint
+from tfamp.data.sources._files import check_no_address
 from tfamp.data.sources.datasets import DatasetSource
 from tfamp.data.stages import ORDER, Role, Settings, Stage
 from tfamp.data.stages.cache_files import (
@@ -237,6 +238,7 @@ def _fingerprint(source: Any, steps: Sequence[Stage]) -> Fingerprint:
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
     """Returns the absolute path of a cache whose folder exists and can be written."""
+    check_no_address(f"Cache path is {os.fspath(path)!r}", os.fspath(path))
     absolute = Path(path).expanduser().absolute()
     if absolute.is_dir():
         raise ValueError(

@@ -1,0 +1,158 @@
+"""Values as files and labels have them: gaps in any spelling, 255, addresses."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+import tfamp
+from tfamp.data import Pipeline
+
+# What pandas reads as missing by default, and what other programs write.
+GAPS = [
+    *("", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND"),
+    *("1.#QNAN", "<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
+    *("?", "-", ".", " ?", " NA"),
+]
+
+
+def table(folder, rows):
+    path = folder / "table.csv"
+    path.write_text("age,city\n" + "".join(f"{age},{city}\n" for age, city in rows))
+    return path
+
+
+def columns(pipeline):
+    rows = list(pipeline.build().as_numpy_iterator())
+    return [row["age"] for row in rows], [row["city"] for row in rows]
+
+
+@pytest.mark.parametrize("gap", GAPS, ids=repr)
+@pytest.mark.parametrize("number, dtype", [("4.5", "float32"), ("4", "float32")])
+def test_a_gap_in_any_spelling_leaves_a_column_numbers(tmp_path, gap, number, dtype):
+    path = table(tmp_path, [(number, "Oslo"), (gap, "Bern"), (number, "Rome")])
+    ages, cities = columns(Pipeline.from_csv(path))
+    assert np.asarray(ages).dtype == dtype
+    np.testing.assert_array_equal(ages, [float(number), np.nan, float(number)])
+    assert cities == [b"Oslo", b"Bern", b"Rome"]
+
+
+@pytest.mark.parametrize("gap", GAPS, ids=repr)
+def test_a_gap_behind_the_rows_that_types_are_told_from(tmp_path, gap):
+    path = table(tmp_path, [("1.5", "Oslo"), ("2.5", "Bern"), (gap, "Rome")])
+    ages, _ = columns(Pipeline.from_csv(path, num_infer_rows=2))
+    np.testing.assert_array_equal(ages, [1.5, 2.5, np.nan])
+
+
+def test_a_gap_beside_a_damaged_row(tmp_path):
+    rows = [("1.5", "Oslo"), ("N/A", "Bern"), ("old", "Rome"), ("?", "Kyiv")]
+    path = table(tmp_path, rows)
+    pipeline = Pipeline.from_csv(path, dtypes={"age": "float32"})
+    pipeline = pipeline.on_error("skip", max_fraction=0.5)
+    ages, cities = columns(pipeline)
+    np.testing.assert_array_equal(ages, [1.5, np.nan, np.nan])
+    assert cities == [b"Oslo", b"Bern", b"Kyiv"]
+    (skipped,) = pipeline.skipped
+    assert "'old'" in skipped.message
+
+
+@pytest.mark.parametrize("word", ["None", "null", "?", "-", "N/A", "."])
+def test_words_in_text_are_kept(tmp_path, word):
+    # "None" is a kind of basement, "-" an answer.
+    path = table(tmp_path, [("1", "Oslo"), ("2", word)])
+    assert columns(Pipeline.from_csv(path))[1] == [b"Oslo", word.encode()]
+
+
+def test_what_stands_for_a_gap_in_text_too_can_be_said(tmp_path):
+    path = table(tmp_path, [("1", "Oslo"), ("?", "?"), ("3", "NA")])
+    ages, cities = columns(Pipeline.from_csv(path, na_values=["?"]))
+    np.testing.assert_array_equal(ages, [1, np.nan, 3])
+    assert cities == [b"Oslo", b"", b"NA"]
+
+
+def test_a_column_of_signs_alone_is_text(tmp_path):
+    path = table(tmp_path, [("-", "Oslo"), ("?", "Bern")])
+    assert columns(Pipeline.from_csv(path))[0] == [b"-", b"?"]
+
+
+ADDRESSES = {
+    "gs://bucket/data": "gcsfuse",
+    "s3://bucket/data": "opy",
+    "hdfs://host/data": "opy",
+    "https://example.org/data.csv": "opy",
+    "file:///data/train.csv": "'/data/train.csv'",
+}
+VERBS = {
+    "from_csv": Pipeline.from_csv,
+    "from_text": Pipeline.from_text,
+    "from_tfrecord": Pipeline.from_tfrecord,
+    "from_images": Pipeline.from_images,
+    "cache": lambda path: Pipeline.from_arrays(np.zeros(3)).cache(path),
+}
+
+
+@pytest.mark.parametrize("address, remedy", ADDRESSES.items())
+@pytest.mark.parametrize("kind", [str, pathlib.PurePosixPath], ids=["text", "Path"])
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+def test_an_address_is_called_one_and_has_its_remedy(verb, kind, address, remedy):
+    with pytest.raises(ValueError, match="an address") as caught:
+        verb(kind(address))
+    assert remedy in str(caught.value)
+    assert "mkdir" not in str(caught.value)
+
+
+def findings(y, **options):
+    x = np.arange(len(y), dtype="float32")[:, None]
+    found = tfamp.data.check((x, y), compute_dtype="float32", **options)
+    return [one for one in found if one.rule in ("labels", "one_hot")]
+
+
+BASE = np.arange(300) % 3
+
+
+def with_255(labels, value=255):
+    labels = labels.copy()
+    labels[::50] = value
+    return labels
+
+
+def one_hot(value):
+    return np.eye(3)[BASE] * value
+
+
+WRONG = {
+    "int64": with_255(BASE),
+    "int32": with_255(BASE.astype("int32")),
+    "uint8": with_255(BASE.astype("uint8")),
+    "float32": with_255(BASE.astype("float32")),
+    "a column": with_255(BASE)[:, None],
+    "masks": with_255(np.tile(BASE[:, None, None], (1, 4, 5))),
+    "two classes": (BASE > 0).astype("uint8") * 255,
+    "classes from 1": with_255(BASE + 1),
+    "one of 99": with_255(BASE, 99),
+    "254 and 255": with_255(np.roll(with_255(BASE, 254), 1)),
+    "one-hot rows of 255": one_hot(255).astype("uint8"),
+    "one-hot rows of 2": one_hot(2.0),
+}
+
+
+@pytest.mark.parametrize("labels", WRONG.values(), ids=WRONG)
+def test_labels_far_beyond_the_others_are_found(labels):
+    found = findings(labels)
+    assert [one.severity for one in found if one.severity != "note"] == ["warning"]
+
+
+FINE = {
+    "three classes": BASE,
+    "as floats": BASE.astype("float32"),
+    "one-hot": one_hot(1.0),
+    "a quantity": np.round(np.geomspace(1, 5000, 300)).astype("int64"),
+    "counts": np.minimum(np.random.default_rng(0).poisson(3, 300), 7),
+    "pairs of numbers": np.random.default_rng(0).normal(size=(300, 2)),
+    "probabilities": np.full((300, 4), 0.25),
+}
+
+
+@pytest.mark.parametrize("labels", FINE.values(), ids=FINE)
+def test_labels_and_quantities_as_they_should_be_give_no_warning(labels):
+    assert [one for one in findings(labels) if one.severity != "note"] == []
