@@ -504,7 +504,8 @@ def test_a_run_has_every_figure(tmp_path, disabled):
     assert run.num_examples == 40
     assert (tmp_path / "mixed_bfloat16_seed7.examples").is_file()
     assert [each.batch_size for each in run.latencies] == [2, 20]
-    assert 2**26 < run.memory.start_bytes <= run.memory.training_bytes
+    # The rest of memory is measured in a process of its own.
+    assert 2**26 < run.memory.start_bytes and run.memory.training_bytes is None
     assert run.file_bytes > 1000
     assert not list(tmp_path.glob("*.keras"))
     assert run.num_nonfinite_weights == 0

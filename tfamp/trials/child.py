@@ -2,14 +2,20 @@
 
 A fourth argument is the descriptor of a pipe: it tells there how far it is, and waits
 for its turns. It leaves a record of the run, or of the error that ended it, and the
-trained weights.
+trained weights. Then the process of a first seed begins anew, with "memory" as its
+fifth argument, and adds the memory of a few calls and steps: no data are there, and
+nothing that went before has left memory that they would hide in.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import datetime
+import functools
+import gc
 import os
 import platform
+import shutil
 import sys
 import time
 import traceback
@@ -22,13 +28,14 @@ import numpy as np
 import tensorflow as tf
 
 import tfamp
+from tfamp.keras_hooks import structure
 from tfamp.machine import devices
 from tfamp.machine import memory as process_memory
 from tfamp.plan import read_plan
 from tfamp.records import checks, versions
 from tfamp.records.checks import short_error
 from tfamp.records.versions import VARIABLES
-from tfamp.stepping.arguments import arrays_of, dataset_of
+from tfamp.stepping.arguments import arrays_of, dataset_of, first_batch
 from tfamp.trials import measurements, parcel, training
 from tfamp.trials.processes import Line, end_with_parent
 from tfamp.trials.run_records import Context, LayerDtype, Memory, Run
@@ -42,6 +49,10 @@ from tfamp.trials.storage import (
 )
 from tfamp.trials.training import train
 from tfamp.trials.variant import Variant, in_force
+
+_MEMORY = "memory"
+# Batches that are kept for its steps, and steps.
+_MEMORY_BATCHES, _MEMORY_STEPS = 2, 4
 
 
 def _context(command: str) -> Context:
@@ -97,7 +108,82 @@ def main(argv: Sequence[str]) -> int:
         Run(policy, seed, status="failed", error=short_error(error)).to_json(record)
         return 1
     run.to_json(record)
+    if len(argv) > 3 and seed == job.seeds[0]:
+        sys.stdout.flush()
+        words = [sys.executable, "-m", "tfamp.trials.child", *argv[:4], _MEMORY]
+        # What is in memory goes with this program; the pipe and the number stay.
+        os.execv(sys.executable, words)
     return 0
+
+
+def add_memory(folder: Path, policy: str, seed: int) -> int:
+    """Adds the memory of calls and steps in this fresh process to a run's record."""
+    job, variant = Job.from_json(folder / FILE), Variant.parse(policy)
+    record = folder / f"{file_name(policy, seed)}.json"
+    run = Run.from_json(record)
+    try:
+        with in_force(variant):
+            memory = _memory(folder, job, variant, run)
+    except Exception as error:
+        traceback.print_exc()
+        why = f"The memory of the model is not known: {short_error(error)}"
+        run = dataclasses.replace(run, notes=(*run.notes, why))
+    else:
+        run = dataclasses.replace(run, memory=memory)
+    finally:
+        shutil.rmtree(_batches_of(folder, policy, seed), ignore_errors=True)
+    run.to_json(record)
+    return 0
+
+
+def _memory(folder: Path, job: Job, variant: Variant, run: Run) -> Memory | None:
+    """Returns what the run measured of memory, with that of calls and of steps."""
+    if run.memory is None:
+        return None
+    keras.utils.set_random_seed(run.seed)
+    # Not the data, which go at once.
+    model = _built(parcel.unpack(folder)[0], job, variant, run.seed)[0]
+    batches = tf.data.Dataset.load(str(_batches_of(folder, run.policy, run.seed)))
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(first_batch(batches))
+    _give_back_memory()
+    # Weights that are there already count as the model's.
+    start_bytes = max(
+        process_memory.process_bytes() - structure.bytes_of(model.variables), 0
+    )
+    can_reset = process_memory.reset_peak()
+    function = tf.function(
+        lambda x: model(x, training=False), jit_compile=variant.jit_compile
+    )
+    for size in sorted({1, *job.latency_batch_sizes, run.batch_size}):
+        rows = functools.partial(training.rows, size=size)
+        tf.nest.map_structure(np.asarray, function(tf.nest.map_structure(rows, inputs)))
+    inference_bytes = process_memory.peak_process_bytes() if can_reset else None
+    model.fit(batches.repeat(), steps_per_epoch=_MEMORY_STEPS, epochs=1, verbose=0)
+    return dataclasses.replace(
+        run.memory,
+        start_bytes=start_bytes,
+        # Kernels count both to some pages only, and a small model needs few more.
+        training_bytes=max(start_bytes, process_memory.peak_process_bytes()),
+        inference_bytes=inference_bytes,
+    )
+
+
+def _batches_of(folder: Path, policy: str, seed: int) -> Path:
+    """Returns where the first batches of a run are kept for its memory."""
+    return folder / f"{file_name(policy, seed)}.batches"
+
+
+def _keep_batches(data: Any, job: Job, path: Path) -> None:
+    """Writes the first batches of what `fit` takes."""
+    dataset = dataset_of(data, job.batch_size or 32, needs_targets=False)
+    dataset.take(_MEMORY_BATCHES).save(str(path))
+
+
+def _give_back_memory() -> None:
+    """Gives the system what is free in this process, or steps would hide in it."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def measure(
@@ -120,18 +206,14 @@ def _measure(
     policy, seed = run.policy, run.seed
     if not (folder / CONTEXT_FILE).exists():
         _context(job.command).to_json(folder / CONTEXT_FILE)
-    start_bytes = process_memory.process_bytes()
     process_memory.reset_device_peak()
-    can_reset = process_memory.reset_peak()
     started = time.perf_counter()
     model, train_data, validation = build(folder, job, variant, seed)
     build_seconds = time.perf_counter() - started
     trained = train(model, train_data, validation, job=job, run=run, line=line)
     run = trained.run
     memory = Memory(
-        start_bytes=start_bytes,
-        # Kernels count both to some pages only, and a small model needs few more.
-        training_bytes=max(start_bytes, process_memory.peak_process_bytes()),
+        start_bytes=process_memory.process_bytes(),
         device_bytes=process_memory.device_peak_bytes(),
         device_used_bytes=trained.device_used_bytes,
     )
@@ -149,8 +231,6 @@ def _measure(
             )
             examples.write(folder, policy, seed)
             num_examples = examples.number
-    if can_reset:
-        process_memory.reset_peak()
     latencies, why = training.latencies(
         model,
         trained.inputs,
@@ -159,11 +239,10 @@ def _measure(
         line=line,
     )
     notes += why
-    if can_reset and latencies:
-        memory = dataclasses.replace(
-            memory, inference_bytes=process_memory.peak_process_bytes()
-        )
     is_first = seed == job.seeds[0]
+    if is_first:
+        with _noted("The memory of the model is not known", notes):
+            _keep_batches(train_data, job, _batches_of(folder, policy, seed))
     if job.profile_steps and is_first:
         with _noted("There is no profile", notes):
             directory = profile_of(folder, policy, seed)
@@ -206,8 +285,7 @@ def build(
     """Returns the compiled model and its data, made anew from a seed."""
     keras.utils.set_random_seed(seed)
     build_model, train_data, validation = parcel.unpack(folder)
-    built = parcel.call(build_model, seed=seed, epochs=job.epochs)
-    model, *own = parcel.parts(built, of="`build_model`", compiled=True)
+    model, *own = _built(build_model, job, variant, seed)
     if train_data is None:
         train_data, validation = own
     elif any(part is not None for part in own):
@@ -215,8 +293,6 @@ def build(
             "`build_model` returned data, and `train` was passed too; expected one of "
             "them. Return the model alone, or pass no data."
         )
-    if variant.jit_compile:
-        model.jit_compile = True
     if train_data is None:
         raise ValueError(
             "There is no training data; expected `train`, or a `build_model` that "
@@ -227,6 +303,15 @@ def build(
         for value in (train_data, validation)
     ]
     return model, _as_fit_takes_it(values[0]), _as_fit_takes_it(values[1])
+
+
+def _built(build_model: Any, job: Job, variant: Variant, seed: int) -> tuple[Any, ...]:
+    """Returns the compiled model, and what data the function returned with it."""
+    built = parcel.call(build_model, seed=seed, epochs=job.epochs)
+    parts = parcel.parts(built, of="`build_model`", compiled=True)
+    if variant.jit_compile:
+        parts[0].jit_compile = True
+    return parts
 
 
 def layers_of(model: keras.Model) -> tuple[LayerDtype, ...]:
@@ -253,4 +338,6 @@ def _as_fit_takes_it(data: Any) -> Any:
 if __name__ == "__main__":
     end_with_parent()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if sys.argv[5:] == [_MEMORY]:
+        sys.exit(add_memory(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
     sys.exit(main(sys.argv[1:]))

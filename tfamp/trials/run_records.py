@@ -83,18 +83,19 @@ class Memory(Record):
     """Bytes that a run held.
 
     Args:
-        start_bytes: Of the process before the model was made; TensorFlow and Keras
-            are loaded by then.
-        training_bytes: The most that the process held during training.
-        inference_bytes: The most that it held while it predicted, training left out;
-            None where the system cannot begin to count anew.
+        start_bytes: Of a fresh process with libraries and two batches of the data,
+            without the model's weights.
+        training_bytes: The most that it held in a few training steps. Of the first
+            seed; None for others.
+        inference_bytes: The most that it held in calls before those steps, likewise;
+            None, too, where the system cannot begin to count anew.
         device_bytes: The most that TensorFlow's allocator gave out on a GPU during
             training; None without one.
         device_used_bytes: The most that NVML saw in use on it, all programs together.
     """
 
     start_bytes: int
-    training_bytes: int
+    training_bytes: int | None = None
     inference_bytes: int | None = None
     device_bytes: int | None = None
     device_used_bytes: int | None = None
