@@ -6,6 +6,7 @@ Each time others go on to be answered at once.
 import concurrent.futures
 import contextlib
 import json
+import signal
 import socket
 import threading
 import time
@@ -124,9 +125,9 @@ def test_more_json_is_taken_where_it_is_wanted(folder):
         assert ask(address, PATH, body, headers)[0] == 200
 
 
-def opened(address):
+def opened(address, seconds=served.DEADLINE):
     host, port = address.split(":")
-    return socket.create_connection((host, int(port)), timeout=served.DEADLINE)
+    return socket.create_connection((host, int(port)), timeout=seconds)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +135,23 @@ def opened(address):
     ids=["nothing", "a part of a head", "a request"],
 )  # fmt: skip
 def test_idle_connections_shut_nobody_out(folder, sent):
-    with served.serving(folder, open_files=256) as (_, address):
+    with served.serving(folder, open_files=256, deadline=300) as (_, address):
         with contextlib.ExitStack() as stack:
             for _ in range(400):
                 stack.enter_context(opened(address)).sendall(sent)
             assert works(address)
             assert ask(address, "/v2/health/ready")[0] == 200
+
+
+def test_a_burst_of_connections_waits_in_the_kernel(folder):
+    # Where no room is left a client tries again after 1, 3, 7 seconds.
+    with served.serving(folder, deadline=300) as (process, address):
+        process.send_signal(signal.SIGSTOP)
+        with contextlib.ExitStack() as stack:
+            for _ in range(300):
+                stack.enter_context(opened(address, seconds=0.9))
+            process.send_signal(signal.SIGCONT)
+            assert works(address)
 
 
 def test_a_connection_in_use_is_not_closed_for_a_new_one(folder):

@@ -20,9 +20,13 @@ from tfamp.serving.server.tensors import RETRY_SECONDS
 _IDLE_SECONDS = 75.0
 _READING_SECONDS = 30.0
 _MAX_CONNECTIONS = 1000
-# New ones that are taken at a time, and files that models and others hold open.
+# New ones that wait in the kernel: where there is no room a client tries again, only
+# after 1, 3, 7 seconds. How many are taken from there at a time, or fewer where few
+# files may be open: three times as many may be open for a moment, as asyncio takes the
+# next ones before it has closed those that had to go. Files that models hold open.
+_WAITING = 4096
 _BACKLOG = 128
-_OTHER_FILES = 32
+_OTHER_FILES = 48
 # uvicorn's ticks, ten in a second.
 _TICKS = 10
 
@@ -48,6 +52,11 @@ class Process(uvicorn.Server):
         max_connections: int | None,
         timeout_seconds: float,
     ) -> None:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        backlog = max(1, min(_BACKLOG, files // 8))
+        if max_connections is None:
+            most = files - 3 * backlog - _OTHER_FILES
+            max_connections = max(1, min(_MAX_CONNECTIONS, most))
         super().__init__(
             uvicorn.Config(
                 app,
@@ -61,24 +70,26 @@ class Process(uvicorn.Server):
                 server_header=False,
                 date_header=False,
                 proxy_headers=False,
-                backlog=_BACKLOG,
+                backlog=backlog,
                 timeout_keep_alive=int(_IDLE_SECONDS),
                 timeout_graceful_shutdown=int(2 * timeout_seconds) + 1,
             )
         )
-        if max_connections is None:
-            files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            files -= _BACKLOG + _OTHER_FILES
-            max_connections = max(1, min(_MAX_CONNECTIONS, files))
         self._max_connections = max_connections
         self._on_start = on_start
         self._answer_seconds = 2 * timeout_seconds
         # Connection -> its last request, whether that was answered, and since when.
         self._since: dict[Any, tuple[Any, bool, float]] = {}
+        # Taken, and counted among the connections from the event loop's next round on.
+        self._coming: list[Any] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to listen."""
         await super().startup(sockets=sockets)
+        for server in self.servers:
+            for listening in server.sockets:
+                with listening.dup() as same:
+                    same.listen(_WAITING)
         self._on_start()
 
     async def on_tick(self, counter: int) -> bool:
@@ -108,7 +119,8 @@ class Process(uvicorn.Server):
     def _connection(self, **options: Any) -> asyncio.Protocol:
         """Returns what a new connection is answered by, in the place of an idle one."""
         connections = self.server_state.connections
-        if len(connections) >= self._max_connections:
+        self._coming = [new for new in self._coming if new.transport is None]
+        if len(connections) + len(self._coming) >= self._max_connections:
             self._look(time.monotonic())
             idle = [
                 (start, number, connection)
@@ -117,13 +129,19 @@ class Process(uvicorn.Server):
                 )
                 if is_idle
             ]
-            if not idle:
+            if idle:
+                _, _, oldest = min(idle)
+                oldest.transport.abort()
+                # It would count until the event loop comes round to it.
+                connections.discard(oldest)
+            elif self._coming:
+                oldest = self._coming.pop(0)
+                asyncio.get_running_loop().call_soon(lambda: oldest.transport.abort())
+            else:
                 return _Full(self._max_connections)
-            _, _, oldest = min(idle)
-            oldest.transport.abort()
-            # It would count until the event loop comes round to it.
-            connections.discard(oldest)
-        return H11Protocol(**options)
+        new = H11Protocol(**options)
+        self._coming.append(new)
+        return new
 
 
 class _Full(asyncio.Protocol):
