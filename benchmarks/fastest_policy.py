@@ -99,7 +99,7 @@ def measure_try(kind: str, number: int) -> dict[str, Any]:
     rng = np.random.default_rng(number)
     keras.utils.set_random_seed(number)
     model, (data, batch) = network(kind, rng)
-    found = tfamp.measure_policies(model, data, batch_size=batch, use_cache=False)
+    found = tfamp.measure_policies(model, data, batch_size=batch)
     timed = [time for time in found.times if time.step_seconds is not None]
     x, y = data
     batches = [(x[i : i + batch], y[i : i + batch]) for i in (0, batch)]
@@ -151,7 +151,7 @@ def measure(settings: Any) -> dict[str, Any]:
     }
     if not settings.smoke:
         model, data, _ = _models.resnet50()
-        found = tfamp.measure_policies(model, data, use_cache=False)
+        found = tfamp.measure_policies(model, data)
         result["resnet50"] = {
             "seconds": round(found.seconds, 1),
             "required": REQUIRED_SECONDS,

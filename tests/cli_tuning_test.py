@@ -9,7 +9,7 @@ import pytest
 import tfamp
 from tests.written_modules import written
 from tfamp.cli.main import main
-from tfamp.tuning import judges, measurement
+from tfamp.tuning import judges
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:'mixed_float16' will be slow", "ignore:overflow encountered in cast"
@@ -67,11 +67,6 @@ ALL_OF = ["--trained", "--metric=accuracy", "--tolerance=0.05", "--batch_size=12
 module = written("tunable", MODULE)
 
 
-@pytest.fixture(autouse=True)
-def cache(module, monkeypatch):
-    monkeypatch.setenv(measurement.VARIABLE, str(module / "cache"))
-
-
 def measured(*argv):
     """Returns what `tfamp measure` wrote of float32, having ended well."""
     given = ["--policies=float32", "--nojit_compile", "--json=found.json"]
@@ -79,14 +74,10 @@ def measured(*argv):
     return tfamp.Measurement.from_json("found.json")
 
 
-def test_measure_prints_the_table_and_asks_the_cache(capsys):
+def test_measure_prints_the_table(capsys):
     found = measured("tunable:build")
     assert capsys.readouterr().out == f"{found}\n"
     assert (found.model, found.best.name) == ("tiny", "float32")
-    assert not found.from_cache
-    assert measured("tunable:alone", "--data=tunable:data").from_cache
-    assert not measured("tunable:build", "--nouse_cache").from_cache
-    assert not measured("tunable:build", "--batch_size=16").from_cache
     assert keras.config.dtype_policy().name == "float32"
 
 

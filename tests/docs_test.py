@@ -146,7 +146,6 @@ def test_code_of_a_guide_runs_from_top_to_bottom(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("TFAMP_CACHE", str(tmp_path))
     train_here(monkeypatch)
     run_blocks(guide.read_text(encoding="utf-8"))
     said = capsys.readouterr().out

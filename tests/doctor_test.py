@@ -14,10 +14,8 @@ from rich.console import Console, Group
 import tfamp
 from tfamp.cli import doctor, findings
 from tfamp.cli.diagnosis import (
-    CachedMeasurement,
     Diagnosis,
     DoctorFinding,
-    MeasurementCache,
     parts,
 )
 from tfamp.cli.doctor import Probes, diagnose
@@ -26,8 +24,6 @@ from tfamp.machine import hosts
 from tfamp.machine.limits import MachineMemory, MemoryLimit
 from tfamp.machine.speeds import Device, Recommendation
 from tfamp.records import versions as _versions
-from tfamp.tuning import measurement
-from tfamp.tuning.measurement import Measurement, PolicyTime
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = dict(python="3.12.1", tensorflow="2.20.0", keras="3.12.0", numpy="2.1.0")
@@ -37,7 +33,6 @@ BROKEN_AMX_CPU = Device("cpu", "Xeon", features=("amx_broken", "avx512_bf16"))
 T4 = Device("gpu", "Tesla T4", (7, 5), 15 * 2**30)
 MEMORY = MachineMemory((MemoryLimit(2**34, "physical memory", 2**33),))
 PLAN = ROOT / "benchmarks/results/freeze.json"  # any file
-CACHE = MeasurementCache("/nowhere/measurements", ())
 A100 = Device("gpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), partition=True)
 
 
@@ -47,7 +42,6 @@ def machine(
     nvidia_gpus=0,
     tf32=True,
     memory=MEMORY,
-    cache=CACHE,
     built_for=(),
     **environ,
 ):
@@ -61,7 +55,6 @@ def machine(
         nvidia_gpus=lambda: nvidia_gpus,
         built_for=lambda: built_for,
         memory=lambda environ: memory,
-        cache=lambda: cache,
         answers=lambda addresses: dict.fromkeys(addresses, hosts.SILENT),
     )
 
@@ -354,57 +347,6 @@ def test_only_settings_that_are_set_are_shown_unless_all_are_asked_for(capsys):
     whole = capsys.readouterr().out
     assert all(name in whole for name in doctor.VARIABLES)
     assert "unset" in whole and "--all" not in whole
-
-
-def test_measurements_are_listed_with_their_folder(capsys):
-    cached = [
-        CachedMeasurement("old", "float32", None, "float32[32, 4]", "2026-01-01 09:00"),
-        CachedMeasurement(
-            *("resnet", "mixed_bfloat16 with XLA", 1.374),
-            *("float32[32, 96, 96, 3], int32[32]", "2026-02-03 10:11"),
-        ),
-    ]
-    cache = MeasurementCache("/nowhere/measurements", (cached[1], *[cached[0]] * 11))
-    probes = machine(CPU, cache=cache)
-    run(probes)
-    words = " ".join(capsys.readouterr().out.split())
-    for expected in (
-        "Measured policies",
-        *("resnet", "mixed_bfloat16 with", "1.37", "int32[32]", "2026-02-03"),
-        "2 older ones: `tfamp doctor --all`. They are kept in /nowhere/measurements; "
-        "delete the folder, or a file in it, and policies are measured anew.",
-    ):
-        assert expected in words
-    run(probes, "--all")
-    words = " ".join(capsys.readouterr().out.split())
-    assert "older ones" not in words and words.count("2026-01-01") == 11
-
-
-def test_measurements_of_a_run_are_found(tmp_path, monkeypatch):
-    monkeypatch.setenv(measurement.VARIABLE, str(tmp_path))
-    probes = dataclasses.replace(machine(CPU), cache=Probes().cache)
-    assert diagnose(probes).cache == MeasurementCache(f"{tmp_path}/measurements", ())
-    evidence = {"batch": ["float32[32, 4]", "int32[32]"]}
-    times = (
-        PolicyTime("float32", False),
-        PolicyTime(*("mixed_float16", True), speedup=(1.5, 1.4, 1.6)),
-    )
-    for name, chosen in (("first", 0), ("second", 1)):
-        found = Measurement(
-            *(name, times, chosen, "", 10, 1.0), is_clear=True, evidence=evidence
-        )
-        (tmp_path / "measurements").mkdir(exist_ok=True)
-        path = tmp_path / "measurements" / f"{name}.json"
-        found.to_json(path)
-        os.utime(path, (0, 10_000_000.0 * (1 + chosen)))
-    (tmp_path / "measurements" / "broken.json").write_text("{")
-    second, first = diagnose(probes).cache.measurements
-    batch = "float32[32, 4], int32[32]"
-    assert dataclasses.astuple(first)[:4] == ("first", "float32", None, batch)
-    assert dataclasses.astuple(second)[:4] == (
-        *("second", "mixed_float16 with XLA", 1.5, batch),
-    )
-    assert second.date.startswith("1970-08-2")
 
 
 def test_the_record_prints_what_the_command_does():

@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfamp
 from tests.styles import STYLES, assembled
 from tfamp.stepping.unchanged import unchanged
-from tfamp.tuning import measured_policies, measurement, races
+from tfamp.tuning import measured_policies, races
 from tfamp.tuning.measured_policies import Measuring
 from tfamp.tuning.races import Candidate, Prepared, Racer
 
@@ -20,12 +20,6 @@ X = np.random.default_rng(0).normal(size=(16, 6)).astype("float32")
 Y = X[:, :1]
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(measurement.VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache" / "measurements"
 
 
 def made(style="sequential", **options):
@@ -174,7 +168,7 @@ def test_a_policy_whose_every_step_is_skipped_is_not_timed():
     model = keras.Model(inputs, layers.Dense(1)(layers.Dense(4)(far)))
     model.compile(keras.optimizers.Adam(0.01), "mse")
     found = tfamp.measure_policies(
-        *(model, (X, Y)), policies=["mixed_float16"], jit_compile=False, use_cache=False
+        *(model, (X, Y)), policies=["mixed_float16"], jit_compile=False
     )
     assert found.best.policy == "float32"
     assert found.times[1].step_seconds is None
@@ -222,9 +216,7 @@ def test_a_step_is_traced_once_though_metrics_were_given_by_names():
 
     model = Traced([keras.Input((6,)), keras.layers.Dense(1)])
     model.compile("adam", "mse", metrics=["mae", "accuracy"])
-    tfamp.measure_policies(
-        model, (X, Y), policies=["float32"], jit_compile=False, use_cache=False
-    )
+    tfamp.measure_policies(model, (X, Y), policies=["float32"], jit_compile=False)
     assert len(traces) == 1
 
 
@@ -245,34 +237,14 @@ def test_xla_is_timed_too_and_put_back():
     assert model.jit_compile is False
 
 
-def test_a_clear_measurement_is_read_again_by_the_next_run(cache, monkeypatch):
-    def quick(self, candidate):
-        seconds = 0.1 if candidate.policy == "float32" else 0.05
-        racer = Racer(candidate.name, lambda steps: steps * seconds, seconds)
-        return Prepared(candidate, racer, 0.01, "")
-
-    monkeypatch.setattr(races.PolicySteps, "prepare", quick)
-    monkeypatch.setattr(measured_policies.devices, "objection", lambda *given: None)
-    first = tfamp.measure_policies(made, (X, Y))
-    assert not first.from_cache
-    second = tfamp.measure_policies(made, (X, Y))  # Keras numbers its names on
-    assert second.from_cache and second.best == first.best
-    assert not tfamp.measure_policies(made, (X, Y), use_cache=False).from_cache
-    other = tfamp.measure_policies(made, (X, Y), batch_size=8)
-    assert not other.from_cache
-    for path in cache.iterdir():
-        path.write_text("{")
-    assert not tfamp.measure_policies(made, (X, Y)).from_cache
-
-
-def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(measurement.VARIABLE, str(tmp_path / "file"))
+def test_a_measurement_leaves_nothing_in_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = tfamp.measure_policies(
-        made, (X, Y), policies=["float32"], jit_compile=False
+        made(), (X, Y), policies=["float32"], jit_compile=False
     )
     assert found.best.policy == "float32"
-    assert "could not be kept" in caplog.text
+    assert not [path for path in tmp_path.rglob("*") if "tfamp" in path.parts]
 
 
 def faster(policy):
@@ -337,23 +309,6 @@ def test_xla_stays_as_compile_was_told(told, monkeypatch):
         model = made(jit_compile=told)
         model.fit(X, Y, verbose=0)
     assert model.jit_compile is told
-
-
-def test_auto_takes_what_an_earlier_run_has_measured(monkeypatch):
-    monkeypatch.setattr(races.PolicySteps, "prepare", faster("mixed_float16"))
-    monkeypatch.setattr(measured_policies.devices, "objection", lambda *given: None)
-    with tfamp.scope("measure"):
-        made().fit(X, Y, verbose=0, batch_size=8)
-    monkeypatch.setattr(races.PolicySteps, "prepare", None)
-    with tfamp.scope("auto"):
-        model = made()
-        model.fit(X, Y, verbose=0, batch_size=8)
-        assert "Measured in an earlier run" in tfamp.status().why
-        assert isinstance(model.optimizer, tfamp.LossScaleOptimizer)
-        other = made()
-        before = other.layers[0].compute_dtype
-        other.fit(X, Y, verbose=0, batch_size=4)  # of which nothing is known
-        assert other.layers[0].compute_dtype == before
 
 
 class Autoencoder(keras.Model):

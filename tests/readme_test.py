@@ -34,7 +34,6 @@ def test_no_figure_is_given_of_a_gpu_as_none_was_measured():
 def test_code_blocks_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("TFAMP_CACHE", str(tmp_path))
     train_here(monkeypatch)
     names = {"__name__": "__main__"}
     try:
@@ -52,7 +51,7 @@ def test_code_blocks_run_in_processes_of_their_own(tmp_path):
     completed = subprocess.run(
         [sys.executable, script],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TFAMP_CACHE": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )

@@ -226,9 +226,9 @@ def _settings(
         settings = make_settings(name, rules, loss_scale, options)
         settings.leave_open(present.rules_of_user)
     if present is not None and follows:
-        settings.chosen_at_fit = present.chosen_at_fit
+        settings.is_measured = present.is_measured
     elif named_policy(policy) == MEASURE:
-        choose_at_fit(settings, MEASURE)
+        choose_at_fit(settings)
     return settings
 
 

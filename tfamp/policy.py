@@ -191,19 +191,15 @@ def _enable(
         objection = hardware.objection(name, hardware.devices())
         if objection is not None:
             warnings.warn(objection, UserWarning, stacklevel=3)
-    else:
-        choose_at_fit(settings, named)
+    elif named == MEASURE:
+        choose_at_fit(settings)
     _put_in_force(settings, reason)
     return status()
 
 
-def choose_at_fit(settings: PolicySettings, policy: object) -> None:
-    """Leaves the choice among policies to the first `fit` of each model.
-
-    Where `policy` is "measure" it times them, else it takes what an earlier run
-    measured.
-    """
-    settings.chosen_at_fit = "measure" if policy == MEASURE else "look up"
+def choose_at_fit(settings: PolicySettings) -> None:
+    """Leaves the choice among policies to the first `fit` of each model."""
+    settings.is_measured = True
     # By name, as it stands above this file: it adds itself to what `fit` does.
     importlib.import_module("tfamp.tuning.first_fit")
 

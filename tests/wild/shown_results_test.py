@@ -61,7 +61,6 @@ def measured():
         policies=["float32", "mixed_bfloat16"],
         jit_compile=False,
         budget_seconds=2.0,
-        use_cache=False,
     )
 
 

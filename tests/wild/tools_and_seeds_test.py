@@ -142,7 +142,6 @@ def measured(subject):
         policies=["float32", "mixed_bfloat16"],
         jit_compile=False,
         budget_seconds=2.0,
-        use_cache=False,
     )
 
 
@@ -195,7 +194,7 @@ model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 tfamp.ranges(model, (x, x[:, :1]))
 tfamp.measure_policies(
-    build, (x, x[:, :1]), policies=["float32"], jit_compile=False, use_cache=False
+    build, (x, x[:, :1]), policies=["float32"], jit_compile=False
 )
 print(np.random.rand(), float(tf.random.uniform([])), float(keras.random.uniform([])))
 """

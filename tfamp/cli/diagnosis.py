@@ -1,7 +1,6 @@
 """What `tfamp.doctor` found, as a record, and the tables that show it."""
 
 import dataclasses
-import datetime
 from typing import Any, Literal
 
 from rich import box
@@ -20,8 +19,6 @@ _TELLING = (
     *("amx_bf16", "amx_fp16", cpus.BROKEN_AMX),
     *("avx512_bf16", "avx512_fp16", "bf16", "svebf16"),
 )
-# So many are shown, the newest.
-_NUM_MEASUREMENTS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,47 +48,6 @@ class DoctorFinding(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class CachedMeasurement(Record):
-    """What `tfamp.measure_policies` found for a model, and when."""
-
-    model: str  # the model's name
-    best: str  # the fastest policy
-    speedup: float | None  # times as fast as float32; None where float32 is best
-    batch: str  # dtypes and shapes of the batch
-    date: str  # of the file, in local time
-
-
-@dataclasses.dataclass(frozen=True)
-class MeasurementCache(Record):
-    """The folder of measurements, and those in it, newest first."""
-
-    folder: str
-    measurements: tuple[CachedMeasurement, ...]
-
-    @classmethod
-    def read(cls) -> "MeasurementCache | None":
-        """Returns the cache of this user; None where Keras cannot be imported."""
-        try:
-            from tfamp.tuning import measurement
-        except Exception:  # a finding of its own; the rest is right without it
-            return None
-        found = []
-        for path, each in measurement.all_cached():
-            speedup = each.best.speedup
-            date = datetime.datetime.fromtimestamp(path.stat().st_mtime)
-            found.append(
-                CachedMeasurement(
-                    model=each.model,
-                    best=each.best.name,
-                    speedup=None if speedup is None else speedup[0],
-                    batch=", ".join(each.evidence["batch"]),
-                    date=date.strftime("%Y-%m-%d %H:%M"),
-                )
-            )
-        return cls(str(measurement.cache_folder()), tuple(found))
-
-
-@dataclasses.dataclass(frozen=True)
 class ClusterReport(Record):
     """The cluster that a launcher describes, and what can be seen of it from here."""
 
@@ -111,7 +67,6 @@ class Diagnosis(TableRecord):
         recommendation: The policy that suits; None if there are no devices.
         findings: Problems, errors first.
         memory: What there is, and who holds it; None if TensorFlow does not run.
-        cache: What `tfamp.measure_policies` kept; None if TensorFlow does not run.
         cluster: The workers that train together; None where there is no cluster, or a
             finding says what is wrong with it.
     """
@@ -122,7 +77,6 @@ class Diagnosis(TableRecord):
     recommendation: Recommendation | None
     findings: tuple[DoctorFinding, ...]
     memory: MachineMemory | None = None
-    cache: MeasurementCache | None = None
     cluster: ClusterReport | None = None
 
     @property
@@ -138,7 +92,7 @@ class Diagnosis(TableRecord):
 def parts(diagnosis: Diagnosis, *, show_all: bool = False) -> list[Any]:
     """Returns a diagnosis for rich, the problems last, where the eye ends up.
 
-    `show_all` is for settings that are not set, too, and old measurements.
+    `show_all` is for settings that are not set, too.
     """
     found = [_versions_table(diagnosis), _devices_table(diagnosis)]
     if diagnosis.memory is not None:
@@ -146,8 +100,6 @@ def parts(diagnosis: Diagnosis, *, show_all: bool = False) -> list[Any]:
     if diagnosis.cluster is not None:
         found += _cluster_table(diagnosis.cluster)
     found += _settings(diagnosis, show_all=show_all)
-    if diagnosis.cache is not None and diagnosis.cache.measurements:
-        found += _cache_table(diagnosis.cache, show_all=show_all)
     if diagnosis.recommendation is not None:
         line = Text("Recommended policy: ", style="bold")
         line.append(diagnosis.recommendation.policy, style="bold green")
@@ -244,24 +196,6 @@ def _cluster_table(report: ClusterReport) -> list[Any]:
     shown = ", ".join(f"{k}={v}" for k, v in report.variables.items())
     line = shown or "No variables of NCCL or gRPC are set."
     line += " `tfamp doctor --all` lists those of NCCL to look at first."
-    return [table, Padding(Text(line), (0, 0, 1, 0), expand=False)]
-
-
-def _cache_table(cache: MeasurementCache, *, show_all: bool) -> list[Any]:
-    """Returns the table of measurements, and where they are."""
-    shown = cache.measurements if show_all else cache.measurements[:_NUM_MEASUREMENTS]
-    rows = []
-    for each in shown:
-        ratio = "" if each.speedup is None else f"{each.speedup:.2f}"
-        rows.append((each.model, each.best, ratio, each.batch, each.date))
-    names = ("Model", "Best", "Speedup", "Batch", "Date")
-    num_left = len(cache.measurements) - len(shown)
-    more = f"{num_left} older ones: `tfamp doctor --all`. " if num_left else ""
-    line = (
-        f"{more}They are kept in {cache.folder}; delete the folder, or a file in it, "
-        "and policies are measured anew."
-    )
-    table = _table("Measured policies", names, rows)
     return [table, Padding(Text(line), (0, 0, 1, 0), expand=False)]
 
 

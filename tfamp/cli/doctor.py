@@ -23,7 +23,6 @@ from tfamp.cli.diagnosis import (
     DeviceReport,
     Diagnosis,
     DoctorFinding,
-    MeasurementCache,
     Setting,
     parts,
 )
@@ -117,7 +116,6 @@ class Probes:
     nvidia_gpus: Callable[[], int] = _nvidia_gpus
     built_for: Callable[[], Sequence[str]] = _built_for
     memory: Callable[[Mapping[str, str]], MachineMemory] = _memory
-    cache: Callable[[], MeasurementCache | None] = MeasurementCache.read
     answers: Callable[[Sequence[str]], dict[str, str]] = hosts.answers
 
 
@@ -145,7 +143,7 @@ def diagnose(
         found += findings.of_kernels(devices, _attempt(probes.built_for, found, ()))
     found += findings.of_cpu(environ, devices)
     reports: tuple[DeviceReport, ...] = ()
-    recommendation = memory = cache = None
+    recommendation = memory = None
     if devices:
         # Imports TensorFlow, which is there, as it told of devices.
         from tfamp.machine.devices import fast_dtypes, recommend
@@ -156,7 +154,6 @@ def diagnose(
         )
         recommendation = recommend(devices, onednn=onednn)
         memory = _judged_memory(probes, devices, found)
-        cache = probes.cache()
     cluster, of_cluster = findings.of_cluster(environ, probes.answers)
     found += of_cluster
     settings += findings.cluster_settings(environ) if cluster is not None else []
@@ -167,7 +164,6 @@ def diagnose(
         recommendation=recommendation,
         findings=(),
         memory=memory,
-        cache=cache,
         cluster=cluster,
     )
     found += findings.differences(diagnosis, others)

@@ -189,9 +189,8 @@ class PolicySettings:
     keep_float32: KeepFloat32 = "default"
     # The `PrecisionPlan` that decides in the place of the rules, if any.
     plan: Any = None
-    # "measure" where the first `fit` times the policies, "look up" where it takes what
-    # an earlier run has measured; "" where it is chosen.
-    chosen_at_fit: str = ""
+    # Whether the first `fit` times the policies, and chooses.
+    is_measured: bool = False
     # Whether `compile` uses XLA where it is not told; None leaves it.
     jit_compile: bool | None = None
     # What was measured before this was decided, as plain JSON values.
@@ -212,7 +211,7 @@ class PolicySettings:
     @property
     def open_rules(self) -> tuple[Rule, ...]:
         """The user's rules that have matched no layer yet, where they may act."""
-        if not self.is_half and self.chosen_at_fit != MEASURE:
+        if not self.is_half and not self.is_measured:
             return ()
         return tuple(r for r in self.rules_of_user if r.name not in self.matched)
 

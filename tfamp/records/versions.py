@@ -19,7 +19,6 @@ from tfamp.records import checks
 # Environment variable -> what it does.
 VARIABLES = {
     "TFAMP_POLICY": "policy of `tfamp.enable()` when it is given none",
-    "TFAMP_CACHE": "folder of what `tfamp.measure_policies` keeps for later runs",
     "TFAMP_HOSTS": "hosts of a Kubernetes indexed job, as in train-[0-3].train",
     "TFAMP_UNTESTED_KERAS": "1 leaves out the self-test on versions not tested",
     "KERAS_BACKEND": "Keras's backend; has to be tensorflow",

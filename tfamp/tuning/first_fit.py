@@ -1,6 +1,5 @@
-"""Chooses the policy of a model at its first `fit`, by timing or from a file."""
+"""Chooses the policy of a model at its first `fit`, by timing."""
 
-import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,8 +15,6 @@ from tfamp.keras_hooks.layers import record_of
 from tfamp.loss_scale.fit_hooks import BEFORE_FIT
 from tfamp.models import put_under
 from tfamp.records.checks import first_line
-from tfamp.stepping.arguments import dataset_of
-from tfamp.tuning import measurement
 from tfamp.tuning.measured_policies import measure_policies
 from tfamp.tuning.measurement import Measurement
 
@@ -35,13 +32,12 @@ def choose(model: keras.Model, arguments: Mapping[str, Any]) -> None:
     """
     record = record_of(model)
     settings = None if record is None else record.settings
-    if settings is None or not settings.chosen_at_fit or not model.compiled:
+    if settings is None or not settings.is_measured or not model.compiled:
         return
     if _ASKED.get(model) == settings.number:
         return
     _ASKED[model] = settings.number
-    choose_by = _measured if settings.chosen_at_fit == "measure" else _looked_up
-    found = choose_by(model, arguments)
+    found = _measured(model, arguments)
     if found is not None:
         _put_under(model, settings, found)
 
@@ -73,24 +69,6 @@ def _measured(model: keras.Model, arguments: Mapping[str, Any]) -> Measurement |
     return found
 
 
-def _looked_up(model: keras.Model, arguments: Mapping[str, Any]) -> Measurement | None:
-    """Returns what an earlier run measured of this model, without reading any data."""
-    kept = [found for _, found in measurement.all_cached()]
-    if not kept or not model.built:
-        return None
-    shapes = _shapes_of(arguments)
-    evidence = measurement.evidence_for(model, ())
-    for found in kept:
-        known = {
-            **evidence,
-            "batch": shapes,
-            "candidates": found.evidence["candidates"],
-        }
-        if shapes and found.is_clear and found.evidence == known:
-            return dataclasses.replace(found, from_cache=True)
-    return None
-
-
 def _put_under(
     model: keras.Model, settings: PolicySettings, found: Measurement
 ) -> None:
@@ -102,8 +80,7 @@ def _put_under(
     if told is None:
         chosen.jit_compile = best.jit_compile
         trainer.set_jit_compile(model, best.jit_compile)
-    earlier = " Measured in an earlier run." if found.from_cache else ""
-    reason = f"measured: {found.reason}{earlier}"
+    reason = f"measured: {found.reason}"
     logging.info("Model %r trains under %s", model.name, reason)
     if IN_FORCE.settings is settings:
         IN_FORCE.present.why = reason
@@ -124,22 +101,6 @@ def _data_of(arguments: Mapping[str, Any]) -> Any:
         return x
     weights = arguments.get("sample_weight")
     return (x, y) if weights is None else (x, y, weights)
-
-
-def _shapes_of(arguments: Mapping[str, Any]) -> list[str]:
-    """Returns the shapes of a batch without reading one; empty where unknown."""
-    data, size = _data_of(arguments), arguments.get("batch_size") or _BATCH_SIZE
-    if data is None:
-        return []
-    try:
-        spec = dataset_of(data, size, needs_targets=False).element_spec
-    except (TypeError, ValueError):  # `fit` itself will say what is wrong
-        return []
-    return [
-        f"{each.dtype.name}{[size, *each.shape[1:]]}"
-        for each in tf.nest.flatten(spec)
-        if getattr(each, "shape", None) is not None and each.shape.rank is not None
-    ]
 
 
 def _stay(model: keras.Model, because: str) -> None:

@@ -48,7 +48,6 @@ def measure_policies(
     policies: Sequence[str] = POLICIES,
     jit_compile: bool | None = None,
     batch_size: int = 32,
-    use_cache: bool = True,
 ) -> Measurement:
     """Times a model's own training step under several policies, and says which is best.
 
@@ -69,8 +68,6 @@ def measure_policies(
         policies: What is tried beside float32: names as `enable` takes them.
         jit_compile: Whether XLA compiles the steps; None tries both ways.
         batch_size: Examples in a batch of arrays.
-        use_cache: Whether a measurement of the same model, shapes, devices and versions
-            is taken from an earlier run, and this one is kept for later ones.
 
     Returns:
         The `Measurement`: `.best`, `.table()`, `.times`.
@@ -87,7 +84,7 @@ def measure_policies(
         >>> model.compile("sgd", "mse")
         >>> x = np.zeros((4, 2), "float32")
         >>> found = measure_policies(model, (x, x[:, :1]), policies=["float32"],
-        ...     jit_compile=False, use_cache=False)
+        ...     jit_compile=False)
         >>> found.best.policy, found.reason
         ('float32', 'float32 was the only policy that was timed.')
     """
@@ -107,17 +104,11 @@ def measure_policies(
         evidence = measurement.evidence_for(model, batches[0])
         candidates = candidates_of(policies, jit_compile)
         evidence["candidates"] = [candidate.name for candidate in candidates]
-        found = measurement.read_cached(evidence) if use_cache else None
-        if found is not None:
-            return found
         with unchanged(model), put_back(model):
             steps = PolicySteps(model, batches)
-            found = Measuring(model.name, steps, budget, max_steps).run(
+            return Measuring(model.name, steps, budget, max_steps).run(
                 candidates, evidence
             )
-    if use_cache and found.is_clear:  # or the next run may see more
-        measurement.write_cached(found)
-    return found
 
 
 def _as_in_fit(batch: Any) -> Any:

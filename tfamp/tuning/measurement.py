@@ -1,17 +1,15 @@
-"""What `tfamp.measure_policies` found, and the files that keep it for later runs."""
+"""What `tfamp.measure_policies` found."""
 
 import dataclasses
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
-from absl import logging
 
 import tfamp
 from tfamp.keras_hooks import structure, trainer
@@ -69,7 +67,6 @@ class Measurement(TableRecord):
         seconds: What the whole measurement took.
         is_clear: Whether it ended as the order was clear, not as the budget was spent.
         evidence: Devices, versions, digest of the model, shapes of the batch.
-        from_cache: Whether it was read from an earlier run's file.
     """
 
     model: str
@@ -80,7 +77,6 @@ class Measurement(TableRecord):
     seconds: float
     is_clear: bool
     evidence: dict[str, Any]
-    from_cache: bool = False
 
     @property
     def best(self) -> PolicyTime:
@@ -108,20 +104,6 @@ class Measurement(TableRecord):
             rows.append((time.name, step, ratio, prepared, "; ".join(notes)))
         title = f"Steps of {self.model}"
         return console.text_of(console.table(columns, rows, title=title), self.reason)
-
-
-# The folder; unset, that of the user's caches.
-VARIABLE = "TFAMP_CACHE"
-MAX_FILES = 200
-
-
-def cache_folder() -> Path:
-    """Returns the folder of the files, which need not be there."""
-    given = os.environ.get(VARIABLE)
-    if given:
-        return Path(given) / "measurements"
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "tfamp" / "measurements"
 
 
 def evidence_for(model: keras.Model, batch: Any) -> dict[str, Any]:
@@ -160,64 +142,6 @@ def model_digest(model: keras.Model) -> str:
             lines.append(f"{name} {_class_of(value)}")
     lines.append(type(model).train_step.__qualname__)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
-
-
-def read_cached(evidence: Mapping[str, Any]) -> Measurement | None:
-    """Returns the measurement that was made under the same circumstances, if any."""
-    path = cache_folder() / f"{_key(evidence)}.json"
-    try:
-        found = Measurement.from_json(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (ValueError, TypeError, OSError) as error:
-        logging.warning(
-            "The measurement in %s cannot be read (%s); it is made anew.", path, error
-        )
-        return None
-    if found.evidence != json.loads(json.dumps(evidence)):
-        return None
-    return dataclasses.replace(found, from_cache=True)
-
-
-def write_cached(measurement: Measurement) -> None:
-    """Keeps a measurement; where no file can be written, that is said."""
-    try:
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        measurement.to_json(cache_folder() / f"{_key(measurement.evidence)}.json")
-        for oldest in _files()[MAX_FILES:]:
-            oldest.unlink(missing_ok=True)
-    except OSError as error:
-        logging.warning(
-            "The measurement could not be kept in %s (%s): the next run measures "
-            "again. Set %s to a folder that can be written.",
-            cache_folder(),
-            error,
-            VARIABLE,
-        )
-
-
-def all_cached() -> Iterator[tuple[Path, Measurement]]:
-    """Yields files and the measurements in them, newest first, without damaged ones."""
-    for path in _files():
-        try:
-            yield path, Measurement.from_json(path)
-        except (ValueError, TypeError, OSError):
-            continue
-
-
-def _files() -> list[Path]:
-    found = []
-    for path in cache_folder().glob("*.json"):
-        try:
-            found.append((path.stat().st_mtime, path))
-        except OSError:
-            continue  # another process has dropped it
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def _key(evidence: Mapping[str, Any]) -> str:
-    text = json.dumps(evidence, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _plain_config(layer: keras.layers.Layer) -> str:
