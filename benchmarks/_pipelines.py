@@ -1,9 +1,5 @@
-"""Every way to read the same files and arrays, for `pipeline.py` to compare.
+"""Every way to read the same files and arrays, for `pipeline.py` to compare."""
 
-The loaders of PyTorch and Grain get the decoder that tfamp calls "opencv".
-"""
-
-import importlib.util
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -103,58 +99,6 @@ def cast_on_cpu(
     return (scaled if by_batch else scaled.batch(BATCH)).prefetch(2)
 
 
-def read_by_opencv(path: str, size: tuple[int, int]) -> tuple[np.ndarray, int]:
-    """Returns a uint8 RGB image and its class, the name of its folder."""
-    import cv2
-    import simplejpeg
-
-    with open(path, "rb") as file:
-        image = simplejpeg.decode_jpeg(file.read(), "RGB", fastdct=True)
-    return cv2.resize(image, size[::-1]), int(path.split(os.sep)[-2])
-
-
-class Images:
-    """Image files by number, as PyTorch wants its data."""
-
-    def __init__(self, paths: list[str], size: tuple[int, int]) -> None:
-        self.paths, self.size = paths, size
-
-    def __len__(self) -> int:
-        """Returns the number of files."""
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        """Returns an image and its class."""
-        return read_by_opencv(self.paths[index], self.size)
-
-
-def torch_loader(
-    paths: list[str], size: tuple[int, int], batch_size: int, cores: int
-) -> Iterable[Any]:
-    """Returns PyTorch's loader with one lasting worker process for each core."""
-    import torch.utils.data
-
-    return torch.utils.data.DataLoader(
-        Images(paths, size),  # type: ignore[arg-type]
-        batch_size=batch_size,
-        num_workers=cores,
-        persistent_workers=True,
-        # Forking a process whose TensorFlow runs threads may stop for ever.
-        multiprocessing_context="spawn",
-    )
-
-
-def grain_loader(
-    paths: list[str], size: tuple[int, int], batch_size: int, cores: int
-) -> Iterable[Any]:
-    """Returns Grain's dataset with one reading thread for each core."""
-    import grain.python as grain
-
-    options = grain.ReadOptions(num_threads=cores, prefetch_buffer_size=2 * batch_size)
-    images = grain.MapDataset.source(paths).map(lambda path: read_by_opencv(path, size))
-    return images.to_iter_dataset(options).batch(batch_size)
-
-
 def image_sides(folder: Path, paths: list[str], cores: int) -> dict[str, Iterable]:
     """Returns every way to read the image files, by name."""
     start = tfamp.data.Pipeline.from_images(folder)
@@ -184,12 +128,6 @@ def image_sides(folder: Path, paths: list[str], cores: int) -> dict[str, Iterabl
         "the same, cast on the CPU": cast_on_cpu(images, cores, by_batch=False),
         "the same, cast by batches": cast_on_cpu(images, cores, by_batch=True),
     }
-    if is_installed("cv2") and is_installed("simplejpeg"):
-        sides["tfamp, OpenCV"] = pipeline.decode(SIZE, decoder="opencv").build()
-        if is_installed("torch"):
-            sides["PyTorch's loader, OpenCV"] = torch_loader(paths, SIZE, BATCH, cores)
-        if is_installed("grain"):
-            sides["Grain, OpenCV"] = grain_loader(paths, SIZE, BATCH, cores)
     return sides
 
 
@@ -230,8 +168,3 @@ def plan_sides(number: int) -> dict[str, Iterable]:
             labels + 0.1, replacement=False, num_examples=number // 2, seed=1
         ).build(),
     }
-
-
-def is_installed(module: str) -> bool:
-    """Whether a package that a comparison needs is here."""
-    return importlib.util.find_spec(module) is not None

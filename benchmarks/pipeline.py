@@ -1,8 +1,7 @@
 """What `tfamp.data` makes of image files, CSV and sampling plans.
 
 Prints examples/s of each pipeline and how many times as fast tfamp's is as another way
-to write the same: naive and hand-tuned tf.data, Keras's loader, and the loaders of
-PyTorch and Grain where they are installed.
+to write the same: naive and hand-tuned tf.data, and Keras's loader.
 
 Time: about ten minutes on two CPU cores. Use an idle machine.
 
@@ -35,8 +34,6 @@ GOALS = {
     ("tfamp, memory cache and cast", "naive, not optimised"): None,
     ("tfamp, reshuffled cache", "the same, cast on the CPU"): 5.0,
     ("tfamp, reshuffled cache", "the same, cast by batches"): None,
-    ("tfamp, OpenCV", "PyTorch's loader, OpenCV"): 1.1,
-    ("tfamp, OpenCV", "Grain, OpenCV"): 0.95,
     ("tfamp, CSV", "CSV row by row"): 8.0,
     ("tfamp, CSV", "make_csv_dataset"): None,
 }

@@ -10,27 +10,17 @@ _HOMES = {
     "Augment": "tfamp.data.layers",
     "Bottleneck": "tfamp.stepping.input_waits.verdict",
     "Condition": "tfamp.data.statistics",
-    "Coverage": "tfamp.data.health.coverage",
     "Findings": "tfamp.records.findings",
     "Pipeline": "tfamp.data.pipeline",
     "Rescale": "tfamp.data.layers",
     "Statistics": "tfamp.data.statistics",
-    "Tally": "tfamp.data.health.coverage",
-    "apply_fixes": "tfamp.data.health",
     "bottleneck": "tfamp.stepping.input_waits",
     "check": "tfamp.data.health",
-    "coverage": "tfamp.data.health.coverage",
     "fit_statistics": "tfamp.data.statistics",
-    "tally": "tfamp.data.health.coverage",
 }
 
 if TYPE_CHECKING:
-    from tfamp.data.health import apply_fixes as apply_fixes
     from tfamp.data.health import check as check
-    from tfamp.data.health.coverage import Coverage as Coverage
-    from tfamp.data.health.coverage import Tally as Tally
-    from tfamp.data.health.coverage import coverage as coverage
-    from tfamp.data.health.coverage import tally as tally
     from tfamp.data.layers import Augment as Augment
     from tfamp.data.layers import Rescale as Rescale
     from tfamp.data.pipeline import Pipeline as Pipeline

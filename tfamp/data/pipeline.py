@@ -84,9 +84,8 @@ class Pipeline(PipelineSelection):
         Args:
             image_size: (height, width) of all images, None to keep each one's own.
             channels: 3 for color, 1 for gray.
-            decoder: "tf"; "opencv", which is faster for JPEG and whose resized values
-                differ by at most 1 of 255; or "simplejpeg", which gives the same
-                pixels as "tf" and is faster for large images at most.
+            decoder: "tf", or "simplejpeg", which gives the same pixels and is faster
+                for large JPEG files at most.
             method: How to resize, as `tf.image.resize` names it.
             antialias: Whether to smooth before an image is made smaller.
             fit: For another aspect ratio: "stretch", "crop" or "pad".

@@ -9,7 +9,6 @@ import tensorflow as tf
 from tfamp.data.sources import Source, csv, datasets, images, text, tfrecord
 from tfamp.data.sources.csv import NA_VALUES
 from tfamp.data.stages import ORDER, Role, Stage
-from tfamp.data.stages.workers import Service
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -296,27 +295,6 @@ class PipelineSources:
             ValueError: It is empty.
         """
         return cls(datasets.dataset_source(dataset))
-
-    def service(self, address: str) -> "Self":
-        """Has workers of TensorFlow's data service read, `.decode` and `.map`.
-
-        Each element comes once in an epoch, in the order in which it is ready; where
-        their number is known, an epoch with another one ends with an error. Filters,
-        caches and all that follows run here. Workers that train together each need
-        `.shard("auto")` beside it.
-
-        Args:
-            address: Of the service's dispatcher, "grpc://host:port".
-
-        Returns:
-            A pipeline with this stage.
-
-        Raises:
-            TypeError: `address` is no text.
-            ValueError: It is no address. `build` raises it where nothing listens
-                there, or where a step before it cannot run there.
-        """
-        return self._with(Service(address))
 
     def _with(self, stage: Stage) -> "Self":
         """Returns the pipeline with one more stage."""

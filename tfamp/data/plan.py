@@ -35,9 +35,8 @@ from tfamp.data.stages import (
 )
 from tfamp.data.stages.batches import Rebatch
 from tfamp.data.stages.cache import Cache
-from tfamp.data.stages.decode import with_whole_batches
 from tfamp.data.stages.dropped import Careful
-from tfamp.data.stages.workers import Service, Shard, before_service
+from tfamp.data.stages.workers import Shard
 from tfamp.records import console
 
 
@@ -140,14 +139,6 @@ def _cut_source(plan: PipelinePlan) -> PipelinePlan:
     )
 
 
-def _divide_for_service(plan: PipelinePlan) -> PipelinePlan:
-    """Where workers of a data service read, parts are such that these may divide."""
-    if not any(isinstance(step, Service) for step in plan.rest):
-        return plan
-    source, rest = before_service(plan.source, plan.rest, plan.settings)
-    return dataclasses.replace(plan, source=source, rest=rest)
-
-
 def _leave_out_memory_cache(plan: PipelinePlan) -> PipelinePlan:
     """A memory cache of bare arrays is left out: it would hold them twice."""
     is_array = isinstance(plan.source, ArraySource)
@@ -166,7 +157,7 @@ def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
     source = plan.source
     left = [step for step in plan.rest if not isinstance(step, Step)]
     names = {step.name for step in left}
-    if "service" in names or not isinstance(source, RandomAccess) or "cache" in names:
+    if not isinstance(source, RandomAccess) or "cache" in names:
         return plan
     samplers: list[Any] = [step for step in left if has_role(step, Role.DRAWS)]
     judges = [one for one in left if one.name == "filter" and not one.stays_behind]  # type: ignore[attr-defined]
@@ -272,13 +263,6 @@ def _place_behind(name: str, position: int) -> str:
     return f"element {position} of those that reach `.{name}`"
 
 
-def _decode_batches(plan: PipelinePlan) -> PipelinePlan:
-    """Images that OpenCV decodes and that are batched next are decoded by the batch."""
-    if plan.settings.errors is not None:
-        return plan
-    return dataclasses.replace(plan, rest=tuple(with_whole_batches(list(plan.rest))))
-
-
 def _count_epochs(plan: PipelinePlan) -> PipelinePlan:
     """Where a stage acts by the number of the epoch, the last step counts epochs."""
     for at, step in enumerate(plan.rest):
@@ -304,12 +288,10 @@ def _cache_in_files(plan: PipelinePlan) -> PipelinePlan:
 RULES = (
     _even_parts,
     _cut_source,
-    _divide_for_service,
     _leave_out_memory_cache,
     _draw_positions,
     _batch_chunks,
     _skip_errors,
-    _decode_batches,
     _count_epochs,
     _cache_in_files,
 )

@@ -1,22 +1,18 @@
 """Precision health of training data: what a compute dtype would spoil, and more.
 
-`check` makes one pass over data, then asks every rule; `apply_fixes` follows it.
+`check` makes one pass over data, then asks every rule.
 """
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import tensorflow as tf
-from absl import logging
-
-from tfamp.data._examples import Column, Examples, flatten, map_columns, read
+from tfamp.data._examples import Column, Examples, read
 from tfamp.data.health import labels, precision, splits
 from tfamp.data.health.profile import Profile, Rounding, rounding_for
-from tfamp.machine.cpus import num_usable_cpus
 from tfamp.records import checks, formats
-from tfamp.records.findings import Finding, Findings, Fix
+from tfamp.records.findings import Finding, Findings
 
 _NEED_VALIDATION = ("leak", "unseen_class", "drift")
 _RULES = (
@@ -25,8 +21,6 @@ _RULES = (
 )
 # What is worth saying of validation data too: the rest follows from training data.
 _RULES_OF_VALIDATION = ("nan", "inf", "overflow")
-# Of fixes; of two for a column the later one counts.
-_KINDS = ("cast", "standardize")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,86 +224,3 @@ def _compare_dtypes(
                 f"Cast validation to {expected}, or read both the same way.",
                 column=name,
             )
-
-
-def apply_fixes(
-    dataset: Any,
-    fixes: Findings | Iterable[Fix],
-    *,
-    kinds: Iterable[str] = ("cast",),
-) -> tf.data.Dataset:
-    """Returns the dataset with the columns changed as `check` proposes.
-
-    "cast" keeps every number that the model gets, in fewer bytes. "standardize"
-    changes them: it takes mean and standard deviation out in float64, before
-    anything rounds, and serving has to do the same, with the numbers in
-    `Fix.offset` and `Fix.scale`. Hence it only runs if it is asked for. Each
-    change is logged in one line, and `findings.fixes` lists them beforehand.
-
-    Args:
-        dataset: What was checked, or data of the same columns: a `tf.data.Dataset`
-            of batches or single examples, or a `Pipeline`.
-        fixes: The findings, or some of `findings.fixes`.
-        kinds: Which kinds to apply. A column with both gets "standardize" if that
-            is among them.
-
-    Returns:
-        A dataset of the same length and order.
-
-    Raises:
-        TypeError: `dataset` is something else.
-        ValueError: A kind does not exist, or a fix names a column that is not there.
-
-    Example:
-        >>> import numpy as np
-        >>> from tfamp.data.health import check
-        >>> data = tf.data.Dataset.from_tensor_slices(np.arange(100)).batch(10)
-        >>> found = check(data, compute_dtype="float16")
-        >>> print(*found.fixes)
-        x: cast to int32; exact: values lie in [0, 99]
-        >>> apply_fixes(data, found).element_spec.dtype
-        tf.int32
-    """
-    chosen = [checks.choice("kinds", kind, _KINDS) for kind in kinds]
-    if callable(getattr(dataset, "build", None)):
-        dataset = dataset.build()
-    if not isinstance(dataset, tf.data.Dataset):
-        raise TypeError(
-            f"`dataset` is of type {type(dataset).__name__}; expected a "
-            "`tf.data.Dataset` or a `Pipeline`. Wrap arrays by "
-            "`tfamp.data.Pipeline.from_arrays(x, y)`."
-        )
-    listed = fixes.fixes if isinstance(fixes, Findings) else tuple(fixes)
-    by_column: dict[str, Fix] = {}
-    for fix in sorted(listed, key=lambda fix: _KINDS.index(fix.kind)):
-        if fix.kind in chosen:
-            by_column[fix.column] = fix
-    names = tuple(flatten(dataset.element_spec))
-    if unknown := tuple(name for name in by_column if name not in names):
-        raise ValueError(
-            f"The fixes name {unknown!r}; expected columns of the dataset: {names!r}. "
-            "Pass the findings of this dataset."
-        )
-    if not by_column:
-        logging.info("tfamp: nothing to fix of kinds %s.", chosen)
-        return dataset
-    for fix in by_column.values():
-        logging.info("tfamp: %s", fix)
-
-    def fixed(*parts: Any) -> Any:
-        changed = map_columns(parts, lambda name, v: _fixed(v, by_column.get(name)))
-        return changed if len(parts) > 1 else changed[0]
-
-    return dataset.map(fixed, num_parallel_calls=num_usable_cpus(), deterministic=True)
-
-
-def _fixed(tensor: tf.Tensor, fix: Fix | None) -> tf.Tensor:
-    if fix is None:
-        return tensor
-    if fix.kind == "cast":
-        return tf.cast(tensor, fix.dtype)
-    offset, scale = (
-        tf.constant(numbers[0] if len(numbers) == 1 else numbers, tf.float64)
-        for numbers in (fix.offset, fix.scale)
-    )
-    return tf.cast((tf.cast(tensor, tf.float64) - offset) / scale, fix.dtype)

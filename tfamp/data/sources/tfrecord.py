@@ -46,15 +46,6 @@ class TfrecordSource(ChunkedSource):
     features: Features | None  # None for records as strings
     chunk_size: int
     damage: str = ""  # that counting met
-    part: tuple[int, int] = (1, 0)  # of each file: number of parts, which one
-
-    def part_of_files(self, num_parts: int, index: int) -> "TfrecordSource":
-        """Returns a part of the records of each file, in whatever order files come.
-
-        The first record of a part is another one in each file, so that sizes of parts
-        differ by less than the number of files.
-        """
-        return dataclasses.replace(self, num_examples=None, part=(num_parts, index))
 
     def chunks(self, settings: Settings) -> tf.data.Dataset:
         """Returns the records, parsed if there are features, `chunk_size` at a time."""
@@ -68,7 +59,7 @@ class TfrecordSource(ChunkedSource):
         if self.damage:
             raise ValueError(self.damage)
         files = tf.data.Dataset.from_tensor_slices(
-            (list(self.paths), list(self.compressions), list(range(len(self.paths))))
+            (list(self.paths), list(self.compressions))
         )
         at_once = min(FILES_AT_ONCE, len(self.paths))
         chunks = files.interleave(
@@ -85,15 +76,9 @@ class TfrecordSource(ChunkedSource):
 
     # Nothing in these functions is for AutoGraph, whose look at them takes 0.5 s.
     @tf.autograph.experimental.do_not_convert
-    def _stock(
-        self, path: tf.Tensor, compression: tf.Tensor, file: tf.Tensor
-    ) -> tf.data.Dataset:
+    def _stock(self, path: tf.Tensor, compression: tf.Tensor) -> tf.data.Dataset:
         """Returns (path, number of the first record, records) of one file."""
         records = tf.data.TFRecordDataset(path, compression_type=compression)
-        num_parts, index = self.part
-        if num_parts > 1:
-            place = tf.math.floormod(index + file, num_parts)
-            records = records.shard(num_parts, tf.cast(place, tf.int64))
 
         def number(before: tf.Tensor, chunk: tf.Tensor) -> Any:
             return before + tf.size(chunk, tf.int64), (path, before, chunk)
@@ -184,7 +169,7 @@ class TfrecordSource(ChunkedSource):
         if self.features is not None:
             features = sorted((key, repr(f)) for key, f in self.features.items())
         files = files_identity(self.paths)
-        return ("tfrecord", features, self.chunk_size, files, self.part)
+        return ("tfrecord", features, self.chunk_size, files)
 
 
 def tfrecord_source(

@@ -208,7 +208,6 @@ ORDER: dict[str, set[Role]] = {
     "shard": {Role.CUTS},
     "decode": {Role.CALLS},
     "map": {Role.CALLS, Role.REPEATS},
-    "service": set(),  # behind what costs, before what looks at other elements
     "filter": {Role.REPEATS},  # once, as a cache follows
     "cache": set(),  # behind what is the same in all epochs, before what differs
     "balance": {Role.DRAWS, Role.SEEDED},

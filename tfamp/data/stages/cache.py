@@ -229,8 +229,8 @@ def _fingerprint(source: Any, steps: Sequence[Stage]) -> Fingerprint:
     """Returns the fingerprint of a source and the steps before a cache."""
     parts: dict[str, Any] = {"source": (type(source).__name__, source.identity())}
     for step in steps:
-        if step.name in ("on_error", "service"):
-            continue  # the careful step tells what is skipped; any reader will do
+        if step.name == "on_error":
+            continue  # the careful step tells what is skipped
         same = sum(name.split(" ")[0] == step.name for name in parts)
         parts[f"{step.name} {same + 1}" if same else step.name] = step
     return fingerprint(parts)

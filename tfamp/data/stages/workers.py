@@ -1,25 +1,21 @@
-"""Workers: parts of a source for those that train, and those of a data service."""
+"""Parts of a source for the workers that train together, and how these divide it."""
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfamp.data._elements import known_length, with_length
-from tfamp.data.sources import DATA, RandomAccess
-from tfamp.data.sources.tfrecord import TfrecordSource
-from tfamp.data.stages import Role, Settings, Stage, Step, has_role
+from tfamp.data._elements import known_length
+from tfamp.data.sources import DATA
+from tfamp.data.stages import Role, Settings, Stage, has_role
 from tfamp.data.stages.cache import FileCache
-from tfamp.machine import hosts
 from tfamp.machine.clusters import Cluster
 from tfamp.machine.clusters import cluster as cluster_here
 from tfamp.records import checks
 
 _Policy = tf.data.experimental.AutoShardPolicy
 _WORKER_JOBS = ("worker", "chief")
-_ADDRESS = re.compile(r"(?:grpc://)?([^\s/:]+|\[[^\s/]+\]):([0-9]+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,124 +132,6 @@ def cluster_shard() -> Shard:
     return Shard(cluster.num_workers, cluster.index, cluster=cluster)
 
 
-@dataclasses.dataclass(frozen=True)
-class Service(Stage):
-    """Has the workers of a data service run all stages before this one.
-
-    Attributes:
-        address: Of the dispatcher, "host:port".
-        length: Elements that come in an epoch, None where that is not known. Where
-            others come, the epoch ends with an error.
-    """
-
-    name: ClassVar[str] = "service"
-    address: str
-    length: int | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.address, str):
-            raise TypeError(
-                f"`address` is {self.address!r}, of type {type(self.address).__name__};"
-                " expected text. Pass the dispatcher's, as 'grpc://host:5050'."
-            )
-        found = _ADDRESS.fullmatch(self.address)
-        if found is None:
-            raise ValueError(
-                f"`address` is {self.address!r}; expected a host and a port. Pass the "
-                "dispatcher's, as 'grpc://host:5050'."
-            )
-        object.__setattr__(self, "address", f"{found[1]}:{found[2]}")
-
-    def check(self, dataset: tf.data.Dataset) -> None:
-        """Raises if a step is Python's, or the dispatcher is not there."""
-        graph = tf.raw_ops.DatasetToGraphV2(
-            input_dataset=tf.data.experimental.to_variant(dataset),
-            external_state_policy=1,  # state is left out, as it does not matter here
-            strip_device_assignment=True,
-        ).numpy()
-        if b"PyFunc" in graph:
-            raise ValueError(
-                "A step before `.service` runs Python, which workers on other machines "
-                "do not have; expected operations of TensorFlow alone. Not theirs are "
-                "CSV and text files, generators, `decoder='opencv'` and "
-                "`tf.py_function`. Use others, or leave `.service` out."
-            )
-        (answer,) = hosts.answers([self.address]).values()
-        if answer != hosts.LISTENS:
-            raise ValueError(
-                f"`.service({self.address!r})` has no dispatcher: {answer}. Expected "
-                "one that runs. Start it before `build`, and open its port."
-            )
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns what the service gives: each element once, as it comes."""
-        service = tf.data.experimental.service
-        address = f"grpc://{self.address}"
-        dataset = dataset.apply(
-            service.distribute(service.ShardingPolicy.DYNAMIC, address)
-        )
-        return self.preview(dataset, settings)
-
-    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the dataset with its length; a service would be told of more."""
-        if self.length is None:
-            return dataset
-        return with_length(dataset, self.length)
-
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        count = "length unknown" if self.length is None else f"{self.length:,} elements"
-        return (
-            f"{self.address}, {count}",
-            "all above runs there; each element once, order as it comes",
-        )
-
-
-def before_service(
-    source: Any, steps: Sequence[Stage], settings: Settings
-) -> tuple[Any, tuple[Stage, ...]]:
-    """Returns a source that a service's workers may divide, and the steps behind it.
-
-    Each of them is given a part of the source and does the steps on that alone. So to
-    keep each n-th element of it, or the first ones, would keep others on each worker.
-    """
-    if settings.errors is not None:
-        raise ValueError(
-            "`.on_error` and `.service` came together; expected one of them, as what a "
-            "worker skips is not told here. Leave `.on_error` out."
-        )
-    length = getattr(source, "num_examples", None)
-    if isinstance(source, TfrecordSource):
-        # Each worker reads some of the files, so none has as many.
-        source = dataclasses.replace(source, num_examples=None)
-    elif not isinstance(source, RandomAccess):
-        length = known_length(source.dataset(settings))
-    left: list[Stage] = []
-    for step in steps:
-        if isinstance(step, Shard) and step.num_shards == 1:
-            continue
-        if isinstance(step, Shard) and isinstance(source, TfrecordSource):
-            source = source.part_of_files(step.num_shards, step.index)
-            length = None
-            reason = (
-                f"each {step.num_shards}th record of each file, as the service divides "
-                "files; sizes differ by less than their number"
-            )
-            part = f"part {step.index} of {step.num_shards}"
-            left.append(Step("shard", part, reason, of=step))
-        elif step.name in ("shard", "subset"):
-            raise ValueError(
-                f"`.{step.name}` of this source does not go with `.service`, whose "
-                "workers each see some of its elements; expected arrays, images or "
-                f"TFRecord files. Leave out `.service` or `.{step.name}`."
-            )
-        elif isinstance(step, Service):
-            left.append(dataclasses.replace(step, length=length))
-        else:
-            left.append(step)
-    return source, tuple(left)
-
-
 def num_workers(device_names: Sequence[str] | None = None) -> int:
     """Returns how many worker processes train together with this one, itself included.
 
@@ -314,13 +192,6 @@ def shard_policy(source: Any, steps: Sequence[Stage]) -> Any:
     if policy == _Policy.OFF or any(step.name == "shard" for step in steps):
         return _Policy.OFF
     workers = num_workers()
-    if workers > 1 and any(step.name == "service" for step in steps):
-        raise ValueError(
-            f"`.service` brings elements in the order in which they are ready, and "
-            f"{workers} worker processes train together; expected a part for each, "
-            "since shares by position would come twice, or never. Add "
-            "`.shard('auto')`."
-        )
     loose = [
         step.name
         for step in steps

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data.statistics.options import suits
+from tfamp.records import checks
 from tfamp.records.record import Record
 
 # A float32 center may be off by this part of the width, half of float32's spacing at
@@ -20,7 +21,7 @@ _LEAST_WIDTH = float(np.finfo(np.float32).smallest_normal)
 # float32 is still right to a millionth of a standard deviation.
 _MAX_OFFSET = 16
 # All are monotonic, so clipping before one or behind it takes the same values.
-TRANSFORMS = ("log1p", "signed_log", "yeo-johnson")
+TRANSFORMS = ("log1p", "signed_log")
 # What float32 holds without loss.
 _FITS_FLOAT32 = ("bfloat16", "float16", "float32", "int8", "uint8", "int16", "uint16")
 
@@ -42,7 +43,6 @@ class ColumnRule(Record):
         center: Subtracted before the transform.
         width: What is divided by before the transform.
         transform: One of `TRANSFORMS`; None for none.
-        power: Lambda of Yeo-Johnson, 1 without it.
         offset: Subtracted behind the transform.
         scale: What is divided by behind the transform.
     """
@@ -59,9 +59,12 @@ class ColumnRule(Record):
     center: tuple[float, ...] = ()
     width: tuple[float, ...] = ()
     transform: str | None = None
-    power: tuple[float, ...] = ()
     offset: tuple[float, ...] = ()
     scale: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.transform is not None:
+            checks.choice("transform", self.transform, TRANSFORMS)
 
     def work_dtype(self, dtype: Any) -> str:
         """Returns the dtype to compute in before the offset is off.
@@ -88,6 +91,14 @@ class ColumnRule(Record):
         """Whether float32 constants are off by too much of the width."""
         _, rest = parts(self.center)
         return bool((np.abs(rest) > _MAX_CENTER_ERROR * np.array(self.width)).any())
+
+
+def _rule_from(values: Mapping[str, Any]) -> ColumnRule:
+    """Returns the rule in a model's file, of an earlier version too.
+
+    These wrote an exponent, which only a transform that is gone had a use for.
+    """
+    return ColumnRule.from_dict({k: v for k, v in values.items() if k != "power"})
 
 
 def parts(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
@@ -151,8 +162,7 @@ class Condition(keras.layers.Layer):
     ) -> None:
         super().__init__(autocast=False, trainable=False, **kwargs)
         self.rules = tuple(
-            rule if isinstance(rule, ColumnRule) else ColumnRule.from_dict(rule)
-            for rule in rules
+            rule if isinstance(rule, ColumnRule) else _rule_from(rule) for rule in rules
         )
         self.named = named
         self.output_form = output
@@ -227,7 +237,7 @@ class Condition(keras.layers.Layer):
         else:
             values /= constants(rule.width)
         if rule.transform is not None:
-            values = transformed(values, rule.transform, constants(rule.power))
+            values = transformed(values, rule.transform)
             values = (values - constants(rule.offset)) / constants(rule.scale)
         # By way of float32: float64 is not cast to bfloat16 by every device.
         return tf.cast(tf.cast(values, "float32"), self.compute_dtype)
@@ -305,36 +315,18 @@ def fill_missing_text(values: tf.Tensor, rule: ColumnRule) -> tf.Tensor:
     return values
 
 
-def transformed(values: Any, kind: str | None, power: Any = 1.0) -> Any:
+def transformed(values: Any, kind: str | None) -> Any:
     """Returns transformed values, of an array or a tensor; the last axis is features.
 
-    "log1p" is log(1 + x), "signed_log" sign(x) log(1 + |x|), "yeo-johnson" a power of
-    1 + x above 0 and of 1 - x below, for values that are standardized before it, with
-    its lambda as `power`, a number or `(features,)`.
+    "log1p" is log(1 + x), "signed_log" sign(x) log(1 + |x|).
 
     Example:
         >>> transformed(np.array([-1.0, 1.0]), "signed_log").round(3)
         array([-0.693,  0.693])
-
-    Source: Yeo and Johnson, A New Family of Power Transformations, 2000, equation
-        2.1.
     """
-    library: Any = tf if tf.is_tensor(values) else np
     math: Any = tf.math if tf.is_tensor(values) else np
     if kind == "log1p":
         return math.log1p(values)
     if kind == "signed_log":
         return math.sign(values) * math.log1p(math.abs(values))
-    if kind is None:
-        return values
-
-    def powered(magnitude: Any, exponent: Any) -> Any:
-        # ((1 + m) ** e - 1) / e, whose limit at e = 0 is log(1 + m).
-        logs = math.log1p(magnitude)
-        safe = library.where(exponent == 0, library.ones_like(exponent), exponent)
-        return library.where(exponent == 0, logs, math.expm1(safe * logs) / safe)
-
-    # Both branches are computed, so each gets values that it is defined for.
-    above = powered(math.maximum(values, library.zeros_like(values)), power)
-    below = powered(math.maximum(-values, library.zeros_like(values)), 2 - power)
-    return library.where(values >= 0, above, -below)
+    return values

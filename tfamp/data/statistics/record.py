@@ -31,8 +31,6 @@ _MAX_ROWS = 60
 _TITLES = "Missing,Inf,Mean,Std,Min,1 %,Median,99 %,Max,Mode".split(",")
 SCALES = ("standardize", "minmax")
 _DEFAULTS = {"missing": "mean", "clip": (0.01, 0.99), "scale": "standardize"}
-# Enough values for a lambda of Yeo-Johnson that is stable to two digits.
-_FITTED_VALUES = 2_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +122,7 @@ class Statistics(TableRecord):
                 0.01, 0.99) limits at quantiles, ("zscore", 3.0) at so many standard
                 deviations from the mean, ("iqr", 1.5) at so many quartile ranges
                 beyond the quartiles, None nowhere: inf then passes through.
-            transform: "log1p" for values above -1, "signed_log" for any,
-                "yeo-johnson" with a fitted exponent (needs scikit-learn), or None.
+            transform: "log1p" for values above -1, "signed_log" for any, or None.
             scale: "standardize" for mean 0 and standard deviation 1, "minmax" for
                 [0, 1], None for as it is. A constant feature becomes 0.
             columns: The columns of a dict to take, in the order to join them; None
@@ -138,7 +135,6 @@ class Statistics(TableRecord):
             A layer for the model's inputs; see `Condition`.
 
         Raises:
-            ImportError: "yeo-johnson" without scikit-learn.
             TypeError: An option is of the wrong type.
             ValueError: An option is unknown or doesn't suit a column.
         """
@@ -249,10 +245,10 @@ def _rule(
             raise ValueError(
                 f"`transform` is 'log1p', and feature {feature.name!r} has values down "
                 f"to {min(lowest, fill[place]):g}; expected all above -1. Pass "
-                "`transform='signed_log'` or 'yeo-johnson', which take any number."
+                "`transform='signed_log'`, which takes any number."
             )
         scalings.append(_scaling(feature, limits, transform, scale))
-    center, width, power, offset, divisor = zip(*scalings, strict=True)
+    center, width, offset, divisor = zip(*scalings, strict=True)
     return ColumnRule(
         name=column.name,
         text=False,
@@ -264,7 +260,6 @@ def _rule(
         center=center,
         width=width,
         transform=transform,
-        power=power,
         offset=offset,
         scale=divisor,
     )
@@ -275,8 +270,8 @@ def _scaling(
     limits: tuple[float, float],
     transform: str | None,
     scale: str | None,
-) -> tuple[float, float, float, float, float]:
-    """Returns center, width, power, offset and scale of a feature; see `ColumnRule`.
+) -> tuple[float, float, float, float]:
+    """Returns center, width, offset and scale of a feature; see `ColumnRule`.
 
     The exact moments serve values that stay as they are. Otherwise mean and
     standard deviation are those of the clipped, transformed values that the record
@@ -289,16 +284,9 @@ def _scaling(
     clipped = np.clip(values, *limits)
     if transform is None:
         if scale == "standardize" and (clipped == values).all():
-            return feature.mean, feature.std or 1.0, 1.0, 0.0, 1.0
-        return *_moved(clipped, weights, scale), 1.0, 0.0, 1.0
-    center, width, power = 0.0, 1.0, 1.0
-    if transform == "yeo-johnson":
-        # The power bends at 0, so that is where the values have to be.
-        center, width = _moved(clipped, weights, "standardize")
-        clipped = (clipped - center) / width
-        power = _fitted_power(clipped, weights)
-    bent = transformed(clipped, transform, power)
-    return center, width, power, *_moved(bent, weights, scale)
+            return feature.mean, feature.std or 1.0, 0.0, 1.0
+        return *_moved(clipped, weights, scale), 0.0, 1.0
+    return 0.0, 1.0, *_moved(transformed(clipped, transform), weights, scale)
 
 
 def _moved(
@@ -312,20 +300,3 @@ def _moved(
     mean = float(np.average(values, weights=weights))
     variance = float(np.average((values - mean) ** 2, weights=weights))
     return mean, float(np.sqrt(variance)) or 1.0
-
-
-def _fitted_power(values: np.ndarray, weights: np.ndarray) -> float:
-    """Returns the lambda of Yeo-Johnson that makes weighted values most like a normal.
-
-    It is scikit-learn's maximum likelihood estimate on 2,000 quantiles.
-    """
-    preprocessing = checks.require(
-        "sklearn.preprocessing", extra="data", purpose="`transform='yeo-johnson'`"
-    )
-    middles = (np.arange(_FITTED_VALUES) + 0.5) / _FITTED_VALUES
-    upto = np.cumsum(weights)
-    sample = values[np.searchsorted(upto, middles * upto[-1])]
-    if sample[0] == sample[-1]:
-        return 1.0
-    fitted = preprocessing.PowerTransformer("yeo-johnson", standardize=False)
-    return float(fitted.fit(sample[:, None]).lambdas_[0])
