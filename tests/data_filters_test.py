@@ -14,7 +14,6 @@ from tests.refusals import refusals
 from tests.replicas import two_replicas
 from tfamp.data.fingerprints import fingerprint
 from tfamp.data.stages import Settings
-from tfamp.data.stages import filter as filters
 from tfamp.data.stages.dropped import DropLog
 from tfamp.data.stages.filter import Filter
 from tfamp.data.stages.filter_rules import crop_or_pad
@@ -48,13 +47,6 @@ def targets(dataset):
 
 def inputs(dataset):
     return np.stack([x.numpy() for x, *_ in dataset])
-
-
-@pytest.fixture(params=["in chunks", "one by one"])
-def either_way(request, monkeypatch):
-    """Runs a test with chunks of elements, and with elements one by one."""
-    if request.param == "one by one":
-        monkeypatch.setattr(filters, "_SMALL_BYTES", -1)
 
 
 # Predicates
@@ -111,7 +103,7 @@ def test_predicate_sees_what_is_filled_and_not_what_is_dropped_already():
 # Missing values
 
 
-def test_elements_with_nan_are_dropped(either_way):
+def test_elements_with_nan_are_dropped():
     values, labels = table()
     stage = Filter(missing="drop")
     kept = applied(stage, slices(values, labels))
@@ -120,7 +112,7 @@ def test_elements_with_nan_are_dropped(either_way):
     assert stage.log.dropped["missing value"] == np.isnan(values).any(axis=1).sum()
 
 
-def test_declared_values_are_dropped_in_numbers_and_text(either_way):
+def test_declared_values_are_dropped_in_numbers_and_text():
     columns = {
         "age": np.array([1, -9, 3, 4]),
         "city": np.array(["a", "b", "?", "d"]),
@@ -135,7 +127,7 @@ def test_declared_values_are_dropped_in_numbers_and_text(either_way):
 
 
 @pytest.mark.parametrize("how", ["mean", "median", "mode"])
-def test_missing_values_are_filled_from_statistics(how, either_way):
+def test_missing_values_are_filled_from_statistics(how):
     values, labels = table()
     values = np.round(values * 4) / 4  # so that there is a mode
     statistics = fit_statistics(values)
@@ -157,7 +149,7 @@ def test_missing_values_are_filled_from_statistics(how, either_way):
     assert filled.element_spec == slices(values, labels).element_spec
 
 
-def test_a_number_fills_nan_in_every_column_of_floats(either_way):
+def test_a_number_fills_nan_in_every_column_of_floats():
     columns = {"a": np.array([NAN, 2.0]), "n": np.array([3, 4]), "v": np.eye(2)}
     columns["v"][0, 1] = NAN
     filled = list(applied(Filter(missing=-1), slices(columns, np.arange(2))))
@@ -166,7 +158,7 @@ def test_a_number_fills_nan_in_every_column_of_floats(either_way):
     assert [int(x["n"]) for x, _ in filled] == [3, 4]
 
 
-def test_declared_values_are_filled_in_integers_and_text(either_way):
+def test_declared_values_are_filled_in_integers_and_text():
     columns = {"n": np.array([2, -9, 4, 4]), "city": np.array(["a", "?", "b", "b"])}
     statistics = fit_statistics(columns, missing_value=(-9, "?"))
     stage = Filter(missing="median", statistics=statistics)
@@ -196,9 +188,7 @@ def tukey(values, width):
 
 
 @pytest.mark.parametrize("rule, limits", RULES.values(), ids=RULES)
-def test_outliers_are_dropped_or_clipped_at_limits_of_the_statistics(
-    rule, limits, either_way
-):
+def test_outliers_are_dropped_or_clipped_at_limits_of_the_statistics(rule, limits):
     values, labels = table()
     pairs = [limits(v[~np.isnan(v)].astype(np.float64)) for v in values.T]
     low, high = np.array(pairs).T
@@ -239,7 +229,7 @@ def test_integers_are_clipped_inwards_and_declared_values_left_alone():
     assert [int(x["n"]) for x in kept] == [1, 2, 3, 4, -999]
 
 
-def test_each_element_is_counted_for_its_first_reason(either_way):
+def test_each_element_is_counted_for_its_first_reason():
     # The first is an outlier too.
     rows = [[NAN, 50.0], [1.0, 50.0], [1.0, 1.0], [2.0, 1.0], [NAN, 1.0]]
     values = np.array(rows, np.float32)
@@ -395,7 +385,7 @@ def test_a_long_pass_is_counted_before_its_end():
     for _ in range(7_500):
         next(iterator)
     log = stage.log
-    # Reported every 4,096 elements, in chunks of 64.
+    # Reported every 4,096 elements.
     assert log.seen == 8_192 and log.dropped["missing value"] == 1_000
     assert log.passes == 0
 
@@ -407,7 +397,7 @@ def test_a_pass_that_drops_nothing_is_told():
     assert str(stage.log) == "Dropped 0 of 3 elements (0.0 %) in 1 pass."
 
 
-def test_a_pass_that_keeps_nothing_ends_in_an_error_in_fit_too(either_way):
+def test_a_pass_that_keeps_nothing_ends_in_an_error_in_fit_too():
     values = np.full((10, 2), NAN, np.float32)
     stage = Filter(missing="drop")
     dataset = applied(stage, slices(values, np.zeros(10)))

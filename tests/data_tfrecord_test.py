@@ -127,32 +127,19 @@ def test_stock_skipping_loses_the_rest_and_ours_one_record(tmp_path):
     assert skipped(settings) == [(f"{path}, record 500 at byte 18000", message)]
 
 
-@pytest.mark.parametrize("window", [13, 40, 2**20], ids=["13", "40", "MiB"])
-def test_the_next_record_is_found_across_windows(tmp_path, monkeypatch, window):
-    monkeypatch.setattr(_frames, "WINDOW_BYTES", window)
+def test_behind_a_damaged_length_the_rest_of_that_file_is_left_out_and_said(tmp_path):
     path = write(tmp_path / "a", fixed(20))
-    change(path, 36 * 7, 36 * 8 + 8)  # a length, and the checksum of the next
-    frames = list(_frames.read_frames(path))
-    assert [f.payload for f in frames if f.payload] == fixed(20)[:7] + fixed(20)[9:]
-    (damaged,) = [frame for frame in frames if frame.damage]
-    assert (damaged.number, damaged.offset) == (7, 252)
-    assert "the next 72 bytes" in damaged.damage
-
-
-def test_several_kinds_of_damage_in_one_file(tmp_path):
-    path = write(tmp_path / "a", fixed(50))
-    change(path, 0, 36 * 10 + 35, 36 * 20 + 9)
-    with open(path, "r+b") as file:
-        file.truncate(36 * 49 + 30)
+    write(tmp_path / "b", fixed(3))
+    change(path, 36 * 7, 36 * 3 + 20)  # a length, and a record before it
     settings = skip()
-    kept = [r for n, r in enumerate(fixed(50)) if n not in (0, 10, 20, 49)]
-    assert read(tfrecord_source(path), settings) == kept
-    length = "its length is damaged, so the next 36 bytes are lost"
+    kept = [r for n, r in enumerate(fixed(7)) if n != 3] + fixed(3)
+    assert read(tfrecord_source(tmp_path), settings) == kept
     assert skipped(settings) == [
-        (f"{path}, record 0 at byte 0", length),
-        (f"{path}, record 10 at byte 360", "its bytes do not fit their checksum"),
-        (f"{path}, record 20 at byte 720", length),
-        (f"{path}, record 49 at byte 1764", "cut off after 18 of 20 bytes"),
+        (f"{path}, record 3 at byte 108", "its bytes do not fit their checksum"),
+        (
+            f"{path}, record 7 at byte 252",
+            "its length is damaged, so the last 468 bytes of the file cannot be read",
+        ),
     ]
 
 
@@ -246,7 +233,7 @@ def test_without_skipping_no_python_runs(tmp_path):
 
 A = {"a": "hello " * 50}
 REFUSED = {
-    "in `paths` is no TFRecord file: no record begins in its first MiB.": (A,),
+    "in `paths` is no TFRecord file: it begins with no record.": (A,),
     "Unknown `compression` 'gz'; expected 'auto', 'GZIP' or 'ZLIB'.": (
         *(A, {"compression": "gz"}),
     ),

@@ -1,6 +1,6 @@
 """What a dataset tells about its elements, most of it without reading one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -56,11 +56,11 @@ def named_columns(inputs: Any) -> dict[str, Any]:
     return columns
 
 
-def blank(element_spec: Any, *, purpose: str, sizes: Sequence[int | None] = ()) -> Any:
+def blank(element_spec: Any, *, purpose: str) -> Any:
     """Returns an element of a spec that holds nothing: zeros, unknown sizes 0.
 
     The purpose is what needs it, for the error where a part is ragged, sparse or of
-    unknown rank; sizes of the first dimensions go before those of the spec.
+    unknown rank.
     """
 
     def blank_part(spec: tf.TypeSpec) -> tf.Tensor:
@@ -70,7 +70,7 @@ def blank(element_spec: Any, *, purpose: str, sizes: Sequence[int | None] = ()) 
                 f"{purpose}. Set the shape in `.map` (`tf.ensure_shape`), or make the "
                 "part dense (`.to_tensor()`)."
             )
-        shape = [size or 0 for size in (*sizes, *spec.shape[len(sizes) :])]
+        shape = [size or 0 for size in spec.shape]
         return tf.zeros(shape, spec.dtype)  # of text "", as of every dtype
 
     return tf.nest.map_structure(blank_part, element_spec)

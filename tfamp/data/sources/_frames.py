@@ -2,7 +2,7 @@
 
 A frame is the payload's length (8 bytes, little-endian), a masked CRC32C of these 8,
 the payload, and a masked CRC32C of it. A damaged payload leaves the next frame where
-it was; behind a damaged length the next one is found by its checksum.
+it was; behind a damaged length nothing can be found.
 
 Source: tensorflow/core/lib/io/record_writer.h; RFC 3720, section 12.1.
 """
@@ -16,17 +16,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
-import numpy as np
-
 from tfamp.records import checks
 
 HEADER_BYTES = 12
 FOOTER_BYTES = 4
-# Searched at once for the next frame.
-WINDOW_BYTES = 2**20
 HEADER = struct.Struct("<QI")
-# No record is longer, for a file whose unpacked size is not known.
-_LONGEST = 2**40
 _STREAM_ERRORS = (EOFError, OSError, zlib.error)
 _MASK = 0xA282EAD8
 
@@ -70,12 +64,12 @@ def compression_of(path: str) -> str:
         kind = "ZLIB"
     if kind:
         with contextlib.suppress(ImportError):
-            kind = "" if first_header(start, _LONGEST, crc32c()) == 0 else kind
+            kind = "" if _is_header(start, crc32c()) else kind
     return kind
 
 
 def is_tfrecord(path: str, compression: str) -> bool:
-    """Whether a file begins with a frame, or has one within its first MiB.
+    """Whether a file begins with the length of a frame.
 
     Without google-crc32c, which is needed to tell, every file passes.
     """
@@ -85,10 +79,10 @@ def is_tfrecord(path: str, compression: str) -> bool:
         return True
     with open(path, "rb") as raw:
         try:
-            start = _unpacked(raw, compression).read(WINDOW_BYTES)
+            start = _unpacked(raw, compression).read(HEADER_BYTES)
         except _STREAM_ERRORS:
             return True  # told in full when it is read
-    return first_header(start, _LONGEST, checksum) is not None
+    return _is_header(start, checksum)
 
 
 def walk(
@@ -128,9 +122,9 @@ def read_frames(path: str, compression: str = "") -> Iterator[Frame]:
     size = os.path.getsize(path)
     num_frames = 0
     with open(path, "rb") as raw:
-        reader = _Reader(_unpacked(raw, compression), None if compression else size)
+        file = _unpacked(raw, compression)
         try:
-            for frame in _frames(reader, checksum):
+            for frame in _frames(file, None if compression else size, checksum):
                 num_frames = frame.number + 1
                 yield frame
         except _STREAM_ERRORS as error:
@@ -144,50 +138,24 @@ def read_frames(path: str, compression: str = "") -> Iterator[Frame]:
             ) from error
 
 
-class _Reader:
-    """A file that is read forward, and whose next bytes can be put back."""
-
-    def __init__(self, file: IO[bytes], size: int | None) -> None:
-        self._file, self.size, self.offset = file, size, 0
-        self._put_back = b""
-
-    def read(self, count: int) -> bytes:
-        """Returns the next `count` bytes, fewer at the end."""
-        # A damaged length asks for more than there is, or than memory holds.
-        if self.size is not None:
-            count = max(0, min(count, self.size - self.offset))
-        data, self._put_back = self._put_back[:count], self._put_back[count:]
-        if len(data) < count:
-            data += self._file.read(count - len(data))
-        self.offset += len(data)
-        return data
-
-    def put_back(self, data: bytes) -> None:
-        """Makes `data` the next bytes to be read."""
-        self._put_back = data + self._put_back
-        self.offset -= len(data)
-
-
-def _frames(reader: _Reader, checksum: Callable[[bytes], int]) -> Iterator[Frame]:
-    """Yields frames from a reader that stands at the beginning of one."""
-    number = 0
-    while True:
-        offset = reader.offset
-        header = reader.read(HEADER_BYTES)
-        if not header:
-            return
+def _frames(
+    file: IO[bytes], size: int | None, checksum: Callable[[bytes], int]
+) -> Iterator[Frame]:
+    """Yields frames from a file that stands at the beginning of one."""
+    number = offset = 0
+    while header := file.read(HEADER_BYTES):
         if len(header) < HEADER_BYTES:
             yield Frame(number, offset, None, f"cut off after {len(header)} bytes")
             return
-        length, stored = HEADER.unpack(header)
-        if masked(checksum(header[:8])) != stored:
-            reader.put_back(header[1:])
-            lost = _to_next_frame(reader, checksum) + 1
-            damage = f"its length is damaged, so the next {lost:,} bytes are lost"
+        if not _is_header(header, checksum):
+            rest = (
+                "what follows" if size is None else f"the last {size - offset:,} bytes"
+            )
+            damage = f"its length is damaged, so {rest} of the file cannot be read"
             yield Frame(number, offset, None, damage)
-            number += 1
-            continue
-        payload = reader.read(length + FOOTER_BYTES)
+            return
+        length, _ = HEADER.unpack(header)
+        payload = file.read(length + FOOTER_BYTES)
         if len(payload) < length + FOOTER_BYTES:
             damage = f"cut off after {len(payload):,} of {length:,} bytes"
             yield Frame(number, offset, None, damage)
@@ -198,35 +166,14 @@ def _frames(reader: _Reader, checksum: Callable[[bytes], int]) -> Iterator[Frame
         else:
             yield Frame(number, offset, None, "its bytes do not fit their checksum")
         number += 1
+        offset += HEADER_BYTES + len(payload)
 
 
-def _to_next_frame(reader: _Reader, checksum: Callable[[bytes], int]) -> int:
-    """Moves to the next byte where a frame begins, or the end; returns how far."""
-    start = reader.offset
-    while window := reader.read(WINDOW_BYTES):
-        at = first_header(window, reader.size or _LONGEST, checksum)
-        if at is not None:
-            reader.put_back(window[at:])
-            break
-        if len(window) == WINDOW_BYTES:
-            # The next header may begin in this window and end in the next one.
-            reader.put_back(window[1 - HEADER_BYTES :])
-    return reader.offset - start
-
-
-def first_header(
-    window: bytes, limit: int, checksum: Callable[[bytes], int]
-) -> int | None:
-    """Returns where the first valid header of a frame shorter than `limit` begins."""
-    count = max(0, len(window) - HEADER_BYTES + 1)
-    data = np.frombuffer(window, np.uint8)
-    # The highest bytes of a length are zero, which rules out nearly all places.
-    are_zero = (data[7 : 7 + count] == 0) & (data[6 : 6 + count] == 0)
-    for at in np.flatnonzero(are_zero).tolist():
-        length, stored = HEADER.unpack_from(window, at)
-        if length <= limit and masked(checksum(window[at : at + 8])) == stored:
-            return at
-    return None
+def _is_header(start: bytes, checksum: Callable[[bytes], int]) -> bool:
+    """Whether bytes are a length and its checksum."""
+    if len(start) < HEADER_BYTES:
+        return False
+    return masked(checksum(start[:8])) == HEADER.unpack(start[:HEADER_BYTES])[1]
 
 
 def _unpacked(raw: IO[bytes], compression: str) -> IO[bytes]:

@@ -1,7 +1,8 @@
 """TFRecord files as a source, parsed by the chunk.
 
 TensorFlow reads and parses them. Where damaged records are to be skipped Python reads
-the frames, at the same speed, since TensorFlow stops at the first one.
+the frames, at the same speed, since TensorFlow stops at the first one. Behind a length
+that is damaged the rest of a file is lost to either.
 """
 
 import dataclasses
@@ -198,8 +199,8 @@ def tfrecord_source(
     for path, kind in zip(found, compressions, strict=True):
         if not _frames.is_tfrecord(path, kind):
             raise ValueError(
-                f"File {path!r} in `paths` is no TFRecord file: no record begins in "
-                f"its first MiB{f' as {kind}' if kind else ''}. Expected files that "
+                f"File {path!r} in `paths` is no TFRecord file: it begins with no "
+                f"record{f' as {kind}' if kind else ''}. Expected files that "
                 "`tf.io.TFRecordWriter` wrote. Leave it out, or check `compression`."
             )
     if features is not None:

@@ -292,19 +292,16 @@ class DropLog:
 
 
 def drop(judged: tf.data.Dataset, log: DropLog) -> tf.data.Dataset:
-    """Returns the single elements that have no reason to go.
+    """Returns the elements that have no reason to go.
 
-    `judged` has chunks of pairs of an int32 and an element, `(chunk, ...)`: 0 to keep
-    it, else the number of the reason in `log.dropped`, from 1. Every iterator counts
-    for itself and reports to the log every 4,096 elements and at its end, so a pass
-    that is broken off is off by less than that. A pass in which all of one or more
-    elements went ends in `tf.errors.InvalidArgumentError`.
+    `judged` has pairs of an int32 and an element: 0 to keep it, else the number of the
+    reason in `log.dropped`, from 1. Every iterator counts for itself and reports to the
+    log every 4,096 elements and at its end, so a pass that is broken off is off by less
+    than that. A pass in which all of one or more elements went ends in
+    `tf.errors.InvalidArgumentError`.
     """
-    spec = judged.element_spec[1]
-    last = blank(spec, purpose="`.filter` drops some", sizes=[1])
-    ended = judged.concatenate(
-        tf.data.Dataset.from_tensors((tf.constant([_END], tf.int32), last))
-    )
+    last = blank(judged.element_spec[1], purpose="`.filter` drops some")
+    ended = judged.concatenate(tf.data.Dataset.from_tensors((tf.constant(_END), last)))
     reasons = list(log.dropped)
     zeros = tf.zeros(1 + len(reasons), tf.int64)
 
@@ -312,12 +309,11 @@ def drop(judged: tf.data.Dataset, log: DropLog) -> tf.data.Dataset:
         log.add(counts.numpy().tolist(), passes=int(is_end))
 
     def count(state: Any, pair: Any) -> Any:
-        (total, reported), (codes, elements) = state, pair
-        is_end = tf.equal(codes[0], _END)
-        kinds = tf.one_hot(codes, len(reasons) + 1, dtype=tf.int64)
-        kinds = tf.reduce_sum(kinds, axis=0)
+        (total, reported), (code, element) = state, pair
+        is_end = tf.equal(code, _END)
         # Position 0 counts all that was seen, kept or not.
-        seen = tf.size(codes, tf.int64) * tf.cast(tf.logical_not(is_end), tf.int64)
+        seen = tf.cast(tf.logical_not(is_end), tf.int64)
+        kinds = tf.one_hot(code, len(reasons) + 1, dtype=tf.int64)
         total = total + tf.concat([[seen], kinds[1:]], 0)
         new = total - reported
         is_due = tf.logical_or(is_end, new[0] >= _REPORT_EVERY)
@@ -331,13 +327,12 @@ def drop(judged: tf.data.Dataset, log: DropLog) -> tf.data.Dataset:
         ]
         reported = tf.where(is_due, total, reported)
         with tf.control_dependencies(checks):
-            is_kept = tf.equal(codes, 0)
-        kept = tf.nest.map_structure(lambda v: tf.boolean_mask(v, is_kept), elements)
-        # A structure of its own: a tuple alone would be taken for several values.
-        return (total, reported), {"kept": kept}
+            is_kept = tf.equal(code, 0)
+        return (total, reported), {"is_kept": is_kept, "element": element}
 
     counted = ended.scan((zeros, zeros), count)
-    return counted.map(lambda found: found["kept"]).unbatch()
+    kept = counted.filter(lambda found: found["is_kept"])
+    return kept.map(lambda found: found["element"])
 
 
 def _check_some_left(total: tf.Tensor, reasons: Sequence[str]) -> tf.Operation:

@@ -10,12 +10,10 @@ import tensorflow as tf
 from tfamp.data._elements import (
     TENSOR,
     as_arguments,
-    bytes_of_element,
     inputs_of,
     looks_batched,
     named_columns,
     with_inputs,
-    with_length_of,
 )
 from tfamp.data.stages import (
     Settings,
@@ -49,10 +47,6 @@ from tfamp.records import checks, units
 
 SHAPE_ACTIONS = ("drop", "error", "crop_or_pad")
 OUTLIER_ACTIONS = ("drop", "clip")
-# Elements up to this size are handled in chunks of so many.
-_SMALL_BYTES, _CHUNK = 4096, 64
-# What a string is taken to measure.
-_TEXT_BYTES = 32
 # Codes of elements are positions in here, from 1.
 REASONS = ("other shape", "missing value", "outlier", "predicate")
 
@@ -136,7 +130,7 @@ class Filter(Stage):
             rule.check(columns)
         if self.predicate is None:
             return
-        ruled = dataset.map(self._judge(dataset, False, by_rules=True))
+        ruled = dataset.map(self._judge(dataset, by_rules=True))
         ruled = ruled.map(lambda code, x: x)
         self._check_answer(ruled)
 
@@ -164,20 +158,10 @@ class Filter(Stage):
         """Judges in parallel, drops in order."""
         if acts_on_batches(self):
             return dataset.filter(self.predicate)
-        size = chunk_size(dataset.element_spec)
-        by_chunk = self.predicate is None and all(r.takes_chunks for r in self.rules)
-        if by_chunk and size > 1:
-            chunks = dataset.batch(size)
-            judged = map_in_order(chunks, self._judge(chunks, True), settings)
-        else:
-            judged = map_in_order(dataset, self._judge(dataset, False), settings)
-            if not self.drops:
-                return judged.map(lambda code, element: element)
-            judged = judged.batch(size)
+        judge = self._judge(dataset)
         if self.drops:
-            return drop(judged, self.log)
-        whole = judged.map(lambda code, element: element).unbatch()
-        return with_length_of(dataset, whole)
+            return drop(map_in_order(dataset, judge, settings), self.log)
+        return map_in_order(dataset, lambda *parts: judge(*parts)[1], settings)
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
@@ -194,17 +178,16 @@ class Filter(Stage):
         return units.join_words(words), f"{why}; {so_far}"
 
     def _judge(
-        self, dataset: tf.data.Dataset, is_chunk: bool, *, by_rules: bool = False
+        self, dataset: tf.data.Dataset, *, by_rules: bool = False
     ) -> Callable[..., tuple[tf.Tensor, Any]]:
         """Returns a function from parts to the reason's number, 0 to keep, and x.
 
-        It is mapped over `dataset`, whose elements are chunks where `is_chunk` says so:
-        then it gives a number for each. With `by_rules` the predicate is not asked.
+        It is mapped over `dataset`. With `by_rules` the predicate is not asked.
         """
         is_tuple = isinstance(dataset.element_spec, tuple)
 
         def judge(*parts: Any) -> tuple[tf.Tensor, Any]:
-            code, element = self._ruled(parts if is_tuple else parts[0], is_chunk)
+            code, element = self._ruled(parts if is_tuple else parts[0])
             if self.predicate is None or by_rules:
                 return code, element
             keep = tf.cond(
@@ -217,14 +200,13 @@ class Filter(Stage):
 
         return judge
 
-    def _ruled(self, element: Any, is_chunk: bool) -> tuple[tf.Tensor, Any]:
+    def _ruled(self, element: Any) -> tuple[tf.Tensor, Any]:
         """Returns the number of the first reason to drop, and the element."""
         inputs = inputs_of(element)
         columns = named_columns(inputs)
-        size = tf.shape(next(iter(columns.values())))[:1] if is_chunk else []
-        code = tf.zeros(size, tf.int32)
+        code = tf.constant(0)
         for rule in self.rules:
-            columns, is_bad = rule.act(columns, is_chunk=is_chunk)
+            columns, is_bad = rule.act(columns)
             if rule.drops:
                 reason = tf.constant(REASONS.index(rule.reason) + 1, tf.int32)
                 code = tf.where(tf.logical_and(is_bad, code == 0), reason, code)
@@ -262,20 +244,6 @@ class Filter(Stage):
                 "`statistics` came without `outliers` or a `missing` that reads them; "
                 "expected one of these. Leave `statistics` out."
             )
-
-
-def chunk_size(element_spec: Any) -> int:
-    """Returns how many elements to handle at once.
-
-    Small ones of equal shape cost less together than tf.data's call of a function
-    for each; large ones would be copied twice for nothing.
-
-    Example:
-        >>> chunk_size(tf.TensorSpec((8,))), chunk_size(tf.TensorSpec((224, 224, 3)))
-        (64, 1)
-    """
-    num_bytes = bytes_of_element(element_spec, text_bytes=_TEXT_BYTES)
-    return _CHUNK if num_bytes is not None and num_bytes <= _SMALL_BYTES else 1
 
 
 def _declared(column: Column | TextColumn) -> ColumnRule:

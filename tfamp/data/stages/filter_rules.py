@@ -25,12 +25,11 @@ class Rule(abc.ABC):
     """Changes columns, or judges whether the element is to go.
 
     `drops` says whether elements may go because of it, `reason` why: one of
-    `filter.REASONS`. One that `takes_chunks` acts on many elements at once as on one.
+    `filter.REASONS`.
     """
 
     drops: ClassVar[bool] = False
     reason: ClassVar[str] = ""
-    takes_chunks: ClassVar[bool] = True
 
     @property
     @abc.abstractmethod
@@ -42,8 +41,8 @@ class Rule(abc.ABC):
         """Raises unless it can act on columns of these specs."""
 
     @abc.abstractmethod
-    def act(self, columns: Columns, *, is_chunk: bool) -> tuple[Columns, tf.Tensor]:
-        """Returns the columns, and whether the element goes; of a chunk, for each."""
+    def act(self, columns: Columns) -> tuple[Columns, tf.Tensor]:
+        """Returns the columns, and whether the element goes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +58,7 @@ class DropMissing(Rule):
         """Raises if no column can have a missing value."""
         _check_finds(self.columns, columns, "drop")
 
-    def act(self, columns: Columns, *, is_chunk: bool) -> tuple[Columns, tf.Tensor]:
+    def act(self, columns: Columns) -> tuple[Columns, tf.Tensor]:
         """Returns the columns as they are, and whether a value is missing."""
         found = []
         for rule in self.columns or _floats(columns):
@@ -70,8 +69,8 @@ class DropMissing(Rule):
                     missing |= tf.equal(values, text)
             else:
                 missing = is_missing_tensor(values, rule.missing_values)
-            found.append(_any(missing, is_chunk))
-        return columns, tf.reduce_any(tf.stack(found), axis=0)
+            found.append(tf.reduce_any(missing))
+        return columns, tf.reduce_any(tf.stack(found))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Fill(Rule):
                     "Pass 'median', or cast the column to float32 in `.map`."
                 )
 
-    def act(self, columns: Columns, *, is_chunk: bool) -> tuple[Columns, tf.Tensor]:
+    def act(self, columns: Columns) -> tuple[Columns, tf.Tensor]:
         """Returns the filled columns."""
         changed = dict(columns)
         for rule in self.columns or _floats(columns):
@@ -129,7 +128,7 @@ class DropOutliers(Rule):
         """Raises unless all columns of the statistics are there."""
         _check_columns(self.columns, columns)
 
-    def act(self, columns: Columns, *, is_chunk: bool) -> tuple[Columns, tf.Tensor]:
+    def act(self, columns: Columns) -> tuple[Columns, tf.Tensor]:
         """Returns the columns as they are, and whether a value lies beyond."""
         found = []
         for rule in self.columns:
@@ -137,8 +136,8 @@ class DropOutliers(Rule):
             absent = is_missing_tensor(columns[rule.name], rule.missing_values)
             lower, upper = _limits(rule)
             beyond = tf.logical_or(values < lower, values > upper)
-            found.append(_any(beyond & tf.logical_not(absent), is_chunk))
-        return columns, tf.reduce_any(tf.stack(found), axis=0)
+            found.append(tf.reduce_any(beyond & tf.logical_not(absent)))
+        return columns, tf.reduce_any(tf.stack(found))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +147,7 @@ class Clip(DropOutliers):
     drops: ClassVar[bool] = False
     description = "clip outliers"
 
-    def act(self, columns: Columns, *, is_chunk: bool) -> tuple[Columns, tf.Tensor]:
+    def act(self, columns: Columns) -> tuple[Columns, tf.Tensor]:
         """Returns clipped columns."""
         changed = dict(columns)
         for rule in self.columns:
@@ -171,7 +170,6 @@ class Reshape(Rule):
     """Gives columns one shape each, None for any size, or acts on those of others."""
 
     reason: ClassVar[str] = "other shape"
-    takes_chunks: ClassVar[bool] = False
     shapes: tuple[tuple[str, Shape], ...]
     action: str
 
@@ -206,7 +204,7 @@ class Reshape(Rule):
                     "Correct `shape`, or set the shape in `.map`."
                 )
 
-    def act(self, columns: Columns, *, is_chunk: bool) -> tuple[Columns, tf.Tensor]:
+    def act(self, columns: Columns) -> tuple[Columns, tf.Tensor]:
         """Returns columns of the shapes, and whether the element had another."""
         is_bad, changed = tf.constant(False), dict(columns)
         for name, shape in self.shapes:
@@ -230,12 +228,6 @@ class Reshape(Rule):
                 kept = tf.cond(fits, lambda v=values: v, lambda e=empty: e)
                 changed[name] = tf.ensure_shape(kept, shape)
         return changed, is_bad
-
-
-def _any(flags: tf.Tensor, is_chunk: bool) -> tf.Tensor:
-    """Returns whether any value of an element has a flag, for each of a chunk."""
-    axes = list(range(1, flags.shape.rank)) if is_chunk else None
-    return tf.reduce_any(flags, axis=axes)
 
 
 def _limits(rule: ColumnRule) -> list[tf.Tensor]:
