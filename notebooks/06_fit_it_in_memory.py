@@ -15,7 +15,7 @@
 # - which batch size fits into a given memory, without a step,
 # - which one trains fastest, which is rarely the largest,
 # - what to do with the learning rate then,
-# - four ways to need less: half precision, fewer activations, micro-batches, and
+# - four ways to need less: half precision, fewer activations, accumulation, and
 #   frozen weights.
 #
 # It takes four to six minutes on two CPU cores.
@@ -250,27 +250,10 @@ for name, each in {"as it is": before, "with remat": after}.items():
 # %% [markdown]
 # ## What if it runs out all the same?
 #
-# Inputs of varying length, a neighbour on the GPU: no estimate sees them. With
-# `MicroBatches` the step that failed is taken back and made again in two parts, or
-# four, whose gradients make one update. Here is a model that "fits" 16 examples:
-
-
-# %%
-class Narrow(keras.Model):
-    """Fails like one that is too large for more than 16 examples."""
-
-    def train_step(self, data):
-        """Trains, or runs out of memory."""
-        if len(data[0]) > 16:
-            raise MemoryError("as if the device were full")
-        return super().train_step(data)
-
-
-narrow = Narrow(model.inputs, model.outputs)
-narrow.compile("adam", "sparse_categorical_crossentropy", run_eagerly=True)
-micro = tfamp.callbacks.MicroBatches()
-narrow.fit(x[:64], y[:64], batch_size=32, verbose=0, callbacks=[micro])
-print("parts:", micro.splits, " updates:", int(narrow.optimizer.iterations))
+# Inputs of varying length, a neighbour on the GPU: no estimate sees them. The error of
+# TensorFlow then ends with a note: what was asked for and by which layer, what the
+# model holds whatever the batch, who else holds memory on the device, and what to do,
+# in order.
 
 # %% [markdown]
 # ## And to serve it?

@@ -126,6 +126,20 @@ def test_a_name_that_stands_elsewhere_is_told(name, meant):
         getattr(tfamp, name)
 
 
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("MicroBatches", "tfamp.find_batch_size, which gives batch and accumulation"),
+        ("NanRecover", "tfamp.callbacks.NanRecovery"),
+        ("compare", "tfamp.compare"),
+    ],
+)
+def test_a_callback_that_is_not_there_is_told(name, meant):
+    message = re.escape(f"has no attribute '{name}'. Did you mean {meant}?")
+    with pytest.raises(AttributeError, match=message):
+        getattr(tfamp.callbacks, name)
+
+
 def test_a_name_like_no_other_leads_to_the_help():
     with pytest.raises(AttributeError, match=re.escape("`help(tfamp)` lists")):
         tfamp.zzz  # noqa: B018

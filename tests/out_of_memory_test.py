@@ -189,7 +189,8 @@ def test_an_error_in_training_on_a_gpu_is_told_in_full():
         "Another process (pid 9, jupyter) holds 6.0 GiB of 16.0 GiB on GPU:1.",
         "What to do, in this order:",
         "1. A smaller batch; `tfamp.find_batch_size` finds the largest that fits.",
-        "2. The same batch in parts: the callback `tfamp.callbacks.MicroBatches`.",
+        "2. The same update from smaller batches: `tfamp.find_batch_size(..., "
+        "target_batch_size=...)` says how many to accumulate.",
         "3. Activations computed again in the backward pass: `tfamp.remat(model)`.",
         "4. Activations of half the size: `tfamp.apply(model, 'mixed_bfloat16')`, or "
         "what `tfamp doctor` recommends here.",
@@ -316,7 +317,7 @@ def test_a_managed_models_error_keeps_its_type_and_gets_a_note(name, policy):
     # A kernel of 4 and a bias of 1, in float32.
     assert "weights 20 bytes" in note
     assert ("optimizer slots" in note) == (name == "fit")
-    assert ("MicroBatches" in note) == (name == "fit")
+    assert ("target_batch_size" in note) == (name == "fit")
     assert ("mixed_bfloat16" in note) == (policy == "float32")
 
 
@@ -326,7 +327,7 @@ def test_validation_inside_of_fit_is_noted_once():
     x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
     notes = notes_of(lambda: model.fit(x, y, validation_data=(x, y), verbose=0))
     assert len(notes) == 1
-    assert "MicroBatches" not in notes[0]
+    assert "target_batch_size" not in notes[0]
 
 
 class Evaluated(Exhausts):

@@ -111,6 +111,7 @@ _ELSEWHERE = {
         "tfamp.callbacks.{}",
     ),
     **dict.fromkeys(("Pipeline", "bottleneck", "fit_statistics"), "tfamp.data.{}"),
+    "MicroBatches": "tfamp.find_batch_size, which gives batch and accumulation",
     "check_data": "tfamp.data.check",
     "export_model": "tfamp.export",
     "find_batch": "tfamp.find_batch_size",
@@ -134,7 +135,7 @@ def _advice(name: str) -> str:
 
     if name.startswith("_"):  # asked for by tools, not by people
         return ""
-    known = _ELSEWHERE.get(name)
+    known = f"tfamp.{name}" if name in _HOMES else _ELSEWHERE.get(name)
     if known is None:
         close = difflib.get_close_matches(name, [*_HOMES, *_ELSEWHERE], n=1)
         if not close:

@@ -82,7 +82,6 @@ CALLBACKS = {
         interval_seconds=3600.0,
         readers=(lambda: {"load": 1.0},),
     ),
-    "MicroBatches": lambda folder: callbacks.MicroBatches(),
 }
 
 

@@ -24,30 +24,10 @@ from absl import logging
 from tfamp.keras_hooks.patches import replaced
 
 
-def on_batch(model: keras.Model, step: Callable[[Any], Any] | None = None) -> Any:
-    """Returns a function that trains on one batch as `fit` does, traced or compiled.
-
-    `step` takes the place of `train_step`, with all that tfamp puts around that one.
-    """
-    made = type(model)._make_function
-    if step is None:
-        function = made(model, model.train_step)
-    else:
-        with replaced(model, train_step=step):
-            function = made(model, step)
+def on_batch(model: keras.Model) -> Any:
+    """Returns a function that trains on one batch as `fit` does, traced or compiled."""
+    function = type(model)._make_function(model, model.train_step)
     return lambda data: function([data])
-
-
-def on_replicas(model: keras.Model, step: Callable[[Any], Any]) -> Any:
-    """As `on_batch`, of a step that nothing is put around; results stay per replica."""
-
-    @tf.autograph.experimental.do_not_convert
-    def one_step(data: Any) -> Any:
-        return model.distribute_strategy.run(step, args=(data,))
-
-    if model.run_eagerly:
-        return one_step
-    return tf.function(one_step, reduce_retracing=True, jit_compile=model.jit_compile)
 
 
 # Takes the next function inside and the iterator, returns the logs.
@@ -57,7 +37,6 @@ Call = Callable[[Callable[[Any], Any], Any], Any]
 class Place(enum.IntEnum):
     """Where a call stands around the training function, from the inside out."""
 
-    MICRO_BATCHES = enum.auto()  # takes the place of the function that Keras made
     FLIGHT_RECORDER = enum.auto()
     THROUGHPUT = enum.auto()
     NAN_RECOVERY = enum.auto()
@@ -140,32 +119,22 @@ class Run:
             for member in reversed(self.members):
                 stack.callback(_leave, member, error)
 
-    def surround(self, *, is_made: bool = False) -> None:
-        """Puts the calls around the training function, unless they are there.
-
-        `is_made` says whether the function is as Keras made it, as far as is known.
-        """
+    def surround(self) -> None:
+        """Puts the calls around the training function, unless they are there."""
         function = self.model.train_function
         if function is None or not self.calls:
             return
         if all(each.run is not self for each in _layers(function)):
-            self.model.train_function = _Around(self, function, is_made)
+            self.model.train_function = _Around(self, function)
 
-    def call(self, around: "_Around", iterator: Any) -> Any:
+    def call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
         """Runs a training function, with the calls of all members around it."""
-        function = around.function
-        if around.is_made and Place.MICRO_BATCHES in self.calls:
-            function = self._within(Place.MICRO_BATCHES, function)
         if self._is_inside:  # what another callback put in between has called it
             return function(iterator)
         for place in sorted(self.calls):
-            if place is not Place.MICRO_BATCHES:
-                function = self._within(place, function)
+            function = functools.partial(self.calls[place][1], function)
         with replaced(self, _is_inside=True):
             return function(iterator)
-
-    def _within(self, place: Place, function: Callable[[Any], Any]) -> Any:
-        return functools.partial(self.calls[place][1], function)
 
     def _take_off(self) -> None:
         """Takes the calls off the training function, where they can be reached."""
@@ -182,14 +151,14 @@ class Run:
 class _Around:
     """A training function with the calls of a run around it."""
 
-    def __init__(self, run: Run, function: Callable[[Any], Any], is_made: bool) -> None:
+    def __init__(self, run: Run, function: Callable[[Any], Any]) -> None:
         functools.update_wrapper(self, function)
-        self.run, self.function, self.is_made = run, function, is_made
+        self.run, self.function = run, function
 
     def __call__(self, iterator: Any) -> Any:
         # Another `fit` of this model, inside of this one, is none of its members'.
         run = _current(self.run.model) or self.run
-        return run.call(self, iterator)
+        return run.call(self.function, iterator)
 
 
 def join(
@@ -218,9 +187,9 @@ def join(
     member = Member(run, close, on_failure)
     run.members.append(member)
     if place is not None and call is not None and place not in run.calls:
-        member.has_place, is_first = True, not run.calls
+        member.has_place = True
         run.calls[place] = member, call
-        run.surround(is_made=is_first)
+        run.surround()
     return member
 
 
@@ -254,7 +223,7 @@ def note_made(model: keras.Model) -> None:
     """Puts what stood around a model's training function around the one just made."""
     run = _current(model)
     if run is not None:
-        run.surround(is_made=True)
+        run.surround()
 
 
 def note_epochs(epochs: Any) -> None:

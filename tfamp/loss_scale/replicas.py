@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfamp.keras_hooks import replicas, structure, trainer
+from tfamp.keras_hooks import replicas, structure
 from tfamp.keras_hooks.layers import record_of
 from tfamp.keras_hooks.optimizers import in_xla, optimizers_of
 from tfamp.keras_hooks.variables import writes_only_if
@@ -136,13 +136,6 @@ def weights_replicas(model: keras.Model) -> bool:
         return False
     is_known = record_of(model) is not None or strategy in STRATEGIES
     return is_known or bool(ours_of(model))
-
-
-def sharing_whole_batch(model: keras.Model, data: Any, share: Any) -> Any:
-    """Weights replicas by their whole batches, `data` being a `share` of one's."""
-    part = trainer.batch_size_of(data) if weights_replicas(model) else None
-    count = None if part is None else tf.round(part / share)
-    return replicas.sharing(model, count, may_be_empty=False, reduces_weights=False)
 
 
 class StateBeforeStep:

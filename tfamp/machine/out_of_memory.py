@@ -246,7 +246,8 @@ def _remedies(
     )
     if training:
         found += [
-            "The same batch in parts: the callback `tfamp.callbacks.MicroBatches`.",
+            "The same update from smaller batches: `tfamp.find_batch_size(..., "
+            "target_batch_size=...)` says how many to accumulate.",
             "Activations computed again in the backward pass: `tfamp.remat(model)`.",
         ]
     if computes_in == "float32":
