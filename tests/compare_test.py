@@ -1,7 +1,5 @@
 """`tfamp.compare`: order, resuming, failures, Ctrl-C, what goes to the processes."""
 
-import io
-import json
 import math
 import os
 import re
@@ -9,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import types
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +18,7 @@ from tfamp.comparison.result import conclude
 from tfamp.memory.batch_search import processes as batch_search
 from tfamp.memory.batch_search.processes import Settings, TrialSettings
 from tfamp.memory.batch_search.records import Trial
-from tfamp.trials import measurements, parcel, processes, storage
+from tfamp.trials import measurements, parcel, processes
 from tfamp.trials.run_records import OperationTime, Run
 from tfamp.trials.storage import Job, checked_policies, checked_seeds, file_name
 
@@ -42,28 +39,21 @@ def started(monkeypatch):
     class RunProcess:
         """Ends at once with a made-up run."""
 
-        pid = None
-        has_met = False
-
         def __init__(self, folder, policy, seed, *, timeout_seconds, on_progress):
             self.folder, self.policy, self.seed = folder, policy, seed
             self.part_done, self.on_progress = 0.5, on_progress
 
-        def go_on(self):
+        def run(self):
             calls.append((self.policy, self.seed))
             self.on_progress(self)
             if isinstance(answers.get((self.policy, self.seed)), BaseException):
                 raise answers[self.policy, self.seed]
-            return False
 
         def result(self):
             key = (self.policy, self.seed)
             run = answers.get(key) or made_evidence.run(*key)
             run.to_json(self.folder / f"{file_name(*key)}.json")
             return run
-
-        def end(self):
-            """Has ended."""
 
     monkeypatch.setattr(processes, "RunProcess", RunProcess)
     return calls, answers
@@ -316,55 +306,32 @@ def test_the_end_of_a_process_is_explained(status, message):
 
 
 def process(tmp_path, monkeypatch, code, **options):
-    """A run's process that runs other Python code; `told` and `go` talk for it."""
+    """A run's process that runs other Python code; `told` talks for it."""
     talk = (
         "import os, sys\n"
         "def told(word): os.write(int(sys.argv[4]), (word + '\\n').encode())\n"
-        "def go(): return sys.stdin.readline()\n"
     )
     command = [sys.executable, "-c", talk + code]
     monkeypatch.setattr(processes, "command", lambda module, words: [*command, *words])
     return processes.RunProcess(tmp_path, "float32", 0, **options)
 
 
-def test_a_process_goes_on_turn_by_turn(tmp_path, monkeypatch):
-    code = "told('0.25'); told('turn'); print(go()); told('turn'); print(go())"
+def test_a_process_tells_how_far_it_is(tmp_path, monkeypatch):
     parts = []
     note = {"on_progress": lambda process: parts.append(process.part_done)}
-    found = process(tmp_path, monkeypatch, code, **note)
-    assert found.pid is None
-    assert found.go_on()
-    assert found.part_done == 0.25
-    assert found.go_on()
-    assert not found.go_on()
-    assert processes.tail(tmp_path / "float32_seed0.log").split() == ["go", "go"]
-    assert parts[-1] == 0.25
+    found = process(tmp_path, monkeypatch, "told('0.25'); told('0.50')", **note)
+    found.run()
+    assert (found.part_done, parts[-1]) == (0.5, 0.5)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="others are not stopped")
-def test_a_process_that_waits_is_stopped_and_fetches_no_input(tmp_path, monkeypatch):
-    import psutil
-
-    code = "told('meet'); told('turn'); print(go())"
-    found = process(tmp_path, monkeypatch, code)
-    assert found.go_on() and found.has_met
-    state = psutil.Process(found.pid)
-    while state.status() == psutil.STATUS_RUNNING:
-        pass  # the signal is on its way
-    assert state.status() == psutil.STATUS_STOPPED
-    assert not found.go_on()
-    assert processes.tail(tmp_path / "float32_seed0.log").split() == ["go"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="others are not stopped")
-def test_a_stopped_process_ends_with_the_one_that_started_it(tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="others do not end")
+def test_a_process_ends_with_the_one_that_started_it(tmp_path):
     program = (
         "import os, subprocess, sys\n"
         "code = 'from tfamp.trials import processes; processes.end_with_parent(); '\n"
         "code += 'print(1, flush=True); input()'\n"
         "child = subprocess.Popen([sys.executable, '-c', code], stdin=-1, stdout=-1)\n"
         "child.stdout.readline()\n"
-        "os.kill(child.pid, 19)\n"
         "print(child.pid, flush=True)\n"
         "os._exit(0)\n"
     )
@@ -381,189 +348,45 @@ def test_a_stopped_process_ends_with_the_one_that_started_it(tmp_path):
 def test_a_process_that_dies_leaves_a_failed_run_and_its_log(tmp_path, monkeypatch):
     code = "print('last words', flush=True); os.kill(os.getpid(), 9)"
     found = process(tmp_path, monkeypatch, code)
-    assert not found.go_on()
+    found.run()
     run = found.result()
     assert (run.status, run.error) == ("failed", processes.why_ended(-9))
     assert processes.tail(tmp_path / "float32_seed0.log") == "last words"
 
 
-def test_a_process_that_dies_while_it_waits_is_seen(tmp_path, monkeypatch):
-    found = process(tmp_path, monkeypatch, "told('turn'); os.kill(os.getpid(), 9)")
-    assert found.go_on()
-    assert not found.go_on()
-    assert found.result().error == processes.why_ended(-9)
-
-
 def test_an_old_record_is_not_taken_for_a_new_one(tmp_path, monkeypatch):
     made_evidence.run("float32", 0).to_json(tmp_path / "float32_seed0.json")
     found = process(tmp_path, monkeypatch, "")
-    assert not found.go_on()
+    found.run()
     assert found.result().status == "failed"
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     code = "import time; time.sleep(600)"
     found = process(tmp_path, monkeypatch, code, timeout_seconds=0.3)
-    assert not found.go_on()
+    found.run()
     assert found.result().error == "it took longer than 0.3 s"
 
 
-def test_a_process_can_be_ended_and_ends_with_its_comparison(tmp_path, monkeypatch):
-    found = process(tmp_path, monkeypatch, "told('turn'); sys.exit(not go())")
-    assert found.go_on()
-    found.end()
-    with pytest.raises(ProcessLookupError):
-        os.kill(found.pid, 0)
+def test_an_interruption_ends_the_process(tmp_path, monkeypatch):
+    def interrupt(process):
+        raise KeyboardInterrupt
 
-
-class Player:
-    """Goes on for some turns, and notes each."""
-
-    def __init__(self, notes, name, turns, meets_at=None):
-        self.name, self.turns, self.notes = name, turns, notes
-        self.meets_at, self.has_met = meets_at, False
-
-    def go_on(self):
-        self.notes.append(self.name)
-        self.turns -= 1
-        self.has_met = self.turns == self.meets_at
-        if self.turns < 0:
-            raise KeyboardInterrupt
-        return self.turns > 0
-
-    def end(self):
-        self.notes.append(f"end {self.name}")
-
-
-# Whether there is room, name and turns of each player and how many are left where it
-# waits for the others, the order of the turns, that of the ends.
-ORDERS = {
-    # Each starts while those before it wait; then the first that waits goes on.
-    "in a circle": (True, [("a", 3), ("b", 1), ("c", 2)], "abcaca", "bca"),
-    # Both have two turns left where they meet: "a" after one turn, "b" after three.
-    "they meet": (True, [("a", 3, 2), ("b", 5, 2)], "abbb" + "abab", "ab"),
-    "no room": (False, [("a", 2), ("b", 2)], "aabb", "ab"),
-    # Nobody waits for those that have not begun.
-    "no room to meet": (False, [("a", 3, 2), ("b", 3, 2)], "aaabbb", "ab"),
-}
-
-
-@pytest.mark.parametrize("has_room, players, turns, ends", ORDERS.values(), ids=ORDERS)
-def test_players_go_on_in_turns(has_room, players, turns, ends, monkeypatch):
-    monkeypatch.setattr(processes, "memory_has_room", lambda waiting: has_room)
-    notes = []
-    ended = processes.in_turns(Player(notes, *player) for player in players)
-    assert "".join(player.name for player in ended) == ends
-    assert "".join(notes) == turns
-
-
-def test_an_interruption_ends_all_that_have_begun(monkeypatch):
-    monkeypatch.setattr(processes, "memory_has_room", lambda waiting: True)
-    notes = []
-    players = [Player(notes, "a", 2), Player(notes, "b", 0), Player(notes, "c", 1)]
+    code = "print(os.getpid(), flush=True); told('0.5'); sys.stdin.read()"
+    found = process(tmp_path, monkeypatch, code, on_progress=interrupt)
     with pytest.raises(KeyboardInterrupt):
-        list(processes.in_turns(players))
-    assert notes == ["a", "b", "end a", "end b"]
+        found.run()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(processes.tail(tmp_path / "float32_seed0.log")), 0)
 
 
-def test_room_is_what_memory_has_free(monkeypatch):
-    import psutil
-
-    own = psutil.Process().memory_info().rss
-    free = iter(types.SimpleNamespace(available=int(n * own)) for n in (1.6, 1.4))
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: next(free))
-    here, gone = (types.SimpleNamespace(pid=n) for n in (os.getpid(), 2**22 + 1))
-    assert processes.memory_has_room([here, gone])
-    assert not processes.memory_has_room([here])
-
-
-def test_a_run_tells_how_far_it_is_and_waits_for_its_turn():
+def test_a_run_tells_how_far_it_is():
     reading, writing = os.pipe()
-    answers = io.StringIO("go\n")
-    own = processes.Line(writing, answers, takes_turns=True)
-    own.tell(0.5)
-    own.wait_for_turn()
-    assert os.read(reading, 100).decode().split() == ["0.5000", "turn"]
-    with pytest.raises(SystemExit):
-        own.wait_for_turn()  # nobody answers any more
+    processes.Line(writing).tell(0.5)
+    assert os.read(reading, 100).decode().split() == ["0.5000"]
     for end in (reading, writing):
         os.close(end)
-
-
-def test_a_run_that_takes_no_turns_does_not_wait():
-    processes.Line(None, io.StringIO(""), takes_turns=True).wait_for_turn()
-
-
-def weights(path, before, after):
-    np.savez(path, before_0=np.float32(before), after_0=np.float32(after))
-    return path
-
-
-def test_drift_is_the_distance_over_the_way(tmp_path):
-    # From 0 the reference went to (3, 4), five away; the other ended one beside it.
-    reference = weights(tmp_path / "a.npz", [0.0, 0.0], [3.0, 4.0])
-    other = weights(tmp_path / "b.npz", [9.0, 9.0], [4.0, 4.0])
-    assert storage.drift(reference, other) == pytest.approx(0.2)
-    assert storage.drift(reference, reference) == 0.0
-    assert storage.drift(reference, tmp_path / "none.npz") is None
-    still = weights(tmp_path / "c.npz", [1.0], [1.0])
-    assert storage.drift(still, still) is None
-    assert storage.drift(reference, still) is None
-
-
-def bare_run(policy, **given):
-    run = made_evidence.run(policy, 0, **given)
-    return replace(run, weights_drift=None, drift_from="")
-
-
-def test_drift_is_added_to_all_but_the_reference(tmp_path):
-    job = Job("t", ("auto", "float32"), (0,), 1)
-    runs = [bare_run(policy) for policy in job.policies]
-    weights(tmp_path / "float32_seed0.npz", [0.0], [2.0])
-    weights(tmp_path / "auto_seed0.npz", [0.0], [1.0])
-    found = storage.add_drift(tmp_path, runs, "float32")
-    assert [run.weights_drift for run in found] == [0.5, None]
-    written = json.loads((tmp_path / "auto_seed0.json").read_text())
-    assert written["weights_drift"] == 0.5
-
-
-def test_drift_is_from_the_reference_that_the_report_names(started, tmp_path):
-    policies = ("float32", "float32+xla", "auto")
-    speeds = dict(zip(policies, (1.0, 2.0, 3.0), strict=True))
-    for place, (policy, speed) in enumerate(speeds.items()):
-        started[1][policy, 0] = bare_run(policy, speed=speed)
-        weights(tmp_path / f"{file_name(policy, 0)}.npz", [0.0], [2.0 - 0.5 * place])
-    found = tfamp.compare(build_nothing, policies=policies, seeds=1, directory=tmp_path)
-    assert found.reference == "float32+xla"
-    # It ended at 1.5, the others 0.5 away from there.
-    drifts = [run.weights_drift for run in found.runs]
-    assert drifts == [pytest.approx(1 / 3), None, pytest.approx(1 / 3)]
-    assert {run.drift_from for run in found.runs} == {"float32+xla", ""}
-
-
-def test_drift_from_a_former_reference_is_not_shown_as_one_from_the_new(tmp_path):
-    job = Job("t", ("float32", "float32+xla", "auto"), (0,), 1)
-    runs = [
-        replace(
-            made_evidence.run(policy, 0),
-            weights_drift=None if policy == "float32" else 0.25,
-            drift_from="" if policy == "float32" else "float32",
-        )
-        for policy in job.policies
-    ]
-    kept = storage.add_drift(tmp_path, runs, "float32")
-    assert [run.weights_drift for run in kept] == [None, 0.25, 0.25]
-    # The weights of earlier runs are gone, so nothing can be measured anew.
-    changed = storage.add_drift(tmp_path, runs, "float32+xla")
-    assert [run.weights_drift for run in changed] == [None, None, None]
-
-
-def test_a_finished_comparison_leaves_no_weights_behind(tmp_path):
-    weights(tmp_path / "float32_seed0.npz", [0.0], [2.0])
-    storage.end(tmp_path, is_complete=False)
-    assert (tmp_path / "float32_seed0.npz").exists()
-    storage.end(tmp_path, is_complete=True)
-    assert not (tmp_path / "float32_seed0.npz").exists()
+    processes.Line().tell(0.5)  # to nobody
 
 
 def test_operations_stand_beside_those_of_the_reference():

@@ -1,6 +1,5 @@
 """One run of a comparison: windows of steps, losses, latencies, what it records."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -106,8 +105,6 @@ def test_every_way_of_writing_a_model_is_measured(make, options, tmp_path):
         first, rest = found.losses[0], found.losses[1]
         mean = (first[0] * first[1] + (rest[0] - first[0]) * rest[1]) / rest[0]
         assert mean == pytest.approx(found.history["loss"][0], rel=1e-5)
-    assert len(whole.first_weights) == 2
-    assert np.any(whole.first_weights[0] != model.trainable_weights[0].numpy())
 
 
 def test_arrays_and_a_pydataset_are_taken(tmp_path):
@@ -188,46 +185,29 @@ def test_keras_own_scale_says_that_skips_are_unknown(tmp_path):
     )
 
 
-class Turns(Line):
-    """Notes each turn that it waits for; between two the machine sleeps a while."""
+class Told(Line):
+    """Notes what it is told."""
 
-    def __init__(self, wait):
+    def __init__(self):
         super().__init__()
-        self.takes_turns, self.parts, self.waits, self.meetings = True, [], 0, 0
-        self._wait = wait
+        self.parts = []
 
     def tell(self, part):
         self.parts.append(part)
 
-    def wait_for_turn(self):
-        self.waits += 1
-        self._wait()
 
-    def wait_for_others(self):
-        self.meetings += 1
-
-
-def test_waiting_for_a_turn_is_in_no_time():
+def test_a_training_tells_how_far_it_is():
     now = [0.0]
 
     def clock():
         now[0] += 0.06  # two looks at the clock make a window
         return now[0]
 
-    def wait():
-        now[0] += 1000.0
-
-    turns = Turns(wait)
+    told = Told()
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(1)
-    model = compiled(functional())
-    _, found = trained(model, data, None, job(epochs=2), line=turns, clock=clock)
-    # After the first step, and then about once a second.
-    assert turns.waits > 5
-    assert found.step.high < 1
-    assert 1 / found.examples_per_second < 1
-    assert found.first_step_seconds < 1
-    assert turns.parts == sorted(turns.parts)
-    assert 0 < turns.parts[0] < turns.parts[-1] <= 1
+    trained(compiled(functional()), data, None, job(epochs=2), line=told, clock=clock)
+    assert told.parts == sorted(told.parts)
+    assert 0 < told.parts[0] < told.parts[-1] <= 1
 
 
 # Windows
@@ -274,13 +254,6 @@ def test_the_rate_is_the_mean_of_what_is_not_rare():
 def test_of_few_windows_all_count():
     run = [Window(1, step, 1, step, 0.1 * step, None) for step in range(1, 8)]
     assert seconds_per_step(run) == (pytest.approx(0.4), "")
-
-
-def test_a_window_after_a_wait_is_not_steady():
-    run = windows(1, 1, 1, 1)
-    run[2] = dataclasses.replace(run[2], is_steady=False)
-    kept, _ = steady(run, num_epochs=1)
-    assert [window.last_step for window in kept] == [2, 4]
 
 
 def test_the_first_window_is_never_steady():
@@ -439,19 +412,12 @@ def test_sizes_are_timed_in_several_rounds_and_turns():
         now[0] += 0.06
         return now[0]
 
-    def wait():
-        # The machine gets slower while the others have their turns.
-        now[0] += 1000.0
-        seen.append("turn")
-
-    turns = Turns(wait)
     found, _ = training.latencies(
-        Model(), tf.constant(X[:2]), sizes=[1, 5], line=turns, clock=clock
+        Model(), tf.constant(X[:2]), sizes=[1, 5], clock=clock
     )
     order = [size for size, _ in itertools.groupby(seen)]
-    assert order == [1, 5, *["turn", 1, 5] * training.ROUNDS]
-    assert turns.meetings == 1
-    # No wait is in a time: a look at the clock before each call and one after it.
+    assert order == [1, 5] * (1 + training.ROUNDS)
+    # A look at the clock before each call and one after it.
     assert [each.p99_seconds for each in found] == [pytest.approx(0.06)] * 2
     assert {each.num_calls for each in found} == {2 * training.ROUNDS}
 
@@ -511,8 +477,6 @@ def test_a_run_has_every_figure(tmp_path, disabled):
     assert run.num_nonfinite_weights == 0
     (head,) = [layer for layer in run.layers if layer.class_name == "Dense"]
     assert head.compute_dtype == "float32"
-    with np.load(tmp_path / "mixed_bfloat16_seed7.npz") as arrays:
-        assert sorted(arrays.files) == ["after_0", "after_1", "before_0", "before_1"]
     context = json.loads((tmp_path / "context.json").read_text())
     assert context["command"] == "c"
     assert context["versions"]["keras"] == keras.__version__
@@ -634,9 +598,8 @@ def test_the_command_compares_in_fresh_processes_and_leaves_a_report(
     found = json.loads((tmp_path / "report" / "report.json").read_text())
     before, after = found["runs"]
     assert (before["policy"], after["policy"]) == ("float32", "mixed_bfloat16")
-    # The same seed begins alike, and bfloat16 takes the weights elsewhere.
+    # The same seed begins alike.
     assert before["losses"][0][1] == pytest.approx(after["losses"][0][1], rel=0.02)
-    assert 0 < after["weights_drift"] < 1
     assert found["context"]["command"].startswith("tfamp compare program_of_mine:build")
     assert (tmp_path / "report" / "report.md").exists()
     assert "<html" in (tmp_path / "report" / "report.html").read_text()

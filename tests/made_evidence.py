@@ -1,14 +1,12 @@
 """Evidence that was made up, for tests of what is done with it."""
 
 import dataclasses
-import itertools
 import math
 
 from tfamp.comparison.evidence import Evidence, TunedPlan
 from tfamp.comparison.judgement import direction, verdict_on
 from tfamp.comparison.report.drawing import Plot
 from tfamp.comparison.report.html import policy_plots
-from tfamp.comparison.report.plans import plan_plots, plan_sections
 from tfamp.machine.speeds import Device
 from tfamp.trials.run_records import (
     Context,
@@ -110,8 +108,6 @@ def run(policy: str, seed: int, *, speed: float = 1.0, metric: float = 0.9) -> R
         losses=tuple((s, 2.0 * math.exp(-s / 150) + 0.01 * seed) for s in steps),
         loss_scales=((1, 32768.0), (100, 16384.0)) if "float16" in policy else (),
         skipped_steps=1 if "mixed_float16" in policy else 0,
-        weights_drift=None if policy.startswith("float32") else 0.05 + 0.01 * seed,
-        drift_from="" if policy.startswith("float32") else "float32",
         latencies=(
             Latency.of(1, [0.001 / speed, 0.0012 / speed, 0.003 / speed]),
             Latency.of(64, [0.02 / speed, 0.021 / speed, 0.03 / speed]),
@@ -178,6 +174,5 @@ def evidence(
 
 
 def plots(found: Evidence) -> tuple[Plot, ...]:
-    """Returns every plot of a report, those of plans last."""
-    of_plans = (plan_plots(section) for section in plan_sections(found))
-    return (*policy_plots(found), *itertools.chain.from_iterable(of_plans))
+    """Returns every plot of a report."""
+    return policy_plots(found)

@@ -271,10 +271,6 @@ WRONG = {
         ),
         "'other'",
     ),
-    "nothing to draw": (
-        lambda plan: plan.plot("plan.png"),
-        "expected one that `tfamp.tune` made",
-    ),
     "no model": (lambda plan: plan.apply("model"), "expected a Keras model"),
     "an unbuilt model": (
         lambda plan: tfamp.PrecisionPlan.from_model(

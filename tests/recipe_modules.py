@@ -37,10 +37,9 @@ def record_of(finished):
 class RunHere(processes.RunProcess):
     """Trains in this process, which spares a run of a comparison its imports."""
 
-    def go_on(self):
+    def run(self):
         """Trains to the end."""
         child.main([str(self._folder), self.policy, str(self.seed)])
-        return False
 
 
 def train_here(monkeypatch):

@@ -1,21 +1,18 @@
-"""Plans in reports: what `tfamp.tune` measured, drawn and told, and short names."""
+"""Plans in reports: what `tfamp.tune` measured and told, and short names."""
 
 import dataclasses
 import re
-from xml.etree import ElementTree
 
 import keras
 import pytest
-from matplotlib.backends import backend_agg
 
 import tfamp
 from tests import made_evidence
 from tfamp.comparison.evidence import TunedPlan, tuned_plans
 from tfamp.comparison.judgement import are_same
-from tfamp.comparison.report import drawing, plans, sentences
+from tfamp.comparison.report import plans, sentences
 from tfamp.comparison.report.html import to_html
 from tfamp.comparison.report.text import table, to_markdown
-from tfamp.dtypes import plan_plot
 from tfamp.trials import child, storage
 from tfamp.trials.variant import short_names
 
@@ -71,77 +68,6 @@ def test_rows_have_every_layer_and_every_evaluation():
     ]
 
 
-def marks_of(plot):
-    """The centres of the marks of a plot."""
-    root = ElementTree.fromstring(plot.svg)
-    uses = [each for each in root.iter() if each.tag.endswith("use")]
-    return [(float(u.attrib["x"]), float(u.attrib["y"])) for u in uses]
-
-
-def test_the_plot_of_layers_has_error_over_saving_and_names():
-    layers, search = plans.plan_plots(section())
-    marks = marks_of(layers)
-    # Circles first, 1 % and 3 %; the square at 2 % lies highest, as it overflows.
-    (x1, _), (x3, y3), (x2, y2) = marks[-3:]
-    assert x1 < x2 < x3
-    assert (x1 + x3) / 2 == pytest.approx(x2, abs=0.01)
-    assert y2 == min(y for _, y in marks[-3:]) and y3 < marks[-3][1]
-    for name in ("inputs", "squares", "head"):
-        assert f">{name}</text>" in layers.svg
-    assert "3 layers, 1 of them in float32: squares." in layers.summary
-    assert "The largest error is that of squares, overflow." in layers.summary
-    assert layers.notes == ("Those that overflow stand at the top.",)
-    assert "4 evaluations" in search.summary and "with 0.02 allowed" in search.summary
-
-
-def test_an_overflow_stands_above_what_has_a_size():
-    tuning = made_evidence.tuned_plan().tuning
-    errors = {mark.path: mark.error for mark in plan_plot.marks(tuning, [])}
-    # Ten times 1, as no error is larger.
-    assert errors == {"inputs": 0.001, "squares": 10.0, "head": 0.003}
-
-
-def test_the_plot_of_the_search_has_tolerance_and_bounds():
-    found = plan_plot.evaluations(made_evidence.tuned_plan().tuning)
-    assert [(each.num_float32, each.bound, each.is_fresh) for each in found[1:]] == [
-        (1, 0.35, False),
-        (1, 0.009, False),
-        (1, 0.008, True),
-    ]
-    axes = drawing.axes_of(200, 20)
-    ticks = plan_plot.draw_search(axes, found, 0.02, plan_plot.Look())
-    assert ticks[:4] == [0.0, 0.01, 0.02, 0.2]
-    lines = {line.get_marker(): line for line in axes.get_lines()}
-    assert list(lines) == ["None", "^", "x", "o", "D"]
-    # What cannot run stands above all others, not at infinity.
-    assert 0.35 < lines["^"].get_ydata()[0] < 10
-
-
-def test_names_of_layers_do_not_cover_one_another():
-    marks = [
-        plan_plot.Mark(f"layer_{n}", 0.1 * (n % 7), 10.0 ** -(n % 5), n % 3 == 0)
-        for n in range(60)
-    ]
-    axes = drawing.axes_of(250, 36)
-    plan_plot.draw_layers(axes, marks, plan_plot.Look())
-    shown = plan_plot.name_layers(axes, marks, plan_plot.Look())
-    assert 3 < len(shown) <= 12
-    renderer = backend_agg.FigureCanvasAgg(axes.figure).get_renderer()
-    boxes = [text.get_window_extent(renderer) for text in axes.texts]
-    for place, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[place + 1 :])
-
-
-def test_a_plan_s_plots_are_read_out(page):
-    drawn = plans.plan_plots(section())
-    assert [plot.key for plot in drawn] == ["plan-1-layers", "plan-1-search"]
-    for plot in drawn:
-        root = ElementTree.fromstring(plot.svg)
-        assert root.attrib["role"] == "img"
-        assert root.attrib["aria-labelledby"] == f"{plot.key}-title {plot.key}-summary"
-        assert plot.svg in page
-
-
 def test_the_evidence_of_a_plan_comes_back_from_a_file(tmp_path):
     found = with_plan()
     found.to_json(tmp_path / "report.json")
@@ -192,16 +118,6 @@ def test_only_plans_with_the_evidence_of_a_search_are_told(tmp_path):
     assert tuned_plans(["float32", *words]) == {
         words[2]: TunedPlan("float32", ("a",), tuning)
     }
-
-
-def test_layers_of_a_float32_plan_are_drawn_in_float32(monkeypatch):
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="a")])
-    evidence = {"tuning": made_evidence.tuned_plan(("a",)).tuning}
-    plan = tfamp.PrecisionPlan.from_model(model, evidence=evidence)
-    given = []
-    monkeypatch.setattr(plan_plot, "draw", lambda *each: given.extend(each))
-    plan.plot("plan.png")
-    assert "a" in given[1]
 
 
 def test_a_plan_says_that_it_brings_xla(tmp_path, monkeypatch):

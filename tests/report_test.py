@@ -539,7 +539,7 @@ def test_a_metric_that_is_no_number_is_said_to_be_none():
 
 def test_numerics_are_shown_where_something_happened():
     labels = [row.label for row in rows.rows(CASES["a loss scale"]())]
-    assert "skipped steps" in labels and "drift of weights (%)" in labels
+    assert "skipped steps" in labels
     assert "NaN and inf in weights" not in labels
     found = [row.label for row in rows.rows(CASES["nothing but speed"]())]
     assert found == ["training"]

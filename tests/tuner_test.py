@@ -60,7 +60,7 @@ def kept_by_tune(plan):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_only_the_guilty_layer_is_in_float32(style, tmp_path):
+def test_only_the_guilty_layer_is_in_float32(style):
     model = trained((1,), style)
     before = model.get_weights()
     plan = tuned(model)
@@ -68,8 +68,6 @@ def test_only_the_guilty_layer_is_in_float32(style, tmp_path):
     tuning = plan.evidence["tuning"]
     assert len(tuning["evaluations"]) + 1 <= 12
     assert tuning["confirmed"]["holds"]
-    plan.plot(tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").stat().st_size > 10_000
     np.testing.assert_equal(model.get_weights(), before)
     assert {layer.compute_dtype for layer in model._flatten_layers()} == {"float32"}
     plan.apply(model)

@@ -10,7 +10,6 @@ import keras
 from tfamp.dtypes import (
     compile_hooks,
     hooks,
-    plan_plot,
     planned_layers,
     resolution,
 )
@@ -221,26 +220,6 @@ class PrecisionPlan(TableRecord):
     def replace(self, **changes: Any) -> "PrecisionPlan":
         """Returns the plan with other fields; the plan itself never changes."""
         return dataclasses.replace(self, **changes)
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the errors of the layers against what they save, and the search.
-
-        Args:
-            path: An image file, whose ending says its kind, such as "plan.png".
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: The plan was not made by `tfamp.tune`.
-        """
-        tuning = self.evidence.get("tuning")
-        if tuning is None:
-            raise ValueError(
-                f"The plan of {self.model!r} holds no evidence of a search; expected "
-                "one that `tfamp.tune` made. Print it, to see what it says."
-            )
-        title = f"{self.model}: policy {self.policy}"
-        float32 = planned_layers.in_float32(self.rows, self.operations)
-        plan_plot.draw(tuning, float32, title, path)
 
     def table(self) -> str:
         """Returns policy, evidence in a line, and a row for each layer."""

@@ -190,7 +190,6 @@ def compare(
             timeout_seconds=timeout_seconds,
         )
         reference = choose_reference(job.policies, runs)
-        runs = storage.add_drift(folder, runs, reference)
         comparison = conclude(
             job,
             runs,
@@ -261,7 +260,6 @@ def _run_all(
 
             for seed in job.seeds:
                 due = [p for p, s in job.order() if s == seed and (p, s) not in runs]
-                started = []
                 for policy in due:
                     own = [r.is_finished for r in runs.values() if r.policy == policy]
                     if own and not any(own):
@@ -273,8 +271,7 @@ def _run_all(
                         timeout_seconds=timeout_seconds,
                         on_progress=tell,
                     )
-                    started.append(process)
-                for process in processes.in_turns(started):
+                    process.run()
                     add(process.result())
     except KeyboardInterrupt:
         seeds = [run.seed for run in runs.values() if run.is_finished]

@@ -1,10 +1,10 @@
 """The process of one run: `python -m tfamp.trials.child FOLDER POLICY SEED`.
 
-A fourth argument is the descriptor of a pipe: it tells there how far it is, and waits
-for its turns. It leaves a record of the run, or of the error that ended it, and the
-trained weights. Then the process of a first seed begins anew, with "memory" as its
-fifth argument, and adds the memory of a few calls and steps: no data are there, and
-nothing that went before has left memory that they would hide in.
+A fourth argument is the descriptor of a pipe, where it tells how far it is. It leaves a
+record of the run, or of the error that ended it. Then the process of a first seed
+begins anew, with "memory" as its fifth argument, and adds the memory of a few calls and
+steps: no data are there, and nothing that went before has left memory that they would
+hide in.
 """
 
 import contextlib
@@ -95,9 +95,7 @@ def _driver() -> str:
 def main(argv: Sequence[str]) -> int:
     """Runs once and returns 0, or 1 if it failed."""
     folder, policy, seed = Path(argv[0]), argv[1], int(argv[2])
-    # Two processes cannot both have the whole of a GPU's memory.
-    takes_turns = not tf.config.get_visible_devices("GPU")
-    line = Line(int(argv[3]) if len(argv) > 3 else None, takes_turns=takes_turns)
+    line = Line(int(argv[3]) if len(argv) > 3 else None)
     job = Job.from_json(folder / FILE)
     record = folder / f"{file_name(policy, seed)}.json"
     try:
@@ -217,11 +215,6 @@ def _measure(
         device_bytes=process_memory.device_peak_bytes(),
         device_used_bytes=trained.device_used_bytes,
     )
-    # In float32; `storage.drift` compares them with those of the reference.
-    after = [np.asarray(value, np.float32) for value in model.trainable_weights]
-    weights: dict[str, Any] = {f"after_{i}": each for i, each in enumerate(after)}
-    weights |= {f"before_{i}": each for i, each in enumerate(trained.first_weights)}
-    np.savez(folder / f"{file_name(policy, seed)}.npz", **weights)
     notes = list(run.notes)
     num_examples = run.num_examples if validation is None else 0
     if validation is not None:
@@ -236,7 +229,6 @@ def _measure(
         trained.inputs,
         sizes=sorted({*job.latency_batch_sizes, run.batch_size}),
         jit_compile=variant.jit_compile,
-        line=line,
     )
     notes += why
     is_first = seed == job.seeds[0]

@@ -1,4 +1,4 @@
-"""Times the training steps of `fit`, in windows and in turns with other runs."""
+"""Times the training steps of `fit`, in windows."""
 
 import dataclasses
 import math
@@ -32,8 +32,6 @@ WINDOW_SECONDS = 0.1
 # The optimizer keeps its last 1024 steps.
 _READ_STEPS = 500
 _PROGRESS_SECONDS = 0.5
-# Runs of a seed take turns of this length.
-_TURN_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +48,6 @@ class Window:
     seconds: float
     loss: float | None
     is_mean: bool = True
-    is_steady: bool = True
 
 
 def steady(
@@ -63,7 +60,6 @@ def steady(
         last = min(_WARMUP_PART * windows[-1].last_step, _MAX_WARMUP_STEPS)
         # The first window holds the first step, which traces and compiles.
         kept = tuple(window for window in windows[1:] if window.last_step > last)
-    kept = tuple(window for window in kept if window.is_steady) or kept
     kept = kept or tuple(windows[-1:])
     return kept, kept[0].last_step - kept[0].steps
 
@@ -139,7 +135,6 @@ class Clock(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self.windows: list[Window] = []
-        self.first_weights: list[np.ndarray] = []
         self.first_step_seconds = 0.0
         self.scales: list[tuple[int, float]] = []
         self._steps_an_epoch, self._line, self._clock = steps_an_epoch, line, clock
@@ -151,13 +146,9 @@ class Clock(keras.callbacks.Callback):
         self._told = -1e9
         self._is_open = False
         self._first_of_call, self._gives_last = 0, False
-        self._turn_began, self._is_rewarming = self._began, False
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Keeps the first weights, which exist from here on."""
-        self.first_weights = [
-            np.array(value, np.float32) for value in self.model.trainable_weights
-        ]
+        """Reads the loss scale of each step from here on."""
         optimizer = self.model.optimizer
         if isinstance(optimizer, LossScaleOptimizer):
             self._reader = StepReader(optimizer)
@@ -187,9 +178,6 @@ class Clock(keras.callbacks.Callback):
             self._close()
             if is_first:
                 self.first_step_seconds = self._clock() - self._began
-            self._is_rewarming = False
-            if is_first or self._clock() - self._turn_began >= _TURN_SECONDS:
-                self._wait_for_turn()
             self._open()
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
@@ -220,14 +208,6 @@ class Clock(keras.callbacks.Callback):
         seen = batch + int(self.model.steps_per_execution or 1)
         return min(seen, self._steps_an_epoch or seen)
 
-    def _wait_for_turn(self) -> None:
-        """Lets the other runs go on; the window after that is none to count."""
-        if self._line.takes_turns:
-            self._line.wait_for_turn()
-            self._turn_began = self._clock()
-            # Caches are cold again, while the input has filled its buffers.
-            self._is_rewarming = True
-
     def _open(self) -> None:
         self._opened, self._is_open = self._clock(), True
         self._first = self._done
@@ -247,7 +227,6 @@ class Clock(keras.callbacks.Callback):
                 seconds=now - self._opened,
                 loss=loss,
                 is_mean=self._is_mean(loss),
-                is_steady=not self._is_rewarming,
             )
         )
         if self._done - self._read_at >= _READ_STEPS:

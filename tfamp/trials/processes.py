@@ -1,11 +1,5 @@
-"""Fresh processes of tfamp: started, told to go on in turns, and why they ended.
+"""Fresh processes of tfamp: started, watched, and why they ended."""
 
-Turns last about a second, so that what slows the machine down slows all policies alike.
-A process that has had its turn says so through a pipe and waits; its standard input
-gets an answer when it may go on.
-"""
-
-import collections
 import contextlib
 import ctypes
 import os
@@ -15,21 +9,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
-from tfamp.records import checks
 from tfamp.trials.run_records import Run
 from tfamp.trials.storage import file_name
 
 _CHILD = "tfamp.trials.child"
-_TURN, _MEETING = "turn", "meet"
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 5
 _TAIL_LINES = 15
-# What is free has to hold so many times the largest process that waits.
-_ROOM = 1.5
 # Of Linux's prctl: the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = {
@@ -42,10 +31,9 @@ _SIGNALS = {
 
 
 class RunProcess:
-    """Trains once in a fresh process, for at most `timeout_seconds` without its waits.
+    """Trains once in a fresh process, for at most `timeout_seconds`.
 
-    It waits after about a second of training each; `part_done` of its training is done,
-    and it `has_met` others while it waits for them to come as far.
+    `part_done` of its training is done.
     """
 
     def __init__(
@@ -59,53 +47,41 @@ class RunProcess:
     ) -> None:
         self.policy, self.seed = policy, seed
         self._on_progress = on_progress
-        self.part_done, self.has_met = 0.0, False
-        self._folder, self._timeout, self._used = folder, timeout_seconds, 0.0
-        self._process: subprocess.Popen[bytes] | None = None
-        self._reading = -1
-        self._is_late = False
+        self.part_done = 0.0
+        self._folder, self._timeout = folder, timeout_seconds
+        self._status, self._is_late = 0, False
 
-    @property
-    def pid(self) -> int | None:
-        """The number of the process, None before it is started."""
-        return None if self._process is None else self._process.pid
+    def run(self) -> None:
+        """Runs it to its end; whatever interrupts this ends it too."""
+        name = file_name(self.policy, self.seed)
+        (self._folder / f"{name}.json").unlink(missing_ok=True)
+        words = [str(self._folder), self.policy, str(self.seed)]
+        with uninterrupted():
+            process, reading = start_with_pipe(
+                _CHILD, words, self._folder / f"{name}.log"
+            )
+        try:
+            self._is_late = not self._watch(reading)
+            if not self._is_late:
+                self._status = process.wait()
+        finally:
+            os.close(reading)
+            if process.poll() is None:
+                end(process)
+            close_input(process)
 
-    def go_on(self) -> bool:
-        """Starts it or lets it go on, until its turn is over (True) or it has ended."""
-        if self._process is None:
-            self._start()
-        elif self._process.stdin is not None:
-            self._signal("SIGCONT")
-            with contextlib.suppress(BrokenPipeError):  # it has ended meanwhile
-                self._process.stdin.write(b"go\n")
-                self._process.stdin.flush()
-        waits_for: set[str] = set()
-        began, used = time.monotonic(), self._used
+    def _watch(self, reading: int) -> bool:
+        """Follows what a process tells until it ends; False where that is too late."""
+        began = time.monotonic()
         while True:
-            ready, _, _ = select.select([self._reading], [], [], _POLL_SECONDS)
-            self._used = used + time.monotonic() - began
+            ready, _, _ = select.select([reading], [], [], _POLL_SECONDS)
             if ready:
-                words = os.read(self._reading, 4096)
-                if not words:  # its end of the pipe is closed
-                    if self._process is not None:
-                        self._process.wait()
-                    self._close()
-                    return False
-                for word in words.decode().split():
-                    if word in (_TURN, _MEETING):
-                        waits_for.add(word)
-                    else:
-                        self.part_done = float(word)
+                told = os.read(reading, 4096).decode()
+                if not told:  # its end of the pipe is closed
+                    return True
+                self.part_done = float(told.split()[-1])
             self._on_progress(self)
-            if _TURN in waits_for:
-                self.has_met = _MEETING in waits_for
-                # Its input pipeline would go on filling its buffers otherwise, from
-                # which it would train too fast when it has its turn.
-                self._signal("SIGSTOP")
-                return True
-            if self._timeout is not None and self._used >= self._timeout:
-                self._is_late = True
-                self.end()
+            if self._timeout is not None and time.monotonic() - began >= self._timeout:
                 return False
 
     def result(self) -> Run:
@@ -115,130 +91,27 @@ class RunProcess:
             record = self._folder / f"{file_name(self.policy, self.seed)}.json"
             if record.is_file():
                 return Run.from_json(record)
-            why = why_ended(0 if self._process is None else self._process.wait())
+            why = why_ended(self._status)
         return Run(self.policy, self.seed, status="failed", error=why)
-
-    def end(self) -> None:
-        """Ends the process, if it still runs."""
-        if self._process is not None:
-            self._signal("SIGCONT")
-            end(self._process)
-            self._close()
-
-    def _start(self) -> None:
-        name = file_name(self.policy, self.seed)
-        (self._folder / f"{name}.json").unlink(missing_ok=True)
-        words = [str(self._folder), self.policy, str(self.seed)]
-        log = self._folder / f"{name}.log"
-        with uninterrupted():
-            self._process, self._reading = start_with_pipe(_CHILD, words, log)
-
-    def _signal(self, name: str) -> None:
-        """Stops or continues the processes of the run, where they end with this one."""
-        if sys.platform == "linux" and self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, getattr(signal, name))
-
-    def _close(self) -> None:
-        if self._reading >= 0:
-            os.close(self._reading)
-            self._reading = -1
-        if self._process is not None:
-            close_input(self._process)
-
-
-def in_turns(players: Iterable[RunProcess]) -> Iterator[RunProcess]:
-    """Yields processes as they end; those that wait go on in a circle.
-
-    The next one starts as soon as those before it wait and there is room for it; where
-    there is none, it starts when they have ended. Who waits for the others stands back
-    until all of those that have begun do.
-    """
-    pending = collections.deque(players)
-    waiting: collections.deque[RunProcess] = collections.deque()
-    try:
-        while pending or waiting:
-            can_start = pending and (not waiting or memory_has_room(waiting))
-            player = pending.popleft() if can_start else _next(waiting)
-            waiting.append(player)  # so that it is ended if it is interrupted
-            if not player.go_on():
-                waiting.remove(player)
-                yield player
-    finally:
-        for player in waiting:
-            player.end()
-
-
-def _next(waiting: collections.deque[RunProcess]) -> RunProcess:
-    """Returns the process that has waited longest and does not wait for others."""
-    if all(player.has_met for player in waiting):
-        for player in waiting:
-            player.has_met = False
-    while waiting[0].has_met:
-        waiting.rotate(-1)
-    return waiting.popleft()
-
-
-def memory_has_room(waiting: Iterable[RunProcess]) -> bool:
-    """Whether memory has room for one more process like those that wait."""
-    psutil = checks.require("psutil", extra="report", purpose="`tfamp.compare`")
-    sizes = [0]
-    for process in waiting:
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            sizes.append(psutil.Process(process.pid).memory_info().rss)
-    return bool(psutil.virtual_memory().available >= _ROOM * max(sizes))
 
 
 class Line:
-    """The other end of a run's pipe: tells how far it is and waits for its turn.
+    """The other end of a run's pipe, which tells how far it is.
 
-    It writes to a file descriptor, None for nothing; where `answers` end, so does this
-    process.
+    It writes to a file descriptor, None for nothing.
     """
 
-    def __init__(
-        self,
-        descriptor: int | None = None,
-        answers: IO[str] | None = None,
-        *,
-        takes_turns: bool = False,
-    ) -> None:
+    def __init__(self, descriptor: int | None = None) -> None:
         self._descriptor = descriptor
-        self._answers: IO[str] = answers or sys.stdin
-        self.takes_turns = takes_turns and descriptor is not None
 
     def tell(self, part: float) -> None:
         """Tells which part of the training is done, in [0, 1]."""
-        self._write(f"{part:.4f}")
-
-    def wait_for_turn(self) -> None:
-        """Lets the others have theirs, and returns when it is this run's again.
-
-        A SystemExit where the process that started this one is gone.
-        """
-        if not self.takes_turns:
-            return
-        self._write(_TURN)
-        if not self._answers.readline():
-            raise SystemExit("The comparison that this run belongs to has ended.")
-
-    def wait_for_others(self) -> None:
-        """Waits until the others have come as far, as for the timing of latencies."""
-        if self.takes_turns:
-            self._write(_MEETING)
-            self.wait_for_turn()
-
-    def _write(self, word: str) -> None:
         if self._descriptor is not None:
-            os.write(self._descriptor, f"{word}\n".encode())
+            os.write(self._descriptor, f"{part:.4f}\n".encode())
 
 
 def end_with_parent() -> None:
-    """Ends this process with the one that started it, where it is stopped as well.
-
-    A process that waits for its turn is stopped, so it cannot see its parent go. Other
-    systems than Linux have no such request, and there nothing is stopped.
-    """
+    """Ends this process with the one that started it, on Linux."""
     if sys.platform == "linux":
         library = ctypes.CDLL(None, use_errno=True)
         library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

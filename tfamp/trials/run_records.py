@@ -150,9 +150,6 @@ class Run(Record):
         loss_scales: Step and loss scale from there on; empty where nothing is scaled.
         skipped_steps: Steps whose gradients were not finite.
         num_nonfinite_weights: NaN and inf in the weights at the end.
-        weights_drift: How far the weights ended from those of the reference with the
-            same seed, over how far those went from their start.
-        drift_from: The reference of that drift, "" where there is none.
         latencies: Of the trained model, one for each batch size.
         memory: Bytes that it held; None where it failed.
         energy_joules: Of the GPU during training; None where NVML does not tell.
@@ -184,8 +181,6 @@ class Run(Record):
     loss_scales: tuple[tuple[int, float], ...] = ()
     skipped_steps: int = 0
     num_nonfinite_weights: int = 0
-    weights_drift: float | None = None
-    drift_from: str = ""
     latencies: tuple[Latency, ...] = ()
     memory: Memory | None = None
     energy_joules: float | None = None

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.records.record import Record
@@ -234,51 +232,6 @@ def context(folder: Path) -> Context | None:
     return Context.from_json(path) if path.is_file() else None
 
 
-def drift(reference: Path, other: Path) -> float | None:
-    """Returns how far a run's weights ended from the reference's, as a part of its way.
-
-    The distance between the ends over the distance that the reference went from its
-    start, both over all trainable weights: 0 for the same weights, about 1 where the
-    two have nothing but the start in common. float32 with another order of sums drifts
-    as well, the more the longer it trains. None where one of them is missing, where the
-    shapes differ, or where the reference did not move.
-    """
-    if not (reference.is_file() and other.is_file()):
-        return None
-    with np.load(reference) as first, np.load(other) as second:
-        count = sum(name.startswith("after") for name in first.files)
-        apart = way = 0.0
-        for i in range(count):
-            end = first[f"after_{i}"].astype(np.float64)
-            if f"after_{i}" not in second or second[f"after_{i}"].shape != end.shape:
-                return None
-            apart += float(np.sum((second[f"after_{i}"] - end) ** 2))
-            way += float(np.sum((end - first[f"before_{i}"]) ** 2))
-    return (apart / way) ** 0.5 if way > 0 else None
-
-
-def add_drift(folder: Path, runs: Sequence[Run], reference: str) -> list[Run]:
-    """Returns the runs with the drift of their weights from the reference's.
-
-    A drift that was measured from another reference is measured anew where the weights
-    are still there, and left out where they are not. Records that change are written.
-    """
-    found = []
-    for run in runs:
-        value, origin = None, ""
-        if run.is_finished and run.policy != reference:
-            value, origin = run.weights_drift, run.drift_from
-            if origin != reference:
-                names = [file_name(each, run.seed) for each in (reference, run.policy)]
-                value = drift(*(folder / f"{name}.npz" for name in names))
-                origin = "" if value is None else reference
-        changed = dataclasses.replace(run, weights_drift=value, drift_from=origin)
-        if changed != run:
-            changed.to_json(folder / f"{file_name(run.policy, run.seed)}.json")
-        found.append(changed)
-    return found
-
-
 def model_of(folder: Path, policy: str, seed: int) -> Path:
     """Returns where the trained model of a run lies while a comparison goes on."""
     return folder / f"{file_name(policy, seed)}.keras"
@@ -293,7 +246,7 @@ def end(folder: Path, *, is_complete: bool) -> None:
     """Throws away what a finished comparison has no more use for."""
     if not is_complete:
         return
-    for path in (*folder.glob("*_seed*.npz"), *folder.glob("*_seed*.keras")):
+    for path in folder.glob("*_seed*.keras"):
         path.unlink()
     parcel.discard(folder)
 

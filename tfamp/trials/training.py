@@ -40,7 +40,6 @@ class Trained:
     run: Run
     device_used_bytes: int | None
     inputs: Any
-    first_weights: list[np.ndarray]
 
 
 def train(
@@ -53,15 +52,11 @@ def train(
     line: Line | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Trained:
-    """Trains a compiled model for the epochs of a job, in turns by `line`.
+    """Trains a compiled model for the epochs of a job, and adds the figures to `run`.
 
-    The figures are added to those of `run`.
+    By `line` it tells how far it is.
     """
     fit_arguments, inputs, size, steps = arguments(data, job)
-    if not model.built and type(model).call is not keras.Model.call:
-        # `fit` would make the weights in its first step, too late to keep them.
-        with model.distribute_strategy.scope():
-            model(inputs, training=False)
     timer = Clock(steps, job.epochs, line or Line(), clock)
     with contextlib.ExitStack() as stack:
         nvml = Nvml.open()
@@ -123,7 +118,7 @@ def train(
         energy_joules=None if before is None or after is None else after - before,
         notes=(*notes, *([stalls] if stalls else [])),
     )
-    return Trained(run, max(used, default=None), inputs, timer.first_weights)
+    return Trained(run, max(used, default=None), inputs)
 
 
 def arguments(data: Any, job: Job) -> tuple[dict[str, Any], Any, int, int | None]:
@@ -185,7 +180,6 @@ def latencies(
     *,
     sizes: Sequence[int],
     jit_compile: bool = False,
-    line: Line | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[Latency, ...], list[str]]:
     """Returns the latency of a traced call for each batch size.
@@ -194,7 +188,6 @@ def latencies(
     that it has ended when its time does. Rows of `inputs` are repeated for larger
     sizes.
     """
-    line = line or Line()
     function = tf.function(lambda x: model(x, training=False), jit_compile=jit_compile)
     batches: dict[int, Any] = {}
     notes: list[str] = []
@@ -211,9 +204,7 @@ def latencies(
             break
         batches[size] = batch
     seconds: dict[int, list[float]] = {size: [] for size in batches}
-    line.wait_for_others()
     for _ in range(ROUNDS):
-        line.wait_for_turn()
         for size, batch in batches.items():
             _fetch(function(batch))  # caches are cold again
             seconds[size] += _round(functools.partial(function, batch), clock)

@@ -13,7 +13,7 @@ from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.figures import measures_of
 from tfamp.comparison.report import bars, curves, drawing, plans, sentences, tables
 from tfamp.comparison.report.drawing import Plot
-from tfamp.comparison.report.plans import plan_plots, plan_sections
+from tfamp.comparison.report.plans import plan_sections
 from tfamp.comparison.report.rows import Cell, Row, rows
 from tfamp.comparison.report.tables import export_rows, export_sentences
 from tfamp.records import checks, record
@@ -120,7 +120,7 @@ def _view(evidence: Evidence) -> dict[str, Any]:
         ],
         "many": len(evidence.candidates) > 2,
         "plots": policy_plots(evidence),
-        "plans": [(each, plan_plots(each)) for each in plan_sections(evidence)],
+        "plans": plan_sections(evidence),
         "plan_layer_columns": ("Layer", *plans.LAYER_COLUMNS),
         "plan_evaluation_columns": ("Evaluation", *plans.EVALUATION_COLUMNS),
         "export_columns": ["Exported to", *(each.name for each in evidence.exports)],

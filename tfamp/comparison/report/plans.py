@@ -1,26 +1,16 @@
-"""Plans that `tfamp.tune` made: how they were found, as sentences, rows and plots."""
+"""Plans that `tfamp.tune` made: how they were found, as sentences and rows."""
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from tfamp.comparison import figures
 from tfamp.comparison.evidence import Evidence, TunedPlan
-from tfamp.comparison.report import drawing
-from tfamp.comparison.report.drawing import Plot
-from tfamp.dtypes import plan_plot
 from tfamp.records.units import format_seconds, join_words
 
-_HEIGHT, _BOTTOM = 250.0, 36.0
-# Letters that the names of layers have, smaller than those of policies.
-_NAME_SIZE = 9.5
-_LOOK = plan_plot.Look(
-    half=drawing.COLOURS[1],
-    float32=drawing.COLOURS[2],
-    ink=drawing.INK,
-    soft=drawing.SOFT,
-    size=_NAME_SIZE,
-)
+# Letters of a path that a row shows.
+_MOST_LETTERS = 24
 # Layers in float32 that a line names.
 _MOST_NAMED = 4
 LAYER_COLUMNS = ("computes in", "error of outputs", "of gradients", "saves")
@@ -28,6 +18,24 @@ EVALUATION_COLUMNS = ("in float32", "worse by", "at most", "tolerance", "took")
 
 
 Rows = tuple[tuple[str, ...], ...]
+
+
+class _Try(NamedTuple):
+    """An evaluation of a search."""
+
+    number: int  # from 1
+    # Paths of the layers in float32 beyond those that rules keep.
+    float32: tuple[str, ...]
+    worsening: float  # the mean; infinite where the plan could not run
+    bound: float  # what the true worsening is below
+    holds: bool  # whether that is within the tolerance
+    is_fresh: bool  # whether it was made on examples that the choice had not seen
+    seconds: float  # what it took
+
+    @property
+    def num_float32(self) -> int:
+        """How many layers are in float32 beyond those that rules keep."""
+        return len(self.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +72,6 @@ def plan_sections(evidence: Evidence) -> tuple[PlanSection, ...]:
     )
 
 
-def plan_plots(section: PlanSection) -> tuple[Plot, ...]:
-    """Returns the plots of a section: its layers, and the path of the search."""
-    found = (_layers_plot(section), _search_plot(section))
-    return tuple(plot for plot in found if plot is not None)
-
-
 def _found(plan: TunedPlan) -> str:
     tuning = plan.tuning
     number = sum(layer["path"] in set(plan.float32) for layer in tuning["layers"])
@@ -83,7 +85,7 @@ def _found(plan: TunedPlan) -> str:
 def _cost(tuning: dict[str, Any]) -> str:
     number = len(tuning["evaluations"])
     fresh = " and one on fresh examples" if tuning.get("confirmed") else ""
-    spent = sum(each.seconds for each in plan_plot.evaluations(tuning))
+    spent = sum(each.seconds for each in _tries(tuning))
     return (
         f"The answer cost {format_seconds(float(tuning['seconds']))}: {number} "
         f"{'evaluation' if number == 1 else 'evaluations'}{fresh}, which took "
@@ -95,7 +97,7 @@ def _layers(plan: TunedPlan) -> Rows:
     float32 = set(plan.float32)
 
     def order(layer: dict[str, Any]) -> tuple[bool, float]:
-        return layer["path"] not in float32, -plan_plot.error_of(layer)
+        return layer["path"] not in float32, -_error_of(layer)
 
     return tuple(
         (
@@ -111,9 +113,9 @@ def _layers(plan: TunedPlan) -> Rows:
 
 def _evaluations(tuning: dict[str, Any]) -> Rows:
     found = []
-    for one in plan_plot.evaluations(tuning):
+    for one in _tries(tuning):
         rest = one.num_float32 - _MOST_NAMED
-        shown = [*map(plan_plot.short_path, one.float32[:_MOST_NAMED])]
+        shown = [*map(short_path, one.float32[:_MOST_NAMED])]
         if rest > 0:
             shown.append(f"{rest} more")
         row = (
@@ -136,69 +138,34 @@ def _number(value: Any) -> str:
     return text.replace("-", "−")
 
 
-def _layers_plot(section: PlanSection) -> Plot | None:
-    marks = plan_plot.marks(section.plan.tuning, section.plan.float32)
-    if not marks:
-        return None
-    axes = drawing.axes_of(_HEIGHT, _BOTTOM)
-    plan_plot.draw_layers(axes, marks, _LOOK)
-    drawing.set_ticks(axes.yaxis, "", may_be_log=True)
-    drawing.set_ticks(axes.xaxis, "% of the whole that it saves")
-    _make_room(axes)
-    shown = plan_plot.name_layers(axes, marks, _LOOK)
-    scale = ", logarithmic" if axes.get_yscale() == "log" else ""
-    number = sum(mark.is_float32 for mark in marks)
-    names = [mark.path for mark in marks if mark.is_float32]
-    worst = max(marks, key=lambda mark: mark.error)
-    kept = f", {number} of them in float32: {join_words(names)}" if names else ""
-    has_top = any(mark.overflows for mark in marks)
-    notes = (
-        "Those that overflow stand at the top." if has_top else "",
-        "Not all layers are named." if len(shown) < len(marks) else "",
-    )
-    error = "overflow" if worst.overflows else _number(worst.error)
-    return drawing.plot_of(
-        axes,
-        f"{section.key}-layers",
-        "Layers: error against saving",
-        f"Upwards the error of each layer alone in half precision{scale}. ■ float32, ● "
-        "half precision.",
-        f"{len(marks)} layers{kept}. The largest error is that of {worst.path}, "
-        f"{error}.",
-        tuple(filter(None, notes)),
-    )
+def _error_of(layer: Mapping[str, Any]) -> float:
+    """Returns the larger error of a layer, of its outputs or of its gradients."""
+    errors = [float(layer[name]) for name in ("forward_error", "backward_error")]
+    return max((e for e in errors if not math.isnan(e)), default=0.0)
 
 
-def _search_plot(section: PlanSection) -> Plot | None:
-    tuning = section.plan.tuning
-    tries = plan_plot.evaluations(tuning)
-    if not tries:
-        return None
-    axes = drawing.axes_of(_HEIGHT, _BOTTOM)
-    tolerance = float(tuning["tolerance"])
-    plan_plot.draw_search(axes, tries, tolerance, _LOOK)
-    axes.set_xlabel("evaluation", color=drawing.SOFT, fontsize=drawing.FONT_SIZE)
-    axes.grid(color=drawing.FAINT, linewidth=1)
-    _make_room(axes)
-    fresh = "; ◆ on fresh examples" if tries[-1].is_fresh else ""
-    each = [
-        f"{one.num_float32} layers in float32 "
-        f"{_number(one.worsening)} and at most {_number(one.bound)}"
-        for one in tries
+def short_path(path: str) -> str:
+    """Returns a path, or its end where it is long.
+
+    Example:
+        >>> short_path("encoder/block_11/attention/query")
+        '…lock_11/attention/query'
+    """
+    return path if len(path) <= _MOST_LETTERS else f"…{path[1 - _MOST_LETTERS :]}"
+
+
+def _tries(tuning: Mapping[str, Any]) -> list[_Try]:
+    """Returns the evaluations of a search in order, that on fresh examples last."""
+    fresh = [tuning["confirmed"]] if tuning.get("confirmed") else []
+    return [
+        _Try(
+            number,
+            tuple(each["float32"]),
+            float(each["worsening"]),
+            float(each["bound"]),
+            bool(each["holds"]),
+            number > len(tuning["evaluations"]),
+            float(each.get("seconds", 0.0)),
+        )
+        for number, each in enumerate([*tuning["evaluations"], *fresh], 1)
     ]
-    return drawing.plot_of(
-        axes,
-        f"{section.key}-search",
-        "The path of the search",
-        f"How much worse {tuning['metric']} is, from the mean to its bound, and how "
-        "many layers are in float32 beyond the rules'. Dashed: the tolerance. ● holds, "
-        f"✕ does not, ▲ cannot run{fresh}.",
-        f"Worsening in {len(tries)} evaluations: {join_words(each)}, with "
-        f"{tolerance:g} allowed.",
-    )
-
-
-def _make_room(axes: Any) -> None:
-    axes.tick_params(axis="both", length=0)
-    ticks = [label.get_text() for label in axes.get_yticklabels()]
-    drawing.set_sides(axes, 8 + drawing.room(ticks), 8)

@@ -233,11 +233,10 @@ def _measure_row(
 
 
 def _numerics(evidence: Evidence) -> Sequence[Row]:
-    """Returns rows without ratio: what went wrong in the numbers, and how far off."""
+    """Returns rows without ratio: what went wrong in the numbers."""
     each: tuple[tuple[str, Callable[[Run], float | None]], ...] = (
         ("skipped steps", lambda run: float(run.skipped_steps)),
         ("NaN and inf in weights", lambda run: float(run.num_nonfinite_weights)),
-        ("drift of weights (%)", lambda run: run.weights_drift),
     )
     found = []
     for label, of in each:
@@ -245,8 +244,7 @@ def _numerics(evidence: Evidence) -> Sequence[Row]:
         # Nothing skipped anywhere is worth no line.
         if not any(math.isfinite(value) and value for value in values.values()):
             continue
-        is_share = "%" in label
-        form = figures.Format(0.01 if is_share else 1.0, "", 1 if is_share else 0)
+        form = figures.Format(1.0, "", 0)
         cells = tuple(Cell(p, form(values[p])) for p in evidence.candidates)
         first = form(values[evidence.reference])
         found.append(Row("Numerics", "", label, "", first, cells))

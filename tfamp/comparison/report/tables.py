@@ -18,7 +18,7 @@ _TELLING = "bf16|fp16|amx"
 _RUNTIME = re.compile(r" \((\w+)\)")
 # Layers of an integer export in float32 that a cell names.
 _MOST_NAMED = 3
-RUN_COLUMNS = ("examples/s", "step", "first step", "metric", "skipped", "drift")
+RUN_COLUMNS = ("examples/s", "step", "first step", "metric", "skipped")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,6 @@ def run_rows(evidence: Evidence) -> tuple[RunRow, ...]:
             starts.with_unit(run.first_step_seconds or None),
             metric(final) if math.isfinite(final) else "not a number",
             str(run.skipped_steps),
-            figures.Format(0.01, "%", 1).with_unit(run.weights_drift),
         )
 
     def notes(run: Run) -> tuple[str, ...]:
