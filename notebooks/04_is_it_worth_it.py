@@ -160,9 +160,9 @@ display(HTML(f'<div><iframe {style} srcdoc="{html.escape(page)}"></iframe></div>
 # %% [markdown]
 # ## Why is it, or is it not, faster?
 #
-# `prove` reads the traced step, and with XLA the compiled program: which products run
-# in which dtype, layer by layer, which casts there are, and the causes in order, each
-# with the part of a step that it concerns.
+# `prove` reads the traced step: which products run in which dtype, layer by layer,
+# which casts there are, and the causes in order, each with the part of the FLOPs that
+# it concerns, casts with their part of the bytes.
 
 # %%
 with tfamp.scope(POLICY):
@@ -173,13 +173,14 @@ print(proof)
 # %%
 print(f"{proof.half_share_of_flops:.1%} of the FLOPs run in half precision, but:")
 for cause in proof.causes[:3]:
-    print(f"{cause.figure:6.1%} of a step: {cause.name}. {cause.remedy}")
+    print(f"{cause.figure:6.1%}: {cause.name}. {cause.remedy}")
 
 # %% [markdown]
 # **What to see.** Nearly all products run in half precision, and that alone does not
 # make a step faster. A device without the instruction comes first among the causes.
-# Where it has it, layers that multiply nothing and the casts of a small model remain:
-# the same layers on large images, or in larger batches, have another answer.
+# Where it has it, the casts of a small model remain: the same layers on large images,
+# or in larger batches, have another answer. Which operations take the time, a profile
+# by TensorBoard's profiler (xprof) shows.
 
 # %% [markdown]
 # ## What does a step cost, and who waits?

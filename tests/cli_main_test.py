@@ -89,7 +89,7 @@ FUNCTIONS = {
     "lint": (tfamp.lint, {"loss", "optimizer"}),
     "assignment": (tfamp.assignment, set()),
     # `--policy=float32+xla`, and `devices` and `tf32` of other machines.
-    "prove": (tfamp.prove, {"jit_compile", "devices", "tf32"}),
+    "prove": (tfamp.prove, {"devices", "tf32"}),
     "ranges": (tfamp.ranges, set()),
     "sensitivity": (tfamp.sensitivity, set()),
     "measure": (tfamp.measure_policies, set()),

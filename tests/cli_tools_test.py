@@ -156,11 +156,11 @@ def test_flags_reach_the_function(monkeypatch):
         given.append((model.jit_compile, kwargs))
 
     monkeypatch.setattr(tfamp, "prove", prove)
-    argv = ["prove", "tool_models:build", "--seconds", "2.5", "--notraining"]
+    argv = ["prove", "tool_models:build", "--batch_size", "8", "--notraining"]
     assert main([*argv, "--policy", "float32+xla"]) == 0
     assert main(["prove", "tool_models:build", "--policy", "float32"]) == 0
-    first = {"training": False, "seconds": 2.5, "batch_size": 32}
-    second = {"training": True, "seconds": None, "batch_size": 32}
+    first = {"training": False, "batch_size": 8}
+    second = {"training": True, "batch_size": 32}
     assert given == [(True, first), (False, second)]
 
 
@@ -220,7 +220,6 @@ FAILURES = {
         "expected (model, train) or (model, train, validation). Return the data",
     ),
     "not compiled": ("prove uncompiled", 1, "Model 'tiny' is not compiled;"),
-    "seconds": ("prove build --seconds=-1", 2, "seconds"),
     "rule": (
         *("lint build --silence=half_head:why", 2),
         "Unknown `--silence` 'half_head'; expected 'half-head'",

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfamp import graph
-from tfamp.graph import compiled, products
+from tfamp.graph import products
 from tfamp.graph.bodies import Operation, plain_type
 
 L = keras.layers
@@ -457,78 +457,3 @@ SIZES = {
 @pytest.mark.parametrize("each, expected", SIZES.values(), ids=SIZES)
 def test_sizes_of_a_product_are_those_by_hand(each, expected):
     assert products.sizes_of(each) == expected
-
-
-HLO = """
-HloModule step, entry_computation_layout={(f32[8,16]{1,0})->f32[8,4]{1,0}}
-
-%fused (param_0: f32[8,16]) -> bf16[8,16] {
-  %param_0 = f32[8,16]{1,0} parameter(0)
-  ROOT %convert.1 = bf16[8,16]{1,0} convert(%param_0)
-}
-
-ENTRY %main (arg0.1: f32[8,16]) -> f32[8,4] {
-  %arg0.1 = f32[8,16]{1,0} parameter(0)
-  %half = bf16[8,16]{1,0} fusion(%arg0.1), kind=kLoop, calls=%fused
-  %weights = bf16[16,4]{1,0} constant({...})
-  %MatMul.1 = f32[8,4]{1,0} dot(%half, %weights), lhs_contracting_dims={1}, \
-rhs_contracting_dims={0}, metadata={op_type="MatMul" op_name="model/dense/MatMul" \
-source_file="a.py" source_line=1}
-  %kernel = f16[3,3,2,4]{3,2,1,0} constant({...})
-  %image = f16[1,8,8,2]{3,2,1,0} constant({...})
-  %conv = (f16[1,6,6,4]{3,2,1,0}, u8[0]{0}) custom-call(%image, %kernel), \
-window={size=3x3}, custom_call_target="__cudnn$convForward", \
-metadata={op_type="Conv2D" op_name="model/conv/Conv2D"}
-  %gemm = f32[8,4]{1,0} custom-call(f32[8,16]{1,0} %arg0.1, bf16[16,4]{1,0} %weights), \
-custom_call_target="__cublas$gemm"
-  %topk = f32[8,4]{1,0} custom-call(%arg0.1), custom_call_target="TopK"
-  ROOT %convolution-rest = f32[<=8,4]{1,0} convolution(%gemm, %MatMul.1), window={}
-}
-"""
-
-
-def test_compiled_products_are_read_with_their_factors():
-    conv = "conv", "__cudnn$convForward", "model/conv/Conv2D"
-    found = [
-        (each.name, each.kind, each.op_name, each.dtypes, each.output_shape)
-        for each in compiled.read_hlo(HLO)
-    ]
-    assert found == [
-        ("MatMul.1", "dot", "model/dense/MatMul", ("bfloat16",) * 2, (8, 4)),
-        (*conv, ("float16",) * 2, (1, 6, 6, 4)),
-        ("gemm", "__cublas$gemm", "", ("float32", "bfloat16"), (8, 4)),
-        ("convolution-rest", "convolution", "", ("float32",) * 2, (8, 4)),
-    ]
-
-
-def test_factors_without_a_sign_are_read():
-    text = "a = f32[2]{0} parameter(0)\nROOT d = f32[] dot(a, a)\n"
-    (product,) = compiled.read_hlo(text)
-    assert product.dtypes == ("float32", "float32")
-
-
-def test_what_runs_is_read_with_functions_and_fusions():
-    weights = tf.Variable(tf.ones((4, 4)))
-
-    @tf.function
-    def step(x):
-        x = apart(x)
-        with tf.name_scope("only_here"):
-            for _ in tf.range(2):
-                x = tf.matmul(x, weights, name="in_loop")
-            return tf.nn.relu(tf.matmul(x, weights) + 1.0)
-
-    other = tf.function(lambda x: tf.matmul(x, weights))
-    apart = tf.function(
-        lambda x: tf.matmul(x, x, name="only_here_apart"),
-        experimental_attributes={"_noinline": True},
-    )
-    found = compiled.read_optimized(
-        lambda: step(other(tf.ones((4, 4)))), named="only_here"
-    )
-    assert all("only_here" in product.op_name for product in found)
-    assert {product.kind for product in found} == {"MatMul"}
-    assert {product.dtypes for product in found} == {("float32", "float32")}
-    assert any("in_loop" in product.op_name for product in found)
-    assert any("apart" in product.op_name for product in found)
-    assert len(found) == len(set(found))

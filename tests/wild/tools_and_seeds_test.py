@@ -105,7 +105,6 @@ QUICK = {
     "ranges": lambda model: tfamp.ranges(model, BATCHES),
     "sensitivity": lambda model: tfamp.sensitivity(model, (X, Y), num_batches=1),
     "prove": lambda model: tfamp.prove(model, (X, Y)),
-    "prove, measuring": lambda model: tfamp.prove(model, BATCHES, seconds=0.3),
     "triage": lambda model: tfamp.triage(model, (X[:32], Y[:32])),
     "lr_find": lambda model: tfamp.training.lr_find(model, BATCHES, num_steps=20),
     "estimate_memory": lambda model: tfamp.estimate_memory(model, 32, data=(X, Y)),

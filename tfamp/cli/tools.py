@@ -189,7 +189,7 @@ _ALL = (
         ask=lambda made: tfamp.assignment(made.model),
         needs_data=False,
     ),
-    _on_model("tfamp.prove", without=("jit_compile", "devices", "tf32")),
+    _on_model("tfamp.prove", without=("devices", "tf32")),
     _on_model("tfamp.ranges", PLOT, policy="float32"),
     _on_model(
         "tfamp.sensitivity",

@@ -1,32 +1,12 @@
-"""Reads programs as they run: compiled by XLA, or rewritten by TensorFlow.
-
-Their products and convolutions with the dtypes these really have, and the most memory
-that a program of XLA needs at one time.
-"""
+"""The most memory that a program of XLA needs at one time, from its text."""
 
 import collections
 import dataclasses
 import math
-import pathlib
 import re
-import tempfile
-from collections.abc import Callable, Iterator
-from typing import Any
 
-import tensorflow as tf
-
-from tfamp.graph.bodies import plain_type
 from tfamp.graph.liveness import Held, Peak
-from tfamp.graph.products import CONVOLUTIONS, MATRIX_PRODUCTS
 
-_DTYPES = {
-    "f64": "float64",
-    "f32": "float32",
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "s8": "int8",
-    "s32": "int32",
-}
 _BITS = re.compile(r"[a-z]+(\d+)")
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*\w*)\[(?P<sizes>[^\]]*)\]")
 # "%name = f32[4,32]{1,0} dot(%a, %b), ..."; a call may return a tuple.
@@ -39,8 +19,6 @@ _CALLED = re.compile(r"(?:body|condition|to_apply|calls)=%?([\w.\-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _ALIAS = re.compile(r"\{(\d*)\}: \(\d+")
-# Library calls that stand for a product: cuBLAS, cuDNN, oneDNN, Eigen.
-_LIBRARY = re.compile(r"gemm|matmul|conv|dot", re.IGNORECASE)
 # Give what they get, or parts of it.
 _SHARING = frozenset(
     ("bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier")
@@ -48,27 +26,6 @@ _SHARING = frozenset(
 _GIVEN = frozenset(("parameter", "constant", "iota", "partition-id", "replica-id"))
 _NEVER_IN_PLACE = frozenset(("dot", "convolution", "custom-call", "sort", "reduce"))
 _INNER = frozenset(("while", "call", "conditional"))
-_PRODUCTS = MATRIX_PRODUCTS | CONVOLUTIONS | {"Einsum"}
-
-
-@dataclasses.dataclass(frozen=True)
-class CompiledProduct:
-    """A matrix product or convolution as the compiled program runs it.
-
-    Attributes:
-        name: Its name in the program.
-        kind: "dot", "convolution", or the library function that is called.
-        op_name: The operation of the graph that it comes from, "" where XLA made it
-            anew and kept no name.
-        dtypes: Dtypes of the two factors.
-        output_shape: Shape of what it gives.
-    """
-
-    name: str
-    kind: str
-    op_name: str
-    dtypes: tuple[str, ...]
-    output_shape: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,91 +70,6 @@ def _instruction(line: str) -> _Instruction | None:
         op_name[1] if op_name else "",
         bool(each["root"]),
     )
-
-
-def read_hlo(text: str) -> tuple[CompiledProduct, ...]:
-    """Returns the products and convolutions in an "optimized_hlo" of XLA.
-
-    Example:
-        >>> text = '''
-        ...   %a = bf16[2,3]{1,0} parameter(0)
-        ...   %b = f32[3,4]{1,0} parameter(1)
-        ...   ROOT %c = f32[2,4]{1,0} dot(%a, %b), metadata={op_name="dense/MatMul"}
-        ... '''
-        >>> product, = read_hlo(text)
-        >>> product.op_name, product.dtypes, product.output_shape
-        ('dense/MatMul', ('bfloat16', 'float32'), (2, 4))
-    """
-    read = map(_instruction, text.splitlines())
-    instructions = [each for each in read if each is not None]
-    first = {each.name: _SHAPE.search(each.shape) for each in instructions}
-    dtypes = {
-        name: _DTYPES.get(found["dtype"], found["dtype"])
-        for name, found in first.items()
-        if found is not None
-    }
-    products = []
-    for each in instructions:
-        kind = each.target if each.op == "custom-call" else each.op
-        is_library = each.op == "custom-call" and _LIBRARY.search(kind)
-        if not is_library and each.op not in ("dot", "convolution"):
-            continue
-        shape = first[each.name]
-        sizes = re.findall(r"\d+", shape["sizes"] if shape is not None else "")
-        factors = tuple(dtypes.get(name, "") for name in each.operands[:2])
-        products.append(
-            CompiledProduct(
-                each.name, kind, each.op_name, factors, tuple(map(int, sizes))
-            )
-        )
-    return tuple(products)
-
-
-def read_optimized(
-    run: Callable[[], Any], *, named: str
-) -> tuple[CompiledProduct, ...]:
-    """Returns the products and convolutions of the graphs that TensorFlow runs.
-
-    TensorFlow's own mixed precision changes dtypes after a function was traced, and
-    only a run shows the result. The more functions a process has traced, the longer it
-    takes: a minute where there are thousands. Operations without `named` in their names
-    are left out, since TensorFlow may hand out graphs of functions that ran before.
-    """
-    found = []
-    for graph in _graphs(run):
-        nodes = [*graph.node]
-        for function in graph.library.function:
-            nodes += function.node_def
-        for node in nodes:
-            kind = plain_type(node.op)
-            if kind in _PRODUCTS and named in node.name:
-                dtype = str(tf.as_dtype(node.attr["T"].type).name)
-                found.append(
-                    CompiledProduct(node.name, kind, node.name, (dtype, dtype), ())
-                )
-    # A function is in the library of each graph that calls it.
-    return tuple(dict.fromkeys(found))
-
-
-def _graphs(run: Callable[[], Any]) -> Iterator[Any]:
-    """Yields the graphs that ran, as TensorFlow's summaries of them hold them."""
-    with tempfile.TemporaryDirectory() as folder:
-        writer = tf.summary.create_file_writer(folder)
-        tf.summary.trace_on(graph=True)
-        try:
-            run()
-            with writer.as_default():
-                tf.summary.trace_export("graph", step=0)
-        finally:
-            tf.summary.trace_off()
-            writer.close()
-        for path in sorted(pathlib.Path(folder).iterdir()):
-            for record in tf.data.TFRecordDataset(str(path)):
-                event = tf.compat.v1.Event.FromString(record.numpy())
-                for value in event.summary.value:
-                    data = tf.make_ndarray(value.tensor).item()
-                    graphs = tf.compat.v1.RunMetadata.FromString(data).function_graphs
-                    yield from (each.post_optimization_graph for each in graphs)
 
 
 def find_program_peak(text: str) -> Peak:

@@ -14,31 +14,22 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfamp.graph.bodies import Operation
-from tfamp.graph.compiled import CompiledProduct, read_hlo, read_optimized
 from tfamp.graph.products import flops_of, is_product
 from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.patches import Patch, like, replaced
-from tfamp.machine import cpus
 from tfamp.machine import devices as hardware
 from tfamp.machine.speeds import Device
-from tfamp.records import checks
 from tfamp.records.formats import HALF
 from tfamp.stepping.arguments import build, check_model, first_batch
 from tfamp.stepping.snapshots import bare_name
 from tfamp.stepping.unchanged import seeds_put_back, unchanged
 
-# TensorFlow's own mixed precision, by the names of its options.
-_REWRITES = (
-    "auto_mixed_precision",
-    "auto_mixed_precision_mkl",
-    "auto_mixed_precision_onednn_bfloat16",
-)
 _MARK = "tfamp-mark"
 _RUNS = itertools.count()
 # What a strategy puts into the names of all replicas but the first.
@@ -159,20 +150,11 @@ def plain_name(name: str) -> str:
 
 
 class Trace(NamedTuple):
-    """A traced step.
-
-    Attributes:
-        source: What was read last: the "graph", the program of "XLA", or the graph
-            after TensorFlow's "rewrite".
-        note: Why that is not what really runs, "" where it is.
-    """
+    """A traced step, the layer of each operation, and the batch it was traced for."""
 
     concrete: Any
     marks: Marks
     batch: Any
-    source: Literal["graph", "XLA", "rewrite"]
-    final: tuple[CompiledProduct, ...]
-    note: str
 
 
 class TracedSpecs(NamedTuple):
@@ -182,13 +164,10 @@ class TracedSpecs(NamedTuple):
     marks: Marks
 
 
-def trace_step(
-    model: Any, dataset: tf.data.Dataset, *, training: bool, jit_compile: bool
-) -> Trace:
-    """Traces one step on the first batch.
+def trace_step(model: Any, dataset: tf.data.Dataset, *, training: bool) -> Trace:
+    """Traces one step on the first batch, and runs nothing.
 
-    Weights, optimizers, metrics and seeds are afterwards what they were. Nothing is
-    run, unless TensorFlow's own mixed precision is on, which shows in a run only.
+    Weights, optimizers, metrics and seeds are afterwards what they were.
     """
     if training or not isinstance(model, keras.Model):
         check_model(model)
@@ -196,7 +175,6 @@ def trace_step(
         batch = first_batch(dataset)
         _build(model, batch)
     strategy = model.distribute_strategy
-    step = model.train_step if training else model.predict_step
     num_replicas = strategy.num_replicas_in_sync
     if num_replicas > 1:
         size = int(tf.nest.flatten(batch)[0].shape[0])
@@ -209,20 +187,7 @@ def trace_step(
     with unchanged(model) if model.compiled else contextlib.nullcontext():
         with marks.placed():
             concrete = _traced(model, argument, marks, training=training)
-            options = tf.config.optimizer.get_experimental_options()
-            if not jit_compile and not any(options.get(name) for name in _REWRITES):
-                return Trace(concrete, marks, batch, "graph", (), "")
-            if num_replicas > 1:
-                what = "XLA's program" if jit_compile else "TensorFlow's rewrite"
-                note = f"{what} of a step on {num_replicas} replicas cannot be read"
-                return Trace(concrete, marks, batch, "graph", (), note)
-            if jit_compile:
-                program, note = _compile(step, batch)
-                source: Literal["graph", "XLA", "rewrite"] = "XLA"
-            else:
-                program, note = _rewrite(concrete, batch, marks)
-                source = "rewrite"
-    return Trace(concrete, marks, batch, "graph" if note else source, program, note)
+    return Trace(concrete, marks, batch)
 
 
 def trace_specs(model: keras.Model, specs: Any, *, training: bool) -> TracedSpecs:
@@ -257,27 +222,6 @@ def _build(model: keras.Model, batch: Any) -> None:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         with model.distribute_strategy.scope():
             model(x, training=False)
-
-
-def _compile(step: Any, batch: Any) -> tuple[tuple[CompiledProduct, ...], str]:
-    """Returns the products of the program that XLA makes, or why there are none."""
-    function = tf.function(step, jit_compile=True)
-    try:
-        program = function.experimental_get_compiler_ir(batch)
-        return read_hlo(program(stage="optimized_hlo")), ""
-    except (tf.errors.OpError, ValueError, TypeError, NotImplementedError) as error:
-        return (), f"XLA cannot compile this step ({checks.first_line(error)})"
-
-
-def _rewrite(
-    concrete: Any, batch: Any, marks: Marks
-) -> tuple[tuple[CompiledProduct, ...], str]:
-    """Returns the products of the graph that runs, or why they cannot be told."""
-    cpus.avoid_broken_amx()
-    try:
-        return read_optimized(lambda: concrete(batch), named=marks.scope), ""
-    except (tf.errors.OpError, ValueError, TypeError) as error:
-        return (), f"TensorFlow's rewrite cannot be read ({checks.first_line(error)})"
 
 
 @dataclasses.dataclass(frozen=True)

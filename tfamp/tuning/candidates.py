@@ -208,7 +208,7 @@ def savings_of(
     """
     if objective == "size":
         return _of_weights(model)
-    trace = trace_step(model, dataset, training=training, jit_compile=False)
+    trace = trace_step(model, dataset, training=training)
     roofline = Roofline(computing(devices.devices()))
     ratio = roofline.flops_per_byte(dtype)
     total = 0.0

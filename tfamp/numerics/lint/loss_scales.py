@@ -143,7 +143,7 @@ def _scales_while_traced(subject: Subject) -> bool | None:
                         if hasattr(optimizer, name)
                     }
                     stack.enter_context(replaced(optimizer, **methods))
-            trace_step(model, dataset, training=True, jit_compile=False)
+            trace_step(model, dataset, training=True)
     except Exception:  # the user's own code, which may do anything
         return None
     return applied <= scaled

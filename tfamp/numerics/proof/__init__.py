@@ -1,6 +1,5 @@
 """`prove`: which products of a step run in which dtype, and why it is not faster."""
 
-import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,31 +8,25 @@ import keras
 import tensorflow as tf
 
 from tfamp.graph import read_operations
-from tfamp.graph.bodies import Operation
-from tfamp.graph.products import is_product, padded, unaligned_sizes
 from tfamp.machine import devices as hardware
 from tfamp.machine.speeds import Device
 from tfamp.models import assignment
-from tfamp.numerics.proof.causes import TracedStep, find_causes
-from tfamp.numerics.proof.products import casts_of, is_cast, products_of
-from tfamp.numerics.proof.result import Product, Proof, Unaligned
-from tfamp.records import checks
+from tfamp.numerics.proof.causes import find_causes
+from tfamp.numerics.proof.products import casts_of, products_of
+from tfamp.numerics.proof.result import Product, Proof
 from tfamp.records.console import progress
+from tfamp.records.formats import HALF
 from tfamp.stepping.arguments import dataset_of
-from tfamp.stepping.input_waits import bottleneck
-from tfamp.stepping.step_traces import (
-    HALF,
-    Roofline,
-    Trace,
-    computing,
-    num_bytes,
-    trace_step,
-)
+from tfamp.stepping.step_traces import computing, num_bytes, trace_step
 
 # TF32 came with this compute capability (A100).
 _TF32_SINCE = (8, 0)
-# Of a step; a smaller gain of the input is noise.
-_MIN_INPUT = 0.005
+# TensorFlow's own mixed precision, by the names of its options.
+_REWRITES = (
+    "auto_mixed_precision",
+    "auto_mixed_precision_mkl",
+    "auto_mixed_precision_onednn_bfloat16",
+)
 
 
 def prove(
@@ -41,8 +34,6 @@ def prove(
     data: Any,
     *,
     training: bool = True,
-    jit_compile: bool | None = None,
-    seconds: float | None = None,
     batch_size: int = 32,
     devices: Sequence[Device] | None = None,
     tf32: bool | None = None,
@@ -52,12 +43,11 @@ def prove(
     The step that `fit` runs is traced on the first batch, under any policy and any
     strategy, with a `train_step` of the user's too, and nothing of it is run: weights,
     optimizers, metrics and seeds are afterwards what they were, bit by bit. A model or
-    optimizer that is not built is built. It takes as long as tracing a step, and with
-    XLA as compiling one.
+    optimizer that is not built is built. It takes as long as tracing a step.
 
-    TensorFlow fuses and moves operations after that without changing dtypes; with XLA
-    the dtypes are read from the compiled program, which may differ: on CPUs it
-    computes bfloat16 in float32.
+    TensorFlow fuses and moves operations after that without changing dtypes. What XLA
+    makes of a step, and how long each operation takes, a profile tells: TensorBoard's
+    profiler with xprof.
 
     Args:
         model: A Keras model, compiled unless `training` is False.
@@ -65,11 +55,6 @@ def prove(
             `PyDataset`, a generator of batches, or arrays (x, y), with sample weights
             or without.
         training: Whether to look at the step of `fit`, or at that of `predict`.
-        jit_compile: Whether to compile the step with XLA and read the program; None
-            does as the model was compiled to (`jit_compile`).
-        seconds: Measure for about so long how much the input holds up training, by
-            `tfamp.data.bottleneck`, which runs steps and puts the model back; None
-            measures nothing.
         batch_size: Examples in a batch where `data` are arrays, as in `fit`.
         devices: The devices to judge for; None looks at this machine.
         tf32: Whether float32 runs as TF32 on them where they can; None asks
@@ -94,17 +79,8 @@ def prove(
         0.0
     """
     dataset = dataset_of(data, batch_size)
-    if seconds is not None:
-        seconds = checks.positive("seconds", seconds)
-    if seconds is not None and not training:
-        raise ValueError(
-            f"`seconds` is {seconds!r} with `training=False`; expected None, since the "
-            "input is measured with train steps. Leave one of them out."
-        )
-    if jit_compile is None:
-        jit_compile = bool(getattr(model, "jit_compile", False))
     with progress("Tracing the step", 2, unit="parts") as done:
-        trace = trace_step(model, dataset, training=training, jit_compile=jit_compile)
+        trace = trace_step(model, dataset, training=training)
         done(1)
         operations = read_operations(trace.concrete)
         done(2)
@@ -115,14 +91,10 @@ def prove(
         device.kind == "gpu" and (device.compute_capability or (0, 0)) >= _TF32_SINCE
         for device in used
     )
-    gain, advice = None, ""
-    if seconds is not None:
-        measured = bottleneck(model, dataset, seconds=seconds)
-        gain, advice = measured.possible_gain, measured.advice
-    pairs = products_of(operations, trace.marks, trace.final)
+    pairs = products_of(operations, trace.marks)
     products = [product for _, product in pairs]
     flops = sum(product.step_flops for product in products)
-    half = sum(p.step_flops for p in products if p.runs_in in HALF)
+    half = sum(p.step_flops for p in products if p.dtype in HALF)
     proof = Proof(
         model=model.name,
         step="train" if training else "inference",
@@ -131,86 +103,20 @@ def prove(
         flops=flops,
         operations=tuple(products),
         casts=casts_of(operations, trace.marks),
-        causes=(),
-        unaligned=_unaligned(pairs, flops),
         moved_bytes=sum(num_bytes(each) * each.count for each in operations),
-        reasons=_reasons(model, products),
         devices=tuple(used),
         tf32=tf32,
-        source=trace.source,
         num_replicas=model.distribute_strategy.num_replicas_in_sync,
-        possible_gain=gain,
-        notes=tuple(_notes(model, trace, products, gain)),
+        notes=tuple(_notes(model, products)),
     )
-    step = _traced_step(proof, trace, operations, pairs, input_advice=advice)
-    return dataclasses.replace(proof, causes=find_causes(step))
-
-
-def _traced_step(
-    proof: Proof,
-    trace: Trace,
-    operations: Sequence[Operation],
-    pairs: Sequence[tuple[Operation, Product]],
-    *,
-    input_advice: str,
-) -> TracedStep:
-    """Returns what the causes are found in."""
-    roofline = Roofline(proof.devices, proof.tf32)
-    casts = [each for each in operations if is_cast(each)]
-    rest = [each for each in operations if not is_product(each) and not is_cast(each)]
-    outer = [each for each in rest if not trace.marks.layer_of(each.name)]
-    cast_cost, other_cost, outer_cost = (
-        sum(roofline.cost(each) * each.count for each in kind)
-        for kind in (casts, rest, outer)
-    )
-    return TracedStep(
-        proof,
-        # The operation is that of one replica.
-        costs=[
-            roofline.cost(operation, product.runs_in) * product.count
-            for operation, product in pairs
-        ],
-        is_small=[
-            (product.flops or 0)
-            < roofline.flops_per_byte(product.runs_in) * num_bytes(operation)
-            for operation, product in pairs
-        ],
-        cast_cost=cast_cost,
-        other_cost=other_cost,
-        outer_cost=outer_cost,
-        input_advice=input_advice,
-    )
-
-
-def _unaligned(
-    products: Sequence[tuple[Operation, Product]], flops: int
-) -> tuple[Unaligned, ...]:
-    """Returns layers in half precision with sizes that tensor cores dislike."""
-    sizes: dict[str, dict[str, int]] = {}
-    totals: collections.Counter[str] = collections.Counter()
-    for operation, product in products:
-        totals[product.layer] += product.step_flops
-        if product.dtype in HALF and product.direction == "forward":
-            if odd := unaligned_sizes(operation):
-                sizes.setdefault(product.layer, {}).update(odd)
-    found = [
-        Unaligned(
-            layer,
-            odd,
-            {name: padded(size) for name, size in odd.items()},
-            totals[layer] / flops if flops else 0.0,
-        )
-        for layer, odd in sizes.items()
-    ]
-    return tuple(sorted(found, key=lambda each: -each.share_of_flops))
+    causes = find_causes(proof, pairs, _reasons(model, products))
+    return dataclasses.replace(proof, causes=causes)
 
 
 def _reasons(model: keras.Model, products: Sequence[Product]) -> dict[str, str]:
     """Returns why layers with products in float32 are in float32."""
     layers = {product.layer for product in products if product.dtype == "float32"}
-    if not layers:
-        return {}
-    rows = {row.path: row for row in assignment(model)}
+    rows = {row.path: row for row in assignment(model)} if layers else {}
     reasons = {}
     for layer in sorted(layers):
         row = rows.get(layer)
@@ -229,34 +135,18 @@ def _reasons(model: keras.Model, products: Sequence[Product]) -> dict[str, str]:
     return reasons
 
 
-def _notes(
-    model: keras.Model,
-    trace: Trace,
-    products: Sequence[Product],
-    possible_gain: float | None,
-) -> Iterator[str]:
+def _notes(model: keras.Model, products: Sequence[Product]) -> Iterator[str]:
     """Yields what else a reader should know."""
-    if trace.note:
-        yield f"{trace.note}; dtypes are those of the graph."
-    if trace.source != "graph" and (
-        missing := [p for p in products if not p.final_dtype]
-    ):
+    if getattr(model, "jit_compile", False) is True:
         yield (
-            f"{len(missing)} of {len(products)} products have no counterpart in what "
-            f"was read last, the first is {missing[0].name!r}; their dtypes are those "
-            "of the graph."
+            "XLA compiles this step and may compute in other dtypes: on CPUs in "
+            "float32 what is bfloat16 here. Its program is in a profile (xprof)."
         )
-    if inferred := [p for p in products if p.is_inferred]:
+    options = tf.config.optimizer.get_experimental_options()
+    if any(options.get(name) for name in _REWRITES):
         yield (
-            f"The final dtypes of {len(inferred)} of {len(products)} products are "
-            f"inferred, the first is {inferred[0].name!r}: the compiled program does "
-            "not say which of its operations they became, and all of those run in the "
-            "dtype shown."
-        )
-    if trace.source == "rewrite":
-        yield (
-            "TensorFlow's own mixed precision is on: dtypes are those after it; the "
-            "casts that it adds are not counted."
+            "TensorFlow's own mixed precision is on, and changes dtypes after this "
+            "trace; turn it off to train in those that you see."
         )
     if unknown := [p for p in products if p.flops is None or not p.is_counted]:
         yield (
@@ -271,5 +161,3 @@ def _notes(
             "`run_eagerly=True`: operations start one by one from Python, which costs "
             "more than any dtype saves."
         )
-    if possible_gain is not None and possible_gain < _MIN_INPUT:
-        yield "The input holds up less than 0.5 % of a step (measured)."

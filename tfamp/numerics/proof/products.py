@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 from tfamp.graph.bodies import Operation
-from tfamp.graph.compiled import CompiledProduct
 from tfamp.graph.products import flops_of, is_product
 from tfamp.numerics.proof.result import Cast, Product, Shape
 from tfamp.stepping.step_traces import Marks, num_bytes, plain_name, product_dtype
@@ -16,19 +15,11 @@ _VARIABLES = ("ReadVariableOp", "VarHandleOp")
 
 
 def products_of(
-    operations: Sequence[Operation],
-    marks: Marks,
-    compiled: Sequence[CompiledProduct] = (),
+    operations: Sequence[Operation], marks: Marks
 ) -> list[tuple[Operation, Product]]:
-    """Returns the products and convolutions of a trace, those of replicas as one.
-
-    `compiled` are those of what XLA or a rewrite made of it.
-    """
+    """Returns the products and convolutions of a trace, those of replicas as one."""
     found: dict[tuple[object, ...], tuple[Operation, Product]] = {}
-    runs_in, inferred = _final_dtypes(operations, compiled)
-    for operation in operations:
-        if not is_product(operation):
-            continue
+    for operation in filter(is_product, operations):
         product = Product(
             name=plain_name(operation.name),
             op_type=operation.op_type,
@@ -40,8 +31,6 @@ def products_of(
             flops=flops_of(operation),
             count=operation.count,
             is_counted=operation.is_counted,
-            final_dtype=runs_in.get(operation.name, ""),
-            is_inferred=operation.name in inferred,
         )
         # Replicas have names that differ by the replica alone.
         parts = operation.name.split("/")
@@ -68,7 +57,7 @@ def casts_of(operations: Sequence[Operation], marks: Marks) -> tuple[Cast, ...]:
         layer = marks.layer_of(each.name)
         total = totals[layer, what, each.dtype("SrcT"), each.dtype("DstT")]
         total[0] += each.count
-        total[1] += each.count * _size(each.outputs[0])
+        total[1] += each.count * math.prod(dim or 0 for dim in each.outputs[0] or (0,))
         total[2] += each.count * num_bytes(each)
     found = [Cast(*key, *total) for key, total in totals.items()]  # type: ignore[arg-type]
     return tuple(sorted(found, key=lambda cast: -cast.moved_bytes))
@@ -107,63 +96,3 @@ def _factors(operation: Operation) -> tuple[Shape, ...]:
     if "Input" in operation.op_type:
         return operation.inputs[1:3]
     return (operation.inputs[0], operation.inputs[2])
-
-
-def _final_dtypes(
-    operations: Sequence[Operation], compiled: Sequence[CompiledProduct]
-) -> tuple[dict[str, str], set[str]]:
-    """Returns the dtype that each product has in what was made of a trace, by name.
-
-    The names beside it are of products whose dtype is inferred: which of several
-    compiled products is theirs cannot be told, but all agree.
-    """
-    products = {each.name: each for each in operations if is_product(each)}
-    plain = {name: plain_name(name) for name in products}
-    by_name: dict[str, str] = {}
-    for each in compiled:
-        if each.op_name:
-            key = plain_name(each.op_name)
-            by_name[key] = _wider(by_name.get(key, ""), *each.dtypes)
-    found: dict[str, str] = {}
-    for name in products:
-        # XLA's names leave out the calls that an operation is in.
-        hits = [k for k in by_name if plain[name] == k or plain[name].endswith(f"/{k}")]
-        if hits:
-            found[name] = by_name[max(hits, key=len)]
-    used = set(plain.values())
-    scopes: dict[object, list[str]] = collections.defaultdict(list)
-    sizes: dict[object, list[str]] = collections.defaultdict(list)
-    for each in compiled:
-        name = plain_name(each.op_name)
-        if each.op_name and name not in used:
-            # A fused operation has the name of the last one that is in it.
-            scopes[name.rpartition("/")[0]].append(_wider(*each.dtypes))
-        elif not each.op_name:
-            sizes[math.prod(each.output_shape)].append(_wider(*each.dtypes))
-    inferred: set[str] = set()
-    nameless = [dtype for dtypes in sizes.values() for dtype in dtypes]
-    for groups, group_of in (
-        (scopes, lambda name: plain[name].rpartition("/")[0]),
-        (sizes, lambda name: _size(products[name].outputs[0])),
-    ):
-        for group, dtypes in groups.items():
-            same = [n for n in products if n not in found and group_of(n) == group]
-            if len(same) > 1 and len(set(dtypes)) > 1:
-                continue  # which of them runs in which dtype is not known
-            found |= dict(zip(same, dtypes, strict=False))
-            inferred |= set(same) & found.keys() if len(same) > len(dtypes) else set()
-    # XLA makes some gradients of convolutions anew, in other shapes and with no name.
-    missing = [name for name in products if name not in found]
-    if len(set(nameless)) == 1 and len(missing) <= len(nameless):
-        found |= dict.fromkeys(missing, nameless[0])
-        inferred |= set(missing)
-    return found, inferred
-
-
-def _wider(*dtypes: str) -> str:
-    known = [dtype for dtype in dtypes if dtype in _FLOATS]
-    return min(known, key=_FLOATS.index, default=next(iter(dtypes), ""))
-
-
-def _size(shape: Shape) -> int:
-    return math.prod(dim or 0 for dim in shape) if shape is not None else 0

@@ -8,33 +8,12 @@ from typing import Any, Literal
 from tfamp.machine.speeds import Device
 from tfamp.records import console
 from tfamp.records.record import Record, TableRecord
-from tfamp.records.units import format_bytes, format_share, join_words
+from tfamp.records.units import format_bytes, format_share
 
-# In a sentence; more are counted.
-MAX_NAMED = 4
-Direction = Literal["forward", "backward"]
-CauseName = Literal[
-    "input",
-    "float32",
-    "casts",
-    "memory",
-    "small products",
-    "shapes",
-    "device",
-    "TF32",
-    "compiler",
-]
 Shape = tuple[int | None, ...] | None
-
 
 _MAX_LAYERS = 40
 _MAX_CASTS = 8
-_SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
-_SOURCES = {
-    "graph": "the traced graph",
-    "XLA": "XLA's compiled program",
-    "rewrite": "the graph as TensorFlow rewrote it",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,37 +27,25 @@ class Product(Record):
             "" for the loss, the optimizer and a custom train step.
         direction: "forward", or "backward" for a gradient. What a gradient computes
             anew to save memory counts as "forward" again.
-        dtype: The dtype of its factors in the graph, of the wider one if they differ.
+        dtype: The dtype of its factors, of the wider one if they differ.
         shapes: Shapes of the factors.
         output_shape: Shape of the result.
         flops: Floating-point operations of one run, two for a multiply-add; None
             where shapes are not known.
         count: How often it runs in a step, over all replicas.
         is_counted: Whether `count` is known; in a loop that data end it is 1.
-        final_dtype: The dtype in what runs after that: XLA's program, or the graph as
-            TensorFlow's own mixed precision rewrote it; "" where neither was read or
-            has no such operation.
-        is_inferred: Whether `final_dtype` is that of compiled operations without a name
-            of which one must be this one; they all run in it.
     """
 
     name: str
     op_type: str
     layer: str
-    direction: Direction
+    direction: Literal["forward", "backward"]
     dtype: str
     shapes: tuple[Shape, ...]
     output_shape: Shape
     flops: int | None
     count: int = 1
     is_counted: bool = True
-    final_dtype: str = ""
-    is_inferred: bool = False
-
-    @property
-    def runs_in(self) -> str:
-        """The dtype it really runs in, as far as is known."""
-        return self.final_dtype or self.dtype
 
     @property
     def step_flops(self) -> int:
@@ -110,57 +77,21 @@ class Cast(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unaligned(Record):
-    """A layer with sizes that are not multiples of 8.
-
-    Args:
-        layer: Path of the layer.
-        sizes: Such sizes by name, such as "units" or "channels in".
-        padded: What each would be padded.
-        share_of_flops: Part of the step's FLOPs that the layer has.
-    """
-
-    layer: str
-    sizes: dict[str, int] = dataclasses.field(hash=False)
-    padded: dict[str, int] = dataclasses.field(hash=False)
-    share_of_flops: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Cause(Record):
     """A reason why half precision brings less than it could.
 
     Args:
         name: Which one; stable, for scripts.
-        figure: Part of a step that it concerns, in [0, 1]: measured for "input", an
-            estimate by the roofline for all others. Causes may overlap.
+        figure: Part of the step's FLOPs that it concerns, in [0, 1]; of casts the part
+            of the bytes that the step moves if nothing is fused. Causes may overlap.
         message: What was found, with the figures of this model.
         remedy: What to do.
     """
 
-    name: CauseName
+    name: Literal["float32", "casts", "shapes", "device", "TF32"]
     figure: float
     message: str
     remedy: str
-
-
-def describe_unaligned(found: Sequence[Unaligned]) -> str:
-    """Returns the first layers with their sizes and what they would be padded.
-
-    Example:
-        >>> describe_unaligned([Unaligned("dense", {"units": 10}, {"units": 16}, 0.5)])
-        "'dense' units 10 -> 16"
-    """
-    parts = [
-        f"{each.layer!r} "
-        + join_words(
-            [f"{key} {n} -> {each.padded[key]}" for key, n in each.sizes.items()]
-        )
-        for each in found[:MAX_NAMED]
-    ]
-    if len(found) > MAX_NAMED:
-        parts.append(f"{len(found) - MAX_NAMED} layers more")
-    return "; ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,16 +108,11 @@ class Proof(TableRecord):
         operations: Each product and convolution.
         casts: Casts between floating-point dtypes, most bytes first. Scalars are left
             out.
-        causes: Why it is not faster, the largest figure first.
-        unaligned: Layers in half precision whose sizes are not multiples of 8.
         moved_bytes: Bytes that all operations read and write, if nothing is fused.
-        reasons: Why a layer with products in float32 is in float32, by its path.
         devices: The devices that the step runs on.
         tf32: Whether products of float32 run as TF32 on them.
-        source: What the dtypes were read from last: the traced "graph", the program
-            that "XLA" compiled, or the graph after TensorFlow's "rewrite" of it.
         num_replicas: Replicas in step.
-        possible_gain: What a perfect input would save of a step, None unmeasured.
+        causes: Why it is not faster, the largest figure first.
         notes: What else a reader should know.
     """
 
@@ -197,33 +123,24 @@ class Proof(TableRecord):
     flops: int
     operations: tuple[Product, ...]
     casts: tuple[Cast, ...]
-    causes: tuple[Cause, ...]
-    unaligned: tuple[Unaligned, ...]
     moved_bytes: int
-    reasons: dict[str, str] = dataclasses.field(hash=False)
     devices: tuple[Device, ...]
     tf32: bool = False
-    source: Literal["graph", "XLA", "rewrite"] = "graph"
     num_replicas: int = 1
-    possible_gain: float | None = None
+    causes: tuple[Cause, ...] = ()
     notes: tuple[str, ...] = ()
 
     def share_of_flops(self, dtype: str) -> float:
         """Returns the part of the FLOPs that runs in a dtype, in [0, 1]."""
-        found = sum(p.step_flops for p in self.operations if p.runs_in == dtype)
+        found = sum(p.step_flops for p in self.operations if p.dtype == dtype)
         return found / self.flops if self.flops else 0.0
 
     def table(self) -> str:
         """Returns layers, casts and causes as text of at most 110 columns."""
         lines = [*self._head(), *self._layers(), *self._casts()]
-        if self.unaligned and "shapes" not in {cause.name for cause in self.causes}:
-            lines += console.wrapped(
-                "Not multiples of 8, which tensor cores of a GPU would want: "
-                f"{describe_unaligned(self.unaligned)}."
-            )
         if self.causes:
             lines.append(
-                "Why it is not faster, by the share of a step (estimated, overlapping):"
+                "Why it is not faster, by the share it concerns (overlapping):"
             )
         for number, cause in enumerate(self.causes, start=1):
             start = f"{number}. {cause.name}, {format_share(cause.figure)}: "
@@ -236,7 +153,7 @@ class Proof(TableRecord):
     def _head(self) -> list[str]:
         devices = ", ".join(dict.fromkeys(device.name for device in self.devices))
         replicas = f" on {self.num_replicas} replicas" if self.num_replicas > 1 else ""
-        dtypes = {product.runs_in for product in self.operations}
+        dtypes = {product.dtype for product in self.operations}
         shares = sorted(((self.share_of_flops(d), d) for d in dtypes), reverse=True)
         words = ", ".join(f"{format_share(share)} {dtype}" for share, dtype in shares)
         return console.wrapped(
@@ -244,7 +161,7 @@ class Proof(TableRecord):
             f"examples{replicas}, {devices}{', TF32 on' if self.tf32 else ''}."
         ) + console.wrapped(
             f"{_format_flops(self.flops)} in matrix products and convolutions: "
-            f"{words or 'none'} (from {_SOURCES[self.source]})."
+            f"{words or 'none'}."
         )
 
     def _layers(self) -> list[str]:
@@ -265,14 +182,10 @@ class Proof(TableRecord):
         if len(groups) > _MAX_LAYERS:
             more = f"and {len(groups) - _MAX_LAYERS} layers more"
             rows.append((more, "", "", "", ""))
-        columns = {
-            "layer": {**console.FOLD, "max_width": 36},
-            "forward": {**console.FOLD, "max_width": 24},
-            "backward": {**console.FOLD, "max_width": 24},
-            "FLOPs": console.RIGHT,
-            "share": console.RIGHT,
-        }
-        return _table(columns, rows)
+        wide = {name: {**console.FOLD, "max_width": 24} for name in _DIRECTIONS}
+        layer_column = {"layer": {**console.FOLD, "max_width": 36}}
+        figures = dict.fromkeys(("FLOPs", "share"), console.RIGHT)
+        return _table({**layer_column, **wide, **figures}, rows)
 
     def _casts(self) -> list[str]:
         rows: list[tuple[str, ...]] = [
@@ -295,6 +208,9 @@ class Proof(TableRecord):
         return _table(columns, rows)
 
 
+_DIRECTIONS = ("forward", "backward")
+
+
 def _table(
     columns: dict[str, dict[str, Any]], rows: Sequence[tuple[str, ...]]
 ) -> list[str]:
@@ -307,10 +223,7 @@ def _directed(products: list[Product], direction: str) -> str:
     counts: collections.Counter[str] = collections.Counter()
     for product in products:
         if product.direction == direction:
-            said = product.dtype
-            if product.final_dtype not in ("", product.dtype):
-                said = f"{_SHORT.get(said, said)}, run in {product.final_dtype}"
-            counts[said] += product.count
+            counts[product.dtype] += product.count
     parts = [f"{n}x {name}" if n > 1 else name for name, n in counts.items()]
     return " + ".join(parts)
 
