@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import os
 import tempfile
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from tfamp.serving.exports.source import (
     calibration_batches,
     first_inputs,
     float32_copy,
+    spread_text,
+    tried_inputs,
 )
 from tfamp.serving.parity.result import Parity
 from tfamp.serving.runtimes.manifest import RUNTIMES
@@ -135,7 +138,7 @@ def export(
             copy.loss = getattr(model, "loss", None)  # what the gate compares by
             source = Source(
                 copy,
-                first_inputs(calibration, validation),
+                first_inputs(validation, calibration),
                 batch_size,
                 validation,
                 metric,
@@ -204,6 +207,13 @@ def _compared(
     parity = compared(
         source, choice.best, batch_size=source.batch_size, baselines=baselines
     )
+    calibrated = choice.best.request.calibration
+    if calibrated and source.are_mostly_among(calibrated):
+        notes = (
+            *notes,
+            "Most validation examples are among those of `calibration`, which gave the "
+            "integers their ranges: others may fare worse. Pass other examples.",
+        )
     return dataclasses.replace(parity, notes=(*parity.notes, *notes))
 
 
@@ -220,8 +230,11 @@ def _requests(
     Without a scheme all are tried, "static" where there is something to calibrate on.
     """
     batches: tuple[Any, ...] = ()
+    text = ""
     if calibration is not None:
         batches = calibration_batches(calibration, source.traced)
+        text = spread_text(batches)
+        batches = source.held_out(batches)
     keep = kept_layers.kept_layers(source.model, keep_float32)
     has_attention = kept_layers.has_attention(source.model)
     found = []
@@ -242,7 +255,12 @@ def _requests(
                     reduces_range=kept_layers.reduces_range(),
                 )
             )
-    if any(request.scheme == "static" for request in found) and not batches:
+    is_static = any(request.scheme == "static" for request in found)
+    if is_static and text:
+        warnings.warn(text, stacklevel=3)
+        if source.validation is None:  # else they would be tried on themselves
+            source.tried = tried_inputs(source.traced)
+    if is_static and not batches:
         raise ValueError(
             "`scheme` is 'static', and there is no `calibration`; expected inputs that "
             "tell the ranges of activations. Pass some tens of training examples."

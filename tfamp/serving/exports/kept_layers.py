@@ -1,6 +1,7 @@
 """The layers that an integer export leaves in float: as few as the gate asks for."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from tfamp.machine.cpus import instruction_sets
 from tfamp.records.record import Record
 from tfamp.serving.exports.candidates import Candidate, compared, write
 from tfamp.serving.exports.int8_ranking import LayerError, Mode, Ranking, rank
-from tfamp.serving.exports.request import Request
+from tfamp.serving.exports.request import NothingRoundedError, Request
 from tfamp.serving.exports.source import Source
 from tfamp.serving.parity.result import Parity
 from tfamp.tuning.search import Evaluation, Search, Suspect
@@ -197,7 +198,12 @@ def keep_guilty(
 
     def evaluated(paths: tuple[str, ...]) -> Evaluation:
         since = time.perf_counter()
-        parity = evaluate(with_all(paths))
+        try:
+            parity = evaluate(with_all(paths))
+        except NothingRoundedError:
+            if not paths:
+                raise
+            return Evaluation(paths, math.inf, math.inf, False, num_examples=0)
         worst = max(parity.metrics, key=lambda each: each.worsening - each.tolerance)
         return Evaluation(
             *(paths, worst.worsening, worst.bound, _passes(parity)),
@@ -212,6 +218,8 @@ def keep_guilty(
     suspects = [Suspect(e.path, e.error, share, e.is_guilty) for e in free]
     search = Search(suspects, evaluated, max_evaluations=_MAX_EVALUATIONS)
     best = search.run()
+    if all(each.worsening == math.inf for each in search.tried):
+        search.tried.append(evaluated(()))  # those kept were all there is to round
     chosen = best or min(search.tried, key=lambda each: each.worsening)
     return Kept(
         reasons(with_all(chosen.float32), by_path),

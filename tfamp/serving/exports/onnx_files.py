@@ -11,7 +11,11 @@ import tensorflow as tf
 
 from tfamp.records import checks
 from tfamp.records.checks import short_error
-from tfamp.serving.exports.request import PACKAGES, Request
+from tfamp.serving.exports.request import (
+    PACKAGES,
+    NothingRoundedError,
+    Request,
+)
 from tfamp.serving.exports.tracing import Traced
 from tfamp.serving.exports.writers import quiet
 from tfamp.serving.runtimes import require_onnxruntime
@@ -53,7 +57,7 @@ def write(traced: Traced, folder: Path, request: Request) -> None:
     with quiet("root"):
         _LOWERED[request.dtype](model, path, request, traced)
     if request.scheme and not _has_integers(path):
-        raise ValueError(
+        raise NothingRoundedError(
             f"{request.name} quantises nothing of this model: "
             f"{_WITHOUT[request.dtype, request.scheme]}, or another format."
         )

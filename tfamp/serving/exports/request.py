@@ -42,6 +42,10 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+class NothingRoundedError(ValueError):
+    """A quantiser that left a model as it is, as where all that it rounds is kept."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """One file to be written.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import keras
@@ -27,6 +27,8 @@ _WITHOUT_LOOPS = ("litert", "openvino")
 _MAX_CALIBRATION_EXAMPLES = 512
 _BATCH = 32
 _NUM_TRIED = 5
+# Fewer different examples than these are a mistake: one again and again, or a sample.
+_MIN_DIFFERENT = 4
 # Where a dimension is free and nobody says what it is.
 _FREE = 8
 
@@ -43,6 +45,7 @@ class Source:
         metric: As for the gate.
         tolerance: As for the gate.
         traces: By what they were traced for.
+        tried: Inputs by name to try exports with; None takes the first of `sample`.
     """
 
     model: keras.Model
@@ -52,6 +55,7 @@ class Source:
     metric: Any = None
     tolerance: float = 0.005
     traces: dict[str, Traced] = dataclasses.field(default_factory=dict)
+    tried: dict[str, np.ndarray] | None = None
 
     @property
     def traced(self) -> Traced:
@@ -112,8 +116,45 @@ class Source:
             "exported model is asked for any number of examples."
         ) from error
 
+    def held_out(
+        self, batches: tuple[Mapping[str, np.ndarray], ...]
+    ) -> tuple[Mapping[str, np.ndarray], ...]:
+        """Returns calibration without five examples, on which exports are tried.
+
+        Integers are at their best on the examples that gave them their ranges. With
+        validation data, or where there are too few in each batch, all are returned.
+        """
+        sizes = [len(next(iter(batch.values()))) for batch in batches]
+        index = max(
+            (i for i, size in enumerate(sizes) if size >= 2 * _NUM_TRIED), default=None
+        )
+        if self.validation is not None or index is None:
+            return batches
+        whole = batches[index]
+        self.tried = {
+            spec.name: whole[spec.in_file][-_NUM_TRIED:]
+            for spec in self.traced.signature.inputs
+        }
+        rest = {name: value[:-_NUM_TRIED] for name, value in whole.items()}
+        return (*batches[:index], rest, *batches[index + 1 :])
+
+    def are_mostly_among(self, batches: Sequence[Mapping[str, np.ndarray]]) -> bool:
+        """States whether more than half of the validation examples are among inputs."""
+        known = {*rows_of(batches)}
+        rows: list[bytes] = []
+        for each in _batches(self.validation):
+            given = self.traced.by_name(_inputs(each))
+            batch = {
+                spec.in_file: np.asarray(given[spec.name], dtype_named(spec.dtype))
+                for spec in self.traced.signature.inputs
+            }
+            rows += rows_of([batch])
+        return 2 * sum(row in known for row in rows) > len(rows)
+
     def tried_inputs(self) -> dict[str, np.ndarray]:
         """Returns a few inputs by name with which an export is tried."""
+        if self.tried is not None:
+            return self.tried
         return tried_inputs(self.traced, self.sample)
 
 
@@ -248,6 +289,33 @@ def calibration_batches(
             "them. Pass a part of the training data."
         )
     return tuple(found)
+
+
+def spread_text(batches: Sequence[Mapping[str, np.ndarray]]) -> str:
+    """Returns what is wrong with calibration that has no spread, "" where it has.
+
+    Example:
+        >>> spread_text([{"x": np.ones((32, 4))}])[:52]
+        '`calibration` holds 1 different example among 32: th'
+    """
+    rows = rows_of(batches)
+    number = len({*rows})
+    if number >= _MIN_DIFFERENT:
+        return ""
+    return (
+        f"`calibration` holds {number} different example{'s' * (number > 1)} among "
+        f"{len(rows)}: the ranges that integers get from so few cut off what lies "
+        "outside in others. Pass some tens of different training examples."
+    )
+
+
+def rows_of(batches: Sequence[Mapping[str, np.ndarray]]) -> list[bytes]:
+    """Returns the inputs of each example as bytes, to be compared."""
+    return [
+        b"".join(np.ascontiguousarray(value[row]).tobytes() for value in batch.values())
+        for batch in batches
+        for row in range(len(next(iter(batch.values()))))
+    ]
 
 
 def tried_inputs(traced: Traced, data: Any = None) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfamp.records import checks
 from tfamp.records.checks import first_line
-from tfamp.serving.exports.request import Request
+from tfamp.serving.exports.request import NothingRoundedError, Request
 from tfamp.serving.exports.tracing import SIGNATURE, Traced, scope_of
 from tfamp.serving.runtimes import require_openvino
 from tfamp.serving.runtimes.manifest import FILES
@@ -214,7 +214,7 @@ def _openvino_integers(model: Any, traced: Traced, request: Request) -> Any:
             )
     lowered = "FakeQuantize" if request.scheme == "static" else "Convert"
     if lowered not in {node.get_type_name() for node in found.get_ordered_ops()}:
-        raise ValueError(
+        raise NothingRoundedError(
             f"{request.name} quantises nothing of this model: NNCF leaves recurrent "
             "layers in float32. Pass another `scheme=`, or another format."
         )

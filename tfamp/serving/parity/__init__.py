@@ -75,7 +75,7 @@ def check_parity(
     names = [spec.name for spec in candidate.signature.outputs]
     exact = answers.outputs_of(reference, batches, names)
     exported = answers.outputs_of(candidate, batches, names)
-    differences, metrics, notes = compared(
+    differences, metrics, notes, untold = compared(
         reference, batches, exact, exported, metric, tolerance
     )
     inputs = batches[0][0]
@@ -92,7 +92,9 @@ def check_parity(
         models = {candidate.runtime: candidate, **(baselines or {})}
         processes, failed = _in_fresh_processes(models, inputs)
         notes += [*left_out, *untimed, *failed]
-    verdict, reason = judged(differences, metrics, is_fast=is_faster(speedups))
+    verdict, reason = judged(
+        differences, metrics, is_fast=is_faster(speedups), untold=untold
+    )
     reason = " ".join(filter(None, (reason, speed_text(speedups))))
     return Parity(
         verdict,
@@ -115,8 +117,17 @@ def judged(
     metrics: Sequence[MetricChange],
     *,
     is_fast: bool,
+    untold: Sequence[str] = (),
 ) -> tuple[Verdict, str]:
-    """Returns the verdict of all outputs together, and why in a sentence."""
+    """Returns the verdict of all outputs together, and why in a sentence.
+
+    Args:
+        differences: Of each output.
+        metrics: Of each output.
+        is_fast: Whether it is faster than what it was timed against.
+        untold: Why labels tell nothing, of outputs of which that is so: by them nothing
+            is "as good", and only outputs that are far off show it to be "worse".
+    """
     broken = [d.name for d in differences if not np.isfinite(d.relative)]
     if broken:
         return "worse", (
@@ -130,6 +141,8 @@ def judged(
                 f"{found.worsening:.3%}, and by more than {found.low:.3%} with "
                 f"certainty; allowed are {found.tolerance:.3%}."
             )
+    if untold:
+        return "undecided", " ".join(untold)
     open_ones = [each for each in metrics if not each.holds]
     if open_ones:
         return "undecided", _undecided(open_ones)

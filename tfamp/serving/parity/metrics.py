@@ -37,8 +37,12 @@ def compared(
     exported: Sequence[answers.Outputs],
     metric: Any,
     tolerance: float,
-) -> tuple[list[OutputDifference], list[MetricChange], list[str]]:
-    """Returns differences and metrics of each output, and what could not be taken."""
+) -> tuple[list[OutputDifference], list[MetricChange], list[str], list[str]]:
+    """Returns differences and metrics of each output, and what could not be taken.
+
+    The last are sentences on labels that tell nothing, since float32 is no better on
+    them than one answer for all examples: their outputs are compared alone.
+    """
     whole, low = answers.joined(exact), answers.joined(exported)
     for name, values in whole.items():
         if values.shape != low[name].shape:
@@ -49,7 +53,7 @@ def compared(
             )
     labels = _labels([y for _, y in batches], list(whole))
     notes = [] if any(labels.values()) else ["No labels: only outputs are compared."]
-    differences, metrics = [], []
+    differences, metrics, untold = [], [], []
     for name, values in whole.items():
         ys = labels[name]
         y = answers.in_one(ys) if ys else None
@@ -67,8 +71,62 @@ def compared(
             for side in (exact, exported)
         ]
         before, after = map(np.concatenate, of_each)
+        why = at_chance(score, name, ys, [batch[name] for batch in exact], before)
+        if why:
+            untold.append(why)
+            metrics.append(_of_outputs(found, low[name], values, tolerance))
+            continue
         metrics.append(change(score, name, before, after, tolerance))
-    return differences, metrics, notes
+    return differences, metrics, notes, untold
+
+
+def at_chance(
+    score: Score,
+    output: str,
+    ys: Sequence[np.ndarray],
+    outputs: Sequence[np.ndarray],
+    values: np.ndarray,
+) -> str:
+    """Returns why labels tell nothing about a model, "" where they do.
+
+    They don't where the model's answers are not shown to be better than one answer
+    for all examples: the most frequent class, or the mean of what the model gives.
+    Labels in another order than the examples or than the outputs do that, and so does
+    a metric that a rare class hardly moves. Any export is "as good" by them.
+
+    Args:
+        score: What labels are scored by.
+        output: The name of the output.
+        ys: Labels by batch.
+        outputs: What the float32 model gave, by batch.
+        values: The score of each example.
+    """
+    if score.more_is_better is None or len({each.shape[1:] for each in outputs}) > 1:
+        return ""
+    same = np.concatenate(outputs).mean(axis=0)
+    if score.name == "accuracy":
+        number = same.shape[-1]
+        pairs = zip(ys, outputs, strict=True)
+        ids = np.concatenate([class_ids(y, each.shape).ravel() for y, each in pairs])
+        classes, counts = np.unique(ids, return_counts=True)
+        most = int(classes[counts.argmax()])
+        one = np.where(np.arange(number) == most, 1.0, -1.0)
+        same = np.broadcast_to(one if number > 1 else 2.0 * most - 1.0, same.shape)
+    constant = [
+        scores.values_of(score, y, np.broadcast_to(same, each.shape).astype("float32"))
+        for y, each in zip(ys, outputs, strict=True)
+    ]
+    other = np.concatenate(constant)
+    if not (np.isfinite(other).all() and np.isfinite(values).all()):
+        return ""
+    if mean_interval(score.worsening(other, values))[1] > 0:
+        return ""
+    return (
+        f"The labels of {output!r} tell nothing: on them float32's {score.name} is "
+        f"{np.mean(values):.4g}, not shown to be better than the {np.mean(other):.4g} "
+        "of one answer for all examples. Look at their order and at that of the "
+        "classes, train the model, or pass more examples, of all classes."
+    )
 
 
 def _loss_of(reference: Any, name: str, names: Sequence[str]) -> Any:
@@ -152,13 +210,24 @@ def accuracy(*, are_logits: bool) -> Score:
     """Returns the score of classes: the share of right ones in each example."""
 
     def is_right(y: Any, outputs: Any) -> np.ndarray:
-        y, outputs = np.asarray(y), np.asarray(outputs)
-        if y.shape == outputs.shape and outputs.shape[-1] > 1:
-            y = y.argmax(axis=-1)
+        outputs = np.asarray(outputs)
         found = answers.classes_of(outputs, are_logits=are_logits)
+        y = class_ids(y, outputs.shape)
         return np.asarray(y.reshape(found.shape) == found)
 
     return Score("accuracy", is_right, True, False)
+
+
+def class_ids(y: Any, shape: Sequence[int]) -> np.ndarray:
+    """Returns labels as numbers of classes; those of the outputs' shape are one-hot.
+
+    Example:
+        >>> class_ids([[0, 1], [1, 0]], (2, 2)).tolist(), class_ids([1], (1, 2))
+        ([1, 0], array([1]))
+    """
+    y = np.asarray(y)
+    is_one_hot = y.shape == tuple(shape) and shape[-1] > 1
+    return y.argmax(axis=-1) if is_one_hot else y
 
 
 def change(
