@@ -44,7 +44,7 @@ def test_it_asks_for_what_the_flags_say(asked, tmp_path):
         *("compare", TARGET, "--policies", "float32,auto+no_rules", "--seeds=5"),
         "--epochs=2",
         *("--tolerance=0.01", "--metric=accuracy", "--better=max", "--out=there"),
-        *("--latency-batch-sizes=1,4", "--profile", "--profile-steps=3"),
+        "--latency-batch-sizes=1,4",
         "--exports=onnx,litert int8 static",
         *("--max-memory=0.5GiB", "--timeout-seconds=60", "--resume", "--title=A net"),
     ]
@@ -59,7 +59,6 @@ def test_it_asks_for_what_the_flags_say(asked, tmp_path):
         "better": "max",
         "latency_batch_sizes": [1, 4],
         "exports": ["onnx", "litert int8 static"],
-        "profile_steps": 3,
         "max_memory_bytes": 2**29,
         "timeout_seconds": 60,
         "resume": True,
@@ -68,11 +67,6 @@ def test_it_asks_for_what_the_flags_say(asked, tmp_path):
     assert {key: asked[key] for key in expected} == expected
     assert str(asked["directory"]) == "there/runs"
     assert asked["command"].startswith(f"tfamp compare {TARGET} --policies float32,")
-
-
-def test_no_profile_is_taken_unasked(asked):
-    assert main(["compare", TARGET, "--profile-steps=3", "--out=a"]) == 0
-    assert asked["profile_steps"] == 0
 
 
 def test_it_prints_runs_and_table_and_writes_three_files(asked, tmp_path, capsys):

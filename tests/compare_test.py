@@ -18,8 +18,8 @@ from tfamp.comparison.result import conclude
 from tfamp.memory.batch_search import processes as batch_search
 from tfamp.memory.batch_search.processes import Settings, TrialSettings
 from tfamp.memory.batch_search.records import Trial
-from tfamp.trials import measurements, parcel, processes
-from tfamp.trials.run_records import OperationTime, Run
+from tfamp.trials import parcel, processes
+from tfamp.trials.run_records import Run
 from tfamp.trials.storage import Job, checked_policies, checked_seeds, file_name
 
 pytest.importorskip("cloudpickle")
@@ -219,7 +219,7 @@ def test_seeds_and_policies_are_read():
 
 
 def test_a_job_comes_back_from_json():
-    job = Job("t", ("a", "b"), (1, 2), 3, 4, (5,), 6, 7, True, "s", "c")
+    job = Job("t", ("a", "b"), (1, 2), 3, 4, (5,), 6, True, "s", "c")
     assert Job.from_json(job.to_json()) == job
     changed = replace(job, policies=("a",), seeds=(1,), batch_size=8)
     assert job.differences(changed) == ("batch_size",)
@@ -387,21 +387,6 @@ def test_a_run_tells_how_far_it_is():
     for end in (reading, writing):
         os.close(end)
     processes.Line().tell(0.5)  # to nobody
-
-
-def test_operations_stand_beside_those_of_the_reference():
-    seconds = {
-        "float32": {"MatMul": 0.04, "Relu": 0.01},
-        "auto": {"MatMul": 0.02, "Cast": 0.03},
-    }
-    assert measurements.side_by_side(seconds, "float32") == {
-        "auto": (
-            OperationTime("MatMul", 0.04, 0.02),
-            OperationTime("Cast", 0.0, 0.03),
-            OperationTime("Relu", 0.01, 0.0),
-        )
-    }
-    assert measurements.side_by_side(seconds, "float32+xla") == {}
 
 
 def concluded(policies, **options):

@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfamp
 from tests.replicas import two_replicas
 from tfamp.cli import main as cli
-from tfamp.trials import child, measurements, parcel, storage, training
+from tfamp.trials import child, measurements, parcel, training
 from tfamp.trials.clock import Window, curve, seconds_per_step, steady
 from tfamp.trials.processes import Line
 from tfamp.trials.run_records import Run
@@ -480,26 +480,6 @@ def test_a_run_has_every_figure(tmp_path, disabled):
     context = json.loads((tmp_path / "context.json").read_text())
     assert context["command"] == "c"
     assert context["versions"]["keras"] == keras.__version__
-
-
-def test_a_profile_is_taken_of_the_first_seed(tmp_path, disabled):
-    settings = job(epochs=1, seeds=(7, 8), profile_steps=2, batch_size=10)
-    measured(tmp_path, "float32", settings, build, (X, Y), None)
-    seconds = measurements.read_seconds(storage.profile_of(tmp_path, "float32", 7))
-    assert any("MatMul" in kind for kind in seconds)
-    assert all(value >= 0 for value in seconds.values())
-    assert measurements.read_seconds(storage.profile_of(tmp_path, "float32", 8)) == {}
-
-
-def test_a_profiler_that_runs_already_costs_the_profile_alone(tmp_path, disabled):
-    settings = job(epochs=1, profile_steps=2, batch_size=10)
-    tf.profiler.experimental.start(str(tmp_path / "other"))
-    try:
-        run = measured(tmp_path, "float32", settings, build, (X, Y), None)
-    finally:
-        tf.profiler.experimental.stop()
-    assert run.is_finished
-    assert any(note.startswith("There is no profile:") for note in run.notes)
 
 
 def test_stock_keras_runs_without_tfamp(tmp_path, disabled):

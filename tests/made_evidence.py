@@ -13,7 +13,6 @@ from tfamp.trials.run_records import (
     Latency,
     LayerDtype,
     Memory,
-    OperationTime,
     Run,
     Spread,
 )
@@ -154,7 +153,6 @@ def evidence(
         verdicts={},
         context=CONTEXT,
         notes=("Figures are made up.",),
-        operations={"auto": (OperationTime("MatMul", 0.04, 0.02),)},
     )
     verdicts = {
         policy: verdict_on(

@@ -10,7 +10,7 @@ import pytest
 
 from tests import made_evidence
 from tfamp.comparison.report.html import to_html
-from tfamp.trials.run_records import OperationTime, Run
+from tfamp.trials.run_records import Run
 
 # Playwright's own comes first; these are what systems call theirs.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -133,7 +133,6 @@ def everything():
         ),
         title=f"digits CNN {long}",
         notes=("A note.", long),
-        operations={"auto": (OperationTime("MatMul", 0.04, 0.02),)},
         plans={"runs/plan.json": made_evidence.tuned_plan((*names, "a", "b"))},
     )
 

@@ -39,7 +39,6 @@ from tfamp.trials.run_records import (
     Latency,
     LayerDtype,
     Memory,
-    OperationTime,
     Run,
     Spread,
 )
@@ -96,13 +95,13 @@ def nan_losses():
 def nothing_measured():
     runs = (bare("float32", 0), bare("auto", 0))
     found = replace(made_evidence.evidence(), runs=runs, seeds=(0,))
-    return replace(found, context=None, notes=(), operations={}, verdicts={})
+    return replace(found, context=None, notes=(), verdicts={})
 
 
 def no_pair():
     found = made_evidence.evidence(seeds=(0, 1))
     runs = (failed("float32", 0), failed("auto", 1))
-    return replace(found, runs=runs, operations={})
+    return replace(found, runs=runs)
 
 
 def less_is_better():
@@ -687,7 +686,6 @@ def test_names_do_nothing_in_the_page():
         title=evil,
         metric=evil,
         notes=(evil,),
-        operations={"auto": (OperationTime(evil, 0.1, 0.2),)},
         context=replace(made_evidence.CONTEXT, command=evil, driver=evil),
     )
     text = to_html(evidence)
@@ -719,7 +717,7 @@ def test_plots_follow_what_was_measured():
     assert keys == ["speed"]
     assert made_evidence.plots(CASES["all runs failed"]()) == ()
     found = [plot.key for plot in made_evidence.plots(made_evidence.evidence())]
-    assert "scale" not in found and "operations-1" in found
+    assert "scale" not in found
 
 
 def test_every_plot_says_what_one_would_see(plots):
@@ -887,16 +885,6 @@ def test_labels_of_curves_that_end_together_stand_apart():
     assert heights[0] > 0
 
 
-def test_small_operations_are_one_line():
-    times = tuple(OperationTime(f"Op{n}", 20.0 - n, 10.0) for n in range(15))
-    found = made_evidence.evidence(operations={"auto": times})
-    plot = plot_of(found, "operations-1")
-    # Of 15 operations 12 have a line; the last have 8 + 7 + 6 s, and 3 times 10 s.
-    assert "3 others 21.0 → 30.0" in plot.summary
-    # 20 + 19 + ... + 6 = 195.
-    assert "in all 195.0 → 150.0 s" in plot.lead
-
-
 @pytest.mark.parametrize("write", [to_html, to_markdown], ids=["html", "markdown"])
 def test_a_report_is_written_as_it_is_returned(write, tmp_path):
     path = tmp_path / "report"
@@ -956,7 +944,7 @@ PAGES = {
     "report_json.md": (
         *(Evidence, Run, Spread, Latency),
         *(Memory, LayerDtype, Verdict, Interval),
-        *(Context, Device, OperationTime, TunedPlan, ExportedModel),
+        *(Context, Device, TunedPlan, ExportedModel),
     ),
     "scaling_json.md": (Scaling, OneDevice, Equality, ScalingPoint),
 }

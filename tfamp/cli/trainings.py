@@ -48,7 +48,6 @@ def _compare(call: Call) -> Outcome:
     file = sys.stderr if values["json"] == "-" else sys.stdout
     found = tfamp.compare(
         call.argument,
-        profile_steps=values["profile_steps"] if values["profile"] else 0,
         directory=out / "runs",
         command=shlex.join(["tfamp", "compare", *call.argv]),
         on_run=_run_lines(values["policies"], total, file),
@@ -219,11 +218,9 @@ _COMPARE = Command(
             *("fail_on", some_of(*_FAILURES), []),
             f"End with status 1 if a policy is one of {', '.join(_FAILURES)}.",
         ),
-        Flag("profile", "bool", False, "Show operations by time, too."),
-        Flag("profile_steps", "integer", 5, "Steps to profile.", 1),
         Flag("resume", "bool", False, "Go on with the runs in --out."),
     ),
-    without=("batch_size", "profile_steps", "directory", "command", "on_run"),
+    without=("batch_size", "directory", "command", "on_run"),
     more="Writes report.html, report.json and report.md. `module:build` names a "
     "function that returns a compiled model with its data, (model, train, validation); "
     "it gets `seed` and `epochs` where it has arguments of these names. Ctrl-C keeps "

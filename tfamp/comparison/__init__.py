@@ -64,7 +64,6 @@ def compare(
     better: Better | None = None,
     batch_size: int | None = None,
     latency_batch_sizes: Sequence[int] = (1, 8, 32),
-    profile_steps: int = 0,
     max_memory_bytes: int | None = None,
     exports: Sequence[str] = (),
     directory: str | os.PathLike[str] | None = None,
@@ -114,8 +113,6 @@ def compare(
         batch_size: For arrays; None takes 32.
         latency_batch_sizes: Sizes of the timed calls of the trained model; the size
             of a training batch is always timed too.
-        profile_steps: Training steps to profile under each policy, in its first run;
-            0 for none.
         max_memory_bytes: Search for the largest batch whose training step stays below
             this, in processes of their own; None leaves it out.
         exports: What to export the reference's model of the first seed to, such as
@@ -155,7 +152,6 @@ def compare(
             checks.positive_int("latency_batch_sizes", size)
             for size in latency_batch_sizes
         ),
-        profile_steps=checks.positive_int("profile_steps", profile_steps, minimum=0),
         max_memory_bytes=_optional_int("max_memory_bytes", max_memory_bytes),
         keeps_models=bool(exports),
         source="" if isinstance(build_model, str) else fingerprint(build_model),
@@ -198,12 +194,6 @@ def compare(
             tolerance=tolerance,
             context=storage.context(folder),
             notes=(*notes, *busy),
-            profiles={
-                policy: measurements.read_seconds(
-                    storage.profile_of(folder, policy, job.seeds[0])
-                )
-                for policy in job.policies
-            },
             plans=plans,
             exports=exported(
                 folder, job, reference, runs, exports, tolerance=tolerance

@@ -40,7 +40,7 @@ from tfamp.trials.intervals import (
     effect_of_ratio,
     interval_of_ratios,
 )
-from tfamp.trials.run_records import Context, OperationTime, Run
+from tfamp.trials.run_records import Context, Run
 from tfamp.trials.variant import Variant, short_names
 
 # The metric beside it has no ratio.
@@ -84,7 +84,6 @@ class Evidence(Record):
         verdicts: Policy -> verdict, for all but the reference.
         context: Where it was measured; None if no run got so far.
         notes: What a reader should know, one sentence each.
-        operations: Policy -> operations by time, where a profile was taken.
         num_looks: How often runs of this comparison were judged, this time included.
         plans: Policy -> what `tfamp.tune` left in it, of those that are its plans.
         exports: The reference's trained model as files of other runtimes.
@@ -102,9 +101,6 @@ class Evidence(Record):
     verdicts: dict[str, Verdict] = dataclasses.field(hash=False)
     context: Context | None = None
     notes: tuple[str, ...] = ()
-    operations: dict[str, tuple[OperationTime, ...]] = dataclasses.field(
-        default_factory=dict, hash=False
-    )
     num_looks: int = 1
     plans: dict[str, TunedPlan] = dataclasses.field(default_factory=dict, hash=False)
     exports: tuple[ExportedModel, ...] = dataclasses.field(default=(), hash=False)

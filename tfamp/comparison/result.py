@@ -19,7 +19,6 @@ from tfamp.comparison.judgement import (
 from tfamp.comparison.report.html import to_html
 from tfamp.comparison.report.text import table, to_markdown
 from tfamp.trials.intervals import rate_of
-from tfamp.trials.measurements import side_by_side
 from tfamp.trials.run_records import Context, Run
 from tfamp.trials.storage import Job
 from tfamp.trials.variant import Variant
@@ -80,7 +79,6 @@ def conclude(
     tolerance: float,
     context: Context | None,
     notes: Sequence[str] = (),
-    profiles: Mapping[str, Mapping[str, float]] | None = None,
     plans: Mapping[str, TunedPlan] | None = None,
     exports: Sequence[ExportedModel] = (),
     look: int = 1,
@@ -88,8 +86,7 @@ def conclude(
 ) -> Comparison:
     """Returns the comparison of runs, at least one of them finished.
 
-    `profiles` has the seconds of a step by policy and type of operation; `examples`
-    gives the differences of a metric on each example of pairs of runs.
+    `examples` gives the differences of a metric on each example of pairs of runs.
     """
     metric = choose_metric(runs, metric)
     better = better or direction(metric)
@@ -113,7 +110,6 @@ def conclude(
         ),
         verdicts={},
         context=context,
-        operations=side_by_side(profiles or {}, reference),
         num_looks=look,
         plans=dict(plans or {}),
         exports=tuple(exports),

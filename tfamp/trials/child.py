@@ -45,7 +45,6 @@ from tfamp.trials.storage import (
     Job,
     file_name,
     model_of,
-    profile_of,
 )
 from tfamp.trials.training import train
 from tfamp.trials.variant import Variant, in_force
@@ -235,10 +234,6 @@ def _measure(
     if is_first:
         with _noted("The memory of the model is not known", notes):
             _keep_batches(train_data, job, _batches_of(folder, policy, seed))
-    if job.profile_steps and is_first:
-        with _noted("There is no profile", notes):
-            directory = profile_of(folder, policy, seed)
-            measurements.profile(model, train_data, job=job, directory=directory)
     file_bytes, path = None, model_of(folder, policy, seed)
     with _noted("The model cannot be saved", notes):
         model.save(path)

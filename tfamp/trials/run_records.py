@@ -201,21 +201,6 @@ class Run(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class OperationTime(Record):
-    """Time of one kind of operation in a training step, before and after.
-
-    Args:
-        operation: Type of the operation, such as "MatMul".
-        before_seconds: A step under the reference, summed over all threads.
-        after_seconds: A step under the policy.
-    """
-
-    operation: str
-    before_seconds: float
-    after_seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Context(Record):
     """The machine, the versions and the settings behind the figures.
 

@@ -33,7 +33,6 @@ class Job(Record):
         epochs: Passes over the training data.
         batch_size: For arrays; None takes Keras's 32. Datasets have their own.
         latency_batch_sizes: Examples in the timed calls of the trained model.
-        profile_steps: Training steps to profile at the end; 0 for none.
         max_memory_bytes: What a process may hold in the search for the largest batch;
             None leaves that search out.
         keeps_models: Whether the trained models of the first seed stay until the end.
@@ -47,7 +46,6 @@ class Job(Record):
     epochs: int
     batch_size: int | None = None
     latency_batch_sizes: tuple[int, ...] = (1, 8, 32)
-    profile_steps: int = 0
     max_memory_bytes: int | None = None
     keeps_models: bool = False
     source: str = ""
@@ -235,11 +233,6 @@ def context(folder: Path) -> Context | None:
 def model_of(folder: Path, policy: str, seed: int) -> Path:
     """Returns where the trained model of a run lies while a comparison goes on."""
     return folder / f"{file_name(policy, seed)}.keras"
-
-
-def profile_of(folder: Path, policy: str, seed: int) -> Path:
-    """Returns where the profile of a run lies."""
-    return folder / "profiles" / file_name(policy, seed)
 
 
 def end(folder: Path, *, is_complete: bool) -> None:

@@ -1,4 +1,4 @@
-"""Plots of speed, latency, memory and operations, and what the verdict rests on.
+"""Plots of speed, latency and memory, and what the verdict rests on.
 
 Each has a line for each policy: its name at the left, its figure at the right.
 """
@@ -16,14 +16,12 @@ from tfamp.comparison.report import drawing, rows
 from tfamp.comparison.report.drawing import Look, Plot
 from tfamp.records.units import join_words
 from tfamp.trials.intervals import Interval, interval_of_ratios
-from tfamp.trials.run_records import OperationTime, Run
+from tfamp.trials.run_records import Run
 
 Looks = Sequence[Look]
 _ROW, _HEADING, _BOTTOM = 24.0, 22.0, 34.0
 # An axis leaves out what of an interval lies this far beyond the values.
 _REACH = 0.3
-# Operations with a line of their own; the rest is one line.
-_MAX_OPERATIONS = 12
 
 
 class Line(NamedTuple):
@@ -151,45 +149,6 @@ def quality_plot(evidence: Evidence, looks: Looks) -> Plot | None:
         "difference",
         tolerance=tolerance,
     )
-
-
-def operation_plots(evidence: Evidence, looks: Looks) -> tuple[Plot, ...]:
-    """Returns a plot for each policy that a profile was taken of."""
-    found = (
-        _operations(f"operations-{number}", looks[0], look, times)
-        for number, look in enumerate(looks)
-        if (times := evidence.operations.get(look.policy, ()))
-    )
-    return tuple(plot for plot in found if plot is not None)
-
-
-def _operations(
-    key: str, reference: Look, look: Look, times: Sequence[OperationTime]
-) -> Plot | None:
-    seconds = {t.operation: (t.before_seconds, t.after_seconds) for t in times}
-    seconds = {k: v for k, v in seconds.items() if np.nanmax((*v, 0.0)) > 0}
-    names = sorted(seconds, key=lambda name: -np.nanmax(seconds[name]))
-    shown = {name: seconds[name] for name in names[:_MAX_OPERATIONS]}
-    if rest := [seconds[name] for name in names[_MAX_OPERATIONS:]]:
-        before, after = np.sum(rest, axis=0)
-        shown[f"{len(rest)} others"] = (before, after)
-    form = format_for("seconds", [np.nanmax(seconds[name]) for name in names[:1]])
-
-    def line(name: str, both: tuple[float, float]) -> Line:
-        def draw(axes: Any, y: float) -> None:
-            for value, place, own in zip(both, (-4, 4), (reference, look), strict=True):
-                if math.isfinite(value):
-                    axes.barh(y + place, value / form.factor, 6, color=own.colour)
-
-        return Line(drawing.shortened(name), " → ".join(map(form, both)), draw)
-
-    every = " → ".join(map(form, np.sum(list(seconds.values()), axis=0)))
-    lead = (
-        f"Of a step, all threads together. Upper bar {reference.name}, lower bar "
-        f"{look.name}; in all {every} {form.unit}."
-    )
-    group = ("", [line(name, both) for name, both in shown.items()])
-    return plot_lines(key, f"Operations: {look.name}", lead, [group], form.unit)
 
 
 def _values(

@@ -79,10 +79,7 @@ def policy_plots(evidence: Evidence) -> tuple[Plot, ...]:
         curves.scale_plot,
     )
     found = (make(evidence, looks) for make in makers)
-    return (
-        *(plot for plot in found if plot is not None),
-        *bars.operation_plots(evidence, looks),
-    )
+    return (*(plot for plot in found if plot is not None),)
 
 
 def _view(evidence: Evidence) -> dict[str, Any]:
