@@ -162,7 +162,6 @@ SUMMARIES: dict[str, Callable[[Sequence[Result]], list[Row]]] = {
         ),
     ],
     "memory": lambda results: _predictions("Memory of a step", results),
-    "resident": lambda results: _predictions("Size of a process", results),
     "remat": lambda results: [
         (
             "Memory of a step with `tfamp.remat` over one without",

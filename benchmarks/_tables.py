@@ -184,18 +184,6 @@ def memory(result: Result) -> Rows:
     ]
 
 
-def resident(result: Result) -> Rows:
-    """Returns a row for each step and policy."""
-    return [
-        [
-            *(case, policy, str(found["batch"])),
-            *(mebibytes(found[key]) for key in ("predicted", "measured")),
-            *(f"{found[key]:.2f}" for key in ("ratio", "ratio_above_built")),
-        ]
-        for case, policy, found in by_policy(result)
-    ]
-
-
 def remat(result: Result) -> Rows:
     """Returns a row for each model and policy."""
     return [
@@ -263,10 +251,6 @@ TABLES: Tables = {
     "memory": (
         (*_PREDICTED, "Measured, lowest to highest", "Predicted / measured"),
         memory,
-    ),
-    "resident": (
-        (*_PREDICTED, "Measured", "Predicted / measured", "Above the built model"),
-        resident,
     ),
     "remat": (
         (

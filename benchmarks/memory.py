@@ -3,7 +3,7 @@
 Prints, for an MLP, a CNN with BatchNormalization, ResNet50, a transformer and an LSTM,
 in float32 and mixed_bfloat16, the memory above what model and optimizer hold: predicted
 from the traced graph, measured in a run of `fit`, and their ratio. The goal is a ratio
-within 15 % of 1. Further rows do so for `predict`, for XLA, and for `tfamp.remat`.
+within 15 % of 1. Further rows do so for `predict` and for `tfamp.remat`.
 
 Time: about a quarter of an hour on two CPU cores.
 
@@ -35,7 +35,6 @@ CASES = {
 }
 OTHERS = {
     "MLP, predict": {"training": False},
-    "MLP, XLA": {"jit_compile": True},
     "MLP, remat": {"is_again": True},
     "transformer, remat": {"is_again": True},
 }
@@ -48,11 +47,10 @@ def measure_side(
     policy: str,
     batch: int,
     training: bool = True,
-    jit_compile: bool = False,
     is_again: bool = False,
 ) -> dict[str, Any]:
     """Predicts and measures one case in this process."""
-    model = _models.compiled_family(case, policy, jit_compile=jit_compile)
+    model = _models.compiled_family(case, policy)
     if is_again:
         tfamp.remat(model)
     predicted = tfamp.estimate_memory(model, batch, training=training)

@@ -111,15 +111,6 @@ def _freeze(result: Result) -> dict[str, Any]:
     return {"bytes": " and ".join(shares)}
 
 
-def _resident(result: Result) -> dict[str, Any]:
-    rows = list(by_policy(result))
-    far = [f"{case}, {policy}" for case, policy, found in rows if not found["met"]]
-    return {
-        "allocator": " and ".join(dict.fromkeys(row[2]["allocator"] for row in rows)),
-        "missed": f"Beyond it: {'; '.join(far)}." if far else "All are within it.",
-    }
-
-
 def _training(result: Result) -> dict[str, Any]:
     """Returns a sentence for each goal, with what missed it."""
     sentences = []
@@ -180,7 +171,6 @@ WORDS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "guilty_layers_further": _guilty_layers,
     "inference": _serving_tables.inference_words,
     "serving": _serving_tables.serving_words,
-    "resident": _resident,
     "training": _training,
     "tuner": _tuner,
 }

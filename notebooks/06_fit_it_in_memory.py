@@ -100,8 +100,9 @@ print(estimate)
 # ## Which batch size fits?
 #
 # Several sizes and policies at once are estimated beside one another. From the sizes
-# around each one it knows how memory grows, and so the largest batch for any limit: on
-# a CPU for the whole process, with `resident=False` for what a step holds, as on a GPU.
+# around each one it knows how memory grows, and so the largest batch for any limit of
+# what a step holds, as on a GPU. `measure=True` runs small steps instead, and tells of
+# the whole process, as a container's limit does.
 
 # %%
 sizes, policies = [32, 256], ["float32", POLICY]
@@ -115,7 +116,7 @@ estimates.plot(folder / "estimates.png")
 display(Image(folder / "estimates.png"))
 for each in estimates:
     if each.batch_size == max(sizes):
-        largest = each.largest_batch(16 * 10**9, multiple_of=8, resident=False)
+        largest = each.largest_batch(16 * 10**9, multiple_of=8)
         print(f"{each.policy:15} a memory of 16 GB holds batches of {largest:,}")
 
 # %% [markdown]
@@ -244,7 +245,7 @@ before = tfamp.estimate_memory(model, 64, data=(x, y))
 lighter = tfamp.remat(build_model())
 after = tfamp.estimate_memory(lighter, 64, data=(x, y))
 for name, each in {"as it is": before, "with remat": after}.items():
-    largest = each.largest_batch(16 * 10**9, multiple_of=8, resident=False)
+    largest = each.largest_batch(16 * 10**9, multiple_of=8)
     print(f"{name:12} {each.peak_bytes / 2**20:6,.0f} MiB; 16 GB hold {largest:,}")
 
 # %% [markdown]

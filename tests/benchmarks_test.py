@@ -49,12 +49,6 @@ def check_serving(result):
     assert "| FastAPI, ONNX int8 |" in texts
 
 
-def check_resident(result):
-    found = result["cases"]["MLP of 2 blocks"]["float32"]
-    # Small tensors in a large process.
-    assert found["met"] and 0 < found["built"] < found["measured"]
-
-
 def check_memory(result):
     figures = result["cases"]["MLP of 2 blocks"]["float32"]
     # A block has 2 x 1024 x 2048 numbers: the gradient of one product at least.
@@ -196,23 +190,6 @@ def test_a_section_tells_what_was_missed():
     assert "develop: cause 3 of 4, layer 2 of 2" in text
     expected = "- cube float16, seed 0 (develop): expected layers [['a']], got safe"
     assert expected in later
-
-
-def test_a_section_tells_which_processes_grow_beyond_their_prediction():
-    near = {"batch": 8, "predicted": 2**20, "measured": 2**20, "built": 0}
-    near |= {"allocator": "glibc", "ratio": 1.0, "ratio_above_built": 1.0, "met": True}
-    far = near | {"predicted": 2**21, "ratio": 2.0, "met": False}
-    result = {"cases": {"MLP": {"float32": near, "other": far}}, "goal": 0.15}
-    result |= {"device": "CPU", "versions": {"keras": "3"}, "steps": 5, "command": "c"}
-    text, _ = write_results.section("resident", [result])
-    assert "| MLP | other | 8 | 2 MiB | 1 MiB | 2.00 | 1.00 |" in text
-    assert "within 15% of 1. Beyond it: MLP, other.\n" in text
-    assert write_results.SUMMARIES["resident"]([result]) == [
-        (
-            "Size of a process, predicted over measured",
-            *("1.00 to 2.00", "within 15% of 1"),
-        )
-    ]
 
 
 class Counted:

@@ -122,7 +122,6 @@ def test_a_limit_is_answered_by_the_largest_batch_of_each_policy(capsys):
         f"--policy={','.join(policies)}",
         "--batch_size=64,8",
         "--max_memory=1MB",
-        "--noresident",
     )
     last = capsys.readouterr().out.splitlines()[-1]
     words = re.fullmatch(
@@ -147,7 +146,7 @@ def test_a_limit_is_answered_by_the_largest_batch_of_each_policy(capsys):
     ids=["no example", "a few", "thousands"],
 )
 def test_a_limit_may_hold_less_than_eight_examples_or_none(capsys, limit, expected):
-    limits = f"--max_memory={limit}", "--noresident"
+    limits = (f"--max_memory={limit}",)
     estimated("alone", "--policy=float32", *limits, "--batch_size=8")
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(rf"Largest batch .*: {expected} \(float32\)\.", last), last
@@ -173,28 +172,28 @@ def test_what_was_traced_for_the_larger_size_tells(
     )
     monkeypatch.setattr(tfamp, "estimate_memory", lambda *_, **__: made_up)
     argv = ["memory", "measurable:alone", "--policy=float32", "--batch_size=64,8"]
-    assert main([*argv, "--max_memory=2000", "--noresident"]) == 0
+    assert main([*argv, "--max_memory=2000"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"Largest batch size that fits in 2.0 KiB: {expected} (float32)."
 
 
-def test_a_limit_is_of_the_whole_process_where_its_size_is_known(monkeypatch, capsys):
+def test_a_limit_is_of_the_whole_process_where_it_is_measured(monkeypatch, capsys):
     (one,) = estimated("alone", "--policy=float32")
     # 100 bytes and 10 an example: 2,000 hold 190, or 184 as a multiple of 8.
-    known = {"resident_bytes": 740, "resident_curve": [[64, 740], [128, 1380]]}
-    unknown = {"resident_bytes": None, "curve": [[64, 740], [128, 740]]}
+    line = {"source": "measured", "curve": [[64, 740], [128, 1380]]}
+    made_up = MemoryEstimates.from_dict({"estimates": [one.to_dict() | line]})
+    given = []
+
+    def estimate(*_, **options):
+        given.append(options["measure"])
+        return made_up
+
+    monkeypatch.setattr(tfamp, "estimate_memory", estimate)
     argv = ["memory", "measurable:alone", "--policy=float32", "--max_memory=2000"]
-    for more, expected in (
-        (known, "whose process fits in 2.0 KiB: 184"),
-        (unknown, "that fits in 2.0 KiB: any"),
-    ):
-        made_up = MemoryEstimates.from_dict({"estimates": [one.to_dict() | more]})
-        monkeypatch.setattr(
-            tfamp, "estimate_memory", lambda *_, found=made_up, **__: found
-        )
-        assert main(argv) == 0
-        last = capsys.readouterr().out.splitlines()[-1]
-        assert last == f"Largest batch size {expected} (float32)."
+    assert main([*argv, "--measure"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == ("Largest batch size whose process fits in 2.0 KiB: 184 (float32).")
+    assert given == [True]
 
 
 def test_a_plot_is_drawn(module):
@@ -271,7 +270,6 @@ def test_find_makes_trials_of_what_the_function_builds(capsys):
 # Failures
 
 FAILURES = {
-    "resident without a limit": (["a:b", "--resident"], 2, "without `--max_memory`"),
     "four": (["measurable:four"], 1, "expected a model, (model, train) or"),
     "not compiled": (["measurable:uncompiled"], 1, "Model 'raw' is not compiled;"),
     "open shape": (["measurable:open_shape"], 1, "`--sequence_length=128` to `tfamp"),

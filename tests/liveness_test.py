@@ -1,9 +1,7 @@
 """Which buffers a plan holds at the same time, against sums made by hand."""
 
-import pytest
 import tensorflow as tf
 
-from tfamp.graph.compiled import find_program_peak
 from tfamp.graph.liveness import find_peak
 from tfamp.graph.schedules import read_schedule, scaled
 
@@ -163,60 +161,3 @@ def test_plans_of_other_operations_are_not_scaled():
         for f in (lambda x: tf.transpose(x), lambda x: tf.linalg.inv(x))
     )
     assert scaled(one, other, (1, 2), 3) is None
-
-
-PROGRAM = """HloModule m, is_scheduled=true, input_output_alias={ {0}: (0, {}) }
-%body (p: (f32[1024], s32[])) -> (f32[1024], s32[]) {
-  %p = (f32[1024]{0}, s32[]) parameter(0)
-  %x = f32[1024]{0} get-tuple-element(%p), index=0
-  %i = s32[] get-tuple-element(%p), index=1
-  %t = f32[2048]{0} custom-call(%x), custom_call_target="grow"
-  %u = f32[1024]{0} custom-call(%t), custom_call_target="shrink"
-  ROOT %r = (f32[1024]{0}, s32[]) tuple(%u, %i)
-}
-ENTRY %main (a: f32[1024], b: f32[1024]) -> (f32[1024], f32[]) {
-  %a = f32[1024]{0} parameter(0)
-  %b = f32[1024]{0} parameter(1)
-  %zero = s32[] constant(0)
-  %c = f32[1024]{0} add(%a, %b)
-  %start = (f32[1024]{0}, s32[]) tuple(%c, %zero)
-  %w = (f32[1024]{0}, s32[]) while(%start), condition=%cond, body=%body
-  %d = f32[1024]{0} get-tuple-element(%w), index=0
-  %e = f32[] reduce(%d, %d), to_apply=%sum, metadata={op_name="loss/Mean"}
-  %new = f32[1024]{0} subtract(%a, %b)
-  ROOT %out = (f32[1024]{0}, f32[]) tuple(%new, %e)
-}
-"""
-
-
-def test_a_program_holds_its_loop_variable_and_what_the_body_makes():
-    peak = find_program_peak(PROGRAM)
-    # %c, and in the body %t and %u; %new takes the place of the argument %a.
-    assert peak.num_bytes == 4 * (1024 + 2048 + 1024)
-
-
-CALL = """HloModule m, is_scheduled=true
-%parallel (x: f32[1024]) -> f32[1024] {
-  %x = f32[1024]{0} parameter(0)
-  ROOT %y = f32[1024]{0} fusion(%x), kind=kLoop, calls=%fused
-}
-ENTRY %main (a: f32[1024]) -> f32[] {
-  %a = f32[1024]{0} parameter(0)
-  %b = f32[1024]{0} call(%a), to_apply=%parallel
-  ROOT %c = f32[] reduce(%b, %b), to_apply=%sum
-}
-"""
-
-
-def test_what_a_call_gives_counts_once():
-    assert find_program_peak(CALL).num_bytes == 4 * 1024 + 4
-
-
-def test_a_copy_of_an_argument_takes_no_memory():
-    text = CALL.replace("call(%a), to_apply=%parallel", "copy(%a)")
-    assert find_program_peak(text).num_bytes == 4
-
-
-def test_a_program_without_a_schedule_is_refused():
-    with pytest.raises(ValueError, match=r"expected `is_scheduled=true` in it"):
-        find_program_peak("HloModule m\nENTRY %main () -> f32[] {\n}")

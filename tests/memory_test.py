@@ -183,12 +183,10 @@ def test_rematerialised_activations_are_not_kept():
 def test_the_largest_batch_fits_and_one_more_does_not():
     model = mlp()
     limit = 64 * 2**20
-    size = tfamp.estimate_memory(model, 4096).largest_batch(limit, resident=False)
+    size = tfamp.estimate_memory(model, 4096).largest_batch(limit)
     assert tfamp.estimate_memory(model, size).peak_bytes <= limit
     assert tfamp.estimate_memory(model, round(1.05 * size)).peak_bytes > limit
-    eights = tfamp.estimate_memory(model, 4096).largest_batch(
-        limit, multiple_of=8, resident=False
-    )
+    eights = tfamp.estimate_memory(model, 4096).largest_batch(limit, multiple_of=8)
     assert eights == size - size % 8
 
 
@@ -197,7 +195,7 @@ def test_a_limit_below_the_weights_is_refused_with_remedies():
     with pytest.raises(
         ValueError, match=r"and a batch of 1 takes .* Use `tfamp.remat`"
     ):
-        estimate.largest_batch(2**10, resident=False)
+        estimate.largest_batch(2**10)
 
 
 class Own(keras.Model):
@@ -244,15 +242,9 @@ def test_classes_as_numbers_are_targets_of_a_sparse_loss():
     assert estimate.by_kind["inputs"] == BATCH * (256 * 4 + 4)
 
 
-def test_xla_s_program_is_read():
-    graph, xla = (
-        tfamp.estimate_memory(mlp(), 2**14, jit_compile=compiled)
-        for compiled in (False, True)
-    )
-    assert (graph.source, xla.source) == ("graph", "XLA")
-    # It keeps what goes into relu too, where it fuses relu into its readers.
-    assert 0.7 < xla.step_bytes / graph.step_bytes < 1.7
-    assert not xla.notes
+def test_a_step_that_xla_compiles_is_said_to_hold_less():
+    (note,) = tfamp.estimate_memory(mlp(jit_compile=True), 2**14).notes
+    assert "XLA" in note and "`measure=True`" in note
 
 
 def test_each_replica_has_its_part_of_the_batch():
@@ -269,11 +261,10 @@ def test_each_replica_has_its_part_of_the_batch():
         tfamp.estimate_memory(model, 33)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["graph", "XLA"])
-def test_nothing_is_run_or_changed(compiled):
+def test_nothing_is_run_or_changed():
     model = mlp()
     before = [np.array(w) for w in model.get_weights()]
-    tfamp.estimate_memory(model, BATCH, jit_compile=compiled)
+    tfamp.estimate_memory(model, BATCH)
     after = model.get_weights()
     assert all((a == b).all() for a, b in zip(before, after, strict=True))
     assert int(model.optimizer.iterations) == 0

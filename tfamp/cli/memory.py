@@ -34,13 +34,8 @@ def _memory(call: Call) -> Outcome:
             "`--optimizer` came with `--notraining`; expected one of them, as predict "
             "has no optimizer. Leave one out"
         )
-    if values["resident"] is not None and values["max_memory"] is None:
-        raise UsageError(
-            "`--resident` came without `--max_memory`; expected both, as it says what "
-            "the limit is for. Add --max_memory, or leave it out"
-        )
     found = _estimates(call)
-    lines = _largest(found, values["max_memory"], values["resident"])
+    lines = _largest(found, values["max_memory"], values["measure"])
     return Outcome(found, "\n".join([found.table(), *lines]))
 
 
@@ -78,35 +73,30 @@ def _named(estimate: Any, variant: Variant) -> Any:
     return dataclasses.replace(estimate, policy=str(variant))
 
 
-def _largest(estimates: Any, limit: int | None, resident: bool | None) -> list[str]:
+def _largest(estimates: Any, limit: int | None, is_measured: bool) -> list[str]:
     """Returns a line on the largest batch that fits, of each policy."""
     if limit is None:
         return []
-    whole = resident
-    if whole is None:
-        whole = all(each.resident_bytes is not None for each in estimates)
     # The largest size that was traced says most of those beyond.
     by_size = sorted(estimates, key=lambda each: int(each.batch_size))
     by_policy = {each.policy: each for each in by_size}
     names = dict.fromkeys(each.policy for each in estimates)
-    words = ", ".join(
-        f"{_fitting(by_policy[name], limit, whole)} ({name})" for name in names
-    )
-    whose = "whose process" if whole else "that"
+    words = ", ".join(f"{_fitting(by_policy[name], limit)} ({name})" for name in names)
+    whose = "whose process" if is_measured else "that"
     return [f"Largest batch size {whose} fits in {units.format_bytes(limit)}: {words}."]
 
 
-def _fitting(estimate: Any, limit: int, resident: bool) -> str:
+def _fitting(estimate: Any, limit: int) -> str:
     def fits(size: int) -> bool:
-        return bool(estimate.bytes_at(size, resident=resident) <= limit)
+        return bool(estimate.bytes_at(size) <= limit)
 
     if not fits(1):
-        least = estimate.bytes_at(1, resident=resident)
+        least = estimate.bytes_at(1)
         return f"none, 1 takes {units.format_bytes(least)}"
     if fits(_ENDLESS):
         return "any"
     multiple = _MULTIPLE if fits(_MULTIPLE) else 1
-    found = estimate.largest_batch(limit, multiple_of=multiple, resident=resident)
+    found = estimate.largest_batch(limit, multiple_of=multiple)
     return f"{found:,}"
 
 
@@ -133,16 +123,10 @@ _MEMORY = Command(
             "Policies to build under, such as float32,mixed_bfloat16+xla.",
         ),
         Flag("max_memory", parse_bytes, None, "Memory there is, such as 16GB."),
-        Flag(
-            *("resident", "bool", None),
-            "Take --max_memory for the whole process, or (--noresident) for what a "
-            "step holds, as on a GPU; else the first where it is known, which it is on "
-            "CPUs.",
-        ),
         PLOT,
     ),
-    without=("batch_size", "policy", "data", "jit_compile"),
-    more="With --max_memory it tells the largest batch that fits, on a CPU with the "
+    without=("batch_size", "policy", "data"),
+    more="With --max_memory it tells the largest batch that fits, with --measure the "
     "whole process. Shapes and the batch size are read of the data, if there are any. "
     f"{BUILD}\n\n{STATUS}",
     argument=TARGET,

@@ -43,15 +43,6 @@ class Peak:
     at: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Change:
-    """A block of memory that a step takes, or frees where the bytes are 0."""
-
-    block: int
-    num_bytes: int
-    step: int
-
-
 @dataclasses.dataclass(eq=False, slots=True)
 class _Buffer:
     """Memory that tensors share; `maker` is None for what was there before."""
@@ -59,7 +50,6 @@ class _Buffer:
     num_bytes: int
     maker: int | None
     users: int = 0
-    block: int = 0
 
 
 def find_peak(schedule: Schedule, *, emulated: frozenset[str] = frozenset()) -> Peak:
@@ -82,21 +72,9 @@ def find_peak(schedule: Schedule, *, emulated: frozenset[str] = frozenset()) -> 
     return _Run(schedule, emulated).peak()
 
 
-def changes(
-    schedule: Schedule, *, emulated: frozenset[str] = frozenset()
-) -> tuple[Change, ...]:
-    """Returns the blocks that a run of a schedule takes and frees, in their order."""
-    run = _Run(schedule, emulated)
-    run.peak()
-    run.close()
-    return tuple(run.changes)
-
-
 class _Run:
     def __init__(self, schedule: Schedule, emulated: frozenset[str]) -> None:
         self._schedule, self._emulated = schedule, emulated
-        self.changes: list[Change] = []
-        self._num_blocks = self._number = 0
         self._buffers: dict[Tensor, _Buffer] = {}
         self._alive: dict[int, _Buffer] = {}
         self._total = 0
@@ -125,13 +103,7 @@ class _Run:
         at = steps[self._at].name if steps else ""
         return Peak(self._peak, (*held, *self._scratch), at)
 
-    def close(self) -> None:
-        """Frees what the run returns."""
-        for buffer in self._alive.values():
-            self._freed(buffer)
-
     def _run(self, number: int, step: Step) -> None:
-        self._number = number
         given = [self._buffers[tensor] for tensor in step.inputs]
         made, scratch = self._make(number, step, given)
         extra = sum(each.num_bytes for each in scratch)
@@ -170,11 +142,9 @@ class _Run:
         if len(step.inner) == 1:
             return self._loop(number, step, given)
         if step.inner:
-            runs = [_Run(each, self._emulated) for each in step.inner]
-            peaks = [run.peak() for run in runs]
+            peaks = [_Run(each, self._emulated).peak() for each in step.inner]
             dearest = max(peaks, key=lambda peak: peak.num_bytes)
             made = [self._new(size, number) for size in sizes]
-            self._include(runs[peaks.index(dearest)])
             return made, dearest.held
         made = [self._new(size, number) for size in sizes]
         extra = 0
@@ -182,8 +152,6 @@ class _Run:
             read = [self._schedule.bytes_of(tensor) for tensor in step.inputs]
             extra = scratch_bytes(step.node, read, sizes, emulated=self._emulated)
         held = (Held(extra, step.name, "scratch"),) if extra else ()
-        if extra:
-            self.changes.append(Change(self._block(extra), 0, self._number))
         return made or [_Buffer(0, None)], held
 
     def _loop(
@@ -191,8 +159,7 @@ class _Run:
     ) -> tuple[list[_Buffer], tuple[Held, ...]]:
         """Runs a loop: one run of its body, with the lists that all runs fill."""
         (inner,) = step.inner
-        run = _Run(inner, self._emulated)
-        once = run.peak()
+        once = _Run(inner, self._emulated).peak()
         pushed, popped = _pushed_and_popped(inner)
         drained = sum(
             given[index].num_bytes for index in popped if given[index].users == 1
@@ -208,7 +175,6 @@ class _Run:
                 size = pushed[index] * step.trips
                 grown += size
             made.append(self._new(size, number))
-        self._include(run)
         # What was kept for the gradient goes as the loop takes it off its lists.
         saved = min(drained, grown)
         held = tuple(
@@ -223,33 +189,11 @@ class _Run:
         buffer = _Buffer(num_bytes, maker)
         self._alive[id(buffer)] = buffer
         self._total += num_bytes
-        buffer.block = self._block(num_bytes)
         return buffer
-
-    def _block(self, num_bytes: int) -> int:
-        self._num_blocks += 1
-        if num_bytes:
-            self.changes.append(Change(self._num_blocks, num_bytes, self._number))
-        return self._num_blocks
-
-    def _freed(self, buffer: _Buffer) -> None:
-        if buffer.num_bytes:
-            self.changes.append(Change(buffer.block, 0, self._number))
-
-    def _include(self, run: "_Run") -> None:
-        """Takes and frees what a run inside this step does."""
-        run.close()
-        first = self._num_blocks
-        self._num_blocks += run._num_blocks
-        self.changes += [
-            Change(first + each.block, each.num_bytes, self._number)
-            for each in run.changes
-        ]
 
     def _free_unused(self, buffer: _Buffer) -> None:
         if buffer.users <= 0 and self._alive.pop(id(buffer), None) is not None:
             self._total -= buffer.num_bytes
-            self._freed(buffer)
 
     def _describe(self, buffer: _Buffer) -> Held:
         steps = self._schedule.steps

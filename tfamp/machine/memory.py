@@ -6,7 +6,6 @@ machine can be described and asked about.
 
 import contextlib
 import os
-import platform
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,9 +19,6 @@ from tfamp.machine.nvml import Nvml, number_of
 from tfamp.records import checks
 from tfamp.records.units import format_bytes
 
-TENSORFLOW, GLIBC = "TensorFlow with oneDNN", "glibc"
-# Libraries that stand in glibc's place, by LD_PRELOAD for example.
-_OTHERS = ("jemalloc", "tcmalloc", "mimalloc")
 _PROC = Path("/proc/self")
 # What resets the peak. Source: man 5 proc_pid_clear_refs, value 5.
 _RESET = "5"
@@ -37,45 +33,6 @@ _MIG_ENABLED = 1
 _MIB = 2**20
 # Less than this part of a memory, held by others or free, is worth no word.
 _NOTICEABLE, _SCARCE = 0.05, 0.1
-
-
-def host_allocator(maps: Path = _PROC / "maps") -> str:
-    """Returns the name of what large tensors on the CPU are allocated by.
-
-    On CPUs where TensorFlow uses oneDNN by default (AVX512-VNNI and later) it holds
-    large blocks by itself, unless TF_ONEDNN_USE_SYSTEM_ALLOCATOR or
-    TF_ENABLE_ONEDNN_OPTS say otherwise; else the C library's `malloc` does.
-    `TENSORFLOW`, `GLIBC`, "jemalloc", "tcmalloc" or "mimalloc"; the system's name where
-    the C library is another one.
-    """
-    if _is_tensorflow():
-        return TENSORFLOW
-    loaded = limits.text_of(maps)
-    is_glibc = platform.libc_ver()[0] == "glibc"
-    of_system = GLIBC if is_glibc else f"the C library of {platform.system()}"
-    return next((name for name in _OTHERS if name in loaded), of_system)
-
-
-def host_bytes() -> tuple[int, int]:
-    """Returns what TensorFlow's own allocator holds in use, now and at its peak.
-
-    A ValueError says that another one is in force.
-    """
-    found = tf.config.experimental.get_memory_info("CPU:0")
-    return int(found["current"]), int(found["peak"])
-
-
-def _is_tensorflow() -> bool:
-    """Whether TensorFlow's own allocator counts a tensor that is made."""
-    try:
-        before, _ = host_bytes()
-        with tf.init_scope(), tf.device("CPU:0"):
-            block = tf.zeros(_MIB, tf.uint8)
-        after, _ = host_bytes()
-    except (ValueError, tf.errors.OpError):
-        return False
-    del block
-    return after - before >= _MIB
 
 
 def process_bytes(status: Path = _PROC / "status") -> int:

@@ -22,6 +22,8 @@ from tfamp.records.record import TableRecord
 from tfamp.records.units import format_bytes
 from tfamp.stepping.step_traces import Marks
 
+# What a process holds besides, where it was measured.
+PROCESS = "process"
 # Of bytes, in the order of a table.
 KINDS = (
     "parameters",
@@ -31,6 +33,7 @@ KINDS = (
     "gradients",
     "casts",
     "workspace",
+    PROCESS,
 )
 # What belongs to no layer: the loss, the optimizer, the train step itself.
 _OUTSIDE = "(outside layers)"
@@ -49,19 +52,15 @@ class MemoryEstimate(TableRecord):
         policy: The policy it computes under.
         batch_size: Examples of a step, of all replicas.
         training: Whether it is a training step or one of `predict`.
-        source: What was read: the "graph", or the program of "XLA".
+        source: "graph" where it was traced, "measured" where it was trained.
         peak_bytes: All of it: what is there before the step, and what the step makes.
         by_kind: Bytes of parameters, optimizer slots, inputs, activations, gradients,
-            casts of weights to half precision, and workspace.
+            casts of weights to half precision, workspace, and what the process holds
+            besides, where it was measured.
         by_layer: Bytes of each layer that holds any, the largest first.
         at: The operation that runs at the peak.
         curve: (batch size, peak bytes) around `batch_size`, smaller sizes first.
         notes: What else a reader should know.
-        resident_bytes: On a CPU, what the whole process will show at its peak in a run
-            of such steps: what it holds now, TensorFlow's runtime, and tensors with
-            what the allocator keeps of those that are freed. None where not known.
-        resident_curve: (batch size, resident bytes), as `curve`.
-        allocator: What `resident_bytes` counts on, or why it is None.
     """
 
     model: str
@@ -75,96 +74,56 @@ class MemoryEstimate(TableRecord):
     at: str
     curve: tuple[tuple[int, int], ...]
     notes: tuple[str, ...] = ()
-    resident_bytes: int | None = None
-    resident_curve: tuple[tuple[int, int], ...] = ()
-    allocator: str = ""
 
     @property
     def step_bytes(self) -> int:
         """Bytes above what model and optimizer hold between two steps."""
-        standing = ("parameters", "optimizer slots")
+        standing = ("parameters", "optimizer slots", PROCESS)
         return self.peak_bytes - sum(self.by_kind.get(kind, 0) for kind in standing)
 
-    def bytes_at(self, batch_size: int, *, resident: bool = False) -> int:
+    def bytes_at(self, batch_size: int) -> int:
         """Returns the peak with another batch size, from the sizes that were computed.
 
         Between two of them it is never below the truth, since the peak is the largest
         of sums that grow evenly with the batch.
-
-        Args:
-            batch_size: The size.
-            resident: Whether to tell the resident size of the process.
-
-        Raises:
-            ValueError: The resident size is not known.
         """
         size = checks.positive_int("batch_size", batch_size)
-        if resident and self.resident_bytes is None:
-            raise ValueError(
-                "`resident` is True, but the resident size is not known "
-                f"({self.allocator or 'not computed'}); expected False. Leave it out "
-                "to ask what a step holds."
-            )
-        curve = self.resident_curve if resident else self.curve
-        pairs = list(itertools.pairwise(curve))
+        pairs = list(itertools.pairwise(self.curve))
         for (low, small), (high, large) in pairs:
             if size <= high or (low, small) == pairs[-1][0]:
                 return round(small + (large - small) / (high - low) * (size - low))
-        return (self.resident_bytes or 0) if resident else self.peak_bytes
+        return self.peak_bytes
 
-    def largest_batch(
-        self,
-        limit_bytes: int,
-        *,
-        multiple_of: int = 1,
-        resident: bool | None = None,
-    ) -> int:
+    def largest_batch(self, limit_bytes: int, *, multiple_of: int = 1) -> int:
         """Returns the largest batch size whose step fits into a limit.
 
         Args:
-            limit_bytes: The memory that may be taken in all.
+            limit_bytes: The memory that may be taken in all: of a GPU; of a whole
+                process, as a container's, where it was measured.
             multiple_of: What the size has to be a multiple of, such as 8.
-            resident: Whether the limit is for the whole process, as a container's is;
-                False for what the step holds, as on a GPU; None for the first where it
-                is known, which it is on CPUs.
 
         Raises:
             ValueError: Not even the smallest fits, or the memory does not depend on
-                the batch, or the resident size is asked for and not known.
+                the batch.
         """
         limit = checks.positive_int("limit_bytes", limit_bytes)
         step = checks.positive_int("multiple_of", multiple_of)
-        whole = self.resident_bytes is not None if resident is None else resident
         sizes = range(step, step * (_LARGEST + 1), step)
-        count = bisect.bisect_right(
-            sizes, limit, key=lambda size: self.bytes_at(size, resident=whole)
-        )
+        count = bisect.bisect_right(sizes, limit, key=self.bytes_at)
         if not count:
-            raise ValueError(self._too_small(limit, step, whole))
+            raise ValueError(
+                f"`limit_bytes` is {format_bytes(limit)}, and a batch of {step} takes "
+                f"{format_bytes(self.bytes_at(step))}, of which model and optimizer "
+                f"hold {format_bytes(self.peak_bytes - self.step_bytes)}; expected a "
+                "limit that this fits into. Use `tfamp.remat`, a policy of less "
+                "precision, an optimizer with fewer slots, or a smaller model."
+            )
         if count == len(sizes):
             raise ValueError(
                 f"Every batch fits into {format_bytes(limit)}; expected a step whose "
                 "memory grows with the batch. Pass `data=` with a batch of yours."
             )
         return sizes[count - 1]
-
-    def _too_small(self, limit: int, size: int, resident: bool) -> str:
-        """Returns what to say of a limit that not even one batch fits into."""
-        where, instead = "", ""
-        if resident:
-            where = ", in a process that shows all it holds"
-            instead = (
-                ", or, for memory that holds tensors alone, as a GPU's, "
-                "`resident=False`"
-            )
-        return (
-            f"`limit_bytes` is {format_bytes(limit)}, and a batch of {size} takes "
-            f"{format_bytes(self.bytes_at(size, resident=resident))}, of which model "
-            f"and optimizer hold {format_bytes(self.peak_bytes - self.step_bytes)}"
-            f"{where}; expected a limit that this fits into{instead}. Use "
-            "`tfamp.remat`, a policy of less precision, an optimizer with fewer slots, "
-            "or a smaller model."
-        )
 
     def table(self) -> str:
         """Returns the bytes by kind, and those of the largest layers, as text."""
@@ -225,8 +184,6 @@ class MemoryEstimates(TableRecord):
         found.add_section()
         add("peak", [each.peak_bytes for each in self])
         add("of which the step makes", [each.step_bytes for each in self])
-        if any(each.resident_bytes is not None for each in self):
-            add("resident size of the process", [e.resident_bytes for e in self])
         return found
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -251,7 +208,7 @@ class MemoryEstimates(TableRecord):
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
         axes.set_xlabel("batch size")
-        axes.set_ylabel("peak memory (predicted)")
+        axes.set_ylabel("peak memory")
         axes.set_title(f"Memory of a step of {self.estimates[0].model}")
         axes.grid(alpha=0.3)
         axes.legend(title="policy")

@@ -1,13 +1,14 @@
 """`tfamp.estimate_memory`: bytes of a step, from its traced graph."""
 
 import contextlib
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfamp.graph.compiled import find_program_peak
 from tfamp.graph.liveness import Peak, find_peak
 from tfamp.graph.schedules import Schedule, read_schedule, scaled
 from tfamp.keras_hooks import trainer
@@ -15,73 +16,80 @@ from tfamp.keras_hooks.structure import bytes_of, num_bytes
 from tfamp.machine import devices
 from tfamp.memory.estimates import (
     KINDS,
+    PROCESS,
     MemoryEstimate,
     MemoryEstimates,
     by_kind,
     by_layer,
 )
-from tfamp.memory.resident import resident_curve, surroundings
+from tfamp.memory.measured import Line, measured_line, rebuilding
 from tfamp.memory.specs import specs_of
 from tfamp.models import apply, assignment
 from tfamp.records import checks
 from tfamp.records.formats import HALF
 from tfamp.stepping.arguments import build
 from tfamp.stepping.snapshots import optimizers_of
-from tfamp.stepping.step_traces import Marks, TracedSpecs, plain_name, trace_specs
+from tfamp.stepping.step_traces import TracedSpecs, plain_name, trace_specs
 from tfamp.stepping.unchanged import copied, seeds_put_back
 
 # Batch sizes of a curve, as parts of the one that was asked for.
 _PARTS = (1 / 8, 1 / 2, 1, 2, 8, 32)
+# What a step holds where it is measured, and how many times the size that may take:
+# processes that do the same differ by some 20 MiB.
+_TELLING_BYTES, _MOST_TIMES = 2**28, 8
 
 
 def estimate_memory(
-    model: keras.Model,
+    model_or_build: keras.Model | Callable[[], keras.Model],
     batch_size: int | Sequence[int],
     *,
     optimizer: Any = None,
     policy: str | Sequence[str] | None = None,
     training: bool = True,
+    measure: bool = False,
     data: Any = None,
     sequence_length: int | None = None,
-    jit_compile: bool | None = None,
 ) -> Any:
-    """Predicts the most memory that a step will hold, and nothing is run.
+    """Predicts the most memory that a step will hold, and nothing is run here.
 
     The step is traced, with the loss, the optimizer, its loss scale, accumulation and
     moving averages, as `fit` traces it, and its operations are gone through in the
     order in which they become ready: each buffer lives from its making to its last
     reader, operations that write in place do, and what `tfamp.remat` computes again is
-    not kept. With XLA its program is compiled and read. Not in it: what the process
+    not kept: what a device's allocator gives out, as a GPU's. Not in it: what a process
     holds anyway (Python, TensorFlow, the runtime of a GPU), the input pipeline, and
-    what an allocator keeps for later.
+    what an allocator keeps for later, which on a CPU is as much again. XLA fuses
+    operations and holds less, or more where it copies.
 
-    On a CPU `resident_bytes` has these too: the resident size that the whole process
-    will show. What steps take and free goes through a simulation of the allocator in
-    force: TensorFlow's own, which it uses with oneDNN and which gives nothing back, or
-    glibc's, with the thresholds of the environment. For others, and with XLA, it is
-    not told. A model whose steps have run has their graphs already.
+    `measure=True` answers for all of that: the step is trained at two sizes that need
+    little, each in a fresh process, which takes some 20 seconds; the peak is on the
+    line through both, of the whole process on a CPU, of TensorFlow's memory on a GPU.
 
     Args:
-        model: A Keras model, compiled unless for inference or with `optimizer`.
+        model_or_build: A Keras model, compiled unless for inference or with
+            `optimizer`, or a function that returns one. Where it is measured a model
+            is built anew from its config, so pass the function where that is not all
+            of it, as with `tfamp.remat`.
         batch_size: Examples of a step, of all replicas; or several sizes.
         optimizer: Another optimizer than the model's: an object or a Keras name. A
             model without a loss gets the mean squared error.
         policy: Another policy than the model's, or several; a copy of the model is
             made for each.
         training: False for a step of `predict`.
+        measure: Whether to train at two sizes, in processes of their own.
         data: A batch (x, y), x alone, as an array or a dict, or whatever else `fit`
             takes, of which only shapes and dtypes are read; needed where the model
             does not tell its inputs or targets.
         sequence_length: What to take for every size that the model leaves open, as
             models of text do; or pass an example as `data`.
-        jit_compile: Whether XLA compiles the step; None for what the model says. It
-            takes as long as compiling.
 
     Returns:
         A `MemoryEstimate`; for several sizes or policies `MemoryEstimates`.
 
     Raises:
-        TypeError: `model` is no Keras model.
+        TypeError: `model_or_build` is no Keras model and returns none, or cannot go to
+            another process.
+        MemoryError: A size that is measured does not fit.
         ValueError: It is not compiled, does not tell its inputs, or leaves sizes open
             that neither `data` nor `sequence_length` tell; a size is not positive, or
             no multiple of the replicas.
@@ -99,7 +107,15 @@ def estimate_memory(
     sizes = _sizes(batch_size)
     if sequence_length is not None:
         checks.positive_int("sequence_length", sequence_length)
+    is_model = isinstance(model_or_build, keras.Model) or not callable(model_or_build)
+    build_model = None if is_model else model_or_build
+    model: Any = model_or_build if is_model else model_or_build()
     _check_model(model, training=training, optimizer=optimizer)
+    if measure and not training:
+        raise ValueError(
+            "`measure` came with `training=False`; expected one of them, as training "
+            "steps are measured. Leave one out."
+        )
     policies = [policy] if policy is None or isinstance(policy, str) else list(policy)
     found: list[MemoryEstimate] = []
     for name in policies:
@@ -123,13 +139,50 @@ def estimate_memory(
                 given,
                 data,
                 training=training,
-                in_xla=bool(given.jit_compile if jit_compile is None else jit_compile),
                 sequence_length=sequence_length,
             )
-            found += map(steps.estimate, sizes)
+            own = list(map(steps.estimate, sizes))
+            if measure:
+                is_whole = build_model is not None and optimizer is None
+                line = measured_line(
+                    build_model if is_whole else rebuilding(given),  # type: ignore[arg-type]
+                    steps.zeros(1),
+                    _telling(own[-1]),
+                    name,
+                )
+                own = [_on_line(each, line) for each in own]
+            found += own
     if len(found) == 1 and not isinstance(batch_size, Sequence):
         return found[0]
     return MemoryEstimates(tuple(found))
+
+
+def _telling(estimate: MemoryEstimate) -> int:
+    """Returns a batch size whose step holds more than what processes differ by."""
+    size = estimate.batch_size
+    each = (estimate.bytes_at(2 * size) - estimate.bytes_at(size)) / size
+    wanted = _TELLING_BYTES / each if each > 0 else math.inf
+    return min(max(2, math.ceil(wanted)), _MOST_TIMES * size)
+
+
+def _on_line(estimate: MemoryEstimate, line: Line) -> MemoryEstimate:
+    """Returns an estimate whose peak is a measured one."""
+    peak = line.at(estimate.batch_size)
+    rest = peak - estimate.peak_bytes
+    sizes = {*line.sizes, *(size for size, _ in estimate.curve)}
+    words = f"Measured at batches of {line.sizes[0]:,} and {line.sizes[1]:,}."
+    if rest < 0:
+        words += (
+            " It holds less than the traced graph, whose kinds and layers these are."
+        )
+    return dataclasses.replace(
+        estimate,
+        source="measured",
+        peak_bytes=peak,
+        by_kind=estimate.by_kind | ({PROCESS: rest} if rest > 0 else {}),
+        curve=tuple((size, line.at(size)) for size in sorted(sizes)),
+        notes=(*estimate.notes, words),
+    )
 
 
 def _sizes(batch_size: Any) -> list[int]:
@@ -145,8 +198,9 @@ def _sizes(batch_size: Any) -> list[int]:
 def _check_model(model: Any, *, training: bool, optimizer: Any) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"`model` is {model!r}, of type {type(model).__name__}; expected a "
-            "`keras.Model`. Pass the model first, then the batch size."
+            f"`model_or_build` is {model!r}, of type {type(model).__name__}; expected "
+            "a `keras.Model`, or a function that returns one. Pass it first, then the "
+            "batch size."
         )
     if training and not model.compiled and optimizer is None:
         raise ValueError(
@@ -169,11 +223,10 @@ class StepMemory:
         data: Any,
         *,
         training: bool = True,
-        in_xla: bool = False,
         sequence_length: int | None = None,
     ) -> None:
         self._model, self._data, self._training = model, data, training
-        self._in_xla, self._length = in_xla, sequence_length
+        self._length = sequence_length
         self._replicas = model.distribute_strategy.num_replicas_in_sync
         # Half dtypes that some device here does not multiply in by itself.
         fast = [set(devices.fast_dtypes(device)) for device in devices.devices()]
@@ -199,54 +252,36 @@ class StepMemory:
             notes.append(
                 f"Sizes that the model leaves open are taken as {self._length}."
             )
-        in_program = None
-        if self._in_xla:
-            in_program, why = self._program_peak(marks, size)
-            notes += [f"{why}; the traced graph was read."] if why else []
-        peak = in_program or self._graph_peak(schedule)
-        if schedule.unknown and in_program is None:
+        peak = self._graph_peak(schedule)
+        if getattr(model, "jit_compile", False) is True:
+            notes.append(
+                "XLA compiles this step, and fuses what is counted here; "
+                "`measure=True` tells what it takes."
+            )
+        if schedule.unknown:
             notes.append(
                 f"{len(schedule.unknown)} operations do not tell the size of what they "
                 f"give, the first is {plain_name(schedule.unknown[0])!r}; it counts 0."
             )
         standing = self._standing(size)
         kinds = standing | by_kind(peak, model, marks)
-        around = surroundings(in_xla=in_program is not None)
-        resident: tuple[tuple[int, int], ...] = ()
-        if around.process_bytes is not None:
-            resident = resident_curve(
-                model,
-                around,
-                self._schedules(size),
-                self._input_bytes(size) / size,
-                training=self._training,
-                emulated=self._emulated,
-            )
         return MemoryEstimate(
             model=model.name,
             policy=assignment(model).policy,
             batch_size=size,
             training=self._training,
-            source="graph" if in_program is None else "XLA",
+            source="graph",
             peak_bytes=sum(standing.values()) + peak.num_bytes,
             by_kind={kind: kinds[kind] for kind in KINDS if kinds.get(kind)},
             by_layer=by_layer(peak, model, marks, standing["optimizer slots"]),
             at=plain_name(peak.at),
-            curve=self._curve(size, peak, marks if in_program else None),
+            curve=self._curve(size, peak),
             notes=tuple(notes),
-            resident_bytes=dict(resident).get(size),
-            resident_curve=resident,
-            allocator=around.allocator,
         )
 
-    def peak_of_graph(self, size: int) -> tuple[int, TracedSpecs, Peak]:
-        """Returns all bytes at the peak, with the trace and what the step holds then.
-
-        The graph is read, with XLA or without.
-        """
-        traced, schedule = self._trace(size)
-        peak = self._graph_peak(schedule)
-        return sum(self._standing(size).values()) + peak.num_bytes, traced, peak
+    def zeros(self, size: int) -> Any:
+        """Returns a batch of zeros."""
+        return _zeros(self._specs_for(size, training=self._training))
 
     def _standing(self, size: int) -> dict[str, int]:
         """Returns the bytes of what is there before a step, by kind."""
@@ -265,22 +300,12 @@ class StepMemory:
         specs = tf.nest.flatten(self._specs(size))
         return sum(map(num_bytes, specs)) * self._replicas
 
-    def _curve(
-        self, size: int, peak: Peak, marks: Marks | None
-    ) -> tuple[tuple[int, int], ...]:
-        """Returns (batch size, peak bytes) around a size whose peak is known.
-
-        With the `marks` of a trace XLA's program is read, without the graph.
-        """
-        at_other = self._program_peak(marks, 2 * size)[0] if marks else None
-        if at_other is not None:
-            known, slope = peak.num_bytes, (at_other.num_bytes - peak.num_bytes) / size
-            steps = {n: round(known + slope * (n - size)) for n in self._sizes(size)}
-        else:
-            steps = {
-                n: (peak if n == size else self._graph_peak(schedule)).num_bytes
-                for n, schedule in self._schedules(size).items()
-            }
+    def _curve(self, size: int, peak: Peak) -> tuple[tuple[int, int], ...]:
+        """Returns (batch size, peak bytes) around a size whose peak is known."""
+        steps = {
+            n: (peak if n == size else self._graph_peak(schedule)).num_bytes
+            for n, schedule in self._schedules(size).items()
+        }
         kinds = self._standing(size)
         inputs = kinds.pop("inputs") / size
         standing = sum(kinds.values())
@@ -327,24 +352,6 @@ class StepMemory:
 
     def _graph_peak(self, schedule: Schedule) -> Peak:
         return find_peak(schedule, emulated=self._emulated)
-
-    def _program_peak(self, marks: Marks, size: int) -> tuple[Peak | None, str]:
-        """Compiles a step and returns what its program holds, or why it is not known.
-
-        The compiler takes tensors, so zeros of the shapes are made.
-        """
-        if self._replicas > 1:
-            return None, "XLA's program of a step on several replicas cannot be read"
-        model = self._model
-        step = model.train_step if self._training else model.predict_step
-        zeros = _zeros(self._specs(size))
-        function = tf.function(step, jit_compile=True)
-        try:
-            with marks.placed():
-                program = function.experimental_get_compiler_ir(zeros)
-            return find_program_peak(program(stage="optimized_hlo")), ""
-        except (tf.errors.OpError, ValueError, TypeError, NotImplementedError) as error:
-            return None, f"XLA cannot compile this step ({checks.first_line(error)})"
 
 
 def _zeros(specs: Any) -> Any:

@@ -1,6 +1,5 @@
 """`tfamp.remat`: activations computed again in the backward pass, not kept."""
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,11 +9,9 @@ from absl import logging
 from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.optimizers import in_xla
 from tfamp.keras_hooks.recompute import recomputed
-from tfamp.memory.segments import Segment, cut, fit_into
+from tfamp.memory.segments import Segment, cut
 from tfamp.records import checks
 
-# Where a target decides what is computed again, pieces are small.
-_NODES_OF_A_PIECE = 4
 # A graph with fewer nodes is computed again as a whole, if at all.
 _MIN_NODES = 4
 
@@ -25,9 +22,6 @@ def remat(
     only: str | type | Iterable[str | type] | None = None,
     segments: int | None = None,
     enabled: bool = True,
-    max_memory_bytes: int | None = None,
-    batch_size: int | None = None,
-    data: Any = None,
 ) -> Any:
     """Computes activations again in the backward pass, in place, and keeps fewer.
 
@@ -48,11 +42,6 @@ def remat(
         segments: Of a Functional or Sequential model, how many to cut it into; None for
             the square root of the number of its nodes.
         enabled: False gives everything its own way to compute back.
-        max_memory_bytes: Of a compiled model: compute again only as much as a training
-            step needs to stay below this, as `tfamp.estimate_memory` predicts it, what
-            saves most for the time it takes first; nothing where it fits as it is.
-        batch_size: Examples of that step, of all replicas.
-        data: As for `tfamp.estimate_memory`, where the model does not tell its inputs.
 
     Returns:
         What was given. It is not kept in saved files: call it again after loading.
@@ -60,8 +49,7 @@ def remat(
     Raises:
         TypeError: It is no model, layer or sequence of layers.
         ValueError: `only` names no layer of the model, or comes with layers or with
-            `segments`; the target cannot be met, or lacks its batch size. At the first
-            step: a layer draws random numbers or writes to
+            `segments`. At the first step: a layer draws random numbers or writes to
             variables past Keras.
 
     Example:
@@ -74,7 +62,7 @@ def remat(
     Source: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     model = model_or_layers if isinstance(model_or_layers, keras.Model) else None
-    _check(model, only, segments, max_memory_bytes, batch_size, enabled=enabled)
+    _check(model, only, segments)
     if model is None:
         layers = _layers_of(model_or_layers)
         for layer in layers:
@@ -83,9 +71,7 @@ def remat(
     chosen = None if only is None else _chosen_layers(model, only)
     graph = structure.graph_of(model)
     _clear(model)
-    if max_memory_bytes is not None and batch_size is not None:
-        _fit(model, chosen, segments, max_memory_bytes, batch_size, data)
-    elif enabled and chosen is None and graph is not None:
+    if enabled and chosen is None and graph is not None:
         _tell(model, _cut_graph(model, graph, segments), "segments")
     elif enabled:
         chosen = _parts(model) if chosen is None else chosen
@@ -95,52 +81,6 @@ def remat(
     for _, layer, _ in structure.walk(model):
         trainer.drop_traced_functions(layer)
     return model
-
-
-def _fit(
-    model: keras.Model,
-    chosen: Sequence[keras.layers.Layer] | None,
-    segments: int | None,
-    max_memory_bytes: int,
-    batch_size: int,
-    data: Any,
-) -> None:
-    """Computes as few pieces again as a target needs."""
-    graph = structure.graph_of(model)
-    if chosen is None and graph is None:
-        chosen = _parts(model)
-    count = 0
-    if chosen is not None:
-        pieces = [[layer] for layer in chosen]
-    else:
-        count = segments or max(1, len(structure.nodes_of(graph)) // _NODES_OF_A_PIECE)
-        pieces = []
-
-        def note(part: Segment) -> bool:
-            pieces.append(part.layers)
-            return True
-
-        # What is asked whether it is wanted, in order, are the pieces.
-        _cut_graph(model, graph, count, note)
-
-    def put(numbers: set[int]) -> None:
-        _clear(model)
-        if chosen is not None:
-            for number in numbers:
-                _set(chosen[number], enabled=True)
-        elif numbers:
-            places = itertools.count()
-            _cut_graph(model, graph, count, lambda part: next(places) in numbers)
-
-    put(set())
-    fit_into(
-        model,
-        pieces,
-        put,
-        max_memory_bytes=max_memory_bytes,
-        batch_size=batch_size,
-        data=data,
-    )
 
 
 def _clear(model: keras.Model) -> None:
@@ -191,12 +131,7 @@ def _tell(model: keras.Model, count: int, what: str) -> None:
     )
 
 
-def _cut_graph(
-    model: Any,
-    graph: Any,
-    count: int | None,
-    is_wanted: Callable[[Segment], bool] = lambda segment: True,
-) -> int:
+def _cut_graph(model: Any, graph: Any, count: int | None) -> int:
     """Makes a model's graph run in segments; returns how many are computed again."""
     nodes = structure.nodes_of(graph)
     inner = {
@@ -206,7 +141,7 @@ def _cut_graph(
         and len(structure.nodes_of(found)) >= _MIN_NODES
     }
     steps: list[tuple[Segment, bool]] = []
-    num_inner = sum(_cut_graph(*each, count, is_wanted) for each in inner.values())
+    num_inner = sum(_cut_graph(*each, count) for each in inner.values())
     start = 0
     for place in (*(i for i, n in enumerate(nodes) if id(n) in inner), len(nodes)):
         results = _needed(nodes[place:], graph.outputs)
@@ -215,8 +150,7 @@ def _cut_graph(
             found = cut(part, results, count)
             is_end = place == len(nodes)
             steps += [
-                (segment, not (is_end and segment is found[-1]) and is_wanted(segment))
-                for segment in found
+                (segment, not (is_end and segment is found[-1])) for segment in found
             ]
         if place < len(nodes):
             behind = _needed(nodes[place + 1 :], graph.outputs)
@@ -257,15 +191,7 @@ def _run_again(
         tensors[id(x)] = y
 
 
-def _check(
-    model: keras.Model | None,
-    only: Any,
-    segments: int | None,
-    max_memory_bytes: int | None,
-    batch_size: int | None,
-    *,
-    enabled: bool,
-) -> None:
+def _check(model: keras.Model | None, only: Any, segments: int | None) -> None:
     """Raises if settings don't go together or lack what they act on."""
     if segments is not None:
         checks.positive_int("segments", segments)
@@ -283,22 +209,6 @@ def _check(
         raise ValueError(
             f"`segments` came with {model.name!r}, which has no graph to cut; expected "
             "a built Functional or Sequential model. Name layers by `only`."
-        )
-    if (max_memory_bytes is None) != (batch_size is None):
-        raise ValueError(
-            f"`max_memory_bytes` is {max_memory_bytes!r} and `batch_size` "
-            f"{batch_size!r}; expected both, as memory grows with the batch, or "
-            "neither. Pass the other one too."
-        )
-    if max_memory_bytes is None:
-        return
-    checks.positive_int("max_memory_bytes", max_memory_bytes)
-    checks.positive_int("batch_size", batch_size)
-    if model is None or not model.compiled or not enabled:
-        raise ValueError(
-            "`max_memory_bytes` came without a compiled model, or with "
-            "`enabled=False`; expected a model whose training step can be traced. "
-            "Compile the model and pass it whole."
         )
 
 
