@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfamp
-from tests.lint_rules_test import batch, head, places, sequential, stock
+from tests.lint_rules_test import head, places, sequential, stock
 from tfamp.numerics.lint import lint
 
 L = keras.layers
@@ -178,87 +177,6 @@ def test_rounded_momentum_asks_the_dtype_of_the_weights():
     assert places(model_of("bfloat16", unused), rule) == []
 
 
-def gammas(dtype, optimizer, values):
-    """A model with a scale of these values, of which the bias is frozen away."""
-    with stock(dtype):
-        norm = L.LayerNormalization(name="norm", center=False)
-        model = sequential(norm, head(), optimizer=optimizer, shape=(len(values),))
-    norm.set_weights([np.array(values)])
-    return model
-
-
-def test_lost_updates_tells_the_weight_and_how_much_of_it_stays():
-    # Of 1 and 1 half the distance is 2**-9, a tie; 1/8 and 0 lie closer.
-    model = gammas("bfloat16", K.Lion(2.0**-9, name="mine"), [1, 1, 0.125, 0])
-    (found,) = lint(model).of(rule="lost-updates")
-    assert (found.severity, found.layer, found.figure) == ("warning", "norm", 0.5)
-    assert found.message == (
-        "50.0 % of weight 'gamma' of 'norm' do not move by updates of 0.002, the "
-        "learning rate of 'mine': they are stored in bfloat16, where that is less than "
-        "half the distance to the next number."
-    )
-    assert found.remedy.startswith("Use the policy 'mixed_bfloat16'")
-
-
-MOVING = {
-    "most numbers": ("bfloat16", K.Lion, 2.0**-9, [1, 0.125, 0.125, 0]),
-    "a larger rate": ("bfloat16", K.Lion, 2.0**-8, [1, 1]),
-    "float16": ("float16", K.Lion, 2.0**-9, [1, 1]),
-    "float32 weights": ("mixed_bfloat16", K.Lion, 2.0**-9, [1, 1]),
-    # Its update is as large as the gradient, which nobody knows yet.
-    "SGD": ("bfloat16", K.SGD, 2.0**-9, [1, 1]),
-}
-
-
-@pytest.mark.parametrize("dtype, cls, rate, values", MOVING.values(), ids=MOVING)
-def test_lost_updates_lets_weights_that_move_be(dtype, cls, rate, values):
-    assert places(gammas(dtype, cls(rate), values), "lost-updates") == []
-
-
-def test_lost_updates_asks_a_schedule_for_its_largest_rate():
-    schedules = K.schedules
-    warm = schedules.PolynomialDecay(0.0, 100, end_learning_rate=0.1)
-    low = schedules.PolynomialDecay(0.0, 100, end_learning_rate=2.0**-9)
-    values = [1.0, 1.0]
-    rule = "lost-updates"
-    assert places(gammas("bfloat16", K.Lion(warm), values), rule) == []
-    assert places(gammas("bfloat16", K.Lion(low), values), rule) == [
-        ("warning", "norm")
-    ]
-
-
-def test_a_schedule_that_cannot_be_asked_is_told():
-    class Own(K.schedules.LearningRateSchedule):
-        def __call__(self, step):
-            raise RuntimeError("not now")
-
-    skipped = lint(model_of("float16", K.SGD(Own()))).skipped
-    assert "lost-updates: the schedule Own cannot be asked (RuntimeError)" in skipped
-
-
-# dtype, rate, decay, whose decay is lost. float16 lies 2**-10 apart from 1 on.
-DECAYS = {
-    "all": ("float16", 2.0**-6, 2.0**-7, "any weight"),
-    "part": ("float16", 2.0**-6, 2.0**-6, "part of the weights"),
-    "enough": ("float16", 2.0**-5, 2.0**-6, None),
-    "bfloat16": ("bfloat16", 2.0**-5, 2.0**-5, "any weight"),
-    "float32 weights": ("mixed_float16", 2.0**-6, 2.0**-7, None),
-    "none": ("float16", 2.0**-6, None, None),
-}
-
-
-@pytest.mark.parametrize("dtype, rate, decay, whose", DECAYS.values(), ids=DECAYS)
-def test_lost_updates_tells_a_decay_that_is_rounded_away(dtype, rate, decay, whose):
-    model = model_of(dtype, K.SGD(rate, weight_decay=decay))
-    found = lint(model).of(rule="lost-updates")
-    if whose is None:
-        assert len(found) == 0
-    else:
-        (each,) = found
-        assert (each.severity, each.layer) == ("warning", "low")
-        assert f"it does not shrink {whose} of 'low'" in each.message
-
-
 def test_optimizer_epsilon_knows_adafactors():
     rule = "optimizer-epsilon"
     (found,) = lint(model_of("float16", K.Adafactor(name="mine"))).of(rule=rule)
@@ -277,29 +195,3 @@ def test_optimizer_epsilon_tells_one_that_is_large_enough():
     assert "or pass `epsilon=1e-03`." in found.remedy
     large = K.Adam(epsilon=1e-3)
     assert places(model_of("float16", large), "optimizer-epsilon") == []
-
-
-# Optimizer, examples in a batch -> rule for the rate; None where nothing is noted.
-RATES = {
-    "SGD": (K.SGD, 256, "linear"),
-    "Adam": (K.Adam, 256, "sqrt"),
-    "a usual batch": (K.SGD, 255, None),
-    "accumulated": (lambda: K.SGD(gradient_accumulation_steps=4), 64, "linear"),
-    "a rate of one's own": (lambda: K.SGD(0.02), 256, None),
-    "scaled": (
-        lambda: tfamp.LossScaleOptimizer(K.SGD(), accumulation_steps=4),
-        64,
-        "linear",
-    ),
-}
-
-
-@pytest.mark.parametrize("make, size, law", RATES.values(), ids=RATES)
-def test_rate_for_batch_notes_default_rates_of_large_updates(make, size, law):
-    model = model_of("float32", make())
-    found = lint(model, data=batch(16, size=size), batch_size=size)
-    rates = [(f.severity, f.figure) for f in found.of(rule="rate-for-batch")]
-    assert rates == ([("note", 256)] if law else [])
-    if law:
-        remedy = found.of(rule="rate-for-batch")[0].remedy
-        assert f"batch_size=256, base_batch_size=32, rule='{law}')" in remedy

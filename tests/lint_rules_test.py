@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.styles import Own, Subclassed
+from tests.styles import Own
 from tfamp.numerics.lint import RULE_IDS, lint
 
 L = keras.layers
@@ -95,89 +95,6 @@ class Chosen(Masked):
         return keras.ops.softmax(keras.ops.where(x > 0, x, self.constant))
 
 
-class TakesMask(keras.layers.Layer):
-    """Could do with a mask."""
-
-    def call(self, x, mask=None):
-        return x
-
-
-class AddsLoss(keras.layers.Layer):
-    """Adds the mean square of what it sees to the loss."""
-
-    def call(self, x):
-        self.add_loss(keras.ops.max(x * x))
-        return x
-
-
-class Forgets(keras.Model):
-    """A train step that never scales the loss."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.dense = L.Dense(8, name="dense")
-        self.last = L.Dense(8, dtype="float32", name="last")
-
-    def call(self, x):
-        return self.last(self.dense(x))
-
-    def scaled(self, loss):
-        return loss
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x))
-            scaled = self.scaled(loss)
-        gradients = tape.gradient(scaled, self.trainable_variables)
-        self.optimizer.apply_gradients(
-            zip(gradients, self.trainable_variables, strict=True)
-        )
-        return {"loss": loss}
-
-
-class Remembers(Forgets):
-    """Scales it in a method that its train step calls."""
-
-    def scaled(self, loss):
-        return self.optimizer.scale_loss(loss)
-
-
-class HandsOn(Forgets):
-    """Leaves the step to another function, whose source says nothing."""
-
-    def scaled(self, loss):
-        return getattr(self.optimizer, "scale" + "_loss")(loss)
-
-
-class Pretends(Forgets):
-    """Names the method in its step, and never calls it."""
-
-    def train_step(self, data):
-        if self.name == "scales":
-            self.optimizer.scale_loss(0.0)
-        return super().train_step(data)
-
-
-class Extends(Forgets):
-    """Has Keras's own step do it."""
-
-    def train_step(self, data):
-        return super(Forgets, self).train_step(data)
-
-
-def compiled(model):
-    model.compile("adam", "mse")
-    return model
-
-
-def trace_training(model, x, y):
-    """Does what `fit` does before its first step: traces it."""
-    model.optimizer.build(model.trainable_variables)
-    step = tf.function(model.train_step)
-    step.get_concrete_function((tf.constant(x), tf.constant(y)))
-
-
 # What a rule finds in stacks of layers under a policy: of Keras's own by its name, of
 # tfamp's behind "tfamp:". Rule -> case -> (policy, layers, expected).
 def norm_of(mean):
@@ -229,16 +146,6 @@ STACKS = {
         "bfloat16": ("bfloat16", lambda: [L.Dense(8, name="own"), head()], OWN),
         "frozen": ("float16", lambda: [L.Dense(8, trainable=False), head()], []),
         "mixed": (BF16, lambda: [L.Dense(8)], []),
-    },
-    "unscaled-float16": {
-        "policy map": (
-            keras.dtype_policies.DTypePolicyMap(default_policy=F16),
-            lambda: [L.Dense(8, name="out"), head()],
-            OUT,
-        ),
-        "stock": (F16, lambda: [L.Dense(8), head()], []),
-        "bfloat16": (BF16, lambda: [L.Dense(8)], []),
-        "managed": (f"tfamp:{F16}", lambda: [L.Dense(8), L.Dense(8)], []),
     },
     "vanishing-epsilon": {
         "large": (F16, lambda: [Guarded(1e-4), head()], []),
@@ -300,19 +207,6 @@ STACKS = {
         "near": (F16, lambda: [norm_of(3.0), head()], []),
         "managed": (f"tfamp:{F16}", lambda: [norm_of(5e4), L.Dense(8)], []),
     },
-    "overflowing-norm": {
-        **{name: (F16, normed(norm), OWN) for name, norm in NORMS.items()},
-        **{
-            f"{name} in float32": (F16, normed(norm, dtype="float32"), [])
-            for name, norm in NORMS.items()
-        },
-        "no square": (
-            F16,
-            normed(lambda x: tf.sqrt(tf.reduce_sum(x * (x + 1), -1, True))),
-            [],
-        ),
-    },
-    "unaligned-shapes": {"float32": ("float32", lambda: [L.Dense(12), head()], [])},
 }
 ROWS = {
     f"{rule}, {case}": (rule, *row)
@@ -439,77 +333,6 @@ def test_late_policy_lets_a_policy_object_given_to_layers_be():
     assert places(sequential(*layers, L.Dense(8)), "late-policy") == []
 
 
-def test_unscaled_float16_finds_float16_layers_under_float32():
-    layers = [L.Dense(8, dtype="mixed_float16", name="low"), L.Dense(8)]
-    model = sequential(*layers)
-    assert places(model, "unscaled-float16") == [("error", "low")]
-    low = keras.Sequential([keras.Input((16,)), *layers])
-    assert places(low, "unscaled-float16", optimizer="adam") == [("error", "low")]
-
-
-def test_unscaled_float16_asks_whether_an_optimizer_would_be_wrapped():
-    with stock("mixed_float16"):
-        raw = keras.Sequential([keras.Input((16,)), L.Dense(8)])
-    assert places(raw, "unscaled-float16", optimizer="adam") == []
-    for scale, expected in (("dynamic", []), (None, [("error", "low")])):
-        with tfamp.scope("mixed_float16", loss_scale=scale):
-            model = sequential(L.Dense(8, name="low"), L.Dense(8))
-            bare = [keras.Input((16,)), L.Dense(8, name="low"), L.Dense(8)]
-            uncompiled = keras.Sequential(bare)
-        assert places(model, "unscaled-float16") == expected
-        assert places(uncompiled, "unscaled-float16", optimizer="adam") == expected
-
-
-@pytest.mark.parametrize("data", [None, batch(16)], ids=["by source", "by trace"])
-def test_unscaled_train_step_finds_a_forgotten_scale(data):
-    with stock("mixed_float16"):
-        forgets = compiled(Forgets(name="forgets"))
-        remembers = compiled(Remembers(name="remembers"))
-    with tfamp.scope("mixed_float16"):
-        managed = compiled(Forgets(name="managed"))
-    rule = "unscaled-train-step"
-    assert places(forgets, rule, data=data) == [("error", "forgets")]
-    assert places(remembers, rule, data=data) == []
-    assert "scale_loss" not in vars(remembers.optimizer)
-    assert places(managed, rule, data=data) == []
-
-
-def test_unscaled_train_step_believes_the_trace_over_the_source():
-    with stock("mixed_float16"):
-        hands_on = compiled(HandsOn(name="hands_on"))
-        extends = compiled(Extends(name="extends"))
-        pretends = compiled(Pretends(name="pretends"))
-    rule = "unscaled-train-step"
-    assert places(hands_on, rule) == [("error", "hands_on")]
-    assert places(hands_on, rule, data=batch(16)) == []
-    assert places(extends, rule, data=batch(16)) == []
-    assert places(extends, rule) == []
-    assert places(pretends, rule) == []
-    assert places(pretends, rule, data=batch(16)) == [("error", "pretends")]
-
-
-def test_unscaled_train_step_is_about_optimizers_that_unscale():
-    rule = "unscaled-train-step"
-    with stock("mixed_float16"):
-        model = compiled(Forgets())
-        raw = Forgets()
-        plain = sequential(L.Dense(8), head())
-    assert places(plain, rule) == []
-    model.optimizer = model.optimizer.inner_optimizer
-    assert places(model, rule, data=batch(16)) == []
-    assert places(model, rule) == []
-    assert len(places(raw, rule, optimizer="adam")) == 1
-    assert len(places(model, "unscaled-float16")) == 1
-    with stock("mixed_bfloat16"):
-        bfloat16 = Forgets(name="forgets")
-    assert places(compiled(bfloat16), rule, data=batch(16)) == []
-    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), 1024.0)
-    (found,) = lint(bfloat16, optimizer=scaled).of(rule=rule)
-    assert (found.layer, found.figure) == ("forgets", 1024)
-    exact = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), 1024.0)
-    assert places(bfloat16, rule, optimizer=exact) == []
-
-
 @pytest.mark.parametrize("layer", [Guarded, Clamped], ids=["sum", "bound"])
 def test_vanishing_epsilon_tells_one_that_is_0_in_float16(layer):
     with stock("mixed_float16"):
@@ -597,41 +420,6 @@ def test_long_reduction_finds_masked_pooling():
     with tfamp.scope("mixed_float16"):
         managed = masked_pool()
     assert places(managed, "long-reduction") == []
-
-
-def cosine(policy):
-    with policy:
-        x = keras.Input((16,))
-        h = L.Dense(8)(x)
-        y = L.Dot(1, normalize=True, name="cosine")([h, h])
-        unit = L.UnitNormalization(name="unit")(h)
-        plain = L.Dot(1, name="plain")([h, h])
-        return keras.Model(x, head()(L.Concatenate()([y, unit, plain])))
-
-
-def test_overflowing_norm_finds_unit_norms_and_cosines_in_float16():
-    assert places(cosine(stock("mixed_float16")), "overflowing-norm") == [
-        ("error", "cosine"),
-        ("error", "unit"),
-    ]
-    assert places(cosine(stock("mixed_bfloat16")), "overflowing-norm") == []
-    assert places(cosine(tfamp.scope("mixed_float16")), "overflowing-norm") == []
-
-
-def attention(policy, **options):
-    with policy:
-        x = keras.Input((4, 8))
-        h = L.Attention(name="attention", **options)([x, x])
-        return keras.Model(x, head()(L.Flatten()(h)))
-
-
-def test_unscaled_attention_is_about_plain_products_in_float16():
-    rule = "unscaled-attention"
-    assert places(attention(stock("mixed_float16")), rule) == [("warning", "attention")]
-    assert places(attention(stock("mixed_float16"), use_scale=True), rule) == []
-    assert places(attention(stock("mixed_float16"), score_mode="concat"), rule) == []
-    assert places(attention(stock("mixed_bfloat16")), rule) == []
-    assert places(attention(tfamp.scope("mixed_float16")), rule) == []
 
 
 def test_what_a_normalization_shifts_is_said_once():
@@ -794,108 +582,6 @@ def test_float_ids_finds_a_packed_column_of_a_subclassed_model():
     assert places(model, "float-ids", data=(x, y)) == []
 
 
-ADDED = {
-    "regularizer": lambda: L.Dense(
-        8, activity_regularizer="l2", kernel_regularizer="l2", name="adds"
-    ),
-    "own layer": lambda: AddsLoss(name="adds"),
-    "layer of Keras": lambda: L.ActivityRegularization(l2=0.1, name="adds"),
-}
-
-
-@pytest.mark.parametrize("layer", ADDED.values(), ids=ADDED)
-def test_added_loss_finds_what_fit_cannot_sum(layer):
-    with stock("mixed_bfloat16"):
-        model = sequential(layer(), L.Dense(8, kernel_regularizer="l2"), head())
-    assert places(model, "added-loss") == [("error", "adds")]
-    with tfamp.scope("mixed_bfloat16"):
-        managed = sequential(layer(), L.Dense(8, kernel_regularizer="l2"), L.Dense(8))
-    assert places(managed, "added-loss") == []
-    assert places(sequential(layer(), head()), "added-loss") == []
-
-
-@pytest.mark.parametrize("layer", ADDED.values(), ids=ADDED)
-def test_added_loss_reads_the_code_of_what_cannot_be_traced(layer):
-    with stock("mixed_bfloat16"):
-        model = Subclassed([layer(), head()])
-    assert places(model, "added-loss") == [("error", "adds")]
-    assert places(Subclassed([layer(), head()]), "added-loss") == []
-
-
-@pytest.mark.skipif(
-    bool(tf.config.list_physical_devices("GPU")), reason="GPUs have the kernel"
-)
-def test_missing_kernel_finds_3d_pooling_on_a_cpu():
-    def model():
-        return sequential(L.MaxPooling3D(2, name="pool"), head(), shape=(4, 4, 4, 1))
-
-    with stock("mixed_float16"):
-        assert places(model(), "missing-kernel") == [("error", "pool")]
-    with stock("mixed_bfloat16"):
-        assert places(model(), "missing-kernel") == []
-    with tfamp.scope("mixed_float16"):
-        assert places(model(), "missing-kernel") == []
-
-
-@pytest.mark.parametrize("method, hits", [("lanczos3", True), ("bilinear", False)])
-def test_missing_kernel_finds_resizing_without_a_gradient(method, hits):
-    with stock("mixed_bfloat16"):
-        layers = [L.Conv2D(2, 1), L.UpSampling2D(2, interpolation=method, name="up")]
-        model = sequential(*layers, head(), shape=(2, 2, 2), jit_compile=False)
-    expected = [("error", "up")] if hits else []
-    assert places(model, "missing-kernel") == expected
-    x, y = np.ones((2, 2, 2, 2), "float32"), np.ones((2, 4, 4, 8), "float32")
-    # What the rule says happens, and what it does not say does not.
-    with pytest.raises(TypeError) if hits else contextlib.nullcontext():
-        trace_training(model, x, y)
-
-
-def recomputed(layer, policy, mode="list_of_layers", **options):
-    with stock(policy):
-        if mode == "list_of_layers":
-            options["layer_names"] = ["again"]
-        with keras.RematScope(mode=mode, **options):
-            made = layer()
-        return sequential(L.Conv1D(4, 1), made, head(), shape=(3, 4))
-
-
-REMAT = {
-    "training": (lambda: L.Dropout(0.1, name="again"), "float32", True),
-    "dense": (lambda: L.Dense(4, name="again"), "mixed_bfloat16", True),
-    "weights": (lambda: L.Conv1D(4, 1, name="again"), "mixed_bfloat16", True),
-    "weights in float32": (lambda: L.Conv1D(4, 1, name="again"), "float32", False),
-    "no weights": (lambda: L.ReLU(name="again"), "mixed_bfloat16", False),
-    "own casts": (lambda: L.LayerNormalization(name="again"), "mixed_bfloat16", False),
-    "mask": (lambda: TakesMask(name="again"), "float32", True),
-    "another name": (lambda: L.Dropout(0.1, name="once"), "float32", False),
-}
-
-
-@pytest.mark.parametrize("layer, policy, hits", REMAT.values(), ids=REMAT)
-def test_failing_remat_tells_what_fit_does(layer, policy, hits):
-    model = recomputed(layer, policy)
-    assert places(model, "failing-remat") == ([("error", "again")] if hits else [])
-    x, y = np.ones((2, 3, 4), "float32"), np.ones((2, 3, 8), "float32")
-    with pytest.raises((TypeError, ValueError)) if hits else contextlib.nullcontext():
-        trace_training(model, x, y)
-
-
-MODES = {
-    "full": ("full", {}, True),
-    "activations": ("activations", {}, False),
-    "larger": ("larger_than", {"output_size_threshold": 11}, True),
-    "smaller": ("larger_than", {"output_size_threshold": 12}, False),
-}
-
-
-@pytest.mark.parametrize("mode, options, hits", MODES.values(), ids=MODES)
-def test_failing_remat_knows_which_layers_a_mode_takes(mode, options, hits):
-    model = recomputed(
-        lambda: L.Conv1D(4, 1, name="again"), "mixed_bfloat16", mode, **options
-    )
-    assert places(model, "failing-remat") == ([("error", "again")] if hits else [])
-
-
 @pytest.fixture
 def distribution():
     """A distribution of Keras's own; making one fails with Keras 3.10."""
@@ -906,16 +592,6 @@ def distribution():
     keras.distribution.set_distribution(made)
     yield made
     keras.distribution.set_distribution(None)
-
-
-def test_idle_distribution_says_what_keras_does_not_follow(distribution):
-    model = sequential(head(), shape=(4,))
-    assert places(model, "idle-distribution") == [("error", None)]
-    # What the rule says: one replica, and its device.
-    assert model.distribute_strategy.num_replicas_in_sync == 1
-    assert "CPU:0" in model.layers[0].kernel.value.device
-    keras.distribution.set_distribution(None)
-    assert places(model, "idle-distribution") == []
 
 
 @pytest.mark.parametrize("where", ["enable", "fit"])
@@ -935,19 +611,6 @@ def test_enable_and_fit_warn_of_a_distribution_once(distribution, where):
     with pytest.warns(UserWarning, match=message):
         model.fit(x, y, verbose=0)
     model.fit(x, y, verbose=0)
-
-
-def test_unaligned_shapes_notes_sizes_in_half_precision():
-    with stock("mixed_bfloat16"):
-        layers = [L.Dense(12, name="odd"), L.Dense(8, name="after"), head()]
-        model = sequential(*layers, shape=(16,))
-    found = lint(model, data=batch(16, size=5)).of(rule="unaligned-shapes")
-    assert [(each.severity, each.layer, each.figure) for each in found] == [
-        ("note", "odd", 12),
-        ("note", "after", 12),
-    ]
-    assert "no multiples of 8: 12 units." in found[0].message
-    assert "Take 16" in found[0].remedy
 
 
 def test_every_rule_has_a_test_here():

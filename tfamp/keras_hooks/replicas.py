@@ -323,7 +323,7 @@ def warn_of_idle_distribution(*_: Any) -> None:
     if text is not None and found not in _TOLD:
         _TOLD.add(found)
         warnings.warn(
-            f"{text} {REMEDY} {checks.see('lint#idle-distribution')}",
+            f"{text} {REMEDY} {checks.see('scale')}",
             UserWarning,
             stacklevel=2,
         )

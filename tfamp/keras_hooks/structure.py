@@ -178,11 +178,6 @@ def bytes_of(variables: Iterable[Any]) -> int:
     return sum(map(num_bytes, {id(each): each for each in variables}.values()))
 
 
-def remat_mode_of(layer: keras.layers.Layer) -> Any:
-    """Returns the `RematScope` that a layer was made in, None outside of any."""
-    return vars(layer).get("_remat_mode")
-
-
 def with_mask_of(source: Any, tensor: Any) -> Any:
     """Returns a tensor that now bears the mask of another, if that has one."""
     mask = backend.get_keras_mask(source)

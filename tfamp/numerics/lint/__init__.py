@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from tfamp.numerics.lint import arithmetic, environment, layers, loss_scales, weights
+from tfamp.numerics.lint import arithmetic, environment, layers, weights
 from tfamp.numerics.lint.subject import CannotTellError, LintRule, look
 from tfamp.records import checks
 from tfamp.records.console import progress
@@ -16,26 +16,15 @@ RULES: tuple[LintRule, ...] = (
     layers.half_head,
     layers.half_loss,
     weights.late_policy,
-    loss_scales.unscaled_float16,
-    loss_scales.unscaled_train_step,
     weights.half_weights,
     arithmetic.optimizer_epsilon,
     weights.rounded_momentum,
-    weights.lost_updates,
     arithmetic.vanishing_epsilon,
     arithmetic.constant_range,
     arithmetic.long_reduction,
-    layers.overflowing_norm,
-    layers.unscaled_attention,
     layers.shifted_normalization,
     environment.unnormalised_input,
     environment.float_ids,
-    weights.rate_for_batch,
-    layers.added_loss,
-    environment.missing_kernel,
-    environment.idle_distribution,
-    environment.failing_remat,
-    environment.unaligned_shapes,
 )
 RULE_IDS: tuple[str, ...] = tuple(rule.id for rule in RULES)
 
@@ -54,8 +43,8 @@ def lint(
     Rules read the layers, the graph of one call for training, the first batches of
     the data, the loss and the optimizer. No step is run. Weights, seeds and policies
     are afterwards what they were; a model that is not built is built, if there are
-    data. What tfamp keeps in float32 is no finding. It takes as long as tracing the
-    model, and with a `train_step` of your own as tracing that too.
+    data. What tfamp keeps in float32 is no finding, and neither are faults of Keras
+    that it mends. It takes as long as tracing the model.
 
     Args:
         model: A Keras model of any kind, compiled or not.

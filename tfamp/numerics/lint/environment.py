@@ -1,35 +1,18 @@
-"""Rules on a model's environment: its data, what devices and Keras do not have."""
+"""Rules on the data that a model gets."""
 
-import inspect
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tfamp.data.health.profile import NOISY, rounding_for
-from tfamp.graph import read_operations
-from tfamp.graph.products import (
-    MULTIPLE,
-    Sizes,
-    is_product,
-    padded,
-    unaligned_sizes,
-)
-from tfamp.keras_hooks import replicas as distribution
-from tfamp.keras_hooks import structure
 from tfamp.numerics.lint.graph import PASSING, Graph, Node
 from tfamp.numerics.lint.subject import Found, Subject, rule
 from tfamp.records import formats
 from tfamp.records.formats import HALF
-from tfamp.records.units import join_words
-from tfamp.stepping.step_traces import product_dtype
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-# Cast their weights themselves, so that a recomputation finds them cast too.
-_CASTING = ("LayerNormalization", "GroupNormalization", "RMSNormalization")
 
 
 @rule("unnormalised-input", needs=("data",))
@@ -159,123 +142,3 @@ def _table(subject: Subject, graph: Graph, cast: Node) -> tuple[str, int | None]
         if layer.input_dim > (found[1] or 0):
             found = reader.layer, layer.input_dim
     return found
-
-
-@rule("missing-kernel")
-def missing_kernel(subject: Subject) -> Iterator[Found]:
-    """Operations that no kernel or no gradient is there for."""
-    has_gpu = bool(tf.config.list_physical_devices("GPU"))
-    pools = keras.layers.MaxPooling3D, keras.layers.AveragePooling3D
-    for part in subject.half():
-        layer = part.layer
-        method = getattr(layer, "interpolation", "")
-        if isinstance(layer, pools) and part.dtype == "float16" and not has_gpu:
-            error = "NotFoundError"
-            message = (
-                f"TensorFlow has no float16 kernel for {type(layer).__name__} on a "
-                "CPU: the first step ends with NotFoundError."
-            )
-            instead, where = "take bfloat16", " here"
-        elif isinstance(layer, keras.layers.UpSampling2D) and "lanczos" in str(method):
-            error = "TypeError"
-            message = (
-                f"TensorFlow's gradient of {method!r} resizing takes float32 only: "
-                f"`fit` ends with TypeError in {part.dtype}."
-            )
-            instead, where = "use `interpolation='bilinear'`", ""
-        else:
-            continue
-        yield Found(
-            "error",
-            message,
-            f"Give the layer `dtype='float32'`, {instead}, or build the model under "
-            f"`tfamp.enable`, which keeps it in float32{where}.",
-            part.path,
-            None,
-            {"dtype": part.dtype, "error": error},
-        )
-
-
-@rule("unaligned-shapes")
-def unaligned_shapes(subject: Subject) -> Iterator[Found]:
-    """Products in half precision with sizes that tensor cores dislike."""
-    graph = subject.graph
-    found: dict[str, Sizes] = {}
-    for operation in read_operations(graph.concrete):
-        if is_product(operation) and product_dtype(operation) in HALF:
-            odd = unaligned_sizes(operation)
-            odd.pop("rows", None)  # the batch is not the model's
-            if odd:
-                path = graph.marks.layer_of(operation.name)
-                found.setdefault(path, {}).update(odd)
-    for path, odd in found.items():
-        words = [f"{size} {name}" for name, size in odd.items()]
-        better = [str(padded(size)) for size in odd.values()]
-        yield Found(
-            "note",
-            f"Sizes that are no multiples of {MULTIPLE}: {join_words(words)}. A GPU's "
-            "matrix units pad them, or are left out.",
-            f"Take {join_words(better)}, where the model leaves the choice.",
-            path or None,
-            min(odd.values()),
-            dict(odd),
-        )
-
-
-@rule("idle-distribution")
-def idle_distribution(subject: Subject) -> Iterator[Found]:
-    """A distribution of Keras's own, which does nothing on TensorFlow."""
-    text = distribution.idle_distribution()
-    if text is not None:
-        yield Found("error", text, distribution.REMEDY, None, None, {})
-
-
-@rule("failing-remat")
-def failing_remat(subject: Subject) -> Iterator[Found]:
-    """Layers whose rematerialisation by Keras ends `fit` with an error."""
-    for part in subject.parts:
-        mode = structure.remat_mode_of(part.layer)
-        if mode is None or not _is_rematerialised(part.layer, mode):
-            continue
-        parameters = inspect.signature(part.layer.call).parameters
-        taken = [name for name in ("training", "mask") if name in parameters]
-        if taken:
-            why = (
-                f"its call takes `{taken[0]}`, and TensorFlow's `custom_gradient` "
-                "takes no keyword arguments in a graph: `fit` ends with ValueError, "
-                "in every dtype."
-            )
-        elif (
-            part.is_half
-            and type(part.layer).__name__ not in _CASTING
-            and any(weight.dtype == "float32" for weight in part.weights)
-        ):
-            why = (
-                f"its weights are cast to {part.dtype} in the call, but not in the "
-                "recomputation: `fit` ends with TypeError."
-            )
-        else:
-            continue
-        yield Found(
-            "error",
-            f"Keras's RematScope({mode.mode!r}) recomputes this layer: {why}",
-            "Make it outside of the scope and call `tfamp.remat(model)`, or use the "
-            "mode 'activations'.",
-            part.path,
-            None,
-            {"mode": mode.mode, "error": "ValueError" if taken else "TypeError"},
-        )
-
-
-def _is_rematerialised(layer: keras.layers.Layer, mode: Any) -> bool:
-    if mode.mode == "list_of_layers":
-        return layer.name in mode.layer_names
-    if mode.mode != "larger_than":
-        return bool(mode.mode == "full")
-    try:
-        outputs = tf.nest.flatten(layer.output)
-    except (AttributeError, ValueError):  # never called symbolically
-        return True
-    # As Keras counts them.
-    size = sum(math.prod(size or 1 for size in tensor.shape) for tensor in outputs)
-    return bool(size > mode.output_size_threshold)

@@ -1,9 +1,7 @@
 """Rules on Keras's own layers that half precision spoils."""
 
-import inspect
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 import numpy as np
@@ -11,7 +9,7 @@ import tensorflow as tf
 
 from tfamp.data.health.profile import NOISY
 from tfamp.keras_hooks import structure
-from tfamp.numerics.lint.graph import PASSING, Graph, Node
+from tfamp.numerics.lint.graph import PASSING, Graph
 from tfamp.numerics.lint.subject import Found, Part, Subject, rule
 from tfamp.records import formats
 from tfamp.records.formats import HALF
@@ -21,10 +19,6 @@ from tfamp.records.formats import HALF
 _SURE_AT = {"float16": 8.3, "bfloat16": 6.2}
 _DIGITS = {"float16": 3, "bfloat16": 2}
 _SATURATING = ("Softmax", "LogSoftmax", "Sigmoid")
-_IN_FLOAT32 = (
-    "Give the layer `dtype='float32'`, or build the model under `tfamp.enable`, which "
-    "keeps it in float32."
-)
 
 
 @rule("half-head")
@@ -91,80 +85,6 @@ def half_loss(subject: Subject) -> Iterator[Found]:
         )
 
 
-@rule("overflowing-norm")
-def overflowing_norm(subject: Subject) -> Iterator[Found]:
-    """Norms whose squares overflow float16: of Keras's layers, and of one's own."""
-    told = set()
-    largest = formats.FLOAT16.max
-    size = math.sqrt(largest)
-    for part in subject.in_dtype("float16"):
-        layer = part.layer
-        is_cosine = isinstance(layer, keras.layers.Dot) and layer.normalize
-        if not is_cosine and not isinstance(layer, keras.layers.UnitNormalization):
-            continue
-        told.add(part.path)
-        yield Found(
-            "error",
-            f"{type(layer).__name__} sums squares in float16: one input of "
-            f"{size:.0f}, or 1,024 of {size / 32:.0f}, pass {largest:,.0f} "
-            "and the result is all 0; of inputs of 1e-4 it is inf.",
-            _IN_FLOAT32,
-            part.path,
-            size,
-        )
-    for node in _norms(subject.traced) if subject.traced is not None else ():
-        if node.layer in told:
-            continue
-        told.add(node.layer)
-        yield Found(
-            "warning",
-            f"A norm is taken of squares that are summed in float16: one of {size:.0f} "
-            f"passes {largest:,.0f}, and below 1.7e-4 they are 0.",
-            "Cast to float32 before it and back after it.",
-            node.layer or None,
-            size,
-            {"operation": node.name},
-        )
-
-
-def _norms(graph: Graph) -> Iterator[Node]:
-    """Yields sums of squares in float16 of which the root is taken."""
-    for node in graph.of_type("Sum"):
-        squares = graph.producer(node, 0)
-        if node.dtype() != "float16" or squares is None:
-            continue
-        is_square = squares.op == "Square" or (
-            squares.op == "Mul" and len(set(squares.inputs)) == 1
-        )
-        readers = graph.readers_past(node, PASSING | {"Maximum", "AddV2"})
-        if is_square and {"Sqrt", "Rsqrt"} & {reader.op for reader in readers}:
-            yield node
-
-
-@rule("unscaled-attention")
-def unscaled_attention(subject: Subject) -> Iterator[Found]:
-    """Attention whose scores are plain products, in float16."""
-    for part in subject.in_dtype("float16"):
-        layer = part.layer
-        if (
-            not isinstance(layer, keras.layers.Attention)
-            or isinstance(layer, keras.layers.AdditiveAttention)
-            or layer.score_mode != "dot"
-            or layer.use_scale
-        ):
-            continue
-        yield Found(
-            "warning",
-            "Scores are products over all features without a scale: 64 features of "
-            f"32 in query and key reach {formats.FLOAT16.max + 32:,.0f}, which is inf "
-            "in float16, and the result NaN.",
-            "Divide the query by the root of its width, use `use_scale=True`, or build "
-            "the model under `tfamp.enable`, which keeps the layer in float32.",
-            part.path,
-            32.0,
-        )
-
-
 @rule("shifted-normalization")
 def shifted_normalization(subject: Subject) -> Iterator[Found]:
     """Normalization of numbers that lie far from 0, rounded before the mean goes."""
@@ -222,39 +142,3 @@ def _lost(part: Part) -> tuple[float, float, float]:
     share = np.divide(noise, std, out=np.zeros_like(std), where=std > 0)
     worst = int(np.argmax(share))
     return float(share[worst]), float(mean[worst]), float(std[worst])
-
-
-@rule("added-loss")
-def added_loss(subject: Subject) -> Iterator[Found]:
-    """Losses that layers add in half precision, which Keras cannot sum."""
-    if subject.traced is not None:
-        # Of a layer's losses those of its weights are float32.
-        found = {path: dtype for path, dtype in subject.traced.losses if dtype in HALF}
-    else:
-        found = {
-            part.path: part.dtype
-            for part in subject.half()
-            if part.record is None and _adds_a_loss(part.layer)
-        }
-    for path, dtype in found.items():
-        yield Found(
-            "error",
-            f"This layer adds a loss in {dtype} (`activity_regularizer` or "
-            "`add_loss`): `fit` adds it to the float32 loss, which is a TypeError.",
-            "Cast it in `add_loss(keras.ops.cast(loss, 'float32'))`, or build the "
-            "model under `tfamp.enable`, which does so.",
-            path,
-            None,
-            {"dtype": dtype},
-        )
-
-
-def _adds_a_loss(layer: Any) -> bool:
-    if getattr(layer, "activity_regularizer", None) is not None:
-        return True
-    if type(layer).__module__.split(".")[0] == "keras":
-        return isinstance(layer, keras.layers.ActivityRegularization)
-    try:
-        return "add_loss(" in inspect.getsource(type(layer))
-    except (OSError, TypeError):
-        return False

@@ -5,22 +5,18 @@ in it; only the learning rate itself and the counter of updates are wider.
 """
 
 import collections
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.keras_hooks import structure
-from tfamp.numerics.lint.subject import CannotTellError, Found, Part, Subject, rule
+from tfamp.numerics.lint.subject import Found, Part, Subject, rule
 from tfamp.numerics.proof.causes import name_layers
 from tfamp.records import formats
 from tfamp.records.findings import Severity
 from tfamp.records.formats import HALF
-from tfamp.records.units import format_share
 
 # The step that most recipes take: the rate of Adam, whose update is about its size.
 _USUAL_RATE = 1e-3
@@ -28,15 +24,6 @@ _K = keras.optimizers
 # Parts of the past that an optimizer keeps, if it has them.
 _KEPT = ("beta_1", "beta_2", "momentum", "rho", "ema_momentum")
 _SAFE = {"float16": 0.999, "bfloat16": 0.99}
-# Their update is about the learning rate, whatever the gradient is.
-_BY_RATE = (_K.Adam, _K.Nadam, _K.Adamax, _K.Lion, _K.RMSprop)
-# Steps at which a schedule is asked; its largest rate counts.
-_STEPS = (0, *(10**power for power in range(7)))
-_MOST = 0.5
-# Batches that default rates are used with: Keras's own, and what is no longer near it.
-_USUAL_BATCH, _MANY_TIMES = 32, 8
-# These take steps as large as the gradient; others divide by its size.
-_LINEAR = (_K.SGD, _K.Ftrl)
 
 
 @rule("late-policy")
@@ -173,126 +160,3 @@ def _effect(inner: Any, name: str) -> tuple[Severity, str]:
     if isinstance(inner, (_K.Nadam, _K.Lion)):
         return "warning", "new gradients do not count in its average"
     return "warning", "what it has gathered never decays"
-
-
-@rule("lost-updates", needs=("optimizer",))
-def lost_updates(subject: Subject) -> Iterator[Found]:
-    """Updates and weight decay that half-precision weights round away."""
-    for inner, dtype, parts in subject.optimized():
-        rate = _largest_rate(inner)
-        if isinstance(inner, _BY_RATE):
-            for part in parts:
-                yield from _unmoved(part, dtype, rate, inner)
-        yield from _undecayed(parts, dtype, rate, inner)
-
-
-def _unmoved(part: Part, dtype: str, rate: float, inner: Any) -> Iterator[Found]:
-    """Yields each weight of which most numbers stay where they are."""
-    for weight in part.weights:
-        if not weight.trainable or weight.dtype != dtype:
-            continue
-        share = _lost_share(keras.ops.convert_to_numpy(weight), dtype, rate)
-        if share < _MOST:
-            continue
-        yield Found(
-            "warning",
-            f"{format_share(share)} of weight {weight.name!r} of {part.path!r} do not "
-            f"move by updates of {rate:.2g}, the learning rate of {inner.name!r}: they "
-            f"are stored in {dtype}, where that is less than half the distance to the "
-            "next number.",
-            f"Use the policy 'mixed_{dtype}', which keeps weights in float32, or raise "
-            "the learning rate; Keras rounds to the nearest, never at random.",
-            part.path,
-            share,
-            {"dtype": dtype, "weight": weight.name, "learning_rate": rate},
-        )
-
-
-def _lost_share(weight: Any, dtype: str, update: float) -> float:
-    """Returns the part of numbers that an update moves neither up nor down."""
-    exact = tf.cast(weight, "float32")
-    if not exact.shape.num_elements():
-        return 0.0
-    stays = [
-        tf.cast(tf.cast(exact + step, dtype), "float32") == exact
-        for step in (update, -update)
-    ]
-    return float(np.mean(tf.logical_and(*stays).numpy()))
-
-
-def _undecayed(
-    parts: list[Part], dtype: str, rate: float, inner: Any
-) -> Iterator[Found]:
-    decay = getattr(inner, "weight_decay", None)
-    if not isinstance(decay, (int, float)) or decay <= 0:
-        return
-    # A decay of half a spacing is lost; relative to a weight that is epsilon / 2 just
-    # above a power of 2, and epsilon / 4 just below the next.
-    spacing = formats.FORMATS[dtype].epsilon
-    product = rate * decay
-    if product >= spacing / 2:
-        return
-    whose = "any weight" if product < spacing / 4 else "part of the weights"
-    yield Found(
-        "warning",
-        f"The weight decay of {inner.name!r} takes {product:.2g} of a weight in an "
-        f"update ({decay:g} times the learning rate {rate:.2g}), which {dtype} rounds "
-        f"away: it does not shrink {whose} of {name_layers([p.path for p in parts])}.",
-        f"Use the policy 'mixed_{dtype}', which keeps weights in float32. In {dtype} "
-        f"the product has to be at least {spacing / 2:.2g}.",
-        parts[0].path,
-        product,
-        {"dtype": dtype, "weight_decay": decay, "learning_rate": rate},
-    )
-
-
-def _largest_rate(inner: Any) -> float:
-    """Returns the learning rate, of a schedule its largest."""
-    rate = getattr(inner, "_learning_rate", None)
-    if isinstance(rate, _K.schedules.LearningRateSchedule):
-        try:
-            return max(float(rate(tf.constant(step))) for step in _STEPS)
-        except Exception as error:  # the user's own code, which may do anything
-            name = type(rate).__name__
-            why = f"the schedule {name} cannot be asked ({type(error).__name__})"
-            raise CannotTellError(why) from error
-    if rate is None:
-        raise CannotTellError(f"{inner.name!r} tells no learning rate")
-    return float(keras.ops.convert_to_numpy(rate))
-
-
-@rule("rate-for-batch", needs=("data", "optimizer"))
-def rate_for_batch(subject: Subject) -> Iterator[Found]:
-    """Default learning rates where an update takes many times the usual batch.
-
-    Source: P. Goyal et al., Accurate, Large Minibatch SGD, 2017 (linear);
-    A. Krizhevsky, One weird trick for parallelizing convolutional neural networks, 2014
-    (square root).
-    """
-    shape = getattr(tf.nest.flatten(subject.batch)[0], "shape", None)
-    batch_size = int(shape[0]) if shape else 0
-    for optimizer in subject.optimizers:
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        usual = inspect.signature(type(inner)).parameters.get("learning_rate")
-        if usual is None or not isinstance(usual.default, (int, float)):
-            continue
-        if _largest_rate(inner) != np.float32(usual.default):
-            continue
-        steps = getattr(optimizer, "accumulation_steps", None)
-        steps = steps or getattr(inner, "gradient_accumulation_steps", None) or 1
-        size = batch_size * int(steps)
-        if size < _MANY_TIMES * _USUAL_BATCH:
-            continue
-        law = "linear" if isinstance(inner, _LINEAR) else "sqrt"
-        yield Found(
-            "note",
-            f"An update takes {size:,} examples at the rate that {inner.name!r} has by "
-            f"default, {usual.default:g}, which is usual for {_USUAL_BATCH}: it moves "
-            "weights less than it could.",
-            f'The usual rule for {type(inner).__name__} is "{law}": compile with '
-            f"`tfamp.training.scale_learning_rate({usual.default:g}, "
-            f"batch_size={size}, base_batch_size={_USUAL_BATCH}, rule={law!r})`.",
-            None,
-            size,
-            {"learning_rate": usual.default, "accumulation_steps": int(steps)},
-        )
