@@ -28,7 +28,7 @@ EVERY_STEPS = 20
 BATCHES, EPOCHS = 25, 48
 GONE_SECONDS = 30
 TIMEOUT_SECONDS = 240
-# Seconds between two steps. Under Ray more, which takes a second for a checkpoint.
+# Seconds between two steps.
 PACES = {"alone": 0.03, "2 workers": 0.03, "Ray, 2 workers": 0.1}
 _LIFE = "import sys; from benchmarks._scale_kills import live; live(*sys.argv[1:])"
 
@@ -245,9 +245,13 @@ def _on_ray(folder: Path, kills: int) -> None:
 
     import tfamp
 
-    def of_worker(strategy: Any, callbacks: list[Any], folder: str) -> None:
+    def of_worker(config: dict[str, str]) -> None:
+        os.environ.pop("TF_USE_LEGACY_KERAS", None)
+        strategy = tfamp.distribute.strategy()
+        states = str(Path(config["folder"], "states"))
+        resume = tfamp.callbacks.Resume(states, every_steps=EVERY_STEPS)
         index = ray_train.get_context().get_world_rank()
-        train(strategy, callbacks, folder, index)
+        train(strategy, [resume], config["folder"], index)
 
     os.environ["RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING"] = "0"
     os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -257,14 +261,13 @@ def _on_ray(folder: Path, kills: int) -> None:
     ray.init(num_cpus=2, object_store_memory=10**8, **options)
     try:
         TensorflowTrainer(
-            tfamp.distribute.ray_loop(of_worker, every_steps=EVERY_STEPS),
+            of_worker,
             train_loop_config={"folder": str(folder)},
             scaling_config=ray_train.ScalingConfig(num_workers=2),
             run_config=ray_train.RunConfig(
                 name="kills",
                 storage_path=str(folder / "ray"),
                 failure_config=ray_train.FailureConfig(max_failures=kills),
-                checkpoint_config=ray_train.CheckpointConfig(num_to_keep=2),
             ),
         ).fit()
     finally:

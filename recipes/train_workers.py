@@ -82,28 +82,37 @@ def train(strategy, callbacks, policy, epochs, batch_size, seed, smoke):
         print(json.dumps({**found, "replicas": strategy.num_replicas_in_sync}))
 
 
+def run(settings):
+    """Trains in this process, with the other workers that its launcher describes."""
+    # Ray sets it for Keras 2, and Keras 3 would fail.
+    os.environ.pop("TF_USE_LEGACY_KERAS", None)
+    names = ("directory", "every_steps")
+    resume = tfamp.callbacks.Resume(**{name: settings[name] for name in names})
+    rest = {name: value for name, value in settings.items() if name not in names}
+    # The first thing that TensorFlow does in this process.
+    train(tfamp.distribute.strategy(), [resume], **rest)
+
+
 def main(argv: list[str]) -> None:
     """Trains with those who take part."""
-    names = ("policy", "epochs", "batch_size", "seed", "smoke")
+    names = ("policy", "epochs", "batch_size", "every_steps", "seed", "smoke")
     settings = {name: getattr(FLAGS, name) for name in names}
+    settings["directory"] = os.path.abspath(FLAGS.directory)
     if FLAGS.ray_workers:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.tensorflow import TensorflowTrainer
 
         TensorflowTrainer(
-            tfamp.distribute.ray_loop(train, every_steps=FLAGS.every_steps),
+            run,
             train_loop_config=settings,
             scaling_config=ScalingConfig(num_workers=FLAGS.ray_workers),
             run_config=RunConfig(
-                storage_path=os.path.abspath(FLAGS.directory),
+                storage_path=settings["directory"],
                 failure_config=FailureConfig(max_failures=3),
             ),
         ).fit()
-        return
-    # The first thing that TensorFlow does in this process.
-    strategy = tfamp.distribute.strategy()
-    resume = tfamp.callbacks.Resume(FLAGS.directory, every_steps=FLAGS.every_steps)
-    train(strategy, [resume], **settings)
+    else:
+        run(settings)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,10 @@ from tfamp.stepping import snapshot_files, snapshots
 
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
 LOADERS = {"pickle.loads", "pickle.load", "cloudpickle.loads", "cloudpickle.load"}
-# What a run, a trial or a worker of Ray is given by the process that starts it; and a
-# model of the self-test, in memory.
+# What a run or a trial is given by the process that starts it; and a model of the
+# self-test, in memory.
 UNPICKLE = {
     "trials/parcel.py",
-    "distribute/ray_train.py",
     "memory/batch_search/processes.py",
     "dtypes/self_test.py",
 }

@@ -9,12 +9,10 @@ from tfamp.records import lazy_attributes
 _HOMES = {
     "Cluster": "tfamp.machine.clusters",
     "cluster": "tfamp.machine.clusters",
-    "ray_loop": "tfamp.distribute.ray_train",
     "strategy": "tfamp.distribute.strategies",
 }
 
 if TYPE_CHECKING:
-    from tfamp.distribute.ray_train import ray_loop as ray_loop
     from tfamp.distribute.strategies import strategy as strategy
     from tfamp.machine.clusters import Cluster as Cluster
     from tfamp.machine.clusters import cluster as cluster
