@@ -88,14 +88,6 @@ def rebuilding(model: keras.Model) -> Callable[[], keras.Model]:
     Raises:
         TypeError: The model does not tell how.
     """
-    try:
-        config = model.get_config()
-    except NotImplementedError as error:
-        raise TypeError(
-            f"`model_or_build` is {model.name!r}, which has no `get_config` and cannot "
-            "be built anew in the process that is measured; expected a model that has "
-            "one, or a function that returns it. Pass that function."
-        ) from error
     arguments = trainer.compile_arguments(model)
     optimizer = arguments.pop("optimizer", None) or model.optimizer
     if not isinstance(optimizer, str):
@@ -105,7 +97,19 @@ def rebuilding(model: keras.Model) -> Callable[[], keras.Model]:
         for _, layer, _ in structure.walk(model)
         if not type(layer).__module__.startswith("keras.")
     }
-    return functools.partial(_built, type(model), config, classes, optimizer, arguments)
+    try:
+        build = functools.partial(
+            _built, type(model), model.get_config(), classes, optimizer, arguments
+        )
+        build()  # or it would fail where nobody sees why
+    except Exception as error:  # of whatever objects the model holds
+        raise TypeError(
+            f"`model_or_build` is {model.name!r}, which cannot be built anew in the "
+            f"process that is measured ({checks.first_line(error)}); expected a model "
+            "whose `get_config` has all that it is made of, or a function that returns "
+            "it. Pass that function."
+        ) from error
+    return build
 
 
 def _built(
