@@ -81,7 +81,7 @@ def test_a_command_gets_the_rest_of_the_arguments_and_gives_the_status(monkeypat
 # Command -> its function, and the arguments that no flag can be, or another one is.
 IN_PYTHON = {
     *("model", "data", "dataset", "train", "validation", "clock"),
-    *("build_model", "build_model_or_model"),
+    *("build_model", "build_model_or_model", "model_or_build"),
 }
 FUNCTIONS = {
     "doctor": (tfamp.doctor, set()),
@@ -95,8 +95,8 @@ FUNCTIONS = {
     "measure": (tfamp.measure_policies, set()),
     "measure_policies": (tfamp.measure_policies, set()),
     "tune": (tfamp.tune, set()),
-    "memory": (tfamp.estimate_memory, {"jit_compile"}),
-    "estimate_memory": (tfamp.estimate_memory, {"jit_compile"}),
+    "memory": (tfamp.estimate_memory, set()),
+    "estimate_memory": (tfamp.estimate_memory, set()),
     "find_batch_size": (tfamp.find_batch_size, {"verbose", "on_trial"}),
     "bottleneck": (tfamp.data.bottleneck, set()),
     "lr_find": (tfamp.training.lr_find, set()),
