@@ -1,17 +1,16 @@
 """Where a pipeline's elements come from: arrays, datasets, TensorFlow Datasets."""
 
 import re
-import socket
 import sys
 import types
 
 import numpy as np
 import pytest
+import requests
 import tensorflow as tf
 
 from tests.refusals import refusals
 from tfamp.data import Pipeline
-from tfamp.data.sources import datasets as source
 
 tfds = pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
 
@@ -40,14 +39,6 @@ class Lonely(Pairs, skip_registration=True):
     """The same without a pair to learn."""
 
     SUPERVISED = None
-
-
-@pytest.fixture
-def offline(monkeypatch):
-    def refuse(address, timeout):
-        raise OSError("no network")
-
-    monkeypatch.setattr(socket, "create_connection", refuse)
 
 
 @pytest.fixture(scope="module")
@@ -184,43 +175,18 @@ def test_a_tfds_that_did_not_load_is_an_error(monkeypatch):
         Pipeline.from_tfds("mnist")
 
 
-def test_a_name_without_data_or_network_is_an_error_at_once(tmp_path, offline):
-    message = f"Dataset 'mnist' is not prepared in {str(tmp_path)!r}, and storage."
+def test_data_that_cannot_be_downloaded_names_its_folder(tmp_path, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise requests.ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(Pairs, "download_and_prepare", refuse)
+    message = f"Dataset 'pairs/1.0.0' is not prepared in '{tmp_path}"
     with pytest.raises(ConnectionError, match=re.escape(message)):
-        source.open_builder("mnist", data_dir=str(tmp_path))
+        Pipeline.from_tfds(Pairs, data_dir=str(tmp_path))
 
 
-def test_an_unknown_name_is_refused_with_the_nearest(tmp_path, offline):
+def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
     message = "Unknown dataset 'mnst'; expected one of the"
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        source.open_builder("mnst", data_dir=str(tmp_path))
+        Pipeline.from_tfds("mnst", data_dir=str(tmp_path))
     assert "Did you mean 'mnist'?" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "proxy, address",
-    [
-        (None, ("example.org", 443)),
-        ("http://proxy.local:3128", ("proxy.local", 3128)),
-        ("proxy.local:3128", ("proxy.local", 3128)),
-    ],
-    ids=["direct", "proxy", "proxy without scheme"],
-)
-def test_the_probe_asks_the_host_or_the_proxy_before_it(proxy, address, monkeypatch):
-    for name in ("https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    if proxy:
-        monkeypatch.setenv("https_proxy", proxy)
-    asked = []
-
-    def connect(where, timeout):
-        asked.append(where)
-        return types.SimpleNamespace(close=lambda: asked.append("closed"))
-
-    monkeypatch.setattr(socket, "create_connection", connect)
-    assert source.can_be_reached("https://example.org/data.gz")
-    assert asked == [address, "closed"]
-
-
-def test_a_host_that_refuses_cannot_be_reached(offline):
-    assert not source.can_be_reached("https://example.org/")

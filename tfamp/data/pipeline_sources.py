@@ -32,8 +32,7 @@ class PipelineSources:
     ) -> "Self":
         """Starts from a split of a TensorFlow Datasets builder.
 
-        Data that is not prepared yet is prepared here, once. If that needs a
-        network and there is none, the error comes within seconds.
+        Data that is not prepared yet is downloaded and prepared here, once.
 
         Args:
             name_or_builder: A TFDS name ("mnist", "mnist:3.0.1"), a builder, or a
@@ -49,7 +48,7 @@ class PipelineSources:
 
         Raises:
             ImportError: tensorflow-datasets is not installed.
-            ConnectionError: The data is not here and there is no network.
+            ConnectionError: The data is not here and cannot be downloaded.
             TypeError: `name_or_builder` is none of the three.
             ValueError: No such dataset or split, an empty split, or no pairs.
         """

@@ -1,16 +1,8 @@
-"""Data that is there already as sources: arrays, a tf.data.Dataset, a split of TFDS.
-
-Without a network `tfds.load` retries for minutes before it gives up. So whether data
-lies here is looked up first, and whether its host can be reached is tried for
-seconds before anything is downloaded.
-"""
+"""Data that is there already as sources: arrays, a tf.data.Dataset, a split of TFDS."""
 
 import dataclasses
 import inspect
 import os
-import urllib.parse
-import urllib.request
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +12,7 @@ from tfamp.data._elements import known_length, never_empty
 from tfamp.data._given import Order, order_of, runs_python
 from tfamp.data.sources import DATA, RandomAccess, Source, files_identity
 from tfamp.data.stages import Settings
-from tfamp.machine import hosts
 from tfamp.records import checks
-
-_PROBE_SECONDS = 4.0
-# Where TFDS keeps its own index; asked where a dataset names no download address.
-_DEFAULT_URL = "https://storage.googleapis.com/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,65 +271,39 @@ def open_builder(name_or_builder: Any, *, data_dir: str | None = None) -> Any:
             "`Pipeline.from_arrays`."
         )
     if not builder.is_prepared():
-        urls = list(getattr(builder, "url_infos", None) or ())
-        if urls:
-            _check_reachable(builder.info.full_name, urls, data_dir)
-        builder.download_and_prepare()
+        try:
+            builder.download_and_prepare()
+        except ConnectionError as error:
+            raise _unreachable(builder, error) from error
+        except OSError as error:  # of requests and urllib3, whose own they are
+            if "onnection" not in type(error).__name__:
+                raise
+            raise _unreachable(builder, error) from error
     return builder
 
 
-def _builder_by_name(name: str, data_dir: str | None) -> Any:
-    """Returns the builder of a TFDS name, without asking the network in vain."""
-    import tensorflow_datasets as tfds
-
-    # Names of other collections ("huggingface:...") are for TFDS to resolve.
-    is_plain = name.partition("/")[0].partition(":")[2][:1].isdigit() or ":" not in name
-    if is_plain:
-        try:
-            builder_class = tfds.builder_cls(name)
-        except tfds.core.DatasetNotFoundError:
-            builder_class = None
-        base = name.partition("/")[0].partition(":")[0]
-        if builder_class is None:
-            try:  # Data that lies here may be read without its builder's code.
-                return tfds.builder(name, data_dir=data_dir)
-            except tfds.core.DatasetNotFoundError as error:
-                known = tfds.list_builders()
-                close = checks.did_you_mean(base, known)
-                hint = f" Did you mean {close!r}?" if close else ""
-                raise ValueError(
-                    f"Unknown dataset {base!r}; expected one of the {len(known)} names "
-                    f"that `tfds.list_builders()` gives.{hint}"
-                ) from error
-        root = Path(data_dir or tfds.core.constants.DATA_DIR).expanduser()
-        if not any((root / base).glob("**/dataset_info.json")):
-            # Even making the builder asks for its index.
-            urls = list(builder_class.url_infos or ()) or [_DEFAULT_URL]
-            _check_reachable(name, urls, data_dir)
-    return tfds.builder(name, data_dir=data_dir)
-
-
-def _check_reachable(name: str, urls: list[str], data_dir: str | None) -> None:
-    """Raises unless the first address can be reached: one probe, a few seconds."""
-    url = urls[0] if "://" in urls[0] else _DEFAULT_URL
-    if can_be_reached(url):
-        return
-    host = urllib.parse.urlsplit(url).hostname
-    where = "TFDS's data folder" if data_dir is None else repr(str(data_dir))
-    raise ConnectionError(
-        f"Dataset {name!r} is not prepared in {where}, and {host} cannot be reached to "
-        "download it; expected prepared data or a network. Connect and try again, set "
-        "HTTPS_PROXY, or pass the `data_dir` of a copy that was prepared elsewhere."
+def _unreachable(builder: Any, error: OSError) -> ConnectionError:
+    """Returns the error of data that is not here and cannot be downloaded."""
+    return ConnectionError(
+        f"Dataset {builder.info.full_name!r} is not prepared in "
+        f"{str(builder.data_dir)!r}, and cannot be downloaded: {error}. Expected "
+        "prepared data or a network: connect and try again, set HTTPS_PROXY, or pass "
+        "the `data_dir` of a copy that was prepared elsewhere."
     )
 
 
-def can_be_reached(url: str) -> bool:
-    """Whether the host of `url`, or the proxy in front of it, takes a connection."""
-    parts = urllib.parse.urlsplit(url)
-    proxy = urllib.request.getproxies().get(parts.scheme)
-    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
-        parts = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    address = f"{parts.hostname}:{port}"
-    found = hosts.answers([address], seconds=_PROBE_SECONDS)
-    return found[address] == hosts.LISTENS
+def _builder_by_name(name: str, data_dir: str | None) -> Any:
+    """Returns the builder of a TFDS name; data that lies here needs no code of it."""
+    import tensorflow_datasets as tfds
+
+    try:
+        return tfds.builder(name, data_dir=data_dir)
+    except tfds.core.DatasetNotFoundError as error:
+        known = tfds.list_builders()
+        base = name.partition("/")[0].partition(":")[0]
+        close = checks.did_you_mean(base, known)
+        hint = f" Did you mean {close!r}?" if close else ""
+        raise ValueError(
+            f"Unknown dataset {base!r}; expected one of the {len(known)} names "
+            f"that `tfds.list_builders()` gives.{hint}"
+        ) from error
