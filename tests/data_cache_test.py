@@ -1,14 +1,13 @@
 """The file cache: whose it is, what changes it, killed writers, full disks, damage."""
 
 import errno
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
 import types
 from pathlib import Path
 
@@ -19,37 +18,13 @@ import tensorflow as tf
 from tests.data_pipeline_test import double, numbers, rows
 from tfamp.data import Pipeline
 from tfamp.data.stages import cache as caching
-from tfamp.data.stages.cache_files import (
-    _HELD,
-    CacheFiles,
-    fill_or_read,
-    kept_from_others,
-)
 
 ROOT = Path(__file__).parents[1]
 
 
 def caches(folder):
-    """Returns the records of the caches in a folder."""
-    return sorted(path.name for path in folder.glob("*.tfamp"))
-
-
-def let_go():
-    """Gives up the caches this process holds, as its end would."""
-    for held in _HELD.values():
-        os.close(held)
-    _HELD.clear()
-
-
-@pytest.fixture(autouse=True)
-def nothing_held():
-    yield
-    let_go()
-
-
-def remove_data(files):
-    for path in files.parts():
-        path.unlink()
+    """Returns the folders of the caches in a folder."""
+    return sorted(path for path in folder.iterdir() if path.is_dir())
 
 
 def left_in(folder):
@@ -61,11 +36,15 @@ def left_in(folder):
     ]
 
 
-def only(folder, name="train"):
-    """Returns the files of the only cache in a folder."""
-    (record,) = caches(folder)
-    digest = re.fullmatch(rf"{name}-([0-9a-f]+).tfamp", record)[1]
-    return CacheFiles(folder / name, digest)
+def only(folder):
+    """Returns the only cache in a folder."""
+    (found,) = caches(folder)
+    return found
+
+
+def remove_data(folder):
+    for path in folder.glob("elements*"):
+        path.unlink()
 
 
 @pytest.mark.parametrize(
@@ -103,63 +82,62 @@ def test_a_second_pipeline_reads_what_the_first_one_wrote(tmp_path):
 
 
 def test_a_changed_function_is_noticed_where_plain_tf_data_reads_stale_elements(
-    tmp_path, caplog
+    tmp_path,
 ):
     plain = tf.data.Dataset.range(3)
     list(plain.map(lambda x: x + 1).cache(str(tmp_path / "plain")))
     stale = plain.map(lambda x: x + 2).cache(str(tmp_path / "plain"))
     assert [int(x) for x in stale] == [1, 2, 3]
 
-    rows(numbers(3).map(double).cache(tmp_path / "train").build())
-    let_go()
+    first = numbers(3).map(double).cache(tmp_path / "train").build()
     fresh = numbers(3).map(lambda x, y: (x + 1, y)).cache(tmp_path / "train").build()
     assert rows(fresh) == [(1, 0), (2, 10), (3, 20)]
-    assert "changed since then: map." in caplog.text
-    assert len(caches(tmp_path)) == 1
+    assert len(caches(tmp_path)) == 2
+    assert rows(first) == rows(numbers(3).map(double).build()), "it stays"
 
 
 def test_a_step_after_the_cache_changes_nothing(tmp_path):
     numbers().cache(tmp_path / "train").batch(2).build()
     numbers().cache(tmp_path / "train").shuffle(seed=1).batch(5).build()
-    assert only(tmp_path).read()["hits"] == 1
+    assert only(tmp_path)
 
 
 def test_another_source_under_the_same_path_has_a_cache_of_its_own(tmp_path):
     train = numbers(10).cache(tmp_path / "train").build()
-    let_go()
     validation = numbers(4).cache(tmp_path / "train").build()
     assert (len(rows(train)), len(rows(validation))) == (10, 4)
     assert len(caches(tmp_path)) == 2
 
 
-def test_an_older_version_that_is_read_stays(tmp_path):
-    older = numbers(3).cache(tmp_path / "train").build()
-    numbers(3).map(double).cache(tmp_path / "train").build()
+def test_another_version_is_another_cache(tmp_path):
+    for version in (1, 2, 1):
+        numbers().cache(tmp_path / "train", version=version).build()
     assert len(caches(tmp_path)) == 2
-    assert rows(older) == [(0, 0), (1, 10), (2, 20)]
+    with pytest.raises(ValueError, match="`version` is 3 with a cache in 'memory'"):
+        numbers().cache("memory", version=3)
 
 
 def test_a_half_written_cache_is_built_again(tmp_path, caplog):
     rows(numbers().cache(tmp_path / "train").build())
-    files = only(tmp_path)
-    let_go()
-    # What a killed process leaves: no index, its lock and a part of the data.
-    data = files.read()["data"]
-    (tmp_path / f"{data}.index").unlink()
-    (tmp_path / f"{data}_0.lockfile").write_text("Created at: 1")
+    folder = only(tmp_path)
+    remove_data(folder)
+    left = tmp_path / f"{folder.name}.0123abcd.unfinished"
+    left.mkdir()
+    (left / "elements_0.lockfile").write_text("Created at: 1")
     (tmp_path / "train_of_another.txt").write_text("mine")
     dataset = numbers().cache(tmp_path / "train").build()
-    assert "was left unfinished by a process that has ended" in caplog.text
+    assert "which a process that has ended left unfinished" in caplog.text
     assert rows(dataset) == rows(numbers().build())
-    assert not list(tmp_path.glob("*.lockfile"))
+    assert caches(tmp_path) == [folder]
     assert (tmp_path / "train_of_another.txt").read_text() == "mine"
 
 
 def deadly(path):
     """Returns a pipeline that ends a process at its 600th element, if told to."""
+    dies = f"{path}.dies"
 
     def stop(x):
-        if x == 600 and "TFAMP_TEST_DIES" in os.environ:
+        if x == 600 and os.path.exists(dies):
             os.kill(os.getpid(), signal.SIGKILL)
         return x
 
@@ -170,73 +148,104 @@ def deadly(path):
 
 
 def test_a_writer_that_was_killed_does_not_stop_the_next_one(tmp_path):
-    path = tmp_path / "train"
+    path, dies = tmp_path / "train", tmp_path / "train.dies"
+    dies.touch()
     program = "from tests.data_cache_test import deadly as d; import sys; "
     killed = subprocess.run(
         [sys.executable, "-c", program + "d(sys.argv[1]).build()", str(path)],
         cwd=ROOT,
-        env=os.environ | {"TFAMP_TEST_DIES": "1"},
         capture_output=True,
     )
+    dies.unlink()
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
-    (lock,) = tmp_path.glob("*.lock")
-    left = CacheFiles(path, lock.stem.removeprefix("train-"))
-    assert left.parts()
-    assert not left.is_complete
+    left = only(tmp_path)
+    assert left.name.endswith(".unfinished")
     assert [int(x) for x in deadly(path).build()] == list(range(1000))
-    # Its own place: the same pipeline has the same name in every process.
-    assert caches(tmp_path) == [left.record.name]
-
-
-def test_what_a_killed_writer_left_goes_with_the_next_version(tmp_path):
-    left = tmp_path / "train-0123456789ab-01234567_0.data-00000-of-00001"
-    kept = tmp_path / "train-0123456789ab_of_another.index"
-    for path in (left, kept):
-        path.write_text("half")
-    numbers().cache(tmp_path / "train").build()
-    assert (left.exists(), kept.exists()) == (False, True)
+    # The same pipeline has the same name in every process.
+    assert only(tmp_path).name == left.name.split(".")[0]
 
 
 def test_one_waits_for_the_process_that_fills_the_cache(tmp_path, monkeypatch):
-    fcntl = pytest.importorskip("fcntl")
-    numbers().cache(tmp_path / "train").build()
-    files = only(tmp_path)
-    let_go()
-    slept = []
-    # flock sees another open file of this process as another owner.
-    with files.lock.open("r+") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-
-        def sleep(seconds):
-            slept.append(seconds)
-            fcntl.flock(other, fcntl.LOCK_SH)
-
-        monkeypatch.setattr(time, "sleep", sleep)
-        assert not fill_or_read(files, pytest.fail)
-    assert len(slept) == 1
-
-
-def test_a_cache_may_be_read_by_many_and_filled_by_none_of_them(tmp_path):
-    fcntl = pytest.importorskip("fcntl")
-    numbers().cache(tmp_path / "train").build()
-    with only(tmp_path).lock.open("r+") as other:
-        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_files_that_go_while_others_read_them_are_an_error(tmp_path):
-    fcntl = pytest.importorskip("fcntl")
+    filelock = pytest.importorskip("filelock")
     pipeline = numbers().cache(tmp_path / "train")
     pipeline.build()
-    files = only(tmp_path)
-    let_go()
-    remove_data(files)
-    with files.lock.open("r+") as other:
-        fcntl.flock(other, fcntl.LOCK_SH)
-        message = "is read by another process, and its files have gone; expected them"
-        with pytest.raises(ValueError, match=re.escape(message)):
-            pipeline.build()
+    folder = only(tmp_path)
+    shutil.rmtree(folder)
+    taken, waiting, waited = (threading.Event() for _ in range(3))
+
+    def hold():
+        with filelock.FileLock(folder.with_name(f"{folder.name}.lock")):
+            taken.set()
+            waiting.wait()
+            waited.set()
+
+    told = []
+
+    def tell(text, *values):
+        told.append(text % values)
+        waiting.set()
+
+    monkeypatch.setattr(caching.logging, "info", tell)
+    other = threading.Thread(target=hold)
+    other.start()
+    taken.wait()
+    assert rows(pipeline.build()) == rows(numbers().build())
+    other.join()
+    assert waited.is_set() and told == [
+        f"Waiting for the process that fills {folder.name}."
+    ]
+
+
+CODES = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
+
+
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_where_locks_are_missing_a_cache_is_filled_and_read(
+    tmp_path, monkeypatch, code
+):
+    filelock = pytest.importorskip("filelock")
+
+    def refuse(self, *args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(filelock.BaseFileLock, "acquire", refuse)
+    for _ in range(2):
+        dataset = numbers().cache(tmp_path / "train").build()
+        assert rows(dataset) == rows(numbers().build())
+    code = errno.EIO
+    with pytest.raises(OSError, match=os.strerror(code)):
+        numbers().cache(tmp_path / "other").build()
+
+
+def test_without_filelock_a_cache_is_filled_and_read(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "filelock", None)
+    for _ in range(2):
+        dataset = numbers().cache(tmp_path / "train").build()
+        assert rows(dataset) == rows(numbers().build())
+
+
+def test_of_two_that_fill_at_once_without_locks_the_first_ones_folder_stays(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "filelock", None)
+    pipeline = numbers().cache(tmp_path / "train")
+    write, inner = caching._write, []
+
+    def write_and_lose(*given):
+        write(*given)
+        if not inner:
+            inner.append(None)
+            inner.append(rows(pipeline.build()))  # as another process does meanwhile
+            inner.append(only_whole(tmp_path).stat().st_ino)
+
+    monkeypatch.setattr(caching, "_write", write_and_lose)
+    assert rows(pipeline.build()) == inner[1] == rows(numbers().build())
+    assert only(tmp_path).stat().st_ino == inner[2]
+
+
+def only_whole(folder):
+    (found,) = (one for one in caches(folder) if not one.suffix)
+    return found
 
 
 def test_files_that_were_deleted_between_two_builds_are_written_again(tmp_path):
@@ -295,13 +304,10 @@ def test_an_error_while_filling_leaves_nothing_but_what_others_wait_for(tmp_path
         return x, y
 
     pipeline = numbers().map(fail).cache(tmp_path / "train")
-    locks = set()
     for _ in range(2):
         with pytest.raises(tf.errors.InvalidArgumentError, match="seven"):
             pipeline.build()
         assert left_in(tmp_path) == []
-        locks |= {path.stat().st_ino for path in tmp_path.iterdir()}
-    assert len(locks) == len(list(tmp_path.glob("*.lock")))
 
 
 def test_the_length_is_known_once_the_files_are_filled(tmp_path):
@@ -310,32 +316,15 @@ def test_the_length_is_known_once_the_files_are_filled(tmp_path):
     assert int(dataset.cardinality()) == 3
 
 
-def test_describing_touches_no_file_and_shows_size_and_use(tmp_path):
+def test_describing_touches_no_file_and_shows_the_size(tmp_path):
     pipeline = numbers().cache(tmp_path / "train")
     assert "filled once by `build`, then read" in pipeline.describe()
     assert list(tmp_path.iterdir()) == []
-    for _ in range(3):
-        pipeline.build()
-    size = only(tmp_path).num_bytes
+    pipeline.build()
+    size = sum(path.stat().st_size for path in only(tmp_path).glob("elements*"))
     assert size > 160  # 10 pairs of int64
     text = " ".join(pipeline.describe().split())
-    assert f"10 elements, {size} bytes" in text
-    assert "used again 2 times" in text
-    assert json.loads(only(tmp_path).record.read_text())["hits"] == 2
-
-
-def test_a_cache_that_another_one_reads_is_in_use(tmp_path):
-    fcntl = pytest.importorskip("fcntl", reason="Windows locks no files this way")
-    files = CacheFiles(tmp_path / "train", "0123")
-    # A file that was opened apart has a lock of its own, as another process's does.
-    with files.lock.open("w") as reader:
-        fcntl.flock(reader, fcntl.LOCK_SH)
-        with kept_from_others(files) as is_unused:
-            assert not is_unused
-    with kept_from_others(files) as is_unused:
-        assert is_unused
-        with files.lock.open() as reader, pytest.raises(BlockingIOError):
-            fcntl.flock(reader, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    assert f"10 elements, {size} bytes, filled already" in text
 
 
 def test_parts_of_a_stream_keep_their_caches_beside_each_other(tmp_path):
@@ -344,11 +333,8 @@ def test_parts_of_a_stream_keep_their_caches_beside_each_other(tmp_path):
     for fraction, seed in ((0.5, 1), (0.5, 2), (0.5, 1)):
         part = stream.subset(fraction, seed=seed).cache(tmp_path / "train")
         found.append([int(x) for x in part.build()])
-        let_go()  # as a process ends
     assert found[0] == found[2]
     assert len(caches(tmp_path)) == 2
-    counts = {json.loads(path.read_text())["hits"] for path in tmp_path.glob("*.tfamp")}
-    assert counts == {0, 1}
 
 
 ENDLESS = {
@@ -392,33 +378,15 @@ def test_what_is_not_seen_is_said_and_may_be_refused(tmp_path, monkeypatch, capl
         pipeline.cache(folder / "train", unseen="error").build()
     assert list(folder.iterdir()) == []
     pipeline.cache(folder / "train").build()
-    assert f"does not notice changes in: {name}. Delete its files" in caplog.text
+    assert f"does not notice changes in: {name}. Pass `.cache` another" in caplog.text
     seen = numbers().map(double).cache(folder / "train", unseen="error")
     assert len(rows(seen.build())) == 10
-
-
-def test_a_record_is_never_half_written(tmp_path, monkeypatch):
-    numbers().cache(tmp_path / "train").build()
-    files = only(tmp_path)
-    before = files.read()
-    write = Path.write_text
-
-    def broken_off(path, text):
-        write(path, text[: len(text) // 2])
-        raise OSError(errno.ENOSPC, "no space")
-
-    monkeypatch.setattr(Path, "write_text", broken_off)
-    with pytest.raises(OSError, match="no space"):
-        files.write(before)
-    assert files.read() == before
 
 
 def test_a_data_file_that_was_cut_short_is_no_cache(tmp_path):
     pipeline = numbers().cache(tmp_path / "train")
     pipeline.build()
-    let_go()
-    files = only(tmp_path)
-    largest = max(files.parts(), key=lambda path: path.stat().st_size)
+    files = only(tmp_path).glob("elements*")
+    largest = max(files, key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
-    assert not files.is_complete
     assert rows(pipeline.build()) == rows(numbers().build())

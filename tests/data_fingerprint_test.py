@@ -18,11 +18,11 @@ from tfamp.data.fingerprints import fingerprint
 
 
 def digest(value):
-    return fingerprint({"part": value}).digest
+    return fingerprint(value).digest
 
 
 def unseen(value):
-    return fingerprint({"part": value}).unseen
+    return fingerprint(value).unseen
 
 
 def adding(number):

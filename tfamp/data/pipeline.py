@@ -167,28 +167,28 @@ class Pipeline(PipelineSelection):
         where: str | os.PathLike[str],
         *,
         unseen: Literal["warn", "error"] = "warn",
+        version: Any = None,
     ) -> "Self":
         """Keeps the elements after their first pass.
 
-        Files are filled by `build`, in one pass, and serve later runs of the same
-        pipeline. Their names carry a fingerprint of the source (paths, sizes, times
-        of change; arrays by their bytes), of every step before the cache (functions
-        by their code and what they refer to, layers by their state, files that
-        constants name) and of the versions, so a pipeline that changed builds its
-        own. What it cannot see, such as files that a function reads by a name it is
-        given, is logged and stands in `describe`. An earlier version of the same part
-        of the same source that nobody reads is removed, which is logged.
+        With a path they lie in a folder that `build` fills in one pass and that serves
+        later runs of the same pipeline. Its name carries a fingerprint of the source
+        (paths, sizes, times of change; arrays by their bytes), of every step before the
+        cache (functions by their code and what they refer to, layers by their state,
+        files that constants name) and of the versions, so a pipeline that changed
+        builds its own. What it cannot see, such as files that a function reads by a
+        name it is given, is logged and stands in `describe`.
 
-        A pass that is broken off leaves nothing but an empty file to lock, and what a
-        killed process left is removed by the next one. A process that finds another
-        one filling waits for it. Where locks are missing (Windows, some network and
-        bucket file systems) earlier versions stay.
+        A pass that is broken off leaves nothing, and what a killed process left is
+        removed by the next one. A process that finds another one filling waits for it
+        (filelock, of the extra `data`). No cache is removed but by you.
 
         Args:
-            where: "memory", or the path that the names of the cache's files begin
-                with; its folder exists.
+            where: "memory", or the path that the name of the cache's folder begins
+                with; the folder that it lies in exists.
             unseen: "error" to have `build` refuse a cache in files that would not
                 notice every change, "warn" to log what it does not notice.
+            version: Anything; another one makes another cache. For what is not seen.
 
         Returns:
             A pipeline with this stage.
@@ -199,7 +199,7 @@ class Pipeline(PipelineSelection):
                 neither word, or there is a cache already. `build` raises it where
                 elements repeat without end, and OSError where the disk is too small.
         """
-        return self._with(Cache(where, unseen))
+        return self._with(Cache(where, unseen, version))
 
     def augment(
         self,

@@ -23,7 +23,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data.fingerprints import functions, objects, tensorflow
-from tfamp.data.fingerprints.objects import Files, Parts, Unordered, Unseen, files_named
+from tfamp.data.fingerprints.objects import (
+    Files,
+    Names,
+    Parts,
+    Unordered,
+    Unseen,
+    files_named,
+)
 
 # Hexadecimal digits kept: two of a thousand pipelines agree by chance in 1 of 3e8.
 _DIGITS = 12
@@ -37,49 +44,38 @@ _LEAF_KINDS = (PurePath, tf.DType, tf.TensorShape, tf.TypeSpec)
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """What was put into a digest, part by part.
+    """What tells a pipeline from another one.
 
     Attributes:
-        parts: Name and digest of each part: versions, source, every step.
+        digest: 12 hexadecimal digits.
         unseen: What the digest could only name, not look into.
     """
 
-    parts: tuple[tuple[str, str], ...]
+    digest: str
     unseen: tuple[str, ...] = ()
 
-    @property
-    def digest(self) -> str:
-        """All parts in one word of 12 hexadecimal digits."""
-        text = repr(self.parts).encode()
-        return hashlib.blake2b(text).hexdigest()[:_DIGITS]
 
+def fingerprint(value: Any) -> Fingerprint:
+    """Returns the fingerprint of a value and of the versions here.
 
-def fingerprint(parts: Mapping[str, Any]) -> Fingerprint:
-    """Returns the fingerprint of named parts and of the versions here.
-
-    Parts are values of any kind: numbers, arrays, functions, layers, datasets,
-    dataclasses of tfamp, whose fields with `compare=False` do not count.
+    Values are of any kind: numbers, arrays, functions, layers, datasets, containers of
+    these, dataclasses of tfamp, whose fields with `compare=False` do not count.
 
     Example:
         >>> def scaled(factor):
-        ...     return fingerprint({"map": lambda x: x * factor}).digest
+        ...     return fingerprint(lambda x: x * factor).digest
         >>> scaled(2) == scaled(2), scaled(2) == scaled(3)
         (True, False)
     """
     names = ("tfamp", "tensorflow", "keras", "numpy")
-    versions = {
-        "versions": (
-            *(f"{name} {objects.version(name)}" for name in names),
-            f"tfamp's code {objects.own_code()}",
-            f"Python {sys.version_info.major}.{sys.version_info.minor}",
-        )
-    }
-    found, unseen = [], []
-    for name, value in {**versions, **parts}.items():
-        walk = _Walk()
-        found.append((name, walk.digest(value).hex()[:_DIGITS]))
-        unseen += [one.name for one in walk.unseen]
-    return Fingerprint(tuple(found), tuple(dict.fromkeys(unseen)))
+    versions = (
+        *(f"{name} {objects.version(name)}" for name in names),
+        f"tfamp's code {objects.own_code()}",
+        f"Python {sys.version_info.major}.{sys.version_info.minor}",
+    )
+    walk = _Walk()
+    digest = walk.digest_of_all((versions, value)).hex()[:_DIGITS]
+    return Fingerprint(digest, tuple(dict.fromkeys(one.name for one in walk.unseen)))
 
 
 @dataclasses.dataclass(eq=False)
@@ -98,8 +94,29 @@ class _Walk:
 
     def __init__(self) -> None:
         self.unseen: list[Unseen] = []
+        # Of the user's: modules by identity, and what code that was met looks up.
+        self._modules: dict[int, types.ModuleType] = {}
+        self._names: set[str] = set()
         # Digest and value by identity; a value that is held has its identity alone.
         self._known: dict[int, tuple[bytes, Any]] = {}
+
+    def digest_of_all(self, value: Any) -> bytes:
+        """Returns the digest of a value, and of what its code finds in modules."""
+        found, met = [self.digest(value)], set()
+        while True:
+            new = [
+                (key, name)
+                for key, module in self._modules.items()
+                for name in sorted(self._names & vars(module).keys())
+                if (key, name) not in met and not name.startswith("__")
+            ]
+            if not new:
+                return _hash(b"".join(found))
+            met.update(new)
+            for key, name in new:
+                part = vars(self._modules[key])[name]
+                if not functions.is_environment(part):
+                    found += [name.encode(), self.digest(part)]
 
     def digest(self, value: Any) -> bytes:
         """Returns the digest of a value of any kind."""
@@ -138,6 +155,11 @@ class _Walk:
         if kind is Unseen:
             self.unseen.append(value)
             return _hash(f"unseen:{value.name}".encode())
+        if kind is Names:
+            self._names |= value.names
+            return b""
+        if isinstance(value, types.ModuleType):
+            return self._module(value)
         if kind is Files:
             return _hash(f"files:{value.identities!r}".encode(errors="surrogatepass"))
         if id(value) in self._known:
@@ -145,6 +167,16 @@ class _Walk:
         if id(value) in depths:
             return _hash(f"inside itself:{depths[id(value)]}".encode())
         return None
+
+    def _module(self, module: types.ModuleType) -> bytes:
+        """Returns the digest of a module's name, and notes one of the user's."""
+        name = module.__name__
+        if objects.is_installed(name):
+            return _hash(f"module:{name} {objects.version(name)}".encode())
+        if str(getattr(module, "__file__", "")).endswith((".so", ".pyd")):
+            self.unseen.append(Unseen(f"the code of {name}"))
+        self._modules[id(module)] = module
+        return _hash(f"module:{name}".encode())
 
 
 def _hash(data: Any) -> bytes:
@@ -158,8 +190,6 @@ def _parts_of(value: Any) -> Parts:
         return functions.function_parts(value)
     if isinstance(value, types.CodeType):
         return functions.code_parts(value)
-    if isinstance(value, types.ModuleType):
-        return iter(("module", *functions.used(value, None)))
     if isinstance(value, types.MethodType):
         return iter(("method", value.__self__, value.__func__))
     if isinstance(value, type):

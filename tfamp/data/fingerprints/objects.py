@@ -71,6 +71,13 @@ class Unordered:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Names:
+    """What code looks up, which also counts in the user's modules that it uses."""
+
+    names: set[str]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Files:
     """Path, bytes and nanoseconds of the last change of each file that texts name."""
 

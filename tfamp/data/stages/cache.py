@@ -1,15 +1,22 @@
-"""Keeps a pipeline's elements after their first pass, in memory or in files.
+"""Keeps a pipeline's elements after their first pass, in memory or in a folder.
 
-Files are filled when the pipeline is built, in one pass with a progress bar, so
-that a full disk or a damaged element shows before training, the length is known
-from then on, and a pass that is broken off leaves nothing behind.
+The name of a folder ends with the fingerprint of all that comes before the cache, so a
+changed pipeline has another one. `build` fills it in one pass with a progress bar, so
+that a full disk or a damaged element shows before training. It is written beside its
+place, in the format of tf.data's file cache, and renamed when it is whole: nothing that
+is half written is ever read, whatever becomes of the process. A lock lets one process
+do the work; where there are no locks several may, and the first one's folder stays.
 """
 
+import contextlib
 import dataclasses
 import errno
+import json
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,26 +35,24 @@ from tfamp.data._elements import (
 from tfamp.data.fingerprints import Fingerprint, fingerprint
 from tfamp.data.sources._files import check_no_address
 from tfamp.data.sources.datasets import DatasetSource
-from tfamp.data.stages import ORDER, Role, Settings, Stage
-from tfamp.data.stages.cache_files import (
-    CacheFiles,
-    fill_or_read,
-    kept_from_others,
-    others,
-)
+from tfamp.data.stages import Settings, Stage
 from tfamp.records import checks, units
 from tfamp.records.console import progress
 
+# In the folder: tf.data's files, whose names begin so, and how long each of them is.
+_DATA, _RECORD = "elements", "tfamp.json"
+# Ends the name of a folder that is not whole.
+_UNFINISHED = ".unfinished"
 # Elements that are read to estimate how large all will be, where shapes vary.
 _SAMPLED = 64
 # What tf.data adds to an element: a key and an entry in the index for each part.
 _OVERHEAD_BYTES = 64
 _COUNTED_AT_ONCE = 256
 _COUNTED_BYTES = 2**16
-# Parts of a fingerprint that say which data it is.
-_DATA_PARTS = ("source", *(name for name in ORDER if Role.CUTS in ORDER[name]))
 _SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SPACE_WORDS = tuple(os.strerror(code) for code in _SPACE_ERRORS)
+# What systems say that have no locks, as some network and bucket file systems.
+_NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Cache(Stage):
     name: ClassVar[str] = "cache"
     where: Any
     unseen: str = "warn"
+    version: Any = None
     path: Path | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -68,6 +74,11 @@ class Cache(Stage):
             )
         if self.where != "memory":
             object.__setattr__(self, "path", _absolute(self.where))
+        elif self.version is not None:
+            raise ValueError(
+                f"`version` is {self.version!r} with a cache in 'memory', which ends "
+                "with the process; expected None. Leave it out, or pass a path."
+            )
 
     def in_files(self, source: Any, steps: Sequence[Stage]) -> "FileCache":
         """Returns the cache in files of what steps make of a source."""
@@ -75,7 +86,11 @@ class Cache(Stage):
         # Looked at in the source, since a filter hides that there is no end.
         repeats = isinstance(source, DatasetSource) and is_endless(source.given)
         is_cut = any(step.name == "subset" for step in steps)
-        found = _fingerprint(source, steps)
+        # The careful step tells what is skipped.
+        before = [step for step in steps if step.name != "on_error"]
+        names = [step.name for step in before]
+        identity = (type(source).__name__, source.identity())
+        found = fingerprint((identity, names, before, self.version))
         return FileCache(path, found, self.unseen, repeats and not is_cut)
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
@@ -92,12 +107,10 @@ class Cache(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class FileCache(Stage):
-    """Keeps the elements in files, which later runs of the same pipeline use too.
+    """Keeps the elements in a folder, which later runs of the same pipeline use too.
 
-    The names of the files begin with `path` and end with the fingerprint of all that
-    comes before, which `is_endless` where that is known although the dataset itself
-    may not know. Where `_DATA_PARTS` of fingerprints differ, a cache is no older
-    version of another but holds other elements: a worker's, or the validation's.
+    Its name begins with `path` and ends with the fingerprint of all that comes before,
+    which `is_endless` where that is known although the dataset itself may not know.
     """
 
     name: ClassVar[str] = Cache.name
@@ -107,11 +120,20 @@ class FileCache(Stage):
     is_endless: bool = False
 
     @property
-    def _files(self) -> CacheFiles:
-        return CacheFiles(self.path, self.found.digest)
+    def folder(self) -> Path:
+        """Where the elements lie."""
+        return self.path.with_name(f"{self.path.name}-{self.found.digest}")
+
+    def read(self) -> dict[str, Any]:
+        """Returns the record of a cache that is whole, nothing of any other."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            record = dict(json.loads((self.folder / _RECORD).read_text()))
+            if _sizes(self.folder) == record["files"]:
+                return record
+        return {}
 
     def check(self, dataset: tf.data.Dataset) -> None:
-        """Raises where the files would never be full, or not notice a change."""
+        """Raises where the cache would never be full, or not notice a change."""
         if self.is_endless or is_endless(dataset):
             raise ValueError(
                 f"Cache {str(self.path)!r} would never be full: the elements before it "
@@ -125,115 +147,153 @@ class FileCache(Stage):
                 f"{'; '.join(unseen)}; with `unseen='error'` expected nothing of the "
                 "kind. Hand the value itself to the function (as a default, a closure "
                 "or a global), do this part in a `.map` written after the cache, or "
-                "pass `unseen='warn'` and delete the cache's files after a change."
+                "pass `unseen='warn'` and another `version` after a change."
             )
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns a dataset of the same spec, of the length that is on record."""
-        record = self._files.read()
+        record = self.read()
         if not record:
             return dataset
         return with_length(of_unknown_length(dataset), record["num_elements"])
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Fills the files, unless they are here, and reads them."""
-        found, files = self.found, self._files
-        if found.unseen:
+        """Fills the folder, unless it is here, and reads it."""
+        if self.found.unseen:
             logging.warning(
-                "Cache %s does not notice changes in: %s. Delete its files after one.",
-                files.stem,
-                "; ".join(found.unseen),
+                "Cache %s does not notice changes in: %s. Pass `.cache` another "
+                "`version` after one.",
+                self.folder,
+                "; ".join(self.found.unseen),
             )
-        is_new = fill_or_read(files, lambda: self._fill(files, dataset))
-        record = files.read()
-        if not is_new:
-            # Not locked: two that start together may count as one.
-            files.write({**record, "hits": record["hits"] + 1})
-        self._remove_older(files, record)
-        cached = dataset.cache(str(files.path.with_name(record["data"])))
+        if not self.read():
+            with _alone(self.path.with_name(f"{self.folder.name}.lock")) as is_alone:
+                if not self.read():
+                    self._fill(dataset, is_alone)
+        record = self.read()
+        if not record:
+            raise FileNotFoundError(
+                f"Cache {str(self.folder)!r} was removed as soon as it was filled; "
+                "expected nobody to remove it. Build again."
+            )
+        cached = dataset.cache(str(self.folder / _DATA))
         return with_length(cached, record["num_elements"])
 
-    def _fill(self, files: CacheFiles, dataset: tf.data.Dataset) -> None:
-        """Writes the files in one pass, or leaves none."""
-        left = files.remove_unnamed()
-        if left:
-            text = (
-                "Cache %s was left unfinished by a process that has ended; its %d "
-                "files are removed and it is built again."
-            )
-            logging.warning(text, files.stem, len(left))
+    def _fill(self, dataset: tf.data.Dataset, is_alone: bool) -> None:
+        """Writes the folder in one pass, or leaves none."""
+        if is_alone:
+            self._remove_left()
         needed = _expected_bytes(dataset, bytes_of_element(dataset.element_spec))
         length = known_length(dataset)
         if needed is None and length is not None:
             each = bytes_of_first(dataset, _SAMPLED, beside=_OVERHEAD_BYTES)
             needed = None if each is None else each * length
-        _check_space(files, needed)
-        data = files.new_data()
+        _check_space(self.path.parent, needed)
+        part = self._beside()
+        part.mkdir()
         so_far = _Progress()
         try:
-            _write(files, data, dataset, so_far)
+            _write(part, self.path.name, dataset, so_far)
             if so_far.num_elements == 0:
                 raise ValueError(
-                    f"Cache {str(files.stem)!r} would hold no elements; expected at "
+                    f"Cache {str(self.path)!r} would hold no elements; expected at "
                     "least one. All were filtered out: loosen `.filter`."
                 )
-            contents = {
-                "parts": self.found.parts,
-                "num_elements": so_far.num_elements,
-                "num_bytes": files.num_bytes,
-                "hits": 0,
-            }
-            files.publish(data, contents)
+            files = _sizes(part)
+            record = {"num_elements": so_far.num_elements, "files": files}
+            (part / _RECORD).write_text(json.dumps(record))
+            self._put_in_place(part)
         except BaseException as error:
-            for path in files.parts(data.name):
-                path.unlink(missing_ok=True)
-            if not files.is_complete:
-                files.record.unlink(missing_ok=True)
+            shutil.rmtree(part, ignore_errors=True)
             if _is_about_space(error):
-                raise _full_disk(files, so_far.num_bytes, needed) from error
+                raise _full_disk(self.path.parent, so_far.num_bytes, needed) from error
             raise
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        self._tell_of_others()
 
-    def _remove_older(self, files: CacheFiles, record: dict[str, Any]) -> None:
-        """Removes caches of the same source whose later steps have changed since."""
-        own = dict(map(tuple, record["parts"]))
-        for other in others(files):
-            with kept_from_others(other) as is_unused:
-                if not is_unused:
-                    continue
-                parts = dict(map(tuple, other.read().get("parts", ())))
-                names = {**own, **parts}
-                changed = [one for one in names if own.get(one) != parts.get(one)]
-                if parts and not set(_DATA_PARTS).isdisjoint(changed):
-                    continue  # another part of the data, under the same path
-                size = units.format_bytes(other.num_bytes)
-                other.remove()
-            text = "Removed the cache %s (%s): changed since then: %s."
-            changes = ", ".join(changed) or "nothing known"
-            logging.warning(text, other.stem, size, changes)
+    def _beside(self) -> Path:
+        name = f"{self.folder.name}.{secrets.token_hex(4)}{_UNFINISHED}"
+        return self.path.with_name(name)
+
+    def _put_in_place(self, part: Path) -> None:
+        """Gives a whole folder its name, which another one may have."""
+        try:
+            part.rename(self.folder)
+        except OSError:
+            if not self.folder.is_dir():
+                raise
+            if self.read():  # of another process, where there are no locks
+                return
+            damaged = self._beside()
+            self.folder.rename(damaged)
+            part.rename(self.folder)
+            shutil.rmtree(damaged, ignore_errors=True)
+
+    def _remove_left(self) -> None:
+        """Removes what processes left that were killed, under the lock."""
+        name = re.escape(self.folder.name)
+        pattern = re.compile(rf"{name}\.[0-9a-f]+{re.escape(_UNFINISHED)}")
+        for path in list(self.path.parent.iterdir()):
+            if pattern.fullmatch(path.name):
+                text = "Removed %s, which a process that has ended left unfinished."
+                logging.warning(text, path)
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _tell_of_others(self) -> None:
+        """Logs the other caches under this path, which nobody else removes."""
+        name = re.escape(self.path.name)
+        pattern = re.compile(rf"{name}-[0-9a-f]{{12}}(\..+)?")
+        folders = [one for one in self.path.parent.iterdir() if one != self.folder]
+        others = [o for o in folders if pattern.fullmatch(o.name) and o.is_dir()]
+        if others:
+            size = units.format_bytes(sum(sum(_sizes(one).values()) for one in others))
+            text = "Beside the cache %s lie %d of other pipelines or versions (%s): %s."
+            names = ", ".join(sorted(one.name for one in others))
+            logging.info(text, self.folder, len(others), size, names)
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
-        found, files = self.found, self._files
-        record = files.read()
+        record = self.read()
         reason = "filled once by `build`, then read"
         if record:
-            size = units.format_bytes(record["num_bytes"])
-            times = "once" if record["hits"] == 1 else f"{record['hits']} times"
-            reason = f"{record['num_elements']:,} elements, {size}; used again {times}"
-        if found.unseen:
-            reason += f"; does not notice changes in: {'; '.join(found.unseen)}"
-        return f"files {files.stem}", reason
+            size = units.format_bytes(sum(record["files"].values()))
+            reason = f"{record['num_elements']:,} elements, {size}, filled already"
+        if self.found.unseen:
+            reason += f"; does not notice changes in: {'; '.join(self.found.unseen)}"
+        return f"files {self.folder}", reason
 
 
-def _fingerprint(source: Any, steps: Sequence[Stage]) -> Fingerprint:
-    """Returns the fingerprint of a source and the steps before a cache."""
-    parts: dict[str, Any] = {"source": (type(source).__name__, source.identity())}
-    for step in steps:
-        if step.name == "on_error":
-            continue  # the careful step tells what is skipped
-        same = sum(name.split(" ")[0] == step.name for name in parts)
-        parts[f"{step.name} {same + 1}" if same else step.name] = step
-    return fingerprint(parts)
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Waits for other processes in this block; yields whether there is a lock."""
+    try:
+        import filelock
+    except ImportError:
+        yield False
+        return
+    lock = filelock.FileLock(path)
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            logging.info("Waiting for the process that fills %s.", path.stem)
+            lock.acquire()
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+            raise
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Returns the length of each file of tf.data's in a folder."""
+    files = [one for one in folder.iterdir() if one.name.startswith(_DATA)]
+    return {one.name: one.stat().st_size for one in files}
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
@@ -242,8 +302,8 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
     absolute = Path(path).expanduser().absolute()
     if absolute.is_dir():
         raise ValueError(
-            f"Cache path {str(path)!r} is a folder; expected the path that the names "
-            f"of the cache files begin with. Pass {str(Path(path) / 'train')!r}."
+            f"Cache path {str(path)!r} is a folder; expected the path that the name "
+            f"of the cache begins with. Pass {str(Path(path) / 'train')!r}."
         )
     if not absolute.parent.is_dir():
         raise ValueError(
@@ -271,42 +331,41 @@ class _Progress:
 
 
 def _write(
-    files: CacheFiles, data: Path, dataset: tf.data.Dataset, so_far: _Progress
+    folder: Path, name: str, dataset: tf.data.Dataset, so_far: _Progress
 ) -> None:
     """Lets tf.data write its files, and counts."""
-    cached = dataset.cache(str(data))
+    cached = dataset.cache(str(folder / _DATA))
     element_bytes = bytes_of_element(dataset.element_spec)
     at_once = _COUNTED_AT_ONCE
     if element_bytes:
         at_once = max(1, min(at_once, _COUNTED_BYTES // element_bytes))
     # Only numbers come to Python, and not one by one.
     numbers = cached.enumerate().map(lambda number, _: number).batch(at_once)
-    with progress(f"Caching {files.path.name}", known_length(dataset)) as update:
+    with progress(f"Caching {name}", known_length(dataset)) as update:
         for batch in numbers:
             so_far.num_elements += int(batch.shape[0])
             if element_bytes:
                 so_far.num_bytes = so_far.num_elements * element_bytes
             else:
-                so_far.num_bytes = files.num_bytes
+                so_far.num_bytes = sum(_sizes(folder).values())
             update(so_far.num_elements)
 
 
-def _check_space(files: CacheFiles, needed: int | None) -> None:
+def _check_space(folder: Path, needed: int | None) -> None:
     """Raises if the cache will not fit, as far as its size can be foreseen."""
-    free = shutil.disk_usage(files.path.parent).free
+    free = shutil.disk_usage(folder).free
     if needed is not None and needed > free:
         raise OSError(
             errno.ENOSPC,
             f"The cache needs about {units.format_bytes(needed)}, and the disk of "
-            f"{str(files.path.parent)!r} has {units.format_bytes(free)} free; "
+            f"{str(folder)!r} has {units.format_bytes(free)} free; "
             "expected more. Free space, choose a path on another disk, or cache "
             "fewer elements (`.subset`)",
         )
 
 
-def _full_disk(files: CacheFiles, num_bytes: int, needed: int | None) -> OSError:
+def _full_disk(folder: Path, num_bytes: int, needed: int | None) -> OSError:
     """Returns the error of a disk that was full before a cache was whole."""
-    folder = files.path.parent
     whole = "" if needed is None else f" of about {units.format_bytes(needed)}"
     free = units.format_bytes(shutil.disk_usage(folder).free)
     return OSError(
