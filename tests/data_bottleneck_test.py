@@ -1,8 +1,7 @@
-"""`tfamp.stepping.input_waits`: verdicts, turns, epochs, and a model left as it was."""
+"""`tfamp.data.bottleneck`: verdicts on known truths, and a model left as it was."""
 
 import random
 import re
-import threading
 
 import keras
 import numpy as np
@@ -13,17 +12,8 @@ import tfamp
 from tests.clocks import Ticks
 from tests.refusals import refusals
 from tests.replicas import two_replicas
-from tfamp.stepping.input_waits import Timer, advice, bottleneck, feed, until_clear
-from tfamp.stepping.input_waits.feed import (
-    Excluded,
-    Feed,
-    Turn,
-    exhaust,
-    kept_batches,
-    prepare,
-    time_in_rounds,
-)
-from tfamp.stepping.input_waits.verdict import Bottleneck, judge
+from tfamp.stepping import input_waits
+from tfamp.stepping.input_waits import Bottleneck, bottleneck, judge, time_in_rounds
 from tfamp.stepping.snapshots import named_variables
 from tfamp.stepping.unchanged import unchanged
 
@@ -79,12 +69,8 @@ class Machine:
     def judged(self):
         """What `bottleneck` would say, given eight seconds."""
         calls = {"input": self.draw, "real": self.real, "compute": self.step}
-        turns = {name: Turn(call) for name, call in calls.items()}
-        return until_clear(
-            lambda seconds: time_in_rounds(turns, seconds=seconds, clock=self.clock),
-            seconds=8,
-            clock=self.clock,
-        )[1]
+        turns = {name: (call, lambda: None) for name, call in calls.items()}
+        return judge(**time_in_rounds(turns, seconds=8, clock=self.clock))
 
     def _varied(self, seconds):
         return seconds * self._rng.lognormal(sigma=0.1)
@@ -107,9 +93,7 @@ TRUTHS = {
 
 @pytest.mark.parametrize("times, options, truth", TRUTHS.values(), ids=TRUTHS)
 def test_verdict_is_right_in_nine_of_ten_noisy_measurements(times, options, truth):
-    verdicts = [
-        Machine(*times, **options, seed=seed).judged().verdict for seed in range(40)
-    ]
+    verdicts = [Machine(*times, **options, seed=seed).judged()[0] for seed in range(40)]
     assert verdicts.count(truth) >= 36
     # What is not right is unclear, never the opposite.
     assert set(verdicts) <= {truth, "unclear"}
@@ -124,119 +108,50 @@ GAINS = {
 
 @pytest.mark.parametrize("times, shared, gain", GAINS.values(), ids=GAINS)
 def test_possible_gain_is_the_constructed_one(times, shared, gain):
-    judgement = Machine(*times, shared=shared, seed=1).judged()
+    _, (found, low, high), _ = Machine(*times, shared=shared, seed=1).judged()
     # Noise of 10 % over tens of rounds of several calls: some 2 %.
-    assert judgement.gain == pytest.approx(gain, abs=0.06)
-    assert judgement.gain_low <= judgement.gain <= judgement.gain_high
+    assert found == pytest.approx(gain, abs=0.06)
+    assert low <= found <= high
 
 
 def test_a_gain_at_the_threshold_is_unclear():
     rng = np.random.default_rng(0)
     real = rng.lognormal(sigma=0.1, size=12)
-    judgement = judge(real, 0.9 * rng.lognormal(sigma=0.1, size=12), 0.1 * real)
-    assert judgement.verdict == "unclear"
-    assert "10 % is where the input begins to matter" in judgement.reason
+    found = judge(real, 0.9 * rng.lognormal(sigma=0.1, size=12), 0.1 * real)
+    assert found[0] == "unclear"
+    assert "10 % is where the input begins to matter" in found[2]
 
 
-def test_a_small_gain_that_may_be_a_large_one_is_unclear():
-    compute = [0.95, 0.98, 0.60, 0.96, 0.55, 0.97, 0.58]
-    judgement = judge([1.0] * 7, compute, [0.1] * 7)
-    assert judgement.gain == pytest.approx(0.05)
-    assert judgement.gain_high > 0.1
-    assert judgement.verdict == "unclear"
-
-
-ROUNDS = ([20.0] * 7, [10.0] * 7, [10.0] * 7)
-# Times of real steps, of the model and of the input alone; what a prefetch leaves of
-# the gain; what they come to.
+# Seconds of real steps, of the model and of the input alone; what they come to.
 JUDGED = {
-    "sharing is what the slower one does not explain": (
-        ([10.0] * 5, [8.0] * 5, [1.0] * 5),
-        None,
-        {"lost_to_sharing": 0.2, "lost_to_input": 0},
+    "a small gain that may be a large one": (
+        ([1.0] * 7, [0.95, 0.98, 0.60, 0.96, 0.55, 0.97, 0.58], [0.1] * 7),
+        ("unclear", 0.05),
     ),
-    "beyond a slower input": (
-        ([10.0] * 5, [2.0] * 5, [7.0] * 5),
-        None,
-        {"lost_to_sharing": 0.3, "lost_to_input": 0.5},
-    ),
-    "faster with the pipeline": (
-        ([9.0] * 5, [10.0] * 5, [1.0] * 5),
-        None,
-        {"gain": 0, "gain_low": 0, "verdict": "compute"},
-    ),
-    "shared cores": (ROUNDS, None, {"verdict": "contention"}),
-    "a prefetch regains it": (
-        ROUNDS,
-        [0.05] * 6,
-        {"verdict": "input", "needs_prefetch": True},
-    ),
-    "a prefetch in vain": (
-        ROUNDS,
-        [0.4] * 6,
-        {"verdict": "contention", "needs_prefetch": False},
-    ),
-    "a prefetch within the noise": (
-        ROUNDS,
-        [0.1, 0.9] * 3 + [0.1],
-        {"verdict": "contention", "needs_prefetch": False},
+    "faster with the pipeline": (([9.0] * 5, [10.0] * 5, [1.0] * 5), ("compute", 0)),
+    "shared cores": (([20.0] * 7, [10.0] * 7, [10.0] * 7), ("contention", 0.5)),
+    "a slow input": (([10.0] * 5, [2.0] * 5, [9.0] * 5), ("input", 0.8)),
+    "load that comes and goes": (
+        tuple(
+            [one * load for load in [1.0, 3.0, 3.0, 1.0, 3.0]] for one in (10, 9.5, 1)
+        ),
+        ("compute", 0.05),
     ),
 }
 
 
-@pytest.mark.parametrize("times, regained, expected", JUDGED.values(), ids=JUDGED)
-def test_times_come_to_a_judgement(times, regained, expected):
-    options = {} if regained is None else {"prefetched_gains": regained}
-    judgement = judge(*times, **options)
-    found = {name: getattr(judgement, name) for name in expected}
-    assert found == {
-        name: value if isinstance(value, str) else pytest.approx(value)
-        for name, value in expected.items()
-    }
+@pytest.mark.parametrize("times, expected", JUDGED.values(), ids=JUDGED)
+def test_times_come_to_a_judgement(times, expected):
+    verdict, (gain, low, high), _ = judge(*times)
+    assert (verdict, gain) == (expected[0], pytest.approx(expected[1]))
+    assert 0 <= low <= gain <= high
 
 
 def test_losses_that_are_equal_are_unclear():
-    rng = np.random.default_rng(0)
-    noise = rng.lognormal(sigma=0.05, size=(3, 12))
-    judgement = judge(15 * noise[0], 5 * noise[1], 10 * noise[2])
-    assert judgement.verdict == "unclear"
-    assert judgement.gain == pytest.approx(2 / 3, abs=0.05)
-    assert judgement.lost_to_input == pytest.approx(1 / 3, abs=0.05)
-    assert judgement.lost_to_sharing == pytest.approx(1 / 3, abs=0.05)
-
-
-def test_load_that_comes_and_goes_cancels_within_a_round():
-    rng = np.random.default_rng(0)
-    load = rng.choice([1.0, 3.0], size=20)
-    judgement = judge(10 * load, 9.5 * load, 1 * load)
-    assert judgement.gain == judgement.gain_low == judgement.gain_high
-    assert judgement.gain == pytest.approx(0.05)
-    assert judgement.verdict == "compute"
-
-
-def test_a_verdict_that_is_unclear_gets_more_rounds_until_time_is_up():
-    clock, asked = Clock(), []
-    unclear = {"real": [1.0, 2.0] * 3, "compute": [1.0] * 6, "input": [0.5] * 6}
-    clear = {"real": [1.0] * 30, "compute": [1.0] * 30, "input": [0.5] * 30}
-
-    def judged(*answers):
-        asked.clear()
-        left = list(answers)
-
-        def measure(seconds):
-            asked.append(seconds)
-            clock.now += seconds
-            return left.pop(0)
-
-        return until_clear(measure, seconds=8, clock=clock)
-
-    times, judgement = judged(clear)
-    assert (asked, times, judgement.verdict) == ([2], clear, "compute")
-    times, judgement = judged(unclear, clear)
-    assert (asked, judgement.verdict) == ([2, 2], "compute")
-    assert times["real"] == [1.0, 2.0] * 3 + [1.0] * 30
-    times, judgement = judged(*[unclear] * 9)
-    assert (asked, judgement.verdict) == ([2, 2, 2, 2], "unclear")
+    noise = np.random.default_rng(0).lognormal(sigma=0.05, size=(3, 12))
+    found = judge(15 * noise[0], 5 * noise[1], 10 * noise[2])
+    assert found[0] == "unclear"
+    assert found[1][0] == pytest.approx(2 / 3, abs=0.05)
 
 
 class Clock:
@@ -258,18 +173,8 @@ class Clock:
         return call
 
 
-CALLS = {
-    "its first calls do not count": ([*[0.0] * 5, 0.5], 1.0, 2.0, 0.0),
-    "it gives the mean of bursts": ([0.0, 1.0] * 100, 4.0, 20.0, 0.03),
-}
-
-
-@pytest.mark.parametrize("calls, warm, timed, tolerance", CALLS.values(), ids=CALLS)
-def test_a_turn_times_its_calls(calls, warm, timed, tolerance):
-    clock = Clock()
-    turn = Turn(clock.taking(*calls))
-    seconds = turn.seconds_per_call(clock, warm_seconds=warm, timed_seconds=timed)
-    assert abs(seconds - 0.5) <= tolerance
+def no_wait():
+    return None
 
 
 def test_a_device_is_waited_for_after_each_long_call_and_once_for_short_ones():
@@ -280,226 +185,40 @@ def test_a_device_is_waited_for_after_each_long_call_and_once_for_short_ones():
             clock.now += seconds
             calls.append(1)
 
-        turn = Turn(call, lambda: waits.append(len(calls)))
-        turn.seconds_per_call(clock, warm_seconds=0, timed_seconds=1)
+        turn = (call, lambda: waits.append(len(calls)))
+        time_in_rounds({"real": turn}, seconds=60, clock=clock)
         return int(np.diff(waits)[-1])
 
     assert calls_between_waits(0.1) == 1
     assert calls_between_waits(0.001) == 8
 
 
-def test_a_turn_waits_for_the_device():
-    clock, queued = Clock(), []
-
-    def wait():
-        clock.now += 0.25 * len(queued)
-        queued.clear()
-
-    turn = Turn(lambda: queued.append(1), wait)
-    assert turn.seconds_per_call(clock, warm_seconds=1, timed_seconds=3) == 0.25
-
-
-def test_what_is_excluded_is_in_no_mean():
-    clock, excluded, calls = Clock(), Excluded(), []
-
-    def call():
-        calls.append(1)
-        clock.now += 0.5
-        if len(calls) % 4 == 0:
-            clock.now += 100
-            excluded.seconds += 100.5
-            excluded.calls += 1
-
-    turn = Turn(call, excluded=excluded)
-    assert turn.seconds_per_call(clock, warm_seconds=2, timed_seconds=900) == 0.5
-
-
-def test_each_round_has_every_turn_once():
-    clock, calls = Clock(), []
-
-    def timed(name, seconds):
-        def call():
-            clock.now += seconds
-            if calls[-1:] != [name]:
-                calls.append(name)
-
-        return Turn(call)
-
-    turns = {"a": timed("a", 0.01), "b": timed("b", 0.02)}
-    times = time_in_rounds(turns, seconds=10, clock=clock, max_rounds=5)
-    assert times == {"a": [pytest.approx(0.01)] * 5, "b": [pytest.approx(0.02)] * 5}
-    assert calls == ["a", "b"] * 6
-
-
-def test_a_round_without_a_counted_call_is_left_out():
-    clock, excluded, calls = Clock(), Excluded(), []
-
-    def call():
-        clock.now += 1
-        calls.append(1)
-        if len(calls) <= 7:  # the first round begins epochs only
-            excluded.calls += 1
-            excluded.seconds += 1
-
-    turns = {"a": Turn(clock.taking(1.0)), "b": Turn(call, excluded=excluded)}
-    times = time_in_rounds(turns, seconds=1, clock=clock)
-    assert times == {"a": [1.0] * 4, "b": [1.0] * 4}
-
-
-def test_the_first_round_is_not_counted():
+def test_first_calls_and_the_first_round_do_not_count():
     clock = Clock()
-    turns = {"a": Turn(clock.taking(*[1.0] * 7, 0.1))}
-    times = time_in_rounds(turns, seconds=20, clock=clock)
-    assert times == {"a": [pytest.approx(0.1)] * len(times["a"])}
-    assert len(times["a"]) >= 5
+    turns = {"real": (clock.taking(*[1.0] * 7, 0.1), no_wait)}
+    (times,) = time_in_rounds(turns, seconds=3, clock=clock).values()
+    assert times == [pytest.approx(0.1)] * len(times)
 
 
-def test_rounds_end_with_the_time_but_not_before_enough():
+def test_rounds_end_with_the_time_but_not_before_enough(monkeypatch):
+    monkeypatch.setattr(input_waits, "judge", lambda **times: ("unclear",))
+
     def num_rounds(seconds):
         clock = Clock()
-        turns = {"a": Turn(clock.taking(1.0))}
-        return len(time_in_rounds(turns, seconds=seconds, clock=clock)["a"])
+        turns = {"real": (clock.taking(1.0), no_wait)}
+        return len(time_in_rounds(turns, seconds=seconds, clock=clock)["real"])
 
     # Seven calls of a second in a round, and the first round is left out.
     assert num_rounds(10) == 5
     assert num_rounds(70) == 9
 
 
-def test_epoch_starts_are_timed_apart():
+def test_a_verdict_that_is_clear_ends_the_rounds():
     clock = Clock()
-
-    def begin():
-        clock.now += 10
-        return iter(range(100))
-
-    source = Feed(begin, 5, clock=clock)
-    for _ in range(12):
-        source.call(lambda iterator: clock.taking(0.5)())
-    # Calls 1, 6 and 11 begin an epoch.
-    assert source.starts == [10.5] * 3
-    assert source.excluded.calls == 3
-    assert source.excluded.seconds == pytest.approx(31.5)
-
-
-def test_what_a_device_still_does_is_no_part_of_an_epoch_start():
-    clock, queued = Clock(), []
-
-    def wait():
-        clock.now += 0.5 * len(queued)
-        queued.clear()
-
-    source = Feed(lambda: iter(range(9)), 4, clock=clock, wait=wait)
-    for _ in range(5):
-        source.call(queued.append)
-    # Twice the one step of the call that begins; the three between are not in it.
-    assert source.starts == [0.5, 0.5]
-    assert source.excluded.seconds == 1.0
-
-
-def test_what_is_left_of_an_epoch_is_read():
-    epochs = []
-
-    def begin():
-        epochs.append(iter(range(7)))
-        return epochs[-1]
-
-    source = Feed(begin, 3, clock=Clock())
-    drawn = [source.call(next) for _ in range(7)]
-    assert drawn == [0, 1, 2, 0, 1, 2, 0]
-    assert [exhaust(epoch) for epoch in epochs] == [0, 0, 6]
-
-
-def test_a_feed_that_was_closed_begins_anew():
-    source = Feed(lambda: iter(range(9)), None, clock=Clock())
-    assert [source.call(next) for _ in range(3)] == [0, 1, 2]
-    source.close()
-    assert source.call(next) == 0
-    assert source.excluded.calls == 2
-
-
-def sizes(source, number):
-    return [int(batch.shape[0]) for batch in source.dataset.take(number)]
-
-
-def numbers(n, size, **options):
-    return tf.data.Dataset.range(n).batch(size, **options)
-
-
-PREPARED = {
-    "without the smaller last batch": (numbers(43, 8), 1),
-    "none is smaller": (numbers(40, 8, drop_remainder=True), 1),
-    "calls of two steps, rounded down": (numbers(83, 8), 2),
-}
-
-
-@pytest.mark.parametrize("data, steps", PREPARED.values(), ids=PREPARED)
-def test_an_epoch_has_five_whole_calls(data, steps):
-    source = prepare(data, steps)
-    assert (source.calls_per_epoch, source.repeats) == (5, False)
-
-
-def test_short_epochs_and_those_of_unknown_length_are_joined():
-    short = prepare(numbers(20, 8), 1)
-    unknown = prepare(numbers(43, 8).filter(lambda x: True), 1)
-    for source in (short, unknown):
-        assert (source.calls_per_epoch, source.repeats) == (None, True)
-        assert sizes(source, 12) == [8] * 12
-
-
-def test_a_single_smaller_batch_is_used_as_it_is():
-    assert sizes(prepare(numbers(5, 8), 1), 3) == [5] * 3
-
-
-def test_batches_of_buckets_all_stay():
-    data = tf.data.Dataset.range(1, 21).map(lambda n: tf.range(n % 4 + 1))
-    source = prepare(data.padded_batch(6), 1)
-    assert sorted(set(sizes(source, 8))) == [2, 6]
-
-
-def test_sparse_batches_all_stay():
-    data = tf.data.Dataset.from_tensor_slices((tf.sparse.eye(5, 3), tf.range(5)))
-    batches = prepare(data.batch(2), 1).dataset.take(3)
-    assert [int(y.shape[0]) for _, y in batches] == [2, 2, 1]
-
-
-def test_an_endless_dataset_is_used_as_it_is():
-    data = numbers(16, 8).repeat()
-    source = prepare(data, 1)
-    assert source.dataset is data
-    assert (source.calls_per_epoch, source.repeats) == (None, False)
-
-
-def test_kept_batches_are_a_few_and_come_from_memory():
-    reads = []
-
-    def read(x):
-        reads.append(int(x))
-        return x
-
-    data = numbers(400, 4).map(lambda x: tf.numpy_function(read, [x[0]], tf.int64))
-    # TensorFlow would map in parallel by itself, and read ahead.
-    options = tf.data.Options()
-    options.experimental_optimization.apply_default_optimizations = False
-    source = prepare(data.with_options(options), 1)
-    kept = kept_batches(source, 1, batch_bytes=32)
-    firsts = [0, 4, 8, 12, 16, 20, 24, 28]
-    assert reads == firsts
-    assert [int(x) for x in kept.take(24)] == firsts * 3
-    assert reads == firsts
-
-
-def test_no_more_batches_are_kept_than_memory_is_meant_for(monkeypatch):
-    monkeypatch.setattr(feed, "_MAX_KEPT_BYTES", 100)
-    for batch_bytes, firsts in {32: [0, 4, 8], 101: [0], 0: [0, 4, 8, 12, 16]}.items():
-        source = prepare(numbers(400, 4), 1)
-        kept = kept_batches(source, 1, batch_bytes=batch_bytes)
-        assert [int(x[0]) for x in kept.take(5)] == (firsts * 5)[:5]
-
-
-def test_a_smaller_last_batch_is_not_kept():
-    source = prepare(numbers(43, 8), 1)
-    kept = kept_batches(source, 1, batch_bytes=64)
-    assert [int(x[0]) for x in kept.take(6)] == [0, 8, 16, 24, 32, 0]
+    seconds = {"input": 0.001, "real": 0.1, "compute": 0.099}
+    turns = {name: (clock.taking(one), no_wait) for name, one in seconds.items()}
+    times = time_in_rounds(turns, seconds=1000, clock=clock)
+    assert {len(values) for values in times.values()} == {9}
 
 
 # A real model, on a clock that ticks ---------------------------------------------
@@ -553,7 +272,7 @@ def plain_model(**options):
 def measured(model, data):
     """What two rounds of turns give, the first of which is not counted."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feed, "_MIN_ROUNDS", 1)
+        patch.setattr(input_waits, "_MIN_ROUNDS", 1)
         return bottleneck(model, data, seconds=0.3, clock=Ticks(0.01))
 
 
@@ -699,7 +418,7 @@ def test_two_replicas_are_measured_and_each_is_left_as_it_was(monkeypatch):
     result = measured(model, pairs())
     # The batches from memory, and at least one epoch: a half for each replica.
     assert len(shared) >= 2
-    assert (result.batch_size, result.epoch_steps) == (4, 10)
+    assert result.batch_size == 4
     assert state(model) == before
 
 
@@ -712,7 +431,7 @@ def test_dict_inputs_with_sample_weights():
         lambda x, y: ({"a": x[:, :1], "b": x[:, 1:]}, y, tf.ones_like(y[:, 0]))
     )
     result = measured(model, data)
-    assert (result.batch_size, result.epoch_steps) == (4, 10)
+    assert result.batch_size == 4
 
 
 SHORT = {"three batches": (12, 1), "less than a call": (4, 3)}
@@ -721,9 +440,7 @@ SHORT = {"three batches": (12, 1), "less than a call": (4, 3)}
 @pytest.mark.parametrize("examples, steps", SHORT.values(), ids=SHORT)
 def test_a_dataset_of_few_batches(examples, steps):
     result = measured(plain_model(steps_per_execution=steps), pairs(examples))
-    assert result.epoch_steps == examples // 4
-    # Starts of epochs are in the times.
-    assert result.epoch_start_seconds is None
+    assert result.batch_size == 4
 
 
 class Pair(keras.Model):
@@ -813,10 +530,9 @@ def test_steps_and_batches_are_timed_in_their_places(
     clocked, load, work, verdict, gain
 ):
     clock, model = clocked
-    first = next(iter(pairs()))[0].numpy()
 
     def read(x):
-        clock.now += load + 1.0 * np.array_equal(x, first)
+        clock.now += load
 
     model.layers[0].seconds = work
     result = bottleneck(model, plainly(pairs(80), read), seconds=0.2, clock=clock)
@@ -825,67 +541,6 @@ def test_steps_and_batches_are_timed_in_their_places(
     assert result.possible_gain == pytest.approx(gain, abs=1e-6)
     assert result.compute_seconds == pytest.approx(work)
     assert result.input_seconds == pytest.approx(load)
-    # The first batch of an epoch takes a second longer, and is in no step. Epochs
-    # that begin in a turn of the pipeline alone lack the work of one.
-    assert result.epoch_start_seconds == pytest.approx(1.0, abs=work + 1e-9)
-
-
-def test_a_prefetch_is_tried_where_neither_alone_explains_the_step(monkeypatch):
-    times = {"real": [20.0] * 6, "compute": [10.0] * 6, "input": [10.0] * 6}
-    trial = {"prefetched": [10.5] * 6, "compute": [10.0] * 6}
-    model = plain_model()
-    monkeypatch.setattr(Timer, "measure", lambda self, seconds: dict(times))
-    monkeypatch.setattr(Timer, "try_prefetch", lambda self, seconds: dict(trial))
-    result = bottleneck(model, pairs())
-    assert (result.verdict, result.possible_gain) == ("input", 0.5)
-    assert result.times["prefetched"] == (10.5,) * 6
-    assert result.advice.startswith("1. End the pipeline with `.prefetch(2)`")
-    times["input"] = [1.0] * 6
-    times["compute"] = [19.0] * 6
-    # Nothing to regain, nothing to try.
-    assert "prefetched" not in bottleneck(model, pairs()).times
-
-
-def test_the_pipeline_that_is_tried_fetches_ahead(monkeypatch):
-    third, drawn = threading.Event(), []
-
-    def read(x):
-        drawn.append(1)
-        if len(drawn) >= 3:
-            third.set()
-
-    model = plain_model()
-    timer = Timer(model, plainly(pairs(), read), batch_bytes=64, clock=Ticks(0.01))
-
-    def once(turns, **options):
-        drawn.clear()
-        third.clear()
-        turns["prefetched"].call()
-        # One is for the step, two come by themselves.
-        assert third.wait(timeout=60)
-        return {"prefetched": [1.0], "compute": [1.0]}
-
-    monkeypatch.setattr("tfamp.stepping.input_waits.time_in_rounds", once)
-    assert timer.try_prefetch(1.0) == {"prefetched": [1.0], "compute": [1.0]}
-
-
-def test_a_call_draws_the_batches_of_its_steps_unless_they_are_in_memory(monkeypatch):
-    drawn = []
-    model = plain_model(steps_per_execution=3)
-    data = plainly(pairs(), drawn.append).repeat()
-    timer = Timer(model, data, batch_bytes=64, clock=Ticks(0.01))
-
-    def once(turns, **options):
-        counts = {}
-        for name, turn in turns.items():
-            drawn.clear()
-            turn.call()
-            counts[name] = [float(len(drawn))]
-        return counts
-
-    monkeypatch.setattr("tfamp.stepping.input_waits.time_in_rounds", once)
-    # One for each of the three steps of a call.
-    assert timer.measure(1.0) == {"input": [1.0], "real": [1.0], "compute": [0.0]}
 
 
 def test_ragged_batches_have_a_size():
@@ -909,17 +564,30 @@ def test_ragged_batches_have_a_size():
     model.built = True
     model.compile()
     result = measured(model, data)
-    assert (result.batch_size, result.epoch_steps) == (2, 3)
+    assert result.batch_size == 2
 
 
-def test_the_result_describes_epochs_and_batches():
-    model = make_model()
-    result = measured(model, pairs(43))
-    assert (result.batch_size, result.epoch_steps) == (4, 11)
-    assert result.epoch_start_seconds is not None
-    assert result.epoch_start_seconds >= 0
-    endless = measured(model, pairs().repeat())
-    assert (endless.epoch_start_seconds, endless.epoch_steps) == (None, None)
+def test_only_full_batches_are_timed(monkeypatch):
+    seen = []
+
+    def timed(turns, **options):
+        for name, (call, _) in turns.items():
+            seen.append(name)
+            for _ in range(25):
+                call()
+        return {name: [1.0] * 6 for name in turns}
+
+    class Sizes(keras.layers.Layer):
+        def call(self, x):
+            size = tf.py_function(lambda n: seen.append(int(n)), [tf.shape(x)[0]], [])
+            with tf.control_dependencies([size]):
+                return tf.identity(x)
+
+    model = keras.Sequential([Sizes(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    monkeypatch.setattr(input_waits, "time_in_rounds", timed)
+    assert bottleneck(model, pairs(43)).batch_size == 4
+    assert {one for one in seen if isinstance(one, int)} == {4}
 
 
 def test_a_file_cache_is_whole_or_absent_afterwards(tmp_path):
@@ -939,11 +607,9 @@ RESULT = Bottleneck(
     gain_low=0.75,
     gain_high=0.85,
     reason="alone, the input takes 5.0 times as long as the model",
-    advice="1. Cache.\n2. Map.",
+    advice="Cache.",
     times={"real": (0.01, 0.011, 0.01), "compute": (0.002,) * 3, "input": (0.01,) * 3},
     batch_size=64,
-    epoch_start_seconds=0.5,
-    epoch_steps=100,
 )
 
 
@@ -957,93 +623,43 @@ def test_the_table_says_what_was_measured():
     assert "Verdict: input; alone, the input takes 5.0 times as long" in text
     assert "Possible gain: 80.0 % of a step (75.0 % to 85.0 %)." in text
     assert "6,400" in text  # 64 examples in 10 ms
-    # Half a second before a hundred steps of 10 ms.
-    assert "An epoch starts within 500 ms, 33.3 % of its 100 steps" in text
-    assert text.endswith("1. Cache.\n2. Map.")
+    assert text.endswith("Cache.")
     assert max(map(len, text.splitlines()[:10])) <= 110
 
 
-FACTS = advice.InputFacts(2**20, True, True, None, True, False, 1)
-INPUT = judge([10.0] * 5, [2.0] * 5, [10.0] * 5)
-UNFETCHED = judge([20.0] * 5, [10.0] * 5, [10.0] * 5, prefetched_gains=[0.0] * 5)
-CONTENTION = judge([20.0] * 5, [10.0] * 5, [10.0] * 5)
-COMPUTE = judge([10.0] * 5, [10.0] * 5, [1.0] * 5)
-UNCLEAR = judge([1.0, 2.0] * 3, [1.0] * 6, [0.5] * 6)
-EITHER = judge([15.0] * 6, [5.0] * 6, [9.0, 11.0] * 3)
-
-
-def advised(judgement, *, step_seconds=0.05, epoch_start_share=None, **changes):
-    facts = advice.InputFacts(**(vars(FACTS) | changes))
-    return advice.advise(
-        judgement, facts, step_seconds=step_seconds, epoch_start_share=epoch_start_share
-    )
-
-
-NOT = object()  # in front of what is not advised
+IMAGES = {"float": tf.zeros((2, 8, 8, 3)), "uint8": tf.zeros((2, 8, 8, 3), tf.uint8)}
 ADVICE = {
-    "uint8 first": (INPUT, {}, "1. Deliver images as uint8"),
-    "no uint8 for tables": (INPUT, {"float_images": False}, "1. Cache"),
-    "size of the cache": (INPUT, {}, "an epoch as delivered is 1.0 MiB, in memory."),
-    "a large cache": (INPUT, {"total_bytes": 2**40}, "in a file on an SSD."),
-    "parallel map": (INPUT, {}, "`num_parallel_calls`"),
-    "autotune": (INPUT, {}, "autotune.enabled = False"),
-    "prefetch first": (UNFETCHED, {}, "1. End the pipeline with `.prefetch(2)`"),
-    "fewer threads": (CONTENTION, {}, "fewer threads than there are cores"),
-    "fewer than its own": (CONTENTION, {"threads": 8}, "fewer threads than its 8"),
-    "onto the device": (CONTENTION, {"on_cpu": False}, "onto the device"),
-    "leave it": (COMPUTE, {}, "1. Leave the pipeline as it is"),
-    "larger batches": (COMPUTE, {"step_seconds": 0.001}, "larger batches"),
-    "xla": (COMPUTE, {}, "jit_compile=True"),
-    "measure longer": (UNCLEAR, {}, "1. Measure longer"),
-    "less input where a gain is sure": (EITHER, {}, "Cache"),
-    "epoch starts": (COMPUTE, {"epoch_start_share": 0.3}, "starts with 30.0 %"),
-    "autotune that is off": (INPUT, {"autotunes": False}, NOT, "autotun"),
-    "prefetch in vain": (CONTENTION, {}, NOT, "prefetch"),
-    "long steps": (COMPUTE, {}, NOT, "larger batches"),
-    "short epoch starts": (COMPUTE, {"epoch_start_share": 0.01}, NOT, "epoch starts"),
-    "less input where no gain is sure": (UNCLEAR, {}, NOT, "Cache"),
-    "steps in a call there are": (
-        COMPUTE,
-        {"step_seconds": 0.001, "steps_per_execution": 16},
-        *(NOT, "steps_per_execution"),
-    ),
-    "xla that is on": (COMPUTE, {"jit_compiled": True}, NOT, "jit_compile"),
-    "one thread": (CONTENTION, {"threads": 1}, NOT, "fewer threads"),
+    "float images": ("input", IMAGES["float"], "Deliver images as uint8"),
+    "float images in a dict": ("contention", {"a": IMAGES["float"]}, "as uint8"),
+    "bytes": ("input", IMAGES["uint8"], "an epoch as delivered is 3.8 KiB"),
+    "a table": ("contention", tf.zeros((2, 8)), "`.prefetch(2)`"),
+    "leave it": ("compute", IMAGES["float"], "Leave the pipeline as it is"),
+    "measure longer": ("unclear", IMAGES["float"], "Measure longer"),
 }
 
 
-@pytest.mark.parametrize("case", ADVICE.values(), ids=ADVICE)
-def test_advice(case):
-    judgement, options, *words = case
-    assert (words[-1] in advised(judgement, **options)) is (words[0] is not NOT)
-
-
-def test_facts_are_read_from_dataset_and_model():
-    data = tf.data.Dataset.from_tensors((tf.zeros((2, 8, 8, 3)), tf.zeros((2, 1))))
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    options.threading.private_threadpool_size = 3
-    data = data.repeat(10).with_options(options)
-    facts = advice.facts_of(
-        data, make_model(jit_compile=True, steps_per_execution=2), batch_bytes=1544
+@pytest.mark.parametrize("verdict, x, words", ADVICE.values(), ids=ADVICE)
+def test_advice_is_one_sentence_for_the_verdict_and_the_data(
+    verdict, x, words, monkeypatch
+):
+    found = (verdict, (0.5, 0.4, 0.6), "why")
+    monkeypatch.setattr(input_waits, "judge", lambda **times: found)
+    monkeypatch.setattr(
+        input_waits, "time_in_rounds", lambda turns, **o: dict.fromkeys(turns, [1.0])
     )
-    assert facts == advice.InputFacts(15440, True, False, 3, facts.on_cpu, True, 2)
 
+    class Nothing(keras.Model):
+        def call(self, x):
+            return tf.zeros((2, 1))
 
-FLOAT_IMAGES = {
-    "floats": ((tf.zeros((2, 8, 8, 3)), tf.zeros((2, 1))), True),
-    "in a dict": ({"image": tf.zeros((2, 8, 8, 3)), "id": tf.zeros((2,))}, True),
-    "bytes": ((tf.zeros((2, 8, 8, 3), tf.uint8), tf.zeros((2, 1))), False),
-    "a table": ((tf.zeros((2, 8)), tf.zeros((2, 1))), False),
-    "labels only": ((tf.zeros((2, 1)), tf.zeros((2, 8, 8, 3))), False),
-}
+        def train_step(self, data):
+            return {"loss": tf.constant(0.0)}
 
-
-@pytest.mark.parametrize("batch, expected", FLOAT_IMAGES.values(), ids=FLOAT_IMAGES)
-def test_float_images_are_inputs_of_rows_and_columns(batch, expected):
-    data = tf.data.Dataset.from_tensors(batch)
-    facts = advice.facts_of(data, keras.Sequential(), batch_bytes=1)
-    assert facts.float_images is expected
+    model = Nothing()
+    model.compile()
+    data = tf.data.Dataset.from_tensors((x, tf.zeros((2, 1)))).repeat(10)
+    advice = bottleneck(model, data).advice
+    assert words in advice and len(advice.splitlines()) == 1
 
 
 ERRORS = {
@@ -1060,12 +676,6 @@ ERRORS = {
         lambda: bottleneck(make_model(), (np.zeros(3), np.zeros(2))),
         "`dataset` holds arrays of shapes ((3,), (2,)); expected the same number",
     ),
-    "rounds": (
-        lambda: judge([1.0, 1.0], [1.0], [1.0, 1.0]),
-        "`real`, `compute` and `input` have 2, 1 and 2 rounds; expected one number of "
-        "at least 1. Pass the times of the same rounds.",
-    ),
-    "no rounds": (lambda: judge([], [], []), "have 0, 0 and 0 rounds"),
     "seconds": (
         lambda: bottleneck(make_model(), pairs(), seconds=0),
         "`seconds` is 0.0; expected a finite number above 0.",

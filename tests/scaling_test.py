@@ -24,7 +24,7 @@ from tfamp.comparison.replicas import judgement, processes, steps
 from tfamp.comparison.replicas.judgement import Equality, OneDevice, ScalingPoint, Times
 from tfamp.comparison.replicas.result import Scaling
 from tfamp.comparison.replicas.steps import Step
-from tfamp.stepping.input_waits.verdict import Bottleneck
+from tfamp.stepping.input_waits import Bottleneck
 from tfamp.trials import processes as trial_processes
 from tfamp.trials.intervals import Interval
 

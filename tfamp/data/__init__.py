@@ -8,7 +8,7 @@ from tfamp.records import lazy_attributes
 # trains, as `bottleneck` does, stands above this package.
 _HOMES = {
     "Augment": "tfamp.data.layers",
-    "Bottleneck": "tfamp.stepping.input_waits.verdict",
+    "Bottleneck": "tfamp.stepping.input_waits",
     "Condition": "tfamp.data.statistics",
     "Findings": "tfamp.records.findings",
     "Pipeline": "tfamp.data.pipeline",
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tfamp.data.statistics import Statistics as Statistics
     from tfamp.data.statistics import fit_statistics as fit_statistics
     from tfamp.records.findings import Findings as Findings
+    from tfamp.stepping.input_waits import Bottleneck as Bottleneck
     from tfamp.stepping.input_waits import bottleneck as bottleneck
-    from tfamp.stepping.input_waits.verdict import Bottleneck as Bottleneck
 else:
     __getattr__, __dir__ = lazy_attributes(__name__, _HOMES)

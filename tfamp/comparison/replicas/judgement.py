@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from tfamp.records.record import Record
 from tfamp.records.units import format_bytes, format_share, join_words
-from tfamp.stepping.input_waits.verdict import MIN_GAIN, Bottleneck
+from tfamp.stepping.input_waits import MIN_GAIN, Bottleneck
 from tfamp.trials.intervals import Interval, interval, interval_of_ratios
 
 Kind = Literal["logical CPUs", "GPUs", "workers"]

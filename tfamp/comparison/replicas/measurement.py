@@ -22,7 +22,7 @@ from tfamp.comparison.replicas.processes import Answer, Replicas
 from tfamp.comparison.replicas.result import Scaling
 from tfamp.comparison.replicas.steps import distances, tolerances
 from tfamp.records.versions import installed_versions
-from tfamp.stepping.input_waits.verdict import Bottleneck
+from tfamp.stepping.input_waits import Bottleneck
 from tfamp.trials.processes import uninterrupted
 
 # Intervals of fewer rounds are wide; of more, hardly narrower.
