@@ -217,9 +217,17 @@ def test_an_error_while_sizes_are_measured_comes_in_the_pass():
 
 
 WRONG = {
-    "none": (lambda p: p.batch(0), "`size` is 0; expected"),
-    "a half": (lambda p: p.batch(2.5), "`size` is 2.5, of type float;", TypeError),
-    "a flag": (lambda p: p.batch(True), "`size` is True, of type bool;", TypeError),
+    "none": (lambda p: p.batch(0), "`batch_size` is 0; expected"),
+    "a half": (
+        lambda p: p.batch(2.5),
+        "is 2.5, of type float;",
+        TypeError,
+    ),
+    "a flag": (
+        lambda p: p.batch(True),
+        "is True, of type bool;",
+        TypeError,
+    ),
     "buffer": (lambda p: p.shuffle(-1), "`buffer_size` is -1; expected"),
     "seed": (
         lambda p: p.shuffle(seed="a"),
@@ -283,3 +291,19 @@ def test_fit_takes_it_with_steps_per_execution():
     history = model.fit(dataset, epochs=2, shuffle=False, verbose=0)
     assert np.isfinite(history.history["loss"]).all()
     assert model.optimizer.iterations == 10
+
+
+def test_a_pipeline_is_iterated_as_what_it_builds():
+    pipeline = numbers(3).map(double).batch(2)
+    assert [x.numpy().tolist() for x, _ in pipeline] == [[0, 2], [4]]
+    assert [x.numpy().tolist() for x, _ in pipeline] == [[0, 2], [4]]
+
+
+def test_arrays_that_are_handed_to_the_class_itself_are_an_error_with_the_right_call():
+    for call in (lambda: Pipeline(np.zeros(3), np.ones(3)), lambda: Pipeline([1])):
+        with pytest.raises(TypeError, match=re.escape("`Pipeline.from_arrays(x, y)`")):
+            call()
+
+
+def test_a_cache_is_in_memory_unless_told():
+    assert "memory" in numbers(3).map(double).cache().describe()

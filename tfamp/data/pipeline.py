@@ -2,45 +2,50 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
 from tfamp.data import plan
-from tfamp.data.pipeline_selection import PipelineSelection
-from tfamp.data.sources.images import FileSource
-from tfamp.data.stages import Autotune, Map, Prefetch
+from tfamp.data.sources import Source, csv, datasets, images, text, tfrecord
+from tfamp.data.sources.csv import NA_VALUES
+from tfamp.data.stages import ORDER, Autotune, Map, Prefetch, Role, Shuffle, Stage
 from tfamp.data.stages.augment import Augmentation
-from tfamp.data.stages.batches import Batch
+from tfamp.data.stages.batches import Batch, Bucket
 from tfamp.data.stages.cache import Cache
 from tfamp.data.stages.decode import Decode
+from tfamp.data.stages.draws import Balance, Subset, Weights
 from tfamp.data.stages.dropped import ErrorLog, OnError, SkippedElement
+from tfamp.data.stages.filter import Filter
 from tfamp.data.stages.image_reader import ImageReader
+from tfamp.data.stages.sequences import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE
+from tfamp.data.stages.workers import Shard, cluster_shard
+from tfamp.data.statistics import Statistics
 from tfamp.records import checks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+def _given(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a verb, by the `locals()` that it begins with."""
+    return {k: v for k, v in arguments.items() if k not in ("self", "cls")}
+
+
 @dataclasses.dataclass(frozen=True)
-class Pipeline(PipelineSelection):
+class Pipeline:
     """An input pipeline that becomes a plain `tf.data.Dataset`.
 
-    Start with a `from_...` method, add stages in any order, and call `build`. The
-    stages run in the order in which they are right: map, cache, shuffle, augment,
-    batch, prefetch. Where your order changes the result it counts: a `.map` or a
-    `.filter` written after `.batch` gets batches, and one that draws at random stays
-    behind a `.cache` it is written after. `describe` says what runs ahead of what it
-    was written behind. A pipeline never changes: each method returns a new one, so a
-    common beginning can be shared by training and validation.
+    Start with a `from_...` method, add stages in any order, and call `build`. They run
+    in the order in which they are right: map, cache, shuffle, augment, batch, prefetch.
+    Where yours changes the result it counts: a `.map` or `.filter` written after
+    `.batch` gets batches, and one that draws at random stays behind a `.cache` it is
+    written after; `describe` says what runs ahead of what it was written behind. A
+    pipeline never changes: each verb returns a new one.
 
-    Dtypes are kept. Leave images in uint8 and scale them in the model's first
-    layer, in its compute dtype: they are a quarter of float32's size in the
-    cache, in the batch and on the way to the device.
-
-    The dataset works with `fit`, `steps_per_execution`, custom loops and
-    `tf.distribute`; its length is known wherever the source's is.
+    Dtypes are kept: leave images in uint8 and scale them in the model's first layer.
+    Verbs check their arguments at once, by a TypeError, ValueError or ImportError.
 
     Args:
         source: What a `from_...` method made; not made by hand.
@@ -50,8 +55,7 @@ class Pipeline(PipelineSelection):
         >>> import numpy as np
         >>> import tfamp
         >>> images = np.zeros((10, 8, 8, 1), np.uint8)
-        >>> labels = np.arange(10)
-        >>> pipeline = tfamp.data.Pipeline.from_arrays(images, labels)
+        >>> pipeline = tfamp.data.Pipeline.from_arrays(images, np.arange(10))
         >>> dataset = pipeline.batch(4).shuffle(seed=1).build()
         >>> dataset.element_spec[0]
         TensorSpec(shape=(None, 8, 8, 1), dtype=tf.uint8, name=None)
@@ -59,14 +63,188 @@ class Pipeline(PipelineSelection):
         3
     """
 
+    source: Source
+    stages: tuple[Stage, ...] = ()
     _builds: list[plan.Build] = dataclasses.field(
         default_factory=list, init=False, compare=False, repr=False
     )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, Source):
+            raise TypeError(
+                f"`Pipeline` was called with a {type(self.source).__name__}; expected "
+                "one of its `from_...` methods. Call `Pipeline.from_arrays(x, y)` for "
+                "arrays, `Pipeline.from_dataset` for a `tf.data.Dataset`."
+            )
 
     def __repr__(self) -> str:
         """Returns the source and the stages by name, without their data."""
         names = [type(each).__name__ for each in (self.source, *self.stages)]
         return f"Pipeline({', '.join(names)})"
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterates what `build` gives."""
+        return iter(self.build())
+
+    @classmethod
+    def from_tfds(
+        cls,
+        name_or_builder: Any,
+        split: str = "train",
+        *,
+        as_supervised: bool = True,
+        data_dir: str | None = None,
+    ) -> "Self":
+        """Starts from a split of a TensorFlow Datasets builder.
+
+        Data that is not prepared yet is downloaded and prepared here, once.
+
+        Args:
+            name_or_builder: A TFDS name ("mnist:3.0.1"), a builder, or a class of one.
+            split: A split as TFDS writes it: "train", "train[:80%]", "test".
+            as_supervised: True for pairs (input, target), False for dicts.
+            data_dir: Where prepared data lies; None for TFDS's or the builder's folder.
+        """
+        builder = datasets.open_builder(name_or_builder, data_dir=data_dir)
+        return cls(datasets.tfds_source(builder, split, as_supervised=as_supervised))
+
+    @classmethod
+    def from_arrays(cls, x: Any, y: Any = None, sample_weight: Any = None) -> "Self":
+        """Starts from arrays in memory: elements x, (x, y) or (x, y, sample_weight).
+
+        They are copied once, to the CPU, so later changes to them don't show.
+
+        Args:
+            x: An array `(examples, ...)`, or a dict or tuple of such arrays.
+            y: Targets, likewise; None for elements that are `x` alone.
+            sample_weight: One weight for each example; needs `y`.
+        """
+        return cls(datasets.array_source(x, y, sample_weight))
+
+    @classmethod
+    def from_images(
+        cls,
+        folder: Any,
+        *,
+        labels: Any = "inferred",
+        class_names: Sequence[str] | None = None,
+        extensions: Sequence[str] = images.EXTENSIONS,
+    ) -> "Self":
+        """Starts from image files, one folder for each class: (image, int32 label).
+
+        Add `.decode(image_size)`: it comes right after shuffling and sampling, which
+        move paths instead of pixels. Without it, elements hold paths.
+
+        Args:
+            folder: With `labels="inferred"` it holds one folder for each class, as
+                deep as they like. Otherwise all images below it count.
+            labels: "inferred"; None for images alone; a sequence of integers, one for
+                each image in the order of the paths; or a dict {path relative to
+                `folder`: integer or class name}.
+            class_names: Names in the order of their numbers, None for all, sorted.
+                Class folders that are not named here are left out.
+            extensions: Endings of image files, with the dot, in any case.
+        """
+        return cls(images.folder_source(**_given(locals())))
+
+    @classmethod
+    def from_tfrecord(
+        cls,
+        paths: Any,
+        *,
+        features: Mapping[str, Any] | None = None,
+        compression: str | None = "auto",
+        num_examples: int | str | None = "auto",
+    ) -> "Self":
+        """Starts from TFRecord files, plain or compressed.
+
+        A damaged record ends a pass in `tf.errors.DataLossError`, which gives its byte;
+        `.on_error("skip")` leaves it out and names the file too.
+
+        Args:
+            paths: A file, a folder, a pattern such as "data/train-*", or a list.
+            features: {name: feature} as `tf.io.parse_example` takes it: elements are
+                then dicts. None for the records as strings.
+            compression: "auto" to tell by the first bytes of each file; "GZIP",
+                "ZLIB", or None for none.
+            num_examples: Records in all. "auto" counts plain files of about 100,000
+                records or fewer, "count" counts in any case, None leaves it unknown.
+        """
+        return cls(tfrecord.tfrecord_source(**_given(locals())))
+
+    @classmethod
+    def from_csv(
+        cls,
+        paths: Any,
+        *,
+        label: str | None = None,
+        columns: Sequence[str] | None = None,
+        dtypes: Mapping[str, Any] | None = None,
+        header: bool = True,
+        column_names: Sequence[str] | None = None,
+        delimiter: str = ",",
+        na_values: Sequence[str] = NA_VALUES,
+        num_infer_rows: int = 1000,
+        num_examples: int | str | None = "auto",
+    ) -> "Self":
+        """Starts from the rows of CSV files, which Arrow reads: dicts of scalars.
+
+        Files are in UTF-8 as RFC 4180 has them: quoted fields may hold delimiters, line
+        ends and doubled quotes. Empty lines do not count; gzip is unpacked.
+
+        Args:
+            paths: A file, a folder (its files ending in .csv, .tsv, .txt or .gz), a
+                pattern, or a list of these. All have the same columns.
+            label: The column that is the target; elements are then (dict, label).
+            columns: Which columns to give, None for all.
+            dtypes: {column: "float32", "float64", "int32", "int64" or "string"}. A
+                missing value is NaN in floats, "" in text, and an error in integers.
+            header: Whether the first line of each file holds the names.
+            column_names: Names where it does not; None for "column_0", "column_1", ...
+            delimiter: One character.
+            na_values: What stands for a missing value, in text columns too. The empty
+                field always does, and "nan" in numbers. Unless you pass others, so do
+                "N/A", "null", "?", "-" and more in columns of numbers.
+            num_infer_rows: Rows of the first file that types are inferred from.
+            num_examples: Rows in all. "auto" counts files of at most 64 MiB together,
+                "count" counts in any case, None leaves the length unknown.
+        """
+        return cls(csv.csv_source(**_given(locals())))
+
+    @classmethod
+    def from_text(
+        cls,
+        paths: Any,
+        *,
+        labels: Any = None,
+        class_names: Sequence[str] | None = None,
+        by: str = "line",
+        keep_empty: bool = False,
+        extensions: Sequence[str] = text.EXTENSIONS,
+        num_examples: int | str | None = "auto",
+    ) -> "Self":
+        """Starts from text files, one example a line or a file: (string, int32 label).
+
+        Args:
+            paths: A folder, searched with all below it; a file, a pattern, or a list.
+            labels: None for texts alone; else as for images. A file's label is that of
+                each of its lines.
+            class_names: Names in the order of their numbers, as for images.
+            by: "line" if each line is an example, "file" if each file is.
+            keep_empty: Whether to keep examples without a byte.
+            extensions: Endings of the files that count inside a folder.
+            num_examples: Examples in all, as for CSV files.
+        """
+        return cls(text.text_source(**_given(locals())))
+
+    @classmethod
+    def from_dataset(cls, dataset: tf.data.Dataset) -> "Self":
+        """Starts from any `tf.data.Dataset`, usually of single examples.
+
+        If its length is unknown, one element is read to see that there is one; of a
+        generator that shows in the pass.
+        """
+        return cls(datasets.dataset_source(dataset))
 
     def decode(
         self,
@@ -90,26 +268,9 @@ class Pipeline(PipelineSelection):
             antialias: Whether to smooth before an image is made smaller.
             fit: For another aspect ratio: "stretch", "crop" or "pad".
             key: Name of the image where elements, or their first parts, are dicts.
-
-        Returns:
-            A pipeline with this stage.
-
-        Raises:
-            ImportError: The decoder's package is not installed.
-            TypeError: `image_size` is no pair of integers.
-            ValueError: An argument is unknown, or does not go with another.
         """
-        reader = ImageReader(
-            image_size,
-            channels=channels,
-            decoder=decoder,
-            method=method,
-            antialias=antialias,
-            fit=fit,
-            key=key,
-            reads_files=isinstance(self.source, FileSource),
-        )
-        return self._with(Decode(reader))
+        reads_files = isinstance(self.source, images.FileSource)
+        return self._with(Decode(ImageReader(**_given(locals()))))
 
     def map(self, function: Callable[..., Any]) -> "Self":
         """Calls a function on every element, on all cores, in order.
@@ -118,16 +279,7 @@ class Pipeline(PipelineSelection):
         `.batch` or `.bucket` it gets whole batches; written after `.cache`, a function
         that draws at random, keeps a state, reads files or runs Python is called anew
         in each epoch. May come several times; maps and filters run as they are written.
-
-        Args:
-            function: As `tf.data.Dataset.map` takes it: called with the parts of
-                an element, (x, y) for pairs, and traced once.
-
-        Returns:
-            A pipeline with this stage.
-
-        Raises:
-            TypeError: `function` cannot be called.
+        The function gets the parts of an element, (x, y) for pairs, and is traced once.
         """
         return self._with(Map(function))
 
@@ -136,25 +288,16 @@ class Pipeline(PipelineSelection):
     ) -> "Self":
         """Chooses what happens to an element that cannot be read.
 
-        Skipped is that element and nothing else: a damaged image, a record whose
-        bytes changed, a function of `.map` that fails. The first one is logged with
-        its file, all are in `skipped`, and a pass ends with their number. Noticing
-        costs about 50 us an element; where nothing fails, leave it out.
+        Skipped is that element and nothing else: a damaged image, a record whose bytes
+        changed, a function of `.map` that fails. The first one is logged with its file,
+        all are in `skipped`, and a pass ends with their number. Costs 50 us an element.
 
         Args:
             action: "skip", or "raise" as without this stage.
-            max_fraction: Share of elements that may be skipped. Beyond it the
-                dataset raises InvalidArgumentError with the first few. While the
-                length is unknown, the share is of at least 1,000 elements until the
-                pass has ended; where files are read, of ten times the number that
-                the first of them lets expect.
-
-        Returns:
-            A pipeline with this stage.
-
-        Raises:
-            ValueError: Another action, a share outside [0, 1], or one is there
-                already.
+            max_fraction: Share of elements that may be skipped. Beyond it the dataset
+                raises InvalidArgumentError with the first few. While the length is
+                unknown, it is of at least 1,000 elements, or of ten times the number
+                that the first file lets expect.
         """
         checks.choice("action", action, ["skip", "raise"])
         share = checks.fraction("max_fraction", max_fraction)
@@ -162,44 +305,42 @@ class Pipeline(PipelineSelection):
             return self
         return self._with(OnError(share, ErrorLog(share)))
 
-    def cache(
+    def filter(
         self,
-        where: str | os.PathLike[str],
+        predicate: Callable[..., Any] | None = None,
         *,
-        unseen: Literal["warn", "error"] = "warn",
-        version: Any = None,
+        missing: Any = None,
+        outliers: Any = None,
+        outlier_action: str | None = None,
+        statistics: Statistics | None = None,
+        shape: Any = None,
+        shape_action: str | None = None,
     ) -> "Self":
-        """Keeps the elements after their first pass.
+        """Drops or repairs elements; what is dropped is counted.
 
-        With a path they lie in a folder that `build` fills in one pass and that serves
-        later runs of the same pipeline. Its name carries a fingerprint of the source
-        (paths, sizes, times of change; arrays by their bytes), of every step before the
-        cache (functions by their code and what they refer to, layers by their state,
-        files that constants name) and of the versions, so a pipeline that changed
-        builds its own. What it cannot see, such as files that a function reads by a
-        name it is given, is logged and stands in `describe`.
-
-        A pass that is broken off leaves nothing, and what a killed process left is
-        removed by the next one. A process that finds another one filling waits for it
-        (filelock, of the extra `data`). No cache is removed but by you.
+        Shapes come first, then missing values, then outliers, and the predicate sees
+        the result. `describe` says how many were dropped, and why. A pass that keeps
+        nothing ends in an error. May come several times.
 
         Args:
-            where: "memory", or the path that the name of the cache's folder begins
-                with; the folder that it lies in exists.
-            unseen: "error" to have `build` refuse a cache in files that would not
-                notice every change, "warn" to log what it does not notice.
-            version: Anything; another one makes another cache. For what is not seen.
-
-        Returns:
-            A pipeline with this stage.
-
-        Raises:
-            TypeError: `where` is no path.
-            ValueError: The folder is missing or cannot be written, `unseen` is
-                neither word, or there is a cache already. `build` raises it where
-                elements repeat without end, and OSError where the disk is too small.
+            predicate: Called with the parts of an element, or of a batch where it is
+                written after one; returns one boolean.
+            missing: "drop" drops elements with a missing value in any input; "mean",
+                "median" or "mode" fills it from `statistics`; a number fills NaN.
+                Missing is NaN, and what `statistics` were told of. An imputer of
+                scikit-learn goes into `.map`, fitted beforehand.
+            outliers: ("zscore", 3.0), ("iqr", 1.5) or ("quantile", 0.01, 0.99), with
+                limits from `statistics`. inf lies beyond every limit, NaN beyond none.
+            outlier_action: "drop" drops elements with an outlier in any input; "clip"
+                sets it to the limit. Goes with `outliers`.
+            statistics: What `fit_statistics` found in the training data.
+            shape: The shape of inputs, with None for any size: a tuple, or a dict of
+                tuples by column. It becomes their static shape.
+            shape_action: "drop" drops elements of another shape; "error" ends the
+                pass; "crop_or_pad" cuts evenly on both sides of an axis that is too
+                long, and adds zeros on both sides of one that is too short.
         """
-        return self._with(Cache(where, unseen, version))
+        return self._with(Filter(**_given(locals())))
 
     def augment(
         self,
@@ -214,10 +355,8 @@ class Pipeline(PipelineSelection):
     ) -> "Self":
         """Changes inputs at random, anew each epoch, on all cores; labels stay.
 
-        It runs after the cache and the shuffle, so a file cache serves any strength.
-        Shapes and dtypes are kept; integers are rounded once and limited. Where the
-        device has time and the cores have none, put `tfamp.data.Augment` into the
-        model instead.
+        It runs after the cache and the shuffle, so a cache serves any strength. Shapes
+        and dtypes are kept. `tfamp.data.Augment` in the model does it on the device.
 
         Args:
             *steps: Transforms of `tfamp.data.augmentation` (Flip, Shift, Rotate,
@@ -228,97 +367,216 @@ class Pipeline(PipelineSelection):
             strength: How strong, in [0, 1]; at 0 inputs are untouched, bit for bit.
                 Transforms change every image by so much less; a layer of Keras
                 changes each image with this probability.
-            ramp_epochs: Epochs in which the strength grows from `ramp_from` to
-                `strength`, linearly; 0 for full strength at once. Every pass that
-                takes the dataset's last batch is an epoch.
+            ramp_epochs: Epochs in which the strength grows from `ramp_from`, linearly.
+                Every pass that takes the dataset's last batch is an epoch.
             ramp_from: Strength of the first epoch, where there is a ramp.
-            seed: Same seed and order of elements, same changes, epoch by epoch. None
-                for others each time, which `keras.utils.set_random_seed` sets too.
+            seed: Same seed, same changes, epoch by epoch; as for `.shuffle`.
             key: Name of the input to change, where inputs are a dict.
             value_range: Smallest and largest value of an image, which scales
-                brightness; None for 0 to the dtype's largest (uint8, uint16), and 0
-                to 1 for floats. Floats are not cut to it.
+                brightness; None for 0 to the dtype's largest, and 0 to 1 for floats.
             initial_epoch: Number of the first epoch, to go on after a restart.
-
-        Returns:
-            A pipeline with this stage.
-
-        Raises:
-            TypeError: A step or an argument is of another kind.
-            ValueError: An argument is out of its range or would be ignored, or there
-                is an augmentation already. `build` raises it where inputs do not suit.
-
-        Example:
-            >>> import numpy as np
-            >>> import tfamp
-            >>> from tfamp.data.augmentation import Flip
-            >>> images = np.arange(24, dtype=np.uint8).reshape(8, 1, 3, 1)
-            >>> pipeline = tfamp.data.Pipeline.from_arrays(images)
-            >>> dataset = pipeline.augment(Flip(), strength=0.5, seed=1).build()
-            >>> sorted({int(image[0, 1, 0]) for image in dataset})  # the middle stays
-            [1, 4, 7, 10, 13, 16, 19, 22]
         """
-        return self._with(
-            Augmentation(
-                steps,
-                strength=strength,
-                ramp_epochs=ramp_epochs,
-                ramp_from=ramp_from,
-                seed=seed,
-                key=key,
-                value_range=value_range,
-                initial_epoch=initial_epoch,
-            )
-        )
+        return self._with(Augmentation(**_given(locals())))
 
-    def batch(self, size: int, drop_remainder: bool = False) -> "Self":
+    def subset(
+        self,
+        size: int | float,
+        *,
+        stratify: Callable[..., Any] | str | bool | None = None,
+        seed: int = 0,
+    ) -> "Self":
+        """Keeps a part of the examples, the same in every epoch and process.
+
+        Args:
+            size: How many, or which share, above 0 and below 1.
+            stratify: None for a uniform draw; "target", a key or a function keeps the
+                proportions of classes.
+            seed: Same seed, same subset.
+        """
+        return self._with(Subset(size, stratify=stratify, seed=seed))
+
+    def shard(self, num_shards: int | str, index: int | None = None) -> "Self":
+        """Keeps the part of one worker of several that train together.
+
+        Without it every worker of `tf.distribute` reads everything and keeps its share
+        of the batches, for which all need one order, so a shuffle a seed. With it a
+        worker reads, caches and shuffles each n-th element of the source alone, from
+        `index` on. All workers make equally many steps: the last batches of some may be
+        empty; where batches drop their remainder, "auto" makes parts of one size. The
+        size of a batch is that of all workers together.
+
+        Args:
+            num_shards: Workers in all; "auto" takes both from
+                `tfamp.distribute.cluster()`, which is all elements without a cluster.
+            index: Which one this is, from 0.
+        """
+        if not isinstance(num_shards, str):
+            return self._with(Shard(num_shards, index))  # type: ignore[arg-type]  # it checks
+        checks.choice("num_shards", num_shards, ("auto",))
+        if index is not None:
+            raise ValueError(
+                f"`index` is {index!r} with `num_shards` 'auto', which finds it; "
+                "expected none. Leave it out, or pass the number of shards."
+            )
+        return self._with(cluster_shard())
+
+    def balance(
+        self,
+        by: Callable[..., Any] | str | None = None,
+        *,
+        method: str = "resample",
+        seed: int | None = None,
+    ) -> "Self":
+        """Makes all classes come equally often, by a new exact plan each epoch.
+
+        Arrays and image files are drawn by position. Anything else is read once by
+        `build` for its labels, and each element is repeated or dropped: shuffle behind
+        it. The model's probabilities are then those of a balanced world.
+
+        Args:
+            by: What tells the class: None for the target, a key of dict elements, or
+                a function of an element's parts.
+            method: "resample" keeps the number of examples, "oversample" brings every
+                class up to the largest, "undersample" down to the smallest.
+            seed: Same seed, same sequence of epochs.
+        """
+        return self._with(Balance(by, method=method, seed=seed))
+
+    def weights(
+        self,
+        weights: Any,
+        *,
+        replacement: bool = True,
+        num_examples: int | None = None,
+        seed: int | None = None,
+    ) -> "Self":
+        """Draws examples in proportion to weights, by a new exact plan each epoch.
+
+        Args:
+            weights: One for each example, or a function of an element's parts.
+            replacement: Whether an example may come more than once in an epoch.
+            num_examples: How many to draw; None for as many as there are.
+            seed: Same seed, same sequence of epochs.
+        """
+        return self._with(Weights(**_given(locals())))
+
+    def shuffle(
+        self, buffer_size: int | None = None, seed: int | None = None
+    ) -> "Self":
+        """Puts the elements in a new random order each epoch.
+
+        Args:
+            buffer_size: Elements held to draw from. None for all of them where they
+                fit into 256 MiB of memory or the source is arrays, else for what fits:
+                the shuffle is then approximate, and `describe` says so. Where sizes
+                vary, `build` reads 32 elements; with no known end 262,144 are held.
+            seed: Same seed, same sequence of orders, epoch by epoch, mixed with the
+                global seed if one is set. Several workers need one, or `.shard`.
+        """
+        return self._with(Shuffle(buffer_size, seed))
+
+    def cache(
+        self,
+        where: str | os.PathLike[str] = "memory",
+        *,
+        unseen: Literal["warn", "error"] = "warn",
+        version: Any = None,
+    ) -> "Self":
+        """Keeps the elements after their first pass.
+
+        With a path they lie in a folder that `build` fills in one pass and that serves
+        later runs of the same pipeline. Its name carries a fingerprint of the source
+        (files by path, size and time of change, arrays by their bytes), of every step
+        before the cache (functions by their code and what they refer to, layers by
+        their state) and of the versions, so a pipeline that changed builds its own.
+        What it cannot see, such as files that a function reads by a name it is given,
+        is logged and stands in `describe`. A pass that is broken off leaves nothing. A
+        process that finds another one filling waits for it (filelock, of the extra
+        `data`). No cache is removed but by you.
+
+        Args:
+            where: "memory", or the path that the name of the cache's folder begins
+                with; the folder that it lies in exists.
+            unseen: "error" to have `build` refuse a cache in files that would not
+                notice every change, "warn" to log what it does not notice.
+            version: Anything; another one makes another cache. For what is not seen.
+        """
+        return self._with(Cache(where, unseen, version))
+
+    def batch(self, batch_size: int, drop_remainder: bool = False) -> "Self":
         """Joins elements into batches.
 
         Args:
-            size: Elements in a batch; under `tf.distribute` in all replicas
-                together.
+            batch_size: Elements in a batch; of all replicas together.
             drop_remainder: Whether to drop the elements that fill no batch. Then
                 all shapes are static, which XLA compiles once instead of twice.
-
-        Returns:
-            A pipeline with this stage.
-
-        Raises:
-            TypeError: `size` is no integer.
-            ValueError: `size` is below 1, or there is a batch already.
         """
-        return self._with(Batch(size, bool(drop_remainder)))
+        return self._with(Batch(batch_size, bool(drop_remainder)))
 
-    def prefetch(self, num_batches: int | None = None) -> "Self":
-        """Prepares batches while the model works on earlier ones.
+    def bucket(
+        self,
+        batch_size: int | None = None,
+        *,
+        boundaries: str | Sequence[int] = "auto",
+        length: Any = None,
+        pad_to_multiple: int = LENGTH_MULTIPLE,
+        max_shapes: int = DEFAULT_MAX_SHAPES,
+        drop_remainder: bool = False,
+        padding_values: Any = None,
+        token_budget: int | None = None,
+        mask: str | None = None,
+        weight_padding: bool = False,
+        too_long: str = "error",
+    ) -> "Self":
+        """Joins sequences of about one length into batches; in place of `.batch`.
+
+        They are padded to the boundary of their bucket; few boundaries mean few shapes
+        for XLA to compile. Sequences are the parts of an element whose first dimension
+        is unknown. `describe` says what share is padding.
 
         Args:
-            num_batches: How many to hold ready; None for 2.
-
-        Returns:
-            A pipeline with this stage.
-
-        Raises:
-            TypeError: `num_batches` is no integer.
-            ValueError: It is below 1, or there is a prefetch already.
+            batch_size: Sequences in a batch. Give this or `token_budget`.
+            boundaries: What sequences are padded to, ascending. "auto" chooses those
+                with the least padding, for which all lengths are read once in `build`.
+            length: A function of an element's parts that gives the length that counts.
+                None for the longest of its sequences.
+            pad_to_multiple: What boundaries are multiples of.
+            max_shapes: How many boundaries "auto" may choose.
+            drop_remainder: Whether to leave out batches that are not full.
+            padding_values: None for zeros and empty strings; a value for all sequences
+                of its kind; or a structure like the element's.
+            token_budget: Places in a batch, padding included.
+            mask: A key under which the dict of inputs gets a mask `(batch, length)`,
+                True on what is no padding. None adds none.
+            weight_padding: Whether to give (inputs, targets, weights) with weights
+                `(batch, length)` of 0 on padding, times the weights there are.
+            too_long: What to do above the last boundary: "error", "truncate" or "drop".
+                The last two read all lengths in `build` and log how many.
         """
+        return self._with(Bucket(**_given(locals())))
+
+    def prefetch(self, num_batches: int | None = None) -> "Self":
+        """Prepares batches while the model works on earlier ones, 2 unless told."""
         return self._with(Prefetch(num_batches))
 
+    def _with(self, stage: Stage) -> "Self":
+        """Returns the pipeline with one more stage."""
+        is_there = any(stage.name == other.name for other in self.stages)
+        if is_there and Role.REPEATS not in ORDER[stage.name]:
+            raise ValueError(
+                f"`.{stage.name}` came twice; expected each stage once, since the "
+                "order they run in does not follow the order of the calls. Keep the "
+                "one that is meant."
+            )
+        return dataclasses.replace(self, stages=(*self.stages, stage))
+
     def build(self, autotune: Autotune = "auto") -> tf.data.Dataset:
-        """Returns the dataset.
+        """Returns the dataset; each iteration of it is one epoch.
 
         Args:
             autotune: Whether tf.data chooses parallelism and buffer sizes itself.
                 "auto" is off: its tuning thread can stall the end of an epoch by
                 0.3 to 2.6 s, and one thread for each core was as fast.
-
-        Returns:
-            A dataset; each iteration of it is one epoch, in a new order if there is
-            a shuffle.
-
-        Raises:
-            ValueError: No batch would be left, or stages do not go together.
-            OSError: The disk is too small for the cache.
         """
         build = plan.Build(self.stages)
         if build.counts:
@@ -326,26 +584,9 @@ class Pipeline(PipelineSelection):
         return build.dataset(self.source, autotune)
 
     def describe(self, autotune: Autotune = "auto") -> str:
-        """Prints the plan as a table: each stage, its setting, and why.
+        """Prints the plan as a table, and returns it: each stage, its setting, and why.
 
-        Nothing is read or written, and no file of a cache is touched.
-
-        Args:
-            autotune: As for `build`.
-
-        Returns:
-            What it printed: text of at most 110 columns, stages in the order
-            they run in.
-
-        Example:
-            >>> import contextlib, io
-            >>> import numpy as np
-            >>> import tfamp
-            >>> pipeline = tfamp.data.Pipeline.from_arrays(np.zeros((10, 4)))
-            >>> with contextlib.redirect_stdout(io.StringIO()):  # the table is wide
-            ...     text = pipeline.prefetch().batch(4).describe()
-            >>> [line.split()[0] for line in text.splitlines()[2:]]
-            ['source', 'batch', 'prefetch', 'threads']
+        Stages stand in the order they run in. Nothing is read or written.
         """
         text = plan.describe(self.source, self.stages, self._builds, autotune)
         print(text)

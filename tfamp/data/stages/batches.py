@@ -55,7 +55,7 @@ class Batch(Stage):
     drop_remainder: bool
 
     def __post_init__(self) -> None:
-        checks.positive_int("size", self.size)
+        checks.positive_int("batch_size", self.size)
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises if no batch would be left; warns if elements look like batches."""
