@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NUM_ELEMENTS = 200
 FACTORS = (1, 2, 3)
+_READS_A_KILL = 5
 
 
 def work(folder, seed, has_locks):
@@ -93,20 +94,20 @@ def stress(folder, seconds, *, num_processes, has_locks, num_reads, seed):
     running = [start(number) for number in range(num_processes)]
     num_started, num_killed = num_processes, 0
     end = time.monotonic() + seconds
-    killed_at = time.monotonic()
+    read_at_last = 0
     while time.monotonic() < end:
         counts = collections.Counter(events.read_text())
         if num_reads and counts["r"] >= num_reads and num_killed:
             break
         time.sleep(chance.uniform(0, 0.1))
-        # A new process needs seconds to begin.
-        if counts["r"] and time.monotonic() - killed_at > 5 / num_processes:
+        # A new process needs seconds to begin, so the others get on before the next.
+        if counts["r"] - read_at_last >= _READS_A_KILL:
             place = chance.randrange(num_processes)
             running[place].send_signal(signal.SIGKILL)
             running[place].wait()
             running[place] = start(num_started)
             num_started, num_killed = num_started + 1, num_killed + 1
-            killed_at = time.monotonic()
+            read_at_last = counts["r"]
     for process in running:
         process.kill()
         process.wait()
