@@ -136,10 +136,8 @@ def is_endless(dataset: tf.data.Dataset) -> bool:
     return int(dataset.cardinality()) == int(tf.data.INFINITE_CARDINALITY)
 
 
-def bytes_of_element(element_spec: Any, *, text_bytes: int | None = None) -> int | None:
+def bytes_of_element(element_spec: Any) -> int | None:
     """Returns the size of one element, None where a shape or a size is not known.
-
-    That of a text is not, unless it is taken to be `text_bytes`.
 
     Example:
         >>> bytes_of_element((tf.TensorSpec((8, 8, 1), tf.uint8),
@@ -150,7 +148,7 @@ def bytes_of_element(element_spec: Any, *, text_bytes: int | None = None) -> int
     for spec in tf.nest.flatten(element_spec):
         if not isinstance(spec, tf.TensorSpec):
             return None
-        size = text_bytes if spec.dtype == tf.string else spec.dtype.size
+        size = None if spec.dtype == tf.string else spec.dtype.size
         num_values = spec.shape.num_elements()
         if num_values is None or size is None:
             return None

@@ -163,30 +163,20 @@ def flatten(element: Any) -> dict[str, Any]:
             "(x, y, sample_weight). Map them to that form, as `fit` needs it."
         )
     found: dict[str, Any] = {}
-    map_columns(parts, lambda name, value: found.setdefault(name, value))
-    return found
 
-
-def map_columns(
-    parts: tuple[Any, ...], function: Callable[[str, Any], Any]
-) -> tuple[Any, ...]:
-    """Returns x, y and sample_weight, nested as they were, with each tensor replaced.
-
-    `function` takes a column's name and its tensor.
-    """
-
-    def mapped(name: str, part: Any) -> Any:
+    def add(name: str, part: Any) -> None:
         if isinstance(part, Mapping):
-            return {key: mapped(f"{name}/{key}", v) for key, v in part.items()}
-        if isinstance(part, (tuple, list)):
-            values = [mapped(f"{name}/{i}", v) for i, v in enumerate(part)]
-            # A named tuple takes its values one by one.
-            is_named = hasattr(part, "_fields")
-            return type(part)(*values) if is_named else type(part)(values)
-        return None if part is None else function(name, part)
+            for key, value in part.items():
+                add(f"{name}/{key}", value)
+        elif isinstance(part, (tuple, list)):
+            for number, value in enumerate(part):
+                add(f"{name}/{number}", value)
+        elif part is not None:
+            found[name] = part
 
-    named = zip(_ROLES, parts, strict=False)
-    return tuple(mapped(name, part) for name, part in named)
+    for name, part in zip(_ROLES, parts, strict=False):
+        add(name, part)
+    return found
 
 
 def _column(name: str, dtype: str, shape: tuple[int | None, ...]) -> Column:

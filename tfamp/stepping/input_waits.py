@@ -125,26 +125,20 @@ def bottleneck(
 
     Three things are timed in turns, so that what disturbs the machine disturbs all:
     the model's train step with the real pipeline, the same step with a few batches
-    from memory, and the pipeline alone. The possible gain is 1 - compute / real: the
-    share of time spent waiting alone is misleading, since a pipeline also slows down
-    the model that runs beside it.
+    from memory, and the pipeline alone. The possible gain is 1 - compute / real.
 
     The step is the one that `fit` runs (`make_train_function`), with its
     `steps_per_execution` and `jit_compile`. Afterwards weights, optimizers, moving
-    statistics, metrics and seed generators are what they were, bit by bit. A model or
-    optimizer that is not built is built. Epochs follow one another, their starts among
-    the steps, so a seeded `shuffle` of a dataset object goes on from there. A cache
-    inside is timed as it is: empty in the first epoch. Buffers of many batches
-    (`prefetch` of dozens) blur the times.
+    statistics, metrics and seed generators are what they were, bit by bit; what is not
+    built is built. Epochs follow one another, their starts among the steps. A cache
+    inside is empty in the first epoch. Buffers of dozens of batches blur the times.
 
     Args:
         model: A compiled model.
         dataset: What `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a
-            `PyDataset`, a generator of batches, or arrays (x, y), with sample weights
-            or without.
+            `PyDataset`, a generator of batches, or arrays (x, y, sample_weight).
         seconds: About how long to measure at most, without building and tracing. It
-            ends after a quarter if the verdict is clear by then. At least six rounds
-            are made, so slow steps take longer.
+            ends after a quarter if the verdict is clear then; slow steps take longer.
         batch_size: Examples in a batch of arrays.
         clock: Gives the time in seconds.
 
@@ -162,8 +156,6 @@ def bottleneck(
         >>> model.compile("sgd", "mse")
         >>> data = tf.data.Dataset.from_tensors((tf.ones((8, 2)), tf.ones((8, 1))))
         >>> result = bottleneck(model, data.repeat(), seconds=0.1)
-        >>> result.verdict in ("input", "compute", "contention", "unclear")
-        True
         >>> 0 <= result.possible_gain < 1
         True
     """
@@ -246,11 +238,7 @@ def _turns(
 
 
 def _full_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a dataset without batches smaller than its first, if only that varies.
-
-    Where other axes vary too, as with buckets, the size of a batch may belong to
-    its length, and every batch stays.
-    """
+    """Returns a dataset without batches smaller than its first, if only that varies."""
     specs = tf.nest.flatten(dataset.element_spec)
     is_fixed = all(
         isinstance(spec, tf.TensorSpec)
@@ -269,11 +257,7 @@ def _full_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def time_in_rounds(
     turns: Mapping[str, Turn], *, seconds: float, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """Returns seconds a call of each turn, one figure a round, the first left out.
-
-    They end when the verdict is clear, or when a further round would end far beyond
-    the seconds.
-    """
+    """Returns seconds a call of each turn, one figure a round, the first left out."""
     length = seconds / (len(turns) * (_MAX_ROUNDS + 1))
     times: dict[str, list[float]] = {name: [] for name in turns}
     start = clock()
@@ -302,11 +286,7 @@ def _calls(
     seconds: float,
     least: int,
 ) -> float:
-    """Calls for a while; returns the mean seconds of a call.
-
-    The mean rather than the median: batches that come in bursts, as from parallel
-    calls, have two typical times, and none of them is the rate.
-    """
+    """Calls for a while; returns the mean seconds: batches may come in bursts."""
     start, calls, burst = clock(), 0, 1
     while calls < least or clock() - start < seconds:
         for _ in range(burst):
@@ -323,11 +303,9 @@ def judge(
 ) -> tuple[Cause, tuple[float, float, float], str]:
     """Returns the verdict, the possible gain with its noise band, and the reason.
 
-    Figures are medians over rounds of what each round says by itself: times of one
-    round were taken within the same second, so what slows a machine down for a while
-    slows all three and cancels. (On two cores shared with other work, medians of each
-    kind apart left a band of 2.2, pairs one of 0.16.) The noise band comes from
-    resampling the rounds.
+    Figures are medians over rounds of what each round says by itself, so what slows a
+    machine down for a while slows all three and cancels. (On two cores shared with
+    other work, medians of each kind apart left a band of 2.2, pairs one of 0.16.)
 
     Example:
         >>> judge([10.0] * 5, [2.0] * 5, [10.0] * 5)[:2]
