@@ -186,7 +186,8 @@ def test_a_device_is_waited_for_after_each_long_call_and_once_for_short_ones():
             calls.append(1)
 
         turn = (call, lambda: waits.append(len(calls)))
-        time_in_rounds({"real": turn}, seconds=60, clock=clock)
+        turns = dict.fromkeys(("real", "compute", "input"), turn)
+        time_in_rounds(turns, seconds=60, clock=clock)
         return int(np.diff(waits)[-1])
 
     assert calls_between_waits(0.1) == 1
