@@ -118,6 +118,7 @@ def test_another_version_is_another_cache(tmp_path):
 
 
 def test_a_half_written_cache_is_built_again(tmp_path, caplog):
+    pytest.importorskip("filelock", reason="what is left is removed under a lock")
     rows(numbers().cache(tmp_path / "train").build())
     folder = only(tmp_path)
     remove_data(folder)
@@ -162,7 +163,7 @@ def test_a_writer_that_was_killed_does_not_stop_the_next_one(tmp_path):
     assert left.name.endswith(".unfinished")
     assert [int(x) for x in deadly(path).build()] == list(range(1000))
     # The same pipeline has the same name in every process.
-    assert only(tmp_path).name == left.name.split(".")[0]
+    assert only_whole(tmp_path).name == left.name.split(".")[0]
 
 
 def test_one_waits_for_the_process_that_fills_the_cache(tmp_path, monkeypatch):
