@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Several workers, a kill and a slow wire
+# # Several workers and a kill
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](COLAB_URL)
 #
@@ -12,8 +12,7 @@
 #
 # - what a program needs so that it runs alone and on many workers,
 # - that two workers end with the weights that one has,
-# - what happens when a worker is killed, and how training goes on to the bit,
-# - what a slow network costs, before you rent machines.
+# - what happens when a worker is killed, and how training goes on to the bit.
 #
 # It takes three minutes on a CPU. (Two processes cannot share one GPU well, so this
 # notebook leaves the GPU alone.)
@@ -23,13 +22,11 @@
 
 # %% tags=["parameters"]
 EPOCHS = 40
-SECONDS = 4
 
 # %%
 import json
 import os
 import pathlib
-import shutil
 import signal
 import socket
 import subprocess
@@ -37,7 +34,6 @@ import sys
 import tempfile
 import time
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 folder = pathlib.Path(tempfile.mkdtemp())
@@ -125,7 +121,7 @@ print("two workers differ by", distance(weights("two", 0), weights("two", 1)))
 # %% [markdown]
 # Both workers hold the same weights. Are they those of one device? Not of *this* run
 # alone, as the batches were put together in another order: each worker shuffles its own
-# part. `tfamp.scaling` compares step by step on the same batches, further down.
+# part.
 #
 # ## A worker is killed
 #
@@ -156,52 +152,9 @@ print("never killed - killed and resumed:", distance(weights("two"), weights("ki
 # %% [markdown]
 # Zero: not close, but equal in every bit, as if nothing had happened.
 #
-# ## What does a slow network cost?
-#
-# `tfamp scale` first asks whether the first steps of two replicas are those of one
-# device, to rounding; only then it measures speed. Where Linux lets us, it runs in a
-# network namespace with a wire of 100 Mbit/s.
-
-# %%
-SLOW = "ip link set lo mtu 16000 up && tc qdisc add dev lo root tbf rate 100mbit"
-SLOW += " burst 256kb latency 1s"
-wires = {"free": "true", "100 Mbit/s": f"{SLOW}"}
-in_namespace = ["unshare", "-rn", "bash", "-c"]
-can_limit = shutil.which("unshare") and shutil.which("tc")
-if (
-    not can_limit
-    or subprocess.run([*in_namespace, SLOW], capture_output=True).returncode
-):
-    print("No network namespace here: the slow wire is left out.")
-    del wires["100 Mbit/s"]
-
-# %%
-found = {}
-scale = f"{sys.executable} -m tfamp scale digits:build --workers --replicas=1,2"
-for name, wire in wires.items():
-    shell = ["bash", "-c"] if wire == "true" else in_namespace
-    command = f"{wire} && {scale} --seconds={SECONDS} --json=scaling.json"
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": "."}
-    env["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
-    subprocess.run([*shell, command], cwd=folder, env=env, check=True, stdout=-3)
-    found[name] = json.loads((folder / "scaling.json").read_text())
-    print(f"{name}: {found[name]['verdict']}.", *found[name]["advice"][:1])
-
-# %%
-shares = []
-for report in found.values():
-    (two,) = [p for p in report["points"] if (p["mode"], p["replicas"]) == ("weak", 2)]
-    shares.append(two["communication_share"]["estimate"])
-figure, axes = plt.subplots(figsize=(5, 1.2 + 0.4 * len(shares)))
-axes.barh(list(found), shares, color="tab:orange")
-axes.set(xlim=(0, 1), xlabel="part of a step that is communication")
-figure.tight_layout()
-plt.show()
-
-# %% [markdown]
-# Processes that share two cores say nothing of GPUs; the share of communication on a
-# wire of known speed does: a step sends as many bytes there as here. Half the bytes go
-# with `tfamp.LossScaleOptimizer(reduce_dtype="auto")` under a mixed policy.
+# What more devices bring, `tfamp.callbacks.Throughput` tells: train with one, then with
+# all of them, and divide the examples a second. Half the bytes go over the wire with
+# `tfamp.LossScaleOptimizer(reduce_dtype="auto")` under a mixed policy.
 #
 # ## Where to go next
 #

@@ -32,7 +32,7 @@ def test_help_lists_every_command_by_when_it_is_of_use(capsys, flag):
         *("leaving:", "serving:"),
     ]
     listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
-    of_functions = {"estimate_memory", "measure_policies", "scaling"}
+    of_functions = {"estimate_memory", "measure_policies"}
     assert {*listed, *of_functions} == set(cli._MODULES)
     assert (err, max(map(len, out.splitlines())) <= 80) == ("", True)
 
@@ -102,8 +102,6 @@ FUNCTIONS = {
     "lr_find": (tfamp.training.lr_find, set()),
     # `--out`, and what the command tells the report.
     "compare": (tfamp.compare, {"batch_size", "directory", "command", "on_run"}),
-    "scale": (tfamp.scaling, {"build", "verbose"}),
-    "scaling": (tfamp.scaling, {"build", "verbose"}),
     "triage": (tfamp.triage, {"batch_or_bundle"}),
     "replay": (tfamp.replay, {"path"}),
     "freeze": (tfamp.freeze, {"sample", "in_place"}),

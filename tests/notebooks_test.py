@@ -36,7 +36,7 @@ SMALL = {
         "MAX_PART": 16,
     },
     "07_tune": {"EPOCHS": 2, "SECONDS": 2, "NUM_SEEDS": 1},
-    "08_scale_out": {"EPOCHS": 20, "SECONDS": 1},
+    "08_scale_out": {"EPOCHS": 20},
     "09_inference": {"EPOCHS": 2, "BUDGET_SECONDS": 10, "NUM_CALLS": 20},
 }
 

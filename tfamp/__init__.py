@@ -51,7 +51,6 @@ _HOMES = {
     "ranges": "tfamp.numerics.magnitudes",
     "remat": "tfamp.memory.rematerialisation",
     "replay": "tfamp.numerics.triage.bundle_replay",
-    "scaling": "tfamp.comparison.replicas",
     "scope": "tfamp.policy",
     "sensitivity": "tfamp.numerics.sensitivity",
     "status": "tfamp.policy",
@@ -74,7 +73,6 @@ _RESULTS = {
     "Proof": "tfamp.numerics.proof.result",
     "Ranges": "tfamp.numerics.range_records",
     "Replayed": "tfamp.stepping.bundle_records",
-    "Scaling": "tfamp.comparison.replicas.result",
     "Sensitivity": "tfamp.numerics.sensitivity.errors",
     "Triage": "tfamp.numerics.triage.result",
     "Status": "tfamp.policy",
@@ -152,8 +150,6 @@ if TYPE_CHECKING:
     from tfamp.cli.diagnosis import Diagnosis as Diagnosis
     from tfamp.cli.doctor import doctor as doctor
     from tfamp.comparison import compare as compare
-    from tfamp.comparison.replicas import scaling as scaling
-    from tfamp.comparison.replicas.result import Scaling as Scaling
     from tfamp.comparison.result import Comparison as Comparison
     from tfamp.loss_scale.interface import LossScaleError as LossScaleError
     from tfamp.loss_scale.optimizer import LossScaleOptimizer as LossScaleOptimizer

@@ -38,7 +38,6 @@ _GROUPS = {
     },
     "comparing": {
         "compare": ("trainings", "train under policies, and report what that changes"),
-        "scale": ("trainings", "what more replicas bring, and what holds them up"),
     },
     "after trouble": {
         "triage": ("tools", "why a step fails: data, model, rate or precision"),
@@ -55,11 +54,10 @@ _GROUPS = {
         "serve": ("saved", "answer for exported models over HTTP"),
     },
 }
-# The names of the functions that `tfamp memory`, `measure` and `scale` ask.
+# The names of the functions that `tfamp memory` and `measure` ask.
 _MODULES = {
     "estimate_memory": "memory",
     "measure_policies": "trainings",
-    "scaling": "trainings",
 } | {name: module for group in _GROUPS.values() for name, (module, _) in group.items()}
 
 

@@ -1,4 +1,4 @@
-"""Commands that train: `compare`, `scale`, `measure` and `tune`."""
+"""Commands that train: `compare`, `measure` and `tune`."""
 
 import dataclasses
 import itertools
@@ -18,14 +18,12 @@ from tfamp.cli.command import (
     Flag,
     Outcome,
     UsageError,
-    sizes,
     some_of,
 )
-from tfamp.cli.tools import BUILD, TARGET, Built, built, one_policy, policy_flag
+from tfamp.cli.tools import TARGET, Built, built, one_policy
 from tfamp.comparison.evidence import Evidence
 from tfamp.records import checks, units
 from tfamp.trials import parcel
-from tfamp.trials.intervals import effect_of_ratio
 from tfamp.trials.run_records import Run
 from tfamp.trials.variant import Variant, short_names
 
@@ -65,12 +63,11 @@ def failures(found: Evidence, fail_on: Sequence[str]) -> list[str]:
     """Returns a sentence for each policy and word of --fail_on that applies to it."""
     sentences = []
     for policy, verdict in found.verdicts.items():
-        effect = effect_of_ratio(verdict.speed, more_is_better=True)
         runs = (run for run in found.runs if run.policy == policy)
         applies = {
             "worse": verdict.answer == "worse",
-            "slower": verdict.speed.high < 1,
-            "not_faster": effect != "better",
+            "slower": verdict.speed_effect == "worse",
+            "not_faster": verdict.speed_effect != "better",
             "undecided": verdict.answer == "undecided",
             "failed": not all(run.is_finished for run in runs),
         }
@@ -108,12 +105,6 @@ def _run_lines(
         print(f"{place} {name}, seed {run.seed}: {text}", file=file, flush=True)
 
     return show
-
-
-def _scale(call: Call) -> Outcome:
-    policy = str(call.values["policy"])
-    found = tfamp.scaling(call.argument, policy=policy, **call.given)
-    return Outcome(found, is_bad=found.verdict == "not equal")
 
 
 def _measure(call: Call) -> Outcome:
@@ -230,19 +221,6 @@ _COMPARE = Command(
     interrupted="stopped before two runs could be compared; `--resume` with the same "
     "--out goes on.",
 )
-_SCALE = Command(
-    "scale",
-    "tfamp.scaling",
-    _scale,
-    (
-        Flag("replicas", sizes, [1, 2], "Numbers of replicas, such as 1,2,4."),
-        policy_flag(),
-    ),
-    without=("policy", "verbose"),
-    more=f"{BUILD}\n\n"
-    + STATUS.replace("if it cannot", "if steps are not equal or it cannot"),
-    argument=TARGET,
-)
 _MEASURE = Command(
     "measure",
     "tfamp.measure_policies",
@@ -303,8 +281,6 @@ _TUNE = Command(
 )
 COMMANDS = {
     "compare": _COMPARE,
-    "scale": _SCALE,
-    "scaling": dataclasses.replace(_SCALE, name="scaling"),
     "measure": _MEASURE,
     "measure_policies": dataclasses.replace(_MEASURE, name="measure_policies"),
     "tune": _TUNE,
