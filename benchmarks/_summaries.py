@@ -92,13 +92,6 @@ SUMMARIES: dict[str, Callable[[Sequence[Result]], list[Row]]] = {
     "loss_scale": _of_loss_scale,
     "pipeline": _of_pipeline,
     "training": _of_training,
-    "equal_policies": lambda results: [
-        (
-            "Reports that tell equal policies apart",
-            f"{len(results[0]['told_apart'])} of {results[0]['reports']}",
-            "at most 5 %",
-        )
-    ],
     "callbacks_cost": lambda results: [
         (
             "A step with Throughput and DeviceStats over one without",

@@ -108,17 +108,6 @@ def training(result: Result) -> Rows:
     return rows
 
 
-EFFECTS = ("same", "as good", "unclear", "better", "worse")
-
-
-def equal_policies(result: Result) -> Rows:
-    """Returns a row for each measure."""
-    return [
-        [name, *(str(counts.get(word, 0)) for word in EFFECTS)]
-        for name, counts in result["measures"].items()
-    ]
-
-
 def callbacks(result: Result) -> Rows:
     """Returns a row for each model that was trained with and without callbacks."""
     rows = []
@@ -219,10 +208,6 @@ TABLES: Tables = {
             *("Inference p50, batch 1", "Metric", "Verdict"),
         ),
         training,
-    ),
-    "equal_policies": (
-        ("Measure", "Same", "As good", "Unclear", "Better", "Worse"),
-        equal_policies,
     ),
     "callbacks_cost": (
         ("Model", "Step", "Throughput", "DeviceStats", "Both", "Both, processor"),

@@ -62,20 +62,6 @@ def _device(result: Result) -> str:
 # The words that texts have a place for, beside the values of the result itself.
 
 
-def _equal_policies(result: Result) -> dict[str, Any]:
-    told = [
-        f"report {each['report']} ({each['kind']}): "
-        + ", ".join(f"{name} {effect}" for name, effect in each["measures"].items())
-        for each in result["told_apart"]
-    ]
-    return {
-        "policies": " and ".join(result["policies"]),
-        "apart": f"{len(told)} of {result['reports']}",
-        "told": f" In {'; in '.join(told)}." if told else "",
-        "answers": ", ".join(f"{n} {word}" for word, n in result["answers"].items()),
-    }
-
-
 def _guilty_layers(result: Result) -> dict[str, Any]:
     causes = [
         f"{split}: cause {' of '.join(map(str, found['causes']))}, layer "
@@ -163,7 +149,6 @@ def _fastest_policy(result: Result) -> dict[str, Any]:
 
 
 WORDS: dict[str, Callable[[Result], dict[str, Any]]] = {
-    "equal_policies": _equal_policies,
     "fastest_policy": _fastest_policy,
     "freeze": _freeze,
     "guards": _guards,

@@ -123,9 +123,9 @@ print("accuracy:  ", verdict.quality)
 # ## How many seeds?
 #
 # As many as it takes. Where the verdict is "undecided", `more_seeds` says how many more
-# would decide if they come out like those there are, and `examples_needed` how many
-# validation examples, where more seeds would not help. `resume=True` trains only what
-# is missing: each finished run is kept in `directory`.
+# would decide if they come out like those there are, `examples_needed` how many
+# validation examples would, and `needs` says it in words. `resume=True` trains only
+# what is missing: each finished run is kept in `directory`.
 
 # %%
 wanted = verdict.more_seeds or 0
@@ -136,11 +136,10 @@ result = tfamp.compare(build_model, train, test, seeds=total, resume=True, **set
 print(f"with {total}: {result.verdicts[POLICY]}")
 
 # %% [markdown]
-# **What to see.** The interval gets narrower with the square root of the seeds, and
-# wider by a second look: who looks until a claim comes up will find one, so each look
-# at the same runs claims with less error than the one before. Three seeds are a
-# beginning, and enough where the metric hardly scatters; a metric that jumps by as much
-# as the tolerance from seed to seed may need twenty.
+# **What to see.** The interval gets narrower with the square root of the seeds. Who
+# looks until a claim comes up will find one, so choose a number and keep to it. Three
+# seeds are a beginning, and enough where the metric hardly scatters; a metric that
+# jumps by as much as the tolerance from seed to seed may need twenty.
 #
 # ## What does the report show?
 #

@@ -1,18 +1,18 @@
-"""Bounds without SciPy, held against SciPy, and how often they are too low."""
+"""Quantiles and bounds, held against SciPy, and how often they are too low."""
 
 import numpy as np
 import pytest
 
-from tfamp.trials import bounds
+from tfamp.trials import statistics as bounds
 
 stats = pytest.importorskip("scipy.stats", reason="the limits to compare with")
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.025, 0.002, 0.0001])
-@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 9, 30, 200, 201, 5000])
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 9, 30, 200, 5000])
 def test_the_quantile_is_students(rate, degrees):
     exact = stats.t.isf(rate, degrees)
-    assert bounds.student_quantile(rate, degrees) == pytest.approx(exact, rel=1e-5)
+    assert bounds.student_quantile(rate, degrees) == pytest.approx(exact, rel=1e-9)
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.025 / 12])

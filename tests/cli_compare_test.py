@@ -12,6 +12,7 @@ from tests import made_evidence
 from tfamp.cli.main import main
 from tfamp.comparison.result import Comparison
 from tfamp.trials.run_records import Run
+from tfamp.trials.statistics import effect_of_ratio
 
 pytest.importorskip("jinja2")
 TARGET = "digits:build"
@@ -45,7 +46,6 @@ def test_it_asks_for_what_the_flags_say(asked, tmp_path):
         "--epochs=2",
         *("--tolerance=0.01", "--metric=accuracy", "--better=max", "--out=there"),
         "--latency-batch-sizes=1,4",
-        "--exports=onnx,litert int8 static",
         *("--max-memory=0.5GiB", "--timeout-seconds=60", "--resume", "--title=A net"),
     ]
     assert main(argv) == 0
@@ -58,7 +58,6 @@ def test_it_asks_for_what_the_flags_say(asked, tmp_path):
         "metric": "accuracy",
         "better": "max",
         "latency_batch_sizes": [1, 4],
-        "exports": ["onnx", "litert int8 static"],
         "max_memory_bytes": 2**29,
         "timeout_seconds": 60,
         "resume": True,
@@ -121,13 +120,16 @@ def as_judged(answer, low, high):
     found = made_evidence.evidence()
     verdict = found.verdicts["auto"]
     speed = dataclasses.replace(verdict.speed, estimate=low, low=low, high=high)
-    verdict = dataclasses.replace(verdict, answer=answer, speed=speed)
+    effect = effect_of_ratio(speed, more_is_better=True)
+    verdict = dataclasses.replace(
+        verdict, answer=answer, speed=speed, speed_effect=effect
+    )
     return dataclasses.replace(found, verdicts={"auto": verdict})
 
 
 FAILURES = {
     "worse": (as_judged("worse", 1.1, 1.3), {"worse"}),
-    "slower": (as_judged("equivalent, not faster", 0.7, 0.9), {"slower", "not-faster"}),
+    "slower": (as_judged("slower", 0.7, 0.9), {"slower", "not-faster"}),
     "as fast": (as_judged("equivalent, not faster", 0.98, 1.02), {"not-faster"}),
     "faster by too little": (
         as_judged("equivalent, not faster", 1.01, 1.03),

@@ -23,7 +23,6 @@ from tfamp.trials.run_records import Run
 from tfamp.trials.storage import Job, checked_policies, checked_seeds, file_name
 
 pytest.importorskip("cloudpickle")
-pytest.importorskip("scipy")
 
 
 def build_nothing():
@@ -75,7 +74,7 @@ def test_runs_are_told_as_they_end_and_sorted_in_the_result(started):
     assert [(run.policy, run.seed) for run in told] == started[0]
     pairs = [(run.policy, run.seed) for run in found.runs]
     assert in_words(pairs) == "float32 0, auto 0, float32 1, auto 1"
-    assert found.verdict == "undecided"
+    assert found.verdict == "equivalent, not faster"
 
 
 def test_a_folder_with_runs_is_not_taken_by_mistake(started, tmp_path):
@@ -96,24 +95,6 @@ def test_resuming_runs_what_is_missing_and_what_failed(started, tmp_path):
     found = tfamp.compare(build_nothing, seeds=3, directory=tmp_path, resume=True)
     assert calls == [("auto", 1), ("float32", 2), ("auto", 2)]
     assert len(found.pairs("auto")) == 3
-
-
-def test_each_look_at_more_runs_has_less_error(started, tmp_path):
-    found = tfamp.compare(build_nothing, seeds=2, directory=tmp_path)
-    assert found.num_looks == 1
-    again = {"directory": tmp_path, "resume": True}
-    same = tfamp.compare(build_nothing, seeds=2, **again)
-    assert (same.num_looks, same.verdicts) == (1, found.verdicts)
-    more = tfamp.compare(build_nothing, seeds=3, **again)
-    assert more.num_looks == 2
-    (note,) = [note for note in more.notes if "were judged" in note]
-    assert note.startswith("These runs were judged 2 times as they came in, so this ")
-    # Another metric is another question to the same runs.
-    assert tfamp.compare(build_nothing, seeds=3, metric="loss", **again).num_looks == 3
-    alone = tfamp.compare(build_nothing, seeds=3)
-    assert alone.num_looks == 1
-    one, two = (each.verdicts["auto"].quality for each in (alone, more))
-    assert two.high - two.low > one.high - one.low
 
 
 def test_runs_of_other_settings_do_not_go_on(started, tmp_path):
@@ -172,7 +153,7 @@ def test_ctrl_c_keeps_what_can_be_compared(started, tmp_path):
         found = tfamp.compare(build_nothing, directory=tmp_path)
     pairs = [(run.policy, run.seed) for run in found.runs]
     assert in_words(pairs) == "float32 0, auto 0, auto 1"
-    assert found.verdict == "undecided"
+    assert found.verdict == "equivalent, not faster"
     started[1].clear()
     started[0].clear()
     tfamp.compare(build_nothing, directory=tmp_path, resume=True)
@@ -219,7 +200,7 @@ def test_seeds_and_policies_are_read():
 
 
 def test_a_job_comes_back_from_json():
-    job = Job("t", ("a", "b"), (1, 2), 3, 4, (5,), 6, True, "s", "c")
+    job = Job("t", ("a", "b"), (1, 2), 3, 4, (5,), 6, "s", "c")
     assert Job.from_json(job.to_json()) == job
     changed = replace(job, policies=("a",), seeds=(1,), batch_size=8)
     assert job.differences(changed) == ("batch_size",)

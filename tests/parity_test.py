@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfamp.serving.parity import answers, check_parity, judged, metrics, timings
 from tfamp.serving.parity.result import MetricChange, Parity, Speedup, is_faster
 from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
-from tfamp.trials.intervals import Interval
+from tfamp.trials.statistics import Interval
 
 CLASSES = 4
 
@@ -83,14 +83,6 @@ def test_lost_examples_bound_the_drop(number, lost, verdict, bound, needed):
     assert metric.bound == pytest.approx(bound, rel=1e-3)
     assert metric.worsening == pytest.approx(lost / number)
     assert ("It needs" in parity.reason) == (needed is not None)
-
-
-@pytest.mark.parametrize("lost, number", [(0, 20), (3, 50), (17, 200)])
-def test_the_limit_of_a_fraction_is_that_of_the_binomial(lost, number):
-    stats = pytest.importorskip("scipy.stats")
-    limit = metrics.fraction_limit(lost, number)
-    # At the limit, as few or fewer are lost with a chance of exactly 5 %.
-    assert stats.binom.cdf(lost, number, limit) == pytest.approx(0.05, rel=1e-6)
 
 
 def test_won_examples_count_against_lost_ones():

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tfamp.comparison.evidence import tuned_plans
-from tfamp.comparison.exports import STOPPED, checked_exports, exported
 from tfamp.comparison.judgement import (
     Better,
     choose_metric,
@@ -59,13 +58,12 @@ def compare(
     policies: Sequence[str | PrecisionPlan] = ("float32", "auto"),
     seeds: int | Sequence[int] = 3,
     epochs: int = 1,
-    tolerance: float = 0.005,
+    tolerance: float | None = None,
     metric: str | None = None,
     better: Better | None = None,
     batch_size: int | None = None,
     latency_batch_sizes: Sequence[int] = (1, 8, 32),
     max_memory_bytes: int | None = None,
-    exports: Sequence[str] = (),
     directory: str | os.PathLike[str] | None = None,
     resume: bool = False,
     timeout_seconds: float | None = None,
@@ -107,7 +105,9 @@ def compare(
             that is worth something.
         epochs: Passes over the training data.
         tolerance: The loss of the metric that counts as none: absolute where more is
-            better (0.005 is half a point of accuracy), else a part of its mean.
+            better, else a part of its mean. None is 0.005 for accuracies and other
+            metrics in [0, 1] of which more is better, and 5 % of every other metric,
+            such as a loss.
         metric: What quality is judged by; None takes the first compiled metric.
         better: "max" or "min"; None goes by the metric's name, where that is known.
         batch_size: For arrays; None takes 32.
@@ -115,9 +115,6 @@ def compare(
             of a training batch is always timed too.
         max_memory_bytes: Search for the largest batch whose training step stays below
             this, in processes of their own; None leaves it out.
-        exports: What to export the reference's model of the first seed to, such as
-            ("onnx", "onnx int8", "litert int8 static"), each by `tfamp.export` with
-            the validation data. The report shows them beside one another.
         directory: Where records and logs of the runs are kept; None keeps none.
         resume: Go on in a `directory` that has runs already.
         timeout_seconds: The most that a run may take; None for no end.
@@ -129,7 +126,7 @@ def compare(
         The `Comparison`; `print` it for a table.
 
     Raises:
-        ImportError: A package of `tfamp[report]`, or of an export, is not installed.
+        ImportError: A package of `tfamp[report]` is not installed.
         RuntimeError: The first run failed; the end of its log is in the message.
         TypeError: An argument has the wrong type, or cannot go to another process.
         ValueError: An argument is unknown, `directory` has runs that are none of this
@@ -153,13 +150,12 @@ def compare(
             for size in latency_batch_sizes
         ),
         max_memory_bytes=_optional_int("max_memory_bytes", max_memory_bytes),
-        keeps_models=bool(exports),
         source="" if isinstance(build_model, str) else fingerprint(build_model),
         command=command,
     )
-    exports = checked_exports(exports)
     plans = tuned_plans(job.policies)
-    tolerance = checks.positive("tolerance", tolerance)
+    if tolerance is not None:
+        tolerance = checks.positive("tolerance", tolerance)
     if better is not None:
         checks.choice("better", better, ("max", "min"))
     elif metric is not None:
@@ -171,7 +167,7 @@ def compare(
             "`resume` is True without a `directory`; expected the folder that has the "
             "finished runs. Pass it, and keep it from the first call on."
         )
-    for module in ("scipy.stats", "cloudpickle", "psutil"):
+    for module in ("cloudpickle", "psutil"):
         checks.require(module, extra="report", purpose="`tfamp.compare`")
     with storage.opened(directory) as folder:
         busy = load_note()
@@ -195,13 +191,8 @@ def compare(
             context=storage.context(folder),
             notes=(*notes, *busy),
             plans=plans,
-            exports=exported(
-                folder, job, reference, runs, exports, tolerance=tolerance
-            ),
-            look=storage.look(folder, runs, choose_metric(runs, metric)),
             examples=functools.partial(measurements.differences, folder),
         )
-        was_stopped |= any(each.error == STOPPED for each in comparison.exports)
         storage.end(folder, is_complete=not was_stopped)
     return comparison
 

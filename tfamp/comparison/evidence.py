@@ -1,29 +1,11 @@
-"""What the measures beside the verdict come to, with one error rate for a report.
-
-A report judges some ten measures of each policy. At 5 % on each side of each of them,
-two reports of three call something better or worse between a policy and itself. So the
-error of a report is shared: half of it belongs to the two primary measures, the metric
-and the training speed, which the verdict judges; the other half to all others together,
-by Holm's method. Measures that answer one question are judged once: a training step by
-the training speed, the percentiles and the rate of calls of one batch size by their
-median. "Better" and "worse" need a difference of `MIN_GAIN` besides; "same" is an
-equivalence test with that margin. Where a policy came to the reference itself,
-everything is the same.
-
-Source: Holm, A simple sequentially rejective multiple test procedure, Scandinavian
-Journal of Statistics 6, 1979; Bretz et al., A graphical approach to sequentially
-rejective multiple test procedures, Statistics in Medicine 28, 2009.
-"""
+"""What a comparison measured, and what each measure comes to."""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from tfamp.comparison import figures
-from tfamp.comparison.exports import ExportedModel
 from tfamp.comparison.figures import measures_of
 from tfamp.comparison.judgement import are_same
 from tfamp.comparison.verdict import Answer, Verdict
@@ -31,21 +13,15 @@ from tfamp.dtypes import planned_layers
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.records.record import Record
-from tfamp.trials.intervals import (
-    ERROR_RATE,
-    MIN_GAIN,
+from tfamp.trials.run_records import Context, Run
+from tfamp.trials.statistics import (
     Effect,
     Interval,
-    difference_rate_of,
     effect_of_ratio,
     interval_of_ratios,
 )
-from tfamp.trials.run_records import Context, Run
 from tfamp.trials.variant import Variant, short_names
 
-# The metric beside it has no ratio.
-PRIMARY = "examples_per_second"
-_REST_RATE = ERROR_RATE / 2
 # What a reader of the evidence goes by; a file of another version may have less.
 _NEEDED = ("reason", "tolerance", "metric", "layers", "evaluations", "seconds")
 
@@ -77,16 +53,13 @@ class Evidence(Record):
         reference: The policy that the others are held against.
         metric: Name of the metric that quality is judged by, as in `final_metrics`.
         better: Whether a larger ("max") or a smaller ("min") metric is better.
-        tolerance: The loss of the metric that counts as none: absolute where larger
-            is better, else as a part of the reference's mean.
+        tolerance: The loss of the metric that counts as none, in its own unit.
         on_validation: Whether the metric was taken on validation data.
         runs: One for each policy and seed, those that failed too.
         verdicts: Policy -> verdict, for all but the reference.
         context: Where it was measured; None if no run got so far.
         notes: What a reader should know, one sentence each.
-        num_looks: How often runs of this comparison were judged, this time included.
         plans: Policy -> what `tfamp.tune` left in it, of those that are its plans.
-        exports: The reference's trained model as files of other runtimes.
     """
 
     title: str
@@ -101,9 +74,7 @@ class Evidence(Record):
     verdicts: dict[str, Verdict] = dataclasses.field(hash=False)
     context: Context | None = None
     notes: tuple[str, ...] = ()
-    num_looks: int = 1
     plans: dict[str, TunedPlan] = dataclasses.field(default_factory=dict, hash=False)
-    exports: tuple[ExportedModel, ...] = dataclasses.field(default=(), hash=False)
 
     @property
     def candidates(self) -> tuple[str, ...]:
@@ -201,77 +172,18 @@ def tuned_plans(policies: Sequence[str]) -> dict[str, TunedPlan]:
 def effects_of(evidence: Evidence) -> dict[tuple[str, str], Effect]:
     """Returns what each measure comes to, by policy and name of the measure.
 
-    Measures that another one answers for have none.
+    Measures that another one answers for have none. Where a policy came to the
+    reference itself, everything is the same.
     """
-    asked = [m for m in measures_of(evidence.runs) if not m.answered_by]
     found: dict[tuple[str, str], Effect] = {}
-    ratios: dict[tuple[str, str], list[float]] = {}
     for policy in evidence.candidates:
         pairs = evidence.pairs(policy)
         is_same = bool(pairs) and all(are_same(*pair) for pair in pairs)
-        for measure in asked:
-            key = policy, measure.name
-            values = evidence.ratios(measure, policy)
-            if is_same and values:
-                found[key] = "same"
-            elif measure.name == PRIMARY and values:
-                # As the verdict says, where there is one.
-                verdict = evidence.verdicts.get(policy)
-                rate = difference_rate_of(evidence.num_looks, len(evidence.candidates))
-                own = interval_of_ratios(values, rate)
-                plain = effect_of_ratio(own, more_is_better=True)
-                found[key] = plain if verdict is None else verdict.speed_effect or plain
-            elif values:
-                ratios[key] = values
-    differs = holm({key: p_value(each) for key, each in ratios.items()}, _REST_RATE)
-    more = {measure.name: measure.more_is_better for measure in asked}
-    for key, values in ratios.items():
-        found[key] = _effect(values, key in differs, more_is_better=more[key[1]])
+        for measure in measures_of(evidence.runs):
+            ratios = evidence.ratios(measure, policy)
+            if measure.answered_by or not ratios:
+                continue
+            more = measure.more_is_better
+            own = effect_of_ratio(interval_of_ratios(ratios), more_is_better=more)
+            found[policy, measure.name] = "same" if is_same else own
     return found
-
-
-def holm(
-    p_values: Mapping[tuple[str, str], float], rate: float
-) -> set[tuple[str, str]]:
-    """Returns the questions whose null hypotheses are rejected.
-
-    Any true one is among them with a chance of `rate`; NaN is one that cannot be
-    tested.
-
-    Example:
-        >>> found = holm({("a", "x"): 0.01, ("a", "y"): 0.02, ("a", "z"): 0.4}, 0.05)
-        >>> sorted(name for _, name in found)
-        ['x', 'y']
-    """
-    known = sorted((p, key) for key, p in p_values.items() if not math.isnan(p))
-    rejected = set()
-    for place, (p, key) in enumerate(known):
-        if p > rate / (len(known) - place):
-            break
-        rejected.add(key)
-    return rejected
-
-
-def p_value(ratios: Sequence[float]) -> float:
-    """Returns the chance of a mean so far from 1, of ratios that are 1 in truth.
-
-    Of one seed it is NaN.
-    """
-    if len(ratios) < 2:
-        return math.nan
-    logarithms = np.log(np.asarray(ratios, np.float64))
-    middle, spread = float(np.mean(logarithms)), float(np.std(logarithms, ddof=1))
-    if not spread:
-        # Sizes of files do not scatter.
-        return 0.0 if middle else 1.0
-    stats = checks.require("scipy.stats", extra="report", purpose="`tfamp.compare`")
-    distance = abs(middle) / spread * math.sqrt(len(ratios))
-    return float(2 * stats.t.sf(distance, len(ratios) - 1))
-
-
-def _effect(ratios: Sequence[float], differs: bool, *, more_is_better: bool) -> Effect:
-    found = interval_of_ratios(ratios)
-    if differs and abs(math.log(found.estimate)) >= math.log(MIN_GAIN):
-        return "better" if (found.estimate > 1) == more_is_better else "worse"
-    plain = effect_of_ratio(found, more_is_better=more_is_better)
-    return "unclear" if plain in ("better", "worse") else plain

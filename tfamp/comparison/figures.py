@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from tfamp.records import checks
-from tfamp.trials.intervals import Interval
 from tfamp.trials.run_records import Run
+from tfamp.trials.statistics import Interval
 
 Unit = Literal["per second", "seconds", "bytes", "joules", "count"]
 # In the place of a figure that there is not.

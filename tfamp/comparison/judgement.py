@@ -8,22 +8,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tfamp.comparison.verdict import Answer, Verdict, judge
+from tfamp.comparison.verdict import Answer, Examples, Fractions, Verdict, judge
 from tfamp.records import checks
-from tfamp.trials.intervals import (
-    Fractions,
+from tfamp.trials.run_records import Run
+from tfamp.trials.statistics import (
     Interval,
-    PairedExamples,
-    Sampling,
-    difference_rate_of,
+    effect_of_ratio,
     interval,
     interval_of_ratios,
 )
-from tfamp.trials.run_records import Run
 from tfamp.trials.variant import Variant, short_names
 
 Better = Literal["max", "min"]
-_FLOAT32_EPSILON = 2.0**-23
+# The losses of a metric that count as none, where nobody said: half a point of an
+# accuracy, a part of everything else.
+POINTS, PART = 0.005, 0.05
 _UNKNOWN = Interval(math.nan, math.nan, math.nan)
 # Words of a metric's name that say which way is better. Keras puts the name of an
 # output before that of its metric, so the last word that is known decides.
@@ -84,6 +83,26 @@ def choose_reference(policies: Sequence[str], runs: Sequence[Run]) -> str:
     return max(plain, key=lambda p: np.median(rates[p] or 0.0), default=policies[0])
 
 
+def allowed(tolerance: float | None, better: Better, values: Sequence[float]) -> float:
+    """Returns the loss of a metric that counts as none, in the metric's own unit.
+
+    Where more is better a tolerance is absolute, else a part of the mean of the
+    reference's `values`; None takes `POINTS` of a metric in [0, 1] of which more is
+    better, such as an accuracy, and `PART` of every other one.
+
+    Example:
+        >>> allowed(None, "max", [0.9, 0.92]), allowed(None, "min", [2.0, 4.0])
+        (0.005, 0.15...)
+    """
+    known = [value for value in values if math.isfinite(value)]
+    mean = abs(float(np.mean(known))) if known else 0.0
+    if better == "max" and tolerance is not None:
+        return tolerance
+    if better == "max" and all(0 <= value <= 1 for value in known):
+        return POINTS
+    return (PART if tolerance is None else tolerance) * (mean or 1.0)
+
+
 def verdict_on(
     pairs: Sequence[tuple[Run, Run]],
     failures: Sequence[Run],
@@ -92,57 +111,64 @@ def verdict_on(
     better: Better,
     tolerance: float,
     examples: np.ndarray | None = None,
-    look: int = 1,
-    num_candidates: int = 1,
 ) -> Verdict:
     """Returns the verdict on a policy from its runs and the reference's of equal seeds.
 
-    `failures` are runs of either that ended in an error; `examples` has the metric of
-    each validation example under the policy minus that under the reference, shape
-    (pairs, examples).
+    `failures` are runs of either that ended in an error; `tolerance` is in the metric's
+    unit; `examples` has the metric of each validation example under the policy minus
+    that under the reference, shape (pairs, examples).
     """
     ratios = [b.examples_per_second / a.examples_per_second for a, b in pairs]
-    speed = interval_of_ratios(ratios, difference_rate_of(look, num_candidates))
     values = [(a.final_metrics[metric], b.final_metrics[metric]) for a, b in pairs]
+    sign = 1 if better == "max" else -1
+    differences = [sign * (y - x) for x, y in values]
+    known = interval([d for d in differences if math.isfinite(d)])
+
+    def without_judgement(answer: Answer, reason: str, **rest: Any) -> Verdict:
+        speed = interval_of_ratios(ratios)
+        given: dict[str, Any] = {
+            **{"quality": known, "speed": speed, "tolerance": tolerance},
+            "num_seeds": len(pairs),
+            "speed_effect": effect_of_ratio(speed, more_is_better=True),
+        }
+        return Verdict(answer, reason, **{**given, **rest})
+
     broken = [
-        b.seed
+        str(b.seed)
         for (_, b), (x, y) in zip(pairs, values, strict=True)
         if math.isfinite(x) and not math.isfinite(y)
     ]
-
-    def without_judgement(
-        answer: Answer, reason: str, quality: Interval = _UNKNOWN, **rest: Any
-    ) -> Verdict:
-        return Verdict(answer, reason, quality, speed, tolerance, len(pairs), **rest)
-
     if broken:
-        reason = (
-            f"the metric is not a number after training with seed"
-            f"{'s' * (len(broken) > 1)} {', '.join(map(str, broken))}, where the "
-            "reference's is"
+        noun = "seed" if len(broken) == 1 else "seeds"
+        return without_judgement(
+            "worse",
+            f"the metric is not a number after training with {noun} "
+            f"{', '.join(broken)}, where the reference's is",
+            quality=_UNKNOWN,
+            quality_effect="worse",
         )
-        return without_judgement("worse", reason, quality_effect="worse")
-    values = [(x, y) for x, y in values if math.isfinite(x)]
-    if len(values) < len(pairs):
-        reason = "the reference itself trains to a metric that is not a number"
-        return without_judgement("undecided", reason)
-    sign = 1 if better == "max" else -1
-    differences = [sign * (y - x) for x, y in values]
-    if better == "min" and values:
-        tolerance *= abs(float(np.mean([x for x, _ in values]))) or 1.0
+    if not all(math.isfinite(x) for x, _ in values):
+        return without_judgement(
+            "undecided",
+            "the reference itself trains to a metric that is not a number",
+            quality=_UNKNOWN,
+            needs="a reference that trains would decide",
+        )
     if failures:
         first = failures[0]
         name = short_names([run.policy for run in failures])[first.policy]
-        reason = f"the run under {name} with seed {first.seed} failed: {first.error}"
-        return without_judgement("undecided", reason)
-    resolution = _FLOAT32_EPSILON * max((abs(x) for x, _ in values), default=0.0)
+        return without_judgement(
+            "undecided",
+            f"the run under {name} with seed {first.seed} failed: {first.error}",
+            quality=_UNKNOWN,
+            needs="runs that do not fail would decide",
+        )
     if pairs and all(are_same(before, after) for before, after in pairs):
         before, after = pairs[0]
         return without_judgement(
             "equivalent, not faster",
             f"{after.policy} came to {before.policy} itself, so there is nothing to "
-            f"gain or to lose; the ratio of {speed.estimate:.3g} is noise",
-            interval_of_differences(differences, resolution),
+            "gain or to lose; what differs is noise",
             quality_effect="same",
             speed_effect="same",
         )
@@ -150,34 +176,26 @@ def verdict_on(
         return without_judgement(
             "undecided",
             "one seed shows no spread" if pairs else "0 seeds show no spread",
-            interval_of_differences(differences, resolution),
             more_seeds=_USUAL_SEEDS - len(pairs),
+            needs=f"{_USUAL_SEEDS} seeds may decide",
         )
     number = min(run.num_examples for pair in pairs for run in pair)
-    is_bounded = _is_fraction(values, number, better)
-    sampling: Sampling | None = None
+    is_rate = _is_fraction(values, number, better)
+    found: Examples | Fractions | None = None
     if examples is not None:
-        is_bounded = is_bounded and bool(np.abs(examples).max(initial=0.0) <= 1)
-        sampling = PairedExamples(sign * examples, is_bounded)
-    elif is_bounded and number:
-        means = np.mean(values, axis=0) if sign > 0 else 1 - np.mean(values, axis=0)
-        sampling = Fractions(float(means[0]), float(means[1]), number)
-    elif is_bounded:
+        is_rate = is_rate and bool(np.abs(examples).max(initial=0.0) <= 1)
+        found = Examples.of(sign * examples, is_rate=is_rate)
+    elif is_rate and number:
+        before, after = np.mean(values, axis=0) if sign > 0 else 1 - np.mean(values, 0)
+        found = Fractions(float(before), float(after), number)
+    elif is_rate:
         return without_judgement(
             "undecided",
             f"on how many examples {metric} was taken is not known, so nothing says "
             "how far it may be off",
-            interval_of_differences(differences, resolution),
+            needs="validation data whose examples can be counted would decide",
         )
-    return judge(
-        differences,
-        ratios,
-        tolerance=tolerance,
-        sampling=sampling,
-        resolution=resolution,
-        look=look,
-        num_candidates=num_candidates,
-    )
+    return judge(differences, ratios, tolerance=tolerance, examples=found)
 
 
 def _is_fraction(
@@ -212,15 +230,6 @@ def are_same(before: Run, after: Run) -> bool:
         if not dtypes[0] or dtypes[0] != dtypes[1]:
             return False
     return first == dataclasses.replace(second, policy=first.policy)
-
-
-def interval_of_differences(
-    differences: Sequence[float], resolution: float = 0.0
-) -> Interval:
-    """Returns where a mean lies: anywhere of one value, of none it is not known."""
-    if len(differences) > 1:
-        return interval(differences, resolution=resolution)
-    return Interval(differences[0], -math.inf, math.inf) if differences else _UNKNOWN
 
 
 def rule_cost(

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from tfamp.comparison.evidence import Evidence, TunedPlan
-from tfamp.comparison.exports import ExportedModel
 from tfamp.comparison.judgement import (
     Better,
+    allowed,
     choose_metric,
     choose_reference,
     direction,
@@ -18,7 +18,6 @@ from tfamp.comparison.judgement import (
 )
 from tfamp.comparison.report.html import to_html
 from tfamp.comparison.report.text import table, to_markdown
-from tfamp.trials.intervals import rate_of
 from tfamp.trials.run_records import Context, Run
 from tfamp.trials.storage import Job
 from tfamp.trials.variant import Variant
@@ -76,12 +75,10 @@ def conclude(
     *,
     metric: str | None,
     better: Better | None,
-    tolerance: float,
+    tolerance: float | None,
     context: Context | None,
     notes: Sequence[str] = (),
     plans: Mapping[str, TunedPlan] | None = None,
-    exports: Sequence[ExportedModel] = (),
-    look: int = 1,
     examples: PerExample = lambda pairs, metric: None,
 ) -> Comparison:
     """Returns the comparison of runs, at least one of them finished.
@@ -91,6 +88,14 @@ def conclude(
     metric = choose_metric(runs, metric)
     better = better or direction(metric)
     reference = choose_reference(job.policies, runs)
+    tolerance = allowed(
+        *(tolerance, better),
+        [
+            r.final_metrics[metric]
+            for r in runs
+            if r.policy == reference and r.is_finished
+        ],
+    )
     first = Comparison(
         title=job.title,
         policies=job.policies,
@@ -110,9 +115,7 @@ def conclude(
         ),
         verdicts={},
         context=context,
-        num_looks=look,
         plans=dict(plans or {}),
-        exports=tuple(exports),
     )
     verdicts = {
         policy: verdict_on(
@@ -126,8 +129,6 @@ def conclude(
             better=better,
             tolerance=tolerance,
             examples=examples(first.pairs(policy), metric),
-            look=look,
-            num_candidates=len(first.candidates),
         )
         for policy in first.candidates
     }
@@ -177,12 +178,5 @@ def _sentences(found: Comparison) -> tuple[str, ...]:
             sentences.append(
                 f"{policy} came to {runs[0].resolved_policy}: {runs[0].reason}"
             )
-    if found.num_looks > 1:
-        rate = 100 * rate_of(found.num_looks)
-        sentences.append(
-            f"These runs were judged {found.num_looks} times as they came in, so this "
-            f"time each claim has an error of at most {rate:.2g} %; all times together "
-            "have at most 5 %."
-        )
     by_policy = {policy: found.finished(policy) for policy in found.policies}
     return (*sentences, *rule_cost(by_policy))

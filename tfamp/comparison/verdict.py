@@ -2,115 +2,32 @@
 
 Runs are paired by seed: the same seed under both policies starts from the same weights
 and sees the same batches, so what a seed does to both cancels in the difference.
-
-Quality is judged by two one-sided t-tests on the paired differences (TOST), which come
-to looking where the t-interval lies: not by "no significant difference", which any test
-with few seeds would grant. A t-interval rather than a bootstrap, since three to ten
-seeds are too few to resample: a bootstrap interval of five values covers far less than
-it states. What the validation examples leave open, which the seeds share, is added
-(`tfamp.trials.intervals`), and looks at a comparison that goes on share
-the error (`tfamp.trials.intervals`).
+Quality and speed are two answers, each from one interval (`tfamp.trials.statistics`).
 """
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from tfamp.records.record import Record
-from tfamp.trials.intervals import (
-    MIN_GAIN,
-    Effect,
-    Interval,
-    Sampling,
-    difference_rate_of,
-    effect_of_ratio,
-    interval_of_ratios,
-    quality_of,
-    quantiles,
-    rate_of,
-)
+from tfamp.records.units import join_words
+from tfamp.trials import statistics
+from tfamp.trials.statistics import ERROR_RATE, MIN_GAIN, Effect, Interval
 
 # Beyond so many seeds more of them is no advice.
-MAX_SEEDS = 1000
+_MAX_SEEDS = 100
+# Nor beyond so many times the examples.
+_MAX_FACTOR = 100
+# The part of the examples' variance that is left out of the seeds'.
+_COUNTED_TWICE = 0.85
 # The best one last.
 Answer = Literal[
-    "worse", "undecided", "equivalent, not faster", "equivalent and faster"
+    "worse", "slower", "undecided", "equivalent, not faster", "equivalent and faster"
 ]
-
-
-def examples_for(loss: float, rate: float) -> int:
-    """Returns how many examples can rule a loss out, if none of them is lost.
-
-    Example:
-        >>> examples_for(0.005, 0.05)
-        598
-    """
-    return math.ceil(math.log(rate) / math.log1p(-loss)) if loss < 1 else 1
-
-
-def examples_needed(
-    quality: Interval, tolerance: float, sampling: Sampling | None, rate: float
-) -> tuple[int | None, str]:
-    """Returns how many examples would decide where more seeds would not, and why."""
-    if sampling is None:
-        return None, ""
-    needed = examples_for(tolerance, rate) if sampling.is_bounded else 0
-    if sampling.number < needed:
-        return needed, (
-            f"inconclusive, since the tolerance is below what {sampling.number:,} "
-            f"examples can show, of {needed:,} or more"
-        )
-    distance = abs(quality.estimate + tolerance)
-    most_seeds = np.array([MAX_SEEDS])
-    reach = max(sampling.reach(rate)) * float(sampling.shrinkage(most_seeds)[0])
-    if reach < distance:
-        return None, ""
-    # Halving what they leave open takes four times as many.
-    needed = math.ceil(sampling.number * (reach / max(distance, reach / 100)) ** 2) + 1
-    return needed, (
-        f"{sampling.number:,} examples leave {reach:.4g} open, however many seeds"
-    )
-
-
-def more_seeds(
-    differences: Sequence[float],
-    tolerance: float,
-    sampling: Sampling | None = None,
-    *,
-    look: int = 2,
-    num_candidates: int = 1,
-) -> int | None:
-    """Returns how many more seeds would decide, if mean and spread stay as they are.
-
-    `look` is the number of the look that will have them. None where `MAX_SEEDS` would
-    not be enough: the true loss is about the tolerance itself.
-    """
-    middle = float(np.mean(differences)) + tolerance
-    # Worse is claimed with less error than equivalent.
-    spent = rate_of if middle > 0 else difference_rate_of
-    rate = spent(look, num_candidates)
-    return _more(differences, abs(middle), rate, sampling)
-
-
-def _more(
-    values: Sequence[float] | np.ndarray,
-    distance: float,
-    rate: float,
-    sampling: Sampling | None = None,
-) -> int | None:
-    """Returns how many more values bring half of the interval under a distance."""
-    spread = float(np.std(values, ddof=1))
-    numbers = np.arange(len(values) + 1, MAX_SEEDS + 1)
-    halves = quantiles(rate, MAX_SEEDS)[numbers - 2] * spread / np.sqrt(numbers)
-    if sampling is not None:
-        halves = np.hypot(
-            halves, max(sampling.reach(rate)) * sampling.shrinkage(numbers)
-        )
-    enough = np.flatnonzero(halves < distance)
-    return int(enough[0]) + 1 if len(enough) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,19 +35,22 @@ class Verdict(Record):
     """What a comparison of two policies comes to.
 
     Args:
-        answer: "equivalent and faster", "equivalent, not faster", "worse" or
+        answer: "equivalent and faster", "equivalent, not faster", "slower", "worse" or
             "undecided".
         reason: Why, in one sentence with its figures.
         quality: Of the difference of the metric, above 0 where the policy is better.
         speed: Of the ratio of examples/s, above 1 where the policy is faster.
-        tolerance: The loss of quality that counts as none.
+        tolerance: The loss of quality that counts as none, in the metric's unit.
         num_seeds: Pairs of runs.
+        needs: What would decide, "" where it is decided.
         more_seeds: How many more would decide, if they come out like these; None where
             it is decided, or where more seeds would not help.
         num_examples: Examples that the metric was taken on, 0 where they were not
             counted in.
         examples_needed: How many of them would decide where more seeds would not help;
             None elsewhere.
+        tolerance_needed: The least tolerance that calls the policy as good; None where
+            its quality is decided.
         quality_effect: What the difference of the metric comes to, "" if unknown.
         speed_effect: What the ratio of examples/s comes to, likewise.
     """
@@ -141,23 +61,122 @@ class Verdict(Record):
     speed: Interval
     tolerance: float
     num_seeds: int
+    needs: str = ""
     more_seeds: int | None = None
     num_examples: int = 0
     examples_needed: int | None = None
+    tolerance_needed: float | None = None
     quality_effect: Effect = ""
     speed_effect: Effect = ""
 
-    @property
-    def is_as_good(self) -> bool:
-        """Whether the metric is shown to lose no more than is allowed."""
-        return self.quality.low >= -self.tolerance
-
     def __str__(self) -> str:
-        """Returns the answer and the reason."""
-        if self.more_seeds is None:
-            return f"{self.answer}; {self.reason}"
-        noun = "seed" if self.more_seeds == 1 else "seeds"
-        return f"{self.answer}: needs {self.more_seeds} more {noun}; {self.reason}"
+        """Returns the answer, the reason and what would decide."""
+        needs = f"; {self.needs}" if self.needs else ""
+        return f"{self.answer}; {self.reason}{needs}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """What the validation examples, which all seeds share, leave open of a metric.
+
+    Args:
+        changes: Of each example, the mean over seeds; above 0 the policy is better.
+        is_rate: Whether they lie in [-1, 1], as those of an accuracy do.
+        within: The variance that the examples give to the difference of one seed.
+        passing: The part of their own variance that more seeds take away.
+    """
+
+    changes: np.ndarray
+    is_rate: bool
+    within: float = 0.0
+    passing: float = 0.0
+
+    @classmethod
+    def of(cls, changes: np.ndarray, *, is_rate: bool) -> "Examples":
+        """Returns them of changes by seed and example."""
+        seeds, number = changes.shape
+        of_each = np.var(changes, axis=0, ddof=1) if seeds > 1 else np.zeros(number)
+        within, means = float(of_each.mean()), changes.mean(axis=0)
+        whole = float(np.var(means))
+        passing = min(within / seeds / whole, 1.0) if whole else 0.0
+        return cls(means, is_rate, within / number, passing)
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return len(self.changes)
+
+    def reach(self, times: float = 1.0) -> tuple[float, float]:
+        """Returns how far the true mean may lie below and above theirs.
+
+        `times` as many of the same kind would leave so much open.
+        """
+        middle = float(self.changes.mean())
+        if self.is_rate:
+            low = -statistics.change_limit(-self.changes, times)
+            return middle - low, statistics.change_limit(self.changes, times) - middle
+        spread = float(np.std(self.changes, ddof=1))
+        half = statistics.half_width(spread, int(times * self.number))
+        return half, half
+
+
+@dataclasses.dataclass(frozen=True)
+class Fractions:
+    """The same of two fractions of examples that are not known one by one.
+
+    Right and wrong answers of two policies go together, so it is wider than need be.
+    """
+
+    before: float
+    after: float
+    number: int
+    within: float = 0.0
+    passing: float = 0.0
+
+    def reach(self, times: float = 1.0) -> tuple[float, float]:
+        """Returns how far the true difference may lie below and above theirs."""
+        number = times * self.number
+        more, fewer = (
+            [
+                statistics.fraction_limit(each * number, number, ERROR_RATE) - each
+                for each in pair
+            ]
+            for pair in ((self.before, self.after), (1 - self.before, 1 - self.after))
+        )
+        return math.hypot(more[0], fewer[1]), math.hypot(fewer[0], more[1])
+
+
+Sample = Examples | Fractions | None
+
+
+def quality_of(differences: Sequence[float], examples: Sample) -> Interval:
+    """Returns the interval of a metric's difference, over seeds and examples.
+
+    Both parts are joined by adding squares. Most of what the examples alone make seeds
+    differ by is left out of the seeds' part, else it would count twice; not all of it,
+    since the spread of a few seeds may be small by chance, and of two seeds nothing.
+
+    Source: Zou & Donner, Construction of confidence limits about effect measures,
+    Statistics in Medicine 27, 2008.
+    """
+    within = 0.0 if examples is None else examples.within
+    reach = (0.0, 0.0) if examples is None else examples.reach()
+    middle, variance = float(np.mean(differences)), float(np.var(differences, ddof=1))
+    return _joined(middle, variance, len(differences), within, reach)
+
+
+def _joined(
+    middle: float,
+    variance: float,
+    number: int,
+    within: float,
+    reach: tuple[float, float],
+) -> Interval:
+    """Returns that interval of a number of seeds, by what leaves it open."""
+    own = variance - (_COUNTED_TWICE * within if number > 2 else 0.0)
+    half = statistics.half_width(math.sqrt(max(own, 0.0)), number)
+    below, above = (math.hypot(half, each) for each in reach)
+    return Interval(middle, middle - below, middle + above)
 
 
 def judge(
@@ -165,43 +184,35 @@ def judge(
     ratios: Sequence[float],
     *,
     tolerance: float,
-    sampling: Sampling | None = None,
-    resolution: float = 0.0,
-    look: int = 1,
-    num_candidates: int = 1,
+    examples: Sample = None,
 ) -> Verdict:
     """Returns the verdict on a policy against a reference.
 
-    Worse means worse by more than `tolerance`; a policy that is better is equivalent.
-    Not faster means that a gain of `MIN_GAIN` or more can be ruled out, however sure a
-    smaller one is. Over all looks together each false claim has a chance of at most 5
-    %, if differences and logarithms of ratios are about normal over seeds.
+    "Worse" is a loss beyond `tolerance`; a policy that is better is equivalent. What
+    is slower is "slower" however good it is, unless it is worse. "Not faster" means
+    that a gain of `MIN_GAIN` or more can be ruled out.
 
-    Both sequences have a value for each of at least two seeds: `differences` of the
-    metric, above 0 where the policy is better, `ratios` of its examples/s to the
-    reference's. `sampling` is what the examples leave open, None counts the seeds
-    alone; `resolution` the least difference that the metric can show; looks count from
-    1.
+    Both sequences have a value for each seed: `differences` of the metric, above 0
+    where the policy is better, `ratios` of its examples/s to the reference's.
 
     Example:
         >>> judge([0.001, -0.001, 0.0], [1.9, 2.0, 2.1], tolerance=0.005).answer
         'equivalent and faster'
-        >>> judge([-0.02, -0.021, -0.019], [2.0, 2.0, 2.1], tolerance=0.005).answer
-        'worse'
-        >>> print(str(judge([0.01, -0.01], [2.0, 2.1], tolerance=0.005)).split(";")[0])
-        undecided: needs 48 more seeds
+        >>> judge([0.0, 0.0, 0.0], [0.28, 0.24, 0.35], tolerance=0.005).answer
+        'slower'
+        >>> judge([0.01, -0.01], [2.0, 2.1], tolerance=0.005).needs
+        '24 seeds or a tolerance of 0.064 would decide'
 
     Source: Schuirmann, A comparison of the two one-sided tests procedure and the power
     approach for assessing the equivalence of average bioavailability, 1987.
     """
-    rate = rate_of(look, num_candidates)
-    quality = quality_of(differences, rate, sampling, resolution=resolution)
-    sure_rate = difference_rate_of(look, num_candidates)
-    sure = quality_of(differences, sure_rate, sampling, resolution=resolution)
-    speed = interval_of_ratios(ratios, sure_rate)
-    speed_effect = effect_of_ratio(speed, more_is_better=True)
-    effect = quality_effect(quality, sure, tolerance)
-    more = needed = None
+    quality = quality_of(differences, examples)
+    speed = statistics.interval_of_ratios(ratios)
+    effect = quality_effect(quality, tolerance)
+    speed_effect = statistics.effect_of_ratio(speed, more_is_better=True)
+    lost = f"at most {-quality.low:.3g}" if quality.low < 0 else "nothing"
+    reason = f"the metric loses {lost}"
+    rest: dict[str, Any] = {}
     if effect == "worse":
         answer: Answer = "worse"
         reason = f"the metric loses {-quality.high:.3g} or more"
@@ -210,30 +221,18 @@ def judge(
         reason = (
             f"the metric may lose {-quality.low:.3g} or change by {quality.high:+.3g}"
         )
-        needed, why = examples_needed(quality, tolerance, sampling, rate)
-        reason = f"{why}: {reason}" if why else reason
-        if needed is None:
-            more = more_seeds(
-                *(differences, tolerance, sampling),
-                look=look + 1,
-                num_candidates=num_candidates,
-            )
+        rest = _what_decides_quality(quality, differences, tolerance, examples)
+    elif speed_effect == "better":
+        answer = "equivalent and faster"
+    elif speed.high < MIN_GAIN:
+        answer = "equivalent, not faster"
     else:
-        lost = f"at most {-quality.low:.3g}" if quality.low < 0 else "nothing"
-        reason = f"the metric loses {lost}"
-        if speed.high < MIN_GAIN:
-            answer = "equivalent, not faster"
-        elif speed_effect == "better":
-            answer = "equivalent and faster"
-        else:
-            answer = "undecided"
-            reason = f"as accurate, but maybe faster and maybe not: {reason}"
-            # From 1, to be faster; from the least gain, to be not.
-            logarithms = np.log(np.asarray(ratios, np.float64))
-            middle, least = float(np.mean(logarithms)), math.log(MIN_GAIN)
-            distance = middle if middle >= least else least - middle
-            next_rate = difference_rate_of(look + 1, num_candidates)
-            more = _more(logarithms, distance, next_rate)
+        answer = "undecided"
+        reason = f"as accurate, but maybe faster and maybe not: {reason}"
+        rest = _what_decides_speed(ratios)
+    if answer != "worse" and speed_effect == "worse":
+        answer = "slower"
+        rest = {"tolerance_needed": rest.get("tolerance_needed")}
     estimate, low, high = (
         f"{value:#.3g}".rstrip(".") for value in dataclasses.astuple(speed)
     )
@@ -242,18 +241,91 @@ def judge(
         "many examples/s"
     )
     return Verdict(
-        *(answer, reason, quality, speed, tolerance, len(ratios), more),
-        num_examples=0 if sampling is None else sampling.number,
-        examples_needed=needed,
+        *(answer, reason, quality, speed, tolerance, len(ratios)),
+        num_examples=0 if examples is None else examples.number,
         quality_effect=effect,
         speed_effect=speed_effect,
+        **rest,
     )
 
 
-def quality_effect(found: Interval, sure: Interval, tolerance: float) -> Effect:
-    """Returns what a difference of the metric comes to; `sure` errs less often."""
-    if sure.high < -tolerance:
+def quality_effect(found: Interval, tolerance: float) -> Effect:
+    """Returns what a difference of the metric comes to."""
+    if found.high < -tolerance:
         return "worse"
-    if sure.low > tolerance:
+    if found.low > tolerance:
         return "better"
     return "as good" if found.low >= -tolerance else "unclear"
+
+
+def _what_decides_quality(
+    quality: Interval,
+    differences: Sequence[float],
+    tolerance: float,
+    examples: Sample,
+) -> dict[str, Any]:
+    """Returns the fields of a verdict that say what would decide its quality."""
+    middle, number = quality.estimate, len(differences)
+    variance = float(np.var(differences, ddof=1))
+    within = 0.0 if examples is None else examples.within
+
+    def decides(seeds: int, reach: tuple[float, float], times: float = 1.0) -> bool:
+        own = max(variance - within * (1 - 1 / times), 0.0)
+        found = _joined(middle, own, seeds, within / times, reach)
+        return quality_effect(found, tolerance) != "unclear"
+
+    (below, above), passing = (0.0, 0.0), 0.0
+    if examples is not None:
+        (below, above), passing = examples.reach(), examples.passing
+    seeds = needed = None
+    for count in range(number + 1, _MAX_SEEDS + 1):
+        left = math.sqrt(1 - passing + passing * number / count)
+        if decides(count, (left * below, left * above)):
+            seeds = count
+            break
+    if examples is not None:
+        sizes = np.geomspace(1.0, _MAX_FACTOR, 64).tolist()
+        place = bisect.bisect_left(
+            sizes, True, key=lambda times: decides(number, examples.reach(times), times)
+        )
+        if place < len(sizes):
+            needed = int(_rounded_up(sizes[place] * examples.number))
+    least = _rounded_up(-quality.low)
+    ways = [
+        f"{seeds} seeds" if seeds else "",
+        f"{needed:,} validation examples" if needed else "",
+        f"a tolerance of {least:.3g}",
+    ]
+    return {
+        "needs": f"{join_words(list(filter(None, ways)), 'or')} would decide",
+        "more_seeds": seeds and seeds - number,
+        "examples_needed": needed,
+        "tolerance_needed": least,
+    }
+
+
+def _what_decides_speed(ratios: Sequence[float]) -> dict[str, Any]:
+    """Returns the fields of a verdict that say what would decide its speed."""
+    logarithms = np.log(np.asarray(ratios, np.float64))
+    middle, least = float(np.mean(logarithms)), math.log(MIN_GAIN)
+    # From 1, to be faster; from the least gain, to be not.
+    distance = middle if middle >= least else least - middle
+    spread, number = float(np.std(logarithms, ddof=1)), len(ratios)
+    for seeds in range(number + 1, _MAX_SEEDS + 1):
+        if statistics.half_width(spread, seeds) < distance:
+            needs = f"{seeds} seeds would decide"
+            return {"needs": needs, "more_seeds": seeds - number}
+    return {
+        "needs": "a machine with less noise would decide: the gain is small beside it"
+    }
+
+
+def _rounded_up(value: float) -> float:
+    """Returns a number above 0 with two digits, no smaller.
+
+    Example:
+        >>> _rounded_up(0.00731), _rounded_up(12340.0)
+        (0.0074, 13000.0)
+    """
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.ceil(value / unit) * unit:.2g}")

@@ -238,8 +238,7 @@ def _measure(
     with _noted("The model cannot be saved", notes):
         model.save(path)
         file_bytes = path.stat().st_size
-    if file_bytes is None or not (job.keeps_models and is_first):
-        path.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
     return dataclasses.replace(
         run,
         num_parameters=model.count_params(),

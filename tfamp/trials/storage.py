@@ -19,7 +19,6 @@ from tfamp.trials.run_records import Context, Run
 from tfamp.trials.variant import Variant
 
 CONTEXT_FILE = "context.json"
-_LOOKS_FILE = "looks.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +34,6 @@ class Job(Record):
         latency_batch_sizes: Examples in the timed calls of the trained model.
         max_memory_bytes: What a process may hold in the search for the largest batch;
             None leaves that search out.
-        keeps_models: Whether the trained models of the first seed stay until the end.
         source: Fingerprint of the file that the model is built by, "" if unknown.
         command: How to repeat it from a shell, "" if it was called from Python.
     """
@@ -47,7 +45,6 @@ class Job(Record):
     batch_size: int | None = None
     latency_batch_sizes: tuple[int, ...] = (1, 8, 32)
     max_memory_bytes: int | None = None
-    keeps_models: bool = False
     source: str = ""
     command: str = ""
 
@@ -71,10 +68,9 @@ class Job(Record):
     def differences(self, other: "Job") -> tuple[str, ...]:
         """Returns the settings that make runs of another job no runs of this one.
 
-        Policies and seeds may be others: their runs stand for themselves, whether
-        their models are there or not.
+        Policies and seeds may be others: their runs stand for themselves.
         """
-        free = ("policies", "seeds", "command", "title", "keeps_models")
+        free = ("policies", "seeds", "command", "title")
         return tuple(
             field.name
             for field in dataclasses.fields(self)
@@ -135,13 +131,6 @@ def checked_seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
             "Pass for example 5."
         )
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Looks(Record):
-    """What was judged at each look: the metric, and the names of finished runs."""
-
-    judged: tuple[tuple[str, ...], ...] = ()
 
 
 @contextlib.contextmanager
@@ -207,21 +196,6 @@ def begin(folder: Path, job: Job, *, resume: bool) -> list[Run]:
     records = (folder / f"{file_name(*each)}.json" for each in job.order())
     runs = [Run.from_json(record) for record in records if record.is_file()]
     return [run for run in runs if run.is_finished]
-
-
-def look(folder: Path, runs: Sequence[Run], metric: str) -> int:
-    """Returns the number of this look at runs, from 1, and writes it down.
-
-    The same runs judged by the same metric again are no further look.
-    """
-    path = folder / _LOOKS_FILE
-    looks = Looks.from_json(path) if path.is_file() else Looks()
-    names = sorted(file_name(run.policy, run.seed) for run in runs if run.is_finished)
-    seen = (metric, *names)
-    if seen not in looks.judged:
-        looks = Looks((*looks.judged, seen))
-        looks.to_json(path)
-    return looks.judged.index(seen) + 1
 
 
 def context(folder: Path) -> Context | None:

@@ -26,7 +26,7 @@ from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.models import put_under
 from tfamp.records.checks import first_line
 from tfamp.stepping.snapshots import optimizers_of
-from tfamp.trials.bounds import student_quantile
+from tfamp.trials.statistics import student_quantile
 from tfamp.tuning.measurement import with_xla
 
 # Of a shorter turn the clock and the wait for the device would be a part; in longer

@@ -15,8 +15,8 @@ from tfamp.comparison.figures import Format, format_for, memory_of
 from tfamp.comparison.report import drawing, rows
 from tfamp.comparison.report.drawing import Look, Plot
 from tfamp.records.units import join_words
-from tfamp.trials.intervals import Interval, interval_of_ratios
 from tfamp.trials.run_records import Run
+from tfamp.trials.statistics import Interval, interval_of_ratios
 
 Looks = Sequence[Look]
 _ROW, _HEADING, _BOTTOM = 24.0, 22.0, 34.0
@@ -126,7 +126,7 @@ def memory_plot(evidence: Evidence, looks: Looks) -> Plot | None:
 
 def quality_plot(evidence: Evidence, looks: Looks) -> Plot | None:
     """Returns the plot of the differences that the verdict on quality rests on."""
-    tolerance = rows.metric_tolerance(evidence)
+    tolerance = evidence.tolerance
     form = figures.metric_format(tolerance)
     sign = 1 if evidence.better == "max" else -1
     lines = []
@@ -167,8 +167,9 @@ def _runs_lines(values: dict[Look, list[float]], form: Format) -> list[Line]:
     lines = []
     for look, each in values.items():
         shown = [value / form.factor for value in each]
-        middle = form(float(np.median(each)))
-        lines.append(_runs_line(look, middle, shown, interval_of_ratios(shown)))
+        found = interval_of_ratios(shown)
+        middle = form(found.estimate * form.factor)
+        lines.append(_runs_line(look, middle, shown, found))
     return lines
 
 

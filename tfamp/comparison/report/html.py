@@ -15,9 +15,8 @@ from tfamp.comparison.report import bars, curves, drawing, plans, sentences, tab
 from tfamp.comparison.report.drawing import Plot
 from tfamp.comparison.report.plans import plan_sections
 from tfamp.comparison.report.rows import Cell, Row, rows
-from tfamp.comparison.report.tables import export_rows, export_sentences
 from tfamp.records import checks, record
-from tfamp.trials.intervals import ERROR_RATE
+from tfamp.trials.statistics import ERROR_RATE
 
 # Measures that stand in large figures at the top, where they were measured.
 _TILES = (
@@ -120,9 +119,6 @@ def _view(evidence: Evidence) -> dict[str, Any]:
         "plans": plan_sections(evidence),
         "plan_layer_columns": ("Layer", *plans.LAYER_COLUMNS),
         "plan_evaluation_columns": ("Evaluation", *plans.EVALUATION_COLUMNS),
-        "export_columns": ["Exported to", *(each.name for each in evidence.exports)],
-        "export_rows": [(row.label, *row.values) for row in export_rows(evidence)],
-        "export_sentences": export_sentences(evidence),
         "layers": tables.layer_rows(evidence),
         "layer_looks": [look for look in looks if look.policy in layered],
         "run_columns": tables.RUN_COLUMNS,

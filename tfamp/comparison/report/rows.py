@@ -10,10 +10,9 @@ import numpy as np
 from tfamp.comparison import figures
 from tfamp.comparison.evidence import Evidence, effects_of
 from tfamp.comparison.figures import Measure, measures_of
-from tfamp.comparison.judgement import interval_of_differences
 from tfamp.comparison.verdict import quality_effect
-from tfamp.trials.intervals import Effect, Interval
 from tfamp.trials.run_records import Run
+from tfamp.trials.statistics import Effect, Interval, interval
 
 # Beside the word, so that colour is never alone.
 SIGNS: dict[Effect, str] = {
@@ -31,7 +30,7 @@ SIGNS: dict[Effect, str] = {
 class Cell:
     """What a policy has of a measure.
 
-    Its middle over seeds, the ratio to the reference ("1.92×") or difference
+    Its mean over seeds, the ratio to the reference ("1.92×") or difference
     ("+0.001"), where the true one may lie, and what that comes to; "" where there is
     none or one seed does not tell.
     """
@@ -73,8 +72,9 @@ def rows(evidence: Evidence) -> tuple[Row, ...]:
     """Returns the rows of the table: quality, speed, memory, inference, numerics.
 
     Quality is the mean over seeds and its difference from the reference's, all else the
-    median and its ratio. Intervals are of pairs with equal seeds. Of measures that
-    answer one question one has an effect.
+    geometric mean and its ratio, so that a ratio is that of the figures beside it.
+    Where not all runs have their pair it is of the pairs alone and says "paired", as
+    all intervals are. Of measures that answer one question one has an effect.
     """
     effects = effects_of(evidence)
     return (
@@ -85,10 +85,28 @@ def rows(evidence: Evidence) -> tuple[Row, ...]:
 
 
 def middle(evidence: Evidence, policy: str, of: Callable[[Run], float | None]) -> float:
-    """Returns the median over a policy's finished runs, NaN where none has it."""
+    """Returns the mean over a policy's finished runs, NaN where none has it.
+
+    It is geometric where all are above 0: then ratios of means are means of ratios.
+    """
     values = [of(run) for run in evidence.finished(policy)]
     known = [v for v in values if v is not None and math.isfinite(v)]
-    return float(np.median(known)) if known else math.nan
+    if not known:
+        return math.nan
+    if min(known) <= 0:
+        return float(np.mean(known))
+    return float(np.exp(np.mean(np.log(known))))
+
+
+def are_paired(
+    evidence: Evidence, policy: str, of: Callable[[Run], float | None]
+) -> bool:
+    """Whether each run that has a figure has its pair, which has it too."""
+    has = [
+        {run.seed for run in evidence.finished(each) if of(run)}
+        for each in (policy, evidence.reference)
+    ]
+    return has[0] == has[1]
 
 
 def quality(evidence: Evidence, policy: str) -> Interval:
@@ -113,12 +131,6 @@ def history_of(evidence: Evidence, run: Run) -> tuple[float, ...]:
     return run.history.get(f"{prefix}{evidence.metric}", ())
 
 
-def metric_tolerance(evidence: Evidence) -> float:
-    """Returns the tolerance in the metric's own unit."""
-    found = [v.tolerance for v in evidence.verdicts.values()]
-    return found[0] if found else evidence.tolerance
-
-
 def _difference(
     evidence: Evidence, policy: str, of: Callable[[Run], float]
 ) -> Interval:
@@ -126,7 +138,7 @@ def _difference(
     sign = 1 if evidence.better == "max" else -1
     values = [sign * (of(b) - of(a)) for a, b in evidence.pairs(policy)]
     values = [value for value in values if math.isfinite(value)]
-    return interval_of_differences(values)
+    return interval(values)
 
 
 def _quality_rows(evidence: Evidence) -> list[Row]:
@@ -156,7 +168,7 @@ def _quality_rows(evidence: Evidence) -> list[Row]:
 def _quality_row(
     evidence: Evidence, label: str, of: Callable[[Run], float], *, is_last: bool
 ) -> Row:
-    form = figures.metric_format(metric_tolerance(evidence))
+    form = figures.metric_format(evidence.tolerance)
 
     def mean(policy: str) -> str:
         values = [of(run) for run in evidence.finished(policy)]
@@ -179,6 +191,8 @@ def _quality_row(
             form(value, sign=True) if math.isfinite(value) else "" for value in ends
         )
         between = f"{low} to {high}" if low and high else ""
+        if change and not are_paired(evidence, policy, lambda _: 1.0):
+            change += " paired"
         return Cell(policy, mean(policy), change, between, effect)
 
     cells = tuple(map(cell, evidence.candidates))
@@ -194,7 +208,7 @@ def _metric_effect(evidence: Evidence, policy: str, found: Interval) -> Effect:
     verdict = evidence.verdicts.get(policy)
     if verdict is not None and verdict.quality_effect:
         return verdict.quality_effect
-    return quality_effect(found, found, metric_tolerance(evidence))
+    return quality_effect(found, evidence.tolerance)
 
 
 def _measure_row(
@@ -219,6 +233,8 @@ def _measure_row(
         if not math.isfinite(found.estimate):
             return Cell(policy, form(medians[policy]))
         change = f"{figures.ratio(found.estimate)}×"
+        if not are_paired(evidence, policy, measure.of):
+            change += " paired"
         effect = effects.get((policy, measure.name), "")
         return Cell(policy, form(medians[policy]), change, figures.ends(found), effect)
 

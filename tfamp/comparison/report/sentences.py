@@ -18,8 +18,6 @@ from tfamp.trials.variant import Variant
 Kind = Literal["good", "neutral", "bad", "open"]
 # Longer texts of errors stand in the table of runs, in full.
 _MAX_ERROR = 300
-# More seeds than anyone will wait for.
-_MANY_SEEDS = 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +32,7 @@ class Badge:
 _BADGES = {
     "equivalent and faster": Badge("Equivalent and faster", "good", "✓"),
     "equivalent, not faster": Badge("Equivalent, not faster", "neutral", "="),
+    "slower": Badge("Slower", "bad", "✕"),
     "worse": Badge("Worse", "bad", "✕"),
     "undecided": Badge("Undecided", "open", "?"),
 }
@@ -77,6 +76,7 @@ def policy_sentence(evidence: Evidence, policy: str) -> str:
     lead = {
         "equivalent and faster": f"{name} is {alike} and faster",
         "equivalent, not faster": f"{name} is {alike}, but not faster",
+        "slower": f"{name} is slower than {reference}",
         "worse": f"{name} is less {_adjective(evidence)} than {reference}",
         "undecided": f"Not decided yet whether {name} is {alike} and faster",
     }[verdict.answer]
@@ -105,23 +105,9 @@ def advice(evidence: Evidence, policy: str) -> str:
             f"Stay with {reference}, or keep the layers that lose it in float32 "
             "(keep_float32=)."
         )
-    if verdict.examples_needed is not None:
-        return (
-            f"Validate on {verdict.examples_needed:,} examples or more, or say with "
-            "another tolerance what loss counts as none."
-        )
-    if (verdict.more_seeds or 0) > _MANY_SEEDS and verdict.is_as_good:
-        return "The gain is small beside the noise: measure on an idle machine."
-    if (verdict.more_seeds or 0) > _MANY_SEEDS:
-        return (
-            "So many seeds cost more than they tell: train longer, so that runs differ "
-            "less, or allow a larger tolerance."
-        )
-    if verdict.more_seeds is not None:
-        return f"Measure again with {verdict.num_seeds + verdict.more_seeds} seeds."
-    if math.isfinite(verdict.quality.estimate):
-        return "Train longer, or say with another tolerance what loss counts as none."
-    return "Mend what failed, and measure again."
+    if verdict.answer == "slower":
+        return f"Stay with {reference}."
+    return f"{verdict.needs[:1].upper()}{verdict.needs[1:]}."
 
 
 def how_to_use(policy: str) -> str:
@@ -201,7 +187,7 @@ def _adjective(evidence: Evidence) -> str:
 def _metric(evidence: Evidence, policy: str) -> str:
     """Returns the metric's mean under a policy against the reference's."""
     pairs = evidence.pairs(policy)
-    form = figures.metric_format(rows.metric_tolerance(evidence), digits=1)
+    form = figures.metric_format(evidence.tolerance, digits=1)
     means = []
     for runs in ([b for _, b in pairs], [a for a, _ in pairs]):
         mean = float(np.mean([rows.final(evidence, run) for run in runs]))

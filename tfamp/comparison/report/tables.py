@@ -1,4 +1,4 @@
-"""The tables beside the figures, as rows of text: layers, runs, settings, exports."""
+"""The tables beside the figures, as rows of text: layers, runs, settings."""
 
 import dataclasses
 import math
@@ -7,17 +7,12 @@ from collections.abc import Callable
 
 from tfamp.comparison import figures
 from tfamp.comparison.evidence import Evidence
-from tfamp.comparison.exports import ExportedModel
 from tfamp.comparison.report import rows, sentences
 from tfamp.records.units import format_bytes, format_seconds, join_words
 from tfamp.trials.run_records import LayerDtype, Run
 
 # Of a CPU's hundred instruction sets, those that decide how fast half precision is.
 _TELLING = "bf16|fp16|amx"
-# The best float32 is of another runtime for each export.
-_RUNTIME = re.compile(r" \((\w+)\)")
-# Layers of an integer export in float32 that a cell names.
-_MOST_NAMED = 3
 RUN_COLUMNS = ("examples/s", "step", "first step", "metric", "skipped")
 
 
@@ -46,15 +41,6 @@ class RunRow:
     values: tuple[str, ...]
     error: str
     notes: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportRow:
-    """A figure of every export; `is_main` where a short table has it."""
-
-    label: str
-    values: tuple[str, ...]
-    is_main: bool = False
 
 
 def layer_policies(evidence: Evidence) -> tuple[str, ...]:
@@ -94,7 +80,7 @@ def run_rows(evidence: Evidence) -> tuple[RunRow, ...]:
     rates = figures.format_for("per second", [r.examples_per_second for r in runs])
     steps = figures.format_for("seconds", [r.step.median for r in runs if r.step])
     starts = figures.format_for("seconds", [r.first_step_seconds for r in runs])
-    metric = figures.metric_format(rows.metric_tolerance(evidence))
+    metric = figures.metric_format(evidence.tolerance)
 
     def values(run: Run) -> tuple[str, ...]:
         if not run.is_finished:
@@ -123,7 +109,7 @@ def setting_rows(evidence: Evidence) -> tuple[tuple[str, str], ...]:
     """Returns what was trained and where, as names and values."""
     runs = [run for run in evidence.runs if run.is_finished]
     better = "larger" if evidence.better == "max" else "smaller"
-    allowed = figures.metric_format(rows.metric_tolerance(evidence))
+    allowed = figures.metric_format(evidence.tolerance)
 
     def several(of: Callable[[Run], str]) -> str:
         """Returns a setting of the runs, all of them where they differ."""
@@ -137,7 +123,7 @@ def setting_rows(evidence: Evidence) -> tuple[tuple[str, str], ...]:
             join_words([*map(str, evidence.seeds)]),
         ),
         ("Judged by", f"{evidence.metric} ({better} is better)"),
-        ("Tolerance", allowed(rows.metric_tolerance(evidence))),
+        ("Tolerance", allowed(evidence.tolerance)),
         ("Batch", several(lambda run: f"{run.batch_size:,}")),
         ("Steps", several(lambda run: f"{run.num_steps:,}")),
         ("Epochs", several(lambda run: f"{run.num_epochs:,}")),
@@ -201,90 +187,3 @@ def _dtype(layer: LayerDtype | None) -> str:
     if layer.variable_dtype in (layer.compute_dtype, ""):
         return layer.compute_dtype
     return f"{layer.compute_dtype}, weights {layer.variable_dtype}"
-
-
-def export_rows(evidence: Evidence) -> tuple[ExportRow, ...]:
-    """Returns the rows of the table that has a column for each export.
-
-    Rows that nothing is known of are left out.
-    """
-    exports = evidence.exports
-    metrics = dict.fromkeys(each.metric for each in exports)
-    sizes = sorted({each.batch_size for one in exports for each in one.latencies})
-    others = dict.fromkeys(_other(name) for each in exports for name in each.speedups)
-    pairs = sorted(others, key=lambda name: int(name.rpartition(" ")[2]))
-    labels = [
-        ("against float32", True),
-        *((f"{name}, exported", True) for name in metrics),
-        ("worse by", False),
-        ("predictions flipped", False),
-        *((f"p50, batch {size}", size == 1) for size in sizes),
-        *((f"times {name}", name.startswith("SavedModel")) for name in pairs),
-        ("size", True),
-        ("first answer after", False),
-        ("peak memory", False),
-        ("in float32", False),
-    ]
-    columns = [_export_cells(each) for each in exports]
-    found = []
-    for label, is_main in labels:
-        values = tuple(each.get(label, figures.MISSING) for each in columns)
-        if {*values} - {figures.MISSING}:
-            found.append(ExportRow(label, values, is_main))
-    return tuple(found)
-
-
-def _other(against: str) -> str:
-    """Returns what exports were timed against, without the runtime of the best one."""
-    return _RUNTIME.sub("", against)
-
-
-def _export_cells(export: ExportedModel) -> dict[str, str]:
-    """Returns what is known of an export, by the label of its row."""
-    found = {"against float32": export.verdict}
-    if export.exported_metric is not None:
-        found[f"{export.metric}, exported"] = (
-            f"{export.exported_metric:.4g} for {export.float32_metric:.4g}"
-        )
-    if export.worsening is not None and export.bound is not None:
-        found["worse by"] = f"{export.worsening:.2%}, at most {export.bound:.2%}"
-    if not export.error:
-        found["predictions flipped"] = f"{export.flipped:,} of {export.num_examples:,}"
-    for each in export.latencies:
-        found[f"p50, batch {each.batch_size}"] = format_seconds(each.p50_seconds)
-    for against, ratio in export.speedups.items():
-        runtime = _RUNTIME.search(against)
-        which = f", {runtime[1]}" if runtime else ""
-        between = f" ({figures.ends(ratio)})" if figures.is_known(ratio) else ""
-        text = f"{figures.ratio(ratio.estimate)}{between}{which}"
-        found.setdefault(f"times {_other(against)}", text)
-    if export.size_bytes is not None:
-        found["size"] = format_bytes(export.size_bytes)
-        if export.float32_bytes:
-            part = export.size_bytes / export.float32_bytes
-            found["size"] += f", {part:.2f} of the weights"
-    if export.cold_start_seconds is not None:
-        found["first answer after"] = format_seconds(export.cold_start_seconds)
-    if export.peak_bytes is not None:
-        found["peak memory"] = format_bytes(export.peak_bytes)
-    if export.kept:
-        rest = len(export.kept) - _MOST_NAMED
-        more = [f"{rest} more"] if rest > 0 else []
-        found["in float32"] = join_words([*export.kept[:_MOST_NAMED], *more])
-    return found
-
-
-def export_sentences(evidence: Evidence) -> tuple[str, ...]:
-    """Returns what was exported, and why some could not be."""
-    if not evidence.exports:
-        return ()
-    first = evidence.exports[0]
-    return (
-        f"Exported: the model of {evidence.label(first.policy)} with seed "
-        f"{first.seed}, compared with itself in float32.",
-        *(
-            f"{each.name} could not be exported: {each.error}"
-            for each in evidence.exports
-            if each.error
-        ),
-    )

@@ -16,17 +16,15 @@ from tfamp.comparison.report.plans import (
     plan_sections,
 )
 from tfamp.comparison.report.rows import Cell, Row, rows
-from tfamp.comparison.report.tables import export_rows, export_sentences
 from tfamp.records import console, record
 
 # Policies beside the reference that fit into the width; more get a table of their own.
 _IN_A_TABLE = 2
-_EXPORTS_IN_A_TABLE = 3
 # Letters of a cell, where so many policies stand beside the reference.
 _CELL = {1: 44, 2: 30}
 _LEGEND = (
-    "+ better, - worse: 5 % error in a report; = the same, ? not clear; "
-    "ranges: 5 % error on each side"
+    "+ better, - worse, = the same, ? not clear; means over seeds, their ratios, and "
+    "where these may lie with 5 % error on each side"
 )
 # What fits in a comment on a pull request without being folded away.
 MAX_LINES = 60
@@ -52,10 +50,8 @@ def table(evidence: Evidence) -> str:
     parts += [part for each in plan_sections(evidence) for part in _of_plan(each)]
     if evidence.plans:
         parts.append("")
-    parts += _of_exports(evidence)
     top = sentences.best(evidence)
     lines = [
-        *export_sentences(evidence),
         _LEGEND,
         sentences.reference_sentence(evidence),
         sentences.failures(evidence),
@@ -104,18 +100,6 @@ def _grid(
     rows = [tuple(map(figures.plain, line)) for line in lines]
     how: dict[str, Any] = {"box": box.SIMPLE, "show_edge": False, "pad_edge": False}
     return console.table(columns, rows, title=title, **how)
-
-
-def _of_exports(evidence: Evidence) -> list[object]:
-    """Returns the tables of some exports each."""
-    found, parts = export_rows(evidence), []
-    for start in range(0, len(evidence.exports), _EXPORTS_IN_A_TABLE):
-        chosen = slice(start, start + _EXPORTS_IN_A_TABLE)
-        names = [each.name for each in evidence.exports[chosen]]
-        columns = dict.fromkeys(("exported to", *names), console.FOLD)
-        lines = [(row.label, *row.values[chosen]) for row in found]
-        parts += [_grid(columns, lines), ""]
-    return parts
 
 
 def _of_plan(section: PlanSection) -> tuple[object, ...]:
@@ -227,17 +211,6 @@ def _text(cell: Cell) -> str:
     return " · ".join(parts)
 
 
-def _exports(evidence: Evidence) -> list[str]:
-    """Returns the main figures of exports as a table, in few lines."""
-    if not evidence.exports:
-        return []
-    names = [each.name for each in evidence.exports]
-    told, *failed = map(escaped, export_sentences(evidence))
-    rows = [(r.label, *r.values) for r in export_rows(evidence) if r.is_main]
-    table = _markdown_table(names, [[*map(escaped, row)] for row in rows])
-    return [told, "", *table, "", *(f"- {text}" for text in failed[:_MAX_ERRORS])]
-
-
 def _tail(evidence: Evidence) -> list[str]:
     """Returns errors, notes and where it was measured, each in a line."""
     failed = [run for run in evidence.runs if not run.is_finished]
@@ -248,7 +221,6 @@ def _tail(evidence: Evidence) -> list[str]:
         lines.append(f"- {name}, seed {run.seed}, failed: {error}")
     if len(failed) > _MAX_ERRORS:
         lines.append(f"- {len(failed) - _MAX_ERRORS} more failed.")
-    lines += _exports(evidence)
     lines += [f"- {escaped(note)}" for note in evidence.notes[:_MAX_NOTES]]
     if len(evidence.notes) > _MAX_NOTES:
         lines.append(f"- {len(evidence.notes) - _MAX_NOTES} more notes in the report.")

@@ -15,19 +15,16 @@ import tensorflow as tf
 
 from tfamp.serving.parity import answers
 from tfamp.serving.parity.result import MetricChange, OutputDifference
-from tfamp.trials.bounds import student_quantile
-from tfamp.trials.intervals import bounded_low
+from tfamp.trials import statistics
+from tfamp.trials.statistics import ERROR_RATE
 from tfamp.tuning import scores
 from tfamp.tuning.scores import Score
 
 # Without labels an export is called worse from this part of the answers that flip, or
 # of the outputs' spread: below it only a metric could tell.
 _BROKEN = 0.1
-# Chance that the true drop lies above the upper bound, and below the lower one.
-ERROR_RATE = 0.05
 # Nobody labels more examples than this to settle half a percent.
 _MOST_EXAMPLES = 10**6
-_HALVINGS = 60
 
 
 def compared(
@@ -277,49 +274,17 @@ def upper_bound(worsening: np.ndarray, *, is_rate: bool) -> float:
         >>> won_and_lost = np.array([1.0] * 4 + [-1.0] * 4 + [0.0] * 992)
         >>> 0 < upper_bound(won_and_lost, is_rate=True) < 0.008
         True
-
-    Source: Clopper & Pearson, Biometrika 26, 1934; where examples are won too, Gaffke,
-    see `tfamp.trials.intervals.bounded_low`, which is the same without any.
     """
     if is_rate:
-        lost = int(np.count_nonzero(worsening == 1.0))
-        if lost + np.count_nonzero(worsening == 0.0) == len(worsening):
-            return fraction_limit(lost, len(worsening))
-        return -bounded_low(-worsening, ERROR_RATE)
+        return statistics.change_limit(worsening)
     return mean_interval(worsening)[2]
 
 
 def lower_bound(worsening: np.ndarray, *, is_rate: bool) -> float:
     """Returns what the true mean worsening is above, but for a chance of 5 %."""
     if is_rate:
-        return bounded_low(worsening, ERROR_RATE)
+        return -statistics.change_limit(-worsening)
     return mean_interval(worsening)[1]
-
-
-def fraction_limit(lost: int, number: int) -> float:
-    """Returns the fraction of which at most `lost` are seen with a chance of 5 %.
-
-    Example:
-        >>> [round(fraction_limit(*each), 5) for each in ((0, 598), (1, 947))]
-        [0.005, 0.005]
-    """
-    if lost >= number:
-        return 1.0
-    counts = np.arange(lost + 1)
-    logs = [
-        math.lgamma(number + 1) - math.lgamma(k + 1) - math.lgamma(number - k + 1)
-        for k in counts
-    ]
-    low, high = 0.0, 1.0
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        terms = logs + counts * math.log(middle)
-        terms = terms + (number - counts) * math.log1p(-middle)
-        if float(np.exp(terms).sum()) > ERROR_RATE:
-            low = middle
-        else:
-            high = middle
-    return high
 
 
 def examples_needed(
@@ -352,7 +317,9 @@ def examples_needed(
             return None
         return max(
             len(worsening) + 1,
-            math.ceil((student_quantile(ERROR_RATE, 1000) * spread / room) ** 2),
+            math.ceil(
+                (statistics.student_quantile(ERROR_RATE, 1000) * spread / room) ** 2
+            ),
         )
 
     def shows(number: int) -> bool:
@@ -378,9 +345,5 @@ def _first(holds: Callable[[int], bool], low: int) -> int | None:
 
 def mean_interval(values: np.ndarray) -> tuple[float, float, float]:
     """Returns the mean of values and its t-interval, without end where one is known."""
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, -math.inf, math.inf
-    half = student_quantile(ERROR_RATE, len(values) - 1)
-    half *= float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return mean, mean - half, mean + half
+    found = statistics.interval(values)
+    return found.estimate, found.low, found.high

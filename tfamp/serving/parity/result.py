@@ -6,8 +6,8 @@ from typing import Literal
 
 from tfamp.records import console, units
 from tfamp.records.record import Record, TableRecord
-from tfamp.trials.intervals import Interval, effect_of_ratio
 from tfamp.trials.run_records import Latency
+from tfamp.trials.statistics import Interval, effect_of_ratio
 
 Verdict = Literal["as good and faster", "as good, not faster", "worse", "undecided"]
 

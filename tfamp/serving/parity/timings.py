@@ -23,8 +23,8 @@ from tfamp.serving.exports.writers import write_saved_model
 from tfamp.serving.parity.metrics import mean_interval
 from tfamp.serving.parity.result import Speedup
 from tfamp.serving.runtimes.signature import LoadedModel
-from tfamp.trials.intervals import Interval
 from tfamp.trials.run_records import Latency
+from tfamp.trials.statistics import Interval
 from tfamp.tuning.races import TURN_SECONDS, Racer, fastest, log_ratio, race
 
 TURNS = 9

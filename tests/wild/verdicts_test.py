@@ -1,0 +1,268 @@
+"""Verdicts of `tfamp.compare`: what defaults decide, how often, and what they say."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+
+import tfamp
+from tfamp.comparison.verdict import Examples, judge
+
+REPORTS = 300
+# Standard errors of a rate of 5 % in so many reports, twice.
+NOISE = 2 * (0.05 * 0.95 / REPORTS) ** 0.5
+SAME = np.zeros(3)
+
+
+def rng_of(*words):
+    return np.random.default_rng([*map(ord, "".join(map(str, words)))])
+
+
+def speeds(rng, ratio, noise, seeds=3):
+    """Ratios of runs whose own speeds scatter by `noise` from run to run."""
+    logs = np.log(ratio) + rng.normal(0, noise, seeds) - rng.normal(0, noise, seeds)
+    return np.exp(logs)
+
+
+def flipped(rng, examples, lost, won, seeds=3, scatter=0.0):
+    """Right answers won (1) and lost (-1) under a policy, by seed and example."""
+    drawn = rng.random((seeds, examples))
+    lost = np.clip(lost + rng.normal(0, scatter, (seeds, 1)), 0, 1)
+    return (drawn > 1 - won).astype(float) - (drawn < lost)
+
+
+def said(rng, speed=None, changes=None, losses=None):
+    """The verdict on a policy; what is not given is the same as the reference."""
+    examples = None if changes is None else Examples.of(changes, is_rate=True)
+    differences = changes.mean(axis=1) if changes is not None else SAME
+    tolerance = 0.005
+    if losses is not None:
+        differences, tolerance = losses, 0.05
+    ratios = speeds(rng, 2.0, 0.01) if speed is None else speed
+    return judge(differences, ratios, tolerance=tolerance, examples=examples)
+
+
+def part(words, report, reports=REPORTS):
+    rng = rng_of(*words)
+    return sum(bool(report(rng)) for _ in range(reports)) / reports
+
+
+# Power: what is there is said.
+
+
+@pytest.mark.parametrize(("ratio", "word"), [(1.3, "better"), (1 / 1.3, "worse")])
+def test_a_policy_1_3_times_as_fast_or_slow_is_called_so_with_three_seeds(ratio, word):
+    found = part(
+        ("speed", word),
+        lambda rng: said(rng, speeds(rng, ratio, 0.05)).speed_effect == word,
+    )
+    assert found >= 0.95
+
+
+@pytest.mark.parametrize("ratios", [[0.24, 0.28, 0.35], [0.31, 0.28, 0.27]])
+def test_a_policy_that_takes_three_and_a_half_times_as_long_is_slower(ratios):
+    assert judge(SAME, ratios, tolerance=0.005).answer == "slower"
+    # Whether it is as accurate matters no more.
+    assert judge([0.02, -0.02, 0.0], ratios, tolerance=0.005).answer == "slower"
+    assert judge([-0.1, -0.1, -0.11], ratios, tolerance=0.005).answer == "worse"
+
+
+def test_an_equal_policy_of_which_2_percent_of_predictions_differ_is_equivalent():
+    found = part(
+        ("equal",),
+        lambda rng: (
+            said(rng, changes=flipped(rng, 3300, 0.01, 0.01)).answer
+            == "equivalent and faster"
+        ),
+    )
+    assert found >= 0.8
+
+
+def test_a_loss_with_paired_noise_of_2_percent_is_equivalent_with_three_seeds():
+    found = part(
+        ("loss",),
+        lambda rng: (
+            said(rng, losses=rng.normal(0, 0.02, 3)).answer == "equivalent and faster"
+        ),
+    )
+    assert found >= 0.8
+
+
+# False claims: what is not there is seldom said.
+
+LOST = {
+    "3,300 examples of which 2 % flip": {
+        "examples": 3300,
+        "lost": 0.0125,
+        "won": 0.0075,
+    },
+    "only lost ones": {"examples": 3300, "lost": 0.005, "won": 0.0},
+    "few examples": {"examples": 300, "lost": 0.005, "won": 0.0},
+    "seeds that scatter": {
+        **{"examples": 3300, "lost": 0.0125, "won": 0.0075},
+        "scatter": 0.0015,
+    },
+    "two seeds": {"examples": 3300, "lost": 0.0125, "won": 0.0075, "seeds": 2},
+}
+
+
+@pytest.mark.parametrize("given", LOST.values(), ids=LOST)
+def test_a_policy_that_loses_the_tolerance_is_seldom_called_equivalent(given):
+    seeds = given.get("seeds", 3)
+    found = part(
+        ("lost", *given.values()),
+        lambda rng: (
+            "equivalent"
+            in said(
+                rng, speeds(rng, 2.0, 0.01, seeds), changes=flipped(rng, **given)
+            ).answer
+        ),
+    )
+    assert found <= 0.05 + NOISE
+
+
+def test_examples_that_every_seed_loses_are_counted_once():
+    def report(rng):
+        changes = flipped(rng, 2000, 0.0, 0.0) - (rng.random(2000) < 0.005)
+        return "equivalent" in said(rng, changes=changes).answer
+
+    assert part(("shared",), report) <= 0.05 + NOISE
+
+
+def test_a_loss_that_grows_by_the_tolerance_is_seldom_called_equivalent():
+    found = part(
+        ("grows",),
+        lambda rng: "equivalent" in said(rng, losses=rng.normal(-0.05, 0.02, 3)).answer,
+    )
+    assert found <= 0.05 + NOISE
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.05, 0.2])
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_a_policy_as_fast_is_seldom_called_faster_or_slower(noise, seeds):
+    rng = rng_of("same", noise, seeds)
+    found = [
+        judge([0.0] * seeds, speeds(rng, 1.0, noise, seeds), tolerance=0.005).answer
+        for _ in range(REPORTS)
+    ]
+    assert found.count("equivalent and faster") / REPORTS <= 0.05 + NOISE
+    assert found.count("slower") / REPORTS <= 0.05 + NOISE
+
+
+def test_a_gain_below_5_percent_is_none_however_sure():
+    assert judge(SAME, [1.03, 1.031, 1.032], tolerance=0.005).answer == (
+        "equivalent, not faster"
+    )
+
+
+# What is undecided says what would decide.
+
+
+def test_too_few_examples_say_how_many_or_which_tolerance():
+    found = said(rng_of("few"), changes=np.zeros((3, 50)))
+    assert found.answer == "undecided"
+    # 1 - 0.05 ** (1 / 598) is 0.005: where none of 598 is lost, no more are.
+    assert 598 <= found.examples_needed <= 700
+    assert f"{found.examples_needed} validation examples" in found.needs
+    # Likewise 1 - 0.05 ** (1 / 50) is 0.058.
+    assert found.tolerance_needed == pytest.approx(0.059)
+    assert "a tolerance of 0.059 would decide" in found.needs
+    again = judge(
+        SAME,
+        [2.0, 2.0, 2.1],
+        tolerance=0.059,
+        examples=Examples.of(np.zeros((3, 50)), is_rate=True),
+    )
+    assert again.answer == "equivalent and faster"
+
+
+def test_too_few_seeds_say_how_many():
+    # By hand: a deviation of 0.01; 1.761 * 0.01 / sqrt(15) = 0.00455 is the first
+    # half width of t with 14 degrees of freedom below 0.005 (13 values have 0.00494).
+    found = judge([0.01, -0.01, 0.0], [2.0, 2.0, 2.1], tolerance=0.005)
+    assert (found.answer, 3 + found.more_seeds) == ("undecided", 13)
+    assert re.match("13 seeds or a tolerance of", found.needs)
+
+
+def test_a_gain_in_the_noise_says_how_many_seeds():
+    found = judge(SAME, [1.3, 0.95, 1.25], tolerance=0.005)
+    assert found.answer == "undecided"
+    assert f"{3 + found.more_seeds} seeds would decide" == found.needs
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_every_undecided_verdict_says_what_would_decide(seeds):
+    rng = rng_of("open", seeds)
+    for _ in range(50):
+        changes = flipped(rng, 500, 0.02, 0.02, seeds)
+        ratios = speeds(rng, 1.05, 0.1, seeds)
+        found = judge(
+            changes.mean(axis=1),
+            ratios,
+            tolerance=0.005,
+            examples=Examples.of(changes, is_rate=True),
+        )
+        assert (found.answer == "undecided") == bool(found.needs)
+
+
+# As a user sees it: a model that is slow in half precision, and a loss as its metric.
+
+
+class Slow(keras.layers.Layer):
+    """Takes much longer in half precision, as a kernel that a CPU lacks does."""
+
+    def call(self, x):
+        more = x
+        for _ in range(1 if self.compute_dtype == "float32" else 60):
+            more = keras.ops.tanh(keras.ops.matmul(more, keras.ops.swapaxes(x, 1, 2)))
+        return x + 1e-6 * more
+
+
+def build():
+    keras.utils.set_random_seed(3)
+    x = keras.Input((64, 64))
+    y = keras.layers.Dense(1)(keras.layers.Flatten()(Slow()(x)))
+    model = keras.Model(x, y)
+    model.compile("sgd", "mse")
+    rng = np.random.default_rng(0)
+    data = rng.normal(size=(512, 64, 64)).astype("float32") * 0.1
+    return model, (data, data[:, 0, :1]), (data[:64], data[:64, 0, :1])
+
+
+@pytest.fixture(scope="module")
+def compared():
+    for module in ("cloudpickle", "psutil", "jinja2", "matplotlib"):
+        pytest.importorskip(module)
+    return tfamp.compare(
+        "tests.wild.verdicts_test:build",
+        policies=("float32", "mixed_bfloat16"),
+        seeds=2,
+        latency_batch_sizes=(),
+    )
+
+
+def test_a_policy_that_is_slow_here_is_called_slower_everywhere(compared):
+    assert compared.verdict == "slower"
+    assert "mixed_bfloat16 is slower than float32" in compared.table()
+    assert "Stay with float32" in compared.to_html()
+    assert "Slower" in compared.to_markdown()
+    assert compared.ratio("examples_per_second", "mixed_bfloat16").high < 1
+    assert compared.verdicts["mixed_bfloat16"].speed == (
+        compared.ratio("examples_per_second", "mixed_bfloat16")
+    )
+
+
+def test_a_loss_may_grow_by_5_percent_of_it_where_nobody_says_otherwise(compared):
+    losses = [
+        run.final_metrics["loss"] for run in compared.runs if run.policy == "float32"
+    ]
+    assert compared.tolerance == pytest.approx(0.05 * np.mean(losses))
+
+
+def test_the_printed_ratio_is_that_of_the_printed_numbers(compared):
+    (line,) = re.findall(r"training \(examples/s\).*", compared.table())
+    before, after, ratio = (
+        float(each.replace(",", "")) for each in re.findall(r"[\d,.]+", line)[:3]
+    )
+    assert ratio == pytest.approx(after / before, rel=0.01)
