@@ -153,7 +153,7 @@ def test_ctrl_c_keeps_what_can_be_compared(started, tmp_path):
         found = tfamp.compare(build_nothing, directory=tmp_path)
     pairs = [(run.policy, run.seed) for run in found.runs]
     assert in_words(pairs) == "float32 0, auto 0, auto 1"
-    assert found.verdict == "equivalent, not faster"
+    assert found.verdict == "undecided"
     started[1].clear()
     started[0].clear()
     tfamp.compare(build_nothing, directory=tmp_path, resume=True)

@@ -12,7 +12,6 @@ from tfamp.comparison.evidence import tuned_plans
 from tfamp.comparison.judgement import (
     Better,
     choose_metric,
-    choose_reference,
     direction,
 )
 from tfamp.comparison.result import Comparison, conclude, load_note
@@ -181,7 +180,6 @@ def compare(
             on_run=on_run,
             timeout_seconds=timeout_seconds,
         )
-        reference = choose_reference(job.policies, runs)
         comparison = conclude(
             job,
             runs,
