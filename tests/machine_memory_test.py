@@ -28,9 +28,6 @@ class Occupied(Driver):
     def nvmlDeviceGetGraphicsRunningProcesses(self, gpu):
         return self.processes(gpu, "graphics")
 
-    def nvmlDeviceGetMigMode(self, gpu):
-        return self.figure(gpu, "mig")
-
     def nvmlSystemGetProcessName(self, pid):
         if pid not in self.names:
             raise NVMLError("Not Found")
@@ -84,7 +81,6 @@ def test_a_gpu_is_told_with_all_who_hold_its_memory(tmp_path, gpus_of):
         "Tesla T4",
         "GPU-t",
         memory=(9 * GIB, 15 * GIB),
-        mig=(0, 0),
         compute=((OWN, 2 * GIB), (7, 6 * GIB), (9, None)),
         graphics=((8, GIB), (7, 6 * GIB)),
     )
@@ -95,7 +91,6 @@ def test_a_gpu_is_told_with_all_who_hold_its_memory(tmp_path, gpus_of):
         "Tesla T4",
         15 * GIB,
         9 * GIB,
-        is_mig=False,
         holders=(
             Holder(7, "python3", 6 * GIB),
             Holder(OWN, "python", 2 * GIB, is_own=True),
@@ -121,9 +116,9 @@ def test_a_slice_is_told_with_its_own_memory_and_processes(gpus_of):
     part = Gpu(
         "A100 MIG 1g.5gb", "MIG-1", memory=(GIB, 5 * GIB), compute=((7, 512 * MIB),)
     )
-    whole = Gpu("A100", "GPU-a", slices=(part,), memory=(9, 9), mig=(1, 1))
+    whole = Gpu("A100", "GPU-a", slices=(part,), memory=(9, 9))
     (told,) = gpus_of(Occupied(whole))
-    assert (told.is_mig, told.mig_slice) == (True, "1g.5gb")
+    assert told.mig_slice == "1g.5gb"
     assert (told.total_bytes, told.used_bytes) == (5 * GIB, GIB)
     assert told.holders == (Holder(7, "python3", 512 * MIB),)
 
@@ -189,13 +184,6 @@ PROBLEMS = {
         "here, such as those of another container.",
         "Look with `nvidia-smi` on the host, or choose another GPU by "
         "CUDA_VISIBLE_DEVICES.",
-    ),
-    "MIG without a slice": (
-        gpu(is_mig=True),
-        {},
-        "GPU:0 is cut by MIG, but has no slice to compute on.",
-        "Make one with `nvidia-smi mig -cgi <profile> -C`, or turn MIG off with "
-        "`nvidia-smi -mig 0`.",
     ),
     "a limit beyond the GPU": (
         gpu(limit_bytes=20 * GIB),
@@ -266,8 +254,8 @@ HARMLESS = {
     "this process": (gpu(15 * GIB, holders=(Holder(1, "x", 15 * GIB, True),)), {}),
     "a small process": (gpu(GIB, holders=(Holder(1, "Xorg", 100 * MIB),)), {}),
     "a process of unknown size": (gpu(15 * GIB, holders=(Holder(1, "x"),)), {}),
-    "a slice": (gpu(is_mig=True, mig_slice="1g.5gb"), {}),
-    "nothing told": (gpu(total=None, used=None, is_mig=True), {}),
+    "a slice": (gpu(mig_slice="1g.5gb"), {}),
+    "nothing told": (gpu(total=None, used=None), {}),
     "the allocator for training": (GPU, {"TF_GPU_ALLOCATOR": ALLOCATORS[-1]}),
     "growth": (
         GPU,

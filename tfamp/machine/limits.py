@@ -62,7 +62,6 @@ class GpuMemory(Record):
         name: The maker's name.
         total_bytes: Its size, of a slice the slice's own; None where it is not told.
         used_bytes: Held by all processes.
-        is_mig: Whether the GPU is cut into slices (MIG); None where it is not told.
         mig_slice: Name of the slice, such as "1g.5gb"; None for a whole GPU.
         holders: The processes that hold memory there, the largest first. Those of
             other containers may be missing.
@@ -76,7 +75,6 @@ class GpuMemory(Record):
     name: str
     total_bytes: int | None = None
     used_bytes: int | None = None
-    is_mig: bool | None = None
     mig_slice: str | None = None
     holders: tuple[Holder, ...] = ()
     growth: bool | None = None

@@ -28,7 +28,6 @@ _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 # The last is the one for training; the others find errors of TensorFlow's.
 # Source: TensorFlow, tensorflow/core/common_runtime/gpu, 2026-11-22.
 ALLOCATORS = ("cuda_malloc", "memory_guard", "cuda_malloc_async")
-_MIG_ENABLED = 1
 # TensorFlow asks the C library for smaller blocks.
 _MIB = 2**20
 # Less than this part of a memory, held by others or free, is worth no word.
@@ -173,8 +172,7 @@ def advice(
 def _gpus(nvml: Nvml, root: Path) -> Iterator[GpuMemory]:
     physical = {number_of(gpu): gpu for gpu in tf.config.list_physical_devices("GPU")}
     for reading in nvml.read():
-        part, whole = nvml.handles[reading.index]
-        mode = nvml.ask("nvmlDeviceGetMigMode", whole)
+        part, _ = nvml.handles[reading.index]
         gpu = physical.get(reading.index)
         growth, limit = (None, None) if gpu is None else _taking(gpu)
         yield GpuMemory(
@@ -182,7 +180,6 @@ def _gpus(nvml: Nvml, root: Path) -> Iterator[GpuMemory]:
             reading.name,
             reading.memory_total_bytes,
             reading.memory_used_bytes,
-            None if mode is None else mode[0] == _MIG_ENABLED,
             reading.mig_slice,
             _holders(nvml, part, root),
             growth,
@@ -243,12 +240,6 @@ def _of_gpu(gpu: GpuMemory) -> Iterator[Advice]:
             "container.",
             "Look with `nvidia-smi` on the host, or choose another GPU by "
             "CUDA_VISIBLE_DEVICES.",
-        )
-    if gpu.is_mig and gpu.mig_slice is None:
-        yield Advice(
-            f"{where} is cut by MIG, but has no slice to compute on.",
-            "Make one with `nvidia-smi mig -cgi <profile> -C`, or turn MIG off with "
-            "`nvidia-smi -mig 0`.",
         )
     if gpu.limit_bytes is not None and gpu.limit_bytes > total:
         yield Advice(
