@@ -10,13 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import keras
 import pytest
 import tensorflow as tf
 
 from tests.cluster_program import slurm_variables
-from tests.resume_worker_program import build, dataset
-from tfamp.callbacks import Resume
 from tfamp.callbacks.resume import files as resume_workers
 
 ROOT = Path(__file__).parents[1]
@@ -136,26 +133,6 @@ def test_both_workers_go_on_to_the_bit(tmp_path, wanted, lost):
     # Saves come behind steps 2 and 4, and at the beginning of the last epoch.
     places = [[0, 2], [1, 1], [2, 0]]
     check_equal(tmp_path / "again", tmp_path / "states", wanted, places)
-
-
-@whole
-def test_one_process_takes_the_state_of_both_workers(tmp_path, wanted):
-    states = tmp_path / "states"
-    statuses, found = run(tmp_path / "killed", states, "1", "step", "5")
-    assert (statuses, found) == ([1, -signal.SIGKILL], [])
-    # As if the kill had come before its last save: worker 0 has a step that it lacks.
-    (states / "step-000000004.worker-1-of-2.npz").unlink()
-    # One process, which says that it is another training from here on.
-    keras.utils.set_random_seed(0)
-    model, resume = build(), Resume(states, every_steps=50)
-    history = model.fit(dataset(), epochs=3, verbose=0, callbacks=[resume])
-    assert resume.resumed_at == (0, 2)
-    assert len(history.history["loss"]) == 3
-    assert "it had 2 workers of 1 replicas" in resume.notes[0]
-    assert "not to the bit" in resume.notes[0]
-    for path in states.glob("*-of-1.npz"):
-        path.unlink()
-    check_equal(tmp_path / "again", states, wanted, [[0, 2]])
 
 
 def unavailable(text):

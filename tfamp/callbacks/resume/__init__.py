@@ -26,10 +26,9 @@ class Resume(FitCallback):
 
     What follows equals, bit by bit, what would have followed: weights, optimizer, loss
     scale and counters, random states of layers, of Python, NumPy and Keras, metrics,
-    the history, the place in the data, and what `EarlyStopping`, `ReduceLROnPlateau`
-    and `ModelCheckpoint` hold. Run the same program again with the same `directory`: it
-    begins with the newest state there. A training that has come to its end trains its
-    last step again; with more `epochs` it goes on.
+    the history, and the place in the data. Run the same program again with the same
+    `directory`: it begins with the newest state there. A training that has come to its
+    end trains its last step again; with more `epochs` it goes on.
 
     The batches of the epoch that were trained are drawn again and left out, and those
     of earlier epochs only with `steps_per_epoch`, where one iterator goes through all;
@@ -43,12 +42,12 @@ class Resume(FitCallback):
     With several workers each writes a file of its own, to a folder that all see, and
     all go on at the newest step that all have. When one dies the others end within
     half a minute, and one line says which it was. With another number of workers or
-    replicas a training goes on too, and one line says that it is not to the bit.
+    replicas a training is refused.
 
     Not kept: `tf.random` operations inside of the step (`keras.random` with a
-    `SeedGenerator` is), state of generators and `PyDataset`s, and of callbacks without
-    `get_state()` and `set_state(state)`, which one line names. A callback that has both
-    is kept: `get_state` gives a dict of numbers, texts, and lists of arrays.
+    `SeedGenerator` is), state of generators and `PyDataset`s, and, as with
+    `BackupAndRestore`, of other callbacks: what an `EarlyStopping` remembers begins
+    anew, and one line says so.
 
     Cost: each state is copied and written while training waits, to the disk where it
     is local. Weights, slots and metrics are in it.
@@ -137,10 +136,9 @@ class Resume(FitCallback):
                 f"Resume: {why}, so a training that goes on will not equal this one to "
                 "the bit. Call `keras.utils.set_random_seed` first, or seed it."
             )
-        if names := states.without_state(self._beside()):
+        if kept is not None and (names := states.judges_in(self._beside())):
             self._note(
-                f"Resume: the state of {', '.join(names)} is not kept, as they have no "
-                "`get_state` and `set_state`."
+                f"Resume: what {', '.join(names)} had seen is not kept; it begins anew."
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -188,8 +186,8 @@ class Resume(FitCallback):
     def _go_on(self, kept: Kept, state: State, feed: Feed) -> None:
         """Checks that a state is of this training, and has `fit` begin there."""
         held = state.counters[states.KEY]
-        is_other = self._is_other(kept, held)
-        states.check_data(held["facts"], feed, self.directory, is_other=is_other)
+        self._check_workers(kept, held)
+        states.check_data(held["facts"], feed, self.directory)
         epoch, num_epochs = held["epoch"], (self.params or {}).get("epochs")
         if num_epochs is not None and epoch >= num_epochs:
             raise ValueError(
@@ -206,10 +204,6 @@ class Resume(FitCallback):
             *(held["step"], epoch, os.path.join(self.directory, kept.name)),
         )
         why = []
-        if is_other:
-            why.append(
-                f"it had {kept.num_workers} workers of {held['replicas']} replicas"
-            )
         if held["seed"] != states.global_seed():
             why.append(f"its global seed was {held['seed']}")
         if held["versions"] != states.versions():
@@ -220,10 +214,16 @@ class Resume(FitCallback):
                 f"{self.directory!r} would have been, since {' and '.join(why)}."
             )
 
-    def _is_other(self, kept: Kept, held: dict[str, Any]) -> bool:
+    def _check_workers(self, kept: Kept, held: dict[str, Any]) -> None:
         _, num_workers = files.place_of(self.model.distribute_strategy)
         now = num_workers, snapshots.num_local_replicas(self.model)
-        return (kept.num_workers, held["replicas"]) != now
+        if (kept.num_workers, held["replicas"]) != now:
+            raise ValueError(
+                f"The training in {self.directory!r} had {kept.num_workers} workers of "
+                f"{held['replicas']} replicas; this one has {now[0]} of {now[1]}. "
+                "Expected as many, which get the same batches. Start as many, or load "
+                "its weights and begin in another `directory`."
+            )
 
     def _steps_of_epoch(self, executions: Iterator[Execution]) -> Iterator[Execution]:
         """Goes through an epoch: draws what was trained, and keeps states."""
@@ -234,7 +234,7 @@ class Resume(FitCallback):
             return
         if found is not None:
             held = found[1].counters[states.KEY]
-            skipped = self._go_to(*found, feed)
+            skipped = self._go_to(found[1], feed)
         is_due = self._since >= self.every_steps or self._pending is not None
         self._start, self._start_random = feed.place(), states.take_random()
         self._start_passes = states.take_passes(feed)
@@ -251,7 +251,7 @@ class Resume(FitCallback):
             yield each
             self._after(each, feed)
 
-    def _go_to(self, kept: Kept, state: State, feed: Feed) -> int:
+    def _go_to(self, state: State, feed: Feed) -> int:
         """Goes to where an epoch began; returns how many batches of it to leave out.
 
         The state is put when there is a batch to build the model from, which is now
@@ -260,9 +260,6 @@ class Resume(FitCallback):
         self._state_to_put = state
         held = state.counters[states.KEY]
         states.put_random(held["random of epoch"])
-        if self._is_other(kept, held) and held["facts"] != states.facts_of(feed):
-            self._put(feed.first_batch())
-            return 0  # other batches: the epoch begins anew
         states.put_passes(feed, held.get("passes", ()))
         batch = feed.go_to(Place(*held["place"]))
         states.put_passes(feed, held.get("passes", ()))
@@ -276,7 +273,7 @@ class Resume(FitCallback):
         state, self._state_to_put = self._state_to_put, None
         if state is not None:
             batch = part_of(batch, self.model.distribute_strategy)
-            states.put(self.model, state, batch, self._beside(), self.directory)
+            states.put(self.model, state, batch, self.directory)
 
     def _after(self, execution: Execution, feed: Feed) -> None:
         """Keeps the state where it is time, after all callbacks have seen the step.
@@ -319,9 +316,7 @@ class Resume(FitCallback):
             "random of epoch": self._start_random,
             "passes": self._start_passes,
         }
-        state, self._spare = states.take(
-            self.model, feed, self._beside(), position, into=self._spare
-        )
+        state, self._spare = states.take(self.model, feed, position, into=self._spare)
         return state
 
     def _write(self, state: State) -> None:

@@ -72,8 +72,8 @@ class Folder:
     def newest(self) -> Kept | None:
         """Returns this worker's file of the newest step that all workers have whole.
 
-        Of a training with another number of workers, that of its worker of the same
-        place, or of its chief.
+        Of a training with another number of workers, which is refused, that of its
+        chief or of its worker of the same place.
         """
         for files in self._complete():
             if all(self._is_whole(each) for each in files):

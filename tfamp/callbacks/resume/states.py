@@ -1,7 +1,7 @@
 """The state of a whole training, and whether it fits another one.
 
-Beside the variables of its model it holds where training stands, what other callbacks
-hold, the history and random numbers; what has to be the same is in its record.
+Beside the variables of its model it holds where training stands, the history and random
+numbers; what has to be the same is in its record.
 """
 
 import contextlib
@@ -20,41 +20,23 @@ from tfamp.keras_hooks import around_training, epochs, structure, trainer
 from tfamp.keras_hooks.epochs import Feed
 from tfamp.records import checks
 from tfamp.stepping import snapshots
-from tfamp.stepping.snapshots import State, named_variables, optimizers_of
+from tfamp.stepping.snapshots import State, optimizers_of
 
 # The name of this record among the counters of a state.
 KEY = "resume"
 # What TensorFlow gives where no global seed is set.
 _NO_SEED = 87654321
-# Keras's callbacks that judge later epochs by earlier ones, and where they hold that.
-_HELD: dict[type, tuple[str, ...]] = {
-    keras.callbacks.EarlyStopping: (
-        *("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
-    ),
-    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: (
-        *("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
-    ),
-}
-# Those that hold nothing which training depends on.
-_HOLD_NOTHING = (
-    keras.callbacks.CSVLogger,
-    keras.callbacks.History,
-    keras.callbacks.LambdaCallback,
-    keras.callbacks.LearningRateScheduler,
-    keras.callbacks.ProgbarLogger,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.TensorBoard,
-    keras.callbacks.TerminateOnNaN,
+# Keras's callbacks that judge later epochs by earlier ones.
+_JUDGES = (
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ReduceLROnPlateau,
 )
-# Arrays of callbacks in a state, beside those of the model.
-PREFIX = "callbacks/"
 
 
 def take(
     model: keras.Model,
     feed: Feed,
-    callbacks: Sequence[Any],
     position: dict[str, Any],
     *,
     into: State | None,
@@ -64,23 +46,18 @@ def take(
     `position` is where it stands, and `into` such a part that is not needed any more.
     """
     of_model = snapshots.take(model, into=into)
-    held, arrays = take_callbacks(callbacks)
     counters = {
         **position,
         "facts": facts_of(feed),
         "dtypes": dtypes_of(model),
         "replicas": snapshots.num_local_replicas(model),
-        # What differs between replicas, such as moving statistics.
-        "of replicas": [v.name for v in named_variables(model) if not v.is_shared],
         "seed": global_seed(),
         "versions": versions(),
         "random": take_random(),
-        "callbacks": held,
         "history": take_history(model),
     }
     state = dataclasses.replace(
         of_model,
-        arrays={**of_model.arrays, **arrays},
         counters={**of_model.counters, KEY: counters},
     )
     return state, of_model
@@ -90,17 +67,14 @@ def put(
     model: keras.Model,
     state: State,
     batch: Any,
-    callbacks: Sequence[Any],
     directory: str,
 ) -> None:
-    """Gives a model, its optimizer and other callbacks what a state holds.
+    """Gives a model, its optimizer and its history what a state holds.
 
     The model is built from `batch`, what one replica gets, where it is not. A
     ValueError says that the state is of another model, or under another policy.
     """
     held = state.counters[KEY]
-    extra = {k: v for k, v in state.arrays.items() if k.startswith(PREFIX)}
-    arrays = {k: v for k, v in state.arrays.items() if k not in extra}
     with model.distribute_strategy.scope():
         trainer.build_from(model, batch)
     for _, part, _ in structure.walk(model):
@@ -112,20 +86,14 @@ def put(
         # What this step does to weights and seeds is undone by the state.
         around_training.on_batch(model)(batch)
     check_dtypes(held["dtypes"], model, directory)
-    num_replicas = snapshots.num_local_replicas(model)
-    for name in held["of replicas"] if num_replicas != held["replicas"] else ():
-        first = arrays[name][0] if held["replicas"] > 1 else arrays[name]
-        copies = np.stack([first] * num_replicas)
-        arrays[name] = copies if num_replicas > 1 else first
     try:
-        snapshots.put(model, dataclasses.replace(state, arrays=arrays))
+        snapshots.put(model, state)
     except ValueError as error:
         raise ValueError(
             f"The training in {directory!r} is of another model than this "
             f"{model.name!r}: {checks.first_line(error)} Pass another `directory`, or "
             "delete the files in it."
         ) from error
-    put_callbacks(callbacks, held["callbacks"], extra)
     put_history(model, held["history"])
 
 
@@ -150,18 +118,12 @@ def facts_of(feed: Feed) -> dict[str, Any]:
     }
 
 
-def check_data(
-    held: dict[str, Any], feed: Feed, directory: str, *, is_other: bool
-) -> None:
-    """Raises where the data of `fit` are none of those that `facts_of` gave before.
-
-    Where the number of workers `is_other`, batches may be too.
-    """
+def check_data(held: dict[str, Any], feed: Feed, directory: str) -> None:
+    """Raises where the data of `fit` are none of those that `facts_of` gave before."""
     now = facts_of(feed)
-    names = ["steps_per_execution"] if is_other else list(now)
     changed = [
         name
-        for name in names
+        for name in now
         if held[name] != now[name] and None not in (held[name], now[name])
     ]
     if changed:
@@ -250,50 +212,9 @@ def _is_unseeded_shuffle(dataset: Any) -> bool:
     return all(map(tf.is_tensor, seeds)) and not any(int(seed) for seed in seeds)
 
 
-def take_callbacks(
-    callbacks: Sequence[Any],
-) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Returns what callbacks hold: numbers in their order, and arrays by name."""
-    records: list[dict[str, Any]] = []
-    arrays: dict[str, np.ndarray] = {}
-    for i, each in enumerate(callbacks):
-        held: dict[str, Any] = {}
-        for name, value in _state_of(each).items():
-            if isinstance(value, (list, tuple)):
-                for k, array in enumerate(value):
-                    arrays[f"{PREFIX}{i}/{name}/{k}"] = np.array(array)
-                held[name] = {"arrays": len(value)}
-            else:  # what JSON can hold of a number
-                is_plain = value is None or isinstance(value, (bool, int, str, dict))
-                held[name] = value if is_plain else float(value)
-        records.append({"class": type(each).__name__, "state": held})
-    return records, arrays
-
-
-def put_callbacks(
-    callbacks: Sequence[Any],
-    records: Sequence[dict[str, Any]],
-    arrays: dict[str, np.ndarray],
-) -> None:
-    """Gives callbacks what those of the same classes, in their order, held."""
-    used: set[int] = set()
-    for each in callbacks:
-        for i, record in enumerate(records):
-            if i not in used and record["class"] == type(each).__name__:
-                used.add(i)
-                _put_state(each, _values(i, record["state"], arrays))
-                break
-
-
-def without_state(callbacks: Sequence[Any]) -> list[str]:
-    """Returns the names of classes whose state is not kept, as nothing tells it."""
-    found = {
-        type(each).__name__
-        for each in callbacks
-        if not isinstance(each, (*_HELD, *_HOLD_NOTHING))
-        and not type(each).__module__.startswith("tfamp.")
-        and not _tells(each)
-    }
+def judges_in(callbacks: Sequence[Any]) -> list[str]:
+    """Returns the classes of callbacks that judge epochs by what they remember."""
+    found = {type(each).__name__ for each in callbacks if isinstance(each, _JUDGES)}
     return sorted(found)
 
 
@@ -338,36 +259,3 @@ def put_random(held: dict[str, Any]) -> None:
     state = epochs.global_seed_state()
     if state is not None and held["keras"] is not None:
         state.assign(np.array(held["keras"], state.dtype))
-
-
-def _state_of(callback: Any) -> dict[str, Any]:
-    if _tells(callback):
-        return dict(callback.get_state())
-    for kind, names in _HELD.items():
-        if isinstance(callback, kind):
-            return {name: getattr(callback, name, None) for name in names}
-    return {}
-
-
-def _put_state(callback: Any, values: dict[str, Any]) -> None:
-    if _tells(callback):
-        callback.set_state(values)
-    else:
-        for name, value in values.items():
-            setattr(callback, name, value)
-
-
-def _tells(callback: Any) -> bool:
-    return hasattr(callback, "get_state") and hasattr(callback, "set_state")
-
-
-def _values(
-    place: int, held: dict[str, Any], arrays: dict[str, np.ndarray]
-) -> dict[str, Any]:
-    """Returns what a callback held, with its arrays again."""
-    values = dict(held)
-    for name, value in held.items():
-        if isinstance(value, dict) and value.keys() == {"arrays"}:
-            keys = [f"{PREFIX}{place}/{name}/{k}" for k in range(value["arrays"])]
-            values[name] = [arrays[key] for key in keys]
-    return values
