@@ -103,8 +103,8 @@ SUMMARIES: dict[str, Callable[[Sequence[Result]], list[Row]]] = {
     "guilty_layers_further": lambda results: _found("Further models", results),
     "guards": lambda results: [
         (
-            "A step with FlightRecorder and NanRecovery over one without",
-            range_text(found["both"]["ratio"] for found in _cases(results)),
+            "A step with NanRecovery over one without",
+            range_text(found["NanRecovery"]["ratio"] for found in _cases(results)),
             f"at most {results[0]['goal']}"
             + missed(*(found["met"] for found in _cases(results))),
         )

@@ -214,10 +214,7 @@ TABLES: Tables = {
         callbacks,
     ),
     "guards": (
-        (
-            *("Model", "Parameters", "Step", "FlightRecorder", "NanRecovery"),
-            *("Both", "Both, processor"),
-        ),
+        ("Model", "Parameters", "Step", "NanRecovery", "NanRecovery, processor"),
         callbacks,
     ),
     "guilty_layers": ((*_GUILTY, "alarms on controls"), guilty_layers),

@@ -162,21 +162,24 @@ print(tfamp.triage(broken, (damaged[0][480:512], damaged[1][480:512])))
 # %% [markdown]
 # ## What if it fails at night?
 #
-# `FlightRecorder` holds the last batches and a snapshot from before them, and writes
-# them only when a step fails. Here it meets the damaged example, in float32.
+# `NanRecovery` keeps good snapshots and the batches since, and writes the step that
+# fails into a folder. Here it meets the damaged example, in float32, and only keeps
+# it: with `max_recoveries=0` nothing is mended.
 
 # %%
 keras.utils.set_random_seed(0)
 with tfamp.scope("float32"):
     left_alone = build_model()
-recorder = tfamp.callbacks.FlightRecorder(folder / "bundles")
-left_alone.fit(*damaged, batch_size=32, epochs=1, verbose=0, callbacks=[recorder])
-bundle = recorder.bundles[0]
+keeper = tfamp.callbacks.NanRecovery(
+    folder / "kept", max_recoveries=0, on_exhausted="stop"
+)
+left_alone.fit(*damaged, batch_size=32, epochs=1, verbose=0, callbacks=[keeper])
+bundle = keeper.bundles[0]
 print(sorted(path.name for path in pathlib.Path(bundle).iterdir()))
 
 # %% [markdown]
 # The loss was finite to the end: the ReLU had made 0 of NaN. The weights were not,
-# which the recorder saw.
+# which the callback saw.
 #
 # The bundle replays in any later process, bit by bit on the same device, with
 # `tfamp replay FOLDER`. In Python, with the model at hand:
@@ -187,7 +190,7 @@ print(tfamp.triage(left_alone, bundle))
 # %% [markdown]
 # ## What if it should just go on?
 #
-# `NanRecovery` goes back to the last snapshot that was verified good and does what the
+# By itself it goes back to the last snapshot that was verified good and does what the
 # triage advises. This run has both faults, the layer and the damaged example, which
 # comes again in every epoch. `every_seconds=0` takes a snapshot every second step,
 # which suits a model as small as this; without it they take 1 % of the time.

@@ -101,7 +101,6 @@ def record(**changes):
         "classes": {"Noisy": "nets:Noisy"},
         "has_model": False,
         "needs_build": "",
-        "build": None,
         "surroundings": around,
     }
     return Bundle(**(fields | changes))

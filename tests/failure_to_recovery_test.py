@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.styles import STYLES, Own, assembled
-from tfamp.callbacks import FlightRecorder, NanRecovery
+from tfamp.callbacks import NanRecovery
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 L = keras.layers
@@ -159,16 +159,15 @@ def test_training_is_cured(fault, style, undisturbed, tmp_path):
     others = [Breaking(what.pop("callback"))] if "callback" in what else []
     data = batches(what.pop("spoil", lambda x, y: None))
     model = made(style, policy, **what)
-    recorder = FlightRecorder(tmp_path / "bundles")
     recovery = NanRecovery(tmp_path / "good", every_seconds=0)
-    run = fit(model, data, *others, recorder, recovery)
+    run = fit(model, data, *others, recovery)
     assert [each.remedy for each in run.recoveries] == [REMEDIES[cause]]
     assert {each.cause for each in run.recoveries} == {cause}
     prefix = "inner/" if style == "nested" else ""
     kept = ", ".join(repr(prefix + name) for name in LAYERS.get(fault, ()))
     if kept:
         assert run.recoveries[0].detail == kept
-    assert recorder.bundles
+    assert len(recovery.bundles) == 1
     assert np.isfinite(run.history["loss"]).all()
     healthy = undisturbed(sgd if fault == "learning rate" else adam)
     assert quality(model) == pytest.approx(healthy, rel=0.01)

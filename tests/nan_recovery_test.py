@@ -17,7 +17,6 @@ from tests.refusals import refusals, refused_arguments
 from tests.replicas import two_replicas
 from tests.styles import Subclassed
 from tfamp.callbacks import Throughput
-from tfamp.callbacks.flight_recorder import FlightRecorder
 from tfamp.callbacks.nan_recovery import NanRecovery, failures, remedies
 from tfamp.callbacks.nan_recovery.attempts import Recovery, RecoveryError
 from tfamp.callbacks.nan_recovery.training import Memory
@@ -533,15 +532,6 @@ def test_a_triage_that_fails_has_batches_dropped(tmp_path, caplog):
     lines = (tmp_path / "recoveries.jsonl").read_text().splitlines()
     assert [Recovery.from_dict(json.loads(x)) for x in lines] == list(found)
     assert "The triage failed (KeyError: 'nothing')" in caplog.text
-
-
-def test_the_batch_comes_from_a_recorder_that_holds_it_already(tmp_path):
-    triage = named("data")
-    recorder = FlightRecorder(tmp_path / "bundles")
-    recovery = often(tmp_path, triage=triage)
-    fit(linear(run_eagerly=False), data(3), recovery, recorder, epochs=1)
-    assert np.isnan(triage.asked[0][1][0][0]).all()
-    assert len(recorder.bundles) == 1
 
 
 def endless(folder, **options):

@@ -314,15 +314,15 @@ def test_a_bundle_is_as_good_as_its_batch(tmp_path):
     model = made(lambda: [L.Dense(3, activation="softmax", name="head")])
     x = np.tile(X, (3, 1))
     x[20] = np.inf
-    recorder = tfamp.callbacks.FlightRecorder(tmp_path)
+    recovery = tfamp.callbacks.NanRecovery(tmp_path)
     model.fit(
         *(x, np.tile(Y, 3)),
         batch_size=16,
         shuffle=False,
         verbose=0,
-        callbacks=[recorder],
+        callbacks=[recovery],
     )
-    (bundle,) = tmp_path.iterdir()
+    (bundle,) = recovery.bundles
     after = [w.copy() for w in model.get_weights()]
     found = triage(model, bundle)
     assert found.cause == "data"

@@ -109,6 +109,7 @@ _ELSEWHERE = {
         "tfamp.callbacks.{}",
     ),
     **dict.fromkeys(("Pipeline", "bottleneck", "fit_statistics"), "tfamp.data.{}"),
+    "FlightRecorder": "tfamp.callbacks.NanRecovery, which keeps the failing step",
     "MicroBatches": "tfamp.find_batch_size, which gives batch and accumulation",
     "check_data": "tfamp.data.check",
     "export_model": "tfamp.export",

@@ -70,7 +70,6 @@ ENDINGS = {
 
 CALLBACKS = {
     "NanRecovery": lambda folder: callbacks.NanRecovery(folder, every_seconds=0),
-    "FlightRecorder": callbacks.FlightRecorder,
     "PrecisionMonitor": lambda folder: callbacks.PrecisionMonitor(
         folder / "logs", folder / "steps.csv"
     ),
@@ -221,12 +220,12 @@ INSIDE = {
 
 @pytest.mark.parametrize("train", INSIDE.values(), ids=INSIDE)
 def test_training_inside_of_fit_is_none_of_its_callbacks_business(train, tmp_path):
-    recorder, rates = callbacks.FlightRecorder(tmp_path), callbacks.Throughput()
+    rates = callbacks.Throughput()
     recovery = callbacks.NanRecovery(tmp_path / "good", every_seconds=0)
-    order = [recorder, rates, Trains(train), recovery]
+    order = [rates, Trains(train), recovery]
     model = compiled(run_eagerly=True)
     history = fit(model, callbacks=order, epochs=2).history
-    assert recorder.bundles == () and recovery.recoveries == ()
+    assert recovery.recoveries == ()
     assert history["examples_per_second"][1] > 0
     assert model.optimizer.skipped_steps == 2
 
@@ -252,17 +251,16 @@ class Surrounds(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
 def test_functions_of_other_callbacks_run_once_and_stay(is_first, tmp_path):
-    recorder, rates = callbacks.FlightRecorder(tmp_path), callbacks.Throughput()
     recovery = callbacks.NanRecovery(tmp_path / "good", every_seconds=0)
-    other, ours = Surrounds(), [recorder, rates, recovery]
+    other, ours = Surrounds(), [callbacks.Throughput(), recovery]
     model = compiled(run_eagerly=True)
     order = [other, *ours] if is_first else [*ours, other]
     fit(model, callbacks=order, epochs=2)
     assert other.calls == 2 * STEPS
-    assert len(recovery.recoveries) == len(recorder.bundles) == 1
+    assert len(recovery.recoveries) == len(recovery.bundles) == 1
     assert model.train_function.__name__ == "outer"
     fit(model)
-    assert other.calls == 3 * STEPS and len(recorder.bundles) == 1
+    assert other.calls == 3 * STEPS and len(recovery.bundles) == 1
 
 
 def test_a_fit_in_a_thread_goes_on_when_another_one_ends(tmp_path):
@@ -294,7 +292,6 @@ def test_a_loop_of_ones_own_gives_the_function_back(tmp_path):
     function = model.train_function
     ours = [
         callbacks.Throughput(csv_path=tmp_path / "rates.csv", every_steps=1),
-        callbacks.FlightRecorder(tmp_path),
         callbacks.NanRecovery(tmp_path / "good", every_seconds=0),
     ]
     batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)

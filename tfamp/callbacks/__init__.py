@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from tfamp import _advice
 from tfamp.callbacks.device_stats import DeviceStats as DeviceStats
-from tfamp.callbacks.flight_recorder import FlightRecorder as FlightRecorder
 from tfamp.callbacks.monitor import PrecisionMonitor as PrecisionMonitor
 from tfamp.callbacks.nan_recovery import NanRecovery as NanRecovery
 from tfamp.callbacks.nan_recovery.attempts import Recovery as Recovery

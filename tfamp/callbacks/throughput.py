@@ -14,14 +14,7 @@ from tfamp.callbacks._fit_callback import (
     FitCallback,
     check_path,
 )
-from tfamp.callbacks._rates import (
-    Rates,
-    Watch,
-    Window,
-    flops_of_example,
-    peak_of_devices,
-    rates_of,
-)
+from tfamp.callbacks._rates import Rates, Watch, Window, rates_of
 from tfamp.keras_hooks import around_training
 from tfamp.records import checks
 
@@ -39,38 +32,29 @@ class Throughput(FitCallback):
     - `input_wait`: the part of the time that steps waited for their batch, in
       [0, 1]. What a faster pipeline would gain can be more, where both share the same
       cores: `tfamp.data.bottleneck` measures that;
-    - `model_flops_utilisation`: FLOPs of the model over what the GPUs promise, where
-      that is known or given;
     - `first_step_seconds`: the first step of each `fit`, in the first epoch's logs.
       It holds tracing and compiling, and is left out of all else, as are validation,
-      later steps that are traced, and other callbacks at the ends of epochs.
+      the first step on each shape of batch, and other callbacks at the ends of epochs.
 
     A value that cannot be had is absent, and one line says why. Keras 3.10 shows means
     over an epoch in its bar, so there they come at the end of the epoch only.
 
-    How it sees that: for the length of `fit` the model's `train_function` gets an
-    iterator that takes the time of each draw inside the traced function, which is
-    therefore traced for it. With `steps_per_execution` above 1 TensorFlow draws a
-    batch while it computes on the one before, so that drawing is no waiting, and
-    `input_wait` is absent. On a GPU, where a `train_step` that returns no logs lets
-    Python run ahead of the device, it is measured in one step of each window, when the
-    device is known to be idle. A second Throughput in the same `fit` rests.
+    How it sees that: for the length of `fit` batches are drawn in Python, ahead of the
+    step, where each draw is timed. A smaller last batch is traced anew then, as it is
+    in `train_on_batch`. With `steps_per_execution` above 1, and on several workers, the
+    steps draw their batches themselves, and `input_wait` is absent, as it is on a GPU
+    with a `train_step` that returns no logs: Python runs ahead of the device there. On
+    several workers pass `batch_size` to have examples counted. A second Throughput in
+    the same `fit` rests.
 
-    Cost: below 1 % of a step of a millisecond. The device is waited for where `fit`
-    does so, for its logs, and at the end of each window.
+    The device is waited for where `fit` does so, for its logs, and at the end of each
+    window.
 
     Args:
         log_dir: Folder for TensorBoard scalars of every window, made if need be.
         csv_path: File for a row for every window, appended to.
         every_steps: Batches in a window; the end of an epoch ends one too.
-        batch_size: Examples in a batch of all replicas; None counts them, as the
-            first dimension of the first input.
-        flops_per_example: FLOPs of training on an example, forward and backward; None
-            takes three times those of the forward pass, counted once where the peak
-            is known.
-        peak_flops: Most FLOPs a second of all devices that train; None looks the GPUs
-            up in a table of their maker's figures for the dtype that most weights are
-            multiplied in.
+        batch_size: Examples in a batch of all replicas; None counts them.
         clock: Gives seconds.
 
     Attributes:
@@ -99,8 +83,6 @@ class Throughput(FitCallback):
         csv_path: str | os.PathLike[str] | None = None,
         every_steps: int = 50,
         batch_size: int | None = None,
-        flops_per_example: float | None = None,
-        peak_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
@@ -110,18 +92,12 @@ class Throughput(FitCallback):
         self.batch_size = batch_size
         if batch_size is not None:
             self.batch_size = checks.positive_int("batch_size", batch_size)
-        self.flops_per_example = _positive_or_none(
-            "flops_per_example", flops_per_example
-        )
-        self.peak_flops = _positive_or_none("peak_flops", peak_flops)
         self.first_step_seconds: float | None = None
         self._clock = clock
         self._watch: Watch | None = None
         self._events: EventWriter | None = None
         self._windows: list[Window] = []
         self._latest: dict[str, float] = {}
-        self._flops: float | None = None
-        self._peak: float | None = None
         self._is_first_epoch = True
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -145,7 +121,6 @@ class Throughput(FitCallback):
             clock=self._clock,
             wait_for_device=tf.test.experimental.sync_devices,
             on_window=self._take_window,
-            on_first_step=self._take_first_step,
         )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -165,6 +140,7 @@ class Throughput(FitCallback):
         """Ends the window before the validation inside `fit`."""
         if self._watch is not None:
             self._watch.end_window()
+            self._watch.pause()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Puts the rates of the epoch into the logs."""
@@ -172,7 +148,7 @@ class Throughput(FitCallback):
             return
         self._watch.end_window()
         self._tell_notes()
-        rates = self._rates(self._windows)
+        rates = rates_of(self._windows)
         if rates is not None and logs is not None:
             logs.update(rates.known())
         if self._is_first_epoch and logs is not None:
@@ -189,34 +165,20 @@ class Throughput(FitCallback):
     def _call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
         """Stands around the training function, once its files are open."""
         watch = self._watch
-        return function(iterator) if watch is None else watch.call(function, iterator)
-
-    def _take_first_step(self, seconds: float, element_spec: Any) -> None:
-        """Notes the first step; the model is built now."""
-        self.first_step_seconds = seconds
-        self._peak, why = self.peak_flops, ""
-        if self._peak is None:
-            self._peak, why = peak_of_devices(self.model)
-        self._flops = self.flops_per_example
-        if self._peak is not None and self._flops is None:
-            self._flops, why = flops_of_example(self.model, element_spec)
-            why = why and f"{why}: pass `flops_per_example`"
-        elif self._peak is None:
-            why = f"{why}: pass `peak_flops`"
-        if why:
-            self._note(f"No model_flops_utilisation, since {why}.", logging.DEBUG)
+        if watch is None:
+            return function(iterator)
+        logs = watch.call(function, iterator)
+        self.first_step_seconds = watch.first_step_seconds
+        return logs
 
     def _take_window(self, window: Window, num_batches: int) -> None:
         self._windows.append(window)
-        rates = self._rates([window])
+        rates = rates_of([window])
         if rates is None:
             return
         self._latest = rates.known()
         if self._events is not None:
             self._events.write([(num_batches, *rates)])
-
-    def _rates(self, windows: list[Window]) -> Rates | None:
-        return rates_of(windows, flops_per_example=self._flops, peak_flops=self._peak)
 
     def _tell_notes(self) -> None:
         """Says what the watch cannot see."""
@@ -225,21 +187,12 @@ class Throughput(FitCallback):
             return
         if any(window.examples is None for window in self._windows):
             self._note(
-                "No examples_per_second, since batches have no first dimension to "
-                "count: pass `batch_size`."
+                "No examples_per_second, since the examples of a batch cannot be "
+                "counted: pass `batch_size`."
             )
-        if watch.has_foreign_iterator:
+        if watch.why_no_wait:
             self._note(
-                "No input_wait, since the model draws batches from an iterator that is "
-                "none of tf.data: ask `tfamp.data.bottleneck`."
-            )
-        elif int(self.model.steps_per_execution or 1) > 1:
-            self._note(
-                "No input_wait, since with `steps_per_execution` above 1 a batch is "
-                "drawn while the model computes: ask `tfamp.data.bottleneck`.",
+                f"No input_wait, since {watch.why_no_wait}: ask "
+                "`tfamp.data.bottleneck`.",
                 logging.INFO,
             )
-
-
-def _positive_or_none(argument: str, value: float | None) -> float | None:
-    return None if value is None else checks.positive(argument, value)

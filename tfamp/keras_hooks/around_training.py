@@ -37,7 +37,6 @@ Call = Callable[[Callable[[Any], Any], Any], Any]
 class Place(enum.IntEnum):
     """Where a call stands around the training function, from the inside out."""
 
-    FLIGHT_RECORDER = enum.auto()
     THROUGHPUT = enum.auto()
     NAN_RECOVERY = enum.auto()
 
@@ -59,10 +58,9 @@ class Member:
         self,
         run: "Run",
         close: Callable[[BaseException | None], None],
-        on_failure: Callable[[Any, str], None] | None,
     ) -> None:
         self.has_place = False
-        self._run, self._close, self.on_failure = run, close, on_failure
+        self._run, self._close = run, close
 
     def leave(self, error: BaseException | None = None) -> None:
         """Ends its part and tells it so; a second time does nothing.
@@ -79,16 +77,6 @@ class Member:
         Another callback may have put its own around it, or had it made anew.
         """
         self._run.surround()
-
-    def stands_beside(self, place: Place) -> bool:
-        """Returns whether some member has a place."""
-        return place in self._run.calls
-
-    def tell_failure(self, cause: Any, message: str) -> None:
-        """Tells the members of a failure, ahead of its being mended."""
-        for member in self._run.members:
-            if member.on_failure is not None:
-                member.on_failure(cause, message)
 
 
 class Run:
@@ -167,7 +155,6 @@ def join(
     *,
     place: Place | None = None,
     call: Call | None = None,
-    on_failure: Callable[[Any, str], None] | None = None,
 ) -> Member:
     """Joins the `fit` of a model that runs now, as callbacks do when training begins.
 
@@ -180,11 +167,9 @@ def join(
             None.
         place: Where `call` stands around the training function.
         call: Called in its place with the next function inside, and the iterator.
-        on_failure: Called with the cause and a sentence where another member sees that
-            training has failed, ahead of its being mended.
     """
     run = _current(model) or Run(model)
-    member = Member(run, close, on_failure)
+    member = Member(run, close)
     run.members.append(member)
     if place is not None and call is not None and place not in run.calls:
         member.has_place = True

@@ -150,11 +150,14 @@ def _built_ahead(model: keras.Model, function: Callable[..., Any]) -> Any:
     @functools.wraps(function)
     def call(iterator: Any) -> Any:
         nonlocal is_first
-        if is_first and _has_weights(model) and isinstance(iterator, tf.data.Iterator):
+        spec = getattr(iterator, "element_spec", None)
+        if isinstance(iterator, tf.distribute.DistributedIterator):
+            spec = None  # of a part for each replica
+        if is_first and _has_weights(model) and spec is not None:
             if model.optimizer is not None and not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
             if graph_of(model) is not None:
-                build_metrics(model, iterator.element_spec)
+                build_metrics(model, spec)
         is_first = False
         return function(iterator)
 
@@ -178,7 +181,16 @@ def has_recorded_a_loss(model: keras.Model) -> bool:
     True where the model's own code keeps the losses, and nobody can tell.
     """
     tracker = getattr(model, "_loss_tracker", None)
-    return tracker is None or float(tf.convert_to_tensor(tracker.count)) != 0.0
+    return tracker is None or examples_recorded(model) != 0.0
+
+
+def examples_recorded(model: keras.Model) -> float:
+    """Returns the examples whose loss was added since the metrics were reset.
+
+    0 where the model's own code keeps the losses.
+    """
+    tracker = getattr(model, "_loss_tracker", None)
+    return 0.0 if tracker is None else float(tf.convert_to_tensor(tracker.count))
 
 
 def batch_size_of(data: Any) -> tf.Tensor | None:

@@ -183,7 +183,6 @@ class Bundle(Record):
     classes: dict[str, str]
     has_model: bool
     needs_build: str
-    build: str | None
     surroundings: Surroundings
     notes: tuple[str, ...] = ()
     checksum: str = ""

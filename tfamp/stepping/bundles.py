@@ -110,7 +110,7 @@ def read_record(path: str | os.PathLike[str]) -> Bundle:
     if not (folder / RECORD).is_file():
         raise FileNotFoundError(
             f"Found no bundle in {str(path)!r}: expected a folder with a file "
-            f"{RECORD!r}, as `tfamp.callbacks.FlightRecorder` writes it. Check the "
+            f"{RECORD!r}, as `tfamp.callbacks.NanRecovery` writes it. Check the "
             "path."
         )
     if (folder / "state.tfamp").exists():
@@ -189,7 +189,7 @@ def _is_running(process: int) -> bool:
 def _damaged(folder: Path, why: str) -> ValueError:
     return ValueError(
         f"The bundle {str(folder)!r} is damaged: {why}. Expected it as "
-        "`tfamp.callbacks.FlightRecorder` wrote it. Copy it again, or take another one."
+        "`tfamp.callbacks.NanRecovery` wrote it. Copy it again, or take another one."
     )
 
 

@@ -5,6 +5,7 @@ through the life of a process, so the second model of a notebook has "dense_3" w
 first had "dense". What stays is the order.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import re
@@ -15,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.keras_hooks import trainer
 from tfamp.loss_scale.counters import ScaleVariables
 
 # What a name begins with, by what the variable holds.
@@ -93,6 +95,25 @@ def was_skipped(model: keras.Model) -> bool:
     """Returns whether the last step of a `tfamp.LossScaleOptimizer` was skipped."""
     tallies = [tally_of(optimizer) for optimizer in optimizers_of(model)]
     return any(t is not None and t.numbers().streak for t in tallies)
+
+
+def built_from(model: keras.Model, element_spec: Any) -> bool:
+    """Builds what the first step would build, so that a snapshot has all variables.
+
+    Returns whether the model and its optimizers are built now. A model with a
+    `train_step` of its own may give an optimizer some of the variables only, so it is
+    left to build itself. The element spec of a batch is None where it is not known.
+    """
+    optimizers = optimizers_of(model)
+    if type(model).train_step is keras.Model.train_step and element_spec is not None:
+        strategy = model.distribute_strategy
+        # Whatever a model raises that only runs on tensors.
+        with contextlib.suppress(Exception), strategy.scope():
+            if not model.built:
+                trainer.build_from(model, element_spec)
+            if not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
+    return model.built and all(optimizer.built for optimizer in optimizers)
 
 
 def bare_name(name: str) -> str:

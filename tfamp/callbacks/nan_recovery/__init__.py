@@ -15,6 +15,7 @@ from tfamp.callbacks.nan_recovery.remedies import REMEDIES
 from tfamp.callbacks.nan_recovery.training import WatchedTraining
 from tfamp.keras_hooks import around_training
 from tfamp.records import checks
+from tfamp.stepping import bundles
 from tfamp.stepping.snapshot_files import Slots, made_folder
 
 
@@ -54,12 +55,20 @@ class NanRecovery(FitCallback):
     gets each of them, and so does `model.history.recoveries`. The batches trained
     between the snapshot and the failure are not trained again.
 
+    The failing step is kept: a folder `failure-<step>-<cause>` in `directory` holds its
+    batch, the weights and state from before it and the model. `tfamp replay` makes it
+    again in a fresh process, and `tfamp.triage(model, folder)` says why it failed
+    (docs/bundles.md). With `max_recoveries=0` nothing is mended: training ends with the
+    first failure, and the bundle of it.
+
     Of an epoch that is taken back whole, the logs show those of the snapshot.
 
     Cost: memory of the host for three copies of the weights and optimizer state, and
     for the last 256 MiB of the batches since the snapshot. Snapshots are taken so
     rarely that they cost half a percent of the time; the logs are read after each step,
-    as other callbacks make `fit` do.
+    as other callbacks make `fit` do. Batches are drawn in Python to be held, so the
+    steps that `steps_per_execution` joins are a call each. A bundle takes twice the
+    size of weights and optimizer state on the disk.
 
     To go on in a fresh process, nothing is automatic: pass `resume=True`, and
     `initial_epoch=recovery.initial_epoch` to `fit`. Beside a `BackupAndRestore` leave
@@ -87,6 +96,7 @@ class NanRecovery(FitCallback):
 
     Attributes:
         recoveries: What was done in the last `fit`, a `Recovery` each.
+        bundles: Folders of the failing steps of the last `fit`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -158,6 +168,11 @@ class NanRecovery(FitCallback):
         self._attempts: Attempts | None = None
 
     @property
+    def bundles(self) -> tuple[str, ...]:
+        """Folders of the failing steps of the last `fit`."""
+        return tuple(each.bundle for each in self.recoveries if each.bundle)
+
+    @property
     def initial_epoch(self) -> int:
         """The epoch to resume with, for `fit`; 0 without `resume` or a snapshot.
 
@@ -182,6 +197,7 @@ class NanRecovery(FitCallback):
             )
         self._leave()
         slots = Slots(self.directory, keep=self.keep)
+        bundles.remove_leftovers(slots.directory)
         training = WatchedTraining(
             self.model,
             slots,

@@ -9,9 +9,10 @@ from typing import Any
 import keras
 from absl import logging
 
+from tfamp.callbacks.nan_recovery import bundle as _bundle
 from tfamp.callbacks.nan_recovery import remedies as _remedies
 from tfamp.callbacks.nan_recovery.failures import Sign
-from tfamp.callbacks.nan_recovery.search import Search
+from tfamp.callbacks.nan_recovery.search import Found, Search
 from tfamp.callbacks.nan_recovery.training import WatchedTraining
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
@@ -39,6 +40,8 @@ class Recovery(Record):
         detail: The numbers of the remedy, such as "0.1 -> 0.05".
         restored_step: Step of the snapshot that the model was put back to.
         seconds: What it took.
+        bundle: Folder with the failing step, for `tfamp.triage`; "" where there is
+            none.
     """
 
     number: int
@@ -51,6 +54,7 @@ class Recovery(Record):
     detail: str = ""
     restored_step: int = 0
     seconds: float = 0.0
+    bundle: str = ""
 
     def line(self) -> str:
         """Returns the recovery as a sentence."""
@@ -61,7 +65,7 @@ class Recovery(Record):
             f"Recovery {self.number} at epoch {self.epoch + 1}, step {self.step}: "
             f"{self.sign}{because}. Back to step {self.restored_step}; remedy: "
             f"{self.remedy}{detail}."
-        )
+        ) + (f" `tfamp replay {self.bundle}` shows the step." if self.bundle else "")
 
 
 def table(recoveries: Sequence[Recovery]) -> str:
@@ -159,7 +163,9 @@ class Attempts:
         training.forget()
         state = self._state()
         self._restore(state)
-        verdict = self._verdict(state)
+        found = self._search.failing(training.batches.kept())
+        bundle = self._write_bundle(found, state, sign)
+        verdict = self._verdict(found, state)
         cause = _cause_of(verdict)
         layer = getattr(verdict, "layer", None)
         wanted = _remedies.in_order(cause, allowed=self._remedies)
@@ -183,6 +189,7 @@ class Attempts:
             detail=detail,
             restored_step=int(state.counters["step"]),
             seconds=self._clock() - start,
+            bundle=bundle,
         )
         append(recovery, training.slots.directory)
         if remedy == "stop":
@@ -247,14 +254,42 @@ class Attempts:
         if held != 1:
             _remedies.multiply_rates(self._model, held=held, factor=factor)
 
-    def _verdict(self, state: State) -> Any:
+    def _write_bundle(self, found: Found, state: State, sign: Sign) -> str:
+        """Writes what failed, with the state ahead of it; "" where that cannot be."""
+        if found.kept is None:
+            return ""
+        before = state
+        if found.before is None:
+            self._restore(state)
+        else:
+            before = found.before
+            put(self._model, before)
+        training, folder = self._training, self._training.slots.directory
+        try:
+            return _bundle.write(
+                self._model,
+                folder,
+                found,
+                state=before,
+                sign=sign,
+                epoch=training.epoch,
+            )
+        except Exception as error:  # recovery must go on without it
+            logging.warning(
+                "No bundle of the failure could be written to %r (%s: %s).",
+                str(folder),
+                type(error).__name__,
+                checks.first_line(error),
+            )
+            return ""
+
+    def _verdict(self, found: Found, state: State) -> Any:
         """Asks the triage about the failing batch, on the weights from before.
 
         First on the good ones; where these make nothing fail, on those that the steps
         since then led to.
         """
-        training, judge = self._training, self._triage
-        found = self._search.failing(training.batches.kept())
+        judge = self._triage
         self._restore(state)
         if judge is None and found.batch is None:
             return None
@@ -348,9 +383,10 @@ class Attempts:
         if len(self.done) >= self._max_recoveries:
             why = f"`max_recoveries` {self._max_recoveries} are used up"
         advice = str(getattr(verdict, "remedy", "") or "").rstrip(".")
+        look = f"`tfamp.triage(model, {last.bundle!r})`" if last.bundle else ""
         advice = advice or (
-            "Look at the failing step with `tfamp.triage(model, batch)`, lower the "
-            "learning rate, or clean the data"
+            f"Look at the failing step with {look or '`tfamp.triage(model, batch)`'}, "
+            "lower the learning rate, or clean the data"
         )
         text = (
             f"Training was stopped at epoch {last.epoch + 1}, step {last.step}: "

@@ -8,16 +8,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.callbacks._batch_ring import BatchesSince
-from tfamp.callbacks.flight_recorder.contents import built_from
+from tfamp.callbacks._draws import BatchesSince
 from tfamp.callbacks.nan_recovery import failures
 from tfamp.callbacks.nan_recovery.failures import Sign
-from tfamp.keras_hooks import around_training
 from tfamp.keras_hooks.trainer import drop_traced_functions
-from tfamp.stepping.bundle_records import Cause
 from tfamp.stepping.snapshot_files import Background, Slots
 from tfamp.stepping.snapshots import (
     State,
+    built_from,
     first_nonfinite,
     num_nonfinite,
     take,
@@ -27,8 +25,6 @@ from tfamp.stepping.snapshots import (
 _ENDS = (StopIteration, tf.errors.OutOfRangeError)
 # Looking at the scale may take this part of the time.
 _SHARE_OF_SCALE = 0.001
-# What a bundle calls a sign, where it has another name.
-_CAUSES: dict[str, Cause] = {"logs": "loss", "loss scale": "skip"}
 # Snapshots, and writing them, may take this part of the time.
 _SHARE = 0.005
 # Above this multiple of what the loss was, it is running away.
@@ -142,8 +138,7 @@ class WatchedTraining:
         if self.memory is None:
             self.begin(getattr(iterator, "element_spec", None))
         try:
-            is_held = self.member.stands_beside(around_training.Place.FLIGHT_RECORDER)
-            logs = function(self.batches.through(iterator, is_held=is_held))
+            logs = function(self.batches.through(iterator))
         except _ENDS:
             # Judged before anything is done with the weights at the epoch's end.
             if self._calls and (sign := self._check_weights()) is not None:
@@ -176,7 +171,7 @@ class WatchedTraining:
         is_inside = self.holds_metrics(state)
         self.num_calls_kept = int(state.counters["calls"]) if is_inside else 0
         self.last_logs = {**self.last_logs, **state.counters.get("logs", {})}
-        self.batches.begin_at(self.batches.mark())
+        self.batches.begin_at(self.batches.num_drawn)
 
     def holds_metrics(self, state: State) -> bool:
         """Returns whether the metrics of a state are those of this epoch so far."""
@@ -189,8 +184,6 @@ class WatchedTraining:
         self._is_checked = False
 
     def _fail(self, sign: Sign) -> dict[str, Any]:
-        # Of the state before it is mended.
-        self.member.tell_failure(_CAUSES.get(sign.kind, "weights"), sign.text)
         self._on_failure(sign)
         self._is_checked = True
         return self.last_logs
@@ -228,7 +221,7 @@ class WatchedTraining:
         self._updates = failures.num_updates(self._model)
         self._is_checked = True
         if memory.take(**self._facts(values, is_last=is_last)):
-            self._mark = self.batches.mark()
+            self._mark = self.batches.num_drawn
             return None
         return Sign("weights", f"{memory.bad_path} holds values that are not finite")
 

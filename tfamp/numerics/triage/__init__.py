@@ -25,7 +25,7 @@ def triage(model: keras.Model, batch_or_bundle: Any) -> Triage:
         model: A compiled model with the weights of the failing step.
         batch_or_bundle: The batch of the step, as `(x, y)` or `(x, y, sample_weight)`;
             whatever else `fit` takes, of which it is the first batch; or the path of a
-            bundle that `tfamp.callbacks.FlightRecorder` wrote, whose
+            bundle that `tfamp.callbacks.NanRecovery` wrote, whose
             state the model is given for the time of the replay.
 
     Returns:

@@ -69,17 +69,16 @@ def rebuilt(
     `replay`.
     """
     record = contents.record
-    target = build or (record.build if record.needs_build else None)
     around = record.surroundings
     with (
         tf.distribute.MirroredStrategy(list(around.replicas)).scope()
         if around.replicas
         else contextlib.nullcontext()
     ):
-        if target is None:
+        if build is None:
             model = _loaded(Path(path) / bundles.MODEL, record)
         else:
-            model = _built(target, record)
+            model = _built(build, record)
         model.run_eagerly, model.jit_compile = around.run_eagerly, around.jit_compile
         model.steps_per_execution = around.steps_per_execution
         # Metrics have no variables before the first step.
@@ -96,10 +95,7 @@ def begin(model: keras.Model, contents: Contents) -> None:
 
 
 def _loaded(path: Path, record: Bundle) -> keras.Model:
-    how = (
-        "Pass `--build module:function`, which returns the compiled model, or "
-        "`build=` to the recorder."
-    )
+    how = "Pass `--build=module:function`, which returns the compiled model."
     if not record.has_model:
         raise ValueError(
             f"The bundle holds no model {record.model_class}, since "
@@ -142,7 +138,7 @@ def replay(
     Args:
         path: The bundle.
         build: "module:function" that returns the compiled model, alone or first in a
-            tuple; None takes the model of the bundle, or the function named there.
+            tuple; None takes the model of the bundle.
         explain: Whether to ask `tfamp.triage` about the failing step.
 
     Returns:
@@ -284,9 +280,13 @@ def _failed_again(
     if record.cause == "weights":
         return snapshots.num_nonfinite(snapshots.take(model)) > 0
     if record.cause == "skip":
-        return int(model.optimizer.consecutive_skips) > 0
+        return int(getattr(model.optimizer, "consecutive_skips", 0)) > 0
     loss = steps[-1].replayed_loss
-    return loss is not None and not math.isfinite(loss)
+    if loss is not None and not math.isfinite(loss):
+        return True
+    logged = [float.fromhex(each) for each in record.calls[-1].logs.values()]
+    is_same = bool(logged) and not steps[-1].differing
+    return is_same and not all(map(math.isfinite, logged))
 
 
 def _went_wrong(

@@ -1,0 +1,316 @@
+"""The bundle of a failure: what `NanRecovery` keeps, and that replays are exact."""
+
+import contextlib
+import os
+import re
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.replicas import two_replicas
+from tfamp.callbacks import NanRecovery
+from tfamp.numerics.triage.bundle_replay import replay
+from tfamp.stepping import bundles
+from tfamp.stepping.bundles import part_of
+
+# 13 batches of 4 and one of 2; the 13th has a NaN.
+NUM_EXAMPLES, BATCH, BAD_STEP = 54, 4, 13
+layers = keras.layers
+
+
+@keras.saving.register_keras_serializable("failure_bundles_test")
+class OwnStep(keras.Model):
+    """A subclassed model with a train step of its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.hidden, self.head = layers.Dense(2), layers.Dense(1)
+        self.drop = layers.Dropout(0.5)
+
+    def call(self, x, training=False):
+        return self.head(self.drop(self.hidden(x), training=training))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def sequential():
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            layers.Dense(4, activation="tanh"),
+            layers.Dropout(0.5),
+            layers.BatchNormalization(),
+            layers.Dense(1),
+        ]
+    )
+
+
+def functional():
+    inputs = keras.Input((3,))
+    outputs = layers.Dense(1)(layers.GaussianNoise(0.1)(inputs) + inputs)
+    return keras.Model(inputs, outputs)
+
+
+def unbuilt():
+    return keras.Sequential([layers.Dropout(0.5), layers.Dense(1)])
+
+
+def small():
+    return keras.Sequential([keras.Input((3,)), layers.Dropout(0.5), layers.Dense(1)])
+
+
+def compiled(make=small, *, on_replicas=False, **settings):
+    keras.utils.set_random_seed(1)
+    scope = contextlib.nullcontext()
+    if on_replicas:
+        scope = two_replicas().scope()
+    with scope:
+        model = make()
+        optimizer = settings.pop("optimizer", None) or keras.optimizers.Adam(0.01)
+        model.compile(optimizer, "mse", **settings)
+    return model
+
+
+def arrays(bad=BAD_STEP):
+    x = np.random.default_rng(0).random((NUM_EXAMPLES, 3), "float32")
+    y = x[:, :1].copy()
+    if bad is not None:
+        y[BATCH * (bad - 1) + 1] = np.nan
+    return x, y
+
+
+def keeping(folder, **options):
+    """Mends nothing: training ends with the first failure."""
+    return NanRecovery(
+        folder, **{"max_recoveries": 0, "on_exhausted": "stop"} | options
+    )
+
+
+def fit(model, recovery, *, data=None, **settings):
+    x, y = arrays() if data is None else data
+    settings = {"batch_size": BATCH, "shuffle": False, "verbose": 0} | settings
+    return model.fit(x, y, callbacks=[recovery], **settings)
+
+
+WAYS = {
+    "Sequential": (sequential, {"metrics": ["mae"]}),
+    "Functional": (functional, {}),
+    "a train_step of its own": (OwnStep, {}),
+    "not built before": (unbuilt, {}),
+    "eager": (sequential, {"run_eagerly": True}),
+    "three steps a call": (sequential, {"steps_per_execution": 3}),
+    "three eager steps": (unbuilt, {"steps_per_execution": 3, "run_eagerly": True}),
+    "two replicas": (sequential, {"on_replicas": True}),
+    "XLA": (sequential, {"jit_compile": True}),
+}
+
+
+@pytest.mark.anchors("Sequential", "a train_step of its own")
+@pytest.mark.parametrize("make, settings", WAYS.values(), ids=WAYS)
+def test_the_failing_step_is_kept_and_replayed(tmp_path, make, settings):
+    model, recovery = compiled(make, **settings), keeping(tmp_path)
+    fit(model, recovery)
+    (path,) = recovery.bundles
+    assert os.path.dirname(path) == str(tmp_path)
+    assert os.path.basename(path).startswith(f"failure-{BAD_STEP:08d}-")
+    contents = bundles.read(path)
+    record, (x, y) = contents.record, arrays()
+    assert (record.epoch, record.step) == (0, BAD_STEP)
+    rows = slice(BATCH * (BAD_STEP - 1), BATCH * BAD_STEP)
+    (batch,) = record.batches
+    parts = [part_of(contents, batch.number, i) for i in range(len(batch.parts))]
+    for position, expected in enumerate((x[rows], y[rows])):
+        kept = np.concatenate([part[position] for part in parts])
+        np.testing.assert_array_equal(kept, expected)
+    replayed = replay(path, explain=False)
+    assert replayed.is_reproduced and replayed.is_same_device
+    # Two replicas were tried as one, which adds up in another order.
+    bits = None if "on_replicas" in settings else True
+    assert (replayed.is_exact, replayed.differences) == (bits, ())
+
+
+def texts():
+    words = np.array([str(i % 7) for i in range(NUM_EXAMPLES)])[:, None]
+    inputs = keras.Input((1,), dtype="string")
+    ids = layers.StringLookup(vocabulary=list("0123456"))(inputs)
+    hidden = layers.Flatten()(layers.Embedding(8, 2)(ids))
+    return keras.Model(inputs, layers.Dense(1)(hidden)), words
+
+
+def two_inputs():
+    a, b = keras.Input((3,), name="a"), keras.Input((3,), name="b")
+    outputs = layers.Dense(1)(layers.Add()([a, b]))
+    return keras.Model({"a": a, "b": b}, outputs), {"a": arrays()[0], "b": arrays()[0]}
+
+
+@pytest.mark.parametrize("build", [texts, two_inputs], ids=["strings", "a dict"])
+def test_batches_of_every_kind_are_replayed(tmp_path, build):
+    model, x = build()
+    model = compiled(lambda: model)
+    recovery = keeping(tmp_path)
+    dataset = tf.data.Dataset.from_tensor_slices((x, arrays()[1])).batch(BATCH)
+    model.fit(dataset, verbose=0, callbacks=[recovery])
+    assert replay(recovery.bundles[0], explain=False).is_exact
+
+
+def test_batches_of_varying_length_with_sample_weights_are_replayed(tmp_path):
+    def make():
+        for length in (1, 2, 3, 2, 5):
+            x = np.full((2, length, 3), length, "float32")
+            y = np.full((2, 1), np.nan if length == 5 else 1.0, "float32")
+            yield x, y, np.array([0.5, 2.0], "float32")
+
+    signature = tuple(tf.TensorSpec(shape) for shape in ((2, None, 3), (2, 1), (2,)))
+    dataset = tf.data.Dataset.from_generator(make, output_signature=signature)
+    pooled = [keras.Input((None, 3)), layers.GlobalAveragePooling1D(), layers.Dense(1)]
+    recovery = keeping(tmp_path)
+    model = compiled(lambda: keras.Sequential(pooled))
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(5))
+    model.fit(dataset, verbose=0, callbacks=[recovery])
+    contents = bundles.read(recovery.bundles[0])
+    assert tuple(part_of(contents, 4)[0].shape) == (2, 5, 3)
+    assert part_of(contents, 4)[2].numpy().tolist() == [0.5, 2.0]
+    assert replay(recovery.bundles[0], explain=False).is_exact
+
+
+class Ragged(keras.Model):
+    """Trains on rows of any length, and on sparse targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = self.add_weight(shape=(), initializer="ones")
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(tf.reduce_sum(x, 1) * self.weight)
+            loss = total - tf.cast(tf.sparse.reduce_sum(y), tf.float32)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_ragged_and_sparse_batches_are_kept(tmp_path):
+    rows = tf.ragged.constant([[1.0], [2.0, 3.0], [], [np.nan]])
+    targets = tf.sparse.from_dense([[0, 1], [2, 0], [0, 0], [3, 4]])
+    dataset = tf.data.Dataset.from_tensor_slices((rows, targets)).batch(2)
+    recovery = keeping(tmp_path)
+    model = compiled(Ragged)
+    model.built = True
+    model.fit(dataset, verbose=0, callbacks=[recovery])
+    x, y = part_of(bundles.read(recovery.bundles[0]), 1)
+    np.testing.assert_equal(x.to_list(), [[], [np.nan]])
+    assert tf.sparse.to_dense(y).numpy().tolist() == [[0, 0], [3, 4]]
+
+
+def guarded(**settings):
+    inner = keras.optimizers.Adam(0.01)
+    return tfamp.LossScaleOptimizer(inner, 1024.0, max_consecutive_skips=3, **settings)
+
+
+@pytest.mark.anchors("graph")
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "XLA"])
+def test_the_first_of_a_streak_of_skips_is_kept(tmp_path, jit_compile):
+    model = compiled(optimizer=guarded(), jit_compile=jit_compile)
+    x, y = arrays(None)
+    y[40:] = np.nan  # from step 11 on
+    recovery = keeping(tmp_path)
+    fit(model, recovery, data=(x, y))
+    (path,) = recovery.bundles
+    assert bundles.read_record(path).step == 11
+    assert replay(path, explain=False).is_exact
+
+
+def test_every_failure_has_its_bundle_while_training_is_mended(tmp_path):
+    x, y = arrays(5)
+    y[4 * 8] = np.nan
+    recovery = NanRecovery(tmp_path, every_seconds=0)
+    run = fit(compiled(), recovery, data=(x, y))
+    steps = [bundles.read_record(path).step for path in recovery.bundles]
+    assert steps == [5, 9] and run.history["recoveries"] == [2]
+    assert [each.bundle for each in run.recoveries] == list(recovery.bundles)
+    for path in recovery.bundles:
+        assert replay(path, explain=False).is_exact
+
+
+class Spoils(keras.callbacks.Callback):
+    """Breaks the model from outside."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            self.model.layers[2].moving_mean.assign(np.full(4, np.nan))
+
+
+def test_what_no_step_makes_again_is_told(tmp_path):
+    recovery = keeping(tmp_path, every_seconds=0)
+    model = compiled(sequential)
+    x, y = arrays(None)
+    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Spoils(), recovery])
+    record = bundles.read_record(recovery.bundles[0])
+    assert record.cause == "weights" and "moving_mean" in record.message
+    assert record.notes[0].startswith("No step since the last good state failed")
+    assert not replay(recovery.bundles[0], explain=False).failed_again
+
+
+def test_an_interrupt_and_a_good_run_leave_none(tmp_path):
+    class Raises(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 5:
+                raise KeyboardInterrupt
+
+    recovery = keeping(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        compiled().fit(
+            *arrays(None), verbose=0, callbacks=[recovery, Raises()], batch_size=BATCH
+        )
+    fit(compiled(), recovery, data=arrays(None))
+    assert recovery.bundles == () and not list(tmp_path.glob("failure-*"))
+
+
+def test_a_full_disk_costs_no_training(tmp_path, monkeypatch, caplog):
+    usage = shutil._ntuple_diskusage(100, 90, 10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    recovery = NanRecovery(tmp_path)
+    run = fit(compiled(), recovery, epochs=2)
+    assert len(run.history["loss"]) == 2 and len(run.recoveries) == 2
+    assert recovery.bundles == () and not list(tmp_path.glob("failure-*"))
+    assert "No bundle of the failure could be written" in caplog.text
+    assert "does not fit" in caplog.text
+
+
+def make_for_replay():
+    model = small()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model, None
+
+
+def test_a_model_of_a_function_is_told_and_built_again(tmp_path):
+    class Local(keras.Sequential):
+        pass
+
+    recovery = keeping(tmp_path)
+    fit(compiled(lambda: Local(small().layers)), recovery)
+    (path,) = recovery.bundles
+    why = bundles.read_record(path).needs_build
+    assert why.endswith("Local is defined inside a function")
+    with pytest.raises(ValueError, match=re.escape(f"since {why}; expected a")):
+        replay(path)
+    target = f"{__name__}:make_for_replay"
+    assert replay(path, build=target, explain=False).is_reproduced
+
+
+def test_the_triage_of_a_bundle_names_the_examples(tmp_path):
+    model, recovery = compiled(), keeping(tmp_path)
+    fit(model, recovery)
+    found = tfamp.triage(model, recovery.bundles[0])
+    assert found.cause == "data" and "in 1 of 4" in found.evidence[0]
