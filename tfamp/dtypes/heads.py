@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfamp.dtypes import layer_dtypes
 from tfamp.dtypes.settings import PolicySettings
-from tfamp.keras_hooks import structure
+from tfamp.keras_hooks import structure, trials
 from tfamp.keras_hooks.layers import CALLS, Kind, record_of, update_record
 from tfamp.records.formats import HALF
 
@@ -171,7 +171,8 @@ def traced_heads(
 
     before, CALLS.recorder = CALLS.recorder, record
     try:
-        structure.trace_call(model, args, kwargs)
+        with trials.without_python_effects(model):
+            structure.trace_call(model, args, kwargs)
     finally:
         CALLS.recorder = before
     return recorder.heads or Heads(is_complete=False), recorder

@@ -18,17 +18,26 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 from absl import logging
 
 from tfamp.dtypes import heads, layer_dtypes
 from tfamp.dtypes.rules import Rule
 from tfamp.dtypes.settings import PolicySettings
-from tfamp.keras_hooks import calls, half_kernels, structure
+from tfamp.keras_hooks import calls, half_kernels, structure, trials
 from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of, update_record
+from tfamp.keras_hooks.patches import replaced
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
 
-_NAMES_HALF = re.compile(r"\b(half|float16|bfloat16|DT_HALF|DT_BFLOAT16)\b")
+# "half" is a word of English, too: TensorFlow has it beside one that is about dtypes.
+_NAMES_HALF = re.compile(
+    r"\b(?:float16|bfloat16|DT_HALF|DT_BFLOAT16)\b"
+    r"|\bd?types?\b\W+(?:\w+\W+)?half\b|\battr '\w+' of half\b"
+    r"|\bhalf\b'?>?\W*(?:tensor|but|vs|and float|!=)"
+)
+# What Keras and TensorFlow raise for want of a kernel, or where dtypes do not fit.
+_DTYPE_ERRORS = (TypeError, ValueError, NotImplementedError, tf.errors.OpError)
 # Keras adds the arguments of the call to an error, and their dtypes.
 _ARGUMENTS = "Arguments received by"
 _TRIED = "_tfamp_tried_in_float32"
@@ -36,6 +45,11 @@ _LIBRARIES = re.compile(r"[\\/](keras|tensorflow|tfamp)[\\/]")
 _RULE = "default: cannot run in half precision"
 _OWN_LOSS = "default: own loss"
 _HOW_TO_STAY = " Cast to `self.compute_dtype` there to run it in half precision."
+_HOW_TO_KEEP = " Name it in `keep_float32` to say that it is meant to be so."
+_HOW_TO_DIFFERENTIATE = (
+    " Return tensors and gradients in the dtype of the inputs to run it in half "
+    "precision, or name it in `keep_float32`."
+)
 _PRODUCT = "its own product makes an output of the model, which feeds the loss"
 
 
@@ -53,13 +67,18 @@ def remedy(
     record = record_of(layer)
     if record is not None and record.rule == _RULE != before.rule:
         return again()  # it was found as the layer was built, on inputs cast before
+    of_gradient = half_kernels.failed_gradient(layer)
+    if CALLS.differentiated is layer:  # as it is tried in float32 below
+        raise error
+    if record is not None and of_gradient is not None:
+        return _differentiable(layer, record, of_gradient, again)
     if record is not None and record.rule == _OWN_LOSS and _names_half(error):
         return _without_own_loss(layer, record.settings, error, again)
     if record is None or not _may_help(layer, record, error):
         raise error
     told = map(half_kernels.missing, _with_causes(error))
     missing = next(filter(None, told), None)
-    for applies_to in ("own", "all"):
+    for applies_to in _ways(layer):
         with contextlib.suppress(Exception), _restored_on_error(layer):
             reason = missing or (
                 f"its `call` raises {type(error).__name__} in {layer.compute_dtype} at "
@@ -67,17 +86,50 @@ def remedy(
             )
             take(layer, record.settings, Rule(_RULE, reason, applies_to=applies_to))
             outputs = again()
-            stay = applies_to == "own" and structure.children(layer)
-            logging.warning(
-                "Layer %r computes in float32%s: %s.%s",
-                layer.name,
-                ", between sublayers that stay as they are" if stay else "",
-                reason,
-                "" if missing else _HOW_TO_STAY,
-            )
+            _tell(layer, applies_to, reason, _HOW_TO_KEEP if missing else _HOW_TO_STAY)
             return outputs
     _mark(layer, error)
     raise error
+
+
+def _differentiable(
+    layer: keras.layers.Layer,
+    record: LayerRecord,
+    error: Exception,
+    again: Callable[[], Any],
+) -> Any:
+    """Returns what a call gives in float32, if it has a gradient there; else as ever.
+
+    Of a layer whose gradient fails in float32, too, nobody may ask it.
+    """
+    told = half_kernels.missing(error)
+    told = told or f"{type(error).__name__}: {first_line(error)}"
+    reason = f"its gradient cannot be built in {layer.compute_dtype} ({told})"
+    for applies_to in _ways(layer):
+        with contextlib.suppress(Exception), _restored_on_error(layer):
+            take(layer, record.settings, Rule(_RULE, reason, applies_to=applies_to))
+            with replaced(CALLS, differentiated=layer):
+                outputs = again()
+            _tell(layer, applies_to, reason, _HOW_TO_DIFFERENTIATE)
+            return outputs
+    trials.note_tried(layer)
+    return again()
+
+
+def _ways(layer: keras.layers.Layer) -> tuple[str, ...]:
+    """Returns how far a layer is taken into float32: alone, then with its sublayers."""
+    return ("own", "all") if structure.children(layer) else ("own",)
+
+
+def _tell(layer: keras.layers.Layer, applies_to: str, reason: str, how: str) -> None:
+    stay = applies_to == "own" and structure.children(layer)
+    logging.warning(
+        "Layer %r computes in float32%s: %s.%s",
+        layer.name,
+        ", between sublayers that stay as they are" if stay else "",
+        reason,
+        how,
+    )
 
 
 @contextlib.contextmanager
@@ -98,6 +150,7 @@ def _may_help(layer: keras.layers.Layer, record: LayerRecord, error: Exception) 
         and CALLS.may_keep
         and not getattr(error, _TRIED, False)
         and structure.graph_of(layer) is None
+        and isinstance(error, _DTYPE_ERRORS)
         and _names_half(error)
     )
 

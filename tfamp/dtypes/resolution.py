@@ -12,7 +12,7 @@ from tfamp.dtypes import heads, layer_dtypes, own_operations
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.rules import Rule
 from tfamp.dtypes.settings import PolicySettings
-from tfamp.keras_hooks import backend, calls, structure, trainer
+from tfamp.keras_hooks import backend, calls, structure, trainer, trials
 from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of, update_record
 from tfamp.records import checks
 from tfamp.records.checks import first_line
@@ -45,6 +45,12 @@ def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
         )
     ):
         resolve(layer, args, kwargs)
+        if record.settings.plan is None:
+            trials.note_call(layer, kwargs)  # the trace for heads has tried it
+    if trials.is_untried(layer, record_of(layer) or record, kwargs) and not any(
+        isinstance(x, keras.KerasTensor) for x in structure.flatten((args, kwargs))
+    ):
+        trials.trace_ahead(layer, args, kwargs)
     if (
         record.settings.open_rules
         and kwargs.get("training") is True

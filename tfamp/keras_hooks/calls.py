@@ -19,7 +19,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.layer import TFLayer
 from keras.src.layers.layer import might_have_unbuilt_state
 
-from tfamp.keras_hooks import backend, half_kernels
+from tfamp.keras_hooks import backend, half_kernels, trials
 from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of
 from tfamp.keras_hooks.patches import Function, Patch, like, replaced, wrapper
@@ -52,6 +52,7 @@ def patches(
                 record is None
                 or not (record.is_decided and record.is_resolved)
                 or (kwargs.get("training") is True and record.settings.open_rules)
+                or trials.is_untried(self, record, kwargs)
             ):
                 before_call(self, args, kwargs)
                 record = record_of(self)
@@ -60,7 +61,10 @@ def patches(
                 return original(self, *args, **kwargs)
             try:
                 return half_kernels.checked(
-                    self, record, lambda: original(self, *args, **kwargs)
+                    self,
+                    record,
+                    lambda: original(self, *args, **kwargs),
+                    (args, kwargs),
                 )
             except Exception as error:
                 return after_error(
@@ -154,7 +158,13 @@ def _build_by_trace(
         return
 
     def call(**arguments: Any) -> Any:
-        return half_kernels.checked(layer, record, lambda: layer.call(**arguments))
+        return half_kernels.checked(
+            layer,
+            record,
+            lambda: layer.call(**arguments),
+            ((), arguments),
+            has_weights=False,
+        )
 
     def trace() -> Any:
         dtype, given = layer.compute_dtype, call_spec.arguments_dict

@@ -10,6 +10,7 @@ with the layer's `call`; the registry of kernels in TensorFlow, which names the 
 that each kernel is for.
 """
 
+import contextlib
 import functools
 import re
 import weakref
@@ -21,10 +22,9 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from tensorflow.python.framework import kernels
 
-from tfamp.keras_hooks import backend, structure
-from tfamp.keras_hooks.backend import HALF
-from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of
-from tfamp.keras_hooks.patches import Function, Patch, wrapper
+from tfamp.keras_hooks import backend, trials
+from tfamp.keras_hooks.layers import CALLS, LayerRecord, record_of
+from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
 
 _MISSING = "TensorFlow has no kernel that computes {} in {}"
 # Operations of calls that were repeated in float32: nothing uses their results.
@@ -40,54 +40,114 @@ def patches() -> list[Patch]:
 def _wrap(original: Function, fn: Any, *args: Any, **kwargs: Any) -> Any:
     layer = getattr(fn, "__self__", None)
     record = record_of(layer) if isinstance(layer, keras.layers.Layer) else None
-    if record is None:
+    if layer is None or record is None:
         return original(fn, *args, **kwargs)
+    # Or this trace is what builds it, or one of a loss.
+    has_weights = layer.built and fn == layer.call
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return checked(layer, record, lambda: fn(*args, **kwargs))
+        return checked(
+            layer,
+            record,
+            lambda: fn(*args, **kwargs),
+            (args, kwargs),
+            has_weights=has_weights,
+        )
 
     return original(call, *args, **kwargs)
 
 
 def checked(
-    layer: keras.layers.Layer, record: LayerRecord, call: Callable[[], Any]
+    layer: keras.layers.Layer,
+    record: LayerRecord,
+    call: Callable[[], Any],
+    given: tuple[Any, dict[str, Any]],
+    *,
+    has_weights: bool = True,
 ) -> Any:
-    """Returns what a call returns; in a trace its operations must have kernels.
+    """Returns what a call returns; a trace must have kernels for it and a gradient.
 
-    Keras's layers have them, but for a `Lambda`, which holds code of a user's. Raises a
-    NotImplementedError where the layer would compute in float32 instead.
+    Keras's layers have them, but for a `Lambda`, which holds code of a user's. Raises
+    where the layer would compute in float32 instead: a NotImplementedError for want of
+    a kernel, or what its gradient raises, which `failed_gradient` then tells.
+
+    Args:
+        layer: The layer that is called.
+        record: What is known of it.
+        call: Calls it.
+        given: The arguments of the call, by position and by name.
+        has_weights: Whether the layer has all its weights, as a gradient needs.
     """
-    if (
-        not backend.in_symbolic_scope()
-        or record.kind not in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
-        or layer.compute_dtype not in HALF
-        or not (record.settings.has_defaults and CALLS.may_keep)
-        or structure.graph_of(layer) is not None
-        or _is_of_keras(layer)
-    ):
+    if not backend.in_symbolic_scope():
         return call()
-    graph = tf.compat.v1.get_default_graph()
-    num_before = len(graph.get_operations())
-    outputs = call()
-    abandoned = _abandoned.setdefault(graph, set())
-    operations = graph.get_operations()[num_before:]
+    CALLS.failed = None
+    outer, inner = CALLS.trial, None
+    if trials.may_be_tried(layer, record) or CALLS.differentiated is layer:
+        inner = trials.Trial(layer, given[1])
+    if outer is None and inner is None:
+        return call()
+    with contextlib.ExitStack() as stack:
+        if inner is not None:
+            stack.enter_context(trials.messages_held())
+        if outer is None:
+            stack.enter_context(replaced(CALLS, trial=inner))
+        else:
+            stack.enter_context(outer.leaving_out(inner))
+        outputs = call()
+        if inner is not None:
+            _try(inner, record, given, outputs, has_weights)
+    if outer is not None:
+        outer.bound(given, outputs)
+    return outputs
+
+
+def _try(
+    trial: trials.Trial,
+    record: LayerRecord,
+    given: tuple[Any, dict[str, Any]],
+    outputs: Any,
+    has_weights: bool,
+) -> None:
+    """Raises where a layer's call has no kernels, or no gradient that has them."""
+    abandoned = _abandoned.setdefault(trial.graph, set())
+    operations = trial.operations()
+    is_kept = CALLS.differentiated is trial.layer
+    try:
+        if not is_kept:
+            _check_kernels(operations, abandoned)
+    except NotImplementedError:
+        abandoned.update(each.name for each in operations)
+        raise
+    if not has_weights or (trial.is_done(record) and not is_kept):
+        return
+    try:
+        _check_kernels(trial.differentiate(given, outputs), abandoned)
+    except Exception as error:
+        abandoned.update(each.name for each in operations)
+        CALLS.failed = trial.layer, error
+        raise
+    finally:
+        of_gradient = trial.operations()[len(operations) :]
+        abandoned.update(each.name for each in of_gradient)
+
+
+def _check_kernels(operations: list[tf.Operation], abandoned: set[str]) -> None:
     for each in operations:
         dtype = None if each.name in abandoned else _half_without_kernel(each)
         if dtype is not None:
-            abandoned.update(each.name for each in operations)
             raise NotImplementedError(_MISSING.format(each.type, dtype))
-    return outputs
+
+
+def failed_gradient(layer: keras.layers.Layer) -> Exception | None:
+    """Returns the error of the layer's gradient where `checked` raised that last."""
+    failed, CALLS.failed = CALLS.failed, None
+    return failed[1] if failed is not None and failed[0] is layer else None
 
 
 def missing(error: BaseException) -> str | None:
     """Returns what `checked` has said, out of what Keras has made of its error."""
     found = re.search(_MISSING.format(r"\w+", r"\w+"), str(error))
     return found[0] if found else None
-
-
-def _is_of_keras(layer: keras.layers.Layer) -> bool:
-    is_lambda = isinstance(layer, keras.layers.Lambda)
-    return type(layer).__module__.startswith("keras.") and not is_lambda
 
 
 def _half_without_kernel(operation: tf.Operation) -> str | None:

@@ -63,6 +63,8 @@ class LayerRecord:
         made_in: The policy under which the layer was made, None where nobody knows.
         wrapped_optimizer: For a model: whether `compile` gave its optimizer the loss
             scale, so that it may be taken off again.
+        tried: Where the call and its gradient were tried: False for inference, True for
+            training.
     """
 
     settings: Any
@@ -79,6 +81,7 @@ class LayerRecord:
     graph_key: int | None = None
     made_in: str | None = None
     wrapped_optimizer: bool = False
+    tried: tuple[bool, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerRecord":
         """A copied layer shares the record, which never changes."""
@@ -123,6 +126,10 @@ class _Calls(threading.local):
         self.is_training = False  # whether a managed model's `train_step` runs
         self.may_keep = True  # whether a layer that fails may be tried in float32
         self.is_managed = False  # whether the layer called last is, as it casts inputs
+        self.trial: Any = None  # of the innermost layer that is being tried
+        self.differentiated: Any = None  # a kept layer whose gradient is tried
+        self.failed: Any = None  # a layer whose gradient failed, and the error
+        self.messages: Any = None  # of TensorFlow, held back in a trial
 
     def note_float16(self, layer: Any) -> None:
         """Notes that an outermost layer under a float16 policy is called."""

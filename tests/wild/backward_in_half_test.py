@@ -1,0 +1,546 @@
+"""Layers that run in half precision and whose gradient cannot be built there."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+
+layers, ops = keras.layers, keras.ops
+POLICIES = ["mixed_float16", "mixed_bfloat16"]
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 6)).astype("float32")
+Y = X[:, :1] - 0.5 * X[:, 1:2]
+TOLD = "its gradient cannot be built in {}"
+
+
+@tf.custom_gradient
+def hard_sign(x):
+    """Binarizes as in Courbariaux et al.; gradients pass straight through."""
+
+    def backward(upstream):
+        return upstream
+
+    return tf.cast(tf.where(x >= 0, 1, -1), tf.float32), backward
+
+
+@tf.custom_gradient
+def reverse(x):
+    """Turns gradients round, as in Ganin et al."""
+    weight = tf.constant(0.3)
+
+    def backward(upstream):
+        return -weight * tf.cast(upstream, tf.float32)
+
+    return tf.identity(x), backward
+
+
+@tf.custom_gradient
+def reverse_by_product(x):
+    return tf.identity(x), lambda upstream: upstream * tf.constant(-0.3)
+
+
+def each_row(x):
+    return tf.map_fn(lambda row: row / 2.0, x, fn_output_signature=tf.float32)
+
+
+def running_sums(x):
+    """Collects in a `TensorArray` of float32, as decoders do."""
+    kept = tf.TensorArray(tf.float32, size=x.shape[1])
+    total = x[:, 0] * 0.0
+
+    def step(i, total, kept):
+        total = total + x[:, i] / 6.0
+        return i + 1, total, kept.write(i, total)
+
+    _, _, kept = tf.while_loop(lambda i, *_: i < x.shape[1], step, (0, total, kept))
+    return tf.transpose(kept.stack())
+
+
+def dirichlet(x):
+    """Is what the gradient of a Dirichlet likelihood is made of."""
+    return tf.math.digamma(tf.abs(x) + 1.0)
+
+
+def orthogonal(x):
+    """Adds an orthogonal basis of the batch's second moments."""
+    gram = tf.matmul(x, x, transpose_a=True) / 16.0 + tf.eye(6, dtype=x.dtype)
+    return x + tf.matmul(x, tf.linalg.qr(gram)[0]) / 2.0
+
+
+FUNCTIONS = {
+    each.__name__: each
+    for each in (hard_sign, reverse, reverse_by_product, each_row, running_sums)
+} | {"dirichlet": dirichlet, "orthogonal": orthogonal}
+
+
+class Apply(layers.Layer):
+    def __init__(self, function, **options):
+        super().__init__(**options)
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+class WithShape(Apply):
+    """Tells its shape, so that Keras needs not trace it to build a model."""
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+class Block(layers.Layer):
+    """Applies a function between two products, beside a skip connection."""
+
+    def __init__(self, function, **options):
+        super().__init__(**options)
+        self.function = function
+        self.first = layers.Dense(6, name="first")
+        self.last = layers.Dense(6, name="last")
+
+    def call(self, x):
+        hidden = tf.nn.relu(self.first(x))
+        hidden = tf.cast(self.function(hidden), hidden.dtype)
+        return x + self.last(hidden)
+
+
+class Whole(keras.Model):
+    """A model that does it all in its own `call`."""
+
+    def __init__(self, function, **options):
+        super().__init__(**options)
+        self.function = function
+        self.first, self.last = layers.Dense(6), layers.Dense(1)
+
+    def call(self, x):
+        return self.last(self.function(self.first(x)))
+
+
+class OwnStep(Whole):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        pairs = zip(gradients, self.trainable_variables, strict=True)
+        self.optimizer.apply_gradients(pairs)
+        return {"squares": loss}
+
+
+class Around(keras.Model):
+    """A subclassed model with such a layer two levels down."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.body = keras.Sequential([layers.Dense(6), Block(function, name="block")])
+        self.last = layers.Dense(1)
+
+    def call(self, x):
+        return self.last(self.body(x))
+
+
+def sequential(make):
+    def build(function):
+        return keras.Sequential(
+            [keras.Input((6,)), layers.Dense(6), make(function), layers.Dense(1)]
+        )
+
+    return build
+
+
+def functional(function):
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(6, name="before")(inputs)
+    hidden = Apply(function, name="guilty")(hidden)
+    return keras.Model(inputs, layers.Dense(1)(hidden))
+
+
+def nested(function):
+    inner = keras.Sequential([keras.Input((6,)), Block(function)])
+    inputs = keras.Input((6,))
+    return keras.Model(inputs, layers.Dense(1)(inner(inputs)))
+
+
+def without_input(function):
+    return keras.Sequential([layers.Dense(6), Apply(function), layers.Dense(1)])
+
+
+def in_time(function):
+    per_step = layers.TimeDistributed(
+        keras.Sequential([keras.Input((6,)), layers.Dense(6), Apply(function)])
+    )
+    parts = [layers.Reshape((1, 6)), per_step, layers.Flatten(), layers.Dense(1)]
+    return keras.Sequential([keras.Input((6,)), *parts])
+
+
+def by_lambda(function):
+    return layers.Lambda(function, output_shape=(6,))
+
+
+STYLES = {
+    "functional": functional,
+    "sequential": sequential(Apply),
+    "own-shape": sequential(WithShape),
+    "lambda": sequential(layers.Lambda),
+    "lambda-shape": sequential(by_lambda),
+    "block": sequential(Block),
+    "nested": nested,
+    "time": in_time,
+    "no-input": without_input,
+    "model": Whole,
+    "own-step": OwnStep,
+    "around": Around,
+}
+
+
+def low(policy):
+    """Returns settings under which no gradient overflows, and no step is skipped."""
+    is_scaled = policy == "mixed_float16"
+    return {"loss_scale_options": {"initial_scale": 64.0}} if is_scaled else {}
+
+
+def fitted(model, **how):
+    model.compile(keras.optimizers.SGD(0.02), "mse", **{"jit_compile": False, **how})
+    return model.fit(X, Y, epochs=2, batch_size=8, shuffle=False, verbose=0).history
+
+
+def losses_of(build, policy, train=fitted):
+    keras.utils.set_random_seed(3)
+    with tfamp.scope(policy, **low(policy)) if policy else contextlib.nullcontext():
+        history = train(build())
+    return history.get("squares") or history["loss"]
+
+
+def check_trains(build, policy, train=fitted, rel=0.03):
+    expected = losses_of(build, None, train)
+    assert losses_of(build, policy, train) == pytest.approx(expected, rel=rel)
+    assert expected[1] < expected[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("style", ["functional", "model"])
+@pytest.mark.anchors("functional-dirichlet-mixed_float16")
+def test_it_trains_as_in_float32(style, function, policy):
+    # Signs of values that were rounded may be others.
+    rel = 0.15 if function is hard_sign else 0.03
+    check_trains(lambda: STYLES[style](function), policy, rel=rel)
+
+
+@pytest.mark.parametrize("style", [each for each in STYLES if each != "functional"])
+@pytest.mark.parametrize("function", [reverse, dirichlet])
+@pytest.mark.anchors("reverse-own-step", "dirichlet-around")
+def test_it_trains_however_it_is_written(style, function):
+    check_trains(lambda: STYLES[style](function), "mixed_bfloat16")
+
+
+@pytest.mark.parametrize("function", [reverse_by_product, each_row, dirichlet])
+def test_stock_keras_raises(function):
+    """So that the rest of this file is about something."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = functional(function)
+        with pytest.raises((TypeError, ValueError)):
+            fitted(model)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.parametrize("how", [{"run_eagerly": True}, {"jit_compile": True}], ids=str)
+@pytest.mark.parametrize("build", [functional, Whole])
+def test_it_trains_eagerly_and_compiled(build, how):
+    check_trains(
+        lambda: build(dirichlet), "mixed_bfloat16", lambda model: fitted(model, **how)
+    )
+
+
+def by_tape(step_of, *parts):
+    """Trains layers of one's own in a loop of one's own."""
+    optimizer = keras.optimizers.SGD(0.02)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            hidden = tf.convert_to_tensor(x)
+            for part in parts:
+                hidden = part(hidden)
+            loss = tf.reduce_mean(tf.square(tf.cast(hidden, tf.float32) - y))
+        weights = [weight for part in parts for weight in part.trainable_weights]
+        pairs = zip(tape.gradient(loss, weights), weights, strict=True)
+        optimizer.apply_gradients(pairs)
+        return loss
+
+    run = step_of(step)
+    return {"loss": [float(run(X, Y)) for _ in range(3)]}
+
+
+WAYS = {
+    "eager": lambda step: step,
+    "graph": lambda step: tf.function(step, autograph=False),
+    "autograph": tf.function,
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("function", [reverse, dirichlet, each_row])
+@pytest.mark.anchors("reverse-eager", "each_row-graph")
+def test_a_loop_with_a_tape_trains_bare_layers(function, way):
+    def build():
+        return layers.Dense(6), Block(function), layers.Dense(1, dtype="float32")
+
+    # In bfloat16, as no loss scale is needed there.
+    check_trains(build, "mixed_bfloat16", lambda parts: by_tape(way, *parts))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("build", [Whole, functional], ids=["model", "functional"])
+def test_a_loop_with_a_tape_trains_a_model(build, policy):
+    def train(model):
+        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.02), 64.0)
+
+        @tf.function
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+                scaled = optimizer.scale_loss(loss)
+            weights = model.trainable_variables
+            gradients = tape.gradient(scaled, weights)
+            optimizer.apply_gradients(zip(gradients, weights, strict=True))
+            return loss
+
+        model(X[:1])  # makes the weights
+        optimizer.build(model.trainable_variables)
+        return {"loss": [float(step(X, Y)) for _ in range(3)]}
+
+    check_trains(lambda: build(dirichlet), policy, train)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("style", ["functional", "own-shape", "model", "around"])
+def test_a_built_model_is_converted_and_trains(style, policy):
+    keras.utils.set_random_seed(3)
+    model = STYLES[style](dirichlet)
+    fitted(model)
+    weights = model.get_weights()
+    expected = fitted(model)["loss"]
+    model.set_weights(weights)
+    tfamp.apply(model, policy)
+    assert fitted(model)["loss"] == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.anchors("functional", "own-shape", "model", "around")
+def test_one_line_names_the_layer_and_the_remedy(style, caplog):
+    with tfamp.scope("mixed_bfloat16"):
+        model = STYLES[style](dirichlet)
+        fitted(model)
+        fitted(model)
+        model.predict(X, verbose=0)
+        model.evaluate(X, Y, verbose=0)
+    lines = [each.getMessage() for each in caplog.records]
+    (line,) = [each for each in lines if "computes in float32" in each]
+    rows = {row.rule: row for row in tfamp.assignment(model)}
+    kept = rows["default: cannot run in half precision"]
+    assert f"Layer {kept.path.split('/')[-1]!r}" in line
+    assert TOLD.format("bfloat16") in line or "no kernel" in line
+    assert "keep_float32" in line or "compute_dtype" in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("function", [each_row, running_sums])
+def test_tensorflow_does_not_complain_of_what_is_mended(function, caplog):
+    with tfamp.scope("mixed_float16"):
+        fitted(functional(function))
+    assert "undefined behavior" not in caplog.text
+    assert caplog.text.count("computes in float32") == 1
+
+
+def test_only_that_layer_is_kept():
+    with tfamp.scope("mixed_bfloat16"):
+        model = functional(reverse)
+        fitted(model)
+    rows = {row.path: row for row in tfamp.assignment(model)}
+    assert rows["guilty"].compute_dtype == "float32"
+    assert rows["guilty"].output_dtype == "bfloat16"
+    assert rows["before"].compute_dtype == "bfloat16"
+
+
+def test_products_in_a_kept_block_stay_in_half_precision():
+    with tfamp.scope("mixed_bfloat16"):
+        model = Around(dirichlet)
+        fitted(model)
+    block = tfamp.assignment(model)
+    found = {row.path.split("/")[-1]: row.compute_dtype for row in block}
+    assert found["block"] == "float32"
+    assert found["first"] == found["last"] == "bfloat16"
+
+
+class Healthy(layers.Layer):
+    """Has a gradient of its own that keeps the dtype, and casts as it likes."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.inner = layers.Dense(6)
+
+    def build(self, shape):
+        self.inner.build(shape)
+        self.scale = self.add_weight(shape=(6,), initializer="ones")
+
+    def call(self, x):
+        @tf.custom_gradient
+        def clipped(t):
+            return tf.identity(t), lambda upstream: tf.clip_by_value(upstream, -1, 1)
+
+        wide = tf.cast(self.inner(clipped(x)), tf.float32)
+        wide = tf.math.digamma(tf.abs(wide) + 1.0)
+        return tf.cast(wide, x.dtype) * self.scale
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("style", ["functional", "tape"])
+def test_a_layer_whose_gradient_is_right_stays_in_half_precision(style, policy, caplog):
+    half = policy.removeprefix("mixed_")
+    with tfamp.scope(policy, **low(policy)):
+        layer = Healthy()
+        if style == "tape":
+            with tf.GradientTape() as tape:
+                outputs = layer(X)
+                loss = tf.reduce_sum(tf.cast(outputs, tf.float32))
+            assert None not in tape.gradient(loss, layer.trainable_weights)
+        else:
+            model = keras.Sequential([keras.Input((6,)), layer, layers.Dense(1)])
+            fitted(model)
+    assert layer.compute_dtype == half
+    assert "computes in float32" not in caplog.text
+
+
+class NoGradient(layers.Layer):
+    """Has none in any dtype."""
+
+    def call(self, x):
+        return tf.unique(tf.reshape(x, [-1]))[0], tf.argmax(x, -1)
+
+
+class Raises(layers.Layer):
+    """Its gradient raises in any dtype, and is never asked for."""
+
+    def call(self, x):
+        @tf.custom_gradient
+        def opaque(t):
+            def backward(_):
+                raise ValueError("no gradient here")
+
+            return tf.identity(t), backward
+
+        return opaque(x)
+
+
+def test_a_layer_without_a_gradient_predicts_as_ever(caplog):
+    for make in (lambda: Raises(name="raises"), lambda: NoGradient(name="raises")):
+        with tfamp.scope("mixed_bfloat16"):
+            inputs = keras.Input((6,))
+            model = keras.Model(inputs, make()(inputs))
+            model.predict(X, verbose=0)
+            bare = make()
+            bare(X)
+        assert bare.compute_dtype == "bfloat16"
+    assert "computes in float32" not in caplog.text
+
+
+def test_an_error_that_float32_has_too_comes_through_as_it_is():
+    with tfamp.scope("mixed_bfloat16"):
+        inputs = keras.Input((6,))
+        hidden = Raises(name="raises")(layers.Dense(6)(inputs))
+        model = keras.Model(inputs, layers.Dense(1)(hidden))
+        with pytest.raises(ValueError, match="no gradient here"):
+            fitted(model)
+    assert tfamp.assignment(model)["raises"].compute_dtype == "bfloat16"
+
+
+def test_without_default_rules_the_error_of_tensorflow_stays():
+    with tfamp.scope("mixed_bfloat16", keep_float32="none"):
+        model = functional(reverse_by_product)
+        with pytest.raises((TypeError, ValueError)):
+            fitted(model)
+
+
+class OnlyInTraining(layers.Layer):
+    """Drops out with a gradient of its own, as DeBERTa's does."""
+
+    def call(self, x, training=None):
+        if not training:
+            return x
+        return reverse_by_product(x)
+
+
+@pytest.mark.parametrize("style", ["functional", "model", "tape"])
+def test_a_gradient_that_only_training_has(style):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.mid = layers.Dense(6), OnlyInTraining()
+            self.last = layers.Dense(1)
+
+        def call(self, x):
+            return self.last(self.mid(self.first(x)))
+
+    def build():
+        if style == "model":
+            model = Model()
+            model(X)  # a first look at it, not in training
+            return model
+        parts = [layers.Dense(6), OnlyInTraining(), layers.Dense(1)]
+        return keras.Sequential([keras.Input((6,)), *parts])
+
+    def by_own_loop(model):
+        optimizer = keras.optimizers.SGD(0.02)
+        losses = []
+        for _ in range(3):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(X, training=True) - Y))
+            weights = model.trainable_weights
+            gradients = tape.gradient(loss, weights)
+            optimizer.apply_gradients(zip(gradients, weights, strict=True))
+            losses.append(float(loss))
+        return {"loss": losses}
+
+    train = by_own_loop if style == "tape" else fitted
+    check_trains(build, "mixed_bfloat16", train)
+
+
+@pytest.mark.parametrize("style", ["functional", "model"])
+def test_a_kept_layer_is_kept_in_the_file(style, tmp_path):
+    with tfamp.scope("mixed_bfloat16"):
+        inputs = keras.Input((6,))
+        hidden = Binarized()(layers.Dense(6)(inputs))
+        model = keras.Model(inputs, layers.Dense(1)(hidden))
+        if style == "model":
+            model = BinarizedModel()
+        fitted(model)
+        model.save(tmp_path / "model.keras")
+        loaded = tfamp.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(
+        model.predict(X, verbose=0), loaded.predict(X, verbose=0)
+    )
+    assert np.isfinite(fitted(loaded)["loss"]).all()
+
+
+@keras.saving.register_keras_serializable("backward_in_half")
+class Binarized(layers.Layer):
+    def call(self, x):
+        return reverse_by_product(x)
+
+
+@keras.saving.register_keras_serializable("backward_in_half")
+class BinarizedModel(keras.Model):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.first, self.mid = layers.Dense(6), Binarized()
+        self.last = layers.Dense(1)
+
+    def call(self, x):
+        return self.last(self.mid(self.first(x)))
