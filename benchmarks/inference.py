@@ -116,7 +116,6 @@ def measure_case(
                 "accuracy": round(float(np.mean(answers == data.y_test)), 4),
                 "flipped": int(np.sum(answers != exact)),
                 "over_weights": round(export.size_bytes / export.float32_bytes, 3),
-                "execution": {k: v["chosen"] for k, v in export.execution.items()},
             }
         stock = {
             BASE: _plain(loaded["saved_model float32"]),

@@ -16,46 +16,82 @@ X = {"x": np.ones((2, 1), np.float32)}
 
 
 class Taking(LoadedModel):
-    """Answers with the seconds that a batch takes it, by its size."""
+    """Takes some seconds of a clock for a batch, by its size."""
 
     def __init__(self, seconds):
         super().__init__(None, Signature((SPEC,), (SPEC,)))
-        self.seconds, self.calls = seconds, 0
+        self.seconds = seconds
 
     def run(self, inputs):
-        self.calls += 1
-        return self.seconds[len(inputs["x"])]
+        Taking.now += self.seconds[len(inputs["x"])]
 
 
-@pytest.fixture
-def answers_are_seconds(monkeypatch):
-    monkeypatch.setattr(timings, "_seconds", lambda call, times: call())
+def paces(models, sizes, seconds):
+    Taking.now = 0.0
+    models = {name: Taking(each) for name, each in models.items()}
+    return timings.raced(models, X, sizes, seconds=seconds, clock=lambda: Taking.now)
 
 
-def test_the_fastest_over_all_sizes_wins_and_the_slow_drop_out(answers_are_seconds):
+def test_the_fastest_over_all_sizes_wins():
     models = {
-        "best at one": Taking({1: 0.1, 64: 4.0}),
-        "best at both": Taking({1: 0.2, 64: 1.0}),
-        "slow": Taking({1: 0.8, 64: 4.0}),
+        "best at one": {1: 0.1, 64: 4.0},
+        "best at both": {1: 0.2, 64: 1.0},
+        "slow": {1: 0.8, 64: 4.0},
     }
-    now = iter(range(10**6))
-    paces = timings.raced(models, X, {64, 1}, seconds=400, clock=lambda: next(now))
-    assert paces["best at both"] == (0.2, 1.0)
-    assert paces["slow"] == (0.8, pytest.approx(4.0))
-    assert paces["best at one"][1] == pytest.approx(np.sqrt(2))
-    # It was clear at the first looks, long before the budget was spent.
-    assert max(each.calls for each in models.values()) < 40
+    found = paces(models, {64, 1}, seconds=400)
+    assert found["best at both"] == pytest.approx((0.2, 1.0))
+    assert found["slow"] == pytest.approx((0.8, 4.0))
+    assert found["best at one"] == pytest.approx((0.1, np.sqrt(2)))
 
 
-def test_each_takes_a_turn_however_small_the_budget(answers_are_seconds):
-    models = {name: Taking({1: cost}) for name, cost in (("a", 2.0), ("b", 1.0))}
-    paces = timings.raced(models, X, {1}, seconds=0.0)
-    assert paces == {"a": (2.0, pytest.approx(2.0)), "b": (1.0, 1.0)}
-    assert timings.raced({"a": models["a"]}, X, {1}, seconds=0.0) == {"a": (2.0, 1.0)}
+def test_each_takes_a_few_turns_however_small_the_budget():
+    models = {"a": {1: 2.0}, "b": {1: 1.0}}
+    assert paces(models, {1}, seconds=1e-3) == {
+        "a": pytest.approx((2.0, 2.0)),
+        "b": pytest.approx((1.0, 1.0)),
+    }
+    # Five turns of two calls that warm up and two that count.
+    assert Taking.now == 5 * 4 * (2.0 + 1.0)
+    assert paces({"a": {1: 2.0}}, {1}, 1e-3) == {"a": pytest.approx((2.0, 1.0))}
 
 
 def candidate(format, dtype="float32"):
     return Candidate(Request(format, dtype), None, None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("slowdowns", "expected"),
+    [((1.0, 1.04), "onnx"), ((1.0, 1.06), "litert"), ((1.04, 1.0), "onnx")],
+    ids=["within 5 %", "faster", "slower"],
+)
+def test_a_gain_of_less_than_5_percent_is_no_reason_to_be_less_exact(
+    slowdowns, expected, tmp_path, monkeypatch
+):
+    exact = {"litert": 1e-2, "onnx": 1e-6}
+
+    def write_sparing(source, request, folder):
+        (folder / "model").write_bytes(b"weights")
+        return Candidate(request, folder, None, exact[request.format]), None
+
+    def paced(source, candidates, seconds):
+        names = [each.request.name for each in candidates]
+        return {
+            name: timings.Pace(1.0, slowdown)
+            for name, slowdown in zip(names, slowdowns, strict=True)
+        }
+
+    monkeypatch.setattr(choosing, "write_sparing", write_sparing)
+    monkeypatch.setattr(choosing, "_raced", paced)
+    monkeypatch.setattr(choosing, "missing", lambda format: ())
+    choice = choosing.choose(
+        types.SimpleNamespace(validation=None),
+        [Request(format, "float32") for format in exact],
+        tmp_path,
+        budget_seconds=100,
+    )
+    assert choice.best.request.format == expected
+    outcomes = {each.name: each.outcome for each in choice.tried}
+    assert outcomes[f"{expected} float32"] == "chosen"
 
 
 @pytest.mark.parametrize(
@@ -84,6 +120,7 @@ def test_the_gate_times_against_the_best_float32_of_all_runtimes(
 
     monkeypatch.setattr(choosing, "write", write)
     monkeypatch.setattr(choosing, "_raced", paced)
+    monkeypatch.setattr(choosing, "choose_threads", lambda source, candidate: None)
     monkeypatch.setattr(choosing, "missing", lambda format: ())
     source, choice = types.SimpleNamespace(), choosing.Choice(chosen, None)
     best, notes = choosing.best_float32(

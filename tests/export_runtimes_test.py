@@ -1,6 +1,5 @@
 """What each runtime does with a file: layers that prepare inputs, threads at once."""
 
-import importlib
 import threading
 
 import keras
@@ -17,7 +16,6 @@ from tfamp.serving.runtimes.manifest import Manifest
 
 L = keras.layers
 RANDOM = np.random.default_rng(0)
-UNFIT = {"recurrent": L.LSTM(16), "convolution": L.Conv1D(16, 3)}
 FORMATS = pytest.mark.parametrize("format", PACKAGES)
 
 
@@ -100,62 +98,6 @@ def test_threads_at_once_get_their_own_answers(format, tmp_path):
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads) and mixed_up == []
-
-
-@pytest.mark.whole("quantises by blocks, which takes seconds to import")
-def test_four_bits_in_onnx(tmp_path):
-    pytest.importorskip("onnx_ir")
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((64,)), L.Dense(256), L.Dense(64)])
-    whole = sum(np.asarray(w).nbytes for w in model.weights)
-    loaded = written(model, "onnx", tmp_path, "int4", "weights")
-    assert (tmp_path / "model.onnx").stat().st_size < 0.2 * whole
-    x = RANDOM.normal(size=(32, 64)).astype(np.float32)
-    wanted = model(x).numpy()
-    # Blocks of 32 weights take 15 steps: a weight is off by at most a 14th of the
-    # largest of its block, by a normal distribution by some 6 % of its size.
-    error = np.std(loaded.predict(x) - wanted) / np.std(wanted)
-    assert 0.01 < error < 0.2
-
-
-@pytest.mark.whole("a conversion; 4 bits of others are tested beside it")
-def test_four_bits_in_openvino_whatever_the_sizes_of_layers(tmp_path):
-    keras.utils.set_random_seed(0)
-    # 50 numbers are no whole groups of 32, nor of 8.
-    layers = [L.Dense(256), L.Dense(50), L.Dense(256)]
-    model = keras.Sequential([keras.Input((64,)), *layers])
-    loaded = written(model, "openvino", tmp_path, "int4", "weights")
-    found = constants(tmp_path / "model.xml")
-    assert found == {(256, 2, 32): "i4", (50, 8, 32): "i4", (256, 50): "u8"}
-    x = RANDOM.normal(size=(32, 64)).astype(np.float32)
-    wanted = model(x).numpy()
-    assert 0.01 < np.std(loaded.predict(x) - wanted) / np.std(wanted) < 0.3
-
-
-def constants(file):
-    """Returns dtype by shape of the weights of integers in a file of OpenVINO."""
-    operations = importlib.import_module("openvino").Core().read_model(file)
-    held = [
-        each.output(0)
-        for each in operations.get_ordered_ops()
-        if each.get_type_name() == "Constant"
-    ]
-    dtypes = {tuple(x.shape): x.get_element_type().get_type_name() for x in held}
-    names = ("i4", "u4", "i8", "u8")
-    return {
-        shape: name
-        for shape, name in dtypes.items()
-        if len(shape) > 1 and shape[-1] > 1 and name in names
-    }
-
-
-@pytest.mark.parametrize("layer", UNFIT.values(), ids=UNFIT)
-def test_four_bits_in_onnx_are_for_products_of_matrices(layer, tmp_path):
-    pytest.importorskip("onnx_ir")
-    model = keras.Sequential([keras.Input((8, 4)), layer])
-    text = "onnx int4 weights quantises nothing of this model: 4 bits are for products"
-    with pytest.raises(ValueError, match=text):
-        written(model, "onnx", tmp_path, "int4", "weights")
 
 
 @pytest.mark.parametrize("format", ["saved_model", "onnx"])

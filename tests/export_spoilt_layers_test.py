@@ -37,6 +37,7 @@ def test_layers_are_kept_until_the_gate_passes(tmp_path, monkeypatch):
         return parity(0.0 if {"d1", "d2"} <= asked[-1] else 0.5)
 
     monkeypatch.setattr(kept_layers, "write", write)
+    monkeypatch.setattr(kept_layers, "choose_threads", lambda source, candidate: None)
     monkeypatch.setattr(candidates, "check_parity", check)
     monkeypatch.setattr(candidates.Candidate, "load", lambda self: None)
     source = Source(model, x, validation=(x, y))

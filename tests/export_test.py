@@ -92,8 +92,6 @@ def test_float32_answers_as_the_model_does(build, format, tmp_path):
         ("litert", "int8", "dynamic"),
         ("litert", "int8", "static"),
         ("litert", "int8", "weights"),
-        ("litert", "int4", "dynamic"),
-        ("litert", "int4", "weights"),
         ("onnx", "float16", None),
         ("onnx", "int8", "dynamic"),
         ("onnx", "int8", "static"),
@@ -111,9 +109,9 @@ def test_lower_dtypes_are_smaller_and_nearly_the_same(format, dtype, scheme, tmp
         model, tmp_path / "m", format, dtype=dtype, scheme=scheme, calibration=X
     )
     assert found.dtype == dtype
-    part = {"int8": 0.4, "int4": 0.25}.get(dtype, 0.7)
+    part = 0.4 if dtype == "int8" else 0.7
     assert found.size_bytes < part * found.float32_bytes
-    assert 0 < found.difference < (1.5 if dtype == "int4" else INT8)
+    assert 0 < found.difference < INT8
     if dtype.startswith("int"):
         assert list(found.kept) == [model.layers[-1].name]
 

@@ -158,8 +158,8 @@ def test_a_side_that_takes_half_the_time_is_twice_as_fast():
         return call
 
     sides = {"own": taking(1.0), "other": taking(2.0)}
-    found = timings.in_turns(sides, turns=3, seconds=60.0, clock=lambda: now[0])
-    assert [len(turn) for turn in found["own"]] == [10] * 3
+    found = timings.in_turns(sides, seconds=180.0, clock=lambda: now[0])
+    assert [len(turn) for turn in found["own"]] == [10] * 9
     speed = timings.speedup(found["other"], found["own"], against="o", batch_size=1)
     assert speed.p50 == Interval(2.0, 2.0, 2.0) == speed.p99
 

@@ -221,3 +221,38 @@ def test_a_model_of_one_layer_to_round_that_int8_spoils_is_called_worse(tmp_path
     cut_off = 0.02 * x[:64]
     with pytest.raises(ValueError, match=r"worse than float32.*`write_failed=True`"):
         exported(model, (x, y), tmp_path, calibration=cut_off, **INT8)
+
+
+class Read(keras.utils.PyDataset):
+    """Batches that are counted as they are read."""
+
+    def __init__(self, x, y, size=100):
+        super().__init__()
+        self.x, self.y, self.size, self.number = x, y, size, 0
+
+    def __len__(self):
+        return len(self.x) // self.size
+
+    def __getitem__(self, index):
+        self.number += 1
+        rows = slice(index * self.size, (index + 1) * self.size)
+        return self.x[rows], self.y[rows]
+
+
+@needs_onnx
+def test_validation_data_are_read_and_predicted_once(plans, tmp_path):
+    validation = Read(*customers())
+    options = {"format": "onnx", "dtype": "int8", "scheme": "dynamic"}
+    found = exported(plans, validation, tmp_path, tolerance=0.05, **options)
+    assert found.parity.num_examples == NUMBER
+    # Shapes are told by the first batches; whatever is tried, there is one pass more.
+    assert validation.number < 2 * len(validation)
+
+
+@pytest.mark.whole("the gate's processes, as above")
+def test_a_generator_is_compared_whole(plans, tmp_path):
+    x, y = customers()
+    batches = ((x[i : i + 100], y[i : i + 100]) for i in range(0, NUMBER, 100))
+    found = exported(plans, batches, tmp_path)
+    assert found.parity.num_examples == NUMBER
+    assert found.verdict.startswith("as good")

@@ -33,7 +33,7 @@ from tfamp.serving.runtimes.manifest import (
     written_in,
 )
 from tfamp.serving.runtimes.signature import LoadedModel
-from tfamp.serving.runtimes.tensorflow_models import TensorFlowModel
+from tfamp.trials.statistics import MIN_GAIN
 
 WRITERS = {
     "saved_model": writers.write_saved_model,
@@ -43,8 +43,8 @@ WRITERS = {
 }
 # Of the spread of an output: what float32 sums in another order come to, and more.
 MAX_FLOAT32_DIFFERENCE = 1e-2
-# How long one thread is timed against all cores, and the gain that one has to show.
-_THREADS_SECONDS, _MIN_GAIN = 0.3, 1.05
+# How long one thread is timed against all cores.
+_THREADS_SECONDS = 0.3
 # Of a model's weights: as converters read them, and before and after lowering.
 _COPIES = 4
 
@@ -106,41 +106,37 @@ def write(source: Source, request: Request, folder: Path) -> Candidate:
             f"The exported file answers otherwise than the model, by {difference:.1e} "
             "of the outputs' spread. Export another format or dtype."
         )
-    candidate = Candidate(request, folder, manifest, difference)
-    sizes = {1, source.batch_size or 1}
-    model = candidate.load() if request.format == "saved_model" else None
-    if isinstance(model, TensorFlowModel):
-        changes: dict[str, Any] = {"execution": model.choose(inputs, sizes)}
-    else:
-        changes = {"threads": _fastest_threads(candidate, inputs, sizes)}
-    candidate.manifest = dataclasses.replace(manifest, **changes)
-    candidate.manifest.write(folder)
-    return candidate
+    return Candidate(request, folder, manifest, difference)
 
 
 def compared(source: Source, candidate: Candidate, **timing: Any) -> Parity:
-    """Returns what the gate says of a candidate on the source's validation data."""
+    """Returns what the gate says of a candidate on the source's validation data.
+
+    What the float32 model answers to it is predicted once for all candidates.
+    """
     return check_parity(
         *(source.model, candidate.load(), source.validation),
         metric=source.metric,
         tolerance=source.tolerance,
+        known=source.expected,
         **timing,
     )
 
 
-def _fastest_threads(
-    candidate: Candidate, inputs: Mapping[str, np.ndarray], sizes: set[int]
-) -> int | None:
-    """Returns 1 where one thread is faster than all cores, None where it is not.
+def choose_threads(source: Source, candidate: Candidate) -> None:
+    """Notes in `export.json` whether one thread is faster than all cores.
 
     Steps of a recurrent layer, and of any small model, are over before other threads
-    have woken up.
+    have woken up. The threads of TensorFlow are those of the whole process.
     """
-    if num_usable_cpus() == 1:
-        return None
+    if num_usable_cpus() == 1 or candidate.request.format == "saved_model":
+        return
     ways = {"one": candidate.load(threads=1), "all": candidate.load()}
-    paces = raced(ways, inputs, sizes, seconds=_THREADS_SECONDS)
-    return 1 if paces["all"].slowdown > _MIN_GAIN else None
+    sizes = {1, source.batch_size or 1}
+    paces = raced(ways, source.tried_inputs(), sizes, seconds=_THREADS_SECONDS)
+    threads = 1 if paces["all"].slowdown > MIN_GAIN else None
+    candidate.manifest = dataclasses.replace(candidate.manifest, threads=threads)
+    candidate.manifest.write(candidate.folder)
 
 
 def largest_difference(

@@ -8,21 +8,26 @@ import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tfamp.records import console
 from tfamp.records.checks import short_error
 from tfamp.records.record import TableRecord
 from tfamp.records.units import format_bytes, format_seconds
-from tfamp.serving.exports.candidates import Candidate, compared, write
+from tfamp.serving.exports.candidates import (
+    Candidate,
+    choose_threads,
+    compared,
+    write,
+)
 from tfamp.serving.exports.kept_layers import Kept, write_sparing
 from tfamp.serving.exports.request import PACKAGES, Request
 from tfamp.serving.exports.source import Source
 from tfamp.serving.parity.result import Parity
 from tfamp.serving.parity.timings import Pace, raced
 from tfamp.serving.runtimes import load_exported
-from tfamp.serving.runtimes.manifest import RUNTIMES, execution_text
+from tfamp.serving.runtimes.manifest import RUNTIMES
 from tfamp.serving.runtimes.signature import LoadedModel
+from tfamp.trials.statistics import MIN_GAIN
 
 _TIMED_SECONDS = 10.0
 _PART_FOR_TIMING = 0.3
@@ -72,7 +77,7 @@ class Export(TableRecord):
     Attributes:
         path: The folder.
         format: "saved_model", "litert", "onnx" or "openvino".
-        dtype: "float32", "float16", "bfloat16", "int8" or "int4".
+        dtype: "float32", "float16", "bfloat16" or "int8".
         scheme: "weights", "dynamic" or "static"; "" for floats.
         verdict: "as good and faster", "as good, not faster", "worse" or "undecided".
         difference: The largest difference of an output from the float32 model's, over
@@ -83,8 +88,6 @@ class Export(TableRecord):
         int8: The search for layers that integers spoil; None where there was none.
         parity: The comparison on validation data; None without any.
         tried: All that was written to be compared.
-        execution: What TensorFlow runs each batch size by, "plain" or "XLA", as
-            measured; other runtimes have no such choice.
         threads: Of a prediction, 1 where that was faster here; None for all cores.
         advice: What would add candidates, such as packages that are not installed.
     """
@@ -101,7 +104,6 @@ class Export(TableRecord):
     int8: Kept | None = None
     parity: Parity | None = None
     tried: tuple[Tried, ...] = ()
-    execution: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     threads: int | None = None
     advice: tuple[str, ...] = ()
 
@@ -118,7 +120,6 @@ class Export(TableRecord):
             f"Largest difference {self.difference:.1e} of the outputs' spread."
         ]
         told += [f"{path} stays in float32: {why}." for path, why in self.kept.items()]
-        told += execution_text(self.execution)
         if self.threads is not None:
             told.append(
                 "A prediction takes one thread, which was faster here than all cores; "
@@ -180,6 +181,8 @@ def choose(
 ) -> Choice:
     """Writes candidates while the budget lasts, and returns the fastest that passes.
 
+    Of those that are within 5 % of the fastest it is the most exact one.
+
     Raises:
         ValueError: None could be written and passed; the message says why of each.
     """
@@ -214,7 +217,9 @@ def choose(
         lines = "; ".join(f"{each.name}: {each.reason}" for each in tried.values())
         raise ValueError(f"No candidate could be exported: {lines}.")
     paces = _raced(source, [*passed.values()], budget_seconds)
-    best = min(passed, key=lambda name: paces[name].slowdown)
+    # A gain that is not shown is none: then what counts is to be exact.
+    close = [name for name in passed if paces[name].slowdown < MIN_GAIN]
+    best = min(close, key=lambda name: passed[name].difference)
     for name in passed:
         tried[name] = dataclasses.replace(
             tried[name],
@@ -256,7 +261,9 @@ def best_float32(
             folder = scratch / format
             folder.mkdir(parents=True)
             try:
-                found.append(write(source, Request(format, "float32"), folder))
+                other = write(source, Request(format, "float32"), folder)
+                choose_threads(source, other)
+                found.append(other)
                 continue
             except Exception as error:  # noqa: BLE001 - converters raise anything
                 why = short_error(error)

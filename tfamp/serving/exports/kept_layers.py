@@ -14,7 +14,12 @@ from tfamp.dtypes.heads import graph_heads
 from tfamp.keras_hooks import structure
 from tfamp.machine.cpus import instruction_sets
 from tfamp.records.record import Record
-from tfamp.serving.exports.candidates import Candidate, compared, write
+from tfamp.serving.exports.candidates import (
+    Candidate,
+    choose_threads,
+    compared,
+    write,
+)
 from tfamp.serving.exports.int8_ranking import LayerError, Mode, Ranking, rank
 from tfamp.serving.exports.request import NothingRoundedError, Request
 from tfamp.serving.exports.source import Source
@@ -138,7 +143,9 @@ def write_sparing(
         ValueError: The format cannot express the model.
     """
     if source.validation is None or not request.dtype.startswith("int"):
-        return write(source, request, folder), None
+        written_alone = write(source, request, folder)
+        choose_threads(source, written_alone)
+        return written_alone, None
     written: dict[frozenset[str], Candidate] = {}
 
     def evaluate(paths: tuple[str, ...]) -> Parity:
@@ -162,7 +169,9 @@ def write_sparing(
     manifest = dataclasses.replace(chosen.manifest, kept=keep, plan=plan)
     manifest.write(chosen.folder)
     asked = dataclasses.replace(request, keep=keep)
-    return dataclasses.replace(chosen, request=asked, manifest=manifest), kept
+    found = dataclasses.replace(chosen, request=asked, manifest=manifest)
+    choose_threads(source, found)
+    return found, kept
 
 
 def keep_guilty(

@@ -24,9 +24,8 @@ from tfamp.serving.runtimes.manifest import FILES
 _OPSET = 17
 # A protobuf file holds less than 2 GiB.
 _MAX_BYTES = 2**31 - 2**20
-_BLOCK = 32
 _PRODUCTS = ["MatMul", "Gemm"]
-_INTEGERS = re.compile("Quantize|Integer|QLinear|NBits")
+_INTEGERS = re.compile("Quantize|Integer|QLinear")
 # Why a scheme may leave all of a model in float32, and what to do.
 _WITHOUT = {
     ("int8", "dynamic"): (
@@ -35,9 +34,6 @@ _WITHOUT = {
     ),
     ("int8", "static"): (
         "ONNX Runtime has no static recurrent layers. Pass `scheme='dynamic'`"
-    ),
-    ("int4", "weights"): (
-        "4 bits are for products of matrices alone. Pass `dtype='int8'`"
     ),
 }
 
@@ -196,22 +192,7 @@ def _int8(model: Any, path: Path, request: Request, traced: Traced) -> None:
         )
 
 
-def _int4(model: Any, path: Path, request: Request, traced: Traced) -> None:
-    checks.require("onnx_ir", extra="onnx", purpose="4 bits in ONNX")
-    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
-
-    quantizer = MatMulNBitsQuantizer(
-        model,
-        bits=4,
-        block_size=_BLOCK,
-        is_symmetric=True,
-        nodes_to_exclude=_kept_nodes(model, traced, request),
-    )
-    quantizer.process()
-    path.write_bytes(quantizer.model.model.SerializeToString())
-
-
-_LOWERED = {"float32": _float32, "float16": _float16, "int8": _int8, "int4": _int4}
+_LOWERED = {"float32": _float32, "float16": _float16, "int8": _int8}
 
 
 def _kept_nodes(model: Any, traced: Traced, request: Request) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from tfamp.records import checks
 
-DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
+DTYPES = ("float32", "float16", "bfloat16", "int8")
 SCHEMES = ("weights", "dynamic", "static")
 # Format -> dtype -> the schemes that its quantiser has, the one to take first; (""):
 # floats. What is missing cannot be expressed, or no runtime loads it.
@@ -18,19 +18,16 @@ POSSIBLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "float32": ("",),
         "float16": ("",),
         "int8": ("dynamic", "weights", "static"),
-        "int4": ("dynamic", "weights"),
     },
     "onnx": {
         "float32": ("",),
         "float16": ("",),
         "int8": ("dynamic", "static"),
-        "int4": ("weights",),
     },
     "openvino": {
         "float32": ("",),
         "float16": ("",),
         "int8": ("weights", "static"),
-        "int4": ("weights",),
     },
 }
 # Format -> the packages that write it, and integers in it, beside TensorFlow.

@@ -1,6 +1,7 @@
 """The float32 model that exports are made from: its copy, its traces, inputs to try."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from tfamp.records.formats import HALF
 from tfamp.serving.exports.request import Request
 from tfamp.serving.exports.tracing import Traced, trace
 from tfamp.serving.frozen import freeze
+from tfamp.serving.parity import Expected, expected
 from tfamp.serving.runtimes.signature import dtype_named, has_shape
 from tfamp.stepping.arguments import check_built, dataset_of
 from tfamp.stepping.unchanged import copied
@@ -25,7 +27,7 @@ _MAX_UNROLLED_STEPS = 64
 _WITHOUT_LOOPS = ("litert", "openvino")
 # More tell a quantiser next to nothing about ranges.
 _MAX_CALIBRATION_EXAMPLES = 512
-_BATCH = 32
+BATCH = 32
 _NUM_TRIED = 5
 # Fewer different examples than these are a mistake: one again and again, or a sample.
 _MIN_DIFFERENT = 4
@@ -56,6 +58,12 @@ class Source:
     tolerance: float = 0.005
     traces: dict[str, Traced] = dataclasses.field(default_factory=dict)
     tried: dict[str, np.ndarray] | None = None
+
+    @functools.cached_property
+    def expected(self) -> Expected:
+        """What the model answers to the validation data, predicted once."""
+        names = [spec.name for spec in self.traced.signature.outputs]
+        return expected(self.model, self.validation, names, self.batch_size)
 
     @property
     def traced(self) -> Traced:
@@ -142,8 +150,8 @@ class Source:
         """States whether more than half of the validation examples are among inputs."""
         known = {*rows_of(batches)}
         rows: list[bytes] = []
-        for each in _batches(self.validation):
-            given = self.traced.by_name(_inputs(each))
+        for x, _ in self.expected.batches:
+            given = self.traced.by_name(x)
             batch = {
                 spec.in_file: np.asarray(given[spec.name], dtype_named(spec.dtype))
                 for spec in self.traced.signature.inputs
@@ -338,7 +346,7 @@ def tried_inputs(traced: Traced, data: Any = None) -> dict[str, np.ndarray]:
 
 
 def _batches(data: Any) -> tf.data.Dataset:
-    return dataset_of(data, _BATCH, needs_targets=False, name="calibration")
+    return dataset_of(data, BATCH, needs_targets=False, name="calibration")
 
 
 def _inputs(batch: Any) -> Any:

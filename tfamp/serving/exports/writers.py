@@ -24,9 +24,6 @@ _NEEDED = re.compile(r"tf\.(\w+)")
 # Those that OpenVINO's names, after a comma each.
 _UNCONVERTED = re.compile(r"^-- (?:No conversion rule|Conversion).*?: (.+)$", re.M)
 _FLOAT64 = re.compile(r"tensor<[^>]*xf64>|tensor<f64>")
-# Of OpenVINO's 4 bits: weights that share a scale, and the fewest that may.
-_GROUP = 32
-_LEAST_GROUP = 8
 _PRODUCTS = ("MatMul", "Convolution", "GroupConvolution")
 
 
@@ -65,7 +62,7 @@ def write_litert(traced: Traced, folder: Path, request: Request) -> None:
                 f"to {traced.elsewhere()}, or take the layers that use it out of it"
                 f"{', or give them float32' if which else ''}."
             ) from error
-    if request.dtype in ("int8", "int4"):
+    if request.dtype == "int8":
         content = _litert_integers(content, request)
     (folder / FILES["litert"]).write_bytes(content)
 
@@ -91,7 +88,7 @@ def write_openvino(traced: Traced, folder: Path, request: Request) -> None:
                 "that use it out of it."
             ) from error
         _name_ports(model, traced)
-        if request.dtype in ("int8", "int4"):
+        if request.dtype == "int8":
             model = _openvino_integers(model, traced, request)
         package.save_model(
             *(model, str(folder / FILES["openvino"])),
@@ -133,7 +130,6 @@ def _litert_integers(content: bytes, request: Request) -> bytes:
         "ai_edge_quantizer", extra="litert", purpose="Integers in LiteRT"
     )
     names = quantizer.qtyping.TFLOperationName
-    bits = 4 if request.dtype == "int4" else 8
     made = quantizer.quantizer.Quantizer(bytearray(content))
     operations = (
         [names.FULLY_CONNECTED, names.BATCH_MATMUL]
@@ -142,11 +138,11 @@ def _litert_integers(content: bytes, request: Request) -> bytes:
     )
     for operation in operations:
         if request.scheme == "static":
-            made.add_static_config(".*", operation, 8, bits)
+            made.add_static_config(".*", operation, 8, 8)
         elif request.scheme == "dynamic":
-            made.add_dynamic_config(".*", operation, bits)
+            made.add_dynamic_config(".*", operation, 8)
         else:
-            made.add_weight_only_config(".*", operation, bits)
+            made.add_weight_only_config(".*", operation, 8)
     no = quantizer.algorithm_manager.AlgorithmName.NO_QUANTIZE
     if request.scheme == "static":  # else floats would come in and go out as int8
         for operation in (names.INPUT, names.OUTPUT):
@@ -195,22 +191,9 @@ def _openvino_integers(model: Any, traced: Traced, request: Request) -> Any:
                     else overflow.DISABLE
                 ),
             )
-        elif request.dtype == "int8":
+        else:
             found = nncf.compress_weights(
                 model, mode=nncf.CompressWeightsMode.INT8_SYM, ignored_scope=ignored
-            )
-        else:
-            # Rows that no group divides get 8 bits, with one scale for each.
-            advanced = nncf.AdvancedCompressionParameters(
-                group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST,
-                min_adjusted_group_size=_LEAST_GROUP,
-            )
-            found = nncf.compress_weights(
-                model,
-                mode=nncf.CompressWeightsMode.INT4_SYM,
-                group_size=_GROUP,
-                ignored_scope=ignored,
-                advanced_parameters=advanced,
             )
     lowered = "FakeQuantize" if request.scheme == "static" else "Convert"
     if lowered not in {node.get_type_name() for node in found.get_ordered_ops()}:

@@ -1,5 +1,6 @@
 """The gate: an exported model against the float32 one it came from."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,35 @@ from tfamp.trials.run_records import Latency
 _DEFAULT_BATCH = 32
 
 
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Validation examples, and what the float32 model answers to them, by batch."""
+
+    batches: list[tuple[Any, Any]]
+    outputs: list[answers.Outputs]
+
+
+def expected(
+    reference: keras.Model,
+    validation: Any,
+    names: Sequence[str],
+    batch_size: int | None = None,
+) -> Expected:
+    """Returns what a float32 model answers to validation data, read and predicted once.
+
+    Args:
+        reference: Computes in float32.
+        validation: As for `check_parity`.
+        names: Of its outputs.
+        batch_size: Of arrays; None takes 32.
+
+    Raises:
+        ValueError: There are no examples.
+    """
+    batches = _batches(validation, batch_size)
+    return Expected(batches, answers.outputs_of(reference, batches, names))
+
+
 def check_parity(
     reference: keras.Model,
     candidate: LoadedModel,
@@ -41,6 +71,7 @@ def check_parity(
     batch_size: int | None = None,
     baselines: Mapping[str, LoadedModel] | None = None,
     seconds: float = timings.SECONDS,
+    known: Expected | None = None,
 ) -> Parity:
     """Compares an exported model with the float32 one it came from.
 
@@ -62,6 +93,7 @@ def check_parity(
         baselines: Further models to time against, such as the best float32 export.
         seconds: For timing, at both sizes together; 0 measures nothing, neither the
             speed nor, in fresh processes, memory and cold start.
+        known: What `expected` gave, where several candidates are compared.
 
     Returns:
         The comparison. It is faster where it is so against all others at batch 1 or at
@@ -71,12 +103,14 @@ def check_parity(
         ValueError: There are no examples, or the outputs of the two are others.
     """
     checks.fraction("tolerance", tolerance, closed=False)
-    batches = _batches(validation, batch_size)
     names = [spec.name for spec in candidate.signature.outputs]
-    exact = answers.outputs_of(reference, batches, names)
-    exported = answers.outputs_of(candidate, batches, names)
+    if known is None:
+        known = expected(reference, validation, names, batch_size)
+    batches = known.batches
     differences, metrics, notes, untold = compared(
-        reference, batches, exact, exported, metric, tolerance
+        *(reference, batches, known.outputs),
+        answers.outputs_of(candidate, batches, names),
+        *(metric, tolerance),
     )
     inputs = batches[0][0]
     size = batch_size or len(tf.nest.flatten(inputs)[0])

@@ -1,14 +1,20 @@
 """Times calls of several models in turns."""
 
 import contextlib
-import dataclasses
 import functools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -25,15 +31,15 @@ from tfamp.serving.parity.result import Speedup
 from tfamp.serving.runtimes.signature import LoadedModel
 from tfamp.trials.run_records import Latency
 from tfamp.trials.statistics import Interval
-from tfamp.tuning.races import TURN_SECONDS, Racer, fastest, log_ratio, race
 
-TURNS = 9
+TURNS, _MIN_TURNS = 9, 5
 # Of all turns and sizes, unless a single call takes longer.
 SECONDS = 4.0
 _MIN_CALLS, _MAX_CALLS, _UNTIMED = 2, 200, 2
 _QUANTILES = (50, 90, 99)
 
 Call = Callable[[Any], Any]
+Key = TypeVar("Key", bound=Hashable)
 
 
 @contextlib.contextmanager
@@ -95,26 +101,29 @@ def rows(x: Any, size: int) -> Any:
 
 
 def in_turns(
-    calls: Mapping[str, Callable[[], Any]],
+    calls: Mapping[Key, Callable[[], Any]],
     *,
-    turns: int = TURNS,
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[list[float]]]:
-    """Returns the seconds of each call by name and turn.
+) -> dict[Key, list[list[float]]]:
+    """Returns the seconds of each call by key and turn.
 
     Every side calls for the same time within a turn, so that what slows the machine
-    slows all of them; who goes first changes from turn to turn.
+    slows all of them; who goes first changes from turn to turn. Where calls are slow
+    there are fewer turns.
     """
-    names = list(calls)
-    found: dict[str, list[list[float]]] = {name: [] for name in names}
-    length = seconds / turns / max(len(names), 1)
-    for turn in range(turns):
-        for name in np.roll(names, turn).tolist():
-            call = calls[name]
+    keys = list(calls)
+    found: dict[Key, list[list[float]]] = {key: [] for key in keys}
+    length = seconds / TURNS / max(len(keys), 1)
+    ends = clock() + 2 * seconds  # what warms up has its time, too
+    for turn in range(TURNS):
+        if turn >= _MIN_TURNS and clock() >= ends:
+            break
+        first = turn % max(len(keys), 1)
+        for key in keys[first:] + keys[:first]:
             for _ in range(_UNTIMED):
-                call()  # caches are cold again
-            found[name].append(_one_turn(call, length, clock))
+                calls[key]()  # caches are cold again
+            found[key].append(_one_turn(calls[key], length, clock))
     return found
 
 
@@ -208,65 +217,26 @@ def raced(
     sizes: Collection[int],
     *,
     seconds: float,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Pace]:
-    """Runs models in turns until the fastest is clear, and returns the pace of each.
+    """Runs models in short turns, and returns the pace of each by its median turn.
 
-    A model that is shown slower than another one drops out, so that what time there is
-    goes to those that are close. Inputs are repeated to fill a batch of each size.
+    Inputs are repeated to fill a batch of each size.
     """
-    racers = []
+    sizes = sorted(sizes)
+    calls: dict[tuple[str, int], Callable[[], Any]] = {}
     for name, model in models.items():
         prepared = model.prepared(dict(inputs))
-        batches = [rows(prepared, size) for size in sorted(sizes)]
-        calls = [functools.partial(model.run, batch) for batch in batches]
-        for call in calls:
-            call()
-        racers.append(_AtSizes(name, lambda steps: 0.0, 0.0, calls=calls))
-    if len(racers) == 1:
-        racers[0].take_turn(0)
-    ends = clock() + seconds
-    race(racers, goes_on=lambda steps: clock() < ends or not racers[0].logs)
-    best = fastest(racers)
-    return {
-        each.name: Pace(
-            float(np.median(each.smallest)),
-            1.0 if each is best else math.exp(log_ratio(each, best)[0]),
-        )
-        for each in racers
+        for size in sizes:
+            calls[name, size] = functools.partial(model.run, rows(prepared, size))
+    turns = in_turns(calls, seconds=seconds, clock=clock)
+    found = {key: float(np.median([*map(np.median, turns[key])])) for key in calls}
+    logs = {
+        name: float(np.mean([math.log(max(found[name, size], 1e-9)) for size in sizes]))
+        for name in models
     }
-
-
-@dataclasses.dataclass
-class _AtSizes(Racer):
-    """A model in a race, at several batch sizes, none of which outweighs the others.
-
-    Attributes:
-        calls: One for each size, the smallest first.
-        smallest: The seconds of a call of the first, by round.
-    """
-
-    calls: Sequence[Callable[[], Any]] = ()
-    smallest: list[float] = dataclasses.field(default_factory=list)
-
-    def take_turn(self, number: int) -> int:
-        """Runs each size for a moment, and notes the mean of the logarithms."""
-        logs, calls = [], 0
-        for call in self.calls:
-            found, steps = _seconds(call, 1), 0
-            if found < TURN_SECONDS:  # it only says how many: caches were cold
-                steps = math.ceil(TURN_SECONDS / max(found, 1e-6))
-                steps = min(steps, _MAX_CALLS)
-                found = max(_seconds(call, steps), 1e-9)
-            logs.append(math.log(found))
-            calls += steps + 1
-        self.smallest.append(math.exp(logs[0]))
-        self.logs[number] = float(np.mean(logs))
-        return calls
-
-
-def _seconds(call: Callable[[], Any], times: int) -> float:
-    began = time.perf_counter()
-    for _ in range(times):
-        call()
-    return (time.perf_counter() - began) / times
+    least = min(logs.values())
+    return {
+        name: Pace(found[name, sizes[0]], math.exp(logs[name] - least))
+        for name in models
+    }

@@ -30,8 +30,7 @@ def load_exported(
     Each file is compared with its SHA-256 first; nothing of the folder is run as
     Python. TensorFlow is imported for the format "saved_model" and Keras models alone,
     so that the others answer within a fraction of a second of the start of a process.
-    A Keras model is traced once, without what `predict` does around each batch, and
-    runs batches of 1 under XLA where that is faster, which is measured for a second.
+    A Keras model is traced once, without what `predict` does around each batch.
 
     Args:
         path: The folder; or a `.keras` file, frozen or not, as `tfamp.load_model` takes

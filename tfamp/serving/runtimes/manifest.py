@@ -15,8 +15,6 @@ FORMAT_VERSION = 1
 RUNTIMES = ("saved_model", "litert", "onnx", "openvino")
 # Runtime -> the file that it is pointed to, where that is not the folder itself.
 FILES = {"litert": "model.tflite", "onnx": "model.onnx", "openvino": "model.xml"}
-# What TensorFlow runs a batch size by.
-PLAIN, XLA = "plain", "XLA"
 # Runtime -> where it looks for files that are not named to it one by one.
 READ_FOLDERS: Mapping[str, tuple[str, ...]] = {
     "saved_model": ("variables", "assets", "assets.extra"),
@@ -32,7 +30,7 @@ class Manifest:
 
     Attributes:
         runtime: "saved_model", "litert", "onnx" or "openvino".
-        dtype: "float32", "float16", "bfloat16", "int8" or "int4".
+        dtype: "float32", "float16", "bfloat16" or "int8".
         scheme: How activations of an integer export come about: "weights", "dynamic"
             or "static"; "" for the others.
         signature: Inputs and outputs.
@@ -42,7 +40,6 @@ class Manifest:
         kept: Layer that stays in float32 -> why.
         gate: What the comparison with the float32 model found.
         plan: The dtypes of layers, where one was followed.
-        execution: Of a SavedModel by batch size: "plain" or "XLA", and by how much.
         threads: Of a prediction, where fewer than all cores were faster; None for all.
     """
 
@@ -56,7 +53,6 @@ class Manifest:
     kept: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gate: Mapping[str, Any] | None = None
     plan: Mapping[str, Any] | None = None
-    execution: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     threads: int | None = None
 
     def write(self, folder: Path) -> None:
@@ -91,6 +87,7 @@ def read(path: Path) -> Manifest:
         version = record.pop("format_version")
         is_known = isinstance(version, int) and version <= FORMAT_VERSION
         if is_known:
+            record.pop("execution", None)  # of earlier versions
             signature = Signature.from_dict(record.pop("signature"))
             manifest = Manifest(signature=signature, **record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -170,25 +167,3 @@ def sha256(file: Path) -> str:
         while part := stream.read(_CHUNK_BYTES):
             digest.update(part)
     return digest.hexdigest()
-
-
-def execution_text(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns a sentence for each batch size on what TensorFlow runs it by.
-
-    Example:
-        >>> execution_text({"1": {"chosen": "XLA", "speedup": 1.4}})
-        ['TensorFlow runs batches of 1 under XLA, in which plain takes 1.4 times as \
-long.']
-    """
-    told = []
-    for size, each in found.items():
-        if each["chosen"] == XLA:
-            how = f"under XLA, in which plain takes {each['speedup']:.2g} times as long"
-        elif "speedup" in each:
-            how = (
-                f"as they are: under XLA they were {each['speedup']:.2g} times as fast"
-            )
-        else:
-            how = f"as they are: {each.get('why', 'nothing was compared')}"
-        told.append(f"TensorFlow runs batches of {size} {how}.")
-    return told
