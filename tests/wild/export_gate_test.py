@@ -145,6 +145,9 @@ def test_right_labels_are_decided_as_before(plans, tmp_path):
     found = exported(plans, (x, y[:, np.newaxis]), tmp_path)
     assert found.verdict.startswith("as good")
     assert found.parity.metrics[0].name == "accuracy"
+    cost = found.parity.processes[0]  # of the process that the file was tried in
+    assert cost.name == found.format
+    assert cost.cold_start_seconds > 0.1 and cost.peak_bytes > 2**24
 
 
 ALL_ALIKE = np.zeros((32, 10), "float32")

@@ -22,8 +22,8 @@ from tfamp.records.units import format_bytes
 from tfamp.serving.exports import onnx_files, writers
 from tfamp.serving.exports.request import PACKAGES, Request
 from tfamp.serving.exports.source import Source
-from tfamp.serving.parity import check_parity
-from tfamp.serving.parity.result import Parity
+from tfamp.serving.parity import check_parity, size_of
+from tfamp.serving.parity.result import FreshProcess, Parity
 from tfamp.serving.parity.timings import raced
 from tfamp.serving.runtimes import fresh_process, open_model
 from tfamp.serving.runtimes.manifest import (
@@ -58,18 +58,19 @@ class Candidate:
         folder: Where it lies until it is chosen.
         manifest: What its `export.json` says.
         difference: The largest from the float32 model's outputs, over their spread.
+        cost: What it took a fresh process.
     """
 
     request: Request
     folder: Path
     manifest: Manifest
     difference: float
+    cost: FreshProcess | None = None
 
     @property
     def size_bytes(self) -> int:
         """The bytes of all its files."""
-        files = (file for file in self.folder.rglob("*") if file.is_file())
-        return sum(file.stat().st_size for file in files)
+        return size_of(self.folder) or 0
 
     def load(self, *, threads: int | None = None) -> LoadedModel:
         """Returns the model in its runtime, from where it was written."""
@@ -98,15 +99,16 @@ def write(source: Source, request: Request, folder: Path) -> Candidate:
     )
     manifest.write(folder)
     inputs = source.tried_inputs()
-    found = fresh_process.ask(folder, inputs).outputs
-    difference = largest_difference(source.traced.call(inputs), found)
+    answered = fresh_process.ask(folder, inputs)
+    difference = largest_difference(source.traced.call(inputs), answered.outputs)
     is_wrong = request.dtype == "float32" and difference > MAX_FLOAT32_DIFFERENCE
     if is_wrong or not np.isfinite(difference):
         raise ValueError(
             f"The exported file answers otherwise than the model, by {difference:.1e} "
             "of the outputs' spread. Export another format or dtype."
         )
-    return Candidate(request, folder, manifest, difference)
+    cost = FreshProcess(request.format, answered.seconds, answered.peak_bytes)
+    return Candidate(request, folder, manifest, difference, cost)
 
 
 def compared(source: Source, candidate: Candidate, **timing: Any) -> Parity:

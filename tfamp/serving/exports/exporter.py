@@ -210,9 +210,12 @@ def _compared(
     other, notes = choosing.best_float32(
         source, choice, scratch, budget_seconds=budget_seconds
     )
-    baselines = {}
+    baselines, processes = {}, [choice.best.cost]
     if other is not None:
-        baselines[f"best float32 ({other.request.format})"] = other.load()
+        name = f"best float32 ({other.request.format})"
+        baselines[name] = other.load()
+        if other.cost is not None:
+            processes.append(dataclasses.replace(other.cost, name=name))
     parity = compared(
         source, choice.best, batch_size=source.batch_size, baselines=baselines
     )
@@ -223,7 +226,11 @@ def _compared(
             "Most validation examples are among those of `calibration`, which gave the "
             "integers their ranges: others may fare worse. Pass other examples.",
         )
-    return dataclasses.replace(parity, notes=(*parity.notes, *notes))
+    return dataclasses.replace(
+        parity,
+        processes=tuple(each for each in processes if each is not None),
+        notes=(*parity.notes, *notes),
+    )
 
 
 def _requests(

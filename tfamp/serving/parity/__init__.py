@@ -14,7 +14,6 @@ from tfamp.records import checks
 from tfamp.serving.parity import answers, timings
 from tfamp.serving.parity.metrics import compared
 from tfamp.serving.parity.result import (
-    FreshProcess,
     MetricChange,
     OutputDifference,
     Parity,
@@ -23,8 +22,6 @@ from tfamp.serving.parity.result import (
     is_faster,
     speed_text,
 )
-from tfamp.serving.runtimes.fresh_process import ask
-from tfamp.serving.runtimes.manifest import NAME
 from tfamp.serving.runtimes.signature import LoadedModel
 from tfamp.stepping.arguments import dataset_of
 from tfamp.trials.run_records import Latency
@@ -91,8 +88,7 @@ def check_parity(
             for a loss.
         batch_size: Timed beside batch 1; None takes that of the first validation batch.
         baselines: Further models to time against, such as the best float32 export.
-        seconds: For timing, at both sizes together; 0 measures nothing, neither the
-            speed nor, in fresh processes, memory and cold start.
+        seconds: For timing, at both sizes together; 0 measures no speed.
         known: What `expected` gave, where several candidates are compared.
 
     Returns:
@@ -116,16 +112,13 @@ def check_parity(
     size = batch_size or len(tf.nest.flatten(inputs)[0])
     latencies: tuple[Latency, ...] = ()
     speedups: tuple[Speedup, ...] = ()
-    processes: tuple[FreshProcess, ...] = ()
     if seconds:
         with timings.stock_calls(reference, inputs) as (others, left_out):
             others.update(baselines or {})
             latencies, speedups, untimed = timings.measured(
                 candidate, others, inputs, sorted({1, size}), seconds=seconds
             )
-        models = {candidate.runtime: candidate, **(baselines or {})}
-        processes, failed = _in_fresh_processes(models, inputs)
-        notes += [*left_out, *untimed, *failed]
+        notes += [*left_out, *untimed]
     verdict, reason = judged(
         differences, metrics, is_fast=is_faster(speedups), untold=untold
     )
@@ -139,7 +132,7 @@ def check_parity(
         tuple(metrics),
         latencies,
         speedups,
-        processes,
+        (),
         size_of(candidate.path),
         int(structure.bytes_of(reference.weights)),
         tuple(notes),
@@ -221,21 +214,3 @@ def _undecided(metrics: Sequence[MetricChange]) -> str:
     if found.num_needed is not None:
         return f"{text} It needs {found.num_needed} examples, if the others are alike."
     return f"{text} Pass labels, a metric, or another tolerance."
-
-
-def _in_fresh_processes(
-    models: Mapping[str, LoadedModel], inputs: Any
-) -> tuple[tuple[FreshProcess, ...], list[str]]:
-    found, notes = [], []
-    for name, model in models.items():
-        if model.path is None or not Path(model.path, NAME).is_file():
-            notes.append(f"No memory and cold start of {name}: it has no files.")
-            continue
-        one = model.prepared(timings.rows(inputs, 1))
-        try:
-            cost = ask(model.path, one)
-        except ValueError as error:
-            notes.append(f"No memory and cold start of {name}: {error}")
-            continue
-        found.append(FreshProcess(name, cost.seconds, cost.peak_bytes))
-    return tuple(found), notes
