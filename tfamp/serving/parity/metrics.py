@@ -267,7 +267,7 @@ def upper_bound(worsening: np.ndarray, *, is_rate: bool) -> float:
         is_rate: Whether each is a difference of two numbers in [0, 1], as those of an
             accuracy are: then what was not seen may be there all the same. Where
             examples are lost, kept or won, it is the limit of the difference of their
-            fractions (`tfamp.trials.bounds.difference_limit`).
+            fractions (`tfamp.trials.statistics.change_limit`).
 
     Example:
         >>> round(upper_bound(np.zeros(360), is_rate=True), 4)
