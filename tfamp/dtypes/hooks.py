@@ -34,8 +34,8 @@ from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of
 from tfamp.keras_hooks.patches import HeldPatches, PatchSet
 from tfamp.keras_hooks.replicas import warn_of_idle_distribution
 from tfamp.keras_hooks.workers import WORKER_HOOKS
-from tfamp.loss_scale.companion import PLAIN_HOOKS
 from tfamp.loss_scale.fit_hooks import BEFORE_RUN, BEFORE_TRAINING, FIT_HOOKS
+from tfamp.loss_scale.loops import LOOP_HOOKS
 from tfamp.loss_scale.optimizer import CONFIG_HOOKS
 from tfamp.loss_scale.tape import TAPE_HOOKS
 from tfamp.machine import cpus
@@ -147,7 +147,7 @@ _RUNNING = HeldPatches(
     ]
 )
 
-_HELD = (_RUNNING, FIT_HOOKS, TAPE_HOOKS, PLAIN_HOOKS, WORKER_HOOKS, CONFIG_HOOKS)
+_HELD = (_RUNNING, FIT_HOOKS, TAPE_HOOKS, LOOP_HOOKS, WORKER_HOOKS, CONFIG_HOOKS)
 
 BEFORE_RUN.append(resolution.warn_of_open_rules)
 BEFORE_TRAINING.append(compile_hooks.before_training)

@@ -260,6 +260,13 @@ READ_HOOKS = HeldPatches(
 )
 
 
+def stored(variable: Any) -> Any:
+    """Returns the variable of TensorFlow that holds the value of one of Keras's."""
+    value = getattr(variable, "_value", None)
+    is_keras = isinstance(variable, keras.Variable) and value is not None
+    return value if is_keras else variable
+
+
 def store_in(variable: Any, dtype: str) -> None:
     """Stores a weight in another float dtype; call it in the scope of its strategy."""
     value = tf.cast(tf.convert_to_tensor(variable._value), dtype)

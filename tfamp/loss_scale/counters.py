@@ -5,6 +5,7 @@ step since the last reading added to the totals.
 """
 
 import collections
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -88,6 +89,8 @@ class ScaleVariables:
         )
         self.step_counter = step_counter
         self.dynamic_scale = dynamic_scale
+        # Scales of traced functions, which have a variable of their own.
+        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.counters = add_variable(
             shape=(len(COUNTERS),),
             dtype="int64",
@@ -119,6 +122,8 @@ class ScaleVariables:
         self.step_counter.assign(state.good_steps)
         self.counters.assign(tf.stack([tf.cast(x, tf.int64) for x in state[_WHOLE]]))
         self.levels.assign(tf.stack([tf.cast(x, tf.float32) for x in state[_REAL]]))
+        for follower in tuple(self.followers):
+            follower.follow()
 
     def remember(self, judged: tf.Tensor, *facts: Any) -> None:
         """Puts one step's scale, norm and verdict into the ring of recent steps."""

@@ -17,7 +17,7 @@ from tfamp.loss_scale.counters import (
 )
 from tfamp.loss_scale.gradients import multiplied
 from tfamp.loss_scale.rule import ScaleState
-from tfamp.loss_scale.scalings import SCALINGS
+from tfamp.loss_scale.scales import note_unscaled, scaled_by_hand
 from tfamp.records import checks
 
 SCALING_IS_NOT_THE_CAUSE = (
@@ -87,14 +87,20 @@ class ScalingLosses(keras.optimizers.LossScaleOptimizer):
         Args:
             loss: A number or tensor of any shape.
         """
-        return self._scaled(loss)
+        loss = tf.convert_to_tensor(loss)
+        if loss.dtype in HALF:
+            loss = tf.cast(loss, tf.float32)
+        scale = tf.convert_to_tensor(self.dynamic_scale.value)
+        self.has_scaled_loss = True
+        if not loss.dtype.is_floating:
+            return loss * tf.cast(scale, loss.dtype)
+        return scaled_by_hand(loss, scale, is_ours=True)
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """As `scale_loss`; takes a callable too and returns one, as legacy Keras."""
         if callable(loss):
-            SCALINGS.note(self, is_scaled=True)
-            return lambda: self._scaled(loss())
-        return self._scaled(loss)
+            return lambda: self.scale_loss(loss())
+        return self.scale_loss(loss)
 
     def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Returns gradients of a scaled loss divided by the scale.
@@ -105,7 +111,8 @@ class ScalingLosses(keras.optimizers.LossScaleOptimizer):
         Args:
             grads: Tensors, `tf.IndexedSlices` or None.
         """
-        SCALINGS.note(self, is_scaled=False)
+        self.was_unscaled = True
+        note_unscaled()
         factor = 1 / tf.convert_to_tensor(self.dynamic_scale.value)
         return [None if g is None else multiplied(g, factor) for g in grads]
 
@@ -137,14 +144,6 @@ class ScalingLosses(keras.optimizers.LossScaleOptimizer):
         raw = [v.value if isinstance(v, keras.Variable) else v for v in variables]
         gradients = tape.gradient(scaled, raw)
         return self.apply_gradients(zip(gradients, variables, strict=True))
-
-    def _scaled(self, loss: Any) -> Any:
-        loss = tf.convert_to_tensor(loss)
-        if loss.dtype in HALF:
-            loss = tf.cast(loss, tf.float32)
-        scaled = loss * tf.cast(self.dynamic_scale.value, loss.dtype)
-        SCALINGS.note(self, is_scaled=True).add_loss(scaled)
-        return scaled
 
 
 def _present(optimizer: Any) -> ScaleState:

@@ -12,14 +12,15 @@ from tfamp.keras_hooks.patches import HeldPatches, replaced
 from tfamp.keras_hooks.variables import READ_HOOKS
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.arguments import check_settings, chosen_steps
+from tfamp.loss_scale.candidates import know
 from tfamp.loss_scale.counters import NonfiniteCounts, ScaleVariables
 from tfamp.loss_scale.fit_hooks import FIT_HOOKS
 from tfamp.loss_scale.gradients import Reduction
 from tfamp.loss_scale.interface import Reporting, ScalingLosses
 from tfamp.loss_scale.parts import Delegating, OnReplicas, adopted_accumulation
-from tfamp.loss_scale.plain_optimizers import HERE
 from tfamp.loss_scale.saved_state import Saving
-from tfamp.loss_scale.tape import TAPE_HOOKS, know
+from tfamp.loss_scale.scales import HERE, own
+from tfamp.loss_scale.tape import TAPE_HOOKS
 
 
 class LossScaleOptimizer(
@@ -150,7 +151,8 @@ class LossScaleOptimizer(
         self.measures_scale = initial_scale == "auto"
         self.leaves_stop_to_caller = False
         self.has_gradient: Any = None
-        self.has_scaled_loss = False
+        self.has_scaled_loss = False  # `scale_loss` was called, ever
+        self.was_unscaled = False  # what the next `apply` gets, by hand
         self.nonfinite: NonfiniteCounts | None = None
         self._accumulators: list[Any] = []
         self._loaded = None
@@ -212,6 +214,7 @@ class LossScaleOptimizer(
         self._make_vectors(variables)
         self._trainable_variables = variables
         self.built = True
+        own(self, variables)
         self._settle_loaded()
 
     @tf.autograph.experimental.do_not_convert

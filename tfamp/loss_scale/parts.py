@@ -5,6 +5,8 @@ those that its constructor sets.
 """
 
 import contextlib
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,10 +17,10 @@ from absl import logging
 from tfamp.keras_hooks import optimizers, replicas
 from tfamp.loss_scale import step
 from tfamp.loss_scale.fit_hooks import microbatch_weight
-from tfamp.loss_scale.plain_optimizers import ids_of, warn_of_unscaled_loss
 from tfamp.loss_scale.replicas import first_of, where_replicas_are_one
 from tfamp.loss_scale.rule import ScaleState
-from tfamp.loss_scale.scalings import SCALINGS
+from tfamp.loss_scale.scales import take_notes, verdict_on
+from tfamp.records import checks
 
 _INNER = "inner_optimizer"
 # Attributes that every Keras optimizer has, the wrapper too, and that only mean
@@ -56,6 +58,34 @@ def _refused(name: str, instead: str) -> property:
             )
 
     return property(lambda self: None, put, doc=f"None: {instead}")
+
+
+# Gradients may have been scaled by hand, as in a test of an optimizer; a loop that
+# goes on like this has forgotten it.
+_EAGER_STEPS = 10
+_applies: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def warn_of_unscaled_loss(optimizer: Any) -> None:
+    """Warns once where gradients of unknown origin are taken for scaled ones."""
+    has_no_scale = not optimizer.dynamic and optimizer.initial_scale == 1
+    if optimizer.has_scaled_loss or has_no_scale:
+        return
+    count = _applies.get(optimizer, 0) + 1
+    _applies[optimizer] = count
+    is_sure = not tf.executing_eagerly() or count == _EAGER_STEPS
+    if count > _EAGER_STEPS or not is_sure:
+        return
+    _applies[optimizer] = _EAGER_STEPS
+    warnings.warn(
+        f"Optimizer {optimizer.name!r} divides gradients by its loss scale, but they "
+        "come from no `tf.GradientTape`, and no loss was multiplied by it: updates are "
+        "too small by that factor. Compute them by a tape, or put `loss = "
+        "optimizer.scale_loss(loss)` before they are computed. "
+        f"{checks.see('failures/tiny-updates')}",
+        UserWarning,
+        stacklevel=checks.level_of_user(),
+    )
 
 
 class Delegating(keras.optimizers.LossScaleOptimizer):
@@ -206,13 +236,12 @@ class OnReplicas(keras.optimizers.LossScaleOptimizer):
 
     def _take_step(self, gradients: list[Any], variables: list[Any]) -> None:
         """Reduces the gradients and takes the step where all replicas are one."""
-        scaling = SCALINGS.take(self, ids_of(self))
-        if scaling is None:
+        notes = take_notes(variables)
+        come_scaled = not self.was_unscaled and all(n.is_by_hand for n in notes)
+        if not notes and come_scaled:
             warn_of_unscaled_loss(self)
-        else:
-            self.has_scaled_loss = True
-        come_scaled = scaling is None or scaling.is_scaled
-        verdict = None if scaling is None else scaling.verdict_on(gradients)
+        self.was_unscaled = False
+        verdict = verdict_on(notes, gradients) if notes else None
         if replicas.is_empty() is not None:
             gradients = replicas.of_examples(gradients)
             if verdict is not None:

@@ -1,20 +1,23 @@
 """Scales gradients in `tf.GradientTape`, so that training code need not do it.
 
 A tape's target is multiplied by the loss scale and the gradients are divided by it, in
-float32: the code around them sees true gradients. The optimizer is told that nothing
-is left to divide. Where the code scales its loss itself, the tape does nothing.
+float32: the code around them sees true gradients, and what overflowed is not finite.
+The scale is that of the optimizers that have trained the variables. Where code scales
+its loss by `scale_loss`, it gets the gradients that it expects, scaled so.
 """
 
 import contextlib
 import threading
+import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks.layers import record_of
+from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.backend import HALF
+from tfamp.keras_hooks.layers import CALLS, record_of
 from tfamp.keras_hooks.optimizers import (
     asked,
     can_be_asked_again,
@@ -23,18 +26,29 @@ from tfamp.keras_hooks.optimizers import (
     tape_patches,
 )
 from tfamp.keras_hooks.patches import Function, HeldPatches, replaced, wrapper
-from tfamp.keras_hooks.variables import outermost_graph
-from tfamp.loss_scale.plain_optimizers import (
-    PLAIN,
-    as_asked,
-    float16_layer_of,
-    ids_of,
-    warn_of_no_scale,
+from tfamp.keras_hooks.variables import outermost_graph, stored
+from tfamp.loss_scale import candidates
+from tfamp.loss_scale.gradients import multiplied, sums_of_squares
+from tfamp.loss_scale.scales import (
+    HERE,
+    TapeCall,
+    is_variable,
+    note,
+    open_scale_of,
+    own,
+    owners_of,
+    scale_of,
+    without_owner,
 )
-from tfamp.loss_scale.scalings import SCALINGS, ScaledGradients, can_be_scaled
-from tfamp.loss_scale.stock import STOCK, patches, scale_of
+from tfamp.records import checks
 
-_TAPE_MARK = "_tfamp_scaled_by_hand"
+# A target in float16 cannot be given more.
+_MAX_HALF_SCALE = 2.0**15
+_Compute = Callable[[list[Any], Any], list[Any]]  # of targets and their seeds
+
+_met: weakref.WeakSet[Any] = weakref.WeakSet()
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
+_read_in: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 class FixedScale:
@@ -49,239 +63,27 @@ class FixedScale:
         self.is_by_hand = False
 
 
-class _Here(threading.local):
-    """What this thread is doing."""
-
+class _Fixed(threading.local):
     is_in_gradient: bool = False
-    optimizers: tuple[Any, ...] = ()  # of the model whose `train_step` runs
-    fixed: FixedScale | None = None
+    scale: FixedScale | None = None
 
 
-_HERE = _Here()
-_LOCK = threading.Lock()
-_living: weakref.WeakSet[Any] = weakref.WeakSet()
-_read_in: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-
-
-def know(optimizer: Any) -> None:
-    """Has the tape find an optimizer by the variables that it trains."""
-    PLAIN.note_wrapped(optimizer)
-    with _LOCK:
-        _living.add(optimizer)
+_FIXED = _Fixed()
 
 
 def training_with(
     optimizers: Sequence[Any],
 ) -> contextlib.AbstractContextManager[None]:
     """Marks that a model's `train_step` runs, in this thread."""
-    return replaced(_HERE, optimizers=tuple(optimizers))
+    return replaced(HERE, optimizers=tuple(optimizers))
 
 
 @contextlib.contextmanager
 def scaled_by(factor: float) -> Iterator[FixedScale]:
     """Has the tapes of this thread scale by a number, and tell no optimizer."""
-    with replaced(_HERE, fixed=FixedScale(factor)):
-        yield _HERE.fixed  # type: ignore[misc]
-
-
-def _plan(
-    tape: tf.GradientTape, target: Any, sources: list[Any]
-) -> ScaledGradients | None:
-    """Returns how to scale a call of a tape, None where it is left as it is."""
-    fixed = _HERE.fixed
-    if fixed is not None:
-        if fixed.is_by_hand or not can_be_scaled(target) or not _has_variable(sources):
-            return None
-        return ScaledGradients([fixed.factor], [], is_judged=True)
-    with _LOCK:
-        living = tuple(_living)
-    if not can_be_scaled(target):
-        return None
-    ids = frozenset(map(id, sources))
-    owners = [o for o in living if not ids.isdisjoint(ids_of(o))]
-    if owners or _has_variable(sources):
-        unbuilt = [o for o in _HERE.optimizers or living if not o.built]
-        return _plan_of_variables(tape, target, sources, owners, unbuilt)
-    around = _training(tape, living)
-    if not around or any(SCALINGS.is_scaled(o) for o in around):
-        return None
-    # What overflows and cannot be computed again spoils the step, which is skipped.
-    is_final = not can_be_asked_again(tape)
-    return ScaledGradients(_scales_of(around), [], is_judged=is_final)
-
-
-def _plan_of_variables(
-    tape: tf.GradientTape,
-    target: Any,
-    sources: list[Any],
-    owners: list[Any],
-    unbuilt: list[Any],
-) -> ScaledGradients | None:
-    """Returns how to scale gradients that an optimizer may apply.
-
-    `owners` are built for some of the sources; the `unbuilt` may turn out to be.
-    """
-    ids = frozenset(map(id, sources))
-    others = _unbuilt_others(ids, unbuilt)
-    # Of two players one alone may have scaled its loss.
-    scaling = [
-        optimizer
-        for optimizer in (*owners, *unbuilt)
-        if _has_scaled(
-            optimizer,
-            tape,
-            None if optimizer.built or not {*owners, *others} - {optimizer} else target,
-        )
-    ]
-    if scaling:
-        _note_scaled(tape, ids, scaling, owners)
-        return None
-    if STOCK.have_scaled(tape, target, ids, has_others=bool(owners or others)):
-        return None
-    left = _without_owner(sources, owners)
-    given, may_apply = _given_scales(left, owners, unbuilt)
-    owners, unbuilt = [*owners, *given], [*unbuilt, *may_apply]
-    possible = [*owners, *unbuilt]
-    if not possible:
-        return None
-    scalings = [SCALINGS.note(o, is_scaled=False) for o in owners]
-    guess = SCALINGS.note_variables(as_asked(sources)) if unbuilt else None
-    if guess is not None:
-        scalings.append(guess)
-        # Eager code knows an optimizer from its second step on; a graph keeps what it
-        # is given now.
-        if not (
-            _HERE.optimizers
-            or float16_layer_of(sources) is not None
-            or may_compute_in_half()
-        ):
-            possible = owners
-    if not possible:
-        return None
-    # One that does not move cannot be brought down by what overflows.
-    moving = [o for o in possible if getattr(o, "dynamic", True)]
-    scales = _scales_of(moving or possible)
-    if guess is not None and not owners and not tf.executing_eagerly():
-        # Without an optimizer nobody would judge what overflows.
-        is_taken = guess.wait_for_optimizer(getattr(scales[0], "device", ""))
-        _hold(is_taken)
-        scales = [tf.where(is_taken, tf.convert_to_tensor(s), 1.0) for s in scales]
-    return ScaledGradients(scales, scalings, is_judged=True)
-
-
-def _has_scaled(optimizer: Any, tape: tf.GradientTape, target: Any) -> bool:
-    """Returns whether an optimizer's `scale_loss` gave what a tape is asked for.
-
-    A persistent tape is asked again when the first gradients are applied. The target
-    matters where others may have made it.
-    """
-    if target is None and optimizer in getattr(tape, _TAPE_MARK, ()):
-        return True
-    return SCALINGS.is_scaled(optimizer, target)
-
-
-def _note_scaled(
-    tape: tf.GradientTape, ids: frozenset[int], scaling: list[Any], owners: list[Any]
-) -> None:
-    """Notes that gradients are going to come scaled, for all that train their part."""
-    marked: weakref.WeakSet[Any] = getattr(tape, _TAPE_MARK, weakref.WeakSet())
-    marked.update(scaling)
-    setattr(tape, _TAPE_MARK, marked)
-    known = frozenset().union(*map(ids_of, scaling))
-    is_sure = all(optimizer.built for optimizer in scaling)
-    rest = ids - known if is_sure else frozenset()
-    for owner in owners:
-        # One loss was scaled for all.
-        if owner in scaling or not rest.isdisjoint(ids_of(owner)):
-            SCALINGS.note(owner, is_scaled=True)
-
-
-def _unbuilt_others(ids: frozenset[int], unbuilt: list[Any]) -> list[Any]:
-    """Returns the optimizers of a loop, or a `train_step`, that may yet be built."""
-    if _HERE.optimizers:
-        return unbuilt
-    plain = PLAIN.candidates(ids)[1]
-    return [*filter(PLAIN.is_free, unbuilt), *plain]
-
-
-def _without_owner(sources: list[Any], owners: list[Any]) -> list[Any]:
-    """Returns the variables among the sources that none of the owners trains."""
-    return [
-        source
-        for source in sources
-        if _is_variable(source) and not any(id(source) in ids_of(o) for o in owners)
-    ]
-
-
-def _given_scales(
-    left: list[Any], owners: list[Any], unbuilt: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    """Returns companions of optimizers that were given no loss scale by anybody.
-
-    First those of optimizers that are built for sources without an owner, the ones that
-    are `left`, then those of optimizers that may turn out to be. Keras's own wrappers
-    are among them, with the scales that they have.
-    """
-    if not left:
-        return [], []
-    stock, unbuilt_stock = STOCK.candidates(frozenset(map(id, left)))
-    layer = float16_layer_of(left, is_part=bool(stock or unbuilt_stock))
-    settings = None if layer is None else record_of(layer).settings  # type: ignore[union-attr]
-    if settings is None or settings.loss_scale is None:
-        return [], []
-    built: list[Any] = []
-    others: list[Any] = []
-    ids = frozenset(map(id, left))
-    if PLAIN.is_left_alone(ids):
-        return [], []
-    if not tf.distribute.in_cross_replica_context():
-        built, others = PLAIN.candidates(ids)
-    if _HERE.optimizers and unbuilt:
-        others, unbuilt_stock = [], []  # one of the model's own trains them
-    if not (owners or unbuilt or built or others or stock or unbuilt_stock):
-        warn_of_no_scale(layer)
-    return (
-        [*stock, *PLAIN.given_to(built, settings)],
-        [*unbuilt_stock, *PLAIN.given_to(others, settings)],
-    )
-
-
-def _scales_of(optimizers: Sequence[Any]) -> list[Any]:
-    """Returns the variables of scales; a graph that reads them holds them.
-
-    It may be traced with the scale of an optimizer that turns out to have no part in
-    it, and run when that is gone.
-    """
-    scales = [scale_of(optimizer) for optimizer in optimizers]
-    _hold(*scales)
-    return scales
-
-
-def _hold(*variables: Any) -> None:
-    """Lets the function that is being traced hold variables that it reads."""
-    graph = outermost_graph()
-    if graph is not None:
-        _read_in.setdefault(graph, []).extend(variables)
-
-
-def _has_variable(sources: Sequence[Any]) -> bool:
-    return any(map(_is_variable, sources))
-
-
-def _is_variable(source: Any) -> bool:
-    return isinstance(source, keras.Variable | tf.Variable)
-
-
-def _training(tape: tf.GradientTape, living: Sequence[Any]) -> Sequence[Any]:
-    """Returns the optimizers for which a gradient of no variable is computed."""
-    # A branch of one replica cannot wait for the others.
-    has_replicas = tf.distribute.get_strategy().num_replicas_in_sync > 1
-    is_nested = is_recording() and can_be_asked_again(tape)
-    if has_replicas or not (_HERE.optimizers or is_nested):
-        return ()
-    watched = frozenset(map(id, tape.watched_variables()))
-    owners = [o for o in living if not watched.isdisjoint(ids_of(o))]
-    return owners or _HERE.optimizers
+    fixed = FixedScale(factor)
+    with replaced(_FIXED, scale=fixed):
+        yield fixed
 
 
 @wrapper
@@ -294,26 +96,236 @@ def _wrap_gradient(
     output_gradients: Any = None,
     unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
 ) -> Any:
+    if _FIXED.is_in_gradient:  # a tape that is part of some layer's own gradient
+        return original(self, target, sources, output_gradients, unconnected_gradients)
     flat = tf.nest.flatten(sources)
-    # Inside another gradient a tape is part of some layer's own gradient.
-    plan = None if _HERE.is_in_gradient else _plan(self, target, flat)
-    with replaced(_HERE, is_in_gradient=True), asked(self):
-        if plan is None:
-            return original(
+    variables = [source for source in flat if is_variable(source)]
+    fixed, scales = _FIXED.scale, []
+    if _can_be_scaled(target):
+        if fixed is not None:
+            scales = [fixed.factor] * (bool(variables) and not fixed.is_by_hand)
+        else:
+            scales = _scales_of(variables) if variables else _scales_around(self)
+
+    def compute(targets: list[Any], seeds: Any) -> list[Any]:
+        return original(self, targets, flat, seeds, unconnected_gradients)
+
+    is_again = not variables and can_be_asked_again(self)
+    call = TapeCall(is_scaled=bool(scales))
+    scaled = _Scaled(call, scales, is_nested=is_again and is_recording())
+    with (
+        replaced(_FIXED, is_in_gradient=True),
+        replaced(HERE, call=call),
+        asked(self),
+    ):
+        if not scales:
+            found = original(
                 self, target, sources, output_gradients, unconnected_gradients
             )
+        else:
+            given = scaled.gradients(compute, target, flat, output_gradients)
+            if is_again:  # what overflows and cannot be asked again spoils the step
+                given = _or_as_they_are(given, flat, compute, target, output_gradients)
+            found = tf.nest.pack_sequence_as(sources, given)
+    if variables and fixed is None:
+        known = [g for g in tf.nest.flatten(found) if g is not None]
+        verdict = None
+        if scales and known:
+            verdict = tf.math.is_finite(tf.reduce_sum(sums_of_squares(known)))
+        is_by_hand = bool(call.by_hand)
+        note(
+            variables,
+            known,
+            is_judged=bool(scales),
+            is_by_hand=is_by_hand,
+            verdict=verdict,
+        )
+    return found
 
-        def compute(targets: list[Any], seeds: Any) -> list[Any]:
-            return original(self, targets, flat, seeds, unconnected_gradients)
 
-        true = plan.gradients(compute, target, flat, output_gradients)
-    return tf.nest.pack_sequence_as(sources, true)
+def _scales_of(variables: list[Any]) -> list[Any]:
+    """Returns the scales that gradients of variables may be applied under."""
+    left = without_owner(variables)
+    for wrapper_of_keras in candidates.wrappers_built_for(left) if left else ():
+        own(wrapper_of_keras, left)
+    owners, left = owners_of(variables), without_owner(variables)
+    layer = float16_layer_of(left) if left else None
+    settings = None if layer is None else record_of(layer).settings  # type: ignore[union-attr]
+    if not left or (settings is not None and settings.loss_scale is None):
+        return _held(owners)
+    waiting: list[Any] = []
+    if settings is not None and (HERE.optimizers or not CALLS.is_training):
+        waiting = candidates.waiting(HERE.optimizers, settings, left)
+        if not (owners or waiting):
+            _warn_of_no_scale(layer)
+    if tf.executing_eagerly():  # who applies them is known from the second step on
+        return _held(owners) + waiting
+    if layer is None and not may_compute_in_half():
+        return _held(owners)
+    scale = open_scale_of(left)
+    _hold(scale)
+    given = tf.convert_to_tensor(scale.variable)
+    if not owners:
+        return [given]
+    scales = _held(owners)  # for all of them, until the other one is given
+    return [*scales, tf.where(tf.equal(given, 1.0), scales[0], given)]
+
+
+def _scales_around(tape: tf.GradientTape) -> list[Any]:
+    """Returns the scales for a gradient of no variable, within training."""
+    # A branch of one replica cannot wait for the others.
+    has_replicas = tf.distribute.get_strategy().num_replicas_in_sync > 1
+    is_nested = is_recording() and can_be_asked_again(tape)
+    if has_replicas or not (HERE.optimizers or is_nested):
+        return []
+    return _held(owners_of(tape.watched_variables()) or HERE.optimizers)
+
+
+def _held(optimizers: Sequence[Any]) -> list[Any]:
+    """Returns the variables of scales; a graph that reads them holds them.
+
+    It may be traced with the scale of an optimizer that turns out to have no part in
+    it, and run when that is gone. One that does not move cannot be brought down by what
+    overflows.
+    """
+    moving = [o for o in optimizers if getattr(o, "dynamic", True)]
+    scales = [scale_of(optimizer) for optimizer in moving or optimizers]
+    _hold(*scales)
+    return scales
+
+
+def _hold(*values: Any) -> None:
+    """Lets the function that is being traced hold what it reads."""
+    graph = outermost_graph()
+    if graph is not None:
+        _read_in.setdefault(graph, []).extend(values)
+
+
+def float16_layer_of(sources: Sequence[Any]) -> Any:
+    """Returns the layer called last here of which weights in float16 are asked for.
+
+    Other weights of a layer that has some in float16 will do.
+    """
+    asked_for = {id(stored(source)) for source in sources}
+    for reference in reversed(CALLS.float16_layers):
+        layer = reference()
+        if layer is None or record_of(layer) is None:
+            continue
+        weights = {id(stored(weight)) for weight in layer.weights}
+        if not asked_for.isdisjoint(weights) and any(
+            part.compute_dtype == "float16" for _, part, _ in structure.walk(layer)
+        ):
+            return layer
+    return None
+
+
+def _warn_of_no_scale(layer: Any) -> None:
+    """Warns once that a float16 layer's gradients are computed with no loss scale.
+
+    Not of the first eager step, by which an optimizer made ahead of tfamp is found.
+    """
+    if layer in _warned:
+        return
+    if tf.executing_eagerly() and layer not in _met:
+        _met.add(layer)
+        return
+    _warned.add(layer)
+    warnings.warn(
+        f"{type(layer).__name__} {layer.name!r} computes in float16, and its gradients "
+        "are computed with no loss scale: those below 6e-8 are 0. Make the optimizer "
+        "after `tfamp.enable`, or apply them by `tfamp.LossScaleOptimizer(optimizer)`, "
+        f"made ahead of the first step. {checks.see('lint#unscaled-float16')}",
+        UserWarning,
+        stacklevel=checks.level_of_user(),
+    )
+
+
+def _can_be_scaled(target: Any) -> bool:
+    """Returns whether all targets are tensors with gradients of their own dtype."""
+    targets = tf.nest.flatten(target)
+    return bool(targets) and all(
+        isinstance(t, tf.Tensor) and (t.dtype.is_floating or t.dtype.is_complex)
+        for t in targets
+    )
+
+
+class _Scaled:
+    """One call of a tape, scaled by the smallest of possible scales.
+
+    Where it `is_nested`, what flows back through the gradient is divided by its scale,
+    so that it and the gradient share what the tape around gives.
+    """
+
+    def __init__(
+        self, call: TapeCall, scales: Sequence[Any], *, is_nested: bool
+    ) -> None:
+        self._call = call
+        self._scales = [tf.convert_to_tensor(scale) for scale in scales]
+        self._is_nested = is_nested
+
+    def gradients(
+        self, compute: _Compute, target: Any, sources: list[Any], seeds: Any
+    ) -> list[Any]:
+        """Returns the gradients, in float32 for variables.
+
+        They are true, or scaled by the code's own scale where it scaled its loss.
+        """
+        targets = tf.nest.flatten(target)
+        factor = self._factor(targets)
+        given = [None] * len(targets) if seeds is None else tf.nest.flatten(seeds)
+        scaled_seeds = [
+            (tf.ones_like(target) if seed is None else tf.convert_to_tensor(seed))
+            * tf.cast(factor, target.dtype)
+            for target, seed in zip(targets, given, strict=True)
+        ]
+        scaled = compute(targets, scaled_seeds)
+        divided = (self._call.by_hand[0] if self._call.by_hand else 1) / factor
+        return [
+            _unscaled(gradient, source, divided)
+            for gradient, source in zip(scaled, sources, strict=True)
+        ]
+
+    def _factor(self, targets: Sequence[Any]) -> tf.Tensor:
+        scales = list(self._scales)
+        if any(target.dtype in HALF for target in targets):
+            scales.append(tf.constant(_MAX_HALF_SCALE))
+        least = scales[0] if len(scales) == 1 else tf.reduce_min(tf.stack(scales))
+        return tf.sqrt(least) if self._is_nested else least
+
+
+def _unscaled(gradient: Any, source: Any, factor: Any) -> Any:
+    if gradient is None:
+        return None
+    true = multiplied(gradient, factor)
+    if is_variable(source) or true.dtype == gradient.dtype:
+        return true
+    # The code around it may combine it with the source, as without a scale.
+    return tf.cast(true, gradient.dtype)
+
+
+def _or_as_they_are(
+    true: list[Any], sources: list[Any], compute: _Compute, target: Any, seeds: Any
+) -> list[Any]:
+    """Returns gradients of no variable, or those without a scale if they overflowed.
+
+    No optimizer judges them and lowers the scale.
+    """
+    known = [i for i, gradient in enumerate(true) if gradient is not None]
+    if not known:
+        return true
+    dense = [tf.convert_to_tensor(true[i]) for i in known]
+
+    def without_a_scale() -> list[tf.Tensor]:
+        plain = compute(tf.nest.flatten(target), seeds)
+        return [
+            tf.convert_to_tensor(_unscaled(plain[i], sources[i], 1.0)) for i in known
+        ]
+
+    is_finite = tf.math.is_finite(tf.reduce_sum(sums_of_squares(dense)))
+    chosen = tf.cond(is_finite, lambda: dense, without_a_scale)
+    found = dict(zip(known, chosen, strict=True))
+    return [found.get(i) for i in range(len(true))]
 
 
 # Held by every optimizer that scales losses, and by all that may need one.
-TAPE_HOOKS = HeldPatches(
-    [
-        *tape_patches(_wrap_gradient),
-        *patches(),
-    ]
-)
+TAPE_HOOKS = HeldPatches(tape_patches(_wrap_gradient))
