@@ -262,7 +262,7 @@ def test_all_options_reach_the_optimizer_and_wrong_ones_are_told_at_once():
         "max_scale": 2.0**20,
         "accumulation_steps": 3,
         "max_consecutive_skips": None,
-        "initial_scale": "auto",
+        "initial_scale": 64.0,
     }
     with tfamp.scope("mixed_float16", loss_scale_options=options):
         model = functional()

@@ -13,7 +13,7 @@ GRADIENTS = [3.0, INF, INF, 4.0, 0.5]
 SKIPPED = [False, True, True, False, False]
 # A scale of 8 halves after each skipped step. After two skips in a row a finite one
 # doubles it, until it is back at 8.
-SCALES = [8.0, 8.0, 4.0, 2.0, 4.0]
+SCALES = [8.0, 8.0, 4.0, 2.0, 2.0]
 RATES = [0.4, 0.2, 0.1]
 
 

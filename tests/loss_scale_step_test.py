@@ -281,20 +281,6 @@ def test_freezing_reaches_functions_that_are_traced_already(mode):
     assert (optimizer.scale, optimizer.is_frozen) == (8, False)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_measured_scale_is_set_by_the_first_finite_gradients(mode):
-    weight = keras.Variable([4.0, 4.0])
-    optimizer = make(optimizers.SGD(1.0), "auto")
-    step = steps_of(optimizer, [weight], mode)
-    assert optimizer.scale == 1
-    step(tf.constant([0.0, 0.0]))  # nothing to measure: probe higher
-    assert optimizer.scale == 2.0**8
-    step(tf.constant([2.0**-10 * 2.0**8, 0.0]))
-    assert optimizer.scale == 2.0**22  # which takes 2**-10 to 2**12
-    step(tf.constant([1.0, 0.0]))
-    assert optimizer.scale == 2.0**22
-
-
 MESSAGE = (
     "Skipped 3 updates in a row, because their gradients were not finite, up to step "
     "4: loss scale 8"

@@ -211,26 +211,6 @@ def reduced(strategy, policy, **reduction):
     return state_of(model)
 
 
-def packs(strategy, bytes_per_pack):
-    """Returns how many reductions a step of four weights of 1 KiB has."""
-    import tfamp
-
-    with strategy.scope():
-        weights = [keras.Variable(np.zeros(256, "float32")) for _ in range(4)]
-        optimizer = tfamp.LossScaleOptimizer(
-            inner(), reduce_dtype="float16", bytes_per_pack=bytes_per_pack
-        )
-        optimizer.build(weights)
-
-    @tf.function
-    def step():
-        strategy.run(lambda: optimizer.apply([w.value for w in weights], weights))
-
-    graph = step.get_concrete_function().graph.as_graph_def()
-    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
-    return sum(node.op.startswith("CollectiveReduce") for node in nodes)
-
-
 def main(out, is_whole):
     """Runs everything in turn: a process can make the strategy once."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -252,9 +232,7 @@ def main(out, is_whole):
     results["shuffled"] = shuffled(strategy)
     tf.random.set_seed(index)
     results["shuffled by seeds"] = shuffled(strategy)
-    in_packs = {"reduce_dtype": "auto", "bytes_per_pack": 64}
-    results["float16 sums"] = reduced(strategy, "mixed_float16", **in_packs)
-    results["packs"] = [packs(strategy, 0), packs(strategy, 2**8)]
+    results["float16 sums"] = reduced(strategy, "mixed_float16", reduce_dtype="auto")
     if is_whole:
         bad = spoiled(X, BAD_ROWS, GLOBAL_BATCH)
         results["fit, overflows"], _ = fit(strategy, bad)

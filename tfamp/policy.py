@@ -132,8 +132,8 @@ def enable(
         loss_scale: "dynamic", a number for a static scale, or None for no
             scaling. Used where a layer computes in float16.
         loss_scale_options: Further arguments of the loss-scale optimizer. With
-            `reduce_dtype` or `bytes_per_pack` optimizers of models without float16
-            are wrapped too, at a scale of 1 unless float16 is sent.
+            `reduce_dtype` optimizers of models without float16 are wrapped too, at a
+            scale of 1 unless float16 is sent.
 
     Returns:
         The `Status` after the call.

@@ -46,11 +46,10 @@ class _Here(threading.local):
 _HERE = _Here()
 
 
-def summed(context: Any, values: Sequence[Any], options: Any = None) -> list[Any]:
+def summed(context: Any, values: Sequence[Any]) -> list[Any]:
     """Returns the sums over all replicas of tensors and `tf.IndexedSlices`.
 
     Those of each dtype go in a call of their own: workers join what is in one call.
-    `options` are `tf.distribute.experimental.CommunicationOptions`.
     """
     places: dict[Any, list[int]] = {}
     sums: list[Any] = [None] * len(values)
@@ -61,7 +60,7 @@ def summed(context: Any, values: Sequence[Any], options: Any = None) -> list[Any
             places.setdefault(value.dtype, []).append(place)
     for some in places.values():
         given = [values[place] for place in some]
-        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, given, options)
+        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, given)
         for place, value in zip(some, reduced, strict=True):
             sums[place] = value
     return sums

@@ -22,9 +22,7 @@ _STEP_OPTIONS = (
     "accumulation_steps",
     "max_consecutive_skips",
 )
-_REDUCE_OPTIONS = ("reduce_dtype", "bytes_per_pack")
-# Where the scale is measured, the first gradients are computed with this one.
-_PROBE_SCALE = 1.0
+_REDUCE_OPTIONS = ("reduce_dtype",)
 _SMALLEST_NORMAL = 2.0**-126  # of float32; dividing by less than this gives inf
 
 
@@ -57,7 +55,7 @@ def check_loss_scale(
             f"loss scale only, but `loss_scale` is {loss_scale!r}. Leave out one of "
             "the two."
         )
-    reduction = Reduction(options.get("reduce_dtype"), options.get("bytes_per_pack", 0))
+    reduction = Reduction(options.get("reduce_dtype"))
     check_settings(**{k: v for k, v in options.items() if k not in _REDUCE_OPTIONS})
     has_float16 = "bfloat16" not in policy and policy != "float32"
     if not explicit or has_float16 or reduction.dtype == "float16":
@@ -68,7 +66,7 @@ def check_loss_scale(
             "layer computes in half precision. Pass 'bfloat16' or 'float16', or leave "
             "it out."
         )
-    if _is_positive(loss_scale) or moving or (options and reduction.is_default):
+    if _is_positive(loss_scale) or moving or (options and reduction.dtype is None):
         raise ValueError(
             f"`loss_scale` {loss_scale!r} has no effect under policy {policy!r}, in "
             "which nothing computes in float16. Leave it out, or use 'mixed_float16'."
@@ -83,7 +81,7 @@ def without_float16(options: Mapping[str, Any], computes_in_half: bool) -> Any:
     """
     dtype = options.get("reduce_dtype")
     has_dtype = dtype is not None and (dtype != "auto" or computes_in_half)
-    if not has_dtype and not options.get("bytes_per_pack"):
+    if not has_dtype:
         return None
     if dtype == "float16":
         return dict(options)
@@ -111,9 +109,9 @@ def check_settings(
     are the further fields of a `ScaleRule`.
 
     Example:
-        >>> rule, start = check_settings("auto", max_scale=1024.0)
+        >>> rule, start = check_settings(4.0, max_scale=1024.0)
         >>> start, rule.max_scale
-        (1.0, 1024.0)
+        (4.0, 1024.0)
     """
     chosen_steps(gradient_accumulation_steps, accumulation_steps)
     rule = ScaleRule(
@@ -139,14 +137,6 @@ def chosen_steps(gradient_accumulation_steps: Any, accumulation_steps: Any) -> i
 
 def _start_scale(initial_scale: Any, dynamic: bool, rule: ScaleRule) -> float:
     """Returns the number to begin with, after checking it."""
-    if initial_scale == "auto" and isinstance(initial_scale, str):
-        if not dynamic:
-            raise ValueError(
-                "`initial_scale` is 'auto' with `dynamic=False`; expected a number for "
-                "a static scale. Pass one, or leave `dynamic` out and call `freeze()` "
-                "later."
-            )
-        return min(max(_PROBE_SCALE, rule.min_scale), rule.max_scale)
     scale = checks.positive("initial_scale", initial_scale)
     if not _SMALLEST_NORMAL <= scale <= 1 / _SMALLEST_NORMAL:
         raise ValueError(

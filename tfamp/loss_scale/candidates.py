@@ -125,7 +125,9 @@ def may_be_given(optimizer: Any) -> bool:
 def wrappers_built_for(variables: Sequence[Any]) -> list[Any]:
     """Returns the wrappers of Keras that are built for any of these variables."""
     with _LOCK:
-        known = [o for o in KNOWN if is_wrapper(o) and o not in _replaced]
+        known = [
+            o for o in KNOWN if is_wrapper(o) and not is_ours(o) and o not in _replaced
+        ]
     return [o for o in known if _trains(o.inner_optimizer, variables)]
 
 

@@ -15,13 +15,10 @@ import tensorflow as tf
 from tfamp.loss_scale.rule import ScaleState
 
 HISTORY_STEPS = 1024
-# Codes of `ScaleState.is_frozen`. What was static by its constructor is told apart
-# from what was frozen later, so that a file's scale goes to its own kind.
-FROZEN = 1
-STATIC, STATIC_SET, STATIC_RELEASED = 2, 3, -1
-STATIC_BORN = (STATIC, STATIC_SET, STATIC_RELEASED)
+# Of `ScaleState.is_frozen`: by `freeze`, or by the constructor.
+FROZEN, STATIC = 1, 2
 # The whole numbers and the real ones of a `ScaleState`, in the order of files.
-_WHOLE, _REAL = slice(2, 12), slice(12, None)
+_WHOLE, _REAL = slice(2, 11), slice(11, None)
 COUNTERS, LEVELS = ScaleState._fields[_WHOLE], ScaleState._fields[_REAL]
 # A rate in thousandths wants as many steps to be taken over.
 RATE_STEPS = 1000
@@ -80,12 +77,10 @@ class ScaleVariables:
         add_variable: Callable[..., Any],
         *,
         is_static: bool,
-        is_probing: bool,
     ) -> None:
         start = ScaleState(
             scale=1.0,
             is_frozen=STATIC if is_static else 0,
-            is_probing=int(is_probing),
         )
         self.step_counter = step_counter
         self.dynamic_scale = dynamic_scale

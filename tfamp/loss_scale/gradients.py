@@ -1,9 +1,9 @@
 """Sums of gradients: their squares for check, norm and clipping, and over replicas.
 
-Replicas add up their gradients in a dtype, and in packs, that can be chosen. A loss
-that is weighted by the examples of a replica gives gradients that already are the
-replica's part of the whole batch's, and float16 takes them at the loss scale. So their
-sum leaves its range only where one device's gradient of the whole batch would.
+Replicas add up their gradients in a dtype that can be chosen. A loss that is weighted
+by the examples of a replica gives gradients that already are the replica's part of the
+whole batch's, and float16 takes them at the loss scale. So their sum leaves its range
+only where one device's gradient of the whole batch would.
 """
 
 import dataclasses
@@ -56,12 +56,6 @@ def sums_of_squares(gradients: Sequence[Any]) -> tf.Tensor:
     return tf.gather(tf.concat(parts, 0), inverse)
 
 
-def largest_magnitude(gradients: Sequence[Any]) -> tf.Tensor:
-    """Returns the largest magnitude among all elements, a float32 scalar."""
-    tensors = [tf.cast(_elements(g), tf.float32) for g in gradients]
-    return tf.reduce_max(tf.stack([tf.reduce_max(tf.abs(t)) for t in tensors]))
-
-
 def multiplied(gradient: Any, factor: tf.Tensor) -> Any:
     """Returns `gradient` times a float32 scalar, in float32 at least."""
     if isinstance(gradient, tf.IndexedSlices):
@@ -109,12 +103,9 @@ class Reduction:
 
     Attributes:
         dtype: What gradients in float32 are sent in; None for as they are.
-        bytes_per_pack: The size above which a pack of gradients is closed, 0 for one
-            pack of all.
     """
 
     dtype: str | None = None
-    bytes_per_pack: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in REDUCE_DTYPES:
@@ -123,17 +114,6 @@ class Reduction:
                 f"{REDUCE_DTYPES}. Pass 'auto' for the dtype that each layer computes "
                 "in."
             )
-        size = self.bytes_per_pack
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise ValueError(
-                f"`bytes_per_pack` is {size!r}; expected a number of bytes, or 0 for "
-                "one pack of all. Pass 2**25, which is 32 MiB."
-            )
-
-    @property
-    def is_default(self) -> bool:
-        """Whether gradients are added up as TensorFlow does it."""
-        return self.dtype is None and not self.bytes_per_pack
 
     def sums(
         self,
@@ -153,7 +133,7 @@ class Reduction:
         sent_in = self.dtypes_of(gradients, variables)
         present = [place for place, g in enumerate(gradients) if g is not None]
         sent = [_narrowed(gradients[i], sent_in[i], scale) for i in present]
-        reduced = self._summed(context, [*sent, *numbers])
+        reduced = summed(context, [*sent, *numbers])
         sums = list(gradients)
         for i, total in zip(present, reduced[: len(present)], strict=True):
             sums[i] = total if sent_in[i] is None else _widened(total, scale)
@@ -195,23 +175,14 @@ class Reduction:
             )
         return found
 
-    def _summed(self, context: Any, values: Sequence[Any]) -> list[Any]:
-        if not self.bytes_per_pack:
-            return summed(context, values)
-        options = tf.distribute.experimental.CommunicationOptions(
-            bytes_per_pack=self.bytes_per_pack
-        )
-        return summed(context, values, options)
-
     def say_unused(self, num_replicas: int) -> None:
         """Says once that there is nothing to add up."""
-        if num_replicas == 1 and not self.is_default:
+        if num_replicas == 1 and self.dtype is not None:
             _say_once(
-                "`reduce_dtype=%r` and `bytes_per_pack=%r` have no effect: one replica "
-                "trains, which sends no gradients. Make and compile the model in "
-                "`with tfamp.distribute.strategy().scope():`.",
+                "`reduce_dtype=%r` has no effect: one replica trains, which sends no "
+                "gradients. Make and compile the model in `with "
+                "tfamp.distribute.strategy().scope():`.",
                 self.dtype,
-                self.bytes_per_pack,
             )
 
 

@@ -11,8 +11,6 @@ from tfamp.keras_hooks.backend import HALF
 from tfamp.loss_scale.counters import (
     FROZEN,
     HISTORY_STEPS,
-    STATIC_RELEASED,
-    STATIC_SET,
     ScaleVariables,
 )
 from tfamp.loss_scale.gradients import multiplied
@@ -258,12 +256,11 @@ class Reporting(keras.optimizers.LossScaleOptimizer):
         """
         if value is not None:
             value = checks.positive("value", value)
-        code = FROZEN if self.dynamic else STATIC_SET
-        self._set(is_frozen=code, is_probing=0, scale=value)
+        self._set(is_frozen=FROZEN, scale=value)
 
     def unfreeze(self) -> None:
         """Makes the scale dynamic from here on."""
-        self._set(is_frozen=0 if self.dynamic else STATIC_RELEASED)
+        self._set(is_frozen=0)
 
     def stop_template(self) -> str:
         """Returns the text of the error that ends training, with five places."""

@@ -45,8 +45,7 @@ class LossScaleOptimizer(
         inner_optimizer: The optimizer to wrap. Its clipping acts on the reduced,
             unscaled gradients; its iterations, learning-rate schedule, weight decay
             and averages advance once an update.
-        initial_scale: The scale to begin with, any positive number; "auto" measures
-            the first gradients and takes what suits them.
+        initial_scale: The scale to begin with, any positive number.
         dynamic_growth_steps: Finite steps in a row after which the scale grows.
         name: Name of the optimizer.
         dynamic: Whether the scale moves. A static one skips non-finite steps too;
@@ -65,9 +64,6 @@ class LossScaleOptimizer(
             float32, "float16", "bfloat16", or "auto" for what the layer of each weight
             computed in, which loses nothing but in the sum. float16 is sent at the
             loss scale, and a sum that overflows is a skipped step.
-        bytes_per_pack: Gradients are sent in packs of about so many bytes, the last
-            layers' first, so that collectives run beside the backward pass where the
-            devices can; 0 for one pack of all.
         **kwargs: What Keras's class accepts in old saved files.
 
     Raises:
@@ -96,7 +92,7 @@ class LossScaleOptimizer(
     def __init__(
         self,
         inner_optimizer: Any,
-        initial_scale: float | str = 2.0**15,
+        initial_scale: float = 2.0**15,
         dynamic_growth_steps: int = 2000,
         name: str | None = None,
         *,
@@ -110,11 +106,10 @@ class LossScaleOptimizer(
         accumulation_steps: int = 1,
         max_consecutive_skips: int | None = 64,
         reduce_dtype: str | None = None,
-        bytes_per_pack: int = 0,
         **kwargs: Any,
     ) -> None:
         _check_inner(inner_optimizer)
-        reduction = Reduction(reduce_dtype, bytes_per_pack)
+        reduction = Reduction(reduce_dtype)
         accumulation_steps = chosen_steps(
             gradient_accumulation_steps, accumulation_steps
         )
@@ -148,7 +143,6 @@ class LossScaleOptimizer(
         self.accumulation_steps = self._adopted(accumulation_steps)
         self.max_consecutive_skips = max_consecutive_skips
         self.reduction = reduction
-        self.measures_scale = initial_scale == "auto"
         self.leaves_stop_to_caller = False
         self.has_gradient: Any = None
         self.has_scaled_loss = False  # `scale_loss` was called, ever
@@ -214,7 +208,8 @@ class LossScaleOptimizer(
         self._make_vectors(variables)
         self._trainable_variables = variables
         self.built = True
-        own(self, variables)
+        if not self._waits_for_replicas:
+            own(self, variables)
         self._settle_loaded()
 
     @tf.autograph.experimental.do_not_convert
@@ -255,6 +250,7 @@ class LossScaleOptimizer(
             variables = self._variables_of(gradients, trainable_variables)
             self._check_setting()
             self._take_step(gradients, variables)
+            own(self, variables)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """As `apply`, on pairs of gradient and variable; returns `iterations`."""
@@ -276,6 +272,16 @@ class LossScaleOptimizer(
                 inner.apply_gradients(zip(gradients, variables, strict=True))
             else:
                 inner.apply(gradients, variables)
+
+    @property
+    def _waits_for_replicas(self) -> bool:
+        """Whether other replicas come to their gradients after this one is built.
+
+        In eager code each runs up to where all meet; all have to scale alike.
+        """
+        has_others = tf.distribute.get_strategy().num_replicas_in_sync > 1
+        in_replica = not tf.distribute.in_cross_replica_context()
+        return has_others and in_replica and tf.executing_eagerly()
 
     def key_of(self, variable: Any) -> Any:
         """Returns what tells a variable apart, whichever replica it comes from."""
@@ -327,7 +333,6 @@ class LossScaleOptimizer(
             self.dynamic_scale,
             self.add_variable,
             is_static=not self.dynamic,
-            is_probing=self.measures_scale,
         )
 
     def _make_vectors(self, variables: list[Any]) -> None:

@@ -187,6 +187,7 @@ def adopted_accumulation(inner: Any, steps: int) -> int:
 class OnReplicas(keras.optimizers.LossScaleOptimizer):
     """Steps and windows of all replicas together."""
 
+    was_unscaled: bool
     refused_settings: tuple[str, ...] = (
         "loss_scale_factor",
         "gradient_accumulation_steps",
@@ -196,11 +197,6 @@ class OnReplicas(keras.optimizers.LossScaleOptimizer):
     def reduce_dtype(self) -> str | None:
         """What replicas send float32 gradients in; None for float32."""
         return self.reduction.dtype
-
-    @property
-    def bytes_per_pack(self) -> int:
-        """The size of the packs that gradients are sent in; 0 for one pack."""
-        return self.reduction.bytes_per_pack
 
     def flush(self) -> None:
         """Applies the mean of the microbatches in a window that is not full.

@@ -1,24 +1,16 @@
 """How the loss scale moves: a pure rule, on plain numbers and on tensors.
 
 The rule is written once over a `select`; on plain numbers that is `if`, on
-tensors `tf.where`. The scale that is measured is written in both forms.
+tensors `tf.where`.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfamp.records import checks
-
-# float16 ends at 2**16; the largest gradient of a variable is put 2**4 below,
-# since gradients inside the model are often larger.
-MEASURED_TARGET = 2.0**12
-# What a probe multiplies the scale by where every gradient was exactly 0.
-PROBE_GROWTH = 2.0**8
-_FRACTION_BITS = 23  # of a float32
 
 
 class ScaleState(NamedTuple):
@@ -34,12 +26,9 @@ class ScaleState(NamedTuple):
     overflows: Any = 0  # of those, since the scale last changed
     num_stops: Any = 0  # how often a streak was so long that training was stopped
     is_frozen: Any = 0  # above 0 where the scale stays as it is
-    is_probing: Any = 0  # 1 where the scale is yet to be measured
     microbatches: Any = 0  # in the present window of accumulation
     dropped: Any = 0  # windows in a row whose sum was not finite
     # Real numbers.
-    good_scale: Any = 0.0  # the scale of the last finite step, 0 before the first
-    peak: Any = 0.0  # climbed up to by every finite step, after a streak of others
     scale_before: Any = 0.0  # the scale that the present streak began with
     norm: Any = 0.0  # of the last step's unscaled gradients
     finite_norm: Any = 0.0  # the last one that was finite
@@ -135,21 +124,18 @@ class ScaleRule:
         `select` takes a condition and two values and returns the first where it holds;
         the function of that name for tensors.
         """
-        scale, is_moving = state.scale, state.is_frozen <= 0
-        is_climbing = is_moving & (scale < state.peak)
-        is_due = is_moving & (state.good_steps + 1 >= self.growth_steps)
-        grows = is_climbing | is_due
-        limit = select(is_climbing, state.peak, self.max_scale)
+        scale, limit = state.scale, self.max_scale
+        is_due = state.good_steps + 1 >= self.growth_steps
+        grows = (state.is_frozen <= 0) & is_due
         grown = scale * self.growth_factor
         # A scale above the ceiling, put there by hand, stays.
-        grown = select(grown > limit, select(limit > scale, limit, scale), grown)
+        grown = select(grown > limit, select(scale < limit, limit, scale), grown)
         return state._replace(
             scale=select(grows, grown, scale),
             good_steps=select(grows, 0, state.good_steps + 1),
             judged=state.judged + 1,
             streak=0,
             overflows=select(grows, 0, state.overflows),
-            good_scale=scale,
         )
 
     def after_non_finite(
@@ -168,10 +154,6 @@ class ScaleRule:
         floor = select(state.scale < self.min_scale, state.scale, self.min_scale)
         lowered = select(lowered < floor, floor, lowered)
         scale = select(backs_off, lowered, state.scale)
-        # One overflow says that the scale was too high. Two in a row say that
-        # something else was, so what worked before is worth climbing back to.
-        peak = select(streak == 2, state.good_scale, state.peak)
-        peak = select(is_new, scale, peak)
         after = state._replace(
             scale=scale,
             good_steps=0,
@@ -179,7 +161,6 @@ class ScaleRule:
             skipped=state.skipped + 1,
             streak=streak,
             overflows=select(backs_off, 0, overflows),
-            peak=peak,
             scale_before=before,
         )
         if self.max_streak is None:
@@ -188,52 +169,5 @@ class ScaleRule:
         return after._replace(
             scale=select(stops & is_moving, before, scale),
             overflows=select(stops, 0, after.overflows),
-            peak=select(stops, before, peak),
             num_stops=select(stops, state.num_stops + 1, state.num_stops),
         )
-
-
-def measured_scale(largest: float, scale: float) -> float:
-    """Returns the scale that suits gradients whose largest element was measured.
-
-    That is the power of two that takes `largest`, an unscaled magnitude, to at most
-    `MEASURED_TARGET`, or a higher scale to probe with where it is 0.
-
-    Example:
-        >>> measured_scale(0.25, 1.0)
-        16384.0
-        >>> measured_scale(0.0, 1.0)
-        256.0
-    """
-    if largest == 0:
-        return scale * PROBE_GROWTH
-    return 2.0 ** math.floor(math.log2(MEASURED_TARGET / largest))
-
-
-def with_measured_scale(
-    rule: ScaleRule, before: ScaleState, after: ScaleState, largest: tf.Tensor
-) -> ScaleState:
-    """Sets the scale after the first finite gradients, once; as `measured_scale`.
-
-    `largest` is their largest element, an unscaled magnitude.
-    """
-
-    def measure() -> tuple[tf.Tensor, tf.Tensor]:
-        power = _power_of_two_below(MEASURED_TARGET / largest)
-        is_zero = tf.equal(largest, 0)
-        wanted = tf.where(is_zero, before.scale * PROBE_GROWTH, power)
-        bounded = tf.clip_by_value(wanted, rule.min_scale, rule.max_scale)
-        return bounded, tf.cast(is_zero, tf.int64)
-
-    scale, is_probing = tf.cond(
-        before.is_probing > 0, measure, lambda: (after.scale, before.is_probing)
-    )
-    return after._replace(scale=scale, is_probing=is_probing)
-
-
-def _power_of_two_below(x: tf.Tensor) -> tf.Tensor:
-    """Clears the fraction of a positive float32: exact, unlike a logarithm."""
-    limited = tf.minimum(x, 2.0**100)
-    bits = tf.bitcast(limited, tf.int32)
-    exponent = tf.bitwise.right_shift(bits, _FRACTION_BITS)
-    return tf.bitcast(tf.bitwise.left_shift(exponent, _FRACTION_BITS), tf.float32)

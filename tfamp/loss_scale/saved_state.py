@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers as hooks
-from tfamp.loss_scale.counters import COUNTERS, LEVELS, STATIC, STATIC_BORN
+from tfamp.loss_scale.counters import COUNTERS, LEVELS, STATIC
 from tfamp.loss_scale.rule import EMPTY_WINDOW, ScaleState
 from tfamp.records import checks
 
@@ -30,7 +30,6 @@ _DEFAULTS: dict[str, Any] = {
     "accumulation_steps": 1,
     "max_consecutive_skips": 64,
     "reduce_dtype": None,
-    "bytes_per_pack": 0,
 }
 
 
@@ -61,8 +60,6 @@ class Saving(keras.optimizers.LossScaleOptimizer):
         }
         rule = vars(self.rule)
         present = {k: rule[k] if k in rule else getattr(self, k) for k in _DEFAULTS}
-        if self.measures_scale:  # "auto" alone would only fail when stock Keras builds
-            present["measures_scale"] = True
         changed = {k: v for k, v in present.items() if v != _DEFAULTS.get(k)}
         return {**config, **changed}
 
@@ -70,7 +67,6 @@ class Saving(keras.optimizers.LossScaleOptimizer):
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """Creates the optimizer from its configuration, or from stock Keras's."""
         settings = dict(config)
-        settings.pop("measures_scale", None)
         inner = {k: v for k, v in settings.pop("inner_optimizer").items() if k != _MARK}
         optimizer = keras.saving.deserialize_keras_object(inner, custom_objects)
         return cls(optimizer, **settings)
@@ -95,9 +91,7 @@ class Saving(keras.optimizers.LossScaleOptimizer):
         if _is_wrapped(values):
             own = self.scale_variables.numbers()
             # Of stock Keras, which has no counters; its scale is a dynamic one.
-            found = own._replace(
-                scale=float(values[3]), good_steps=int(values[2]), is_probing=0
-            )
+            found = own._replace(scale=float(values[3]), good_steps=int(values[2]))
             self._states_at_load = own, found
             if self.dynamic:
                 self._put(found)
@@ -175,7 +169,7 @@ class Saving(keras.optimizers.LossScaleOptimizer):
             found = ScaleState(stock.scale, stock.good_steps, *numbers)
             if not (self.accumulates and "accumulator_0" in values):
                 found = found._replace(**EMPTY_WINDOW)
-            self._put(_after_loading(own, found, is_dynamic=self.dynamic))
+            self._put(_after_loading(own, found))
         self._settle_beside()
 
     def _settle_beside(self) -> None:
@@ -216,28 +210,22 @@ class Saving(keras.optimizers.LossScaleOptimizer):
                     variable.assign(value)
 
 
-def _after_loading(
-    own: ScaleState, found: ScaleState, *, is_dynamic: bool
-) -> ScaleState:
+def _after_loading(own: ScaleState, found: ScaleState) -> ScaleState:
     """Returns the state after loading one of a file that tfamp wrote.
 
-    A scale goes from a dynamic optimizer to a dynamic one and, where it was set by
-    hand, from a static one to a static one; the counters go to any.
+    A scale that its constructor made static is the constructor's; counters go to any.
     """
-    if (found.is_frozen in STATIC_BORN) == is_dynamic:
-        return found._replace(
-            scale=own.scale,
-            good_steps=own.good_steps,
-            streak=0,
-            overflows=0,
-            is_frozen=own.is_frozen,
-            is_probing=own.is_probing,
-            good_scale=0.0,
-            peak=0.0,
-            scale_before=own.scale,
-        )
-    is_unset = found.is_frozen == STATIC
-    return found._replace(scale=own.scale) if is_unset else found
+    is_moving_into_static = own.is_frozen == STATIC and not found.is_frozen
+    if found.is_frozen != STATIC and not is_moving_into_static:
+        return found
+    return found._replace(
+        scale=own.scale,
+        good_steps=own.good_steps,
+        streak=0,
+        overflows=0,
+        is_frozen=own.is_frozen,
+        scale_before=own.scale,
+    )
 
 
 def _pass_over(optimizer: Any, store: Any) -> None:

@@ -18,13 +18,12 @@ from tfamp.keras_hooks.optimizers import (
     on_reduced_gradients,
 )
 from tfamp.keras_hooks.variables import writes_only_if
-from tfamp.loss_scale.gradients import largest_magnitude, multiplied, sums_of_squares
+from tfamp.loss_scale.gradients import multiplied, sums_of_squares
 from tfamp.loss_scale.replicas import either, first_of, on_each_replica, stop_if_due
 from tfamp.loss_scale.rule import (
     EMPTY_WINDOW,
     ScaleState,
     select,
-    with_measured_scale,
 )
 
 
@@ -123,7 +122,7 @@ def _close(
     def drop() -> None:  # finite parts whose sum is not
         # The last microbatch was counted, and stands among the recent steps as good.
         count = values.judged - 1
-        optimizer.scale_variables.remember(count, values.good_scale, norm, True)
+        optimizer.scale_variables.remember(count, values.scale, norm, True)
         # Its microbatches ended the streak of steps; windows in a row make their own.
         before = values._replace(judged=count, streak=values.dropped)
         after = optimizer.rule.after_non_finite(before, select)
@@ -304,9 +303,6 @@ def take_step(
 
     def go_on() -> None:
         values = optimizer.rule.after_finite(before, select)
-        if optimizer.measures_scale:
-            largest = largest_magnitude([g for _, g in judged]) / scale
-            values = with_measured_scale(optimizer.rule, before, values, largest)
         values = values._replace(norm=norm, finite_norm=norm)
         if optimizer.accumulates:
             add_up(strategy, optimizer, gradients, variables, weight / scale)
