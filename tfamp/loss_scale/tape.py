@@ -234,7 +234,7 @@ def _warn_of_no_scale(layer: Any) -> None:
         f"{type(layer).__name__} {layer.name!r} computes in float16, and its gradients "
         "are computed with no loss scale: those below 6e-8 are 0. Make the optimizer "
         "after `tfamp.enable`, or apply them by `tfamp.LossScaleOptimizer(optimizer)`, "
-        f"made ahead of the first step. {checks.see('lint#unscaled-float16')}",
+        f"made ahead of the first step. {checks.see('failures/tiny-updates')}",
         UserWarning,
         stacklevel=checks.level_of_user(),
     )
