@@ -483,20 +483,6 @@ def test_the_loss_scale_is_moved_within_its_bounds(
     assert float(optimizer.dynamic_scale.numpy()) == last
 
 
-def test_a_scale_that_was_lowered_is_not_to_climb_to_where_it_was():
-    optimizer = guard(dynamic=True, initial_scale=2.0**15)
-    model = linear(optimizer)
-    optimizer.build(model.trainable_variables)
-    now = optimizer.scale_variables.numbers()
-    optimizer.scale_variables.write(now._replace(peak=2.0**15))
-    state = snapshots.take(model)
-    other, _ = remedies.with_other_scale(model, state, raises=False)
-    snapshots.put(model, other)
-    assert optimizer.scale_variables.numbers().peak == 2.0**11
-    snapshots.put(model, state)
-    assert optimizer.scale_variables.numbers().peak == 2.0**15
-
-
 def test_a_scale_that_cannot_move_gives_way_to_the_learning_rate(tmp_path):
     (each,) = recoveries(tmp_path, 3, triage="loss scale")
     assert each.remedy == "cut learning rate"

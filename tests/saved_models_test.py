@@ -85,7 +85,6 @@ def trained(name, run_eagerly=True):
 
 
 REFUSED = {
-    "measures_scale": dict(initial_scale="auto"),
     "hysteresis": dict(hysteresis=3),
     "dynamic": dict(dynamic=False),
     "accumulation_steps": dict(accumulation_steps=2),

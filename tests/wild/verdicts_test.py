@@ -239,7 +239,7 @@ def compared():
     return tfamp.compare(
         "tests.wild.verdicts_test:build",
         policies=("float32", "mixed_bfloat16"),
-        seeds=2,
+        seeds=3,
         latency_batch_sizes=(),
     )
 
@@ -267,4 +267,5 @@ def test_the_printed_ratio_is_that_of_the_printed_numbers(compared):
     before, after, ratio = (
         float(each.replace(",", "")) for each in re.findall(r"[\d,.]+", line)[:3]
     )
-    assert ratio == pytest.approx(after / before, rel=0.01)
+    # It has two digits.
+    assert ratio == pytest.approx(after / before, rel=0.05)

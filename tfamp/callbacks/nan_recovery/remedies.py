@@ -12,7 +12,6 @@ from tfamp.dtypes import layer_dtypes, model_dtypes
 from tfamp.dtypes.rules import Rule
 from tfamp.keras_hooks import optimizers, structure
 from tfamp.keras_hooks.layers import record_of
-from tfamp.loss_scale.counters import LEVELS
 from tfamp.records.formats import HALF
 from tfamp.stepping.snapshots import State, named_variables, optimizers_of, tally_of
 
@@ -162,9 +161,8 @@ def with_other_scale(
 ) -> tuple[State, str] | None:
     """Returns a state with another loss scale, and the change for people.
 
-    The scale is `wanted`, or is moved by a factor of 16, and does not climb back at
-    once, as it does after a streak of skips. None is returned where the model has no
-    loss scale, or it is at its end.
+    The scale is `wanted`, or is moved by a factor of 16. None is returned where the
+    model has no loss scale, or it is at its end.
     """
     names = {id(each.variable): each.name for each in named_variables(model)}
     arrays, text = dict(state.arrays), ""
@@ -177,9 +175,6 @@ def with_other_scale(
         scale = scale if wanted is None else wanted
         if stored is not None:
             scale = min(max(scale, optimizer.rule.min_scale), optimizer.rule.max_scale)
-            levels = arrays[names[id(stored.levels)]].copy()
-            levels[LEVELS.index("peak")] = scale
-            arrays[names[id(stored.levels)]] = levels
         if scale == before:
             continue
         arrays[name] = np.asarray(scale, arrays[name].dtype)
