@@ -114,7 +114,8 @@ def test_what_runs_is_in_the_planned_dtypes():
     model(np.ones((2, 4), "float32"))
     plan.apply(model)
     model(np.ones((2, 4), "float32"))
-    assert seen == ["float32", "bfloat16"]
+    # What it has not run in yet is tried once in a trace that is thrown away.
+    assert list(dict.fromkeys(seen)) == ["float32", "bfloat16"]
 
 
 DIFFERENT = {
