@@ -98,6 +98,7 @@ def sensitivity(
 
     Example:
         >>> import numpy as np
+        >>> keras.utils.set_random_seed(0)
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
         >>> x = np.float32([[1, 2], [3, 4]])
