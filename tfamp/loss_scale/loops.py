@@ -130,6 +130,8 @@ def _wrap_apply(
     if judge is None:
         original(self, grads, given)
         return
+    # Nobody hands scaled gradients to an optimizer that does not divide them.
+    judge.was_unscaled = True
     with replaced(HERE, entry="inner"):
         judge.apply(grads, given)
 
