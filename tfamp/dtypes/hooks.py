@@ -24,6 +24,7 @@ from tfamp.dtypes.self_test import SelfTest
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import (
     calls,
+    exact_values,
     float32_operations,
     half_kernels,
     layers,
@@ -136,6 +137,7 @@ _RUNNING = HeldPatches(
             _before_call, layer_dtypes.propagate_to_sublayers, own_operations.remedy
         ),
         *half_kernels.patches(),
+        *exact_values.patches(),
         *float32_operations.patches(_has_float32_operations),
         *trainer.compile_patches(compile_hooks.before_compile),
         *saved_state.patches(

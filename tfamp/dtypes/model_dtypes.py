@@ -15,7 +15,8 @@ import tensorflow as tf
 from tfamp.dtypes import heads, layer_dtypes, resolution
 from tfamp.dtypes.settings import PolicySettings, make_settings
 from tfamp.keras_hooks import structure, trainer, variables
-from tfamp.keras_hooks.calls import cast_outputs, unrounded
+from tfamp.keras_hooks.calls import cast_outputs
+from tfamp.keras_hooks.exact_values import unrounded
 from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of, set_record
 from tfamp.keras_hooks.patches import like, replaced
 from tfamp.records.formats import HALF

@@ -166,6 +166,11 @@ _RULES = (
         "Normalization",
     ),
     _default(
+        "Rescaling",
+        "the size of raw features and what is taken off them do not fit half precision",
+        "Rescaling",
+    ),
+    _default(
         "cosine Dot",
         "the norms overflow in float16, and a cosine of 1 comes out as 0",
         "Dot",
@@ -253,7 +258,7 @@ DEFAULT_OPERATIONS: tuple[tuple[str, str], ...] = (
     (
         "default: exact inputs",
         "normalization and embedding layers that come first get their input before it "
-        "is rounded",
+        "is rounded, and so does what makes whole numbers of inputs, such as ids",
     ),
 )
 

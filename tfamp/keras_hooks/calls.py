@@ -21,10 +21,9 @@ from keras.src.layers.layer import might_have_unbuilt_state
 
 from tfamp.keras_hooks import backend, half_kernels, trials
 from tfamp.keras_hooks.backend import HALF
+from tfamp.keras_hooks.exact_values import SOURCE, rounded, source_of
 from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of
 from tfamp.keras_hooks.patches import Function, Patch, like, replaced, wrapper
-
-_SOURCE = "_tfamp_source"
 
 
 def patches(
@@ -198,6 +197,10 @@ def _wrap_data_layer(
     record = record_of(self)
     if record is not None and record.exact_inputs:
         inputs = tree.map_structure(source_of, inputs)
+    dtype = self.compute_dtype
+    casts = tf.as_dtype(dtype) in HALF and not tf.executing_eagerly()
+    if record is not None and record.settings.has_defaults and casts:
+        inputs = tree.map_structure(lambda x: rounded(x, dtype), inputs)
     return original(self, inputs, **kwargs)
 
 
@@ -270,7 +273,7 @@ def cast_outputs(outputs: Any, dtype: str) -> Any:
             y._keras_mask = x._keras_mask
         if y.dtype in HALF and x.dtype not in HALF:
             # Another layer in float32 takes it as it was: it may be beyond range.
-            setattr(y, _SOURCE, x)
+            setattr(y, SOURCE, x)
         if hasattr(x, "_keras_logits"):  # a loss takes them in the output's place
             y._keras_logits = backend.cast(x._keras_logits, dtype)
         return y
@@ -293,31 +296,11 @@ def _wrap_convert_input(
     if not isinstance(y, tf.Tensor) or not y.dtype.is_floating:
         return y
     if isinstance(x, tf.Tensor):
-        source = getattr(x, _SOURCE, None)
+        source = getattr(x, SOURCE, None)
         if source is None and y.dtype in HALF and x.dtype not in HALF:
             source = x
     else:  # an array or a list, converted and rounded in one go
         source = x if hasattr(x, "__array__") and y.dtype in HALF else None
     if source is not None:
-        setattr(y, _SOURCE, source)
+        setattr(y, SOURCE, source)
     return y
-
-
-def unrounded(x: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor in float32: what it was rounded from, where that is known."""
-    return backend.cast(source_of(x), "float32")
-
-
-def source_of(x: Any) -> Any:
-    """Returns what `x` was rounded from, in float32, or `x` itself."""
-    source = getattr(x, _SOURCE, None) if isinstance(x, tf.Tensor) else None
-    if source is None:
-        return x
-    exact = backend.convert_to_tensor(source)
-    if exact.dtype != tf.float32:
-        exact = backend.cast(exact, "float32")
-    mask = backend.get_keras_mask(x)
-    if mask is not None and backend.get_keras_mask(exact) is None:
-        exact = tf.identity(exact)
-        backend.set_keras_mask(exact, mask)
-    return exact

@@ -13,7 +13,7 @@ from tfamp.dtypes import model_dtypes
 from tfamp.dtypes.layer_dtypes import set_policy
 from tfamp.dtypes.resolution import count_as_met
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.calls import source_of
+from tfamp.keras_hooks.exact_values import source_of
 from tfamp.keras_hooks.layers import drop_record, record_of, set_record
 from tfamp.keras_hooks.patches import like, replaced
 from tfamp.stepping.eager_step import Call, Observer, Site, floats, sites

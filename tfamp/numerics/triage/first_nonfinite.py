@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.calls import unrounded
+from tfamp.keras_hooks.exact_values import unrounded
 from tfamp.stepping.eager_step import (
     Call,
     Observer,

@@ -1,0 +1,525 @@
+"""Inputs that are no numbers to compute with: ids, bins and marks of missing values.
+
+In float16 every second id above 2048 is another one, in bfloat16 every second above
+256. A table tells which of its rows was looked up, and after a step of `fit` which of
+them have moved.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+
+layers, ops = keras.layers, keras.ops
+IDS = {
+    "mixed_float16": [2049, 3001, 2051, 3999, 7],
+    "mixed_bfloat16": [257, 301, 499, 3999, 7],
+}
+NUM_ROWS, RADIX = 4096, 64
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+@pytest.fixture(params=IDS)
+def policy(request):
+    """A policy in force while the test runs."""
+    tfamp.enable(policy=request.param)
+    yield request.param
+    tfamp.disable()
+
+
+def rows(shape, dtype=None):
+    """Row i holds the two digits of i in base 64, which any dtype holds exactly."""
+    i = np.arange(shape[0])
+    return np.stack([i % RADIX, i // RADIX], axis=1).astype("float32")
+
+
+def table():
+    """A table of rows of which each is known by its two digits."""
+    return layers.Embedding(NUM_ROWS, 2, embeddings_initializer=rows, name="table")
+
+
+def head():
+    """A last layer that gives its inputs."""
+    return layers.Dense(2, use_bias=False, kernel_initializer="identity")
+
+
+def numbers_of(outputs):
+    """Returns which rows were looked up."""
+    digits = np.asarray(outputs, "float64").reshape(-1, 2)
+    return (digits[:, 0] + RADIX * digits[:, 1]).tolist()
+
+
+def matrix(ids):
+    """A column of numbers, and one of ids, as they are read from a file."""
+    return np.stack([np.full(len(ids), 0.5), ids], axis=1).astype("float32")
+
+
+def check_rows(model, x, ids):
+    """The rows of these ids are looked up eagerly and in `predict`."""
+    assert numbers_of(model(x)) == ids
+    assert numbers_of(model.predict(x, verbose=0)) == ids
+
+
+def check_fit(model, x, ids):
+    """A step of `fit` moves the rows of these ids, and no other."""
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    weights = next(each for each in model.weights if tuple(each.shape) == (NUM_ROWS, 2))
+    before = np.array(weights)
+    targets = rows((NUM_ROWS, 2))[ids] - 0.5
+    model.fit(x, targets, batch_size=len(ids), verbose=0)
+    moved = np.flatnonzero((np.array(weights) != before).any(axis=1))
+    assert moved.tolist() == sorted(ids)
+
+
+class OwnModel(keras.Model):
+    """A model whose own `call` makes ids of what it is given."""
+
+    def __init__(self, to_ids):
+        super().__init__()
+        self.to_ids = to_ids
+        self.table, self.out = table(), head()
+
+    def call(self, x):
+        return self.out(self.table(self.to_ids(x)))
+
+
+class OwnLayer(keras.layers.Layer):
+    """A layer that looks ids up in a table of its own."""
+
+    def __init__(self, to_ids, **kwargs):
+        super().__init__(**kwargs)
+        self.to_ids = to_ids
+        self.table = table()
+
+    def call(self, x):
+        return self.table(self.to_ids(x))
+
+
+def after_layer(layer, to_ids, shape=(2,)):
+    """A graph with a layer of Keras's between its input and what makes the ids."""
+    i = keras.Input(shape)
+    return keras.Model(i, head()(table()(to_ids(layer(i)))))
+
+
+def shifted(x):
+    return tf.cast(x[:, 1] - 1.0, tf.int32) + 1
+
+
+def by_product(x):
+    """Mixed radix: the ids in two columns, made of one."""
+    high = ops.floor_divide(x[:, 1], 10)
+    low = ops.mod(x[:, 1], 10)
+    return ops.cast(high * 10 + low, "int32")
+
+
+def hashed_text(x):
+    number = tf.strings.to_number(tf.strings.as_string(x[:, 1]))
+    return tf.cast(number, tf.int32)
+
+
+def with_columns_swapped(x):
+    number, ids = tf.unstack(x, axis=1)
+    return tf.cast(tf.stack([ids, number], 1)[:, 0], "int64")
+
+
+WAYS = {
+    "tf.cast of a column": lambda x: tf.cast(x[:, 1], tf.int32),
+    "ops.cast of a column": lambda x: ops.cast(x[:, 1], "int32"),
+    "a column as it is": lambda x: x[:, 1],
+    "a column as a matrix": lambda x: ops.squeeze(ops.cast(x[:, 1:], "uint16"), -1),
+    "all cast, then a column": lambda x: tf.cast(x, tf.int32)[:, 1],
+    "float32 first": lambda x: tf.cast(tf.cast(x, tf.float32)[:, 1], tf.int32),
+    "ops.split": lambda x: ops.cast(ops.split(x, 2, axis=-1)[1][:, 0], "int32"),
+    "tf.unstack and tf.stack": with_columns_swapped,
+    "tf.gather": lambda x: tf.cast(tf.gather(x, 1, axis=1), tf.int64),
+    "ops.take": lambda x: ops.cast(ops.take(x, 1, axis=-1), "int32"),
+    "ops.transpose": lambda x: ops.cast(ops.transpose(x)[1], "int32"),
+    "tf.reshape": lambda x: tf.cast(tf.reshape(x, [-1])[1::2], tf.int32),
+    "tf.round": lambda x: tf.cast(tf.round(x[:, 1]), tf.int32),
+    "half added": lambda x: ops.cast(ops.floor(x[:, 1] + 0.5), "int32"),
+    "minus 1, plus 1": shifted,
+    "radix": by_product,
+    "clipped": lambda x: ops.cast(ops.clip(x[:, 1], 0, NUM_ROWS - 1), "int32"),
+    "a maximum": lambda x: ops.cast(ops.max(x, axis=-1), "int32"),
+    "as text": hashed_text,
+}
+
+
+@pytest.mark.parametrize("to_ids", WAYS.values(), ids=WAYS)
+def test_call_of_own_model_makes_the_ids_that_were_given(policy, to_ids):
+    ids = IDS[policy]
+    check_rows(OwnModel(to_ids), matrix(ids), ids)
+
+
+SCALED = {
+    "tf": lambda x: tf.cast(tf.round(x[:, 1] * 4095.0), tf.int32),
+    "tf.multiply": lambda x: tf.cast(tf.round(tf.multiply(x[:, 1], 4095.0)), "int32"),
+    "keras.ops": lambda x: ops.cast(ops.round(x[:, 1] * 4095), "int32"),
+    "divided": lambda x: ops.cast(ops.round(x[:, 1] / (1 / 4095)), "int32"),
+    "an array": lambda x: ops.cast(ops.round(x * np.float32([1, 4095])), "int32")[:, 1],
+}
+
+
+@pytest.mark.parametrize("to_ids", SCALED.values(), ids=SCALED)
+def test_ids_that_were_scaled_to_one_are_scaled_back(policy, to_ids):
+    ids = IDS[policy]
+    x = matrix(np.array(ids) / 4095)
+    check_rows(OwnModel(to_ids), x, ids)
+
+
+def lambda_to_ids():
+    i = keras.Input((2,))
+    ids = layers.Lambda(lambda x: tf.cast(x[:, 1], tf.int32))(i)
+    return keras.Model(i, head()(table()(ids)))
+
+
+def lambda_with_told_shape():
+    i = keras.Input((2,))
+    ids = layers.Lambda(lambda x: ops.cast(x[:, 1], "int32"), output_shape=())(i)
+    return keras.Model(i, head()(table()(ids)))
+
+
+def lambda_that_slices():
+    i = keras.Input((2,))
+    column = layers.Lambda(lambda x: x[:, 1])(i)
+    return keras.Model(i, head()(table()(column)))
+
+
+def lambda_that_slices_and_one_that_casts():
+    i = keras.Input((2,))
+    column = layers.Lambda(lambda x: x[:, 1])(i)
+    ids = layers.Lambda(lambda x: tf.cast(x, "int32"))(column)
+    return keras.Model(i, head()(table()(ids)))
+
+
+def operations_on_the_input():
+    i = keras.Input((2,))
+    return keras.Model(i, head()(table()(ops.cast(i[:, 1], "int32"))))
+
+
+def operations_after_reshape():
+    def to_ids(x):
+        return ops.cast(x[:, 1, 0], "int32")
+
+    return after_layer(layers.Reshape((2, 1)), to_ids)
+
+
+def embedding_after_reshape():
+    return after_layer(layers.Reshape((2, 1)), lambda x: x[:, 1, 0])
+
+
+def lambda_after_reshape():
+    to_ids = layers.Lambda(lambda x: tf.cast(x[:, 1, 0], tf.int32))
+    return after_layer(layers.Reshape((2, 1)), to_ids)
+
+
+def flattened():
+    i = keras.Input((2,))
+    repeated = layers.RepeatVector(2)(i)
+    flat = layers.Flatten()(layers.Permute((2, 1))(repeated))
+    return keras.Model(i, head()(table()(ops.cast(flat[:, 2], "int32"))))
+
+
+def concatenated():
+    i = keras.Input((2,))
+    both = layers.Concatenate()([i[:, 1:], i])
+    return keras.Model(i, head()(table()(ops.cast(both[:, 0], "int32"))))
+
+
+def cropped():
+    i = keras.Input((2,))
+    ids = layers.Cropping1D((1, 0))(layers.Reshape((2, 1))(i))
+    flat = layers.Flatten()(ids)
+    return keras.Model(i, head()(layers.Flatten()(table()(flat))))
+
+
+def own_layer_in_a_graph():
+    i = keras.Input((2,))
+    return keras.Model(i, head()(OwnLayer(WAYS["tf.cast of a column"])(i)))
+
+
+def own_layer_in_own_model():
+    return keras.Sequential([OwnLayer(WAYS["ops.cast of a column"]), head()])
+
+
+def graph_in_own_model():
+    class Outer(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = operations_after_reshape()
+
+        def call(self, x):
+            return self.inner(x)
+
+    return Outer()
+
+
+def graph_in_a_graph():
+    i = keras.Input((2,))
+    return keras.Model(i, operations_after_reshape()(i))
+
+
+def own_model_in_a_graph():
+    i = keras.Input((2,))
+    return keras.Model(i, OwnModel(WAYS["tf.cast of a column"])(i))
+
+
+def stack_without_input():
+    to_ids = layers.Lambda(lambda x: tf.cast(x[:, 1], tf.int32))
+    return keras.Sequential([to_ids, table(), head()])
+
+
+def stack_with_input():
+    to_ids = layers.Lambda(lambda x: ops.cast(x[:, 1], "int32"))
+    return keras.Sequential([keras.Input((2,)), to_ids, table(), head()])
+
+
+def stack_with_reshape():
+    to_ids = layers.Lambda(lambda x: ops.cast(x[:, 1, 0], "int32"))
+    return keras.Sequential([layers.Reshape((2, 1)), to_ids, table(), head()])
+
+
+def stack_in_a_stack():
+    inner = keras.Sequential([layers.Lambda(lambda x: x[:, 1]), table()])
+    return keras.Sequential([inner, head()])
+
+
+def after_dropout():
+    return after_layer(layers.Dropout(0.0), lambda x: ops.cast(x[:, 1], "int32"))
+
+
+def named_inputs():
+    i = {"number": keras.Input((1,), name="number"), "id": keras.Input((1,), name="id")}
+    return keras.Model(i, head()(table()(ops.cast(i["id"][:, 0], "int32"))))
+
+
+GRAPHS = [
+    lambda_to_ids,
+    lambda_with_told_shape,
+    lambda_that_slices,
+    lambda_that_slices_and_one_that_casts,
+    operations_on_the_input,
+    operations_after_reshape,
+    embedding_after_reshape,
+    lambda_after_reshape,
+    flattened,
+    concatenated,
+    cropped,
+    own_layer_in_a_graph,
+    own_layer_in_own_model,
+    graph_in_own_model,
+    graph_in_a_graph,
+    own_model_in_a_graph,
+    stack_without_input,
+    stack_with_input,
+    stack_with_reshape,
+    stack_in_a_stack,
+    after_dropout,
+]
+
+
+def name_of(function):
+    return function.__name__.replace("_", " ")
+
+
+FITTED = ["tf.cast of a column", "ops.cast of a column", "radix", "as text"]
+
+
+@pytest.mark.parametrize("way", FITTED)
+def test_step_of_own_model_moves_the_rows_of_the_ids(policy, way):
+    ids = IDS[policy]
+    check_fit(OwnModel(WAYS[way]), matrix(ids), ids)
+
+
+@pytest.mark.parametrize("build", GRAPHS[::3], ids=name_of)
+def test_step_of_a_graph_moves_the_rows_of_the_ids(policy, build):
+    ids = IDS[policy]
+    check_fit(build(), matrix(ids), ids)
+
+
+@pytest.mark.parametrize("build", GRAPHS, ids=name_of)
+def test_graph_of_layers_looks_up_the_ids_that_were_given(policy, build):
+    ids = IDS[policy]
+    check_rows(build(), matrix(ids), ids)
+
+
+def test_ids_among_named_inputs_are_looked_up(policy):
+    ids = IDS[policy]
+    x = {"number": np.full((len(ids), 1), 0.5), "id": np.array(ids, "float32")[:, None]}
+    check_rows(named_inputs(), x, ids)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda_to_ids, operations_after_reshape], ids=name_of
+)
+def test_model_that_was_built_before_looks_up_the_ids(build):
+    for name, ids in IDS.items():
+        model = build()
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        model.fit(matrix(ids), np.ones((len(ids), 2)), verbose=0)
+        tfamp.apply(model, name)
+        check_rows(model, matrix(ids), ids)
+
+
+def test_own_model_that_was_built_before_looks_up_the_ids():
+    for name, ids in IDS.items():
+        model = OwnModel(WAYS["tf.cast of a column"])
+        model.predict(matrix(ids), verbose=0)
+        tfamp.apply(model, name)
+        check_rows(model, matrix(ids), ids)
+
+
+@keras.saving.register_keras_serializable("exact_inputs_test")
+class Saved(keras.Model):
+    """A model whose ids are made in its call, and which can be saved."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.table = layers.Embedding(NUM_ROWS, 2, name="table")
+        self.out = head()
+
+    def call(self, x):
+        return self.out(self.table(tf.cast(x[:, 1], tf.int32)))
+
+
+@pytest.mark.parametrize("load", [keras.saving.load_model, tfamp.load_model])
+def test_loaded_model_looks_up_the_ids(policy, tmp_path, load):
+    ids = IDS[policy]
+    model = Saved()
+    model(matrix(ids))
+    model.table.set_weights([rows((NUM_ROWS, 2))])
+    model.save(tmp_path / "own.keras")
+    check_rows(load(tmp_path / "own.keras"), matrix(ids), ids)
+    graph = operations_after_reshape()
+    graph.get_layer("table").embeddings_initializer = None
+    graph.save(tmp_path / "graph.keras")
+    check_rows(load(tmp_path / "graph.keras"), matrix(ids), ids)
+
+
+def test_train_step_of_ones_own_looks_up_the_ids(policy):
+    class Trained(OwnModel):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(
+                zip(gradients, self.trainable_variables, strict=True)
+            )
+            return {"loss": loss}
+
+    ids = IDS[policy]
+    check_fit(Trained(WAYS["tf.cast of a column"]), matrix(ids), ids)
+
+
+def test_loop_of_ones_own_looks_up_the_ids(policy):
+    ids = IDS[policy]
+    model = OwnModel(WAYS["ops.cast of a column"])
+    optimizer = keras.optimizers.SGD(0.5)
+    model(matrix(ids))
+    before = np.array(model.table.embeddings)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(
+            zip(gradients, model.trainable_variables, strict=True)
+        )
+
+    step(tf.constant(matrix(ids)))
+    changed = np.array(model.table.embeddings) != before
+    assert np.flatnonzero(changed.any(axis=1)).tolist() == sorted(ids)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["plain", "XLA"])
+def test_compiled_step_looks_up_the_ids(policy, jit_compile):
+    ids = IDS[policy]
+    model = OwnModel(WAYS["tf.cast of a column"])
+    model.compile(keras.optimizers.SGD(0.5), "mse", jit_compile=jit_compile)
+    assert numbers_of(model.predict(matrix(ids), verbose=0)) == ids
+
+
+def test_branch_of_a_call_looks_up_the_ids(policy):
+    def to_ids(x):
+        return tf.cond(
+            tf.shape(x)[0] > 0,
+            lambda: tf.cast(x[:, 1], tf.int32),
+            lambda: tf.zeros([tf.shape(x)[0]], tf.int32),
+        )
+
+    ids = IDS[policy]
+    check_rows(OwnModel(to_ids), matrix(ids), ids)
+
+
+def test_numbers_beside_the_ids_are_still_computed_in_half_precision(policy):
+    seen = []
+
+    class Tower(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.table, self.hidden, self.out = table(), layers.Dense(4), head()
+
+        def call(self, x):
+            row = self.table(tf.cast(x[:, 1], tf.int32))
+            hidden = self.hidden(tf.concat([row, x[:, :1]], axis=-1))
+            seen.extend([x.dtype, row.dtype, hidden.dtype])
+            return self.out(hidden)
+
+    model = Tower()
+    model.predict(matrix(IDS[policy]), verbose=0)
+    assert {each.name for each in seen} == {policy.removeprefix("mixed_")}
+
+
+def test_gradient_reaches_the_numbers_beside_the_ids(policy):
+    class Both(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.table, self.out = table(), head()
+
+        def call(self, x):
+            row = self.table(tf.cast(x[:, 1], tf.int32))
+            return self.out(row * x[:, :1])
+
+    ids = IDS[policy]
+    model = Both()
+    x = tf.constant(matrix(ids))
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        total = tf.reduce_sum(model(x))
+    gradient = np.asarray(tape.gradient(total, x))
+    digits = rows((NUM_ROWS, 2))[ids].sum(axis=1)
+    np.testing.assert_allclose(gradient[:, 0], digits, rtol=2**-7)  # one bfloat16
+    assert not gradient[:, 1].any()
+
+
+def test_users_code_is_called_as_often_as_in_keras():
+    counts = {}
+    for name in (None, *IDS):
+        if name:
+            tfamp.enable(policy=name)
+        calls = []
+
+        class Counting(keras.layers.Layer):
+            def call(self, x, calls=calls):
+                calls.append(1)
+                return tf.cast(x[:, 1], tf.int32)
+
+        def column(x, calls=calls):
+            calls.append(1)
+            return tf.cast(x[:, 1], tf.int32)
+
+        x = matrix([257, 2049])
+        i = keras.Input((2,))
+        ids = Counting()(i) + layers.Lambda(column, output_shape=())(i)
+        model = keras.Model(i, head()(table()(ids // 2)))
+        built = len(calls)
+        model(x)
+        eager = len(calls)
+        model.predict(x, verbose=0)
+        counts[name] = (built, eager - built, len(calls) - eager)
+        tfamp.disable()
+    assert counts["mixed_float16"] == counts["mixed_bfloat16"] == counts[None]
