@@ -197,10 +197,10 @@ def _wrap_data_layer(
     record = record_of(self)
     if record is not None and record.exact_inputs:
         inputs = tree.map_structure(source_of, inputs)
-    dtype = self.compute_dtype
-    casts = tf.as_dtype(dtype) in HALF and not tf.executing_eagerly()
-    if record is not None and record.settings.has_defaults and casts:
-        inputs = tree.map_structure(lambda x: rounded(x, dtype), inputs)
+    if record is not None and record.settings.has_defaults:
+        dtype = self.compute_dtype
+        if tf.as_dtype(dtype) in HALF and not tf.executing_eagerly():
+            inputs = tree.map_structure(lambda x: rounded(x, dtype), inputs)
     return original(self, inputs, **kwargs)
 
 

@@ -12,6 +12,7 @@ with its name ahead of its inputs, or through `execute` where that gives up, and
 `_apply_op_helper` in a graph; Python's numbers becoming tensors in `constant`.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -290,10 +291,10 @@ def _followed(
         hasattr(x, SOURCE) or getattr(x, _ORIGIN).is_moved for x in known
     )
     if isinstance(outputs, tf.Tensor):
-        _set_origin(outputs, lambda: make(None), is_moved=is_moved)
+        _set_origin(outputs, functools.partial(make, None), is_moved=is_moved)
     else:
         for number, each in enumerate(outputs):
-            _set_origin(each, lambda n=number: make(n), is_moved=is_moved)
+            _set_origin(each, functools.partial(make, number), is_moved=is_moved)
     return result
 
 
