@@ -496,6 +496,22 @@ def test_gradient_reaches_the_numbers_beside_the_ids(policy):
     assert not gradient[:, 1].any()
 
 
+def test_tape_inside_a_call_sees_what_is_made_of_a_slice(policy):
+    class Energy(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm = layers.BatchNormalization(epsilon=0.0)
+
+        def call(self, x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                energy = tf.reduce_sum(self.norm(x[:, :1]))
+            return tape.gradient(energy, x)
+
+    slope = Energy().predict(matrix(IDS[policy]), verbose=0)
+    assert slope.tolist() == [[1.0, 0.0]] * 5
+
+
 def test_users_code_is_called_as_often_as_in_keras():
     counts = {}
     for name in (None, *IDS):

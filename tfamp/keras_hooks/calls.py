@@ -91,7 +91,7 @@ def patches(
             lambda original: _inner_call(original, after_build),
             optional=True,
         ),
-        Patch(_data_layer_class(), "__call__", _wrap_data_layer),
+        Patch(_DATA_LAYER, "__call__", _wrap_data_layer),
         Patch(keras.DTypePolicy, "convert_input", _wrap_convert_input),
     ]
 
@@ -189,6 +189,10 @@ def _data_layer_class() -> type:
     return next(cls for cls in ancestors if "__call__" in vars(cls))
 
 
+_DATA_LAYER = _data_layer_class()
+_feature = functools.partial(source_of, is_feature=True)
+
+
 @wrapper
 def _wrap_data_layer(
     original: Function, self: keras.layers.Layer, inputs: Any, **kwargs: Any
@@ -196,7 +200,7 @@ def _wrap_data_layer(
     """Hands preprocessing layers exact inputs before they cast them themselves."""
     record = record_of(self)
     if record is not None and record.exact_inputs:
-        inputs = tree.map_structure(source_of, inputs)
+        inputs = tree.map_structure(_feature, inputs)
     if record is not None and record.settings.has_defaults:
         dtype = self.compute_dtype
         if tf.as_dtype(dtype) in HALF and not tf.executing_eagerly():
@@ -221,7 +225,8 @@ def _inner_call(
         if record.is_kept and not record.is_propagated:
             after_build(self)
         if record.exact_inputs:
-            args, kwargs = tree.map_structure(source_of, (args, kwargs))
+            source = _feature if isinstance(self, _DATA_LAYER) else source_of
+            args, kwargs = tree.map_structure(source, (args, kwargs))
         if not CALLS.stack and record.settings.compute_dtype == "float16":
             CALLS.note_float16(self)
         CALLS.stack.append(record)

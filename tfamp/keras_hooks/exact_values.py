@@ -58,16 +58,18 @@ def patches() -> list[Patch]:
     ]
 
 
-def source_of(x: Any) -> Any:
-    """Returns what `x` was rounded from, in float32, or `x` itself."""
+def source_of(x: Any, *, is_feature: bool = False) -> Any:
+    """Returns what `x` was rounded from, in float32, or `x` itself.
+
+    A part of a raw feature is looked up, too, but gradients pass it by: they go to what
+    it was rounded from.
+    """
     source = getattr(x, SOURCE, None) if isinstance(x, tf.Tensor) else None
-    if source is None:
-        origin = getattr(x, _ORIGIN, None)
-        if origin is None or not origin.is_moved:
-            return x
+    origin = getattr(x, _ORIGIN, None)
+    if source is None and is_feature and origin is not None and origin.is_moved:
         source = origin.value()
-        if source is None:
-            return x
+    if source is None:
+        return x
     exact = backend.convert_to_tensor(source)
     if exact.dtype != tf.float32:
         exact = backend.cast(exact, "float32")
