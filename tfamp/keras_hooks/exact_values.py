@@ -8,8 +8,8 @@ makes whole numbers or text, or compares in float32 with a value that was not ro
 No dtype changes, and a user's code runs once.
 
 Relies on: every operation going through `TFE_Py_FastPathExecute` where it runs eagerly,
-with its name ahead of its inputs, or through `execute` where that gives up, and through
-`_apply_op_helper` in a graph; Python's numbers becoming tensors in `constant`.
+with its name ahead of its inputs, or through `TFE_Py_Execute` where that gives up, and
+through `_apply_op_helper` in a graph; Python's numbers becoming tensors in `constant`.
 """
 
 import functools
@@ -51,7 +51,7 @@ def patches() -> list[Patch]:
     """Returns the patches on operations and constants of TensorFlow."""
     return [
         Patch(pywrap_tfe, "TFE_Py_FastPathExecute", _wrap_eager),
-        Patch(eager_execution, "execute", _wrap_fallback),
+        Patch(pywrap_tfe, "TFE_Py_Execute", _wrap_fallback),
         Patch(op_def_library, "_apply_op_helper", _wrap_graph),
         Patch(constant_op, "constant", _wrap_constant),
         Patch(tf, "constant", _wrap_constant),
@@ -154,24 +154,18 @@ def _wrap_eager(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_fallback(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
     def execute(
-        op_name: Any,
-        num_outputs: int,
-        inputs: Any,
-        attrs: Any,
-        ctx: Any,
-        name: Any = None,
+        handle: Any, device: Any, name: Any, inputs: Any, attrs: Any, num_outputs: int
     ) -> Any:
-        operation = op_name.decode() if isinstance(op_name, bytes) else op_name
+        operation = name.decode() if isinstance(name, bytes) else name
         if operation not in _FOLLOWED - {"Cast"} or not _follows():
-            return original(op_name, num_outputs, inputs, attrs, ctx, name)
+            return original(handle, device, name, inputs, attrs, num_outputs)
         is_first = [True]
 
         def run(given: Any) -> Any:
             given = list(given)
             types = _with_dtype_of(given, attrs)
-            result = original(op_name, num_outputs, given, types, ctx, name)
+            result = original(handle, device, name, given, types, num_outputs)
             if is_first:
                 is_first.clear()  # its caller records it
             elif eager_execution.must_record_gradient():
