@@ -346,6 +346,10 @@ def test_graph_of_layers_looks_up_the_ids_that_were_given(policy, build):
     check_rows(build(), matrix(ids), ids)
 
 
+@pytest.mark.skipif(
+    keras.__version__.startswith("3.10."),
+    reason="this Keras refuses an input that nothing is made of",
+)
 def test_ids_among_named_inputs_are_looked_up(policy):
     ids = IDS[policy]
     x = {"number": np.full((len(ids), 1), 0.5), "id": np.array(ids, "float32")[:, None]}
