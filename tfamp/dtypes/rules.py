@@ -166,11 +166,6 @@ _RULES = (
         "Normalization",
     ),
     _default(
-        "Rescaling",
-        "the size of raw features and what is taken off them do not fit half precision",
-        "Rescaling",
-    ),
-    _default(
         "cosine Dot",
         "the norms overflow in float16, and a cosine of 1 comes out as 0",
         "Dot",
