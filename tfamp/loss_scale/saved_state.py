@@ -215,6 +215,8 @@ def _after_loading(own: ScaleState, found: ScaleState) -> ScaleState:
 
     A scale that its constructor made static is the constructor's; counters go to any.
     """
+    if own.is_frozen == STATIC == found.is_frozen:
+        return found._replace(scale=own.scale)
     is_moving_into_static = own.is_frozen == STATIC and not found.is_frozen
     if found.is_frozen != STATIC and not is_moving_into_static:
         return found
