@@ -21,6 +21,7 @@ from tfamp.keras_hooks.optimizers import is_recording
 from tfamp.keras_hooks.variables import outermost_graph, stored
 
 _NAME = "_tfamp_gradients"
+_BY_HAND = "_tfamp_scale"
 _LOCK = threading.RLock()
 # Calls of a tape whose gradients an update adds up.
 _MAX_NOTES = 256
@@ -74,7 +75,17 @@ def scaled_by_hand(loss: tf.Tensor, scale: Any, *, is_ours: bool) -> tf.Tensor:
 
         return loss * tf.cast(scale, loss.dtype), gradient
 
-    return multiply(loss)
+    scaled = multiply(loss)
+    setattr(scaled, _BY_HAND, scale)
+    return scaled
+
+
+def scale_by_hand(target: Any) -> Any:
+    """Returns the scale that a target of a tape was multiplied by, None if it is not.
+
+    Not of what was made of such a loss.
+    """
+    return getattr(target, _BY_HAND, None)
 
 
 @dataclasses.dataclass

@@ -37,6 +37,7 @@ from tfamp.loss_scale.scales import (
     open_scale_of,
     own,
     owners_of,
+    scale_by_hand,
     scale_of,
     without_owner,
 )
@@ -106,6 +107,9 @@ def _wrap_gradient(
             scales = [fixed.factor] * (bool(variables) and not fixed.is_by_hand)
         else:
             scales = _scales_of(variables) if variables else _scales_around(self)
+            by_hand = scale_by_hand(target)
+            if scales and by_hand is not None:
+                scales = [by_hand]
 
     def compute(targets: list[Any], seeds: Any) -> list[Any]:
         return original(self, targets, flat, seeds, unconnected_gradients)
