@@ -237,7 +237,7 @@ class OnReplicas(keras.optimizers.LossScaleOptimizer):
         if not notes and come_scaled:
             warn_of_unscaled_loss(self)
         self.was_unscaled = False
-        verdict = verdict_on(notes, gradients) if notes else None
+        verdict = verdict_on(notes, gradients)
         if replicas.is_empty() is not None:
             gradients = replicas.of_examples(gradients)
             if verdict is not None:

@@ -22,11 +22,12 @@ from tfamp.keras_hooks.layers import record_of
 from tfamp.keras_hooks.optimizers import in_xla, optimizers_of
 from tfamp.keras_hooks.variables import writes_only_if
 from tfamp.keras_hooks.workers import summed
+from tfamp.loss_scale.candidates import is_ours
 
 
 def ours_of(model: Any) -> list[Any]:
     """Returns the optimizers of a model that are a `LossScaleOptimizer` of tfamp."""
-    return [o for o in optimizers_of(model) if hasattr(type(o), "last_step_skipped")]
+    return [o for o in optimizers_of(model) if is_ours(o)]
 
 
 def either(

@@ -121,8 +121,10 @@ def is_variable(source: Any) -> bool:
 
 
 def _facts(variable: Any) -> _Facts:
-    found = vars(stored(variable))
-    return found.setdefault(_NAME, _Facts())
+    held = vars(stored(variable))
+    found = held.get(_NAME)
+    # `setdefault` alone would make one at each of many readings a step.
+    return held.setdefault(_NAME, _Facts()) if found is None else found
 
 
 def own(optimizer: Any, variables: Iterable[Any]) -> None:

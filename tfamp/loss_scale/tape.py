@@ -65,7 +65,6 @@ class FixedScale:
 
 
 class _Fixed(threading.local):
-    is_in_gradient: bool = False
     scale: FixedScale | None = None
 
 
@@ -97,7 +96,7 @@ def _wrap_gradient(
     output_gradients: Any = None,
     unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
 ) -> Any:
-    if _FIXED.is_in_gradient:  # a tape that is part of some layer's own gradient
+    if HERE.call is not None:  # a tape that is part of some layer's own gradient
         return original(self, target, sources, output_gradients, unconnected_gradients)
     flat = tf.nest.flatten(sources)
     variables = [source for source in flat if is_variable(source)]
@@ -117,11 +116,7 @@ def _wrap_gradient(
     is_again = not variables and can_be_asked_again(self)
     call = TapeCall(is_scaled=bool(scales))
     scaled = _Scaled(call, scales, is_nested=is_again and is_recording())
-    with (
-        replaced(_FIXED, is_in_gradient=True),
-        replaced(HERE, call=call),
-        asked(self),
-    ):
+    with replaced(HERE, call=call), asked(self):
         if not scales:
             found = original(
                 self, target, sources, output_gradients, unconnected_gradients
@@ -136,12 +131,11 @@ def _wrap_gradient(
         verdict = None
         if scales and known:
             verdict = tf.math.is_finite(tf.reduce_sum(sums_of_squares(known)))
-        is_by_hand = bool(call.by_hand)
         note(
             variables,
             known,
             is_judged=bool(scales),
-            is_by_hand=is_by_hand,
+            is_by_hand=bool(call.by_hand),
             verdict=verdict,
         )
     return found
@@ -150,9 +144,11 @@ def _wrap_gradient(
 def _scales_of(variables: list[Any]) -> list[Any]:
     """Returns the scales that gradients of variables may be applied under."""
     left = without_owner(variables)
-    for wrapper_of_keras in candidates.wrappers_built_for(left) if left else ():
-        own(wrapper_of_keras, left)
-    owners, left = owners_of(variables), without_owner(variables)
+    if left:
+        for wrapper_of_keras in candidates.wrappers_built_for(left):
+            own(wrapper_of_keras, left)
+        left = without_owner(left)
+    owners = owners_of(variables)
     layer = float16_layer_of(left) if left else None
     settings = None if layer is None else record_of(layer).settings  # type: ignore[union-attr]
     if not left or (settings is not None and settings.loss_scale is None):
