@@ -143,8 +143,9 @@ print(f"with {total}: {result.verdicts[POLICY]}")
 #
 # ## What does the report show?
 #
-# Loss curves with the band of all seeds, speed with intervals, latency, memory, and
-# what every layer computes in. It is one file that opens without a network: send it.
+# One row a policy: speed, metric, memory and latency with their intervals, and what to
+# do; below it loss curves and the metric of each seed. It is one file that opens
+# without a network: send it.
 
 # %%
 import html

@@ -10,7 +10,6 @@ import pytest
 import tfamp
 from tests import made_evidence
 from tfamp.cli.main import main
-from tfamp.comparison.result import Comparison
 from tfamp.trials.run_records import Run
 from tfamp.trials.statistics import effect_of_ratio
 
@@ -31,9 +30,8 @@ def asked(tmp_path, monkeypatch):
             warnings.warn(text, UserWarning, stacklevel=2)
         for run in call["found"].runs:
             on_run(run)
-        values = vars(call["found"])
         settings["directory"].mkdir(parents=True)
-        return Comparison(**values)
+        return call["found"]
 
     monkeypatch.setattr(tfamp, "compare", compared)
     monkeypatch.chdir(tmp_path)
@@ -46,7 +44,7 @@ def test_it_asks_for_what_the_flags_say(asked, tmp_path):
         "--epochs=2",
         *("--tolerance=0.01", "--metric=accuracy", "--better=max", "--out=there"),
         "--latency-batch-sizes=1,4",
-        *("--max-memory=0.5GiB", "--timeout-seconds=60", "--resume", "--title=A net"),
+        *("--timeout-seconds=60", "--resume", "--title=A net"),
     ]
     assert main(argv) == 0
     expected = {
@@ -58,7 +56,6 @@ def test_it_asks_for_what_the_flags_say(asked, tmp_path):
         "metric": "accuracy",
         "better": "max",
         "latency_batch_sizes": [1, 4],
-        "max_memory_bytes": 2**29,
         "timeout_seconds": 60,
         "resume": True,
         "title": "A net",
@@ -75,7 +72,7 @@ def test_it_prints_runs_and_table_and_writes_three_files(asked, tmp_path, capsys
     assert lines[5].startswith("[6/6] auto, seed 2: ")
     assert lines[5].endswith(" left)")
     assert lines[-1] == "Report: there/report.html"
-    table = Comparison(**vars(asked["found"])).table()
+    table = asked["found"].table()
     assert "\n".join(lines[6:-1]) == table
     assert json.loads((tmp_path / "there" / "report.json").read_text())["runs"]
     assert (tmp_path / "there" / "report.md").read_text().startswith("## digits CNN")

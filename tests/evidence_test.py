@@ -9,8 +9,7 @@ import pytest
 
 from tests import made_evidence
 from tests.refusals import refusals
-from tfamp.comparison import figures, judgement
-from tfamp.comparison.evidence import Evidence
+from tfamp.comparison import judgement
 from tfamp.trials.run_records import Latency, Run
 from tfamp.trials.variant import Variant
 
@@ -39,18 +38,12 @@ REFUSED = {
 test_a_variant_that_means_nothing_is_refused = refusals(REFUSED, Variant.parse)
 
 
-def test_evidence_comes_back_from_json():
-    found = made_evidence.evidence()
-    assert Evidence.from_json(found.to_json()) == found
-
-
 def test_a_run_comes_back_with_every_field():
     run = dataclasses.replace(
         made_evidence.run("mixed_float16", 1),
         status="failed",
         error="it broke",
         energy_joules=12.5,
-        largest_batch=512,
         num_nonfinite_weights=3,
         notes=("one",),
     )
@@ -111,9 +104,10 @@ def test_an_unknown_measure_names_those_there_are():
 
 
 def test_measures_follow_what_runs_have():
-    names = [m.name for m in figures.measures_of(made_evidence.evidence().runs)]
-    assert "latency_p99_batch_64" in names
-    assert "device_bytes" not in names
+    found = made_evidence.evidence()
+    assert found.ratio("latency_p99_batch_64", "auto").estimate < 1
+    with pytest.raises(ValueError, match="Unknown `measure` 'device_bytes'"):
+        found.ratio("device_bytes", "auto")
 
 
 REFERENCES = {
@@ -334,21 +328,31 @@ def test_of_two_alike_the_faster_one_is_best():
     assert found.best == "mixed_bfloat16"
 
 
-def test_rules_that_cost_are_named_and_cheap_ones_are_not():
-    def runs(policy, speed):
-        return [
-            dataclasses.replace(
-                made_evidence.run("mixed_bfloat16", seed, speed=speed), policy=policy
-            )
-            for seed in range(3)
-        ]
+PLAN = "/home/somebody/runs/plan.json"
 
-    bare = runs("keras:mixed_bfloat16", 2.0)
-    dear = {"mixed_bfloat16": runs("mixed_bfloat16", 1.9), bare[0].policy: bare}
-    (sentence,) = judgement.rule_cost(dear)
-    assert "costs mixed_bfloat16 5.0 % of the examples/s" in sentence
-    cheap = {"mixed_bfloat16": runs("mixed_bfloat16", 1.95), bare[0].policy: bare}
-    assert judgement.rule_cost(cheap) == ()
-    once = {policy: found[:1] for policy, found in dear.items()}
-    (sentence,) = judgement.rule_cost(once)
-    assert sentence.endswith("(ratio 0.950, one seed).")
+
+def test_a_plan_under_a_policy_is_not_that_policy():
+    before = made_evidence.run("mixed_float16", 0)
+    after = dataclasses.replace(before, policy=PLAN)
+    # Not by its policy, but where every layer is the same.
+    assert judgement.are_same(before, after)
+    other = (dataclasses.replace(made_evidence.LAYERS[0], compute_dtype="float32"),)
+    changed = (*other, *made_evidence.LAYERS[1:])
+    assert not judgement.are_same(before, dataclasses.replace(after, layers=changed))
+    came_to = dataclasses.replace(after, resolved_policy="+xla")
+    assert not judgement.are_same(before, came_to)
+
+
+NAMES = {
+    "options stay": (["a/p.json+xla", "a/p.json"], ["p.json+xla", "p.json"]),
+    "folders differ": (["a/x/p.json", "b/x/p.json"], ["a/x/p.json", "b/x/p.json"]),
+    "one is deeper": (["p.json", "/runs/p.json"], ["p.json", "runs/p.json"]),
+}
+
+
+@pytest.mark.parametrize("policies, expected", NAMES.values(), ids=NAMES)
+def test_names_of_plans_are_short_and_distinct(policies, expected):
+    found = made_evidence.evidence(
+        {"float32": (1, 0.9), **dict.fromkeys(policies, (1, 0.9))}
+    )
+    assert [*map(found.label, policies)] == expected

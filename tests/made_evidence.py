@@ -3,10 +3,8 @@
 import dataclasses
 import math
 
-from tfamp.comparison.evidence import Evidence, TunedPlan
-from tfamp.comparison.judgement import direction, verdict_on
-from tfamp.comparison.report.drawing import Plot
-from tfamp.comparison.report.html import policy_plots
+import tfamp
+from tfamp.comparison.result import conclude
 from tfamp.machine.speeds import Device
 from tfamp.trials.run_records import (
     Context,
@@ -16,7 +14,6 @@ from tfamp.trials.run_records import (
     Run,
     Spread,
 )
-from tfamp.tuning.search import Evaluation
 
 CONTEXT = Context(
     devices=(Device("cpu", "Made Up Processor", features=("avx512_bf16",)),),
@@ -36,44 +33,6 @@ LAYERS = (
     LayerDtype("conv", "Conv2D", "bfloat16", "float32", "policy"),
     LayerDtype("head <b>", "Dense", "float32", "float32", "head"),
 )
-
-
-def tuned_plan(names: tuple[str, ...] = ("inputs", "squares", "head")) -> TunedPlan:
-    """Returns a plan in which every second layer is in float32, found in three tries.
-
-    Errors are 0.001, infinite, 0.003, and so on; savings 1 %, 2 %, 3 %, and so on.
-    """
-    float32 = names[1::2]
-    layers = [
-        {
-            "path": name,
-            "forward_error": "Infinity" if name in float32 else 0.001 * (1 + place),
-            "backward_error": "NaN" if name in float32 else 0.0005,
-            "saving": 0.01 * (1 + place),
-            "is_guilty": name in float32,
-        }
-        for place, name in enumerate(names)
-    ]
-
-    def tried(chosen: tuple[str, ...], worsening: float, bound: float) -> dict:
-        found = Evaluation(chosen, worsening, bound, bound <= 0.02, 512, 1.5)
-        return found.to_dict()
-
-    tuning = {
-        "reason": "worse by 0.001, at most 0.008, on fresh examples",
-        "policy": "mixed_float16",
-        "tolerance": 0.02,
-        "metric": "accuracy",
-        "evaluations": [
-            tried((), math.inf, math.inf),
-            tried(float32[:1], 0.3, 0.35),
-            tried(float32, 0.001, 0.009),
-        ],
-        "confirmed": tried(float32, 0.001, 0.008),
-        "layers": layers,
-        "seconds": 30.0,
-    }
-    return TunedPlan("mixed_float16", tuple(float32), tuning)
 
 
 def run(policy: str, seed: int, *, speed: float = 1.0, metric: float = 0.9) -> Run:
@@ -123,8 +82,8 @@ def evidence(
     seeds: tuple[int, ...] = (0, 1, 2),
     replaced: tuple[Run, ...] = (),
     **changed: object,
-) -> Evidence:
-    """Returns evidence on policies with the first as the reference.
+) -> tfamp.Comparison:
+    """Returns a comparison of policies with the first as the reference.
 
     Args:
         policies: Policy -> its speed (float32 has 1) and its metric.
@@ -139,38 +98,15 @@ def evidence(
         for seed in seeds
         for policy, (speed, metric) in policies.items()
     )
-    reference, *candidates = policies
-    found = Evidence(
+    found = conclude(
+        runs,
         title="digits CNN",
         policies=tuple(policies),
         seeds=seeds,
-        reference=reference,
-        metric="accuracy",
-        better=direction("accuracy"),
+        metric=None,
+        better=None,
         tolerance=0.005,
-        on_validation=True,
-        runs=runs,
-        verdicts={},
         context=CONTEXT,
         notes=("Figures are made up.",),
     )
-    verdicts = {
-        policy: verdict_on(
-            found.pairs(policy),
-            [
-                r
-                for r in runs
-                if r.status == "failed" and r.policy in (reference, policy)
-            ],
-            metric="accuracy",
-            better="max",
-            tolerance=0.005,
-        )
-        for policy in candidates
-    }
-    return dataclasses.replace(found, verdicts=verdicts, **changed)
-
-
-def plots(found: Evidence) -> tuple[Plot, ...]:
-    """Returns every plot of a report."""
-    return policy_plots(found)
+    return dataclasses.replace(found, **changed)

@@ -21,7 +21,7 @@ from tfamp.cli.command import (
     some_of,
 )
 from tfamp.cli.tools import TARGET, Built, built, one_policy
-from tfamp.comparison.evidence import Evidence
+from tfamp.comparison.result import Comparison
 from tfamp.records import checks, units
 from tfamp.trials import parcel
 from tfamp.trials.run_records import Run
@@ -59,7 +59,7 @@ def _compare(call: Call) -> Outcome:
     return Outcome(found, text, problems, is_bad=bool(problems))
 
 
-def failures(found: Evidence, fail_on: Sequence[str]) -> list[str]:
+def failures(found: Comparison, fail_on: Sequence[str]) -> list[str]:
     """Returns a sentence for each policy and word of --fail_on that applies to it."""
     sentences = []
     for policy, verdict in found.verdicts.items():

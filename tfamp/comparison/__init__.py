@@ -1,6 +1,5 @@
 """`tfamp.compare`: float32 against a policy, measured, judged and written up."""
 
-import dataclasses
 import functools
 import os
 import warnings
@@ -8,14 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfamp.comparison.evidence import tuned_plans
 from tfamp.comparison.judgement import (
     Better,
     choose_metric,
     direction,
 )
-from tfamp.comparison.result import Comparison, conclude, load_note
-from tfamp.memory import batch_search
+from tfamp.comparison.result import Comparison, conclude
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.records.console import progress
@@ -62,7 +59,6 @@ def compare(
     better: Better | None = None,
     batch_size: int | None = None,
     latency_batch_sizes: Sequence[int] = (1, 8, 32),
-    max_memory_bytes: int | None = None,
     directory: str | os.PathLike[str] | None = None,
     resume: bool = False,
     timeout_seconds: float | None = None,
@@ -112,8 +108,6 @@ def compare(
         batch_size: For arrays; None takes 32.
         latency_batch_sizes: Sizes of the timed calls of the trained model; the size
             of a training batch is always timed too.
-        max_memory_bytes: Search for the largest batch whose training step stays below
-            this, in processes of their own; None leaves it out.
         directory: Where records and logs of the runs are kept; None keeps none.
         resume: Go on in a `directory` that has runs already.
         timeout_seconds: The most that a run may take; None for no end.
@@ -148,11 +142,9 @@ def compare(
             checks.positive_int("latency_batch_sizes", size)
             for size in latency_batch_sizes
         ),
-        max_memory_bytes=_optional_int("max_memory_bytes", max_memory_bytes),
         source="" if isinstance(build_model, str) else fingerprint(build_model),
         command=command,
     )
-    plans = tuned_plans(job.policies)
     if tolerance is not None:
         tolerance = checks.positive("tolerance", tolerance)
     if better is not None:
@@ -169,7 +161,6 @@ def compare(
     for module in ("cloudpickle", "psutil"):
         checks.require(module, extra="report", purpose="`tfamp.compare`")
     with storage.opened(directory) as folder:
-        busy = load_note()
         kept = storage.begin(folder, job, resume=resume)
         notes = parcel.pack(folder, build_model, train, validation)
         runs, was_stopped = _run_all(
@@ -181,14 +172,15 @@ def compare(
             timeout_seconds=timeout_seconds,
         )
         comparison = conclude(
-            job,
             runs,
+            title=job.title,
+            policies=job.policies,
+            seeds=job.seeds,
             metric=metric,
             better=better,
             tolerance=tolerance,
             context=storage.context(folder),
-            notes=(*notes, *busy),
-            plans=plans,
+            notes=notes,
             examples=functools.partial(measurements.differences, folder),
         )
         storage.end(folder, is_complete=not was_stopped)
@@ -219,8 +211,6 @@ def _run_all(
                 f"{run.error}. Expected it to train; mend what its log ends with:\n"
                 f"{processes.tail(log)}"
             )
-        if job.max_memory_bytes and seed == job.seeds[0] and run.is_finished:
-            run = _with_largest_batch(folder, run, job.max_memory_bytes)
         runs[run.policy, run.seed] = run
         if on_run is not None:
             on_run(run)
@@ -264,21 +254,6 @@ def _run_all(
         )
         return list(runs.values()), True
     return list(runs.values()), False
-
-
-def _with_largest_batch(folder: Path, run: Run, max_memory_bytes: int) -> Run:
-    """Returns a run with the largest batch that fits under its policy."""
-    try:
-        found = batch_search.largest_batch(
-            folder, run.policy, run.batch_size, max_memory_bytes
-        )
-    except RuntimeError as error:
-        # The run itself is done; it is not lost for that.
-        run = dataclasses.replace(run, notes=(*run.notes, str(error)))
-    else:
-        run = dataclasses.replace(run, largest_batch=found)
-    run.to_json(folder / f"{file_name(run.policy, run.seed)}.json")
-    return run
 
 
 def _check_metric(run: Run, *, metric: str | None, better: Better | None) -> None:

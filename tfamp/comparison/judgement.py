@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -41,10 +41,7 @@ _USUAL_SEEDS = 3
 
 
 def direction(metric: str) -> Better:
-    """Returns whether a metric is better large or small.
-
-    A ValueError where no word of its name is known, or one says that it is negated.
-    """
+    """Returns whether a metric is better large or small; ValueError if unknown."""
     words = re.findall(r"[a-z]+\d*", metric.lower())
     # Keras numbers metrics of one name: "auc_1".
     for word in reversed(words if not _NEGATED & set(words) else []):
@@ -59,10 +56,7 @@ def direction(metric: str) -> Better:
 
 
 def choose_metric(runs: Sequence[Run], metric: str | None) -> str:
-    """Returns the metric that quality is judged by.
-
-    The one named, with or without "val_", else the first compiled one, else the loss.
-    """
+    """Returns the metric named, with or without "val_", else the first compiled one."""
     names = next(tuple(run.final_metrics) for run in runs if run.is_finished)
     if metric is not None:
         return checks.choice("metric", metric.removeprefix("val_"), names)
@@ -70,17 +64,17 @@ def choose_metric(runs: Sequence[Run], metric: str | None) -> str:
 
 
 def choose_reference(policies: Sequence[str], runs: Sequence[Run]) -> str:
-    """Returns the policy that others are held against: the fastest float32.
+    """Returns the fastest float32, or the first policy where there is none.
 
-    A gain over a float32 that could have been faster by a switch is none. Without a
-    float32 among the policies it is the first one.
+    A gain over a float32 that could have been faster by a switch is none.
     """
     plain = [policy for policy in policies if Variant.parse(policy).is_float32]
-    rates: dict[str, list[float]] = {policy: [] for policy in plain}
-    for run in runs:
-        if run.policy in rates and run.is_finished:
-            rates[run.policy].append(run.examples_per_second)
-    return max(plain, key=lambda p: np.median(rates[p] or 0.0), default=policies[0])
+
+    def rate(policy: str) -> float:
+        own = (run for run in runs if run.policy == policy and run.is_finished)
+        return float(np.median([run.examples_per_second for run in own] or [0.0]))
+
+    return max(plain, key=rate, default=policies[0])
 
 
 def allowed(tolerance: float | None, better: Better, values: Sequence[float]) -> float:
@@ -122,16 +116,21 @@ def verdict_on(
     values = [(a.final_metrics[metric], b.final_metrics[metric]) for a, b in pairs]
     sign = 1 if better == "max" else -1
     differences = [sign * (y - x) for x, y in values]
-    known = interval([d for d in differences if math.isfinite(d)])
 
-    def without_judgement(answer: Answer, reason: str, **rest: Any) -> Verdict:
+    def unjudged(answer: Answer, reason: str, **rest: Any) -> Verdict:
         speed = interval_of_ratios(ratios)
         given: dict[str, Any] = {
-            **{"quality": known, "speed": speed, "tolerance": tolerance},
-            "num_seeds": len(pairs),
+            "quality": interval([d for d in differences if math.isfinite(d)]),
             "speed_effect": effect_of_ratio(speed, more_is_better=True),
+            **rest,
         }
-        return Verdict(answer, reason, **{**given, **rest})
+        return Verdict(
+            *(answer, reason),
+            speed=speed,
+            tolerance=tolerance,
+            num_seeds=len(pairs),
+            **given,
+        )
 
     broken = [
         str(b.seed)
@@ -140,7 +139,7 @@ def verdict_on(
     ]
     if broken:
         noun = "seed" if len(broken) == 1 else "seeds"
-        return without_judgement(
+        return unjudged(
             "worse",
             f"the metric is not a number after training with {noun} "
             f"{', '.join(broken)}, where the reference's is",
@@ -148,7 +147,7 @@ def verdict_on(
             quality_effect="worse",
         )
     if not all(math.isfinite(x) for x, _ in values):
-        return without_judgement(
+        return unjudged(
             "undecided",
             "the reference itself trains to a metric that is not a number",
             quality=_UNKNOWN,
@@ -157,7 +156,7 @@ def verdict_on(
     if failures:
         first = failures[0]
         name = short_names([run.policy for run in failures])[first.policy]
-        return without_judgement(
+        return unjudged(
             "undecided",
             f"the run under {name} with seed {first.seed} failed: {first.error}",
             quality=_UNKNOWN,
@@ -165,7 +164,7 @@ def verdict_on(
         )
     if pairs and all(are_same(before, after) for before, after in pairs):
         before, after = pairs[0]
-        return without_judgement(
+        return unjudged(
             "equivalent, not faster",
             f"{after.policy} came to {before.policy} itself, so there is nothing to "
             "gain or to lose; what differs is noise",
@@ -173,7 +172,7 @@ def verdict_on(
             speed_effect="same",
         )
     if len(pairs) < 2:
-        return without_judgement(
+        return unjudged(
             "undecided",
             "one seed shows no spread" if pairs else "0 seeds show no spread",
             more_seeds=_USUAL_SEEDS - len(pairs),
@@ -189,7 +188,7 @@ def verdict_on(
         before, after = np.mean(values, axis=0) if sign > 0 else 1 - np.mean(values, 0)
         found = Fractions(float(before), float(after), number)
     elif is_rate:
-        return without_judgement(
+        return unjudged(
             "undecided",
             f"on how many examples {metric} was taken is not known, so nothing says "
             "how far it may be off",
@@ -223,45 +222,10 @@ def are_same(before: Run, after: Run) -> bool:
         return False
     first, second = Variant.parse(before.policy), Variant.parse(after.policy)
     if first.is_plan or second.is_plan:
-        dtypes = [
+        one, two = (
             {layer.path: layer.compute_dtype for layer in run.layers}
             for run in (before, after)
-        ]
-        if not dtypes[0] or dtypes[0] != dtypes[1]:
+        )
+        if not one or one != two:
             return False
     return first == dataclasses.replace(second, policy=first.policy)
-
-
-def rule_cost(
-    by_policy: Mapping[str, Sequence[Run]], *, worth: float = 0.03
-) -> tuple[str, ...]:
-    """Returns a sentence for each policy whose rules cost that part of the examples/s.
-
-    A policy is held against itself without rules, or against stock Keras's, where that
-    was measured too.
-    """
-    sentences, names = [], short_names(list(by_policy))
-    for policy, runs in by_policy.items():
-        ours = Variant.parse(policy)
-        if ours.is_stock or not ours.has_rules:
-            continue
-        for other, others in by_policy.items():
-            theirs = Variant.parse(other)
-            is_bare = theirs.is_stock or not theirs.has_rules
-            same = {run.resolved_policy for run in (*runs, *others)}
-            if not is_bare or len(same) != 1 or theirs.jit_compile != ours.jit_compile:
-                continue
-            rates = {run.seed: run.examples_per_second for run in others}
-            pairs = [run for run in runs if run.seed in rates]
-            found = interval_of_ratios(
-                [run.examples_per_second / rates[run.seed] for run in pairs]
-            )
-            if found.estimate < 1 - worth:
-                between = f"{found.low:.3f} to {found.high:.3f}"
-                sentences.append(
-                    f"Keeping layers in float32 costs {names[policy]} "
-                    f"{100 * (1 - found.estimate):.1f} % of the examples/s of "
-                    f"{names[other]} (ratio {found.estimate:.3f}, "
-                    f"{between if len(pairs) > 1 else 'one seed'})."
-                )
-    return tuple(sentences)

@@ -1,52 +1,141 @@
 """From the runs of a comparison to what it comes to."""
 
 import dataclasses
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 
-from tfamp.comparison.evidence import Evidence, TunedPlan
+from tfamp.comparison import page, table
 from tfamp.comparison.judgement import (
     Better,
     allowed,
     choose_metric,
     choose_reference,
     direction,
-    rule_cost,
     verdict_on,
 )
-from tfamp.comparison.report.html import to_html
-from tfamp.comparison.report.text import table, to_markdown
+from tfamp.comparison.verdict import Answer, Verdict
+from tfamp.records import checks
+from tfamp.records.record import TableRecord
 from tfamp.trials.run_records import Context, Run
-from tfamp.trials.storage import Job
-from tfamp.trials.variant import Variant
+from tfamp.trials.statistics import Interval, interval_of_ratios
+from tfamp.trials.variant import short_names
 
 PerExample = Callable[[Sequence[tuple[Run, Run]], str], np.ndarray | None]
-# Other work on more than this part of the cores widens the intervals.
-_BUSY = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison(Evidence):
+class Comparison(TableRecord):
     """What a comparison measured and what it comes to; `print` shows it as a table.
 
-    Its fields are those of `Evidence`: `.verdict` is the answer for the best policy,
-    `.verdicts` has each with its reason, `.runs` every figure, and `.to_json(path)`
-    writes all of it.
+    Args:
+        title: What was trained.
+        policies: What was compared, in the order it was asked for.
+        seeds: One run for each of them under each policy.
+        reference: The policy that the others are held against.
+        metric: Name of the metric that quality is judged by, as in `final_metrics`.
+        better: Whether a larger ("max") or a smaller ("min") metric is better.
+        tolerance: The loss of the metric that counts as none, in its own unit.
+        on_validation: Whether the metric was taken on validation data.
+        runs: One for each policy and seed, those that failed too.
+        verdicts: Policy -> verdict, for all but the reference.
+        context: Where it was measured; None if no run got so far.
+        notes: What a reader should know, one sentence each.
     """
 
-    def __repr__(self) -> str:
-        """Returns what it comes to in a line."""
-        found = {p: verdict.answer for p, verdict in self.verdicts.items()}
-        return (
-            f"Comparison(title={self.title!r}, reference={self.reference!r}, "
-            f"metric={self.metric!r}, verdicts={found!r}, runs=<{len(self.runs)}>)"
+    SCHEMA: ClassVar[int] = 2
+
+    title: str
+    policies: tuple[str, ...]
+    seeds: tuple[int, ...]
+    reference: str
+    metric: str
+    better: Better
+    tolerance: float
+    on_validation: bool
+    runs: tuple[Run, ...]
+    verdicts: dict[str, Verdict] = dataclasses.field(hash=False)
+    context: Context | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """The policies that have a verdict."""
+        return tuple(p for p in self.policies if p != self.reference)
+
+    @property
+    def best(self) -> str:
+        """The policy with the best verdict, of two alike the faster one."""
+
+        def rank(policy: str) -> tuple[int, float]:
+            verdict = self.verdicts[policy]
+            speed = verdict.speed.estimate
+            place = get_args(Answer).index(verdict.answer)
+            return place, speed if math.isfinite(speed) else 0.0
+
+        return max(self.candidates, key=rank)
+
+    @property
+    def verdict(self) -> Answer:
+        """The answer for the best policy; `verdicts` has each, with its reason."""
+        return self.verdicts[self.best].answer
+
+    def label(self, policy: str) -> str:
+        """Returns what a policy is called: that of a plan is the name of its file."""
+        return short_names(self.policies).get(policy, policy)
+
+    def finished(self, policy: str) -> tuple[Run, ...]:
+        """Returns the finished runs of a policy, by seed."""
+        runs = [run for run in self.runs if run.policy == policy and run.is_finished]
+        return tuple(sorted(runs, key=lambda run: run.seed))
+
+    def pairs(
+        self, policy: str, reference: str | None = None
+    ) -> tuple[tuple[Run, Run], ...]:
+        """Returns finished runs of the reference and a policy with equal seeds."""
+        checks.choice("policy", policy, self.policies)
+        reference = checks.choice(
+            "reference", reference or self.reference, self.policies
         )
+        before = {run.seed: run for run in self.finished(reference)}
+        own = self.finished(policy)
+        return tuple((before[run.seed], run) for run in own if run.seed in before)
+
+    def ratio(
+        self, measure: str, policy: str, reference: str | None = None
+    ) -> Interval:
+        """Returns a policy's measure over the reference's, paired by seed.
+
+        Args:
+            measure: Such as "examples_per_second", "training_bytes",
+                "latency_p50_batch_1"; an unknown one names them all.
+            policy: One of `policies`.
+            reference: Another one to divide by than `reference`.
+
+        Returns:
+            The geometric mean over seeds and its interval, whose ends are infinite
+            or 0 for one seed; all NaN where no pair of runs has the measure.
+
+        Raises:
+            ValueError: The measure or the policy is unknown.
+        """
+        found = table.find(measure, self.runs)
+        return interval_of_ratios(self.ratios(found, policy, reference))
+
+    def ratios(
+        self, measure: table.Measure, policy: str, reference: str | None = None
+    ) -> list[float]:
+        """Returns that ratio for each pair of runs that has both values."""
+        pairs = self.pairs(policy, reference)
+        values = ((measure.of(before), measure.of(after)) for before, after in pairs)
+        return [second / first for first, second in values if first and second]
 
     def table(self) -> str:
         """Returns verdict, figures and ratios as text of at most 110 columns."""
-        return table(self)
+        return table.table(self)
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """Returns the report as one page that opens without a network.
@@ -58,125 +147,74 @@ class Comparison(Evidence):
             ImportError: jinja2 or matplotlib is not installed.
             OSError: The file cannot be written.
         """
-        return to_html(self, path)
+        return page.to_html(self, path)
 
     def to_markdown(self, path: str | os.PathLike[str] | None = None) -> str:
         """Returns a summary in Markdown, and writes it where a path is given."""
-        return to_markdown(self, path)
+        return page.to_markdown(self, path)
 
-    def __str__(self) -> str:
-        """Returns the table."""
-        return self.table()
+    def __repr__(self) -> str:
+        """Returns what it comes to in a line."""
+        found = {p: verdict.answer for p, verdict in self.verdicts.items()}
+        return (
+            f"Comparison(title={self.title!r}, reference={self.reference!r}, "
+            f"metric={self.metric!r}, verdicts={found!r}, runs=<{len(self.runs)}>)"
+        )
 
 
 def conclude(
-    job: Job,
     runs: Sequence[Run],
     *,
     metric: str | None,
     better: Better | None,
     tolerance: float | None,
-    context: Context | None,
-    notes: Sequence[str] = (),
-    plans: Mapping[str, TunedPlan] | None = None,
     examples: PerExample = lambda pairs, metric: None,
+    **given: Any,
 ) -> Comparison:
     """Returns the comparison of runs, at least one of them finished.
 
-    `examples` gives the differences of a metric on each example of pairs of runs.
+    `examples` gives the differences of a metric on each example of pairs of runs,
+    `given` has the other fields (title, policies, seeds, context, notes).
     """
     metric = choose_metric(runs, metric)
     better = better or direction(metric)
-    reference = choose_reference(job.policies, runs)
-    tolerance = allowed(
-        *(tolerance, better),
-        [
-            r.final_metrics[metric]
-            for r in runs
-            if r.policy == reference and r.is_finished
-        ],
-    )
+    policies, seeds = given["policies"], given["seeds"]
+    reference = choose_reference(policies, runs)
+    own = [run for run in runs if run.policy == reference and run.is_finished]
+    tolerance = allowed(tolerance, better, [r.final_metrics[metric] for r in own])
+
+    def order(run: Run) -> tuple[int, int]:
+        return seeds.index(run.seed), policies.index(run.policy)
+
     first = Comparison(
-        title=job.title,
-        policies=job.policies,
-        seeds=job.seeds,
         reference=reference,
         metric=metric,
         better=better,
         tolerance=tolerance,
-        on_validation=any(
-            name.startswith("val_") for run in runs for name in run.history
-        ),
-        runs=tuple(
-            sorted(
-                runs,
-                key=lambda r: (job.seeds.index(r.seed), job.policies.index(r.policy)),
-            )
-        ),
+        on_validation=any(n.startswith("val_") for run in runs for n in run.history),
+        runs=tuple(sorted(runs, key=order)),
         verdicts={},
-        context=context,
-        plans=dict(plans or {}),
+        **given,
     )
-    verdicts = {
-        policy: verdict_on(
+    verdicts = {}
+    for policy in first.candidates:
+        both = [run for run in first.runs if run.policy in (reference, policy)]
+        verdicts[policy] = verdict_on(
             first.pairs(policy),
-            [
-                run
-                for run in first.runs
-                if run.policy in (reference, policy) and not run.is_finished
-            ],
+            [run for run in both if not run.is_finished],
             metric=metric,
             better=better,
             tolerance=tolerance,
             examples=examples(first.pairs(policy), metric),
         )
-        for policy in first.candidates
-    }
-    of_runs = (
-        f"{first.label(run.policy)}: {note}" for run in runs for note in run.notes
-    )
-    sentences = (*_sentences(first), *notes, *of_runs)
+    notes = [
+        f"{first.label(policy)} came to {run.resolved_policy}: {run.reason}"
+        for policy in policies
+        for run in first.finished(policy)[:1]
+        if policy.startswith("auto")
+    ]
+    notes += first.notes
+    notes += [f"{first.label(run.policy)}: {n}" for run in runs for n in run.notes]
     return dataclasses.replace(
-        first, verdicts=verdicts, notes=tuple(dict.fromkeys(sentences))
+        first, verdicts=verdicts, notes=tuple(dict.fromkeys(notes))
     )
-
-
-def load_note() -> tuple[str, ...]:
-    """Returns a sentence where other programs keep the machine busy."""
-    try:
-        load = os.getloadavg()[0]
-    except (AttributeError, OSError):
-        return ()
-    cores = os.cpu_count() or 1
-    if load <= _BUSY * cores:
-        return ()
-    return (
-        f"The machine was busy when the comparison began (load {load:.1f} on {cores} "
-        "cores), which makes times scatter; repeat it on an idle one for narrower "
-        "intervals.",
-    )
-
-
-def _sentences(found: Comparison) -> tuple[str, ...]:
-    """Returns what the choice of policies makes worth saying."""
-    sentences = []
-    plain = [p for p in found.policies if Variant.parse(p).is_float32]
-    reference = found.label(found.reference)
-    if len(plain) > 1:
-        others = ", ".join(p for p in plain if p != found.reference)
-        sentences.append(
-            f"{reference} is the reference, since it was the fastest float32 "
-            f"(faster than {others})."
-        )
-    elif not plain:
-        sentences.append(
-            f"{reference} is the reference, since no float32 was asked for."
-        )
-    for policy in found.policies:
-        runs = found.finished(policy)
-        if runs and policy.startswith("auto"):
-            sentences.append(
-                f"{policy} came to {runs[0].resolved_policy}: {runs[0].reason}"
-            )
-    by_policy = {policy: found.finished(policy) for policy in found.policies}
-    return (*sentences, *rule_cost(by_policy))

@@ -1,7 +1,6 @@
 """Says whether a policy is as accurate as another one and faster, or what is missing.
 
-Runs are paired by seed: the same seed under both policies starts from the same weights
-and sees the same batches, so what a seed does to both cancels in the difference.
+Runs are paired by seed: what a seed does to both policies cancels in the difference.
 Quality and speed are two answers, each from one interval (`tfamp.trials.statistics`).
 """
 
@@ -18,10 +17,8 @@ from tfamp.records.units import join_words
 from tfamp.trials import statistics
 from tfamp.trials.statistics import ERROR_RATE, MIN_GAIN, Effect, Interval
 
-# Beyond so many seeds more of them is no advice.
-_MAX_SEEDS = 100
-# Nor beyond so many times the examples.
-_MAX_FACTOR = 100
+# Beyond so many seeds, or so many times the examples, more of them is no advice.
+_MAX_SEEDS, _MAX_FACTOR = 100, 100
 # The part of the examples' variance that is left out of the seeds'.
 _COUNTED_TWICE = 0.85
 # The best one last.
@@ -32,27 +29,11 @@ Answer = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Verdict(Record):
-    """What a comparison of two policies comes to.
+    """What a comparison of two policies comes to; docs/report_json.md has the fields.
 
-    Args:
-        answer: "equivalent and faster", "equivalent, not faster", "slower", "worse" or
-            "undecided".
-        reason: Why, in one sentence with its figures.
-        quality: Of the difference of the metric, above 0 where the policy is better.
-        speed: Of the ratio of examples/s, above 1 where the policy is faster.
-        tolerance: The loss of quality that counts as none, in the metric's unit.
-        num_seeds: Pairs of runs.
-        needs: What would decide, "" where it is decided.
-        more_seeds: How many more would decide, if they come out like these; None where
-            it is decided, or where more seeds would not help.
-        num_examples: Examples that the metric was taken on, 0 where they were not
-            counted in.
-        examples_needed: How many of them would decide where more seeds would not help;
-            None elsewhere.
-        tolerance_needed: The least tolerance that calls the policy as good; None where
-            its quality is decided.
-        quality_effect: What the difference of the metric comes to, "" if unknown.
-        speed_effect: What the ratio of examples/s comes to, likewise.
+    `quality` is of the difference of the metric, above 0 where the policy is better,
+    `speed` of the ratio of examples/s, above 1 where it is faster. Undecided ones say
+    what would decide, in words (`needs`) and by number.
     """
 
     answer: Answer
@@ -79,11 +60,9 @@ class Verdict(Record):
 class Examples:
     """What the validation examples, which all seeds share, leave open of a metric.
 
-    Args:
-        changes: Of each example, the mean over seeds; above 0 the policy is better.
-        is_rate: Whether they lie in [-1, 1], as those of an accuracy do.
-        within: The variance that the examples give to the difference of one seed.
-        passing: The part of their own variance that more seeds take away.
+    `changes` are those of each example, the mean over seeds, above 0 where the policy
+    is better, and in [-1, 1] where `is_rate`. `within` is the variance that examples
+    give to the difference of one seed; more seeds take away the part `passing`.
     """
 
     changes: np.ndarray
@@ -93,12 +72,12 @@ class Examples:
 
     @classmethod
     def of(cls, changes: np.ndarray, *, is_rate: bool) -> "Examples":
-        """Returns them of changes by seed and example."""
+        """Returns them of changes of shape (seeds, examples)."""
         seeds, number = changes.shape
         of_each = np.var(changes, axis=0, ddof=1) if seeds > 1 else np.zeros(number)
         within, means = float(of_each.mean()), changes.mean(axis=0)
-        whole = float(np.var(means))
-        passing = min(within / seeds / whole, 1.0) if whole else 0.0
+        all_in_all = float(np.var(means))
+        passing = min(within / seeds / all_in_all, 1.0) if all_in_all else 0.0
         return cls(means, is_rate, within / number, passing)
 
     @property
@@ -107,10 +86,7 @@ class Examples:
         return len(self.changes)
 
     def reach(self, times: float = 1.0) -> tuple[float, float]:
-        """Returns how far the true mean may lie below and above theirs.
-
-        `times` as many of the same kind would leave so much open.
-        """
+        """Returns how far the true mean may lie below and above, of `times` as many."""
         middle = float(self.changes.mean())
         if self.is_rate:
             low = -statistics.change_limit(-self.changes, times)
@@ -122,10 +98,7 @@ class Examples:
 
 @dataclasses.dataclass(frozen=True)
 class Fractions:
-    """The same of two fractions of examples that are not known one by one.
-
-    Right and wrong answers of two policies go together, so it is wider than need be.
-    """
+    """The same of two fractions of examples that are not known one by one."""
 
     before: float
     after: float
@@ -136,47 +109,19 @@ class Fractions:
     def reach(self, times: float = 1.0) -> tuple[float, float]:
         """Returns how far the true difference may lie below and above theirs."""
         number = times * self.number
-        more, fewer = (
-            [
-                statistics.fraction_limit(each * number, number, ERROR_RATE) - each
-                for each in pair
-            ]
-            for pair in ((self.before, self.after), (1 - self.before, 1 - self.after))
+
+        def off(part: float) -> float:
+            limit = statistics.fraction_limit(part * number, number, ERROR_RATE)
+            return limit - part
+
+        before, after = self.before, self.after
+        return (
+            math.hypot(off(before), off(1 - after)),
+            math.hypot(off(1 - before), off(after)),
         )
-        return math.hypot(more[0], fewer[1]), math.hypot(fewer[0], more[1])
 
 
 Sample = Examples | Fractions | None
-
-
-def quality_of(differences: Sequence[float], examples: Sample) -> Interval:
-    """Returns the interval of a metric's difference, over seeds and examples.
-
-    Both parts are joined by adding squares. Most of what the examples alone make seeds
-    differ by is left out of the seeds' part, else it would count twice; not all of it,
-    since the spread of a few seeds may be small by chance, and of two seeds nothing.
-
-    Source: Zou & Donner, Construction of confidence limits about effect measures,
-    Statistics in Medicine 27, 2008.
-    """
-    within = 0.0 if examples is None else examples.within
-    reach = (0.0, 0.0) if examples is None else examples.reach()
-    middle, variance = float(np.mean(differences)), float(np.var(differences, ddof=1))
-    return _joined(middle, variance, len(differences), within, reach)
-
-
-def _joined(
-    middle: float,
-    variance: float,
-    number: int,
-    within: float,
-    reach: tuple[float, float],
-) -> Interval:
-    """Returns that interval of a number of seeds, by what leaves it open."""
-    own = variance - (_COUNTED_TWICE * within if number > 2 else 0.0)
-    half = statistics.half_width(math.sqrt(max(own, 0.0)), number)
-    below, above = (math.hypot(half, each) for each in reach)
-    return Interval(middle, middle - below, middle + above)
 
 
 def judge(
@@ -186,14 +131,17 @@ def judge(
     tolerance: float,
     examples: Sample = None,
 ) -> Verdict:
-    """Returns the verdict on a policy against a reference.
+    """Returns the verdict on a policy against a reference, from values by seed.
 
     "Worse" is a loss beyond `tolerance`; a policy that is better is equivalent. What
     is slower is "slower" however good it is, unless it is worse. "Not faster" means
     that a gain of `MIN_GAIN` or more can be ruled out.
 
-    Both sequences have a value for each seed: `differences` of the metric, above 0
-    where the policy is better, `ratios` of its examples/s to the reference's.
+    Args:
+        differences: Of the metric, above 0 where the policy is better.
+        ratios: Of its examples/s to the reference's.
+        tolerance: The loss that counts as none, in the metric's unit.
+        examples: What the validation examples leave open; None where that is nothing.
 
     Example:
         >>> judge([0.001, -0.001, 0.0], [1.9, 2.0, 2.1], tolerance=0.005).answer
@@ -206,18 +154,18 @@ def judge(
     Source: Schuirmann, A comparison of the two one-sided tests procedure and the power
     approach for assessing the equivalence of average bioavailability, 1987.
     """
-    quality = quality_of(differences, examples)
+    quality = _quality(differences, examples)
     speed = statistics.interval_of_ratios(ratios)
     effect = quality_effect(quality, tolerance)
     speed_effect = statistics.effect_of_ratio(speed, more_is_better=True)
     lost = f"at most {-quality.low:.3g}" if quality.low < 0 else "nothing"
     reason = f"the metric loses {lost}"
     rest: dict[str, Any] = {}
+    answer: Answer = "undecided"
     if effect == "worse":
-        answer: Answer = "worse"
+        answer = "worse"
         reason = f"the metric loses {-quality.high:.3g} or more"
     elif effect == "unclear":
-        answer = "undecided"
         reason = (
             f"the metric may lose {-quality.low:.3g} or change by {quality.high:+.3g}"
         )
@@ -227,12 +175,10 @@ def judge(
     elif speed.high < MIN_GAIN:
         answer = "equivalent, not faster"
     else:
-        answer = "undecided"
         reason = f"as accurate, but maybe faster and maybe not: {reason}"
         rest = _what_decides_speed(ratios)
     if answer != "worse" and speed_effect == "worse":
-        answer = "slower"
-        rest = {"tolerance_needed": rest.get("tolerance_needed")}
+        answer, rest = "slower", {"tolerance_needed": rest.get("tolerance_needed")}
     estimate, low, high = (
         f"{value:#.3g}".rstrip(".") for value in dataclasses.astuple(speed)
     )
@@ -258,46 +204,68 @@ def quality_effect(found: Interval, tolerance: float) -> Effect:
     return "as good" if found.low >= -tolerance else "unclear"
 
 
+def _quality(differences: Sequence[float], examples: Sample) -> Interval:
+    within = 0.0 if examples is None else examples.within
+    reach = (0.0, 0.0) if examples is None else examples.reach()
+    middle, variance = float(np.mean(differences)), float(np.var(differences, ddof=1))
+    return _joined(middle, variance, len(differences), within, reach)
+
+
+def _joined(
+    middle: float,
+    variance: float,
+    number: int,
+    within: float,
+    reach: tuple[float, float],
+) -> Interval:
+    """Returns the interval over a number of seeds and over examples.
+
+    Both parts are joined by adding squares. Most of what the examples alone make seeds
+    differ by is left out of the seeds' part, else it would count twice; not all of it,
+    since the spread of a few seeds may be small by chance, and of two seeds nothing.
+
+    Source: Zou & Donner, Construction of confidence limits about effect measures,
+    Statistics in Medicine 27, 2008.
+    """
+    own = variance - (_COUNTED_TWICE * within if number > 2 else 0.0)
+    half = statistics.half_width(math.sqrt(max(own, 0.0)), number)
+    below, above = (math.hypot(half, each) for each in reach)
+    return Interval(middle, middle - below, middle + above)
+
+
 def _what_decides_quality(
-    quality: Interval,
-    differences: Sequence[float],
-    tolerance: float,
-    examples: Sample,
+    quality: Interval, differences: Sequence[float], tolerance: float, examples: Sample
 ) -> dict[str, Any]:
     """Returns the fields of a verdict that say what would decide its quality."""
-    middle, number = quality.estimate, len(differences)
-    variance = float(np.var(differences, ddof=1))
+    number, variance = len(differences), float(np.var(differences, ddof=1))
     within = 0.0 if examples is None else examples.within
+    passing = 0.0 if examples is None else examples.passing
+    now = (0.0, 0.0) if examples is None else examples.reach()
 
     def decides(seeds: int, reach: tuple[float, float], times: float = 1.0) -> bool:
         own = max(variance - within * (1 - 1 / times), 0.0)
-        found = _joined(middle, own, seeds, within / times, reach)
+        found = _joined(quality.estimate, own, seeds, within / times, reach)
         return quality_effect(found, tolerance) != "unclear"
 
-    (below, above), passing = (0.0, 0.0), 0.0
-    if examples is not None:
-        (below, above), passing = examples.reach(), examples.passing
-    seeds = needed = None
-    for count in range(number + 1, _MAX_SEEDS + 1):
+    def with_seeds(count: int) -> bool:
         left = math.sqrt(1 - passing + passing * number / count)
-        if decides(count, (left * below, left * above)):
-            seeds = count
-            break
+        return decides(count, (left * now[0], left * now[1]))
+
+    seeds = next(filter(with_seeds, range(number + 1, _MAX_SEEDS + 1)), None)
+    needed = None
     if examples is not None:
-        sizes = np.geomspace(1.0, _MAX_FACTOR, 64).tolist()
+        sizes, reach = np.geomspace(1.0, _MAX_FACTOR, 64).tolist(), examples.reach
         place = bisect.bisect_left(
-            sizes, True, key=lambda times: decides(number, examples.reach(times), times)
+            sizes, True, key=lambda times: decides(number, reach(times), times)
         )
         if place < len(sizes):
             needed = int(_rounded_up(sizes[place] * examples.number))
     least = _rounded_up(-quality.low)
-    ways = [
-        f"{seeds} seeds" if seeds else "",
-        f"{needed:,} validation examples" if needed else "",
-        f"a tolerance of {least:.3g}",
-    ]
+    ways = [f"{seeds} seeds"] * bool(seeds)
+    ways += [f"{needed or 0:,} validation examples"] * bool(needed)
+    ways.append(f"a tolerance of {least:.3g}")
     return {
-        "needs": f"{join_words(list(filter(None, ways)), 'or')} would decide",
+        "needs": f"{join_words(ways, 'or')} would decide",
         "more_seeds": seeds and seeds - number,
         "examples_needed": needed,
         "tolerance_needed": least,

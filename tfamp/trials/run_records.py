@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -154,10 +154,11 @@ class Run(Record):
         memory: Bytes that it held; None where it failed.
         energy_joules: Of the GPU during training; None where NVML does not tell.
         file_bytes: Of the saved model; None where it cannot be saved.
-        largest_batch: The most examples in a step that fit; None where not asked for.
         layers: The dtypes of each layer.
         notes: What a reader should know, one sentence each.
     """
+
+    SCHEMA: ClassVar[int] = 2
 
     policy: str
     seed: int
@@ -185,7 +186,6 @@ class Run(Record):
     memory: Memory | None = None
     energy_joules: float | None = None
     file_bytes: int | None = None
-    largest_batch: int | None = None
     layers: tuple[LayerDtype, ...] = ()
     notes: tuple[str, ...] = ()
 

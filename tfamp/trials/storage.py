@@ -32,8 +32,6 @@ class Job(Record):
         epochs: Passes over the training data.
         batch_size: For arrays; None takes Keras's 32. Datasets have their own.
         latency_batch_sizes: Examples in the timed calls of the trained model.
-        max_memory_bytes: What a process may hold in the search for the largest batch;
-            None leaves that search out.
         source: Fingerprint of the file that the model is built by, "" if unknown.
         command: How to repeat it from a shell, "" if it was called from Python.
     """
@@ -44,7 +42,6 @@ class Job(Record):
     epochs: int
     batch_size: int | None = None
     latency_batch_sizes: tuple[int, ...] = (1, 8, 32)
-    max_memory_bytes: int | None = None
     source: str = ""
     command: str = ""
 
