@@ -1,4 +1,4 @@
-"""`Statistics.as_layer`: fills, clips, transforms, scales, in every place and dtype."""
+"""`Statistics.as_layer`: fills, clips, scales, in every place and dtype."""
 
 import re
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.refusals import refusals
-from tfamp.data.statistics import Condition, conditioning, fit_statistics
+from tfamp.data.statistics import Condition, fit_statistics
 from tfamp.data.statistics.conditioning import ColumnRule
 
 # Two roundings in float32 at values of a few standard deviations.
@@ -112,22 +112,6 @@ def test_rare_flags_are_not_clipped_away_and_it_is_said():
     assert np.ptp(layer(flags).numpy()[:, 1]) > 1
 
 
-# Transforms
-
-TRANSFORMS = ["log1p", "signed_log"]
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("mean", [0.0, 5e4, 1e9], ids=["0", "5e4", "1e9"])
-def test_transformed_values_are_standardized_whatever_their_mean(transform, mean):
-    values = np.abs(np.random.default_rng(4).normal(mean, 1.0, 2000))
-    outputs = fit_statistics(values).as_layer(clip=None, transform=transform)(values)
-    assert float(np.mean(outputs)) == pytest.approx(0.0, abs=1e-5)
-    assert float(np.std(outputs)) == pytest.approx(1.0, abs=1e-5)
-    order = np.argsort(values)
-    assert (np.diff(np.asarray(outputs)[order]) >= 0).all()
-
-
 # Dtypes and policies
 
 
@@ -172,33 +156,12 @@ def test_timestamps_keep_their_seconds(dtype):
     assert np.abs(rough - oracle(values)).max() > 0.05
 
 
-@pytest.mark.parametrize("transform", ["log1p", "signed_log"])
-def test_logarithms_of_far_float32_values_keep_their_digits(transform):
-    values = np.random.default_rng(10).normal(5e4, 1.0, 500).astype(np.float32)
-    layer = fit_statistics(values).as_layer(clip=None, transform=transform)
-    exact = oracle(np.log1p(values.astype(np.float64)))
-    # In float32 a logarithm of 10.8 is off by 2 % of this standard deviation.
-    np.testing.assert_allclose(layer(values), exact, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", ["uint8", "int32", "float16", "bool"])
 def test_small_dtypes_are_conditioned_in_float32(dtype):
     values = np.random.default_rng(7).integers(0, 2, (50, 2)).astype(dtype)
     layer = fit_statistics(values).as_layer(clip=None)
     exact = oracle(values.astype(np.float64))
     np.testing.assert_allclose(layer(values), exact, atol=FLOAT32_ERROR)
-
-
-def test_what_float32_holds_is_computed_in_it_but_for_transforms_of_far_values():
-    pixels = np.random.default_rng(8).integers(0, 256, (4, 5, 5, 3)).astype(np.uint8)
-    (rule,) = fit_statistics(pixels).as_layer().rules
-    assert rule.work_dtype("uint8") == "float32" and not rule.has_rests
-    (rule,) = fit_statistics(table()).as_layer(clip=None).rules
-    assert rule.work_dtype("float32") == "float32" and rule.has_rests
-    assert rule.work_dtype("int64") == "float64"
-    far = np.random.default_rng(10).normal(5e4, 1.0, 500).astype(np.float32)
-    (rule,) = fit_statistics(far).as_layer(clip=None, transform="log1p").rules
-    assert rule.work_dtype("float32") == "float64"
 
 
 @pytest.mark.parametrize("way", ["eagerly", "graph", "XLA"])
@@ -219,23 +182,9 @@ def test_far_features_keep_their_digits_without_float64(way, clip):
         assert (np.asarray(outputs)[::5] == 0).all()
 
 
-@pytest.mark.parametrize("number", range(20))
-def test_bounds_of_float32_part_the_numbers_as_exact_ones_do(number):
-    random = np.random.default_rng(number)
-    exact = random.normal() * 10.0 ** random.integers(-30, 30)
-    near = np.float32(exact)
-    around = [near, *(np.nextafter(near, np.float32(s)) for s in (-np.inf, np.inf))]
-    for value in map(np.float64, around):
-        (low,) = conditioning._float32_bound((exact,), np.inf)
-        (high,) = conditioning._float32_bound((exact,), -np.inf)
-        assert (value < low, value > high) == (value < exact, value > exact)
-
-
 # Where it runs
 
-EVERYTHING = dict(
-    missing="median", clip=("iqr", 1.5), transform="signed_log", scale="standardize"
-)
+EVERYTHING = dict(missing="median", clip=("iqr", 1.5), scale="standardize")
 
 
 class Holding(keras.Model):
@@ -322,7 +271,7 @@ def test_config_keeps_every_field():
     assert (again.name, again.dtype_policy.name) == ("front", "mixed_bfloat16")
     number, scalar, text = layer.rules
     # Nothing above is only a default that came back.
-    for field in ("fill", "lower", "upper", "center", "width", "offset"):
+    for field in ("fill", "lower", "upper", "center", "width"):
         assert getattr(number, field) != getattr(ColumnRule("", False, False), field)
     assert scalar.scalar and text.text and text.fill_text == "a"
     assert text.missing_texts == ("?",) and number.missing_values == (0.5,)
@@ -443,11 +392,6 @@ ERRORS = {
     "one quantile": (as_layer(clip=(0.1,)), "expected two quantiles. Pass both"),
     "clip 0": (as_layer(clip=("zscore", 0)), "`clip` is 0.0; expected a finite"),
     "clip more": (as_layer(clip=("iqr", 1, 2)), "expected one number behind 'iqr'"),
-    "transform": (as_layer(transform="log"), "Unknown `transform` 'log'"),
-    "log1p": (
-        as_layer(transform="log1p", clip=None),
-        "`transform` is 'log1p', and feature 'x[0]' has values down to -5",
-    ),
     "scale": (as_layer(scale="std"), "Unknown `scale` 'std'"),
     "output": (as_layer(output="list"), "Unknown `output` 'list'"),
     "columns": (as_layer(columns=("a",)), "`columns` is ('a',); expected a tuple of"),

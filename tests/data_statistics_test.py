@@ -9,7 +9,7 @@ from tests.refusals import refusals
 from tfamp.data import Pipeline
 from tfamp.data._figures import Numbers, rank_error
 from tfamp.data.statistics import Statistics, fit_statistics
-from tfamp.data.statistics.features import Column
+from tfamp.data.statistics.record import Column
 
 
 def batches(*parts, size=7):

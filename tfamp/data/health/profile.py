@@ -199,7 +199,7 @@ class Profile(Numbers):
         if not cut.shape[1]:
             return
         chosen = self._values.choose(len(cut))
-        positions = self._values.positions(len(chosen), cut.shape[1])
+        positions = self._values.random.integers(cut.shape[1], size=len(chosen))
         self._values.add(cut[chosen, positions])
         if cut.shape[1] > 1 and not self.column.is_text:
             chosen = self._means.choose(len(cut))
@@ -210,7 +210,7 @@ class Profile(Numbers):
         super()._add_bytes(rows)
         self._rounded = self._rounded + len(rows)
 
-    def _look(
+    def look(
         self,
         native: np.ndarray,
         values: np.ndarray,

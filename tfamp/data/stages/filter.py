@@ -34,7 +34,7 @@ from tfamp.data.stages.filter_rules import (
 )
 from tfamp.data.statistics import Column, Statistics, TextColumn
 from tfamp.data.statistics.conditioning import ColumnRule
-from tfamp.data.statistics.options import (
+from tfamp.data.statistics.record import (
     FILLS,
     check_fill,
     check_rule,

@@ -10,11 +10,12 @@ import tensorflow as tf
 from tfamp.data import _elements, _examples
 from tfamp.data._figures import Numbers, RowSample, leads, rank_error, thin
 from tfamp.data.statistics.conditioning import Condition as Condition
-from tfamp.data.statistics.features import Column as Column
-from tfamp.data.statistics.features import Feature as Feature
-from tfamp.data.statistics.features import TextColumn as TextColumn
-from tfamp.data.statistics.options import by_column, is_missing
+from tfamp.data.statistics.conditioning import suits
+from tfamp.data.statistics.record import Column as Column
+from tfamp.data.statistics.record import Feature as Feature
 from tfamp.data.statistics.record import Statistics as Statistics
+from tfamp.data.statistics.record import TextColumn as TextColumn
+from tfamp.data.statistics.record import by_column
 
 # Rows kept of a column, fewer where it has many features: 64 MiB of float32.
 _SAMPLE_ROWS, _MIN_SAMPLE_ROWS = 100_000, 10_000
@@ -181,8 +182,10 @@ class _NumberAccumulator(Numbers):
         """Takes values `(..., features)` in the column's own dtype."""
         rows = values.reshape(-1, self.num_features)
         if self._missing_values:
-            absent = is_missing(rows, self._missing_values)
-            rows = np.where(absent, np.nan, rows.astype(np.float64))
+            # In their own dtype, so that 0.1 finds a float32 0.1.
+            marks = [v for v in self._missing_values if suits(v, rows.dtype)]
+            absent = [rows == np.asarray(mark).astype(rows.dtype) for mark in marks]
+            rows = np.where(np.any(absent, axis=0), np.nan, rows.astype(np.float64))
         self.add(rows)
         if self.histogram is None:
             self._sample.add(rows[self._sample.choose(len(rows))])

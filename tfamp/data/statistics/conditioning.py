@@ -1,29 +1,21 @@
 """The layer that treats inputs at serving as the training data was treated."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data.statistics.options import suits
-from tfamp.records import checks
 from tfamp.records.record import Record
 
-# A float32 center may be off by this part of the width, half of float32's spacing at
-# 1: what is near it is subtracted without rounding, so that is all the error.
-_MAX_CENTER_ERROR = 2**-24
-# Beside a smaller width a quotient by it in float32 is not exact to its last digits.
-_LEAST_WIDTH = float(np.finfo(np.float32).smallest_normal)
-# A transform rounds to 2**-24 of its result, so this far from 0 beside its scale
-# float32 is still right to a millionth of a standard deviation.
-_MAX_OFFSET = 16
-# All are monotonic, so clipping before one or behind it takes the same values.
-TRANSFORMS = ("log1p", "signed_log")
 # What float32 holds without loss.
 _FITS_FLOAT32 = ("bfloat16", "float16", "float32", "int8", "uint8", "int16", "uint16")
+# Beside a smaller width a quotient by it in float32 is not exact to its last digits.
+_LEAST_WIDTH = float(np.finfo(np.float32).smallest_normal)
+# Of rules in files of earlier versions: other steps, which did nothing as these stand.
+_GONE = {"power", "transform", "offset", "scale"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +32,8 @@ class ColumnRule(Record):
         fill_text: What is written for a missing text; None to leave it.
         lower: Smaller values become this; -inf for no limit.
         upper: Larger ones become this; inf for no limit.
-        center: Subtracted before the transform.
-        width: What is divided by before the transform.
-        transform: One of `TRANSFORMS`; None for none.
-        offset: Subtracted behind the transform.
-        scale: What is divided by behind the transform.
+        center: Subtracted.
+        width: What is divided by.
     """
 
     name: str
@@ -58,82 +47,46 @@ class ColumnRule(Record):
     upper: tuple[float, ...] = ()
     center: tuple[float, ...] = ()
     width: tuple[float, ...] = ()
-    transform: str | None = None
-    offset: tuple[float, ...] = ()
-    scale: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.transform is not None:
-            checks.choice("transform", self.transform, TRANSFORMS)
 
     def work_dtype(self, dtype: Any) -> str:
-        """Returns the dtype to compute in before the offset is off.
+        """Returns the dtype to compute in: float64 where float32 would lose digits.
 
-        float64 where float32 would lose digits: inputs that it cannot hold, such as
-        64-bit timestamps, and transforms of what is far from 0 beside its spread.
         Runtimes of phones have no float64, so all else does with float32.
         """
-        if tf.as_dtype(dtype).name not in _FITS_FLOAT32:
-            return "float64"
+        constants = np.array([*self.center, *self.width])
         with np.errstate(over="ignore"):
-            has_range = np.isfinite(
-                np.array([*self.center, *self.width], np.float32)
-            ).all()
-        offset, scale = np.array(self.offset), np.array(self.scale)
-        is_far = (np.abs(offset) > _MAX_OFFSET * scale).any()
-        if self.has_rests:
-            is_far |= self.transform is not None
-            is_far |= (np.array(self.width) < _LEAST_WIDTH).any()
-        return "float32" if has_range and not is_far else "float64"
-
-    @property
-    def has_rests(self) -> bool:
-        """Whether float32 constants are off by too much of the width."""
-        _, rest = parts(self.center)
-        return bool((np.abs(rest) > _MAX_CENTER_ERROR * np.array(self.width)).any())
+            has_range = np.isfinite(constants.astype(np.float32)).all()
+        is_wide = (np.array(self.width) >= _LEAST_WIDTH).all()
+        fits = tf.as_dtype(dtype).name in _FITS_FLOAT32
+        return "float32" if fits and has_range and is_wide else "float64"
 
 
 def _rule_from(values: Mapping[str, Any]) -> ColumnRule:
-    """Returns the rule in a model's file, of an earlier version too.
-
-    These wrote an exponent, which only a transform that is gone had a use for.
-    """
-    return ColumnRule.from_dict({k: v for k, v in values.items() if k != "power"})
-
-
-def parts(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns values in float32, and in float64 what that leaves, 0 if not finite.
-
-    Example:
-        >>> near, rest = parts([0.1])
-        >>> float(near[0]) + float(rest[0]), bool(abs(rest[0]) < 2**-27)
-        (0.1, True)
-    """
-    exact = np.array(values, np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        near = exact.astype(np.float32)
-        rest = exact - near.astype(np.float64)
-    return near, np.where(np.isfinite(rest), rest, 0.0)
+    """Returns the rule in a model's file, of an earlier version too."""
+    if values.get("transform") is not None:
+        raise ValueError(
+            f"Column {values.get('name')!r} has the transform "
+            f"{values['transform']!r}, which this version of `Condition` lacks; "
+            "expected none. Load the file with the version that wrote it."
+        )
+    return ColumnRule.from_dict({k: v for k, v in values.items() if k not in _GONE})
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
 class Condition(keras.layers.Layer):
-    """Fills missing values, limits outliers, transforms and scales, feature by feature.
+    """Fills missing values, limits outliers and scales, feature by feature.
 
     Made by `Statistics.as_layer`, and the first layer of a model: its constants are
     part of the model's file, so serving does to a value what training did.
 
     It takes inputs in their own dtype and computes in float32, or float64 where that
     would lose digits, whatever the dtype policy; only the result is in the compute
-    dtype. A feature with mean 5e4 and standard deviation 1 has 3 distinct values in
-    float16; here it is scaled first. To keep the digits of 64-bit inputs up to the
-    layer, declare `keras.Input(..., dtype="float64")` or "int64": Keras casts to
-    float32 otherwise, and casts float64 NumPy arrays in `fit` in any case.
+    dtype. To keep the digits of 64-bit inputs up to the layer, declare
+    `keras.Input(..., dtype="float64")` or "int64": Keras casts to float32 otherwise.
 
     Inputs are a tensor `(..., features)`, or a dict of columns: `(batch, features)`,
     or `(batch,)` and `(batch, 1)` for scalars. Other keys of a dict are not looked
-    at. Single examples, without the batch axis, are taken as well, so it also works
-    in `Dataset.map`. Nothing is trained.
+    at. Single examples, without the batch axis, are taken as well.
 
     Args:
         rules: A `ColumnRule`, or its dict, for each column.
@@ -205,75 +158,38 @@ class Condition(keras.layers.Layer):
         }
 
     def _condition(self, values: Any, rule: ColumnRule) -> tf.Tensor:
-        """Returns a column, filled, limited, transformed and scaled."""
+        """Returns a column, filled, limited and scaled.
+
+        It is scaled first, and then filled and limited by scaled constants, which are
+        made in float64: a far center costs these no digits.
+        """
         values = tf.convert_to_tensor(values)
         check_column(values, rule)
         if rule.text:
             return fill_missing_text(values, rule)
         dtype = rule.work_dtype(values.dtype)
+        center, width = np.array(rule.center), np.array(rule.width)
+        # What the center lacks in the dtype is added to what is scaled: two sums with
+        # constants in a row are made one by TensorFlow's optimizer.
+        rest = center.astype(dtype).astype(np.float64) - center
 
-        def constants(field: tuple[float, ...]) -> tf.Tensor:
-            return tf.constant(field[0] if rule.scalar else field, dtype)
+        def constants(array: np.ndarray) -> tf.Tensor:
+            return tf.constant(array[0] if rule.scalar else array, dtype)
+
+        def scaled(field: tuple[float, ...]) -> tf.Tensor:
+            return constants((np.array(field) - center) / width)
 
         missing = is_missing_tensor(values, rule.missing_values)
-        values = tf.cast(values, dtype)
-        values = tf.where(missing, constants(rule.fill), values)
+        values = (tf.cast(values, dtype) - constants(center)) * constants(1 / width)
+        values += constants(rest / width)
+        lower, upper = scaled(rule.lower), scaled(rule.upper)
         # A comparison with NaN is false: NaN stays NaN, unlike in some minimums.
-        lower, upper = constants(rule.lower), constants(rule.upper)
-        has_rests = dtype == "float32" and rule.has_rests
-        if has_rests:
-            is_low = values < constants(_float32_bound(rule.lower, np.inf))
-            is_high = values > constants(_float32_bound(rule.upper, -np.inf))
-        else:
-            is_low, is_high = values < lower, values > upper
-        values = tf.where(is_low, lower, values)
-        values = tf.where(is_high, upper, values)
-        values -= constants(rule.center)
-        if has_rests:
-            chosen = ((missing, rule.fill), (is_low, rule.lower), (is_high, rule.upper))
-            # TensorFlow's optimizer makes products of quotients, with other last bits.
-            values *= constants(tuple(1 / np.array(rule.width)))
-            values += _rest(rule, chosen, constants)
-        else:
-            values /= constants(rule.width)
-        if rule.transform is not None:
-            values = transformed(values, rule.transform)
-            values = (values - constants(rule.offset)) / constants(rule.scale)
+        values = tf.where(values < lower, lower, values)
+        values = tf.where(values > upper, upper, values)
+        fill = np.clip(rule.fill, rule.lower, rule.upper)
+        values = tf.where(missing, scaled(tuple(fill)), values)
         # By way of float32: float64 is not cast to bfloat16 by every device.
         return tf.cast(tf.cast(values, "float32"), self.compute_dtype)
-
-
-def _rest(
-    rule: ColumnRule,
-    chosen: Iterable[tuple[tf.Tensor, tuple[float, ...]]],
-    constants: Callable[[tuple[float, ...]], tf.Tensor],
-) -> tf.Tensor:
-    """Returns what a column lacks as its constants are in float32, over its width.
-
-    It is added to what is scaled: two sums with constants in a row are made one by
-    TensorFlow's optimizer, which would round it away. `chosen` are masks, and what
-    stands there in place of the values.
-    """
-    _, center = parts(rule.center)
-    width = np.array(rule.width)
-    rest = constants(tuple(-center / width))
-    for where, values in chosen:
-        _, own = parts(values)
-        rest = tf.where(where, constants(tuple((own - center) / width)), rest)
-    return rest
-
-
-def _float32_bound(values: tuple[float, ...], toward: float) -> tuple[float, ...]:
-    """Returns bounds that float32 numbers are beyond where they are beyond the exact.
-
-    Example:
-        >>> _float32_bound((2.0 + 2**-30,), np.inf)[0] - 2.0 == 2**-22
-        True
-    """
-    near, rest = parts(values)
-    is_inside = rest > 0 if toward > 0 else rest < 0
-    moved = np.nextafter(near, np.float32(toward))
-    return tuple(np.where(is_inside, moved, near).tolist())
 
 
 def check_column(values: tf.Tensor, rule: ColumnRule) -> None:
@@ -295,8 +211,24 @@ def check_column(values: tf.Tensor, rule: ColumnRule) -> None:
         )
 
 
+def suits(value: Any, dtype: Any) -> bool:
+    """Whether a column of this dtype can hold the value.
+
+    Example:
+        >>> suits(-999.0, np.uint8), suits(-1.0, np.int8), suits(0.1, np.float32)
+        (False, True, True)
+    """
+    dtype = np.dtype(dtype)
+    if isinstance(value, str) or dtype.kind not in "iub":
+        return isinstance(value, str) == (dtype.kind in "OSU")
+    if dtype.kind == "b":
+        return value in (0, 1)
+    limits = np.iinfo(dtype)
+    return float(value).is_integer() and limits.min <= value <= limits.max
+
+
 def is_missing_tensor(values: tf.Tensor, missing_values: Sequence[float]) -> tf.Tensor:
-    """Returns the same as `options.is_missing`, of a tensor."""
+    """Returns which numbers are NaN or a missing value, compared in their dtype."""
     is_float = values.dtype.is_floating
     missing = tf.math.is_nan(values) if is_float else tf.zeros_like(values, tf.bool)
     for value in missing_values:
@@ -312,21 +244,4 @@ def fill_missing_text(values: tf.Tensor, rule: ColumnRule) -> tf.Tensor:
         return values
     for text in rule.missing_texts:
         values = tf.where(tf.equal(values, text), rule.fill_text, values)
-    return values
-
-
-def transformed(values: Any, kind: str | None) -> Any:
-    """Returns transformed values, of an array or a tensor; the last axis is features.
-
-    "log1p" is log(1 + x), "signed_log" sign(x) log(1 + |x|).
-
-    Example:
-        >>> transformed(np.array([-1.0, 1.0]), "signed_log").round(3)
-        array([-0.693,  0.693])
-    """
-    math: Any = tf.math if tf.is_tensor(values) else np
-    if kind == "log1p":
-        return math.log1p(values)
-    if kind == "signed_log":
-        return math.sign(values) * math.log1p(math.abs(values))
     return values
