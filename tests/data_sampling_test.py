@@ -14,7 +14,7 @@ from tests.refusals import refusals
 from tfamp.data.sources.datasets import array_source
 from tfamp.data.stages import Settings
 from tfamp.data.stages import draw_plans as plans
-from tfamp.data.stages.draws import Balance, Subset, Weights
+from tfamp.data.stages.sampling import Balance, Subset, Weights
 
 SETTINGS = Settings(num_threads=2, autotune=False)
 # Of 1,000 examples, as skewed as class labels are.
@@ -164,15 +164,6 @@ def test_draws_with_replacement_pass_chi_square(weights):
         pairs = collections.Counter(zip(plan[::2], plan[1::2], strict=True))
         observed = [pairs[pair] for pair in itertools.product(kept, kept)]
         assert_drawn_from(observed, np.outer(share[kept], share[kept]).ravel())
-
-
-def test_a_weight_of_zero_is_drawn_at_no_point():
-    weights = np.array([0.0, 0.0, 0.1, 0.0, 0.2, 0.3, 0.0])
-    points = [0.0, 0.1, 1 / 6, 0.3, 0.4999, 0.5001, 1 - 2.0**-53, 1.0]
-    drawn = plans.drawn_at(tf.constant(points, tf.float64), tf.constant(weights))
-    assert drawn.numpy().tolist()[:2] == [2, 2]
-    assert set(drawn.numpy()[2:4]) <= {2, 4}
-    assert drawn.numpy().tolist()[3:] == [4, 4, 5, 5, 5]
 
 
 def test_draws_without_replacement_are_successive_draws():
@@ -404,44 +395,6 @@ def test_a_dataset_that_shuffles_itself_is_an_error(by):
     stream = Balance(by, seed=1).apply(shuffled, SETTINGS)
     message = "Labels or weights were read once, in `build`, and elements have changed"
     with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
-        list(stream)
-
-
-@pytest.mark.parametrize("by", [None, lambda x, y: y], ids=["chunks", "one by one"])
-@pytest.mark.parametrize("later", [3, 5, 6, 8, 200], ids=str)
-def test_a_dataset_that_changes_its_length_is_an_error(later, by):
-    lengths = iter([6, later])
-    dataset = generated(lambda: ((i, i % 2) for i in range(next(lengths))))
-    stream = Balance(by, seed=1).apply(dataset, SETTINGS)
-    if later == 6:
-        assert len(list(stream)) == 6
-        return
-    message = f"it ends, or goes on, at number] [{min(later, 6)}]"
-    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
-        list(stream)
-
-
-@pytest.mark.parametrize(
-    "later, message",
-    [(4, "expected to contain 6 elements"), (8, "ends, or goes on, at number")],
-    ids=["fewer", "more"],
-)
-def test_ragged_elements_that_change_in_number_are_an_error(later, message):
-    lengths = iter([6, later])
-
-    def generate():
-        for i in range(next(lengths)):
-            yield tf.ragged.constant([[i]]), i % 2
-
-    dataset = tf.data.Dataset.from_generator(
-        generate,
-        output_signature=(
-            tf.RaggedTensorSpec((1, None), tf.int32),
-            tf.TensorSpec((), tf.int64),
-        ),
-    )
-    stream = Balance(seed=1).apply(dataset, SETTINGS)
-    with pytest.raises(tf.errors.OpError, match=message):
         list(stream)
 
 

@@ -77,7 +77,7 @@ def test_a_log_gets_a_line_now_and_then():
     "changed, test",
     [
         ("tfamp/records/formats.py", "tests/formats_test.py"),
-        ("tfamp/data/fingerprints/__init__.py", "tests/data_fingerprint_test.py"),
+        ("tfamp/data/fingerprints.py", "tests/data_fingerprint_test.py"),
         # Through the lazy names of the package and what stands below them.
         ("tfamp/loss_scale/step.py", "tests/loss_scale_step_test.py"),
         ("tfamp/keras_hooks/calls.py", "tests/heads_test.py"),

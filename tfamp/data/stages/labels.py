@@ -1,7 +1,4 @@
-"""Reads one value of every example, its class or its weight, in one pass.
-
-What is read are labels alone, and only they are kept: 8 bytes an example.
-"""
+"""Reads one value of every example, its class or its weight, in one pass."""
 
 import dataclasses
 import weakref
@@ -88,12 +85,8 @@ class Reader:
             values = batches.map(lambda *parts: self.values(parts))
         else:
             values = map_in_order(dataset, self.value, settings).batch(_LABELS_AT_ONCE)
-        options = tf.data.Options()
-        options.deterministic = True
-        options.autotune.enabled = settings.autotune
         what = "Reading weights" if self.is_weight else "Reading labels"
-        batches, length = values.with_options(options), known_length(dataset)
-        return read_all(batches, what, length, f"`{self.argument}`")
+        return read_all(values, what, known_length(dataset), f"`{self.argument}`")
 
     def _pick(self, parts: tuple[Any, ...]) -> Any:
         """Returns the target, or what the key names, of elements or their spec."""
@@ -239,12 +232,7 @@ def _count(dataset: tf.data.Dataset) -> int:
     if length is not None:
         return length
     ones = dataset.map(lambda *parts: tf.constant(1, tf.int64)).batch(_LABELS_AT_ONCE)
-    done = 0
-    with progress("Counting elements") as update:
-        for batch in ones.as_numpy_iterator():
-            done += len(batch)
-            update(done)
-    return done
+    return len(read_all(ones, "Counting elements", None, "the number"))
 
 
 class Memory:

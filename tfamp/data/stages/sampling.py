@@ -1,5 +1,12 @@
-"""The stages that choose examples: balanced, by weights, or the same part each time."""
+"""Which examples come, and how often: balanced, by weights, or the same part each time.
 
+Labels and weights are read in one pass; a plan says for an epoch which positions come,
+in random order. Where any example can be read by its position, plans are followed by
+position. On a stream an element comes as often as the plan says, one copy after the
+other, and its label is held against the one that was read: what differs is an error.
+"""
+
+import abc
 import dataclasses
 import math
 import numbers
@@ -10,17 +17,24 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import known_length, of_unknown_length
+from tfamp.data._elements import (
+    as_arguments,
+    bytes_of_element,
+    is_endless,
+    known_length,
+    of_unknown_length,
+    with_length,
+)
 from tfamp.data.sources import RandomAccess
 from tfamp.data.stages import Settings, Stage, seed_text
 from tfamp.data.stages.draw_plans import (
     balanced_plan,
     copies_of,
+    repeated,
     stratified_subset,
     weighted_plan,
 )
 from tfamp.data.stages.labels import Memory, Reader, class_ids, read_or_count
-from tfamp.data.stages.sampler import Draw, Sampler, check_ends, copied
 from tfamp.records import checks
 
 # From `draw` over `apply` and `Build.dataset` to the caller of `Pipeline.build`.
@@ -30,6 +44,142 @@ METHODS = {
     "oversample": "each as often as the largest",
     "undersample": "each as often as the smallest",
 }
+# A function call costs about 50 us, so small elements share one by this many, as long
+# as these and all copies of them stay below so many bytes.
+_CHUNK, _MAX_CHUNK_BYTES = 64, 16 * 2**20
+
+Plan = Callable[[tf.Tensor], tf.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler(Stage):
+    """Draws anew in each epoch which examples come, and how often.
+
+    By position where there is a source, else of the elements that come.
+    """
+
+    seed: int | None = dataclasses.field(default=None, kw_only=True)
+    memory: Memory = dataclasses.field(
+        default_factory=Memory, compare=False, repr=False, kw_only=True
+    )
+    source: RandomAccess | None = dataclasses.field(
+        default=None, compare=False, repr=False, kw_only=True
+    )
+
+    def __post_init__(self) -> None:
+        if self.seed is not None:
+            checks.positive_int("seed", self.seed, minimum=0)
+
+    @property
+    @abc.abstractmethod
+    def reader(self) -> Reader | None:
+        """What to read of each example, None for nothing."""
+
+    @abc.abstractmethod
+    def draw(self, values: Any, num_examples: int) -> tuple[int, int, Plan]:
+        """Returns how many positions an epoch has, about how often one comes at most.
+
+        And what makes the plan from a seed of two integers, given what was read.
+        """
+
+    @property
+    def by_position(self) -> str:
+        """What the way of drawing adds to a reason."""
+        return "" if self.source is None else "; by position, exact"
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises if the dataset never ends or has not what is read of it."""
+        if self.source is None:
+            check_ends(dataset, self.name)
+            if self.reader is not None:
+                self.reader.check(dataset)
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns what an epoch takes, drawn anew in each.
+
+        By position that are positions, shuffled; on a stream elements in the order
+        they have, copies together.
+        """
+        data = dataset if self.source is None else self.source
+        values, num_examples = self.memory.get(
+            data, lambda: read_or_count(self.reader, data, settings)
+        )
+        num_outputs, most, plan = self.draw(values, num_examples)
+        numbers = tf.data.Dataset.random(self.seed, rerandomize_each_iteration=True)
+        seeds = numbers.take(2).batch(2, drop_remainder=True)
+        slices = tf.data.Dataset.from_tensor_slices
+        if self.source is not None:
+            drawn = seeds.flat_map(lambda seed: slices(plan(seed)))
+            return with_length(drawn, num_outputs)
+        copies = seeds.flat_map(lambda s: slices(copies_of(plan(s), num_examples)))
+        made = copied(dataset, copies, self.reader, values, most=most)
+        return with_length(made, num_outputs)
+
+
+def check_ends(dataset: tf.data.Dataset, name: str) -> None:
+    """Raises if a dataset has no end."""
+    if is_endless(dataset):
+        raise ValueError(
+            f"`.{name}` got a dataset without end; expected one that ends, since what "
+            "comes in an epoch is chosen from all of it. Leave `.repeat()` out: an "
+            "epoch of `fit` reads the dataset once."
+        )
+
+
+def copied(
+    dataset: tf.data.Dataset,
+    copies: tf.data.Dataset,
+    reader: Reader | None,
+    values: np.ndarray | None,
+    *,
+    most: int,
+    parts: Callable[[Any], tuple[Any, ...]] = as_arguments,
+) -> tf.data.Dataset:
+    """Returns each element as often as the number at its place in `copies` says.
+
+    What `reader` reads of an element's `parts` has to be the value that it read in the
+    first pass.
+    """
+    expected = copies if values is None else tf.data.Dataset.from_tensor_slices(values)
+    both = tf.data.Dataset.zip((copies, expected, tf.data.Dataset.range(2**62)))
+    both = tf.data.Dataset.zip((both, dataset))
+
+    def checked(then: tf.Tensor, position: tf.Tensor, now: Any, element: Any) -> Any:
+        fits = tf.equal(now, then)
+        first = tf.argmax(tf.cast(tf.reshape(~fits, [-1]), tf.int32))
+        words = [
+            "Labels or weights were read once, in `build`, and elements have changed "
+            "since. The first that differs, what it is now, and what it was:",
+            *(tf.reshape(one, [-1])[first] for one in (position, now, then)),
+            "Expected the same elements in the same order each time. Leave shuffling "
+            "to `Pipeline.shuffle`, which comes after sampling, or pass the dataset "
+            "`reshuffle_each_iteration=False`.",
+        ]
+        with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(fits), words)]):
+            return tf.nest.map_structure(tf.identity, element)
+
+    def chunk(plan: Any, element: Any) -> Any:
+        each, then, position = plan
+        if reader is not None:
+            element = checked(then, position, reader.values(parts(element)), element)
+        rows = repeated(tf.range(tf.size(each)), each)
+        return tf.nest.map_structure(lambda part: tf.gather(part, rows), element)
+
+    def one(plan: Any, element: Any) -> tf.data.Dataset:
+        each, then, position = plan
+        if reader is not None:
+            element = checked(then, position, reader.value(*parts(element)), element)
+        return tf.data.Dataset.from_tensors(element).repeat(each)
+
+    size = bytes_of_element(dataset.element_spec)
+    is_picked = reader is None or not callable(reader.by)
+    if (
+        is_picked
+        and size is not None
+        and _CHUNK * (1 + most) * size <= _MAX_CHUNK_BYTES
+    ):
+        return both.batch(_CHUNK).map(chunk).unbatch()
+    return both.flat_map(one)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +209,7 @@ class Balance(Sampler):
         """Reads the class of each example."""
         return Reader(self.by, "by")
 
-    def draw(self, values: Any, num_examples: int) -> Draw:
+    def draw(self, values: Any, num_examples: int) -> tuple[int, int, Plan]:
         """Returns a draw in which classes come equally often, up to one."""
         ids, classes = class_ids(values, "by")
         if len(classes) == 1:
@@ -84,7 +234,7 @@ class Balance(Sampler):
         def plan(seed: tf.Tensor) -> tf.Tensor:
             return balanced_plan(class_of_each, num_classes, num_outputs, seed)
 
-        return Draw(num_examples, num_outputs, most, plan)
+        return num_outputs, most, plan
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns a dataset of the same spec, and of the same length if known."""
@@ -158,7 +308,7 @@ class Weights(Sampler):
         if length is not None:
             self._check_length(length)
 
-    def draw(self, values: Any, num_examples: int) -> Draw:
+    def draw(self, values: Any, num_examples: int) -> tuple[int, int, Plan]:
         """Returns a draw in proportion to the weights."""
         self._check_length(num_examples)
         weights = np.asarray(self.weights if values is None else values)
@@ -175,7 +325,7 @@ class Weights(Sampler):
         # Of the heaviest example: mean and ten deviations of a Poisson variable.
         mean = num_outputs / float(np.sum(weights / np.max(weights)))
         most = math.ceil(mean + 10 * math.sqrt(mean)) if self.replacement else 1
-        return Draw(num_examples, num_outputs, most, plan)
+        return num_outputs, most, plan
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns a dataset of the same spec, of the length that comes out."""
@@ -335,10 +485,16 @@ class Subset(Stage):
         positions = self._positions(labels, num_examples)
         with tf.device("CPU:0"):
             copies = copies_of(positions, num_examples)
-        draw = Draw(num_examples, len(positions), 1, lambda seed: positions)
         each = tf.data.Dataset.from_tensor_slices(copies)
-        is_numbered = self.is_numbered
-        return copied(dataset, each, draw, self.reader, labels, is_numbered=is_numbered)
+        made = copied(
+            dataset,
+            each,
+            self.reader,
+            labels,
+            most=1,
+            parts=lambda e: as_arguments(e[1] if self.is_numbered else e),
+        )
+        return with_length(made, len(positions))
 
     def _elements(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the elements without their positions."""
