@@ -31,7 +31,7 @@ from tfamp.keras_hooks import (
     saved_state,
     trainer,
 )
-from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of
+from tfamp.keras_hooks.layers import CALLS, Kind, record_of
 from tfamp.keras_hooks.patches import HeldPatches, PatchSet
 from tfamp.keras_hooks.replicas import warn_of_idle_distribution
 from tfamp.keras_hooks.workers import WORKER_HOOKS
@@ -54,8 +54,20 @@ _MAKING = PatchSet(
 )
 
 
-def _has_float32_operations(record: LayerRecord) -> bool:
-    return record.kind is not Kind.EXPLICIT and record.settings.has_defaults
+def _stays_float32() -> bool | None:
+    """Returns what `float32_operations` asks of the layer that computes now."""
+    record = CALLS.stack[-1] if CALLS.stack else None
+    if (
+        record is None
+        or record.kind is Kind.EXPLICIT
+        or not record.settings.has_defaults
+    ):
+        return None
+    return record.kind is Kind.WIDE_OUTPUT
+
+
+def _is_managed(layer: keras.layers.Layer) -> bool:
+    return record_of(layer) is not None
 
 
 def _before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
@@ -138,7 +150,7 @@ _RUNNING = HeldPatches(
         ),
         *half_kernels.patches(),
         *exact_values.patches(),
-        *float32_operations.patches(_has_float32_operations),
+        *float32_operations.patches(_stays_float32, _is_managed),
         *trainer.compile_patches(compile_hooks.before_compile),
         *saved_state.patches(
             model_dtypes.describe,

@@ -11,6 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.keras_hooks.float32_operations import OPERATIONS
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -236,20 +238,7 @@ DEFAULT_OPERATIONS: tuple[tuple[str, str], ...] = (
         "the layer that makes a model's output feeds the loss, where half precision "
         "turns a confident answer into a gradient of 0 or NaN",
     ),
-    (
-        "default: softmax and sigmoid",
-        "computed in float32 wherever Keras is asked for them, in any layer",
-    ),
-    (
-        "default: norms, variances and means",
-        "a float16 square overflows at 256 and is 0 below 2e-4; normalize, norm, var, "
-        "std, moments and mean compute in float32, also where `tf` is asked for them",
-    ),
-    (
-        "default: running sums",
-        "a float16 running sum of ones stops at 2048; cumsum, cumprod and logsumexp "
-        "add in float32",
-    ),
+    *((f"default: {name}", why) for name, (why, _) in OPERATIONS.items()),
     (
         "default: exact inputs",
         "normalization and embedding layers that come first get their input before it "

@@ -1,18 +1,20 @@
-"""Hooks that have float32 used for what half precision spoils wherever it is written.
+"""Operations that half precision spoils, computed in float32 wherever they are written.
 
-Softmax and sigmoid, norms, variances, means and running sums, what losses are given and
-how they are added up, and what activity regularizers see.
+`OPERATIONS` is the table. An operation of TensorFlow is replaced inside of its public
+function, where that can be: `tf.nn.softmax`, `tf.math.softmax`, a name imported ahead
+and what Keras builds on it all end there. What Keras computes by formulas of its own is
+replaced in its backend. Losses, losses that layers add and activity regularizers
+are given float32, too.
 
-Relies on: layers, activation strings and `keras.ops` all reaching the TensorFlow
-backend's functions as attributes of its modules, and raw calls being attributes of
-TensorFlow's; losses recovering logits from the `_keras_logits` attribute of a
-prediction; `Loss.__call__` casting predictions to its own dtype, whereby the cast
-tensor loses those; `Trainer.compute_loss` adding `model.losses` to the main loss, which
-must all have one dtype; `Layer.__call__` reading `self.activity_regularizer` while a
-call context is open.
+Relies on: TensorFlow's decorators holding what they call in a closure; layers,
+activations and `keras.ops` looking up functions of the backend as attributes of its
+modules; losses recovering logits from the `_keras_logits` attribute of a prediction,
+which the cast in `Loss.__call__` loses; `Trainer.compute_loss` adding `model.losses` to
+the main loss, which must all have one dtype; `Layer.__call__` reading
+`self.activity_regularizer` while a call context is open.
 """
 
-import inspect
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,97 +25,125 @@ from keras.src import tree
 
 from tfamp.keras_hooks import backend, calls, structure
 from tfamp.keras_hooks.backend import HALF, operations
-from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of
-from tfamp.keras_hooks.patches import Function, Patch, like, wrapper
+from tfamp.keras_hooks.patches import Function, InnerPatch, Patch, like, wrapper
 
-# Marks a result of a managed layer in half precision that has its logits.
-_CAREFUL = "_tfamp_careful"
-# Where Keras's operations end, by module of its backend.
-_OF_KERAS = {
-    operations.nn: ("softmax", "log_softmax", "sigmoid", "moments"),
-    operations.math: ("logsumexp", "segment_sum"),
-    operations.linalg: ("norm",),
-    operations.numpy: (
-        *("cumsum", "cumprod", "mean", "average", "var", "std", "corrcoef"),
-        *("nanmean", "nanvar", "nanstd", "logaddexp"),
+# By subject: what half precision does to them, and where operations are looked up.
+OPERATIONS: dict[str, tuple[str, dict[Any, str]]] = {
+    "softmax and sigmoid": (
+        "probabilities near 0 vanish in half precision, and those near 1 round to 1",
+        {tf.nn: "softmax log_softmax sigmoid"},
     ),
-    keras_operations.nn: ("_normalize",),
+    "norms, variances and means": (
+        "a float16 square overflows at 256 and is 0 below 2e-4, and the sum on the way "
+        "to a mean overflows at 65504",
+        {
+            tf: "norm reduce_mean clip_by_norm",
+            tf.nn: "l2_normalize",
+            tf.math: "reduce_variance reduce_std reduce_euclidean_norm",
+            tf.linalg: "normalize",
+            operations.nn: "moments psnr squareplus",
+            operations.math: "cdist",
+            operations.linalg: "norm",
+            operations.numpy: "average corrcoef nanmean nanvar nanstd",
+            keras_operations.nn: "_normalize",
+        },
+    ),
+    "long sums": (
+        "a running sum of ones, and one by segments, stops at 2048 in float16 and at "
+        "256 in bfloat16",
+        {
+            tf: "cumsum scatter_nd tensor_scatter_nd_add",
+            tf.math: "reduce_logsumexp cumulative_logsumexp cumprod segment_sum "
+            "segment_mean unsorted_segment_sum unsorted_segment_mean "
+            "unsorted_segment_sqrt_n",
+        },
+    ),
+    "cross-entropies": (
+        "1 - 1e-7 rounds to 1 in half precision, so a probability of 1 costs infinity",
+        {
+            operations.nn: "binary_crossentropy categorical_crossentropy "
+            "sparse_categorical_crossentropy",
+        },
+    ),
 }
-# TensorFlow's own, under each name that it gives them.
-_OF_TENSORFLOW = {
-    tf: ("sigmoid", "reduce_logsumexp", "cumsum", "norm", "reduce_mean"),
-    tf.nn: (
-        *("softmax", "log_softmax", "sigmoid", "l2_normalize", "moments"),
-        "weighted_moments",
-    ),
-    tf.math: (
-        *("softmax", "log_softmax", "sigmoid", "reduce_logsumexp", "cumsum"),
-        *("l2_normalize", "reduce_mean", "reduce_variance", "reduce_std"),
-        "reduce_euclidean_norm",
-    ),
-    tf.linalg: ("l2_normalize", "norm", "normalize"),
-}
-_OPERATIONS = tuple(
-    (module, name)
-    for modules in (_OF_KERAS, _OF_TENSORFLOW)
-    for module, names in modules.items()
-    for name in names
-    if hasattr(module, name)  # not in every version of Keras
-)
+# Marks what an operation of the table has made.
+_EXACT = "_tfamp_exact"
 
 
-def patches(has_float32_operations: Callable[[LayerRecord], bool]) -> list[Patch]:
+def patches(
+    stays_float32: Callable[[], bool | None],
+    is_managed: Callable[[keras.layers.Layer], bool],
+) -> list[Patch]:
     """Returns the patches on operations, losses and activity regularizers.
 
-    Inside the call of a managed layer each operation computes in float32 on
-    half-precision inputs and returns the first input's dtype. In the layer that makes
-    a model's output the result stays float32.
-
     Args:
-        has_float32_operations: Whether the layer being called asked for this.
+        stays_float32: Whether the results of operations stay float32 in the layer that
+            computes now, or are rounded to the dtype of their inputs. None where
+            operations are to be left alone.
+        is_managed: Whether a layer is a managed one.
     """
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        first = next(iter(inspect.signature(original).parameters))
-
-        @like(original)
-        def operation(*args: Any, **kwargs: Any) -> Any:
-            record = CALLS.stack[-1] if CALLS.stack else None
-            x = args[0] if args else kwargs.get(first)
-            if (
-                record is None
-                or not isinstance(x, tf.Tensor)
-                or x.dtype not in HALF
-                or not has_float32_operations(record)
-            ):
-                return original(*args, **kwargs)
-            wide_args, wide_kwargs = tree.map_structure(_widened, (args, kwargs))
-            result = original(*wide_args, **wide_kwargs)
-            if record.kind is Kind.WIDE_OUTPUT:
-                output = result
-            else:
-                output = tree.map_structure(
-                    lambda y: tf.cast(y, x.dtype) if _is_float32(y) else y, result
-                )
-            if hasattr(result, "_keras_logits"):
-                wide = wide_args[0] if args else wide_kwargs[first]
-                output._keras_logits = x if output.dtype == x.dtype else wide
-                setattr(output, _CAREFUL, True)
-            return output
-
-        return operation
-
+    in_float32 = functools.partial(_in_float32, stays_float32)
     return [
-        *(Patch(module, name, wrap) for module, name in _OPERATIONS),
+        *(
+            InnerPatch(module, name, in_float32)
+            for _, modules in OPERATIONS.values()
+            for module, names in modules.items()
+            for name in names.split()
+            if hasattr(module, name)  # not in every version of Keras
+        ),
         Patch(keras.Loss, "__call__", _wrap_loss),
-        Patch(keras.layers.Layer, "add_loss", _wrap_add_loss),
+        Patch(
+            keras.layers.Layer,
+            "add_loss",
+            wrapper(functools.partial(_add_loss, is_managed)),
+        ),
         Patch(
             keras.layers.Layer,
             "activity_regularizer",
-            lambda original: _ActivityRegularizer(),
+            lambda original: _activity_regularizer(is_managed),
             optional=True,
         ),
     ]
+
+
+def _in_float32(
+    stays_float32: Callable[[], bool | None], original: Function
+) -> Function:
+    @like(original)
+    def operation(*args: Any, **kwargs: Any) -> Any:
+        stays = stays_float32()
+        if stays is None:
+            return original(*args, **kwargs)
+        given = tree.map_structure(_read, (args, kwargs))
+        dtypes = {x.dtype for x in tree.flatten(given) if _is_float(x)}
+        if len(dtypes) != 1 or not dtypes <= {*HALF}:
+            return original(*args, **kwargs)
+        args, kwargs = tree.map_structure(_widened, given)
+        dtype = tf.float32 if stays else dtypes.pop()
+        return tree.map_structure(lambda y: _exact(y, dtype), original(*args, **kwargs))
+
+    return operation
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, tf.Tensor) and bool(x.dtype.is_floating)
+
+
+def _read(x: Any) -> Any:
+    """Returns the value of a variable, in the dtype that its layer reads it in."""
+    return tf.convert_to_tensor(x) if isinstance(x, keras.Variable) else x
+
+
+def _widened(x: Any) -> Any:
+    return backend.cast(x, "float32") if _is_float(x) and x.dtype in HALF else x
+
+
+def _exact(y: Any, dtype: tf.DType) -> Any:
+    if not _is_float(y):
+        return y
+    z = backend.cast(y, dtype)
+    setattr(z, _EXACT, True)
+    return z
 
 
 @wrapper
@@ -131,63 +161,39 @@ def _wrap_loss(
 
 
 def _with_wide_logits(x: Any) -> Any:
-    if not hasattr(x, _CAREFUL):
+    if not (hasattr(x, _EXACT) and hasattr(x, "_keras_logits")):
         return x
     wide = backend.cast(x, "float32")
     wide._keras_logits = backend.cast(x._keras_logits, "float32")
     return structure.with_mask_of(x, wide)
 
 
-@wrapper
-def _wrap_add_loss(original: Function, self: keras.layers.Layer, loss: Any) -> Any:
-    if record_of(self) is not None:
+def _add_loss(
+    is_managed: Callable[[keras.layers.Layer], bool],
+    original: Function,
+    self: keras.layers.Layer,
+    loss: Any,
+) -> Any:
+    if is_managed(self):
         loss = tree.map_structure(_widened, loss)
     return original(self, loss)
 
 
-def _is_float32(x: Any) -> bool:
-    return isinstance(x, tf.Tensor) and x.dtype == tf.float32
+def _activity_regularizer(
+    is_managed: Callable[[keras.layers.Layer], bool],
+) -> property:
+    """Returns an attribute that sees float32 in calls, and is as ever outside."""
+    name = "activity_regularizer"
 
-
-def _widened(x: Any) -> Any:
-    is_half = isinstance(x, tf.Tensor) and x.dtype in HALF
-    return backend.cast(x, "float32") if is_half else x
-
-
-class _InFloat32:
-    """A regularizer, called on the float32 value of what it is given."""
-
-    def __init__(self, regularizer: Callable[[Any], Any]) -> None:
-        self._regularizer = regularizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._regularizer, name)
-
-    def __call__(self, x: Any) -> Any:
-        return self._regularizer(backend.cast(x, "float32"))
-
-
-class _ActivityRegularizer:
-    """`Layer.activity_regularizer`, which sees float32 during a managed call.
-
-    Outside a call the plain object is given, so configs are what they were.
-    """
-
-    _name = "activity_regularizer"
-
-    def __get__(self, layer: Any, owner: type | None = None) -> Any:
-        if layer is None:
-            return self
-        try:
-            regularizer = vars(layer)[self._name]
-        except KeyError:
-            raise AttributeError(self._name) from None
-        if regularizer is None or record_of(layer) is None or not calls.in_call():
+    def read(layer: keras.layers.Layer) -> Any:
+        if name not in vars(layer):
+            raise AttributeError(name)
+        regularizer = vars(layer)[name]
+        if regularizer is None or not is_managed(layer) or not calls.in_call():
             return regularizer
-        return _InFloat32(regularizer)
+        return lambda x: regularizer(backend.cast(x, "float32"))
 
-    def __set__(self, layer: Any, value: Any) -> None:
-        vars(layer)[self._name] = value
+    def write(layer: keras.layers.Layer, value: Any) -> None:
+        vars(layer)[name] = value
 
-    def __delete__(self, layer: Any) -> None:
-        del vars(layer)[self._name]
+    return property(read, write)

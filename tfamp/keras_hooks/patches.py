@@ -180,12 +180,19 @@ class InnerPatch(Patch):
 
 
 def _cell_of(function: Any) -> Any:
-    """Returns where a decorated function holds what it calls, None for a plain one."""
+    """Returns where decorators hold the function that they call, None without any."""
     function = getattr(function, "__func__", function)
-    inside = getattr(function, "__wrapped__", None)
-    for cell in getattr(function, "__closure__", None) or ():
-        if inside is not None and cell.cell_contents is inside:
-            return cell
+    inside = inspect.unwrap(function)
+    around = [function] if inside is not function else []
+    for each in around:
+        for cell in getattr(each, "__closure__", None) or ():
+            if cell.cell_contents is inside:
+                return cell
+            if (
+                inspect.isfunction(cell.cell_contents)
+                and cell.cell_contents not in around
+            ):
+                around.append(cell.cell_contents)
     return None
 
 

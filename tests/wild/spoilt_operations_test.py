@@ -1,0 +1,243 @@
+"""Operations that half precision spoils, as users write them, against float64."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.math import l2_normalize, reduce_std  # type: ignore[import-untyped]
+
+import tfamp
+
+layers, ops = keras.layers, keras.ops
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_.*float16' will be slow")
+# Four roundings of a result; a gradient passes through a few more.
+EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+LARGEST = {"float16": 65504.0, "bfloat16": 3e38}
+SMALLEST = {"float16": 2.0**-24, "bfloat16": 1e-38}
+
+
+def columns(x):
+    """Returns the rows as columns, and the segment that each of their entries is in."""
+    return tf.transpose(x), np.zeros(x.shape[1], "int32")
+
+
+def one_column(x):
+    return x[0], np.zeros((x.shape[1], 1), "int32")
+
+
+def sure(x):
+    """Returns probabilities of 0 and 1, and quarters between."""
+    return tf.clip_by_value(tf.round(4 * x / 1.5) / 4, 0, 1)
+
+
+def newest(name, call):
+    """Marks an operation that an older Keras lacks."""
+    lacks = not hasattr(ops, name)
+    return pytest.param(call, marks=pytest.mark.skipif(lacks, reason="not in Keras"))
+
+
+SHORT = {  # on 64 numbers of both signs
+    "an imported l2_normalize": lambda x: l2_normalize(x, -1),
+    "an imported reduce_std": lambda x: reduce_std(x, -1),
+    "tf.clip_by_norm": lambda x: tf.clip_by_norm(x, 1.0, axes=[1]),
+    "ops.cdist": newest("cdist", lambda x: ops.cdist(x, 1.5 * x)),
+    "ops.psnr": lambda x: ops.psnr(x, 1.25 * x, max_val=1e-3),
+    "squareplus": newest("squareplus", lambda x: ops.squareplus(x)),
+    "cosine_similarity": lambda x: keras.losses.cosine_similarity(x[:, ::-1], x),
+    "ops.nanstd": lambda x: ops.nanstd(x, axis=-1),
+    "ops.corrcoef": lambda x: ops.corrcoef(x),
+    "ops.norm of order 3": lambda x: ops.norm(x, ord=3, axis=-1),
+    "ops.norm of a matrix": lambda x: ops.norm(x, ord="fro", axis=(0, 1)),
+    "ops.moments by mean": lambda x: ops.moments(x, axes=[1])[0],
+}
+LONG = {  # on 70,000 positive numbers
+    "softmax": lambda x: tf.nn.softmax(x),
+    "ops.log_softmax": lambda x: ops.log_softmax(x),
+    "ops.logsumexp": lambda x: ops.logsumexp(x, axis=-1),
+    "ops.mean": lambda x: ops.mean(x, axis=-1),
+    "ops.std": lambda x: ops.std(x, axis=-1),
+    "ops.normalize": lambda x: ops.normalize(x),
+    "ops.cumsum": lambda x: ops.cumsum(x, axis=-1),
+    "ops.segment_sum": lambda x: ops.segment_sum(*columns(x), 1),
+    "ops.scatter": lambda x: ops.scatter(*reversed(one_column(x)), (3,)),
+    "tf.math.segment_sum": lambda x: tf.math.segment_sum(*columns(x)),
+    "tf.math.segment_mean": lambda x: tf.math.segment_mean(*columns(x)),
+    "unsorted_segment_sum": lambda x: tf.math.unsorted_segment_sum(*columns(x), 1),
+    "unsorted_segment_mean": lambda x: tf.math.unsorted_segment_mean(*columns(x), 1),
+    "unsorted_segment_sqrt_n": lambda x: tf.math.unsorted_segment_sqrt_n(
+        *columns(x), 1
+    ),
+    "tf.scatter_nd": lambda x: tf.scatter_nd(*reversed(one_column(x)), (3,)),
+    "tf.tensor_scatter_nd_add": lambda x: tf.tensor_scatter_nd_add(
+        tf.zeros((3,), x.dtype), *reversed(one_column(x))
+    ),
+    "cumulative_logsumexp": lambda x: tf.math.cumulative_logsumexp(x, -1),
+}
+CROSS_ENTROPIES = {
+    "binary": lambda x: keras.losses.binary_crossentropy(1 - sure(x), sure(x)),
+    "focal": lambda x: keras.losses.binary_focal_crossentropy(1 - sure(x), sure(x)),
+    "ops.binary": lambda x: ops.binary_crossentropy(1 - sure(x), sure(x)),
+    "categorical": lambda x: keras.losses.categorical_crossentropy(
+        tf.one_hot([0, 1, 2, 3], 64, dtype=x.dtype), sure(x)
+    ),
+    "sparse": lambda x: keras.losses.sparse_categorical_crossentropy(
+        tf.constant([0, 1, 2, 3]), sure(x)
+    ),
+}
+
+
+class Calls(layers.Layer):
+    """A layer of the user's that calls one operation."""
+
+    def __init__(self, operation, **options):
+        super().__init__(**options)
+        self.operation = operation
+
+    def call(self, x):
+        return self.operation(x)
+
+
+def numbers(scale, dtype, *, long=False):
+    """Returns 4 rows of numbers of one size, which the dtype holds exactly."""
+    rng = np.random.default_rng(0)
+    x = scale * rng.uniform(0.5, 1.5, (4, 70_000 if long else 64))
+    if not long:
+        x *= rng.choice([-1, 1], x.shape)
+    return tf.cast(tf.cast(x, dtype), "float32")
+
+
+def with_gradient(function, x):
+    """Returns a result, and the gradient of a sum with weights that differ."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = function(x)
+        weights = np.resize([1.0, 0.5, 0.25], y.shape)
+        # In float64, or the sum itself would overflow.
+        total = tf.reduce_sum(weights * tf.cast(y, "float64"))
+    return y, tape.gradient(total, x)
+
+
+def check(operation, found, x, dtype):
+    """Compares a result and its gradient with those of float64."""
+    exact = with_gradient(operation, tf.cast(x, "float64"))
+    assert found[0].dtype == dtype
+    for what, roundings, y, z in zip(
+        ("result", "gradient"), (4, 32), found, exact, strict=True
+    ):
+        y, z = np.asarray(tf.cast(y, "float64")), np.asarray(z)
+        # What the dtype cannot hold is no business of the operation.
+        fits = np.abs(z) < 0.9 * LARGEST[dtype]
+        limit = roundings * EPSILON[dtype]
+        np.testing.assert_allclose(
+            y[fits],
+            z[fits],
+            rtol=limit,
+            # A sum of parts that cancel each other is as exact as its parts.
+            atol=limit * np.abs(z[fits]).max(initial=0) + 2 * SMALLEST[dtype],
+            err_msg=what,
+        )
+
+
+def layer_of(operation, dtype):
+    with tfamp.scope(f"mixed_{dtype}", loss_scale=None):
+        return Calls(operation)
+
+
+@pytest.mark.parametrize("dtype", EPSILON)
+@pytest.mark.parametrize("scale", [1e-4, 300.0, 1e4])
+@pytest.mark.parametrize("operation", SHORT.values(), ids=SHORT)
+def test_an_operation_in_a_layer(operation, scale, dtype):
+    x = numbers(scale, dtype)
+    found = with_gradient(layer_of(operation, dtype), x)
+    check(operation, found, x, dtype)
+
+
+@pytest.mark.parametrize("dtype", EPSILON)
+@pytest.mark.parametrize("scale", [1e-4, 1.0])
+@pytest.mark.parametrize("operation", LONG.values(), ids=LONG)
+def test_an_operation_over_70000_numbers(operation, scale, dtype):
+    x = numbers(scale, dtype, long=True)
+    found = with_gradient(layer_of(operation, dtype), x)
+    check(operation, found, x, dtype)
+
+
+@pytest.mark.parametrize("dtype", EPSILON)
+@pytest.mark.parametrize("operation", CROSS_ENTROPIES.values(), ids=CROSS_ENTROPIES)
+def test_a_cross_entropy_of_sure_answers(operation, dtype):
+    x = numbers(1.0, dtype)
+    y, gradient = with_gradient(layer_of(operation, dtype), x)
+    exact, _ = with_gradient(operation, x)
+    assert y.dtype == dtype
+    np.testing.assert_allclose(y, exact, rtol=4 * EPSILON[dtype])
+    assert np.isfinite(gradient).all()
+
+
+FUNCTIONAL = {
+    "ops.normalize": lambda x: ops.normalize(x, axis=-1),
+    "ops.norm": lambda x: ops.norm(x, axis=-1, keepdims=True),
+    "ops.std": lambda x: ops.std(x, axis=-1, keepdims=True),
+    "ops.logsumexp": lambda x: ops.logsumexp(x, axis=-1, keepdims=True),
+    "UnitNormalization": layers.UnitNormalization(dtype="float64"),
+    "LayerNormalization": layers.LayerNormalization(dtype="float64"),
+    "GroupNormalization": layers.GroupNormalization(4, dtype="float64"),
+}
+
+
+@pytest.mark.parametrize("dtype", EPSILON)
+@pytest.mark.parametrize("scale", [1e-4, 300.0, 1e4])
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_an_operation_between_the_layers_of_a_functional_model(name, scale, dtype):
+    operation = FUNCTIONAL[name]
+    with tfamp.scope(f"mixed_{dtype}", loss_scale=None):
+        inputs = keras.Input((64,))
+        if isinstance(operation, layers.Layer):
+            config = {**operation.get_config(), "dtype": None}
+            hidden = type(operation).from_config(config)(inputs)
+        else:
+            hidden = operation(inputs)
+        # Gives on what it is given, in the dtype that comes.
+        model = keras.Model(inputs, layers.Activation("linear", dtype=dtype)(hidden))
+    x = numbers(scale, dtype)
+    found = [tf.cast(each, dtype) for each in with_gradient(model, x)]
+    check(operation, found, x, dtype)
+
+
+class Directions(layers.Layer):
+    """Divides its kernel by the norms of the columns."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 8))
+
+    def call(self, x):
+        return ops.matmul(x, self.kernel / ops.norm(self.kernel, axis=0))
+
+
+@pytest.mark.parametrize("scale", [1e-4, 300.0])
+def test_a_norm_of_the_layers_own_weights(scale):
+    with tfamp.scope("mixed_float16", loss_scale=None):
+        layer = Directions()
+    x = np.eye(64, dtype="float32")
+    layer(x)
+    kernel = np.asarray(numbers(scale, "float16"))[:, :8].repeat(16, 0)
+    layer.set_weights([kernel])
+    expected = kernel / np.linalg.norm(kernel.astype("float64"), axis=0)
+    np.testing.assert_allclose(layer(x), expected, rtol=4 * EPSILON["float16"])
+
+
+def test_float32_among_what_is_given_gives_float32_as_in_stock():
+    weights = tf.constant([0.25, 0.75])
+    with tfamp.scope("mixed_float16"):
+        layer = Calls(lambda x: ops.average(x, axis=-1, weights=weights))
+    y = layer(np.array([[1.0, 3.0]], "float32"))
+    assert y.dtype == "float32"
+    assert float(y[0]) == 2.5
+
+
+def test_elsewhere_operations_are_those_of_tensorflow():
+    x = tf.constant(np.full((1, 70_000), 1.0), "float16")
+    before = tf.cumsum(x, -1)[0, -1]
+    with tfamp.scope("mixed_float16"):
+        assert layer_of(lambda x: tf.cumsum(x, -1), "float16")(x[:, :9])[0, -1] == 9
+        assert tf.cumsum(x, -1)[0, -1] == before != 70_000
+        explicit = Calls(lambda x: tf.cumsum(x, -1), dtype="float16")
+        assert explicit(x)[0, -1] == before
