@@ -78,7 +78,7 @@ def test_broken_amx_is_avoided_where_settings_come_into_force(
     monkeypatch.setattr(cpus, "avoid_broken_amx", lambda: calls.append(1))
     settings = settings_module.make_settings(policy)
     assert calls == []
-    hooks.hold(settings)
+    hooks.install(settings)
     assert bool(calls) is avoids
 
 

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from tfamp.keras_hooks.patches import HeldPatches, HookError, Patch, PatchSet
+from tfamp.keras_hooks.patches import HookError, Patch, PatchSet
 
 
 class Base:
@@ -97,36 +97,3 @@ def test_an_optional_attribute_may_be_missing():
     assert house.roof == "new"
     patch.remove()
     assert not hasattr(house, "roof")
-
-
-class Guest:
-    pass
-
-
-def test_hooks_stay_for_a_guest_who_comes_while_the_last_one_leaves():
-    house, guests, last = make_house(), [Guest()], Guest()
-
-    class Held(HeldPatches):
-        def install(self):
-            super().install()
-            if self.is_late:
-                guests.clear()  # as the collector may, in any line of Python
-
-    held = Held([Patch(house, "door", opened)])
-    held.is_late = False
-    held.hold(guests[0])
-    held.is_late = True
-    held.hold(last)
-    assert house().door() == "open"
-    del last
-    assert house().door() == "shut"
-
-
-def test_who_cannot_be_let_in_leaves_nothing():
-    house = make_house()
-    held = HeldPatches([Patch(house, "door", opened), Patch(house, "roof", opened)])
-    guest = Guest()
-    for _ in range(2):
-        with pytest.raises(HookError, match="roof"):
-            held.hold(guest)
-        assert house().door() == "shut"

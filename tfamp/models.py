@@ -23,7 +23,7 @@ from tfamp.dtypes.settings import (
     parse,
 )
 from tfamp.keras_hooks import saved_state, structure, trainer
-from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of
+from tfamp.keras_hooks.layers import Kind, Policy, policy_of
 from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
 from tfamp.policy import choose_at_fit
 from tfamp.records import checks, console
@@ -234,7 +234,7 @@ def _settings(
 
 def put_under(model: keras.layers.Layer, settings: PolicySettings) -> None:
     """Gives a built model the dtypes of settings, and the optimizers they need."""
-    hooks.hold(settings)
+    hooks.install(settings)
     layer_dtypes.take_back_patterns(model, settings)
     layers = [layer for _, layer, _ in structure.walk(model)]
     for layer in layers:
@@ -313,7 +313,7 @@ def _check_patterns(model: keras.layers.Layer, given: RuleSet) -> None:
 
 
 def _row(path: str, layer: keras.layers.Layer) -> LayerAssignment:
-    record = record_of(layer)
+    record = policy_of(layer)
     told = ("not managed", "", "")
     if record is not None:
         told = (record.rule, record.reason, _note(layer, record))
@@ -329,7 +329,7 @@ def _row(path: str, layer: keras.layers.Layer) -> LayerAssignment:
     )
 
 
-def _output_dtype(layer: keras.layers.Layer, record: LayerRecord | None) -> str:
+def _output_dtype(layer: keras.layers.Layer, record: Policy | None) -> str:
     if record is not None and record.output_dtype is not None:
         return record.output_dtype
     graph = structure.graph_of(layer)
@@ -338,11 +338,11 @@ def _output_dtype(layer: keras.layers.Layer, record: LayerRecord | None) -> str:
     tensor = structure.outputs_of(graph)[0]
     made = structure.producer(tensor)
     if made is not None and isinstance(made[0], keras.layers.Layer):
-        return _output_dtype(made[0], record_of(made[0]))
+        return _output_dtype(made[0], policy_of(made[0]))
     return str(tensor.dtype)
 
 
-def _note(layer: keras.layers.Layer, record: LayerRecord) -> str:
+def _note(layer: keras.layers.Layer, record: Policy) -> str:
     if record.kind is Kind.FLOAT32_INSIDE and record.rule.startswith("keep_float32"):
         why = gains_nothing(layer)
         if why is not None:

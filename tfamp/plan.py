@@ -160,7 +160,7 @@ class PrecisionPlan(TableRecord):
         _check_built(model, "be put under a plan")
         self.check(model)
         settings = self.settings()
-        hooks.hold(settings)
+        hooks.install(settings)
         planned_layers.put_on(model, settings, self.rows, self.operations)
         compile_hooks.follow_policy(model, settings)
         if self.jit_compile is not None and trainer.is_compiled(model):

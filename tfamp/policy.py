@@ -216,12 +216,9 @@ def disable() -> None:
         >>> keras.config.dtype_policy().name
         'float32'
     """
-    before = IN_FORCE.settings
-    if before is None:
+    if IN_FORCE.settings is None:
         return
     IN_FORCE.put(None, NOT_ENABLED)
-    hooks.follow_enabled()
-    IN_FORCE.tell_threads(before)
 
 
 @contextlib.contextmanager
@@ -247,11 +244,8 @@ def scope(
         >>> inside.compute_dtype, keras.layers.Dense(4).compute_dtype
         ('bfloat16', 'float32')
     """
-    try:
-        with IN_FORCE.block():
-            yield _enable(policy, keep_float32, loss_scale, loss_scale_options)
-    finally:
-        hooks.follow_enabled()
+    with IN_FORCE.block():
+        yield _enable(policy, keep_float32, loss_scale, loss_scale_options)
 
 
 def status() -> Status:
@@ -261,12 +255,11 @@ def status() -> Status:
         >>> status().enabled
         False
     """
+    in_force.prepare_thread()
     settings = IN_FORCE.settings
-    with in_force.policy_in_force():
-        policy = keras.config.dtype_policy().name
     return Status(
         enabled=settings is not None,
-        policy=policy if settings is None else settings.policy.name,
+        policy=keras.config.dtype_policy().name,
         why=IN_FORCE.present.why,
         devices=hardware.devices(),
         rules=() if settings is None else _rules_in_force(settings),
@@ -277,18 +270,9 @@ def status() -> Status:
 
 
 def _put_in_force(settings: PolicySettings, why: str) -> None:
-    present = IN_FORCE.present
-    before = (present.settings, present.why)
+    hooks.install(settings)
+    warn_of_idle_distribution()
     IN_FORCE.put(settings, why)
-    try:
-        hooks.follow_enabled()
-        warn_of_idle_distribution()
-    except BaseException:
-        IN_FORCE.put(*before)
-        hooks.install()
-        raise
-    IN_FORCE.mark()
-    IN_FORCE.tell_threads(before[0])
     in_force.forget_warnings()
 
 

@@ -227,7 +227,8 @@ def test_other_errors_are_not_tried():
 
     with tfamp.scope("mixed_float16"), pytest.raises(ValueError, match="shape is"):
         Failing()(tf.constant(x))
-    assert len(calls) == 1 + (calls[0] is not calls[-1])
+    # Traces may have looked for a dtype in which it runs; it has run once.
+    assert [tf.is_symbolic_tensor(each) for each in calls].count(False) == 1
 
 
 def test_without_default_rules_the_error_stays():

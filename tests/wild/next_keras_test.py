@@ -24,7 +24,6 @@ from tfamp.dtypes import hooks
 from tfamp.dtypes.self_test import SelfTest
 from tfamp.keras_hooks.backend import TensorFlowTrainer
 from tfamp.keras_hooks.patches import HookError, like
-from tfamp.loss_scale.fit_hooks import FIT_HOOKS
 from tfamp.records import versions
 
 ROOT = Path(__file__).parents[2]
@@ -36,17 +35,14 @@ def untested(monkeypatch):
     """Keras without a hook, whose version nobody knows."""
     monkeypatch.delenv(versions.UNTESTED_KERAS, raising=False)
     tf.zeros(())  # starts TensorFlow
-    monkeypatch.setattr(hooks, "SELF_TEST", SelfTest(hooks.follow_enabled, "9.0"))
-    gc.collect()
-    held = (hooks._RUNNING, FIT_HOOKS)
-    stood = [patches for patches in held if patches.installed]
-    for patches in held:
+    monkeypatch.setattr(hooks, "SELF_TEST", SelfTest("9.0"))
+    stood = [patches for patches in hooks.HOOKS if patches.installed]
+    for patches in stood:
         patches.remove()
     with monkeypatch.context() as changes:
         yield changes
         tfamp.disable()  # where `enable` has not refused
-        gc.collect()
-        for patches in held:
+        for patches in hooks.HOOKS:
             patches.remove()
     for patches in stood:
         patches.install()
@@ -80,12 +76,12 @@ def wrapped_train_step(changes):
     rewrite(changes, cls, "make_train_function", before, to)
 
 
-def default_dtype_as_an_object(changes):
+def default_dtype_as_a_name(changes):
     init = keras.layers.Dense.__init__
 
     @like(init)
     def passed(self, *args, **kwargs):
-        kwargs.setdefault("dtype", keras.DTypePolicy(keras.config.dtype_policy().name))
+        kwargs.setdefault("dtype", keras.config.floatx())
         init(self, *args, **kwargs)
 
     changes.setattr(keras.layers.Dense, "__init__", passed)
@@ -116,7 +112,7 @@ CHANGES = {
         for name in ("softmax", "log_softmax", "sigmoid")
     },
     "wrapped train_step": (wrapped_train_step, "a bad batch changes the model"),
-    "dtype object": (default_dtype_as_an_object, "made without a dtype is not managed"),
+    "dtype name": (default_dtype_as_a_name, "made without a dtype is not managed"),
     "another file": (file_without_the_entry, "a saved model does not hold"),
     "an error": (a_method_that_fails, "a small model raises ValueError: Layers added"),
     "a name is gone": (missing_method, "Found no `keras.src.saving.saving_lib."),
@@ -161,14 +157,14 @@ def test_the_error_names_the_versions_and_the_way_out(untested, monkeypatch):
     with pytest.raises(HookError, match=re.escape(message)):
         tfamp.enable("mixed_float16")
     monkeypatch.setenv("TFAMP_UNTESTED_KERAS", "1")
-    monkeypatch.setattr(hooks, "SELF_TEST", SelfTest(hooks.follow_enabled, "9.0"))
+    monkeypatch.setattr(hooks, "SELF_TEST", SelfTest("9.0"))
     with tfamp.scope("mixed_float16"):
         assert keras.layers.Dense(1).compute_dtype == "float16"
 
 
 @pytest.mark.parametrize("version", versions.TESTED_KERAS)
 def test_a_tested_keras_is_not_asked(version):
-    assert not SelfTest(hooks.follow_enabled, version).is_due
+    assert not SelfTest(version).is_due
 
 
 def test_applying_asks_too(untested):
@@ -222,7 +218,8 @@ def test_it_leaves_seeds_names_and_policy_alone(untested, where):
 
 
 def test_nothing_of_it_stays_in_memory(untested):
-    hooks.SELF_TEST.run()
+    tfamp.enable("mixed_bfloat16")
+    assert not hooks.SELF_TEST.is_due
     gc.collect()
     left = [each for each in gc.get_objects() if isinstance(each, keras.layers.Layer)]
     assert not [each.name for each in left if each.name.startswith("tfamp_")]
@@ -233,7 +230,7 @@ import tensorflow as tf
 import keras, tfamp
 from tfamp.dtypes import hooks
 from tfamp.dtypes.self_test import SelfTest
-hooks.SELF_TEST = SelfTest(hooks.follow_enabled, "9.0")
+hooks.SELF_TEST = SelfTest("9.0")
 tfamp.enable("mixed_bfloat16")
 due = hooks.SELF_TEST.is_due
 cpu = tf.config.list_physical_devices("CPU")[0]

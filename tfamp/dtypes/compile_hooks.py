@@ -11,7 +11,7 @@ from absl import logging
 from tfamp.dtypes import model_dtypes, resolution
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import optimizers, structure, trainer
-from tfamp.keras_hooks.layers import record_of, update_record
+from tfamp.keras_hooks.layers import policy_of, update
 from tfamp.loss_scale import candidates
 from tfamp.loss_scale.arguments import without_float16
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
@@ -24,7 +24,7 @@ def previewed(model: keras.layers.Layer) -> Iterator[None]:
     Which layers are heads is decided when the model is compiled or used; until then it
     may yet become a part of another model.
     """
-    record = record_of(model)
+    record = policy_of(model)
     if structure.graph_of(model) is None or record is None:
         yield
         return
@@ -47,7 +47,7 @@ def before_compile(model: keras.Model, arguments: dict[str, Any]) -> None:
     The wrapped optimizer is what `compile` is given, so a saved model's compile
     configuration holds it and its state survives any way of loading.
     """
-    if record_of(model) is None:
+    if policy_of(model) is None:
         resolution.meet_unmanaged(model)
     settings = resolution.settings_of(model)
     if settings is None:
@@ -177,7 +177,7 @@ def follow_policy(model: keras.layers.Layer, settings: PolicySettings) -> None:
     """
     if not resolution.computes_in(model, "float16"):
         optimizers.replace_optimizers(model, _plain)
-    record = record_of(model)
+    record = policy_of(model)
     if record is None or not trainer.is_compiled(model) or model.optimizer is None:
         return
     present = model.optimizer
@@ -201,5 +201,5 @@ def _plain(optimizer: Any) -> Any:
 
 
 def _note_wrapping(model: keras.Model, plain: Any, given: Any) -> None:
-    if record_of(model) is not None:
-        update_record(model, wrapped_optimizer=given is not plain)
+    if policy_of(model) is not None:
+        update(model, wrapped_optimizer=given is not plain)

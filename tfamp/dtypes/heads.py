@@ -11,8 +11,7 @@ import tensorflow as tf
 from tfamp.dtypes import layer_dtypes
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import structure, trials
-from tfamp.keras_hooks.layers import CALLS, Kind, record_of, update_record
-from tfamp.records.formats import HALF
+from tfamp.keras_hooks.layers import CALLS, Kind, policy_of, update
 
 # Below this many weights a float32 product costs nothing that can be measured,
 # whatever its share (256 x 1024).
@@ -183,13 +182,13 @@ def keep_heads(
     found: Heads,
     settings: PolicySettings,
     shapes: dict[int, Any],
-) -> list[layer_dtypes.LayerDtypes]:
+) -> layer_dtypes.Before:
     """Keeps the heads in float32; returns what they were, to be restored."""
     products = dict(_products(model, found.heads, shapes))
     total = sum(products.values()) or 1
-    before = layer_dtypes.read(_with_sublayers(found.heads + found.after))
+    before = layer_dtypes.Before(_with_sublayers(found.heads + found.after))
     for layer in found.heads:
-        record = record_of(layer)
+        record = policy_of(layer)
         if (
             record is None
             or record.kind is Kind.EXPLICIT
@@ -199,7 +198,7 @@ def keep_heads(
         share = sum(products.get(id(s), 0) for s in _with_sublayers([layer])) / total
         weights = sum(math.prod(w.shape) for w in layer.weights)
         if record.kind is Kind.FOLLOWS and keeps_product_in_half(weights, share):
-            update_record(
+            update(
                 layer,
                 kind=Kind.WIDE_OUTPUT,
                 rule="default: heads",
@@ -212,11 +211,11 @@ def keep_heads(
         else:
             _keep_head(layer)
     for layer in found.after:
-        record = record_of(layer)
+        record = policy_of(layer)
         if record is not None and record.kind is not Kind.EXPLICIT:
             _keep_head(layer)
     if all(
-        (record := record_of(h)) and record.kind is not Kind.EXPLICIT
+        (record := policy_of(h)) and record.kind is not Kind.EXPLICIT
         for h in found.heads
     ):
         for tensor in found.tensors:
@@ -225,12 +224,9 @@ def keep_heads(
 
 
 def _keep_head(layer: keras.layers.Layer) -> None:
-    if layer.compute_dtype in HALF:
-        record = record_of(layer)
-        layer_dtypes.set_policy(layer, record.settings.float32_policy)  # type: ignore[union-attr]
-    kept_by_user = record_of(layer).rule.startswith("keep_float32")  # type: ignore[union-attr]
+    kept_by_user = policy_of(layer).rule.startswith("keep_float32")  # type: ignore[union-attr]
     names = {} if kept_by_user else {"rule": "default: heads"}
-    update_record(
+    update(
         layer,
         kind=Kind.HEAD,
         reason="makes an output of the model, which feeds the loss",

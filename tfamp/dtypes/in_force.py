@@ -2,16 +2,15 @@
 
 `enable` acts on the whole process. A `scope`, and the loading of a file, act on the
 thread or task that runs their block, so two threads never see each other's. Keras's own
-global policy is kept to what is in force in each thread.
+global policy, which every thread has of its own, says what is in force.
 """
 
 import contextlib
 import contextvars
 import dataclasses
-import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 
@@ -24,7 +23,7 @@ NOT_ENABLED = "tfamp is not enabled"
 
 @dataclasses.dataclass
 class Setting:
-    """What new layers come under, and what comes back afterwards."""
+    """What new layers come under."""
 
     # The settings of managed layers, None where they are left to Keras.
     settings: PolicySettings | None = None
@@ -32,145 +31,81 @@ class Setting:
     # The policy of the saved model that is being loaded, whose layers are made under
     # the settings instead, or else in float32.
     loaded: str | None = None
-    # The threads whose Keras policy is that of the settings all the time, by number.
-    threads: dict[int, "_Thread"] = dataclasses.field(default_factory=dict)
 
 
-class _Thread(NamedTuple):
-    """A thread that called `enable`, or whose block it is."""
-
-    state: layers.ThreadState
-    policy_before: keras.DTypePolicy | None  # Keras's policy, as the user had set it
-
-
-_BLOCKS: contextvars.ContextVar[tuple[Setting, ...]] = contextvars.ContextVar(
-    "tfamp_blocks", default=()
+_BLOCK: contextvars.ContextVar[Setting | None] = contextvars.ContextVar(
+    "tfamp_block", default=None
 )
 
 
 class InForce:
-    """The setting of the process and those of the blocks that are open."""
+    """The setting of the process, and that of the innermost block that is open."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._everywhere = Setting()
-        self._num_blocks = 0
+        self._threads: list[layers.GlobalPolicy] = []  # of those that have heard
 
     @property
     def present(self) -> Setting:
-        """The setting that holds here: of the innermost block, or the process's."""
-        blocks = _BLOCKS.get()
-        return blocks[-1] if blocks else self._everywhere
+        """The setting that holds here."""
+        return _BLOCK.get() or self._everywhere
 
     @property
     def settings(self) -> PolicySettings | None:
         """The settings that new layers come under here."""
         return self.present.settings
 
-    @property
-    def is_used(self) -> bool:
-        """Whether any thread may make managed layers."""
-        return self._everywhere.settings is not None or self._num_blocks > 0
-
-    @property
-    def owns_thread(self) -> bool:
-        """Whether the present setting was made in this thread."""
-        return threading.get_ident() in self.present.threads
-
     def put(self, settings: PolicySettings | None, why: str) -> None:
-        """Changes the setting that holds here."""
+        """Changes the setting that holds here, and Keras's policy in its threads."""
         present = self.present
         present.settings, present.why = settings, why
+        if present is self._everywhere:
+            is_enabled, known = settings is not None, self._threads
+            self._threads = [each for each in known if each.put(is_enabled=is_enabled)]
+        self.tell_thread(settings)
 
-    def mark(self) -> None:
-        """Has Keras's policy in this thread be that of the setting that holds here."""
-        present, own = self.present, self._own_thread()
-        if present.settings is None:
-            return
-        with self._lock:
-            present.threads[threading.get_ident()] = own
-        own.state.mark(present.settings, present.settings.policy)
-
-    def tell_threads(self, before: PolicySettings | None) -> None:
-        """Has all threads that were under `before` be under the present settings.
-
-        One that is inside a block hears of it at the end of that.
-        """
-        present = self.present
-        with self._lock:
-            known = dict(present.threads)
-            if present.settings is None:
-                present.threads = {}
-        for number, (state, policy) in known.items():
-            if number == threading.get_ident():
-                state = layers.ThreadState()  # `clear_session` may have changed it
-            elif state.settings is not before:
-                continue
-            if present.settings is not None:
-                policy = present.settings.policy
-            state.mark(present.settings, policy)
+    def tell_thread(self, settings: PolicySettings | None) -> None:
+        """Has Keras's policy in this thread be the one in force."""
+        told = _tell_keras(is_enabled=settings is not None)
+        if told is not None and self.present is self._everywhere:
+            self._threads = [*self._threads, told]
 
     @contextlib.contextmanager
     def block(self, **changes: Any) -> Iterator[None]:
-        """Gives the block a setting of its own: the present one with `changes`.
-
-        Afterwards Keras's policy in this thread is the one that was, or the one that
-        came into force meanwhile.
-        """
-        own, before = self._own_thread(), layers.ThreadState()
-        marked, policy = before.settings, before.policy
-        threads = {threading.get_ident(): own}
-        inner = dataclasses.replace(self.present, **changes, threads=threads)
-        blocks = _BLOCKS.get()
-        with self._lock:
-            self._num_blocks += 1
-        _BLOCKS.set((*blocks, inner))
+        """Gives the block a setting of its own: the present one with `changes`."""
+        inner = dataclasses.replace(self.present, **changes)
+        token = _BLOCK.set(inner)
         try:
-            yield
+            with layers.global_policy_restored():
+                _tell_keras(is_enabled=inner.settings is not None)
+                yield
         finally:
-            _BLOCKS.set(blocks)
-            with self._lock:
-                self._num_blocks -= 1
-            if self.settings is not None and self.owns_thread:
-                self.mark()
-            elif marked is not None and marked is not self.settings:
-                layers.mark(None, own.policy_before)  # another thread called `disable`
-            else:
-                layers.mark(None, policy)
-
-    def _own_thread(self) -> _Thread:
-        known = self.present.threads.get(threading.get_ident())
-        state = layers.ThreadState()
-        return _Thread(state, state.policy if known is None else known.policy_before)
+            _BLOCK.reset(token)
 
 
 IN_FORCE = InForce()
 
 
-_warned_policies: set[str] = set()
-
-
-@contextlib.contextmanager
-def policy_in_force() -> Iterator[None]:
-    """Has Keras's global policy be the one in force inside the block.
-
-    `keras.utils.clear_session()` resets it, and a new thread starts without it. The
-    thread that enabled tfamp keeps it; another one would not hear of `disable`.
-    """
+def _name_in_force() -> str | None:
     settings = IN_FORCE.settings
-    if settings is None or layers.is_marked(settings):
-        yield
-        return
-    if IN_FORCE.owns_thread:
-        IN_FORCE.mark()
-        yield
-        return
-    before = layers.present_policy()
-    layers.mark(settings, settings.policy)
-    try:
-        yield
-    finally:
-        layers.mark(None, before)
+    return None if settings is None else settings.policy.name
+
+
+def _tell_keras(*, is_enabled: bool) -> layers.GlobalPolicy | None:
+    known, before = layers.policy_in_force(), layers.present_policy()
+    before = before if known is None else known.before
+    policy = layers.GlobalPolicy(before, _name_in_force) if is_enabled else None
+    layers.set_policy_in_force(policy)
+    return policy
+
+
+def prepare_thread() -> None:
+    """Has Keras's policy be the one in force in a thread that has not heard of it.
+
+    `keras.utils.clear_session()` resets it, and a new thread starts without it.
+    """
+    if IN_FORCE.settings is not None and layers.policy_in_force() is None:
+        IN_FORCE.tell_thread(IN_FORCE.settings)
 
 
 @contextlib.contextmanager
@@ -190,6 +125,9 @@ def is_in_force(policy: str) -> bool:
     if settings is None:
         return False
     return policy in (settings.policy.name, IN_FORCE.present.loaded)
+
+
+_warned_policies: set[str] = set()
 
 
 def warn_of_foreign_policy(policy: keras.DTypePolicy | None) -> None:

@@ -25,21 +25,13 @@ from tfamp.dtypes import heads, layer_dtypes
 from tfamp.dtypes.rules import Rule
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import calls, half_kernels, structure, trials
-from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of, update_record
+from tfamp.keras_hooks.layers import CALLS, Kind, Policy, policy_of, update
 from tfamp.keras_hooks.patches import replaced
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
 
-# "half" is a word of English, too: TensorFlow has it beside one that is about dtypes.
-_NAMES_HALF = re.compile(
-    r"\b(?:float16|bfloat16|DT_HALF|DT_BFLOAT16)\b"
-    r"|\bd?types?\b\W+(?:\w+\W+)?half\b|\battr '\w+' of half\b"
-    r"|\bhalf\b'?>?\W*(?:tensor|but|vs|and float|!=)"
-)
 # What Keras and TensorFlow raise for want of a kernel, or where dtypes do not fit.
 _DTYPE_ERRORS = (TypeError, ValueError, NotImplementedError, tf.errors.OpError)
-# Keras adds the arguments of the call to an error, and their dtypes.
-_ARGUMENTS = "Arguments received by"
 _TRIED = "_tfamp_tried_in_float32"
 _LIBRARIES = re.compile(r"[\\/](keras|tensorflow|tfamp)[\\/]")
 _RULE = "default: cannot run in half precision"
@@ -55,24 +47,24 @@ _PRODUCT = "its own product makes an output of the model, which feeds the loss"
 
 def remedy(
     layer: keras.layers.Layer,
-    before: LayerRecord,
+    rule_before: str,
     error: Exception,
     again: Callable[[], Any],
 ) -> Any:
     """Returns what a layer's call gives in float32, after it failed in half precision.
 
-    `before` is what was known of the layer ahead of the call, and `again` repeats it.
+    `rule_before` is what had decided ahead of the call, and `again` repeats it.
     The error is raised again where it has another cause or float32 does not help.
     """
-    record = record_of(layer)
-    if record is not None and record.rule == _RULE != before.rule:
+    record = policy_of(layer)
+    if record is not None and record.rule == _RULE != rule_before:
         return again()  # it was found as the layer was built, on inputs cast before
     of_gradient = half_kernels.failed_gradient(layer)
     if CALLS.differentiated is layer:  # as it is tried in float32 below
         raise error
     if record is not None and of_gradient is not None:
         return _differentiable(layer, record, of_gradient, again)
-    if record is not None and record.rule == _OWN_LOSS and _names_half(error):
+    if record is not None and record.rule == _OWN_LOSS:
         return _without_own_loss(layer, record.settings, error, again)
     if record is None or not _may_help(layer, record, error):
         raise error
@@ -88,13 +80,14 @@ def remedy(
             outputs = again()
             _tell(layer, applies_to, reason, _HOW_TO_KEEP if missing else _HOW_TO_STAY)
             return outputs
+    record.fails_in_float32 = True
     _mark(layer, error)
     raise error
 
 
 def _differentiable(
     layer: keras.layers.Layer,
-    record: LayerRecord,
+    record: Policy,
     error: Exception,
     again: Callable[[], Any],
 ) -> Any:
@@ -142,23 +135,16 @@ def switched_off() -> Iterator[None]:
         CALLS.may_keep = before
 
 
-def _may_help(layer: keras.layers.Layer, record: LayerRecord, error: Exception) -> bool:
+def _may_help(layer: keras.layers.Layer, record: Policy, error: Exception) -> bool:
     return (
         record.kind in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
         and record.settings.has_defaults
         and layer.compute_dtype in HALF
+        and not record.fails_in_float32
         and CALLS.may_keep
         and not getattr(error, _TRIED, False)
         and structure.graph_of(layer) is None
         and isinstance(error, _DTYPE_ERRORS)
-        and _names_half(error)
-    )
-
-
-def _names_half(error: Exception) -> bool:
-    return any(
-        _NAMES_HALF.search(str(each).split(_ARGUMENTS)[0])
-        for each in _with_causes(error)
     )
 
 
@@ -198,7 +184,7 @@ def _mark(layer: keras.layers.Layer, error: Exception) -> None:
     kept = [
         path
         for path, part, _ in structure.walk(layer)
-        if (record := record_of(part)) is not None and record.is_kept
+        if (record := policy_of(part)) is not None and record.is_kept
     ]
     if not kept:
         return
@@ -230,10 +216,10 @@ def _place(layer: keras.layers.Layer, error: BaseException) -> str:
 
 def take(layer: keras.layers.Layer, settings: PolicySettings, rule: Rule) -> None:
     """Takes a layer into float32 for good; `rule.applies_to` says whether alone."""
-    layer_dtypes.keep(layer, settings, rule)
-    update_record(layer, is_decided=True)
+    settings.keep(layer, rule)
+    update(layer, is_decided=True)
     if isinstance(layer, keras.Model) and not calls.in_call():
-        update_record(layer, output_dtype="float32")  # a model's output is a head
+        update(layer, output_dtype="float32")  # a model's output is a head
 
 
 def _restored_on_error(
@@ -255,11 +241,11 @@ def take_for_output(
     share of the time is not known, or where the call raises then. `trace` calls the
     model once, without side effects.
     """
-    record = record_of(model)
+    record = policy_of(model)
     if record is None or not found.own_products:
         return False
     if record.applies_to == "own":  # by a rule, for a loss of its own
-        update_record(model, output_dtype="float32")
+        update(model, output_dtype="float32")
         return True
     factors = [product.inputs[1].shape for product in found.own_products]
     weights = max(math.prod(size or 1 for size in factor) for factor in factors)

@@ -2,34 +2,28 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import keras
 
 from tfamp.dtypes import heads, layer_dtypes, model_dtypes
-from tfamp.dtypes.settings import PolicySettings
+from tfamp.dtypes.settings import POLICIES, PolicySettings
 from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.layers import (
+    FIELDS,
+    KEPT,
     Kind,
-    LayerRecord,
-    drop_record,
-    record_of,
-    set_record,
+    Policy,
+    drop,
+    policy_of,
+    put,
 )
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
 from tfamp.records.record import Record
 
 _FLOATS = ("float32", "float64", *HALF)
-# Fields of a layer's record that a plan holds under the same name.
-_FIELDS = (
-    "rule",
-    "reason",
-    "output_dtype",
-    "exact_inputs",
-    "applies_to",
-    "inner_dtype",
-)
 KINDS = {kind.value: kind for kind in Kind}
 UNMANAGED = "unmanaged"
 
@@ -89,11 +83,11 @@ class PlannedOperation(Record):
 
 def planned_layer(path: str, layer: keras.layers.Layer) -> PlannedLayer:
     """Returns what a layer computes in now."""
-    record = record_of(layer)
+    record = policy_of(layer)
     common = (path, type(layer).__name__, layer.compute_dtype, layer.dtype_policy.name)
     if record is None:
         return PlannedLayer(*common, kind=UNMANAGED)
-    fields = {name: getattr(record, name) for name in _FIELDS}
+    fields = {name: getattr(record, name) for name in FIELDS}
     return PlannedLayer(*common, kind=record.kind.value, **fields)
 
 
@@ -148,16 +142,17 @@ def put_on(
     settings: PolicySettings,
     rows: Sequence[PlannedLayer],
     operations: Sequence[PlannedOperation],
+    known: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
     """Gives each layer of a model that is the plan's the dtypes planned for it.
 
-    A ValueError says that one cannot compute as the plan says; all are as before.
+    `known` has what else a file knows of each policy. A ValueError says that a layer
+    cannot compute as planned; all are as before.
     """
-    policies = settings.policies()
     layers = [layer for _, layer, _ in structure.walk(model)]
     with layer_dtypes.restored_on_error(layers):
-        for layer, row in zip(layers, rows, strict=True):
-            _put(layer, row, settings, policies)
+        for place, (layer, row) in enumerate(zip(layers, rows, strict=True)):
+            _put(layer, row, settings, {} if known is None else known[place])
     for layer in layers:
         trainer.drop_traced_functions(layer)
     _tell_graph(model, settings)
@@ -172,45 +167,50 @@ def _put(
     layer: keras.layers.Layer,
     row: PlannedLayer,
     settings: PolicySettings,
-    policies: dict[str, keras.DTypePolicy],
+    known: Mapping[str, Any],
 ) -> None:
-    name = row.dtype_policy
+    name, before = row.dtype_policy, policy_of(layer)
+    if name.startswith("float8") and layer.quantization_mode is None:
+        _quantize(layer, row)
+    kind = KINDS.get(row.kind)
+    if kind is None:
+        drop(layer)
+        is_plain = layer.quantization_mode is None and layer.compute_dtype in _FLOATS
+        if is_plain and layer.dtype_policy.name != name:
+            layer.dtype_policy = keras.dtype_policies.get(name)
+    else:
+        source = name.partition("_from_")[2] or name
+        if kind in KEPT and source == "float32":
+            source = settings.policy.name
+        elif source not in POLICIES:
+            source = layer.compute_dtype
+        policy = Policy(
+            source,
+            settings,
+            kind=kind,
+            **{field: getattr(row, field) for field in FIELDS},
+            is_decided=True,
+            is_propagated=True,
+            is_resolved=True,
+            graph_key=structure.graph_key(layer),
+            made_in=None if before is None else before.made_in,
+            wrapped_optimizer=before is not None and before.wrapped_optimizer,
+        )
+        policy.__dict__.update(known)
+        put(layer, policy)
     if layer.dtype_policy.name != name:
-        is_float8 = name.startswith("float8")
-        if is_float8 and layer.quantization_mode is None:
-            _quantize(layer, row)
-        elif layer.quantization_mode is None and layer.compute_dtype in _FLOATS:
-            policy = policies.setdefault(name, keras.dtype_policies.get(name))
-            layer_dtypes.set_policy(layer, policy)
-        if layer.dtype_policy.name != name:
-            raise ValueError(
-                f"Layer {row.path!r} has dtype policy {layer.dtype_policy.name!r}, "
-                f"which cannot become {name!r} as the plan has it; expected a layer "
-                "that was made like the plan's. Quantize it, or build it, as before."
-            )
-    if row.kind == UNMANAGED:
-        drop_record(layer)
-        return
-    before = record_of(layer)
-    record = LayerRecord(
-        settings,
-        KINDS[row.kind],
-        **{field: getattr(row, field) for field in _FIELDS},
-        is_decided=True,
-        is_propagated=True,
-        is_resolved=True,
-        graph_key=structure.graph_key(layer),
-        made_in=None if before is None else before.made_in,
-        wrapped_optimizer=before is not None and before.wrapped_optimizer,
-    )
-    set_record(layer, record)
+        raise ValueError(
+            f"Layer {row.path!r} has dtype policy {layer.dtype_policy.name!r}, "
+            f"which cannot become {name!r} as the plan has it; expected a layer "
+            "that was made like the plan's. Quantize it, or build it, as before."
+        )
 
 
 def _quantize(layer: keras.layers.Layer, row: PlannedLayer) -> None:
     """Gives a layer the float8 products that the plan has for it."""
     base = row.dtype_policy.partition("_from_")[2]
     try:
-        layer_dtypes.set_policy(layer, keras.dtype_policies.get(base))
+        put(layer, keras.DTypePolicy(base))
         layer.quantize("float8")
     except (NotImplementedError, ValueError, TypeError) as error:
         raise ValueError(
@@ -231,7 +231,7 @@ def _tell_graph(model: keras.layers.Layer, settings: PolicySettings) -> None:
 
 
 def _gives_float32(layer: keras.layers.Layer) -> bool:
-    record = record_of(layer)
+    record = policy_of(layer)
     given = None if record is None else record.output_dtype
     return (given or layer.compute_dtype) == "float32"
 

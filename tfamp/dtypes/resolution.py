@@ -13,7 +13,7 @@ from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.rules import Rule
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import backend, calls, structure, trainer, trials
-from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of, update_record
+from tfamp.keras_hooks.layers import Kind, Policy, policy_of, update
 from tfamp.records import checks
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
@@ -28,9 +28,9 @@ _met_under: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
     """Does what is still open on a layer that is about to be called."""
-    if record_of(layer) is None and isinstance(layer, keras.Model):
+    if policy_of(layer) is None and isinstance(layer, keras.Model):
         meet_unmanaged(layer)
-    record = record_of(layer)
+    record = policy_of(layer)
     if record is None:
         return
     if not record.is_decided:
@@ -47,7 +47,7 @@ def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
         resolve(layer, args, kwargs)
         if record.settings.plan is None:
             trials.note_call(layer, kwargs)  # the trace for heads has tried it
-    if trials.is_untried(layer, record_of(layer) or record, kwargs) and not any(
+    if trials.is_untried(layer, policy_of(layer) or record, kwargs) and not any(
         isinstance(x, keras.KerasTensor) for x in structure.flatten((args, kwargs))
     ):
         trials.trace_ahead(layer, args, kwargs)
@@ -67,7 +67,7 @@ def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> 
     call that is coming. Returns whether the model is settled for good.
     """
     with _LOCK:
-        record = record_of(model)
+        record = policy_of(model)
         if record is None:
             return True
         key = structure.graph_key(model)
@@ -79,15 +79,15 @@ def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> 
         if follow_plan(model, settings):
             return True
         # The trace below comes here again.
-        update_record(model, is_resolved=True, graph_key=key)
+        update(model, is_resolved=True, graph_key=key)
         try:
             done = _resolve(model, settings, args, kwargs)
             if done or args is not None:  # layers may have been made by the trace
                 done |= follow_plan(model, settings, must=trainer.is_compiled(model))
         except BaseException:
-            update_record(model, is_resolved=False)
+            update(model, is_resolved=False)
             raise
-        update_record(model, is_resolved=done, graph_key=structure.graph_key(model))
+        update(model, is_resolved=done, graph_key=structure.graph_key(model))
         return done
 
 
@@ -111,7 +111,7 @@ def _start_again(model: keras.layers.Layer, settings: PolicySettings) -> None:
     known = {rule.name for rule in settings.rules.rules}
     left: set[int] = set()
     for _, layer, parent in structure.walk(model):
-        record = record_of(layer)
+        record = policy_of(layer)
         if record is None or record.settings is not settings:
             continue
         is_unknown = record.kind is Kind.FLOAT32_INSIDE and record.rule not in known
@@ -124,9 +124,9 @@ def _start_again(model: keras.layers.Layer, settings: PolicySettings) -> None:
 def _resolve(
     model: keras.layers.Layer, settings: PolicySettings, args: Any, kwargs: Any
 ) -> bool:
-    record = record_of(model)
+    record = policy_of(model)
     if record is not None and record.kind is Kind.OUTPUT_CAST:  # after a failed trace
-        update_record(
+        update(
             model,
             kind=Kind.FOLLOWS,
             rule=f"policy {settings.policy.name}",
@@ -155,16 +155,16 @@ def _resolve(
     before = heads.keep_heads(model, found, settings, shapes)
     if is_graph:
         return True
-    of_heads = [record_of(head) for head in found.heads]
+    of_heads = [policy_of(head) for head in found.heads]
     if of_heads and all(
         each is not None and each.kind in (Kind.HEAD, Kind.WIDE_OUTPUT)
         for each in of_heads
     ):
-        update_record(model, output_dtype="float32")
+        update(model, output_dtype="float32")
     with own_operations.switched_off():  # the heads are tried, not the layers around
         _, _, broken = _trace(model, args, kwargs)
     if broken is not None:
-        layer_dtypes.restore(before)
+        before.put_back()
         _cast_output(model, "a float32 head would break the model's `call`")
         logging.warning(
             "The output of model %r is cast to float32, but its last layer stays in "
@@ -193,12 +193,12 @@ def _narrow_around_tied_heads(
         is_outside = structure.graph_of(layer) is None and id(layer) not in parts
         if (
             not is_outside
-            or record_of(layer) is None
+            or policy_of(layer) is None
             or layer.compute_dtype not in HALF
         ):
             continue
         if any(id(child) in parts for child in structure.children(layer)):
-            update_record(layer, inner_dtype=settings.compute_dtype)
+            update(layer, inner_dtype=settings.compute_dtype)
 
 
 def _trace(
@@ -232,7 +232,7 @@ def _give_up(model: keras.layers.Layer, failure: Exception) -> bool:
 
 
 def _cast_output(model: keras.layers.Layer, because: str) -> None:
-    update_record(
+    update(
         model,
         kind=Kind.OUTPUT_CAST,
         rule="default: heads",
@@ -245,7 +245,7 @@ def _settle_layers(model: keras.layers.Layer, settings: PolicySettings) -> None:
     """Asks all rules about all layers, whose paths are known now."""
     layer_dtypes.take_back_patterns(model, settings)
     for path, layer, _ in structure.walk(model):
-        record = record_of(layer)
+        record = policy_of(layer)
         if record is None or record.settings is not settings:
             continue
         _note_user_rules(layer, path, settings)
@@ -255,7 +255,7 @@ def _settle_layers(model: keras.layers.Layer, settings: PolicySettings) -> None:
 def _note_user_rules(
     layer: keras.layers.Layer, path: str, settings: PolicySettings
 ) -> None:
-    record = record_of(layer)
+    record = policy_of(layer)
     is_explicit = record is not None and record.kind is Kind.EXPLICIT
     for rule in settings.rules.of_user:
         if rule.name in settings.matched and not is_explicit:
@@ -371,7 +371,7 @@ def computes_in(model: keras.layers.Layer, dtype: str) -> bool:
 def settings_of(model: keras.layers.Layer) -> PolicySettings | None:
     """Returns the settings of a model, or of the first managed layer in it."""
     for _, layer, _ in structure.walk(model):
-        record: LayerRecord | None = record_of(layer)
+        record: Policy | None = policy_of(layer)
         if record is not None:
             return record.settings
     return None

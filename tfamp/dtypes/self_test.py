@@ -18,7 +18,7 @@ from tensorflow.python.eager import context
 
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.settings import PolicySettings, make_settings
-from tfamp.keras_hooks.layers import Kind, record_of
+from tfamp.keras_hooks.layers import Kind, policy_of
 from tfamp.keras_hooks.patches import HookError
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.records import versions
@@ -32,13 +32,9 @@ _FEATURES = _INPUTS[:, :4] * 0.1
 
 
 class SelfTest:
-    """The test and whether it is due in this process, on a `version` of Keras.
+    """The test and whether it is due in this process, on a `version` of Keras."""
 
-    `install` installs the hooks that the settings in force need.
-    """
-
-    def __init__(self, install: Callable[[], None], version: str | None = None) -> None:
-        self._install = install
+    def __init__(self, version: str | None = None) -> None:
         self._version = keras.__version__ if version is None else version
         self._lock = threading.RLock()
         self.is_due = self._version not in versions.TESTED_KERAS and not os.environ.get(
@@ -89,14 +85,10 @@ class SelfTest:
     def _look(self, found: list[str], errors: list[BaseException]) -> None:
         try:
             settings = make_settings(_POLICY)
-            with IN_FORCE.block(settings=settings, loaded=None):
-                self._install()
-                with tf.device("CPU:0"):
-                    found += itertools.islice(_broken(), 1)
+            with IN_FORCE.block(settings=settings, loaded=None), tf.device("CPU:0"):
+                found += itertools.islice(_broken(), 1)
         except BaseException as error:
             errors.append(error)
-        finally:
-            self._install()
 
 
 def _broken() -> Iterator[str]:
@@ -109,7 +101,7 @@ def _broken() -> Iterator[str]:
 
 def _broken_layers() -> Iterator[str]:
     dense = keras.layers.Dense(4, kernel_initializer="zeros", name="tfamp_dense")
-    record = record_of(dense)
+    record = policy_of(dense)
     if (
         record is None
         or record.kind is Kind.EXPLICIT
@@ -181,7 +173,7 @@ def _model() -> keras.Model:
 
 def _broken_model(model: keras.Model) -> Iterator[str]:
     copied = pickle.loads(pickle.dumps(model))
-    head = record_of(copied.layers[-1])
+    head = policy_of(copied.layers[-1])
     if head is None or head.kind is not Kind.HEAD:
         yield "a saved model does not hold what its layers compute in"
     for each in (model, copied):

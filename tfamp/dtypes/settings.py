@@ -5,6 +5,7 @@ import difflib
 import itertools
 import os
 import re
+import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import keras
 
 from tfamp.dtypes.rules import DEFAULT_RULES, Rule
+from tfamp.keras_hooks.layers import Kind, update
 from tfamp.keras_hooks.variables import READ_HOOKS
 from tfamp.machine import devices
 from tfamp.records import checks
@@ -154,15 +156,18 @@ MEASURE = "measure"
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 
 
+class _Asking(threading.local):
+    now = False  # rules may read dtypes, too
+
+
+_ASKING = _Asking()
+
+
 @dataclasses.dataclass(eq=False)
 class PolicySettings:
-    """The settings of one `enable` or `apply`, shared by all layers under it.
+    """The settings of one `enable` or `apply`, shared by all layers under it."""
 
-    A layer holds its settings, so the hooks can stay exactly as long as any
-    managed layer lives.
-    """
-
-    policy: keras.DTypePolicy  # the policy object of layers that nothing else decides
+    policy: keras.DTypePolicy  # that of layers that nothing else decides
     rules: RuleSet  # rules that apply under the policy's compute dtype
     # "dynamic", a number for a static scale, or None.
     loss_scale: str | float | None = "dynamic"
@@ -179,11 +184,6 @@ class PolicySettings:
     # Layers whose `call` cannot run with what a default rule decided.
     taken_back: weakref.WeakSet[Any] = dataclasses.field(
         default_factory=weakref.WeakSet
-    )
-    # The policy given to kept layers. One object, so that sublayers that are handed it
-    # count as given a dtype.
-    float32_policy: keras.DTypePolicy = dataclasses.field(
-        default_factory=lambda: keras.DTypePolicy("float32")
     )
     # The argument that the rules came from, of other policies too.
     keep_float32: KeepFloat32 = "default"
@@ -224,9 +224,49 @@ class PolicySettings:
         """Leaves it to others to say which of some rules match nothing."""
         self.matched.update(rule.name for rule in rules)
 
-    def policies(self) -> dict[str, keras.DTypePolicy]:
-        """Returns the policy objects that layers are to share, by name."""
-        return {each.name: each for each in (self.policy, self.float32_policy)}
+    def ask(self, layer: Any, *, is_finished: bool, path: str | None = None) -> None:
+        """Asks the rules in turn and keeps `layer` where one matches."""
+        if not self.is_half or layer in self.taken_back:
+            return
+        for rule in self.rules.rules:
+            if rule.needs_finished_layer and not is_finished:
+                continue
+            if rule.matches(layer, path=path, is_exact=rule.name in self.exact):
+                self.keep(layer, rule)
+                return
+
+    def ask_on_read(self, layer: Any) -> None:
+        """Asks the rules that need the finished layer as its dtype is read.
+
+        The constructor may not have ended, so a rule that fails or says no is asked
+        again at the first call.
+        """
+        if not self.is_half or layer in self.taken_back or _ASKING.now:
+            return
+        _ASKING.now = True
+        try:
+            for rule in self.rules.rules:
+                if rule.needs_finished_layer and rule.matches(layer):
+                    self.keep(layer, rule)
+                    return
+        except (RuntimeError, TypeError):  # raised at the first call, if it lasts
+            return
+        finally:
+            _ASKING.now = False
+
+    def keep(self, layer: Any, rule: Rule) -> None:
+        """Keeps `layer` in float32: float32 inside, the compute dtype out."""
+        update(
+            layer,
+            kind=Kind.FLOAT32_INSIDE,
+            rule=rule.name,
+            reason=rule.reason,
+            output_dtype=self.compute_dtype,
+            exact_inputs=True,
+            applies_to=rule.applies_to,
+            inner_dtype="float32" if rule.applies_to == "own" else None,
+            is_propagated=False,
+        )
 
     def under(self, policy: str) -> "PolicySettings":
         """Returns the settings that the same arguments make with another policy."""

@@ -21,8 +21,8 @@ from keras.src.layers.layer import might_have_unbuilt_state
 
 from tfamp.keras_hooks import backend, half_kernels, trials
 from tfamp.keras_hooks.backend import HALF
-from tfamp.keras_hooks.exact_values import SOURCE, rounded, source_of
-from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of
+from tfamp.keras_hooks.exact_values import rounded, source_of
+from tfamp.keras_hooks.layers import CALLS, SOURCE, Kind, Policy, policy_of
 from tfamp.keras_hooks.patches import Function, Patch, like, replaced, wrapper
 
 
@@ -38,36 +38,39 @@ def patches(
             calls of a managed layer, and of those in training as long as a rule of the
             user has matched nothing, before its inputs are cast.
         after_build: Called with a kept layer once it is built, ahead of its own `call`.
-        after_error: Called as `after_error(layer, record, error, again)` where the call
-            of a managed layer has raised; returns outputs, or raises. `record` is what
-            the layer had ahead of it, `again` repeats it.
+        after_error: Called as `after_error(layer, rule, error, again)` where the call
+            of a managed layer has raised where it may be repeated: in a trace for
+            shapes; returns outputs, or raises. `rule` is what had decided ahead of it,
+            `again` repeats it.
     """
 
     def wrap_outer(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)
         def run(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-            record = record_of(self)
+            policy = policy_of(self)
             if (
-                record is None
-                or not (record.is_decided and record.is_resolved)
-                or (kwargs.get("training") is True and record.settings.open_rules)
-                or trials.is_untried(self, record, kwargs)
+                policy is None
+                or not (policy.is_decided and policy.is_resolved)
+                or (kwargs.get("training") is True and policy.settings.open_rules)
+                or trials.is_untried(self, policy, kwargs)
             ):
                 before_call(self, args, kwargs)
-                record = record_of(self)
-            CALLS.is_managed = record is not None
-            if record is None:
+                policy = policy_of(self)
+            if policy is None:
                 return original(self, *args, **kwargs)
+            rule = policy.rule
             try:
                 return half_kernels.checked(
                     self,
-                    record,
+                    policy,
                     lambda: original(self, *args, **kwargs),
                     (args, kwargs),
                 )
             except Exception as error:
+                if not _may_repeat(self, args, kwargs):
+                    raise
                 return after_error(
-                    self, record, error, lambda: run(self, *args, **kwargs)
+                    self, rule, error, lambda: run(self, *args, **kwargs)
                 )
 
         @like(original)
@@ -92,8 +95,16 @@ def patches(
             optional=True,
         ),
         Patch(_DATA_LAYER, "__call__", _wrap_data_layer),
-        Patch(keras.DTypePolicy, "convert_input", _wrap_convert_input),
     ]
+
+
+def _may_repeat(layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
+    """Returns whether a call can be repeated without effects of a user's code."""
+    return (
+        backend.in_symbolic_scope()
+        or trials.is_of_keras(layer)
+        or any(isinstance(x, keras.KerasTensor) for x in tree.flatten((args, kwargs)))
+    )
 
 
 def in_call() -> bool:
@@ -132,9 +143,9 @@ def _wrap_maybe_build(
             return original(self, call_spec)
         building = replaced(CALLS, num_builds=CALLS.num_builds + 1)
         with building, _outside_the_trace():
-            record = record_of(self)
-            if record is not None and utils.is_default(self.build):
-                _build_by_trace(self, record, call_spec, after_error)
+            policy = policy_of(self)
+            if policy is not None and utils.is_default(self.build):
+                _build_by_trace(self, policy, call_spec, after_error)
             return original(self, call_spec)
 
     return _maybe_build
@@ -142,7 +153,7 @@ def _wrap_maybe_build(
 
 def _build_by_trace(
     layer: keras.layers.Layer,
-    record: LayerRecord,
+    policy: Policy,
     call_spec: Any,
     after_error: Callable[..., Any],
 ) -> None:
@@ -152,14 +163,14 @@ def _build_by_trace(
     the layer with when it is loaded. Its own trace is enough there but for a layer to
     which outputs of sublayers are cast.
     """
-    is_enough = call_spec.eager and record.inner_dtype is None
+    is_enough = call_spec.eager and policy.inner_dtype is None
     if is_enough or not might_have_unbuilt_state(layer):
         return
 
     def call(**arguments: Any) -> Any:
         return half_kernels.checked(
             layer,
-            record,
+            policy,
             lambda: layer.call(**arguments),
             ((), arguments),
             has_weights=False,
@@ -172,15 +183,16 @@ def _build_by_trace(
             given,
         )
         # What sublayers return may be cast for this layer, as in its own call.
-        inside = [*CALLS.stack, record_of(layer) or record]
+        inside = [*CALLS.stack, policy_of(layer) or policy]
         with replaced(CALLS, stack=inside):
             return backend.compute_output_spec(call, **arguments)
 
+    rule = policy.rule
     try:
         trace()
     except Exception as error:
         with contextlib.suppress(Exception):  # Keras raises or warns of it in turn
-            after_error(layer, record, error, trace)
+            after_error(layer, rule, error, trace)
 
 
 def _data_layer_class() -> type:
@@ -198,10 +210,10 @@ def _wrap_data_layer(
     original: Function, self: keras.layers.Layer, inputs: Any, **kwargs: Any
 ) -> Any:
     """Hands preprocessing layers exact inputs before they cast them themselves."""
-    record = record_of(self)
-    if record is not None and record.exact_inputs:
+    policy = policy_of(self)
+    if policy is not None and policy.exact_inputs:
         inputs = tree.map_structure(_feature, inputs)
-    if record is not None and record.settings.has_defaults:
+    if policy is not None and policy.settings.has_defaults:
         dtype = self.compute_dtype
         if tf.as_dtype(dtype) in HALF and not tf.executing_eagerly():
             inputs = tree.map_structure(lambda x: rounded(x, dtype), inputs)
@@ -219,28 +231,28 @@ def _inner_call(
             call = super(TFLayer, self).__call__
         else:
             call = functools.partial(original, self)
-        record = record_of(self)
-        if record is None:
+        policy = policy_of(self)
+        if policy is None:
             return call(*args, **kwargs)
-        if record.is_kept and not record.is_propagated:
+        if policy.is_kept and not policy.is_propagated:
             after_build(self)
-        if record.exact_inputs:
+        if policy.exact_inputs:
             source = _feature if isinstance(self, _DATA_LAYER) else source_of
             args, kwargs = tree.map_structure(source, (args, kwargs))
-        if not CALLS.stack and record.settings.compute_dtype == "float16":
+        if not CALLS.stack and policy.settings.compute_dtype == "float16":
             CALLS.note_float16(self)
-        CALLS.stack.append(record)
+        CALLS.stack.append(policy)
         try:
             outputs = call(*args, **kwargs)
         finally:
             CALLS.stack.pop()
-        output_dtype = record.output_dtype
+        output_dtype = policy.output_dtype
         is_outermost = not (CALLS.stack or CALLS.num_builds)
-        if CALLS.is_training and is_outermost and record.settings.has_defaults:
+        if CALLS.is_training and is_outermost and policy.settings.has_defaults:
             # For the code of a `train_step`, as a model's output is.
             output_dtype = "float32"
         elif CALLS.stack:
-            output_dtype = _inside(CALLS.stack[-1], record)
+            output_dtype = _inside(CALLS.stack[-1], policy)
         if output_dtype is not None:
             outputs = cast_outputs(outputs, output_dtype)
         if CALLS.recorder is not None:
@@ -250,11 +262,11 @@ def _inner_call(
     return __call__
 
 
-def _inside(outer: LayerRecord, record: LayerRecord) -> str | None:
+def _inside(outer: Policy, policy: Policy) -> str | None:
     """Returns what the outputs of a layer are cast to in the layer that calls it."""
-    is_own_dtype = record.kind is Kind.EXPLICIT and outer.inner_dtype != "float32"
+    is_own_dtype = policy.kind is Kind.EXPLICIT and outer.inner_dtype != "float32"
     if outer.inner_dtype is None or is_own_dtype:
-        return record.output_dtype
+        return policy.output_dtype
     return outer.inner_dtype
 
 
@@ -284,28 +296,3 @@ def cast_outputs(outputs: Any, dtype: str) -> Any:
         return y
 
     return tree.map_structure(cast, outputs)
-
-
-@wrapper
-def _wrap_convert_input(
-    original: Function, self: keras.DTypePolicy, x: Any, autocast: bool, dtype: Any
-) -> Any:
-    """Lets a tensor that was rounded remember what it was rounded from.
-
-    Only layers that ask for exact inputs look at it; in a graph the unused branch is
-    pruned.
-    """
-    y = original(self, x, autocast, dtype)
-    if y is x or not CALLS.is_managed:
-        return y
-    if not isinstance(y, tf.Tensor) or not y.dtype.is_floating:
-        return y
-    if isinstance(x, tf.Tensor):
-        source = getattr(x, SOURCE, None)
-        if source is None and y.dtype in HALF and x.dtype not in HALF:
-            source = x
-    else:  # an array or a list, converted and rounded in one go
-        source = x if hasattr(x, "__array__") and y.dtype in HALF else None
-    if source is not None:
-        setattr(y, SOURCE, source)
-    return y

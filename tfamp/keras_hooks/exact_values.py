@@ -24,10 +24,9 @@ from tensorflow.python.framework import constant_op, op_def_library
 
 from tfamp.keras_hooks import backend
 from tfamp.keras_hooks.backend import HALF
-from tfamp.keras_hooks.layers import CALLS
+from tfamp.keras_hooks.layers import CALLS, SOURCE
 from tfamp.keras_hooks.patches import Patch, like, replaced
 
-SOURCE = "_tfamp_source"  # what a tensor was rounded from
 _ORIGIN = "_tfamp_origin"  # how it would be made of such sources
 
 _MOVES = frozenset(

@@ -23,7 +23,7 @@ from keras.src import backend as keras_backend
 from tensorflow.python.framework import kernels
 
 from tfamp.keras_hooks import backend, trials
-from tfamp.keras_hooks.layers import CALLS, LayerRecord, record_of
+from tfamp.keras_hooks.layers import CALLS, Policy, policy_of
 from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
 
 _MISSING = "TensorFlow has no kernel that computes {} in {}"
@@ -39,7 +39,7 @@ def patches() -> list[Patch]:
 @wrapper
 def _wrap(original: Function, fn: Any, *args: Any, **kwargs: Any) -> Any:
     layer = getattr(fn, "__self__", None)
-    record = record_of(layer) if isinstance(layer, keras.layers.Layer) else None
+    record = policy_of(layer) if isinstance(layer, keras.layers.Layer) else None
     if layer is None or record is None:
         return original(fn, *args, **kwargs)
     # Or this trace is what builds it, or one of a loss.
@@ -59,7 +59,7 @@ def _wrap(original: Function, fn: Any, *args: Any, **kwargs: Any) -> Any:
 
 def checked(
     layer: keras.layers.Layer,
-    record: LayerRecord,
+    record: Policy,
     call: Callable[[], Any],
     given: tuple[Any, dict[str, Any]],
     *,
@@ -103,7 +103,7 @@ def checked(
 
 def _try(
     trial: trials.Trial,
-    record: LayerRecord,
+    record: Policy,
     given: tuple[Any, dict[str, Any]],
     outputs: Any,
     has_weights: bool,

@@ -6,7 +6,6 @@ import inspect
 import threading
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -201,6 +200,7 @@ class PatchSet:
 
     def __init__(self, patches: Iterable[Patch]) -> None:
         self._patches = tuple(patches)
+        self._lock = threading.RLock()
 
     @property
     def installed(self) -> tuple[str, ...]:
@@ -209,11 +209,12 @@ class PatchSet:
 
     def install(self) -> None:
         """Installs all, or none where one is missing: then it raises HookError."""
-        for patch in self._patches:
-            if not patch.is_installed:
-                patch.check()
-        for patch in self._patches:
-            patch.install()
+        with self._lock:
+            for patch in self._patches:
+                if not patch.is_installed:
+                    patch.check()
+            for patch in self._patches:
+                patch.install()
 
     def remove(self) -> None:
         """Removes all."""
@@ -222,34 +223,11 @@ class PatchSet:
 
 
 class HeldPatches(PatchSet):
-    """Patches that stand for as long as any object lives that holds them."""
-
-    def __init__(self, patches: Iterable[Patch]) -> None:
-        super().__init__(patches)
-        self._lock = threading.RLock()
-        self._holders: set[int] = set()
+    """Patches that stand for the life of the process."""
 
     def hold(self, holder: Any) -> None:
-        """Installs all until `holder`, and every other one, is gone."""
-        with self._lock:
-            if id(holder) in self._holders:
-                return
-            # Ahead of the installation, in which the garbage collector may take
-            # another holder away: that must not be the last one.
-            self._holders.add(id(holder))
-            try:
-                self.install()
-            except BaseException:
-                self._release(id(holder))
-                raise
-            finalizer = weakref.finalize(holder, self._release, id(holder))
-            finalizer.atexit = False
-
-    def _release(self, key: int) -> None:
-        with self._lock:
-            self._holders.discard(key)
-            if not self._holders:
-                self.remove()
+        """Installs all."""
+        self.install()
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils.tracking import DotNotTrackScope
 
 from tfamp.keras_hooks import calls, structure
-from tfamp.keras_hooks.layers import CALLS, record_of, update_record
+from tfamp.keras_hooks.layers import CALLS, policy_of, update
 from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
 from tfamp.records.formats import HALF
 
@@ -151,7 +151,7 @@ def read_patches(
 def _wrap_build(original: Function, self: keras.Model, config: Any) -> Any:
     """Hands a loaded model's `call`, by which it is built, inputs as in a real call."""
     dtype = self.compute_dtype
-    if record_of(self) is None or dtype not in HALF:
+    if policy_of(self) is None or dtype not in HALF:
         return original(self, config)
     plain = self.call
 
@@ -202,8 +202,8 @@ def copied_in_memory(model: keras.Model) -> keras.Model:
     if {id(each) for each in of_copy} & {id(each) for each in of_model}:
         raise ValueError(f"Parts of {model.name!r} are shared by its copy.")
     for _, layer, _ in structure.walk(made):
-        if record_of(layer) is not None:
-            update_record(layer, graph_key=structure.graph_key(layer))
+        if policy_of(layer) is not None:
+            update(layer, graph_key=structure.graph_key(layer))
     return made
 
 

@@ -155,7 +155,7 @@ def set_tensor_dtype(tensor: keras.KerasTensor, dtype: str) -> None:
 
 def widen_inputs(graph: Functional) -> None:
     """Makes a graph take its inputs in float32, which it casts to their dtypes."""
-    for tensor in graph.inputs:
+    for tensor in getattr(graph, "_inputs", ()):  # none while it is being made
         layer = tensor._keras_history.operation
         for each in (tensor, layer):  # a Sequential asks the layer, a graph the tensor
             if each.dtype in ("float16", "bfloat16"):

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import around_training, workers
 from tfamp.keras_hooks.backend import SharedTrainer, TensorFlowTrainer
-from tfamp.keras_hooks.layers import record_of
+from tfamp.keras_hooks.layers import policy_of
 from tfamp.keras_hooks.patches import Function, InnerPatch, Patch, like, wrapper
 from tfamp.keras_hooks.structure import graph_of
 
@@ -143,7 +143,7 @@ def _built_ahead(model: keras.Model, function: Callable[..., Any]) -> Any:
     are models that are not managed.
     """
     is_own = type(model).train_step is not TensorFlowTrainer.train_step
-    if is_own or model.run_eagerly or record_of(model) is None:
+    if is_own or model.run_eagerly or policy_of(model) is None:
         return function
     is_first = True
 

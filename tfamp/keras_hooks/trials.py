@@ -32,9 +32,9 @@ from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.layers import (
     CALLS,
     Kind,
-    LayerRecord,
-    record_of,
-    update_record,
+    Policy,
+    policy_of,
+    update,
 )
 from tfamp.keras_hooks.patches import replaced
 
@@ -60,7 +60,7 @@ def is_of_keras(layer: keras.layers.Layer) -> bool:
     return type(layer).__module__.startswith("keras.") and not is_lambda
 
 
-def may_be_tried(layer: keras.layers.Layer, record: LayerRecord) -> bool:
+def may_be_tried(layer: keras.layers.Layer, record: Policy) -> bool:
     """Returns whether a layer's own operations run in half precision by default."""
     return (
         record.kind in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
@@ -72,12 +72,12 @@ def may_be_tried(layer: keras.layers.Layer, record: LayerRecord) -> bool:
     )
 
 
-def is_untried(layer: keras.layers.Layer, record: LayerRecord, kwargs: Any) -> bool:
+def is_untried(layer: keras.layers.Layer, record: Policy, kwargs: Any) -> bool:
     """Returns whether a call that is coming has to be tried ahead of it."""
     if record.tried == BOTH or record.kind not in (Kind.FOLLOWS, Kind.OUTPUT_CAST):
         return False
     if not record.settings.is_half or is_of_keras(layer):
-        update_record(layer, tried=BOTH)
+        update(layer, tried=BOTH)
         return False
     if backend.in_symbolic_scope() or set(_phases(layer, kwargs)) <= {*record.tried}:
         return False
@@ -105,12 +105,12 @@ def note_call(layer: keras.layers.Layer, kwargs: Any) -> None:
 
 def note_tried(
     layer: keras.layers.Layer, phases: Iterable[bool] = BOTH
-) -> LayerRecord | None:
+) -> Policy | None:
     """Notes that a layer needs not be tried any more, in training or not."""
-    record = record_of(layer)
+    record = policy_of(layer)
     if record is None or {*phases} <= {*record.tried}:
         return record
-    return update_record(layer, tried=tuple(sorted({*record.tried, *phases})))
+    return update(layer, tried=tuple(sorted({*record.tried, *phases})))
 
 
 def _phases(layer: keras.layers.Layer, kwargs: Any) -> tuple[bool, ...]:
@@ -138,7 +138,7 @@ class Trial:
         self._returned: list[Any] = []  # by sublayers
         self._left_out: set[int] = set()  # places of the operations of sublayers
 
-    def is_done(self, record: LayerRecord) -> bool:
+    def is_done(self, record: Policy) -> bool:
         """Returns whether a gradient was taken of such a call before."""
         return {*self._phases} <= {*record.tried}
 

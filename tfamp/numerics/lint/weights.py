@@ -56,6 +56,9 @@ def _wanted(subject: Subject, holders: collections.Counter[int]) -> str | None:
     if getattr(present, "compute_dtype", "") in HALF:
         return str(present.name)
     # The policy was taken back, but part of the model follows it.
+    for part in subject.parts:
+        if part.record is not None and part.record.settings.is_half:
+            return str(part.record.settings.policy.name)
     shared = (
         part.layer.dtype_policy.name
         for part in subject.half()

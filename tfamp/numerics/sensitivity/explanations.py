@@ -191,7 +191,7 @@ def under_default_rules(
     """
     layers = [layer for _, layer, _ in structure.walk(model)]
     settings = make_settings(f"mixed_{dtype}")
-    hooks.hold(settings)
+    hooks.install(settings)
     with model_dtypes.restored(model):
         for layer in layers:
             if id(layer) in given:
