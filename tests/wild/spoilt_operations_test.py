@@ -73,7 +73,7 @@ CROSS_ENTROPIES = {
     "focal": lambda p: keras.losses.binary_focal_crossentropy(1 - p, p),
     "ops.binary": lambda p: ops.binary_crossentropy(1 - p, p),
     "categorical": lambda p: keras.losses.categorical_crossentropy(1 - p, p),
-    "sparse": lambda p: keras.losses.sparse_categorical_crossentropy([0, 1, 2, 3], p),
+    "sparse": lambda p: keras.losses.sparse_categorical_crossentropy(np.arange(4), p),
 }
 
 
@@ -167,7 +167,7 @@ FUNCTIONAL = {
     "ops.normalize": lambda x: ops.normalize(x, axis=-1),
     "ops.norm": lambda x: ops.norm(x, axis=-1, keepdims=True),
     "ops.std": lambda x: ops.std(x, axis=-1, keepdims=True),
-    "ops.logsumexp": lambda x: ops.logsumexp(x, axis=-1, keepdims=True),
+    "ops.logsumexp": lambda x: ops.logsumexp(x, axis=(1,), keepdims=True),
     "UnitNormalization": layers.UnitNormalization(dtype="float64"),
     "LayerNormalization": layers.LayerNormalization(dtype="float64"),
     "GroupNormalization": layers.GroupNormalization(4, dtype="float64"),
