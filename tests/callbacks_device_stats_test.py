@@ -1,24 +1,20 @@
 """`DeviceStats`: samples in logs and files, the thread's life, what cannot be read."""
 
 import csv
-import gc
 import sys
 import threading
 import types
-import weakref
 
 import keras
 import numpy as np
-import psutil
 import pytest
+import tensorflow as tf
 
 import tfamp
 from tests.callbacks_monitor_test import events
 from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
-from tfamp.callbacks import DeviceStats, PrecisionMonitor, Throughput, device_stats
-from tfamp.callbacks.device_stats import Sampler
-from tfamp.machine.nvml import GpuReading
+from tfamp.callbacks import DeviceStats, PrecisionMonitor, Throughput
 
 NUM_BATCHES = 3
 FIGURES = ("load", "gpu0_energy_joules")
@@ -30,33 +26,27 @@ class Reader:
     def __init__(self):
         self.value = 0.0
         self.is_closed = False
+        self.has_begun = threading.Event()
 
     def __call__(self):
         self.value += 10
+        if self.value >= 20:
+            self.has_begun.set()
         return dict(zip(FIGURES, (self.value, 100 + self.value / 10), strict=True))
 
     def close(self):
         self.is_closed = True
 
 
-class SampleOnce:
-    """In place of the thread: takes one sample when started."""
+class Begun(keras.callbacks.Callback):
+    """Waits until the thread of a reader has taken its first sample."""
 
-    def __init__(self, owner, interval_seconds):
-        self.owner, self.interval_seconds = weakref.ref(owner), interval_seconds
-        self.is_running = False
+    def __init__(self, reader):
+        super().__init__()
+        self.reader = reader
 
-    def start(self):
-        self.is_running = True
-        self.owner().sample()
-
-    def stop(self):
-        self.is_running = False
-
-
-@pytest.fixture
-def no_thread(monkeypatch):
-    monkeypatch.setattr(device_stats, "Sampler", SampleOnce)
+    def on_train_begin(self, logs=None):
+        assert self.reader.has_begun.wait(60)
 
 
 def compiled(**settings):
@@ -71,11 +61,11 @@ def fit(model, *callbacks, epochs=2, **settings):
     return model.fit(x, y, epochs=epochs, callbacks=list(callbacks), **settings).history
 
 
-def stats(*given, **settings):
-    """A callback with fake readers, and a clock that counts seconds."""
+def stats(reader, **settings):
+    """A callback with a fake reader and a clock; its thread takes one sample."""
     ticks = iter(range(1000, 2000))
-    settings = {"clock": lambda: next(ticks)} | settings
-    return DeviceStats(readers=given or (Reader(),), **settings)
+    settings = {"clock": lambda: next(ticks), "interval_seconds": 1e6} | settings
+    return DeviceStats(readers=(reader,), **settings)
 
 
 def rows(path):
@@ -85,24 +75,23 @@ def rows(path):
 
 # The columns are found by a first reading. Then one sample when training begins,
 # before its first epoch, and one at the end of each: 20, 30, 40.
-@pytest.mark.usefixtures("no_thread")
 def test_mean_and_most_of_each_epoch_are_in_the_history():
     reader = Reader()
-    history = fit(compiled(), stats(reader))
+    history = fit(compiled(), stats(reader), Begun(reader))
     assert history["load_mean"] == [30.0, 40.0]
     assert history["load_max"] == [30.0, 40.0]
     assert reader.is_closed
 
 
-@pytest.mark.usefixtures("no_thread")
 def test_an_epoch_is_summed_up_over_all_of_its_samples():
-    watch = stats()
+    reader = Reader()
+    watch = stats(reader)
 
     class More(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             watch.sample()
 
-    history = fit(compiled(), More(), watch)
+    history = fit(compiled(), More(), watch, Begun(reader))
     # 30, 40, 50 and at the end 60; then 70, 80, 90, 100.
     assert history["load_mean"] == [45.0, 85.0]
     assert history["load_max"] == [60.0, 100.0]
@@ -110,38 +99,40 @@ def test_an_epoch_is_summed_up_over_all_of_its_samples():
     assert history["gpu0_energy_joules"] == [5.0, 4.0]
 
 
-@pytest.mark.usefixtures("no_thread")
 def test_energy_that_is_not_told_at_first_counts_from_where_it_is():
-    # The columns, the beginning, and the ends of four epochs.
-    told = iter([None, None, None, 5000.0, 5003.0, 5010.0])
-    watch = stats(lambda: {"gpu0_energy_joules": next(told)})
-    history = fit(compiled(), watch, epochs=4)
+    told = {"gpu0_energy_joules": None}
+    watch = stats(lambda: dict(told))
+
+    class Tell(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.params["epochs"] and batch == NUM_BATCHES - 1:
+                told["gpu0_energy_joules"] = next(values)
+
+    values = iter([None, 5000.0, 5003.0, 5010.0])
+    history = fit(compiled(), Tell(), watch, epochs=4)
     assert history["gpu0_energy_joules"] == [3.0, 7.0]
 
 
-@pytest.mark.usefixtures("no_thread")
 def test_rows_and_scalars_hold_every_sample(tmp_path):
-    watch = stats(csv_path=tmp_path / "stats.csv", log_dir=tmp_path / "events")
-    fit(compiled(), watch)
-    fit(compiled(), watch, epochs=1)
+    reader = Reader()
+    watch = stats(reader, csv_path=tmp_path / "stats.csv", log_dir=tmp_path / "events")
+    fit(compiled(), watch, Begun(reader))
     assert rows(tmp_path / "stats.csv") == [
         ["step", "time", *FIGURES],
         ["0", "1000", "20.0", "102.0"],
         ["3", "1001", "30.0", "103.0"],
         ["6", "1002", "40.0", "104.0"],
-        ["0", "1003", "60.0", "106.0"],
-        ["3", "1004", "70.0", "107.0"],
     ]
     assert events(tmp_path / "events")[0][6, "load"] == 40.0
 
 
-@pytest.mark.usefixtures("no_thread")
 def test_it_works_beside_the_other_callbacks_on_two_replicas():
     strategy = two_replicas()
     with strategy.scope():
         model = compiled()
         model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1), 8.0), "mse")
-    history = fit(model, PrecisionMonitor(), Throughput(), stats())
+    reader = Reader()
+    history = fit(model, PrecisionMonitor(), Throughput(), stats(reader), Begun(reader))
     assert history["load_max"] == [30.0, 40.0]
     assert history["applied_steps"] == [3, 6]
 
@@ -165,11 +156,10 @@ class Failing(Reader):
         return super().__call__()
 
 
-@pytest.mark.usefixtures("no_thread")
 def test_a_reading_that_fails_ends_the_readings_and_not_the_training():
     reader = Failing()
     watch = stats(reader)
-    history = fit(compiled(), watch)
+    history = fit(compiled(), watch, Begun(reader))
     text = (
         "DeviceStats is off, since reading or writing failed: "
         "OSError('the driver went away')."
@@ -189,16 +179,21 @@ def test_a_reader_that_fails_from_the_beginning_does_not_end_training():
     assert "OSError('never there')" in watch.notes[0]
 
 
-@pytest.mark.usefixtures("no_thread")
-def test_a_full_disk_ends_the_readings_and_not_the_training(tmp_path, monkeypatch):
-    def full(self, rows):
-        raise OSError(28, "No space left on device")
+def test_a_file_that_goes_away_ends_the_readings_and_not_the_training(tmp_path):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    reader = Reader()
+    watch = stats(reader, csv_path=folder / "stats.csv")
 
-    monkeypatch.setattr("tfamp.callbacks._fit_callback.EventWriter.write", full)
-    watch = stats(csv_path=tmp_path / "stats.csv")
-    fit(compiled(), watch)
-    assert "No space left on device" in watch.notes[0]
-    assert len(watch.notes) == 1
+    class Remove(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                (folder / "stats.csv").unlink()
+                folder.rmdir()
+
+    history = fit(compiled(), watch, Begun(reader), Remove(), epochs=3)
+    assert len(history["loss"]) == 3
+    assert len(watch.notes) == 1 and "FileNotFoundError" in watch.notes[0]
 
 
 class Bad(Exception):
@@ -210,7 +205,6 @@ class Raising(keras.callbacks.Callback):
         raise Bad
 
 
-@pytest.mark.usefixtures("no_thread")
 def test_an_error_in_fit_ends_the_readings():
     reader = Reader()
     watch = stats(reader)
@@ -224,9 +218,8 @@ def test_an_error_in_fit_ends_the_readings():
     assert len(fit(compiled(), watch)["load_max"]) == 2
 
 
-@pytest.mark.usefixtures("no_thread")
 def test_a_loop_of_ones_own_is_read_until_it_says_that_it_ends():
-    watch = stats()
+    watch = stats(Reader())
 
     def begin():
         watch.on_train_begin()
@@ -238,145 +231,86 @@ def test_a_loop_of_ones_own_is_read_until_it_says_that_it_ends():
     assert not watch.sample()
 
 
-class Owner:
-    """Counts samples; ends after some."""
+def driver(**figures):
+    """Stands for the module `pynvml`, with one GPU; what is not given is refused."""
 
-    def __init__(self, most):
-        self.count, self.most = 0, most
-        self.done = threading.Event()
+    class NVMLError(Exception):
+        pass
 
-    def sample(self):
-        self.count += 1
-        if self.count == self.most:
-            self.done.set()
-            return False
-        return True
+    def told(name):
+        def query(*arguments):
+            if name not in figures:
+                raise NVMLError("Not Supported")
+            value = figures[name]
+            return value.pop(0) if isinstance(value, list) else value
 
+        return query
 
-LIMIT = 60  # seconds after which a thread that should have ended is a failure
-
-
-def test_a_thread_samples_until_there_is_no_more():
-    waits = []
-
-    class Counting(Sampler):
-        def wait(self):
-            waits.append(self.interval_seconds)
-            return False
-
-    owner = Owner(most=4)
-    sampler = Counting(owner, 2.5)
-    sampler.start()
-    assert owner.done.wait(LIMIT)
-    sampler.stop()
-    assert (owner.count, waits) == (4, [2.5] * 3)
-    assert not sampler.is_alive()
-
-
-def waiting_sampler(owner):
-    """A sampler that has taken its first sample and waits for the next."""
-    waiting = threading.Event()
-
-    class Waiting(Sampler):
-        def wait(self):
-            waiting.set()
-            return self.ended.wait(LIMIT)
-
-    sampler = Waiting(owner, 1e6)
-    sampler.start()
-    assert waiting.wait(LIMIT)
-    return sampler
-
-
-def test_a_thread_that_waits_ends_at_once_when_stopped():
-    owner = Owner(most=None)
-    sampler = waiting_sampler(owner)
-    sampler.stop()
-    sampler.stop()
-    assert (owner.count, sampler.is_alive()) == (1, False)
-
-
-def test_a_thread_ends_with_what_it_samples():
-    owner = Owner(most=None)
-    sampler, gone = waiting_sampler(owner), weakref.ref(owner)
-    del owner
-    gc.collect()
-    was_gone, was_running = gone() is None, sampler.is_alive()
-    sampler.stop()
-    assert (was_gone, was_running) == (True, False)
-
-
-def test_load_is_cpu_time_over_time_of_one_core(monkeypatch):
-    cpu = iter([(1.0, 0.5), (2.0, 0.5), (2.0, 0.6), (5.0, 1.5)])
-    process = types.SimpleNamespace(
-        cpu_times=lambda: types.SimpleNamespace(
-            **dict(zip(("user", "system"), next(cpu), strict=True))
-        ),
-        memory_info=lambda: types.SimpleNamespace(rss=12345),
+    fake = types.ModuleType("pynvml")
+    names = (
+        *("Name", "MemoryInfo", "UtilizationRates", "Temperature", "PowerUsage"),
+        *("TotalEnergyConsumption", "HandleByIndex"),
     )
-    times = iter([10.0, 12.0, 12.01, 14.0])
-    monkeypatch.setattr(psutil, "Process", lambda: process)
-    now = types.SimpleNamespace(monotonic=lambda: next(times))
-    monkeypatch.setattr(device_stats, "time", now)
-    read = device_stats.ProcessReader()
-    # 1 s in 2 s; too soon for another; 4 s in 2 s since the one before the last.
-    assert read() == {"cpu_percent": 50.0, "process_bytes": 12345.0}
-    assert read()["cpu_percent"] == 50.0
-    assert read()["cpu_percent"] == 200.0
+    for name in names:
+        setattr(fake, f"nvmlDeviceGet{name}", told(name))
+    fake.NVMLError, fake.closed = NVMLError, []
+    fake.nvmlInit, fake.nvmlShutdown = lambda: None, lambda: fake.closed.append(1)
+    return fake
 
 
-class Driver:
-    """In place of `Nvml`: what it gives, one after the other."""
-
-    def __init__(self, *readings):
-        self.readings, self.is_closed = list(readings), False
-
-    def read(self):
-        return (self.readings.pop(0) if len(self.readings) > 1 else self.readings[0],)
-
-    def close(self):
-        self.is_closed = True
-
-
-def gpu_reader(monkeypatch, *readings):
-    driver = Driver(*readings)
-    monkeypatch.setattr(device_stats, "Nvml", lambda: driver)
-    return device_stats.GpuReader(), driver
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """TensorFlow has a GPU, as far as its configuration is asked."""
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    visible = tf.config.get_visible_devices
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(
+        tf.config,
+        "get_visible_devices",
+        lambda kind=None: [gpu] if kind == "GPU" else visible(kind),
+    )
 
 
-def test_gpus_are_read_under_their_numbers_and_energy_from_the_beginning(monkeypatch):
-    full = GpuReading(1, "A100", None, 0.5, 10, 20, 60.0, 200.0, 1000.0, "counter")
-    later = GpuReading(1, "A100", None, 1.0, 12, 20, 65.0, 300.0, 1250.0, "counter")
-    reader, driver = gpu_reader(monkeypatch, full, later)
-    assert reader() == {
-        "gpu1_utilisation": 1.0,
-        "gpu1_memory_bytes": 12.0,
-        "gpu1_temperature_celsius": 65.0,
-        "gpu1_power_watts": 300.0,
-        "gpu1_energy_joules": 250.0,
-    }
-    assert reader.notes == ()
-    reader.close()
-    assert driver.is_closed
+MEMORY = types.SimpleNamespace(used=2**30, total=2**33)
 
 
+@pytest.mark.usefixtures("one_gpu")
+def test_a_gpu_is_read_and_its_energy_counts_from_the_beginning(monkeypatch, tmp_path):
+    fake = driver(
+        HandleByIndex=0,
+        Name="A100",
+        MemoryInfo=MEMORY,
+        UtilizationRates=types.SimpleNamespace(gpu=50),
+        Temperature=60,
+        PowerUsage=200_000,
+        TotalEnergyConsumption=[1_000_000 + 10_000 * i for i in range(20)],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    watch = DeviceStats(csv_path=tmp_path / "stats.csv", interval_seconds=1e6)
+    history = fit(compiled(), watch)
+    assert history["gpu0_utilisation_mean"] == [0.5, 0.5]
+    assert history["gpu0_memory_bytes_max"] == [2**30, 2**30]
+    assert history["gpu0_power_watts_max"] == [200.0, 200.0]
+    assert history["gpu0_temperature_celsius_max"] == [60.0, 60.0]
+    # Ten joules from each sample to the next.
+    assert history["gpu0_energy_joules"][1] == 10.0
+    assert watch.notes == () and fake.closed == [1]
+
+
+@pytest.mark.usefixtures("one_gpu")
 def test_what_a_slice_does_not_tell_is_left_out_and_said(monkeypatch):
-    part = GpuReading(0, "A100 MIG 1g.5gb", "1g.5gb", None, 10, 20)
-    reader, _ = gpu_reader(monkeypatch, part)
-    assert reader.names == ("gpu0_memory_bytes",)
-    assert reader.notes == (
-        "GPU:0 is the MIG slice 1g.5gb of A100 MIG 1g.5gb: memory is its own; "
-        "temperature, power and energy, where told, are those of the whole GPU.",
-        "GPU:0 does not tell utilisation, temperature_celsius, power_watts, "
-        "energy_joules: its driver refuses that here, as under MIG and in some "
-        "containers.",
-    )
+    fake = driver(HandleByIndex=0, Name="A100 MIG 1g.5gb", MemoryInfo=MEMORY)
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    watch = DeviceStats()
+    history = fit(compiled(), watch)
+    told = {name for name in history if name.startswith("gpu0")}
+    assert told == {"gpu0_memory_bytes_mean", "gpu0_memory_bytes_max"}
+    assert "GPU:0 is the MIG slice 1g.5gb" in watch.notes[0]
+    assert "GPU:0 does not tell utilisation, temperature_celsius" in watch.notes[1]
 
 
-@pytest.mark.usefixtures("no_thread")
+@pytest.mark.usefixtures("one_gpu")
 def test_a_gpu_without_the_library_is_said_with_the_line_to_run(monkeypatch):
-    monkeypatch.setattr(device_stats, "visible_gpus", lambda: [(0, "A100")])
-    monkeypatch.setattr("tfamp.machine.nvml.visible_gpus", lambda: [(0, "A100")])
     monkeypatch.setitem(sys.modules, "pynvml", None)
     watch = DeviceStats()
     fit(compiled(), watch)
@@ -386,7 +320,6 @@ def test_a_gpu_without_the_library_is_said_with_the_line_to_run(monkeypatch):
     )
 
 
-@pytest.mark.usefixtures("no_thread")
 def test_without_psutil_there_is_a_line_and_no_figure(monkeypatch):
     monkeypatch.setitem(sys.modules, "psutil", None)
     watch = DeviceStats()

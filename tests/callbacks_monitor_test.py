@@ -178,7 +178,9 @@ def test_callbacks_after_it_see_the_last_reading():
     seen = Seen()
     fit(compiled(), PrecisionMonitor(every_steps=2), seen, epochs=1)
     assert [logs["skipped_steps"] for logs in seen.batches] == [0, 0, 0, 1, 1, 1]
-    assert [logs["applied_steps"] for logs in seen.batches] == [0, 2, 2, 3, 3, 5]
+    # The bar has room for two numbers; all are there when the epoch ends.
+    names = {"loss", "loss_scale", "skipped_steps"}
+    assert all(set(logs) == names for logs in seen.batches)
 
 
 def test_progress_bar_shows_the_counters(capsys):

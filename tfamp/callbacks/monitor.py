@@ -18,18 +18,19 @@ from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.records import checks
 
 _MAX_NAMES = 8
+_IN_THE_BAR = ("loss_scale", "skipped_steps")
 
 
 class PrecisionMonitor(FitCallback):
     """Shows loss scale, skipped steps and gradient norm while a model trains.
 
-    `fit`'s progress bar and `History` get `loss_scale`, `applied_steps`,
-    `skipped_steps`, `consecutive_skips`, `gradient_norm` (unscaled, of the last
-    finite step) and `overflow_rate` (skipped steps per 1,000, over the last 1,000
-    or as many as there were). They are plain finite numbers, of the last reading
-    during an epoch and exact at its end. Callbacks after this one in the list see
-    them too. Keras 3.10 shows means over an epoch in its bar, so there they come at the
-    end of the epoch only.
+    `History` gets `loss_scale`, `applied_steps`, `skipped_steps`, `consecutive_skips`,
+    `gradient_norm` (unscaled, of the last finite step) and `overflow_rate` (skipped
+    steps per 1,000, over the last 1,000 or as many as there were), plain finite
+    numbers, exact at the end of each epoch. During an epoch the progress bar, and
+    callbacks after this one in the list, see the first and the third of them, of the
+    last reading. Keras 3.10 shows means over an epoch in its bar, so there all come at
+    the end of the epoch only.
 
     Where a step was skipped, a warning names the variables whose gradients were not
     finite, once for each set of variables.
@@ -121,7 +122,7 @@ class PrecisionMonitor(FitCallback):
             self.read()
             self._next_reading = batch + 1 + self.every_steps
         if logs is not None and not BAR_AVERAGES:
-            logs.update(self._latest)
+            logs.update({k: v for k, v in self._latest.items() if k in _IN_THE_BAR})
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads the counters and puts them into the logs."""

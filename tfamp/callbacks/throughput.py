@@ -1,24 +1,40 @@
 """`Throughput`: how fast a model trains, and how much of the time it waits for data."""
 
+import dataclasses
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
+from tfamp.callbacks._draws import Draws, can_draw, has_workers, num_rows
 from tfamp.callbacks._fit_callback import (
     BAR_AVERAGES,
     EventWriter,
     FitCallback,
     check_path,
 )
-from tfamp.callbacks._rates import Rates, Watch, Window, rates_of
-from tfamp.keras_hooks import around_training
+from tfamp.keras_hooks import around_training, trainer
 from tfamp.records import checks
 
-_FIELDS = ("step", *Rates._fields)
+_KEYS = ("examples_per_second", "step_seconds", "input_wait")
+# A batch of a new shape may be traced anew, so that its step says nothing of the
+# others; where there are more shapes than these, few are.
+_MAX_SHAPES = 8
+
+
+@dataclasses.dataclass
+class _Window:
+    """Some steps in a row; examples are 0 where they cannot be counted."""
+
+    calls: int = 0
+    batches: int = 0
+    seconds: float = 0.0
+    examples: int = 0
+    waited: float = 0.0
 
 
 class Throughput(FitCallback):
@@ -30,8 +46,7 @@ class Throughput(FitCallback):
       together, a short last batch as what it is;
     - `step_seconds`: the median step;
     - `input_wait`: the part of the time that steps waited for their batch, in
-      [0, 1]. What a faster pipeline would gain can be more, where both share the same
-      cores: `tfamp.data.bottleneck` measures that;
+      [0, 1]; what a faster pipeline would gain `tfamp.data.bottleneck` measures;
     - `first_step_seconds`: the first step of each `fit`, in the first epoch's logs.
       It holds tracing and compiling, and is left out of all else, as are validation,
       the first step on each shape of batch, and other callbacks at the ends of epochs.
@@ -39,16 +54,10 @@ class Throughput(FitCallback):
     A value that cannot be had is absent, and one line says why. Keras 3.10 shows means
     over an epoch in its bar, so there they come at the end of the epoch only.
 
-    How it sees that: for the length of `fit` batches are drawn in Python, ahead of the
-    step, where each draw is timed. A smaller last batch is traced anew then, as it is
-    in `train_on_batch`. With `steps_per_execution` above 1, and on several workers, the
-    steps draw their batches themselves, and `input_wait` is absent, as it is on a GPU
-    with a `train_step` that returns no logs: Python runs ahead of the device there. On
-    several workers pass `batch_size` to have examples counted. A second Throughput in
-    the same `fit` rests.
-
-    The device is waited for where `fit` does so, for its logs, and at the end of each
-    window.
+    For the length of `fit` batches are drawn in Python, ahead of the step, where each
+    draw is timed. With `steps_per_execution` above 1, and on several workers, the steps
+    draw their batches themselves, and `input_wait` is absent; on several workers pass
+    `batch_size` to have examples counted. A second Throughput in the same `fit` rests.
 
     Args:
         log_dir: Folder for TensorBoard scalars of every window, made if need be.
@@ -94,11 +103,8 @@ class Throughput(FitCallback):
             self.batch_size = checks.positive_int("batch_size", batch_size)
         self.first_step_seconds: float | None = None
         self._clock = clock
-        self._watch: Watch | None = None
         self._events: EventWriter | None = None
-        self._windows: list[Window] = []
-        self._latest: dict[str, float] = {}
-        self._is_first_epoch = True
+        self._ended = -1.0  # below 0: the time until the next call is left out
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Opens the files and takes its place around the training function."""
@@ -108,91 +114,152 @@ class Throughput(FitCallback):
             )
             return
         self._events = EventWriter(
-            self.model, _FIELDS, csv_path=self.csv_path, log_dir=self.log_dir
+            self.model, ("step", *_KEYS), csv_path=self.csv_path, log_dir=self.log_dir
         )
-        self.first_step_seconds, self._latest = None, {}
-        self._is_first_epoch = True
+        self.first_step_seconds, self._is_first_epoch = None, True
+        self._latest: dict[str, float] = {}
+        self._steps = int(self.model.steps_per_execution or 1)
+        self._draws = self._steps == 1 and can_draw(self.model)
         devices = tf.config.list_logical_devices()
-        self._watch = Watch(
-            self.model,
-            every_steps=self.every_steps,
-            batch_size=self.batch_size,
-            is_asynchronous=any(device.device_type != "CPU" for device in devices),
-            clock=self._clock,
-            wait_for_device=tf.test.experimental.sync_devices,
-            on_window=self._take_window,
-        )
+        self._runs_ahead = any(device.device_type != "CPU" for device in devices)
+        self._function: Any = None
+        self._shapes: set[tuple[str, ...]] = set()
+        self._num_batches = 0
+        self._begin_epoch()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to measure an epoch."""
-        self._windows = []
-        if self._watch is not None:
-            self._watch.begin_epoch((self.params or {}).get("steps"))
+        self._begin_epoch()
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Puts the rates of the last window into the logs."""
-        if logs is not None and not BAR_AVERAGES:
+        if logs is not None and not BAR_AVERAGES and self._events is not None:
             logs.update(self._latest)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Ends the window before the validation inside `fit`."""
-        if self._watch is not None:
-            self._watch.end_window()
-            self._watch.pause()
+        if self._events is not None:
+            self._end_window()
+            self._ended = -1.0
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Puts the rates of the epoch into the logs."""
-        if self._watch is None:
+        if self._events is None:
             return
-        self._watch.end_window()
-        self._tell_notes()
-        rates = rates_of(self._windows)
-        if rates is not None and logs is not None:
-            logs.update(rates.known())
-        if self._is_first_epoch and logs is not None:
-            if self.first_step_seconds is not None:
-                logs["first_step_seconds"] = self.first_step_seconds
-        self._is_first_epoch = False
-
-    def _close(self, error: BaseException | None) -> None:
-        self._watch = None
-        if self._events is not None:
-            self._events.close()
-        self._events = None
-
-    def _call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
-        """Stands around the training function, once its files are open."""
-        watch = self._watch
-        if watch is None:
-            return function(iterator)
-        logs = watch.call(function, iterator)
-        self.first_step_seconds = watch.first_step_seconds
-        return logs
-
-    def _take_window(self, window: Window, num_batches: int) -> None:
-        self._windows.append(window)
-        rates = rates_of([window])
-        if rates is None:
-            return
-        self._latest = rates.known()
-        if self._events is not None:
-            self._events.write([(num_batches, *rates)])
-
-    def _tell_notes(self) -> None:
-        """Says what the watch cannot see."""
-        watch = self._watch
-        if watch is None:
-            return
-        if any(window.examples is None for window in self._windows):
+        self._end_window()
+        if self._windows and not all(window.examples for window in self._windows):
             self._note(
                 "No examples_per_second, since the examples of a batch cannot be "
                 "counted: pass `batch_size`."
             )
-        if watch.why_no_wait:
+        if not self._draws:
+            who = "training function draws its batches itself"
+            if self._steps > 1:
+                who = "steps of an execution draw their batches themselves"
             self._note(
-                f"No input_wait, since {watch.why_no_wait}: ask "
-                "`tfamp.data.bottleneck`.",
+                f"No input_wait, since the {who}: ask `tfamp.data.bottleneck`.",
                 logging.INFO,
             )
+        if logs is not None:
+            logs.update(self._rates(self._windows))
+            if self._is_first_epoch and self.first_step_seconds is not None:
+                logs["first_step_seconds"] = self.first_step_seconds
+        self._is_first_epoch = False
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._events is not None:
+            self._events.close()
+        self._events = None
+
+    def _begin_epoch(self) -> None:
+        self._windows: list[_Window] = []
+        self._window = _Window()
+        self._ended = -1.0
+        self._left = (self.params or {}).get("steps")
+        self._counted = 0.0
+
+    def _call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
+        """Stands around the training function, once its files are open."""
+        if self._events is None:
+            return function(iterator)
+        if self._ended < 0:
+            self._ended = self._clock()
+        self._is_new = function is not self._function
+        if self._is_new:  # what is made anew is traced anew
+            self._function = function
+            self._shapes.clear()
+        self._drawn = _Window(1)
+        source = iterator
+        if self._draws:
+            source = Draws(lambda: self._draw(iterator), iterator)
+        logs = function(source)
+        if self._runs_ahead and not logs:  # or `fit` waits, for its logs
+            tf.test.experimental.sync_devices()
+        now = self._clock()
+        self._drawn.seconds, self._ended = now - self._ended, now
+        if not self._draws:
+            self._count()
+        if self.first_step_seconds is None:
+            self.first_step_seconds = self._drawn.seconds
+        self._num_batches += self._drawn.batches
+        if self._left is not None:
+            self._left -= self._steps
+        if not self._is_new:
+            for name, value in vars(self._drawn).items():
+                setattr(self._window, name, getattr(self._window, name) + value)
+        is_last = self._left is not None and self._left <= 0
+        if is_last or self._window.calls >= max(1, self.every_steps // self._steps):
+            self._end_window()
+        return logs
+
+    def _draw(self, iterator: Any) -> Any:
+        """Returns the next batch, timed and counted."""
+        start = self._clock()
+        data = next(iterator)
+        self._drawn.waited, self._drawn.batches = self._clock() - start, 1
+        self._drawn.examples = self.batch_size or num_rows(self.model, data)
+        if len(self._shapes) < _MAX_SHAPES:
+            leaves = tf.nest.flatten(data, expand_composites=True)
+            shape = tuple(str(getattr(leaf, "shape", "")) for leaf in leaves)
+            self._is_new |= shape not in self._shapes
+            self._shapes.add(shape)
+        return data
+
+    def _count(self) -> None:
+        """Counts what the call has drawn by itself, as the loss has counted it."""
+        left = self._steps if self._left is None else max(0, self._left)
+        self._drawn.batches = min(self._steps, left)
+        if self.batch_size is not None:
+            self._drawn.examples = self.batch_size * self._drawn.batches
+        elif not has_workers(self.model):  # whose counts they would have to add up
+            counted = trainer.examples_recorded(self.model)
+            self._drawn.examples = max(0, round(counted - self._counted))
+            self._counted = counted
+
+    def _end_window(self) -> None:
+        window, self._window = self._window, _Window()
+        if not window.batches or window.seconds <= 0:
+            return
+        self._windows.append(window)
+        self._latest = self._rates([window])
+        if self._events is not None:
+            row = (self._num_batches, *map(self._latest.get, _KEYS))
+            self._events.write([row])
+
+    def _rates(self, windows: Sequence[_Window]) -> dict[str, float]:
+        """Returns what windows come to, without what is not known."""
+        if not windows:
+            return {}
+        seconds = sum(each.seconds for each in windows)
+        rates = {}
+        if all(each.examples for each in windows):
+            rates[_KEYS[0]] = sum(each.examples for each in windows) / seconds
+        # Of a window only the mean is known, which stands for each of its steps.
+        rates[_KEYS[1]] = statistics.median_low(
+            each.seconds / each.batches for each in windows for _ in range(each.batches)
+        )
+        if self._draws:
+            rates[_KEYS[2]] = min(1.0, sum(each.waited for each in windows) / seconds)
+        return rates

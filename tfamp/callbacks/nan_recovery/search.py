@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 import keras
 
-from tfamp.callbacks._draws import Kept, holds_nonfinite, parts_of, whole
+from tfamp.callbacks._draws import parts_of, whole
 from tfamp.callbacks.nan_recovery import failures
+from tfamp.callbacks.nan_recovery.batches import Kept, holds_nonfinite
 from tfamp.callbacks.nan_recovery.failures import Sign
 from tfamp.keras_hooks import around_training
 from tfamp.keras_hooks.patches import replaced

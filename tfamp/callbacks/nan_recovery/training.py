@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.callbacks._draws import BatchesSince
 from tfamp.callbacks.nan_recovery import failures
+from tfamp.callbacks.nan_recovery.batches import BatchesSince
 from tfamp.callbacks.nan_recovery.failures import Sign
 from tfamp.keras_hooks.trainer import drop_traced_functions
 from tfamp.stepping.snapshot_files import Background, Slots
