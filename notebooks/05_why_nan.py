@@ -14,7 +14,7 @@
 #
 # - which layers of a model are unsafe in float16, and why,
 # - which numbers lie beyond which format,
-# - what to read from a step that failed, and how to replay it days later,
+# - what to read from a step that failed, and how to look into it days later,
 # - how training goes on after a failure, without losing what was good.
 #
 # It takes two minutes on a CPU or a GPU.
@@ -181,8 +181,8 @@ print(sorted(path.name for path in pathlib.Path(bundle).iterdir()))
 # The loss was finite to the end: the ReLU had made 0 of NaN. The weights were not,
 # which the callback saw.
 #
-# The bundle replays in any later process, bit by bit on the same device, with
-# `tfamp replay FOLDER`. In Python, with the model at hand:
+# Any later process can ask about it, with the model at hand or with the one in the
+# bundle, `tfamp.load_model(f"{bundle}/model.keras")`:
 
 # %%
 print(tfamp.triage(left_alone, bundle))

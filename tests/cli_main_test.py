@@ -103,7 +103,6 @@ FUNCTIONS = {
     # `--out`, and what the command tells the report.
     "compare": (tfamp.compare, {"batch_size", "directory", "command", "on_run"}),
     "triage": (tfamp.triage, {"batch_or_bundle"}),
-    "replay": (tfamp.replay, {"path"}),
     "freeze": (tfamp.freeze, {"sample", "in_place"}),
     # A folder is `--out`; a metric may be a function.
     "export": (tfamp.export, {"path", "metric"}),

@@ -22,8 +22,7 @@ from tfamp.distribute import strategies
 from tfamp.dtypes import hooks
 from tfamp.loss_scale.replicas import STRATEGIES
 from tfamp.machine import hosts
-from tfamp.machine.clusters import Cluster, cluster_of
-from tfamp.machine.hosts import expanded_hosts
+from tfamp.machine.clusters import Cluster, cluster_of, expanded_hosts
 
 ROOT = Path(__file__).parents[1]
 TWO = ["a:2222", "b:2222"]

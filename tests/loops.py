@@ -1,5 +1,6 @@
 """Ways to run a step of a loop, a model's step, a spy on gradients, states by bits."""
 
+import hashlib
 from typing import Any
 
 import keras
@@ -62,3 +63,12 @@ def same_bits(one: State, other: State) -> bool:
         and array.tobytes() == other.arrays[name].tobytes()
         for name, array in one.arrays.items()
     )
+
+
+def digest(model: keras.Model) -> str:
+    """Returns a checksum of weights, statistics, seeds, slots and counters."""
+    total = hashlib.sha256()
+    for variable in (*model.variables, *model.optimizer.variables):
+        total.update(f"{variable.dtype} {variable.shape}".encode())
+        total.update(keras.ops.convert_to_numpy(variable).tobytes())
+    return total.hexdigest()

@@ -17,8 +17,8 @@ def train(config):
     import keras
 
     import tfamp
+    from tests.loops import digest
     from tests.resume_worker_program import build, dataset
-    from tfamp.stepping import snapshots
 
     strategy = tfamp.distribute.strategy()
     out, kill_at = Path(config["out"]), config.get("kill_at", 0)
@@ -44,7 +44,7 @@ def train(config):
     history = model.fit(dataset(), epochs=3, verbose=0, callbacks=callbacks)
     (resume, *_) = callbacks
     results = {
-        "digest": snapshots.digest(snapshots.take(model)),
+        "digest": digest(model),
         "loss": history.history["loss"],
         "resumed at": resume.resumed_at,
         "notes": resume.notes,

@@ -22,7 +22,6 @@ from tests.replicas import two_replicas
 from tests.resume_program import EVERY_STEPS, final_digest, newest_step
 from tfamp.callbacks import Resume, _fit_callback
 from tfamp.callbacks import resume as resume_module
-from tfamp.callbacks.resume import files
 from tfamp.stepping import snapshot_files, snapshots
 from tfamp.stepping.snapshots import optimizers_of
 
@@ -260,7 +259,7 @@ def lines(monkeypatch):
     """What is logged, by level."""
     found = collections.defaultdict(list)
     add = lambda level, text, *args: found[level].append(text % args)  # noqa: E731
-    for module in (_fit_callback, files, resume_module):
+    for module in (_fit_callback, snapshot_files, resume_module):
         for level in ("info", "warning"):
             monkeypatch.setattr(module.logging, level, functools.partial(add, level))
     monkeypatch.setattr(_fit_callback.logging, "log", lambda _, *a: add("warning", *a))

@@ -50,7 +50,7 @@ def main(out, folder, worker="", kind="", number="0"):
     import keras
 
     from tests import resume_program
-    from tfamp.stepping import snapshots
+    from tests.loops import digest
 
     keras.utils.set_random_seed(0)
     resume = tfamp.callbacks.Resume(folder, every_steps=2)
@@ -73,7 +73,7 @@ def main(out, folder, worker="", kind="", number="0"):
             callbacks.append(Kill())
     history = model.fit(dataset(), epochs=3, verbose=0, callbacks=callbacks)
     results = {
-        "digest": snapshots.digest(snapshots.take(model)),
+        "digest": digest(model),
         "resumed at": resume.resumed_at,
         "loss": history.history["loss"],
         "notes": resume.notes,

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from tests.cluster_program import slurm_variables
-from tfamp.callbacks.resume import files as resume_workers
+from tfamp.callbacks import _resume_state as resume_workers
 
 ROOT = Path(__file__).parents[1]
 GONE_SECONDS = 30

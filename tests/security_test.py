@@ -79,14 +79,7 @@ def test_a_model_with_code_in_it_is_refused(policy, tmp_path):
     assert loaded(np.ones((1, 2))).numpy().tolist() == [[2.0, 2.0]]
 
 
-LOADS = {
-    "file": snapshot_files.read,
-    "bytes": lambda path: snapshot_files.read_archive(io.BytesIO(path.read_bytes())),
-}
-
-
-@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_a_snapshot_with_code_in_it_is_refused(load, tmp_path):
+def test_a_snapshot_with_code_in_it_is_refused(tmp_path):
     path, mark = tmp_path / "good-000001.npz", tmp_path / "was here"
     snapshot_files.write(snapshots.State({"a": np.zeros(2, np.float32)}, {}), path)
     with zipfile.ZipFile(path) as file:
@@ -99,7 +92,7 @@ def test_a_snapshot_with_code_in_it_is_refused(load, tmp_path):
         for each, content in members.items():
             file.writestr(each, content)
     with pytest.raises(ValueError, match="allow_pickle=False"):
-        load(path)
+        snapshot_files.read(path)
     assert not mark.exists()
 
 

@@ -5,7 +5,6 @@ import random
 import re
 import subprocess
 import sys
-import threading
 
 import keras
 import ml_dtypes
@@ -17,7 +16,7 @@ import tfamp
 from tests.loops import same_bits
 from tests.replicas import two_replicas
 from tfamp.stepping import snapshot_files, snapshots
-from tfamp.stepping.snapshot_files import Background, Slots
+from tfamp.stepping.snapshot_files import Folder
 from tfamp.stepping.snapshots import State, named_variables
 
 DATA = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
@@ -162,25 +161,6 @@ def test_a_state_from_one_replica_does_not_fit_two():
         snapshots.put(on_two_replicas(), state)
 
 
-def test_memory_of_an_old_state_is_used_again():
-    model = compiled()
-    train(model)
-    old = snapshots.take(model)
-    train(model)
-    new = snapshots.take(model, into=old)
-    fresh = snapshots.take(model)
-    assert all(new.arrays[name] is old.arrays[name] for name in old.arrays)
-    assert same_bits(new, fresh)
-
-
-def test_memory_of_a_state_of_another_form_is_not_used():
-    model = compiled()
-    other = State({"weights/0/kernel": np.zeros((4, 3), np.float64)}, {})
-    state = snapshots.take(model, into=other)
-    assert state.arrays["weights/0/kernel"].dtype == np.float32
-    assert same_bits(state, snapshots.take(model))
-
-
 def test_names_are_the_same_in_the_next_model_and_say_what_is_held():
     first, second = compiled(), compiled()
     train(first)
@@ -241,21 +221,19 @@ def test_metrics_get_their_values_only_where_asked():
 def test_numbers_that_are_not_finite_are_counted_in_weights_and_slots():
     model = compiled(guarded())
     train(model)
-    assert snapshots.num_nonfinite(snapshots.take(model)) == 0
-    assert snapshots.first_nonfinite(snapshots.take(model)) is None
+    assert list(snapshots.nonfinite(snapshots.take(model))) == []
     kernel = model.layers[3].kernel
     kernel.assign([[np.inf], [1.0], [np.nan]])
     slot = model.optimizer.inner_optimizer.variables[-1]
     slot.assign(tf.fill(slot.shape, -np.inf))
     state = snapshots.take(model)
-    assert snapshots.num_nonfinite(state) == 3
-    assert snapshots.first_nonfinite(state) == kernel.path
+    assert list(snapshots.nonfinite(state)) == [(kernel.path, 2), (slot.path, 1)]
 
 
 def test_a_sum_that_overflows_is_no_number_that_is_not_finite():
     largest = np.full(4, np.finfo(np.float32).max)
     state = State({"weights/0/kernel": largest}, {})
-    assert snapshots.num_nonfinite(state) == 0
+    assert list(snapshots.nonfinite(state)) == []
 
 
 def test_metrics_and_the_norm_of_a_skipped_step_may_be_non_finite():
@@ -264,7 +242,7 @@ def test_metrics_and_the_norm_of_a_skipped_step_may_be_non_finite():
     model.optimizer.apply([tf.fill(v.shape, np.nan) for v in model.trainable_variables])
     model.metrics_variables[0].assign(np.nan)
     assert np.isnan(model.optimizer.gradient_norm)
-    assert snapshots.num_nonfinite(snapshots.take(model)) == 0
+    assert list(snapshots.nonfinite(snapshots.take(model))) == []
 
 
 def changed(state, **arrays):
@@ -277,13 +255,13 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
     state = snapshots.take(model)
     before = snapshots.take(model)
     cases = {
-        "it lacks weights/0/kernel": State(
+        "kernel) is missing, in the model of shape (4, 3) in float32": State(
             {k: v for k, v in state.arrays.items() if k != "weights/0/kernel"}, {}
         ),
-        "it has weights/99/kernel": changed(
+        "weights/99/kernel (?) is of shape (2,) in float32, in the model": changed(
             state, **{"weights/99/kernel": np.zeros(2, np.float32)}
         ),
-        "of shape (3, 4) in float32, the model's is (4, 3) in float32": changed(
+        "of shape (3, 4) in float32, in the model of shape (4, 3) in float32": changed(
             state, **{"weights/0/kernel": np.zeros((3, 4), np.float32)}
         ),
         "of shape (4, 3) in float64": changed(
@@ -298,7 +276,7 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
 
 def test_an_error_names_three_problems_and_counts_the_rest():
     state = State({}, {})
-    with pytest.raises(ValueError, match=r"Dense_?\d*|lacks.*and \d+ more\. Expected"):
+    with pytest.raises(ValueError, match=r"is missing.*and \d+ more\. Expected"):
         snapshots.put(compiled(), state)
 
 
@@ -382,89 +360,90 @@ def numbered(step):
     return State({"weights/0/kernel": np.full(4, step, np.float32)}, {"step": step})
 
 
+def folder(path, **options):
+    made = Folder(path, "good", **options)
+    made.prepare()
+    return made
+
+
+def newest(kept):
+    return kept.newest()[1].counters["step"]
+
+
 def test_the_last_states_are_kept_and_the_newest_is_read(tmp_path):
-    kept = Slots(tmp_path / "new" / "folder", keep=2)
-    assert kept.load() is None and kept.counters() is None
-    names = [kept.save(numbered(step)).name for step in range(4)]
-    assert names == [f"good-00000{i}.npz" for i in range(4)]
-    assert sorted(p.name for p in kept.directory.iterdir()) == names[2:]
-    assert kept.load().counters == kept.counters() == {"step": 3}
-    assert kept.load(lambda counters: counters["step"] < 3).counters["step"] == 2
+    kept = folder(tmp_path / "new" / "folder", keep=2)
+    assert kept.newest() is None and kept.is_empty()
+    for step in range(4):
+        kept.write(numbered(step))
+    names = sorted(path.name for path in (tmp_path / "new" / "folder").iterdir())
+    assert names == [f"good-00000000{i}.worker-0-of-1.npz" for i in (2, 3)]
+    assert [state.counters["step"] for _, state in kept.load()] == [3, 2]
 
 
 def test_the_newest_state_is_never_written_over(tmp_path):
     for keep in (2, 3, 2, 4):
-        kept = Slots(tmp_path, keep=keep)
+        kept = folder(tmp_path, keep=keep)
         for _ in range(3):
-            newest = kept.counters()
-            name = kept.save(numbered((newest or {"step": 0})["step"] + 1)).name
-            if newest is not None:
-                found = kept.load(lambda c, n=newest: c["step"] == n["step"])
-                assert found is not None, name
+            before = None if kept.is_empty() else newest(kept)
+            kept.write(numbered((before or 0) + 1))
+            found = [state.counters["step"] for _, state in kept.load()]
+            assert before is None or before in found
 
 
 def test_a_damaged_newest_state_gives_way_to_the_one_before(tmp_path, caplog):
-    kept = Slots(tmp_path)
-    kept.save(numbered(1))
-    newest = kept.save(numbered(2))
-    newest.write_bytes(newest.read_bytes()[:-1])
-    assert kept.load().counters["step"] == kept.counters()["step"] == 1
-    assert "Passed over a snapshot. The file" in caplog.text
-    assert kept.save(numbered(3)) != newest
-    assert kept.load().counters["step"] == 3
+    kept = folder(tmp_path)
+    for step in (1, 2):
+        kept.write(numbered(step))
+    path = tmp_path / kept.newest()[0].name
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert newest(folder(tmp_path)) == 1
+    assert "Passed over" in caplog.text
+    bent = bytearray(whole)
+    bent[60] ^= 1
+    path.write_bytes(bent)
+    assert newest(folder(tmp_path)) == 1
+    kept.write(numbered(3))
+    assert newest(kept) == 3
+
+
+def test_a_damaged_state_of_several_workers_is_refused(tmp_path):
+    for place in (0, 1):
+        folder(tmp_path, place=place, num_workers=2).write(numbered(1), 1)
+    path = tmp_path / "good-000000001.worker-1-of-2.npz"
+    bent = bytearray(path.read_bytes())
+    bent[60] ^= 1
+    path.write_bytes(bent)
+    assert newest(folder(tmp_path, place=0, num_workers=2)) == 1
+    with pytest.raises(ValueError, match="holds no whole state"):
+        folder(tmp_path, place=1, num_workers=2).newest()
+
+
+def test_files_of_the_version_before_are_read(tmp_path):
+    snapshot_files.write(numbered(5), tmp_path / "good-000005.npz")
+    kept = folder(tmp_path)
+    assert newest(kept) == 5
+    kept.write(numbered(6))
+    assert kept.newest()[0].number == 6
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
-    (tmp_path / ".good-000000.npz.1234.writing").write_bytes(b"half")
-    Slots(tmp_path)
+    left = ".good-000000.worker-0-of-1.npz.1234.writing"
+    (tmp_path / left).write_bytes(b"half")
+    folder(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 FOLDERS = {
-    "one file": (dict(keep=1), ValueError, "`keep` is 1; expected an integer of"),
-    "a number": (dict(directory=3), TypeError, "`directory` is 3, of type int;"),
-    "a file": (dict(directory=__file__), ValueError, "cannot be made: [Errno"),
+    "a number": (3, TypeError, "`directory` is 3, of type int;"),
+    "a file": (__file__, ValueError, "cannot be made:"),
 }
 
 
 @pytest.mark.parametrize("given, error, text", FOLDERS.values(), ids=FOLDERS)
-def test_slots_check_what_they_are_given(tmp_path, given, error, text):
+def test_folders_are_checked(given, error, text):
     with pytest.raises(error, match=re.escape(text)):
-        Slots(**{"directory": tmp_path, **given})
-
-
-def test_background_writes_one_state_at_a_time(tmp_path):
-    go = threading.Event()
-
-    class Slow(Slots):
-        def save(self, state):
-            go.wait()
-            return super().save(state)
-
-    writer = Background(Slow(tmp_path), clock=iter([1.0, 3.5]).__next__)
-    first, second = numbered(1), numbered(2)
-    assert writer.start(first)
-    assert writer.holds(first) and not writer.holds(second)
-    assert not writer.start(second)
-    go.set()
-    writer.finish()
-    assert not writer.holds(first)
-    assert (Slots(tmp_path).counters(), writer.seconds) == ({"step": 1}, 2.5)
-
-
-def test_a_full_disk_is_told_once_and_ends_nothing(tmp_path, monkeypatch, caplog):
-    kept = Slots(tmp_path)
-    writer = Background(kept)
-
-    def full(state):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(kept, "save", full)
-    for _ in range(2):
-        writer.start(numbered(1))
-        writer.finish()
-    lines = [r.getMessage() for r in caplog.records if "No space left" in r.message]
-    assert len(lines) == 1 and "Training goes on" in lines[0]
+        folder(given)
 
 
 # Writes states with the present count until it is killed. With a number, it kills
@@ -472,10 +451,13 @@ def test_a_full_disk_is_told_once_and_ends_nothing(tmp_path, monkeypatch, caplog
 KILLED = """
 import os, signal, sys, zipfile
 import numpy as np
+import tensorflow as tf
 from tfamp.stepping.snapshots import State
-from tfamp.stepping.snapshot_files import Slots
+from tfamp.stepping.snapshot_files import Folder
 folder, end = sys.argv[1], int(sys.argv[2])
-kept = Slots(folder)
+kept = Folder(folder, "good")
+kept.prepare()
+newest = lambda: kept.newest()[1].counters["step"]
 
 def work():
     count = 0
@@ -487,25 +469,26 @@ def work():
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
         return call
-    kept = Slots(folder)
-    step = kept.counters()["step"]
+    kept.prepare()
+    step = newest()
     if deadline:
         os.fsync, os.replace = counted(os.fsync), counted(os.replace)
-        os.unlink = counted(os.unlink)
+        tf.io.gfile.remove = counted(tf.io.gfile.remove)
         zipfile.ZipFile.open = counted(zipfile.ZipFile.open)
     while True:
         step += 1
         arrays = {str(i): np.full(20000, step, np.float32) for i in range(4)}
-        kept.save(State(arrays, {"step": step}))
+        kept.write(State(arrays, {"step": step}))
         os.write(1, b"%d\\n" % step)
 
-kept.save(State({}, {"step": 1}))
+kept.write(State({}, {"step": 1}))
 for deadline in range(1, end + 1):
     child = os.fork()
     if not child:
         work()
     os.waitpid(child, 0)
-    state = Slots(folder).load()
+    kept.prepare()
+    state = kept.newest()[1]
     wanted = np.full(20000, state.counters["step"], np.float32)
     good = all((array == wanted).all() for array in state.arrays.values())
     os.write(1, b"deadline %d read %d %d\\n" % (deadline, state.counters["step"], good))
@@ -516,10 +499,10 @@ work()
 
 
 def test_kill_9_at_any_moment_leaves_the_last_good_state(tmp_path):
-    script, folder = tmp_path / "killed.py", tmp_path / "run"
+    script, target = tmp_path / "killed.py", tmp_path / "run"
     script.write_text(KILLED)
     # Two saves: each writes 5 parts, syncs twice, moves a file and removes two.
-    command = [sys.executable, str(script), str(folder), "20"]
+    command = [sys.executable, str(script), str(target), "20"]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     saved, deadlines, num_free = 0, 0, 0
     stop_after = random.Random(0).randrange(20, 40)
@@ -542,7 +525,7 @@ def test_kill_9_at_any_moment_leaves_the_last_good_state(tmp_path):
                 if num_free == stop_after:
                     process.kill()
     assert deadlines == 20 and num_free >= stop_after
-    state = Slots(folder).load()
+    _, state = folder(target).newest()
     assert state.counters["step"] in (saved, saved + 1)
     wanted = np.full(20000, state.counters["step"], np.float32)
     assert all((array == wanted).all() for array in state.arrays.values())

@@ -6,7 +6,7 @@
 Train     enable, disable, scope, status, LossScaleOptimizer, callbacks, training
 See       assignment, lint, prove, ranges, sensitivity, doctor
 Compare   compare, measure_policies, tune, PrecisionPlan
-Repair    apply, triage, replay
+Repair    apply, triage
 Memory    estimate_memory, find_batch_size, remat
 Feed      data.Pipeline, data.fit_statistics, data.check, data.bottleneck
 Scale     distribute.strategy
@@ -50,7 +50,6 @@ _HOMES = {
     "prove": "tfamp.numerics.proof",
     "ranges": "tfamp.numerics.magnitudes",
     "remat": "tfamp.memory.rematerialisation",
-    "replay": "tfamp.numerics.triage.bundle_replay",
     "scope": "tfamp.policy",
     "sensitivity": "tfamp.numerics.sensitivity",
     "status": "tfamp.policy",
@@ -72,7 +71,6 @@ _RESULTS = {
     "Parity": "tfamp.serving.parity.result",
     "Proof": "tfamp.numerics.proof.result",
     "Ranges": "tfamp.numerics.range_records",
-    "Replayed": "tfamp.stepping.bundle_records",
     "Sensitivity": "tfamp.numerics.sensitivity.errors",
     "Triage": "tfamp.numerics.triage.result",
     "Status": "tfamp.policy",
@@ -171,7 +169,6 @@ if TYPE_CHECKING:
     from tfamp.numerics.sensitivity import sensitivity as sensitivity
     from tfamp.numerics.sensitivity.errors import Sensitivity as Sensitivity
     from tfamp.numerics.triage import triage as triage
-    from tfamp.numerics.triage.bundle_replay import replay as replay
     from tfamp.numerics.triage.result import Triage as Triage
     from tfamp.plan import PrecisionPlan as PrecisionPlan
     from tfamp.policy import Status as Status
@@ -187,7 +184,6 @@ if TYPE_CHECKING:
     from tfamp.serving.parity.result import Parity as Parity
     from tfamp.serving.runtimes import load_exported as load_exported
     from tfamp.serving.runtimes.signature import LoadedModel as LoadedModel
-    from tfamp.stepping.bundle_records import Replayed as Replayed
     from tfamp.tuning import tune as tune
     from tfamp.tuning.measured_policies import measure_policies as measure_policies
     from tfamp.tuning.measurement import Measurement as Measurement

@@ -41,10 +41,6 @@ _GROUPS = {
     },
     "after trouble": {
         "triage": ("tools", "why a step fails: data, model, rate or precision"),
-        "replay": (
-            "saved",
-            "repeat the failed step of a bundle, and say why it failed",
-        ),
     },
     "leaving": {
         "freeze": ("saved", "store a model's weights in half precision, to predict"),

@@ -1,4 +1,4 @@
-"""Commands on what was saved: `tfamp replay`, `freeze`, `export` and `serve`.
+"""Commands on what was saved: `tfamp freeze`, `export` and `serve`.
 
 Nothing here loads TensorFlow before a command asks for it: a server of other runtimes
 does without it.
@@ -6,7 +6,6 @@ does without it.
 
 import contextlib
 import dataclasses
-import json
 import os
 import sys
 from pathlib import Path
@@ -20,36 +19,6 @@ from tfamp.records.units import format_bytes, parse_bytes
 from tfamp.serving.exports.request import DTYPES, SCHEMES
 from tfamp.serving.runtimes.manifest import RUNTIMES
 from tfamp.trials import parcel
-
-_RECORD = "bundle.json"
-# Variables that TensorFlow reads when it is imported, and nothing else.
-_PREFIXES = ("ONEDNN_", "DNNL_", "XLA_", "TF_", "OMP_", "NVIDIA_TF32_")
-
-
-def _replay(call: Call) -> Outcome:
-    build = call.given["build"]
-    if build is not None and not all(build.partition(":")):
-        raise UsageError(f"`--build` is {build!r}; expected 'module:function'")
-    _take_environment(Path(call.argument))
-    sys.path.insert(0, os.getcwd())  # where the model's classes may lie
-    with _working("Replaying the failing step"):
-        found = tfamp.replay(call.argument, **call.given)
-    return Outcome(found, is_bad=not found.is_reproduced)
-
-
-def _take_environment(folder: Path) -> None:
-    """Sets the variables of the bundle that decide which kernels compute.
-
-    What is set here already stands. A bundle that cannot be read is told later.
-    """
-    try:
-        text = (folder / _RECORD).read_text(encoding="utf-8")
-        named = json.loads(text)["surroundings"]["environment"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return
-    for name, value in named:
-        if name.startswith(_PREFIXES) and isinstance(value, str):
-            os.environ.setdefault(name, value)
 
 
 def _working(what: str) -> contextlib.AbstractContextManager[Any]:
@@ -116,14 +85,6 @@ def _export(call: Call) -> Outcome:
     return Outcome(tfamp.export(tfamp.load_model(source), target, **given))
 
 
-_REPLAY = Command(
-    "replay",
-    "tfamp.replay",
-    _replay,
-    more="Ends with status 0 if the failure was reproduced, 1 if not or if it cannot "
-    "be told, 2 if called wrongly.",
-    argument="bundle",
-)
 _FREEZE = Command(
     "freeze",
     "tfamp.freeze",
@@ -203,5 +164,5 @@ SERVE = Command(
     more=_STATUS,
     argument="path...",
 )
-_ALL = (_REPLAY, _FREEZE, _EXPORT, SERVE)
+_ALL = (_FREEZE, _EXPORT, SERVE)
 COMMANDS = {command.name: command for command in _ALL}

@@ -1,37 +1,35 @@
-"""States in files: NumPy archives that are whole or not there, the last of a run."""
+"""States in files: NumPy archives that are whole or not there, the last of a run.
+
+They are found by their names alone, so that no index can be torn from them. A file has
+its name only when it is whole.
+"""
 
 import contextlib
 import io
 import json
 import os
 import re
-import threading
-import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfamp.records import checks
 from tfamp.records.record import BESIDE, whole
 from tfamp.stepping.snapshots import State
 
 # The member of an archive that is no variable: counters, paths and dtypes as JSON.
 _ABOUT = "about"
-_NAME = re.compile(r"good-(\d+)\.npz")
 
 
 def write(state: State, path: str | os.PathLike[str]) -> None:
     """Writes a state as an `.npz` that has reached the disk before it has its name.
 
-    What was at `path` stays until then, also where the process is killed.
-
-    Raises:
-        OSError: The disk is full, or the folder is missing or cannot be written.
+    What was at `path` stays until then, also where the process is killed. An OSError
+    says that the disk is full, or the folder is missing or cannot be written.
     """
     with whole(path, durable=True) as beside, open(beside, "wb") as file:
         write_archive(state, file)
@@ -43,223 +41,217 @@ def write_archive(state: State, file: Any) -> None:
     about = {"counters": state.counters, "paths": state.paths, "dtypes": dtypes}
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
     members: dict[str, Any] = {_ABOUT: text}
-    members |= {name: _plain(array) for name, array in state.arrays.items()}
+    for name, array in state.arrays.items():
+        # NumPy itself knows no bfloat16: it is written by its bits.
+        is_known = array.dtype.isbuiltin == 1
+        members[name] = array if is_known else array.view(f"u{array.dtype.itemsize}")
     np.savez(file, **members)
 
 
 def read(path: str | os.PathLike[str]) -> State:
     """Reads a state that `write` wrote; the checksums of every part have to hold.
 
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file is damaged, was not written to its end, or is none.
+    Any path that `tf.io.gfile` opens will do. A FileNotFoundError says that there is no
+    such file, a ValueError that it is damaged, or none of ours.
     """
-    target = Path(path)
-    if not target.is_file():
+    text = os.fspath(path)
+    if not tf.io.gfile.exists(text):
         raise FileNotFoundError(
-            f"Found no file {str(path)!r}; expected a state that was written by "
-            "`tfamp.stepping.snapshot_files.write`. Check the path."
+            f"Found no file {text!r}; expected one that tfamp wrote. Check the path."
         )
     try:
-        return read_archive(target)
+        with tf.io.gfile.GFile(text, "rb") as file:
+            content = io.BytesIO(file.read())
+        with zipfile.ZipFile(content) as archive:
+            if bad := archive.testzip():
+                raise ValueError(f"the bytes of {bad!r} in it are not its own")
+        content.seek(0)
+        with np.load(content) as members:
+            about = json.loads(members[_ABOUT].tobytes())
+            arrays = {
+                name: members[name].view(tf.as_dtype(dtype).as_numpy_dtype)
+                for name, dtype in about["dtypes"].items()
+            }
+            return State(arrays, about["counters"], about["paths"])
     except Exception as error:  # whatever damaged headers lead zip and NumPy to
         raise ValueError(
-            f"The file {str(target)!r} holds no whole state: {error}. Expected a file "
-            "that `tfamp.stepping.snapshot_files.write` finished. Take the other "
-            "snapshot in its folder, or delete it."
+            f"The file {text!r} holds no whole state: {error}. Expected a file that "
+            "tfamp finished. Delete it, and the one before is taken."
         ) from error
 
 
-def read_archive(source: Path | io.BytesIO) -> State:
-    """Reads a state from a file that `write_archive` wrote, or the bytes of one.
+class Kept(NamedTuple):
+    """A file in a folder, by what its name says."""
 
-    Where it is no whole archive, a ValueError is raised, or whatever damaged headers in
-    it lead NumPy to.
-    """
-    check_archive(source)
-    if isinstance(source, io.BytesIO):
-        source.seek(0)
-    with np.load(source) as file:
-        about = _about(file)
-        arrays = {
-            name: file[name].view(tf.as_dtype(dtype).as_numpy_dtype)
-            for name, dtype in about["dtypes"].items()
-        }
-        return State(arrays, about["counters"], about["paths"])
+    number: int
+    place: int
+    num_workers: int
+    name: str
 
 
-def check_archive(file: Path | io.BytesIO) -> None:
-    """Raises unless a zip file is there to its end, each part with its checksum."""
-    name = repr(file.name) if isinstance(file, Path) else "it"
-    try:
-        with zipfile.ZipFile(file) as archive:
-            bad = archive.testzip()
-    except Exception as error:  # whatever a damaged header leads to
-        raise ValueError(f"{name} is no whole archive ({error})") from error
-    if bad is not None:
-        raise ValueError(f"the bytes of {bad!r} in {name} are not its own")
+class Folder:
+    """The numbered states of one training, in a folder that all its workers see.
 
+    A new one is whole in its place before the oldest goes; the last `keep` that all
+    workers have stay. `directory` is local, or any path that `tf.io.gfile` opens, such
+    as "gs://..."; `place` is that of this worker, and `kind` begins the names.
 
-def _about(file: Any) -> dict[str, Any]:
-    about: dict[str, Any] = json.loads(file[_ABOUT].tobytes())
-    return about
-
-
-def _plain(array: np.ndarray) -> np.ndarray:
-    """Returns an array whose dtype NumPy itself knows: bfloat16 by its bits."""
-    if array.dtype.isbuiltin == 1:
-        return array
-    return array.view(f"u{array.dtype.itemsize}")
-
-
-class Slots:
-    """Keeps the last states of a run in a folder, numbered in the order they came.
-
-    A new one is whole in its place before the oldest goes. Only states that are known
-    to be good belong here: `load` takes any that is whole. At least 2 are kept, since a
-    remedy may need the one before. One process writes to the folder.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 2) -> None:
-        self.keep = checks.positive_int("keep", keep, minimum=2)
-        self.directory = made_folder("directory", directory)
-        for left in self.directory.glob(f"*{BESIDE}"):
-            left.unlink()  # by a process that was killed
-
-    def save(self, state: State) -> Path:
-        """Writes a good state and returns its file.
-
-        Raises:
-            OSError: It cannot be written. What was there before is still there.
-        """
-        held = self._newest_first()
-        number = _number(held[0]) + 1 if held else 0
-        path = self.directory / f"good-{number:06d}.npz"
-        write(state, path)
-        for old in held[self.keep - 1 :]:
-            old.unlink()
-        return path
-
-    def load(
-        self, accept: Callable[[dict[str, Any]], bool] | None = None
-    ) -> State | None:
-        """Reads the newest state that is whole, None where there is none.
-
-        A damaged file is passed over with a warning, as is one whose counters `accept`
-        refuses.
-        """
-        for path in self._newest_first():
-            try:
-                state = read(path)
-            except (ValueError, OSError) as error:
-                logging.warning("Passed over a snapshot. %s", error)
-                continue
-            if accept is None or accept(state.counters):
-                return state
-        return None
-
-    def counters(self) -> dict[str, Any] | None:
-        """Returns the counters of the newest state, None where there is none."""
-        for path in self._newest_first():
-            # NumPy leaves a file open that is no archive.
-            with contextlib.suppress(Exception), open(path, "rb") as file:
-                counters: dict[str, Any] = _about(np.load(file))["counters"]
-                return counters
-        return None
-
-    def _newest_first(self) -> list[Path]:
-        found = [p for p in self.directory.iterdir() if _NAME.fullmatch(p.name)]
-        return sorted(found, key=_number, reverse=True)
-
-
-def _number(path: Path) -> int:
-    return int(path.stem.removeprefix("good-"))
-
-
-class Background:
-    """Saves states in a thread, so that training waits for no disk.
-
-    The thread lives as long as a write does. A process that ends waits for it.
-    `seconds` are those of the last write, 0 before the first.
+    Raises:
+        TypeError: `directory` is no path.
+        ValueError: It is a file, or cannot be made or written.
     """
 
     def __init__(
-        self, slots: Slots, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        directory: str | os.PathLike[str],
+        kind: str,
+        *,
+        keep: int = 2,
+        place: int = 0,
+        num_workers: int = 1,
     ) -> None:
-        self.seconds = 0.0
-        self._slots, self._clock = slots, clock
-        self._thread: threading.Thread | None = None
-        self._state: State | None = None
-        self._has_warned = False
+        self.directory, self.kind, self.keep = folder_path(directory), kind, keep
+        self.place, self.num_workers = place, num_workers
+        self._is_local = "://" not in self.directory
+        self._pattern = re.compile(
+            rf"{kind}-(\d+)(?:\.worker-(\d+)-of-(\d+))?\.npz"  # the last version: alone
+        )
+        self._passed_over: set[str] = set()
+
+    def prepare(self) -> None:
+        """Makes the folder, and clears what a killed process left half written."""
+        try:
+            tf.io.gfile.makedirs(self.directory)
+        except (tf.errors.OpError, OSError) as error:
+            why = f"cannot be made: {getattr(error, 'message', error)}"
+            raise _unusable(self.directory, why) from error
+        if self._is_local and not os.access(self.directory, os.W_OK | os.X_OK):
+            raise _unusable(self.directory, "cannot be written")
+        for name in tf.io.gfile.listdir(self.directory):
+            is_mine = name.startswith(f".{self.kind}-") and self._suffix in name
+            if is_mine and name.endswith(BESIDE):
+                tf.io.gfile.remove(self._path(name))
+
+    def load(self) -> Iterator[tuple[Kept, State]]:
+        """Yields the states that all workers have whole, the newest first.
+
+        A damaged one is passed over with a warning; where there are several workers,
+        who have to go on from the same, one that is whole but for its content raises
+        ValueError.
+        """
+        for files in self._complete():
+            if not all(map(self._is_whole, files)):
+                continue
+            mine = files[self.place if self.place < len(files) else 0]
+            try:
+                yield mine, read(self._path(mine.name))
+            except ValueError as error:
+                if self.num_workers > 1:
+                    raise
+                self._pass_over(mine, error)
+
+    def newest(self) -> tuple[Kept, State] | None:
+        """Returns the first that `load` yields, None where there is none."""
+        return next(self.load(), None)
+
+    def is_empty(self) -> bool:
+        """Returns whether no file of any worker is there."""
+        return not self._listed()
+
+    def write(self, state: State, number: int | None = None) -> None:
+        """Writes a state under a number, None for the next one, and clears older ones.
+
+        After an OSError what was there before still is.
+        """
+        if number is None:
+            number = max((each.number for each in self._listed()), default=-1) + 1
+        path = self._path(f"{self.kind}-{number:09d}{self._suffix}")
+        if self._is_local:
+            write(state, path)
+        else:
+            self._write_far(state, path)
+        # More than one, since a disk may lose what it has told to hold.
+        complete = [files[0].number for files in self._complete()]
+        first = complete[self.keep - 1] if len(complete) >= self.keep else -1
+        for each in self._listed():
+            is_mine = each.place == self.place or each.num_workers != self.num_workers
+            if each.number < first and is_mine:
+                with contextlib.suppress(tf.errors.OpError):
+                    tf.io.gfile.remove(self._path(each.name))
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a write is under way."""
-        return self._thread is not None and self._thread.is_alive()
+    def _suffix(self) -> str:
+        return f".worker-{self.place}-of-{self.num_workers}.npz"
 
-    def holds(self, state: State) -> bool:
-        """Returns whether a state is being written, so that it must not change."""
-        return self.is_busy and self._state is state
-
-    def start(self, state: State) -> bool:
-        """Begins to write a state, which must not change until the write is over."""
-        if self.is_busy:
-            return False
-        self._state = state
-        self._thread = threading.Thread(target=self._write, args=(state,))
-        self._thread.start()
-        return True
-
-    def finish(self) -> None:
-        """Waits for the write that is under way, if there is one."""
-        if self._thread is not None:
-            self._thread.join()
-        self._thread = self._state = None
-
-    def _write(self, state: State) -> None:
-        start = self._clock()
+    def _write_far(self, state: State, path: str) -> None:
+        content, beside = io.BytesIO(), f"{path}{BESIDE}"
+        write_archive(state, content)
         try:
-            self._slots.save(state)
-        except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                logging.warning(
-                    "A good snapshot could not be written to %r (%s). Training goes "
-                    "on, and the next one is tried too. Free space there.",
-                    str(self._slots.directory),
-                    error,
-                )
-        self.seconds = self._clock() - start
+            with tf.io.gfile.GFile(beside, "wb") as file:
+                file.write(content.getvalue())
+            tf.io.gfile.rename(beside, path, overwrite=True)
+        except tf.errors.OpError as error:
+            with contextlib.suppress(tf.errors.OpError):
+                tf.io.gfile.remove(beside)
+            raise OSError(error.message) from error
 
-
-def folder_path(argument: str, path: object) -> str:
-    """Returns the path of a folder as text; a TypeError says that it is none."""
-    if isinstance(path, (str, os.PathLike)):
-        return os.fspath(path)
-    raise TypeError(
-        f"`{argument}` is {path!r}, of type {type(path).__name__}; expected the path "
-        "of a folder. Pass a string."
-    )
-
-
-def made_folder(argument: str, path: object) -> Path:
-    """Returns the path of a folder that exists and can be written, made if need be.
-
-    Raises:
-        TypeError: It is no path.
-        ValueError: It is a file, or cannot be made or written.
-    """
-    folder = Path(folder_path(argument, path)).expanduser().absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"`{argument}` {str(path)!r} cannot be made: {error}. Expected a folder, "
-            "or a path where one can be made. Pass another path."
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"`{argument}` {str(path)!r} cannot be written; expected a folder of "
-            "yours. Pass another path, or change its permissions."
+    def _complete(self) -> list[list[Kept]]:
+        """Returns the files of each number that all workers have, newest first."""
+        found: dict[tuple[int, int], dict[int, Kept]] = {}
+        for each in self._listed():
+            found.setdefault((each.number, each.num_workers), {})[each.place] = each
+        # Of two trainings with the same step, that with as many workers comes first.
+        newest_first = sorted(
+            found, key=lambda key: (key[0], key[1] == self.num_workers), reverse=True
         )
-    return folder
+        return [
+            [found[key][place] for place in range(key[1])]
+            for key in newest_first
+            if len(found[key]) == key[1]
+        ]
+
+    def _listed(self) -> list[Kept]:
+        found = map(self._pattern.fullmatch, tf.io.gfile.listdir(self.directory))
+        return [
+            Kept(int(m[1]), int(m[2] or 0), int(m[3] or 1), m[0])
+            for m in found
+            if m is not None
+        ]
+
+    def _is_whole(self, kept: Kept) -> bool:
+        """Returns whether a file is there to its end; warns of one that is not."""
+        try:
+            path = self._path(kept.name)
+            # The end of the file alone is read, which lists what is in it.
+            with tf.io.gfile.GFile(path, "rb") as file, zipfile.ZipFile(file):
+                return True
+        except (zipfile.BadZipFile, OSError, tf.errors.OpError) as error:
+            self._pass_over(kept, error)
+            return False
+
+    def _pass_over(self, kept: Kept, error: Exception) -> None:
+        if kept.name not in self._passed_over:
+            self._passed_over.add(kept.name)
+            path = self._path(kept.name)
+            logging.warning("Passed over %r, which is not whole (%s).", path, error)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.directory, name)
+
+
+def folder_path(path: object) -> str:
+    """Returns the path of a folder as text; a TypeError says that it is none."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"`directory` is {path!r}, of type {type(path).__name__}; expected the "
+            "path of a folder. Pass a string."
+        )
+    text = os.fspath(path)
+    return text if "://" in text else os.fspath(Path(text).expanduser().absolute())
+
+
+def _unusable(directory: str, why: str) -> ValueError:
+    return ValueError(
+        f"`directory` {directory!r} {why}; expected a folder of yours, or a path where "
+        "one can be made. Pass another path, or change its permissions."
+    )

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.keras_hooks import backend, saved_state, structure
+from tfamp.keras_hooks import backend, epochs, saved_state, structure
 from tfamp.keras_hooks.patches import replaced
 from tfamp.models import load_model
 from tfamp.records.checks import first_line
@@ -67,6 +67,41 @@ def same_draws() -> Iterator[None]:
         yield
 
 
+def take_random() -> dict[str, Any]:
+    """Returns the states of Python's, NumPy's, Keras's and TensorFlow's generators.
+
+    They are plain values, as JSON holds them. Stateless draws and seed generators of
+    layers need none of them; operations such as `tf.random.normal` keep a state of
+    their own that cannot be read.
+    """
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    of_keras, generator = epochs.global_seed_state(), backend.global_generator()
+    own = None if generator is None else _state_of(generator)
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "keras": None if of_keras is None else np.asarray(of_keras).tolist(),
+        "tensorflow": None if own is None else own.tolist(),
+    }
+
+
+def put_random(held: Mapping[str, Any]) -> None:
+    """Puts back what `take_random` gave, also where JSON has made lists of it."""
+    version, keys, gauss = held["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, keys, *rest = held["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    state, generator = epochs.global_seed_state(), backend.global_generator()
+    if state is not None and held["keras"] is not None:
+        state.assign(np.array(held["keras"], state.dtype))
+    own, bits = (
+        None if generator is None else _state_of(generator),
+        held.get("tensorflow"),
+    )
+    if own is not None and bits is not None and own.shape == np.shape(bits):
+        generator.state.assign(np.array(bits, own.dtype))
+
+
 @contextlib.contextmanager
 def seeds_put_back() -> Iterator[None]:
     """Puts the random generators of the program back, also after an error.
@@ -74,17 +109,12 @@ def seeds_put_back() -> Iterator[None]:
     Python's and NumPy's, the seeds of Keras and TensorFlow, and TensorFlow's global
     generator: the program draws next what it had drawn without the block.
     """
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    generator = backend.global_generator()
-    state = None if generator is None else _state_of(generator)
+    held = take_random()
     try:
         with backend.global_seeds():
             yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        if generator is not None and state is not None:
-            generator.state.assign(state)
+        put_random(held)
 
 
 def copied(model: keras.Model, *, instead: str) -> keras.Model:
@@ -153,57 +183,6 @@ def unchanged(model: keras.Model) -> Iterator[None]:
         model.reset_metrics()
         for part, bits in zip(parts, held, strict=True):
             part.assign(bits)
-
-
-def take_random() -> dict[str, np.ndarray]:
-    """Returns the states of Python's, NumPy's and TensorFlow's global generators.
-
-    Stateless draws and Keras's seed generators, which Dropout and the like use, need
-    none of them; operations such as `tf.random.normal` keep a state of their own that
-    cannot be read.
-    """
-    version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    states: dict[str, Any] = {
-        "python/version": np.array(version, np.int64),
-        "python/internal": np.array(internal, np.uint32),
-        "python/gauss": np.array(np.nan if gauss is None else gauss),
-        "numpy/kind": np.frombuffer(str(kind).encode(), np.uint8),
-        "numpy/keys": np.array(keys, np.uint32),
-        "numpy/position": np.array([position, has_gauss], np.int64),
-        "numpy/gauss": np.array(cached, np.float64),
-    }
-    generator = backend.global_generator()
-    state = None if generator is None else _state_of(generator)
-    if state is not None:
-        states["tensorflow/state"] = state
-    return states
-
-
-def put_random(states: Mapping[str, np.ndarray]) -> None:
-    """Gives the generators the states that `take_random` returned."""
-    gauss = float(states["python/gauss"])
-    random.setstate(
-        (
-            int(states["python/version"]),
-            tuple(states["python/internal"].tolist()),
-            None if np.isnan(gauss) else gauss,
-        )
-    )
-    position, has_gauss = states["numpy/position"].tolist()
-    np.random.set_state(
-        (
-            states["numpy/kind"].tobytes().decode(),
-            states["numpy/keys"],
-            position,
-            has_gauss,
-            float(states["numpy/gauss"]),
-        )
-    )
-    if "tensorflow/state" in states:
-        generator: Any = tf.random.get_global_generator()
-        if generator.state.shape == states["tensorflow/state"].shape:
-            generator.state.assign(states["tensorflow/state"])
 
 
 def _state_of(generator: Any) -> np.ndarray | None:

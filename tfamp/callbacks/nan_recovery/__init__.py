@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +17,7 @@ from tfamp.callbacks.nan_recovery.training import WatchedTraining
 from tfamp.keras_hooks import around_training
 from tfamp.records import checks
 from tfamp.stepping import bundles
-from tfamp.stepping.snapshot_files import Slots, made_folder
+from tfamp.stepping.snapshot_files import Folder, folder_path
 
 
 class NanRecovery(FitCallback):
@@ -56,10 +57,10 @@ class NanRecovery(FitCallback):
     between the snapshot and the failure are not trained again.
 
     The failing step is kept: a folder `failure-<step>-<cause>` in `directory` holds its
-    batch, the weights and state from before it and the model. `tfamp replay` makes it
-    again in a fresh process, and `tfamp.triage(model, folder)` says why it failed
-    (docs/bundles.md). With `max_recoveries=0` nothing is mended: training ends with the
-    first failure, and the bundle of it.
+    batch, the weights and state from before it and the model, and `tfamp.triage(model,
+    folder)` says why it failed, in a later process too (docs/bundles.md). With
+    `max_recoveries=0` nothing is mended: training ends with the first failure, and the
+    bundle of it.
 
     Of an epoch that is taken back whole, the logs show those of the snapshot.
 
@@ -140,7 +141,7 @@ class NanRecovery(FitCallback):
         if every_seconds is not None:
             every_seconds = _not_negative("every_seconds", every_seconds)
         self.every_seconds, self._clock = every_seconds, clock
-        self.directory = os.fspath(made_folder("directory", directory))
+        self.directory = folder_path(directory)
         self.keep = checks.positive_int("keep", keep, minimum=2)
         self.write_every_seconds = _not_negative(
             "write_every_seconds", write_every_seconds
@@ -180,8 +181,8 @@ class NanRecovery(FitCallback):
         """
         if not self.resume:
             return 0
-        counters = Slots(self.directory, keep=self.keep).counters()
-        return int(counters["epoch"]) if counters is not None else 0
+        found = self._folder().newest()
+        return 0 if found is None else int(found[1].counters["epoch"])
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Opens the folder, and resumes where that was asked for."""
@@ -196,11 +197,11 @@ class NanRecovery(FitCallback):
                 "which brings all back to one step."
             )
         self._leave()
-        slots = Slots(self.directory, keep=self.keep)
-        bundles.remove_leftovers(slots.directory)
+        folder = self._folder()
+        bundles.remove_leftovers(Path(self.directory))
         training = WatchedTraining(
             self.model,
-            slots,
+            folder,
             every_seconds=self.every_seconds,
             write_every_seconds=self.write_every_seconds,
             ignored=self.ignore,
@@ -227,10 +228,9 @@ class NanRecovery(FitCallback):
         )
         self._list_recoveries()
         if self.resume:
-            state = slots.load()
-            if state is not None:
-                self._attempts.resume(state)
-        elif slots.counters() is not None:
+            if (found := folder.newest()) is not None:
+                self._attempts.resume(found[1])
+        elif not folder.is_empty():
             logging.warning(
                 "%r holds good snapshots of an earlier run, which those of this one "
                 "will replace. Pass `resume=True` to go on from them, or another "
@@ -259,6 +259,11 @@ class NanRecovery(FitCallback):
         training, self._training, self._attempts = self._training, None, None
         if training is not None:
             training.close()
+
+    def _folder(self) -> Folder:
+        folder = Folder(self.directory, "good", keep=self.keep)
+        folder.prepare()
+        return folder
 
     def _recover(self, sign: Any) -> None:
         if self._attempts is None:

@@ -2,27 +2,34 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
+import tensorflow as tf
 from absl import logging
 
-from tfamp.callbacks.nan_recovery import bundle as _bundle
+from tfamp.callbacks._draws import parts_of, whole
+from tfamp.callbacks.nan_recovery import failures
 from tfamp.callbacks.nan_recovery import remedies as _remedies
 from tfamp.callbacks.nan_recovery.failures import Sign
-from tfamp.callbacks.nan_recovery.search import Found, Search
-from tfamp.callbacks.nan_recovery.training import WatchedTraining
+from tfamp.callbacks.nan_recovery.training import Kept, WatchedTraining
+from tfamp.keras_hooks import around_training
+from tfamp.keras_hooks.patches import replaced
+from tfamp.models import assignment
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.records.record import Record
 from tfamp.records.versions import installed_versions
-from tfamp.stepping.snapshots import State, put
+from tfamp.stepping import bundles
+from tfamp.stepping.snapshots import State, put, take
 
-JOURNAL = "recoveries.jsonl"
-PLAN = "plan.json"
 _COLUMNS = ("epoch", "step", "sign", "cause", "layer", "remedy", "back to step")
+# A snapshot that did not help so often is passed over for an older one.
+_MAX_RESTORES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Recovery(Record):
         remedy: What was done, such as "drop batch" or "stop".
         detail: The numbers of the remedy, such as "0.1 -> 0.05".
         restored_step: Step of the snapshot that the model was put back to.
-        seconds: What it took.
+        seconds: How long it took.
         bundle: Folder with the failing step, for `tfamp.triage`; "" where there is
             none.
     """
@@ -65,7 +72,7 @@ class Recovery(Record):
             f"Recovery {self.number} at epoch {self.epoch + 1}, step {self.step}: "
             f"{self.sign}{because}. Back to step {self.restored_step}; remedy: "
             f"{self.remedy}{detail}."
-        ) + (f" `tfamp replay {self.bundle}` shows the step." if self.bundle else "")
+        ) + (f" `tfamp.triage(model, {self.bundle!r})` says more." * bool(self.bundle))
 
 
 def table(recoveries: Sequence[Recovery]) -> str:
@@ -89,21 +96,6 @@ def table(recoveries: Sequence[Recovery]) -> str:
     )
 
 
-def append(recovery: Recovery, directory: Path) -> None:
-    """Adds a line of JSON to the folder's journal."""
-    with open(directory / JOURNAL, "a", encoding="utf-8") as file:
-        file.write(json.dumps(recovery.to_dict(), allow_nan=False) + "\n")
-
-
-def _write_plan(model: keras.Model, recovery: Recovery, directory: Path) -> None:
-    """Writes what a model computes in after a recovery, for the next run."""
-    evidence = {"recovery": recovery.to_dict(), "versions": installed_versions()}
-    try:
-        PrecisionPlan.from_model(model, evidence=evidence).to_json(directory / PLAN)
-    except (OSError, ValueError) as error:  # training goes on without the file
-        logging.warning("No plan could be written to %s: %s", directory / PLAN, error)
-
-
 class RecoveryError(ArithmeticError):
     """Training was stopped, for no recovery was left that might help.
 
@@ -118,12 +110,17 @@ class RecoveryError(ArithmeticError):
         self.recoveries = tuple(recoveries)
 
 
-def _cause_of(verdict: Any) -> str:
-    return str(getattr(verdict, "cause", "") or "")
+class _Found(NamedTuple):
+    """The step that a failure is traced to.
 
+    `sign` is how it showed again, None where no step failed again; `before` is the
+    state right ahead of it, None where that is the one which the search began with.
+    """
 
-# A snapshot that did not help so often is passed over for an older one.
-_MAX_RESTORES = 2
+    kept: Kept | None
+    batch: Any
+    sign: Sign | None = None
+    before: State | None = None
 
 
 class Attempts:
@@ -147,37 +144,34 @@ class Attempts:
     ) -> None:
         self.done: list[Recovery] = []
         self._model, self._training = model, training
-        self._search = Search(model, ignored=training.ignored)
         self._triage, self._remedies = triage, remedies
         self._max_recoveries, self._factor = max_recoveries, factor
         self._stops_quietly, self._clock = stops_quietly, clock
         self._restores: dict[int, int] = {}
+        self._step: Any = None  # the step that a search makes again
+        self._directory = Path(training.folder.directory)
 
     def recover(self, sign: Sign) -> None:
         """Puts the model back and applies a remedy.
 
         A `RecoveryError` says that none is left, where training is not stopped quietly.
         """
-        start = self._clock()
-        training, memory = self._training, self._training.memory
-        training.forget()
+        start, training = self._clock(), self._training
+        held = training.failing_batches()
         state = self._state()
         self._restore(state)
-        found = self._search.failing(training.batches.kept())
+        found = self._search(held)
         bundle = self._write_bundle(found, state, sign)
         verdict = self._verdict(found, state)
-        cause = _cause_of(verdict)
-        layer = getattr(verdict, "layer", None)
-        wanted = _remedies.in_order(cause, allowed=self._remedies)
+        cause, layer = _cause_of(verdict), getattr(verdict, "layer", None)
         remedy, detail = "stop", ""
         if len(self.done) < self._max_recoveries:
-            for each in wanted:
-                applied = self._apply(each, state, verdict)
+            for each in _remedies.in_order(cause, allowed=self._remedies):
+                applied, state = self._apply(each, state, verdict)
                 if applied is not None:
                     remedy, detail = each, applied
                     break
-        memory.begin(memory.good)
-        training.went_back(memory.good)
+        training.went_back(state)
         recovery = Recovery(
             number=len(self.done) + 1,
             epoch=training.epoch,
@@ -191,22 +185,22 @@ class Attempts:
             seconds=self._clock() - start,
             bundle=bundle,
         )
-        append(recovery, training.slots.directory)
+        with open(self._directory / "recoveries.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(recovery.to_dict(), allow_nan=False) + "\n")
+        self.done.append(recovery)
         if remedy == "stop":
             self._stop(recovery, verdict)
             return
-        self.done.append(recovery)
         logging.warning("%s", recovery.line())
         if remedy == _remedies.FLOAT32:
-            _write_plan(self._model, recovery, training.slots.directory)
+            self._write_plan(recovery)
 
     def resume(self, state: State) -> None:
         """Begins with a state from disk, and with what was changed until then."""
         training, counters = self._training, state.counters
         needs_trace = bool(self._kept(counters.get("kept_float32", [])))
         put(self._model, state, metrics=False)
-        training.step = int(counters["step"])
-        training.run = str(counters["run"])
+        training.step, training.run = int(counters["step"]), str(counters["run"])
         training.rate_factor = float(counters["rate_factor"])
         training.kept_layers = tuple(counters.get("kept_float32", []))
         if training.rate_factor != 1:
@@ -224,17 +218,15 @@ class Attempts:
         One that was gone back to again and again, with no later one that was good,
         may have been on its way to the failure.
         """
-        memory = self._training.memory
-        state, run = memory.good, self._training.run
+        training, state = self._training, self._training.good
         step = int(state.counters["step"])
         if self._restores.get(step, 0) >= _MAX_RESTORES:
-            self._training.writer.finish()
-            older = self._training.slots.load(
-                lambda c: c.get("run") == run and c["step"] < step
-            )
-            if older is not None:
-                memory.good = state = older
-                step = int(state.counters["step"])
+            training.finish_write()
+            for _, older in training.folder.load():
+                counters = older.counters
+                if counters.get("run") == training.run and counters["step"] < step:
+                    state, step = older, int(counters["step"])
+                    break
         self._restores[step] = self._restores.get(step, 0) + 1
         return state
 
@@ -249,65 +241,109 @@ class Attempts:
                 "it. Build the model and its optimizers before `fit`.",
                 self.done,
             ) from error
-        factor = training.rate_factor
-        held = factor / state.counters["rate_factor"]
+        held = training.rate_factor / state.counters["rate_factor"]
         if held != 1:
-            _remedies.multiply_rates(self._model, held=held, factor=factor)
+            _remedies.multiply_rates(
+                self._model, held=held, factor=training.rate_factor
+            )
 
-    def _write_bundle(self, found: Found, state: State, sign: Sign) -> str:
+    def _search(self, held: Sequence[Kept]) -> _Found:
+        """Trains on batches again, the oldest first, and returns the first that fails.
+
+        A failure shows late where its first number is hidden, as by a ReLU that makes 0
+        of NaN: the batch at hand by then is innocent. Where no step fails again, it is
+        the first one with NaN or inf in it, or else the last. The model, which has the
+        state from which they were trained, is left in another one.
+        """
+        model, ignored = self._model, self._training.ignored
+        batches = [whole(parts_of(model, each.data)) for each in held]
+        with replaced(model, steps_per_execution=1):
+            if self._step is None:
+                self._step = around_training.on_batch(model)
+            for number, (each, batch) in enumerate(zip(held, batches, strict=True)):
+                before = take(model)
+                try:
+                    logs = failures.plain(self._step(batch))
+                    sign = (
+                        failures.of_logs(logs, ignored=ignored)
+                        or failures.of_weights(model)
+                        or failures.of_scale(model)
+                    )
+                except Exception as error:
+                    sign = failures.of_error(error)
+                    if sign is None:
+                        break  # it fails otherwise here: nothing can be said
+                if sign is not None:
+                    return _Found(each, batch, sign, before if number else None)
+        pairs = list(zip(held, batches, strict=True))
+        bad = [pair for pair in pairs if _holds_nonfinite(pair[1])]
+        return _Found(*[*bad, *pairs[-1:], (None, None)][0])
+
+    def _write_bundle(self, found: _Found, state: State, sign: Sign) -> str:
         """Writes what failed, with the state ahead of it; "" where that cannot be."""
         if found.kept is None:
             return ""
-        before = state
-        if found.before is None:
-            self._restore(state)
-        else:
-            before = found.before
-            put(self._model, before)
-        training, folder = self._training, self._training.slots.directory
+        model = self._model
+        self._restore(state)
+        if found.before is not None:
+            put(model, found.before)
+        notes = []
+        if found.sign is None:
+            notes.append(
+                "No step since the last good state failed when it was made again: this "
+                "is the likeliest one, and what broke it is not in model or batch."
+            )
+        if len(parts_of(model, found.kept.data)) > 1:
+            notes.append("It was found on one device, with the batch of all replicas.")
+        record = bundles.Bundle(
+            cause=(found.sign or sign).kind,
+            message=f"{(found.sign or sign).text}.",
+            epoch=self._training.epoch,
+            step=found.kept.number + 1,
+            model_class=f"{type(model).__module__}.{type(model).__qualname__}",
+            policy=assignment(model).policy,
+            versions=installed_versions(),
+            notes=tuple(notes),
+        )
+        before = found.before or state
         try:
-            return _bundle.write(
-                self._model,
-                folder,
-                found,
-                state=before,
-                sign=sign,
-                epoch=training.epoch,
+            return os.fspath(
+                bundles.write(self._directory, record, before, found.batch, model.save)
             )
         except Exception as error:  # recovery must go on without it
             logging.warning(
                 "No bundle of the failure could be written to %r (%s: %s).",
-                str(folder),
+                str(self._directory),
                 type(error).__name__,
                 checks.first_line(error),
             )
             return ""
 
-    def _verdict(self, found: Found, state: State) -> Any:
+    def _verdict(self, found: _Found, state: State) -> Any:
         """Asks the triage about the failing batch, on the weights from before.
 
         First on the good ones; where these make nothing fail, on those that the steps
         since then led to.
         """
-        judge = self._triage
         self._restore(state)
-        if judge is None and found.batch is None:
-            return None
+        verdict = self._asked(found.batch)
+        is_open = verdict is not None and _cause_of(verdict) in ("", "none")
+        if is_open and found.before is not None:
+            put(self._model, found.before, metrics=False)
+            verdict = self._asked(found.batch) or verdict
+        self._restore(state)
+        return verdict
+
+    def _asked(self, batch: Any) -> Any:
+        """Returns what the triage says, None where it fails, or there is no batch."""
+        judge = self._triage
         if judge is None:
+            if batch is None:
+                return None
             # Loaded when something has failed.
             from tfamp.numerics.triage import triage
 
             judge = triage
-        verdict = self._asked(judge, found.batch)
-        is_open = verdict is not None and _cause_of(verdict) in ("", "none")
-        if is_open and found.before is not None:
-            put(self._model, found.before, metrics=False)
-            verdict = self._asked(judge, found.batch) or verdict
-        self._restore(state)
-        return verdict
-
-    def _asked(self, judge: Callable[[Any, Any], Any], batch: Any) -> Any:
-        """Returns what the triage says, None where it fails."""
         try:
             return judge(self._model, batch)
         except Exception as error:  # recovery must go on without it
@@ -318,38 +354,40 @@ class Attempts:
             )
             return None
 
-    def _apply(self, remedy: str, state: State, verdict: Any) -> str | None:
+    def _apply(
+        self, remedy: str, state: State, verdict: Any
+    ) -> tuple[str | None, State]:
         """Applies a remedy; returns its numbers, None where it changes nothing."""
         training, model = self._training, self._model
+        if remedy == _remedies.DROP:
+            return "", state
         if remedy == _remedies.RATE:
-            return self._cut_rates(getattr(verdict, "rate_factor", None))
+            # By what the triage found to help, by the setting without.
+            factor = getattr(verdict, "rate_factor", None) or self._factor
+            text, needs_trace = _remedies.multiply_rates(
+                model, held=factor, factor=training.rate_factor * factor
+            )
+            if text:
+                training.rate_factor *= factor
+            if needs_trace:
+                self._trace_anew()
+            return text or None, state
         if remedy == _remedies.SCALE:
             raises = "raise" in str(getattr(verdict, "remedy", "")).lower()
-            other = _remedies.with_other_scale(
-                model,
-                state,
-                raises=raises,
-                wanted=getattr(verdict, "loss_scale", None),
+            wanted = getattr(verdict, "loss_scale", None)
+            state, text = _remedies.with_other_scale(
+                model, state, raises=raises, wanted=wanted
             )
-            if other is None:
-                return None
-            training.memory.good = other[0]
-            self._restore(other[0])
-            return other[1]
-        if remedy == _remedies.FLOAT32:
-            return self._keep(verdict)
-        return ""
-
-    def _keep(self, verdict: Any) -> str | None:
-        """Keeps the layers in float32 that a verdict is about."""
-        training = self._training
+            if text:
+                self._restore(state)
+            return text or None, state
         paths = getattr(verdict, "layers", ()) or (getattr(verdict, "layer", None),)
         changed = self._kept(paths)
         if not changed:
-            return None
+            return None, state
         training.kept_layers = (*training.kept_layers, *changed)
         self._trace_anew()
-        return ", ".join(map(repr, changed))
+        return ", ".join(map(repr, changed)), state
 
     def _kept(self, paths: Sequence[Any]) -> list[str]:
         """Keeps layers in float32; returns the paths of those that were not before."""
@@ -360,43 +398,47 @@ class Attempts:
             if layer is not None and _remedies.keep_float32(self._model, layer)
         ]
 
-    def _cut_rates(self, factor: float | None) -> str | None:
-        """Cuts the rates by what the triage found to help, by the setting without."""
-        training = self._training
-        factor = self._factor if factor is None else factor
-        text, needs_trace = _remedies.multiply_rates(
-            self._model, held=factor, factor=training.rate_factor * factor
-        )
-        if not text:
-            return None
-        training.rate_factor *= factor
-        if needs_trace:
-            self._trace_anew()
-        return text
-
     def _trace_anew(self) -> None:
         self._training.trace_anew()
-        self._search.forget_trace()
+        self._step = None
+
+    def _write_plan(self, recovery: Recovery) -> None:
+        """Writes what the model computes in now, for the next run."""
+        evidence = {"recovery": recovery.to_dict(), "versions": installed_versions()}
+        path = self._directory / "plan.json"
+        try:
+            PrecisionPlan.from_model(self._model, evidence=evidence).to_json(path)
+        except (OSError, ValueError) as error:  # training goes on without the file
+            logging.warning("No plan could be written to %s: %s", path, error)
 
     def _stop(self, last: Recovery, verdict: Any) -> None:
         why = "no remedy is left for it"
-        if len(self.done) >= self._max_recoveries:
+        if last.number > self._max_recoveries:
             why = f"`max_recoveries` {self._max_recoveries} are used up"
-        advice = str(getattr(verdict, "remedy", "") or "").rstrip(".")
-        look = f"`tfamp.triage(model, {last.bundle!r})`" if last.bundle else ""
-        advice = advice or (
-            f"Look at the failing step with {look or '`tfamp.triage(model, batch)`'}, "
-            "lower the learning rate, or clean the data"
+        look = f"{last.bundle!r}" if last.bundle else "batch"
+        advice = str(getattr(verdict, "remedy", "") or "").rstrip(".") or (
+            f"Look at the failing step with `tfamp.triage(model, {look})`, lower the "
+            "learning rate, or clean the data"
         )
         text = (
             f"Training was stopped at epoch {last.epoch + 1}, step {last.step}: "
             f"{last.sign}, and {why}; expected a remedy to help. The model is as it "
             f"was at step {last.restored_step}, its last good snapshot. {advice}. "
-            f"{checks.see('triage#recovery')}\n"
-            f"{table([*self.done, last])}"
+            f"{checks.see('triage#recovery')}\n{table(self.done)}"
         )
-        self.done.append(last)
         if not self._stops_quietly:
             raise RecoveryError(text, self.done)
         logging.error("%s", text)
         self._model.stop_training = True
+
+
+def _cause_of(verdict: Any) -> str:
+    return str(getattr(verdict, "cause", "") or "")
+
+
+def _holds_nonfinite(batch: Any) -> bool:
+    return any(
+        not np.all(np.isfinite(np.asarray(leaf)))
+        for leaf in tf.nest.flatten(batch, expand_composites=True)
+        if tf.is_tensor(leaf) and leaf.dtype.is_floating
+    )

@@ -158,11 +158,11 @@ def keep_float32(model: keras.Model, layer: Any) -> bool:
 
 def with_other_scale(
     model: keras.Model, state: State, *, raises: bool, wanted: float | None = None
-) -> tuple[State, str] | None:
+) -> tuple[State, str]:
     """Returns a state with another loss scale, and the change for people.
 
-    The scale is `wanted`, or is moved by a factor of 16. None is returned where the
-    model has no loss scale, or it is at its end.
+    The scale is `wanted`, or is moved by a factor of 16. The text is "" where the model
+    has no loss scale, or it is at its end.
     """
     names = {id(each.variable): each.name for each in named_variables(model)}
     arrays, text = dict(state.arrays), ""
@@ -170,13 +170,12 @@ def with_other_scale(
         if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             continue
         name = names[id(optimizer.dynamic_scale)]
-        stored, before = tally_of(optimizer), float(arrays[name])
+        before = float(arrays[name])
         scale = before * _SCALE_FACTOR if raises else before / _SCALE_FACTOR
         scale = scale if wanted is None else wanted
-        if stored is not None:
+        if tally_of(optimizer) is not None:
             scale = min(max(scale, optimizer.rule.min_scale), optimizer.rule.max_scale)
-        if scale == before:
-            continue
-        arrays[name] = np.asarray(scale, arrays[name].dtype)
-        text = text or f"{before:g} -> {scale:g}"
-    return (dataclasses.replace(state, arrays=arrays), text) if text else None
+        if scale != before:
+            arrays[name] = np.asarray(scale, arrays[name].dtype)
+            text = text or f"{before:g} -> {scale:g}"
+    return dataclasses.replace(state, arrays=arrays), text

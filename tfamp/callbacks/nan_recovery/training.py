@@ -1,58 +1,61 @@
 """One `fit` under NanRecovery: each call of the training function, judged."""
 
+import collections
+import concurrent.futures
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from absl import logging
 
+from tfamp.callbacks._draws import Draws, can_draw, num_bytes
 from tfamp.callbacks.nan_recovery import failures
-from tfamp.callbacks.nan_recovery.batches import BatchesSince
 from tfamp.callbacks.nan_recovery.failures import Sign
 from tfamp.keras_hooks.trainer import drop_traced_functions
-from tfamp.stepping.snapshot_files import Background, Slots
-from tfamp.stepping.snapshots import (
-    State,
-    built_from,
-    first_nonfinite,
-    num_nonfinite,
-    take,
-    was_skipped,
-)
+from tfamp.stepping.snapshot_files import Folder
+from tfamp.stepping.snapshots import State, built_from, nonfinite, take, was_skipped
 
 _ENDS = (StopIteration, tf.errors.OutOfRangeError)
-# Looking at the scale may take this part of the time.
-_SHARE_OF_SCALE = 0.001
-# Snapshots, and writing them, may take this part of the time.
-_SHARE = 0.005
-# Above this multiple of what the loss was, it is running away.
-RUNAWAY = 10.0
-# How fast what the loss was follows it, at each snapshot.
-_FOLLOWS = 1.02
-# Losses below this part of the first one are as good as it.
-_FLOOR = 1e-3
+# The parts of the time that looking at the scale, and snapshots and writes, may take.
+_SHARE_OF_SCALE, _SHARE = 0.001, 0.005
+# Above this multiple of what the loss was, it is running away; what it was follows it
+# so fast at each snapshot; losses below this part of the first one are as good as it.
+_RUNAWAY, _FOLLOWS, _FLOOR = 10.0, 1.02, 1e-3
+# What may be held of batches since the last good state, in number and size.
+_MAX_KEPT, _MAX_BYTES = 1000, 2**28
+
+
+class Kept(NamedTuple):
+    """A batch that is held, how many were drawn before it, and its size."""
+
+    number: int
+    data: Any
+    num_bytes: int
 
 
 class WatchedTraining:
     """Watches the training of one `fit`, and keeps its good snapshots.
 
-    `on_failure` is called with the sign of a failure; it puts the model back, and
-    returns or raises. `memory` is None before the first batch. `step` counts the
-    batches of this `fit` and of those it resumed, and `rate_factor` is what learning
-    rates are multiplied by now. `run` tells the snapshots of this run from others in
-    the folder. `batches` holds those since the good state.
+    A snapshot that was just taken may hold what breaks the next step, so it is a
+    `candidate` until a step more: finite logs, finite weights, an update that was made,
+    and a loss that has not run away make it `good`. They are so rare that they cost no
+    more than a share of the time, or `every_seconds` apart; a thread writes them.
 
-    `num_calls_kept` is how many calls of this epoch are in the metrics, and `last_logs`
-    are those of the last call that was not taken back, of an earlier epoch where need
-    be.
+    `on_failure` is called with the sign of a failure; it puts the model back, and
+    returns or raises. `step` counts the batches of this `fit` and of those it resumed,
+    `rate_factor` is what learning rates are multiplied by now, and `run` tells the
+    snapshots of this run from others in the folder. `num_calls_kept` is how many calls
+    of this epoch are in the metrics, and `last_logs` are those of the last call that
+    was not taken back.
     """
 
     def __init__(
         self,
         model: keras.Model,
-        slots: Slots,
+        folder: Folder,
         *,
         every_seconds: float | None,
         write_every_seconds: float,
@@ -60,85 +63,45 @@ class WatchedTraining:
         clock: Callable[[], float],
         on_failure: Callable[[Sign], None],
     ) -> None:
-        self.memory: Any = None  # a `Memory`, from the first batch on
-        self.step = self.epoch = 0
-        self.rate_factor = 1.0
-        self.kept_layers: tuple[str, ...] = ()
-        self.slots, self.run = slots, secrets.token_hex(4)
-        self.writer = Background(slots, clock=clock)
+        self.folder, self.ignored, self.run = folder, ignored, secrets.token_hex(4)
+        self.good = State({}, {})
+        self.candidate: State | None = None
+        self.step = self.epoch = self.num_calls_kept = 0
+        self.rate_factor, self.kept_layers = 1.0, tuple[str, ...]()
         self.last_logs: dict[str, Any] = {}
-        self.batches = BatchesSince(model)
-        self.ignored = ignored
-        self._model, self._clock = model, clock
-        self._every_seconds, self._write_every = every_seconds, write_every_seconds
-        self._on_failure = on_failure
-        self._steps = int(model.steps_per_execution or 1)
-        self._calls = 0
-        self._num_calls: int | None = None
-        self._written: State | None = None
-        self._updates = self._mark = 0
-        self._next_write = self._next_scale = 0.0
-        self._is_checked = True
-        self.num_calls_kept = 0
         self.member: Any = None  # its part in `fit`, which the callback has joined
+        self._model, self._clock, self._on_failure = model, clock, on_failure
+        self._every_seconds, self._write_every = every_seconds, write_every_seconds
+        self._steps, self._can_draw = (
+            int(model.steps_per_execution or 1),
+            can_draw(model),
+        )
+        self._calls, self._num_calls = 0, -1
+        self._has_begun = self._is_proven = self._is_partial = False
+        self._is_checked = True
+        self._spent = self._next = self._next_scale = self._next_write = 0.0
+        self._reference = self._floor = math.nan
+        self._updates = self._mark = self._num_drawn = self._num_bytes = 0
+        self._kept: collections.deque[Kept] = collections.deque()
+        self._threads = concurrent.futures.ThreadPoolExecutor(1)
+        self._write: concurrent.futures.Future[None] | None = None
+        self._write_seconds, self._has_warned = 0.0, False
+        self._written: State | None = None
 
     def begin_epoch(self, epoch: int, num_batches: int | None) -> None:
         """Notes that an epoch begins."""
         self.epoch, self._calls, self.num_calls_kept = epoch, 0, 0
-        self._num_calls = -(-num_batches // self._steps) if num_batches else None
-
-    def begin(self, element_spec: Any) -> None:
-        """Takes what training begins with as good, built as far as it can be.
-
-        A ValueError says that it holds NaN or inf. The element spec of a batch is None
-        where it is not known.
-        """
-        is_whole = built_from(self._model, element_spec)
-        self.memory = Memory(
-            self._model,
-            every_seconds=self._every_seconds,
-            share=_SHARE,
-            clock=self._clock,
-            is_written=self.writer.holds,
-        )
-        start = self.memory.good.with_counters(**self._facts({}, is_last=False))
-        if count := num_nonfinite(start):
-            raise ValueError(
-                f"Training begins with {count} weights or optimizer values that are "
-                f"not finite, the first in {first_nonfinite(start)!r}; expected finite "
-                "ones. Load a good checkpoint, or pass `resume=True` to begin with the "
-                f"last good snapshot in {str(self.slots.directory)!r}, if there is one."
-            )
-        self.memory.begin(start, is_partial=not is_whole)
-
-    def trace_anew(self) -> None:
-        """Makes the model's functions anew, as a change of its dtypes needs.
-
-        What other callbacks put around the old one comes back with the next epoch.
-        """
-        drop_traced_functions(self._model)
-        self._model.make_train_function(force=True)
-        self.member.surround()
-
-    def close(self) -> None:
-        """Writes the last good snapshot, unless it was written, and lets all go."""
-        memory = self.memory
-        try:
-            self.writer.finish()
-            if memory is not None and memory.is_proven:
-                if memory.good is not self._written:
-                    self.writer.start(memory.good)
-                    self.writer.finish()
-        finally:
-            self.batches.clear()
-            self.memory = None
+        self._num_calls = -(-num_batches // self._steps) if num_batches else -1
 
     def call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
         """Stands for the training function: one call of it, judged."""
-        if self.memory is None:
-            self.begin(getattr(iterator, "element_spec", None))
+        if not self._has_begun:
+            self._begin(getattr(iterator, "element_spec", None))
+        source = iterator
         try:
-            logs = function(self.batches.through(iterator))
+            if self._can_draw:
+                source = Draws(lambda: self._hold(next(iterator)), iterator)
+            logs = function(source)
         except _ENDS:
             # Judged before anything is done with the weights at the epoch's end.
             if self._calls and (sign := self._check_weights()) is not None:
@@ -159,24 +122,88 @@ class WatchedTraining:
         self.last_logs = values
         return values if isinstance(logs, dict) else logs
 
-    def forget(self) -> None:
-        """Drops the snapshot that is not judged yet, or takes it for want of better."""
-        good = self.memory.good
-        self.memory.forget()
-        if self.memory.good is not good:
-            self.batches.begin_at(self._mark)
+    def trace_anew(self) -> None:
+        """Makes the model's functions anew, as a change of its dtypes needs.
+
+        What other callbacks put around the old one comes back with the next epoch.
+        """
+        drop_traced_functions(self._model)
+        self._model.make_train_function(force=True)
+        self.member.surround()
+
+    def finish_write(self) -> None:
+        """Waits for the write that is under way, if there is one."""
+        if self._write is not None:
+            self._write.result()
+
+    def close(self) -> None:
+        """Writes the last good snapshot, unless it was written, and lets all go."""
+        try:
+            if self._is_proven and self.good is not self._written:
+                self.finish_write()
+                self._write = self._threads.submit(self._save, self.good)
+        finally:
+            self._threads.shutdown()
+            self._kept.clear()
+
+    def failing_batches(self) -> list[Kept]:
+        """Returns the batches that are held, the oldest first; the candidate goes.
+
+        Unless there is nothing better to go back to: then it is taken as good.
+        """
+        if self.candidate is not None and self._is_partial:
+            self.good, self._is_partial = self.candidate, False
+            self._let_go(self._mark)
+        self.candidate = None
+        return list(self._kept)
 
     def went_back(self, state: State) -> None:
         """Notes that the model is in a state of before, and its batches are gone."""
+        self.good = state
+        self._wait()
         is_inside = self.holds_metrics(state)
         self.num_calls_kept = int(state.counters["calls"]) if is_inside else 0
         self.last_logs = {**self.last_logs, **state.counters.get("logs", {})}
-        self.batches.begin_at(self.batches.num_drawn)
+        self._let_go(self._num_drawn)
 
     def holds_metrics(self, state: State) -> bool:
         """Returns whether the metrics of a state are those of this epoch so far."""
         counters = state.counters
         return counters["epoch"] == self.epoch and bool(counters.get("calls"))
+
+    def _begin(self, element_spec: Any) -> None:
+        """Takes what training begins with as good, built as far as it can be."""
+        self._has_begun = True
+        self._is_partial = not built_from(self._model, element_spec)
+        self.good = take(self._model).with_counters(**self._facts({}, is_last=False))
+        if bad := list(nonfinite(self.good)):
+            raise ValueError(
+                f"Training begins with {sum(count for _, count in bad)} weights or "
+                f"optimizer values that are not finite, the first in {bad[0][0]!r}; "
+                "expected finite ones. Load a good checkpoint, or pass `resume=True` "
+                f"to begin with the last good snapshot in {self.folder.directory!r}, "
+                "if there is one."
+            )
+        self._wait()
+        if self._is_partial:
+            # The first step makes more variables, so take all as soon as they exist.
+            self._next = self._clock()
+
+    def _hold(self, data: Any) -> Any:
+        """Holds a batch on its way, without a copy; the newest at least stays."""
+        self._kept.append(Kept(self._num_drawn, data, num_bytes(data)))
+        self._num_drawn += 1
+        self._num_bytes += self._kept[-1].num_bytes
+        while len(self._kept) > _MAX_KEPT or (
+            self._num_bytes > _MAX_BYTES and len(self._kept) > 1
+        ):
+            self._num_bytes -= self._kept.popleft().num_bytes
+        return data
+
+    def _let_go(self, number: int) -> None:
+        """Forgets the batches before a number."""
+        while self._kept and self._kept[0].number < number:
+            self._num_bytes -= self._kept.popleft().num_bytes
 
     def _count(self) -> None:
         self._calls += 1
@@ -195,181 +222,105 @@ class WatchedTraining:
 
     def _look(self, values: dict[str, Any]) -> Sign | None:
         """Looks at more than the logs where it is time to, and keeps snapshots."""
-        memory, clock = self.memory, self._clock
-        memory.note_loss(values.get("loss"))
-        is_last = self._calls == self._num_calls
-        sign = None
-        if memory.candidate is not None or memory.is_due():
+        clock = self._clock
+        loss: Any = values.get("loss")
+        if math.isnan(self._reference) and _is_number(loss):
+            self._reference, self._floor = abs(loss), _FLOOR * abs(loss)
+        is_last, sign = self._calls == self._num_calls, None
+        if self.candidate is not None or clock() >= self._next:
             start = clock()
-            if memory.candidate:
-                sign = self._judge(values)
-            else:
-                sign = self._take(values, is_last=is_last)
-            memory.spend(clock() - start)
+            sign = self._judge(loss) if self.candidate else self._take(values, is_last)
+            self._spent += clock() - start
         if sign is None and is_last:
             sign = self._check_weights()
         if sign is None and (start := clock()) >= self._next_scale:
-            sign = failures.of_scale(self._model)
-            end = clock()
+            sign, end = failures.of_scale(self._model), clock()
             self._next_scale = end + (end - start) / _SHARE_OF_SCALE
         return sign
 
-    def _take(self, values: dict[str, Any], *, is_last: bool) -> Sign | None:
-        memory = self.memory
+    def _take(self, values: dict[str, Any], is_last: bool) -> Sign | None:
+        """Takes a snapshot to be judged later; the sign where it is not finite."""
         if was_skipped(self._model):
             return None  # the next step may be better
-        self._updates = failures.num_updates(self._model)
-        self._is_checked = True
-        if memory.take(**self._facts(values, is_last=is_last)):
-            self._mark = self.batches.num_drawn
-            return None
-        return Sign("weights", f"{memory.bad_path} holds values that are not finite")
+        self._updates, self._is_checked = failures.num_updates(self._model), True
+        state = take(self._model).with_counters(**self._facts(values, is_last=is_last))
+        for path, _ in nonfinite(state):
+            return Sign("weights", f"{path} holds values that are not finite")
+        self.candidate, self._mark = state, self._num_drawn
+        return None
 
-    def _judge(self, values: dict[str, Any]) -> Sign | None:
+    def _judge(self, loss: Any) -> Sign | None:
         """Makes the candidate the good state, if the step after it was good."""
-        memory = self.memory
         if was_skipped(self._model):
             return None
         num_updates = failures.num_updates(self._model)
         if num_updates and num_updates <= self._updates:
             return None  # a microbatch of an update that is not made yet
-        sign = self._check_weights()
-        if sign is not None:
+        if (sign := self._check_weights()) is not None:
             return sign
-        if memory.has_run_away(values.get("loss")):
-            self.forget()
+        if self._has_run_away(loss):
+            self.failing_batches()
+            self._wait()
             return None
-        memory.promote()
-        self.batches.begin_at(self._mark)
-        now = self._clock()
-        if now >= self._next_write and self.writer.start(memory.good):
-            self._written = memory.good
-            pause = self.writer.seconds / _SHARE
+        if self.candidate is not None:
+            self.good, self.candidate = self.candidate, None
+        self._is_proven, self._is_partial = True, False
+        self._wait()
+        self._let_go(self._mark)
+        now, is_free = self._clock(), self._write is None or self._write.done()
+        if now >= self._next_write and is_free:
+            self._written = self.good
+            self._write = self._threads.submit(self._save, self.good)
+            pause = self._write_seconds / _SHARE
             self._next_write = now + max(self._write_every, pause)
         return None
 
+    def _has_run_away(self, loss: Any) -> bool:
+        """Returns whether a loss is far above what it was, once for each snapshot.
+
+        What the loss was follows it slowly, so that one which stays high is taken for
+        the new state of things in the end.
+        """
+        if math.isnan(self._reference) or not _is_number(loss):
+            return False
+        is_away = abs(loss) > _RUNAWAY * max(self._reference, self._floor)
+        followed = min(abs(loss), self._reference * _FOLLOWS)
+        self._reference = max(followed, self._floor)
+        return is_away
+
+    def _wait(self) -> None:
+        """Sets the time of the next snapshot, by what this one has cost."""
+        by_cost = self._spent / _SHARE
+        pause = by_cost if self._every_seconds is None else self._every_seconds
+        self._next, self._spent = self._clock() + pause, 0.0
+
+    def _save(self, state: State) -> None:
+        start = self._clock()
+        try:
+            self.folder.write(state)
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logging.warning(
+                    "A good snapshot could not be written to %r (%s). Training goes "
+                    "on, and the next one is tried too. Free space there.",
+                    self.folder.directory,
+                    error,
+                )
+        self._write_seconds = self._clock() - start
+
     def _facts(self, values: dict[str, Any], *, is_last: bool) -> dict[str, Any]:
         """Returns what a snapshot says of itself, beside the logs of its step."""
-        logs = {k: v for k, v in values.items() if isinstance(v, float)}
         return {
             "step": self.step,
             "epoch": self.epoch + is_last,
             "calls": 0 if is_last else self._calls,
-            "logs": {k: v for k, v in logs.items() if math.isfinite(v)},
+            "logs": {k: v for k, v in values.items() if _is_number(v)},
             "rate_factor": self.rate_factor,
             "kept_float32": list(self.kept_layers),
             "run": self.run,
         }
 
 
-class Memory:
-    """Takes snapshots so rarely that they cost no more than a share of the time.
-
-    A snapshot that was just taken may hold what breaks the next step, so it counts as
-    good only after a step more: finite logs, finite weights, an update that was made,
-    and a loss that has not run away.
-
-    They are `every_seconds` apart where that is given. `good` is the last good state,
-    and `candidate` a later one, to be judged after another step. `is_proven` says that
-    the good state was followed by a good step, as all are but the one that training
-    begins with, and `is_partial` that it lacks variables that the first step made.
-    `bad_path` is the variable that kept the last snapshot from being taken. The memory
-    of a state for which `is_written` holds is not used again yet.
-    """
-
-    def __init__(
-        self,
-        model: keras.Model,
-        *,
-        every_seconds: float | None,
-        share: float,
-        clock: Callable[[], float],
-        is_written: Callable[[State], bool],
-    ) -> None:
-        self.candidate: State | None = None
-        self.is_proven, self.is_partial, self.bad_path = False, False, ""
-        self._model, self._clock, self._is_written = model, clock, is_written
-        self._every_seconds, self._share = every_seconds, share
-        self._retired: list[State] = []
-        self._spent, self._next = 0.0, 0.0
-        self._reference: float | None = None
-        self._floor = 0.0
-        self.good: State = take(model)
-
-    def begin(self, state: State, *, is_partial: bool = False) -> None:
-        """Takes a state as good, such as that which training begins with."""
-        self.good = state
-        self._wait()
-        if is_partial:
-            # The first step makes more variables, so take all as soon as they exist.
-            self.is_partial, self._next = True, self._clock()
-
-    def is_due(self) -> bool:
-        """Returns whether it is time for a snapshot."""
-        return self.candidate is None and self._clock() >= self._next
-
-    def take(self, **counters: Any) -> bool:
-        """Takes a snapshot to be judged later; False where it is not finite itself."""
-        spare = next((s for s in self._retired if not self._is_written(s)), None)
-        if spare is not None:
-            self._retired.remove(spare)
-        state = take(self._model, into=spare).with_counters(**counters)
-        path = first_nonfinite(state)
-        if path is not None:
-            self.bad_path = path
-            self._retired.append(state)
-            return False
-        self.candidate = state
-        return True
-
-    def promote(self) -> None:
-        """Makes the candidate the good state."""
-        if self.candidate is not None:
-            self._retired.append(self.good)
-            self.good, self.candidate = self.candidate, None
-            self.is_proven, self.is_partial = True, False
-            # One that is written and one to write into are enough.
-            del self._retired[:-2]
-        self._wait()
-
-    def forget(self) -> None:
-        """Drops the candidate, unless there is nothing better to go back to."""
-        state, self.candidate = self.candidate, None
-        if state is not None and self.is_partial:
-            self.good, self.is_partial = state, False
-        elif state is not None:
-            self._retired.append(state)
-        self._wait()
-
-    def spend(self, seconds: float) -> None:
-        """Notes what a snapshot or its check took."""
-        self._spent += seconds
-
-    def note_loss(self, loss: Any) -> None:
-        """Takes the first loss as what the loss was."""
-        if self._reference is None and isinstance(loss, float) and math.isfinite(loss):
-            self._reference, self._floor = abs(loss), _FLOOR * abs(loss)
-
-    def is_growing(self, loss: Any) -> bool:
-        """Returns whether a loss is far above what it was."""
-        if self._reference is None or not isinstance(loss, float):
-            return False
-        return not abs(loss) <= RUNAWAY * max(self._reference, self._floor)
-
-    def has_run_away(self, loss: Any) -> bool:
-        """As `is_growing`, once for each snapshot.
-
-        What the loss was follows it slowly, so that one which stays high is taken for
-        the new state of things in the end.
-        """
-        is_away = self.is_growing(loss)
-        if self._reference is not None and isinstance(loss, float):
-            followed = min(abs(loss), self._reference * _FOLLOWS)
-            self._reference = max(followed, self._floor)
-        return is_away
-
-    def _wait(self) -> None:
-        """Sets the time of the next snapshot, by what this one has cost."""
-        by_cost = self._spent / self._share
-        pause = by_cost if self._every_seconds is None else self._every_seconds
-        self._next, self._spent = self._clock() + pause, 0.0
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)

@@ -5,7 +5,6 @@ from typing import Any
 
 import keras
 
-from tfamp.numerics.triage.bundle_replay import failing_step
 from tfamp.numerics.triage.replays import inquire
 from tfamp.numerics.triage.result import Triage
 from tfamp.stepping import bundles, snapshots
@@ -49,9 +48,11 @@ def triage(model: keras.Model, batch_or_bundle: Any) -> Triage:
     with seeds_put_back():
         if not isinstance(batch_or_bundle, (str, os.PathLike)):
             return inquire(model, batch_or_bundle)
-        contents = bundles.read(batch_or_bundle)
+        _, state, batch = bundles.read(batch_or_bundle)
+        snapshots.built_from(model, batch)
         before = snapshots.take(model)
         try:
-            return inquire(model, failing_step(model, contents))
+            snapshots.put(model, state)
+            return inquire(model, batch)
         finally:
             snapshots.put(model, before)

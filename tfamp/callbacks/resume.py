@@ -9,16 +9,23 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from tfamp.callbacks import _resume_state as states
 from tfamp.callbacks._fit_callback import FitCallback
-from tfamp.callbacks.resume import files, states
-from tfamp.callbacks.resume.files import Folder, Kept
 from tfamp.keras_hooks import around_training, epochs
 from tfamp.keras_hooks.epochs import EPOCH_HOOKS, Execution, Feed, Place
 from tfamp.keras_hooks.workers import part_of
 from tfamp.records import checks
 from tfamp.stepping import snapshots
-from tfamp.stepping.snapshot_files import folder_path
+from tfamp.stepping.snapshot_files import Folder, Kept, folder_path
 from tfamp.stepping.snapshots import State
+from tfamp.stepping.unchanged import put_random, take_random
+
+# Keras's callbacks that judge later epochs by earlier ones.
+_JUDGES = (
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ReduceLROnPlateau,
+)
 
 
 class Resume(FitCallback):
@@ -82,20 +89,16 @@ class Resume(FitCallback):
         self, directory: str | os.PathLike[str], *, every_steps: int = 500
     ) -> None:
         super().__init__()
-        self.directory = folder_path("directory", directory)
+        self.directory = folder_path(directory)
         self.every_steps = checks.positive_int("every_steps", every_steps)
         self.resumed_at: tuple[int, int] | None = None
         EPOCH_HOOKS.hold(self)
         self._feed: Feed | None = None
-        self._folder = self._folder_of(0, 1)
-        self._found: tuple[Kept, State] | None = None
+        self._folder = Folder(self.directory, "step")
+        self._found: State | None = None
         self._epoch = self._total = self._since = 0
-        self._start = Place(0)
-        self._start_random: dict[str, Any] = {}
-        self._start_passes: list[int] = []
-        self._spare: State | None = None
+        self._start: dict[str, Any] = {}
         self._pending: State | None = None
-        self._state_to_put: State | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Looks for a training to go on with, and whether it is this one."""
@@ -106,24 +109,27 @@ class Resume(FitCallback):
                 "Resume was told that training begins outside of `fit`; expected "
                 "`model.fit(..., callbacks=[Resume(...)])`. Use it there."
             )
-        self._check_beside()
+        beside = [x for x in around_training.callbacks_of(self.model) if x is not self]
+        _check_beside(beside)
         if feed.around is not None:
             logging.warning("A second Resume in the same `fit` does nothing: use one.")
             return
         strategy = self.model.distribute_strategy
-        index, num_workers = files.place_of(strategy)
-        self._folder = self._folder_of(index, num_workers)
+        place, addresses = states.workers_of(strategy)
+        num_workers = max(1, len(addresses))
+        self._folder = Folder(
+            self.directory, "step", place=place, num_workers=num_workers
+        )
         self._folder.prepare()
         kept = self._folder.newest()
         if num_workers > 1:
-            step = -1 if kept is None else kept.step
-            files.check_same(strategy, step, self.directory)
-        self.resumed_at, self._found = None, None
+            step = -1 if kept is None else kept[0].number
+            states.check_same(strategy, step, self.directory)
+        self.resumed_at, self._found, self._pending = None, None, None
         self._epoch = self._total = self._since = 0
-        self._pending = None
         if kept is not None:
-            self._go_on(kept, self._folder.read(kept), feed)
-        elif self._folder.others_have_files():
+            self._go_on(*kept, feed)
+        elif not self._folder.is_empty():
             self._note(
                 f"Resume: {self.directory!r} holds files of some workers, and no step "
                 "of all, so training starts from its beginning. All workers have to "
@@ -136,10 +142,10 @@ class Resume(FitCallback):
                 f"Resume: {why}, so a training that goes on will not equal this one to "
                 "the bit. Call `keras.utils.set_random_seed` first, or seed it."
             )
-        if kept is not None and (names := states.judges_in(self._beside())):
-            self._note(
-                f"Resume: what {', '.join(names)} had seen is not kept; it begins anew."
-            )
+        judges = {type(each).__name__ for each in beside if isinstance(each, _JUDGES)}
+        if kept is not None and judges:
+            names = ", ".join(sorted(judges))
+            self._note(f"Resume: what {names} had seen is not kept; it begins anew.")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes which epoch it is."""
@@ -151,42 +157,26 @@ class Resume(FitCallback):
             feed.around = None
         if self.resumed_at is not None:
             epochs.begin_at(self.model, None)
-        if who := files.lost(self.model.distribute_strategy, error):
-            logging.error("Resume: %s does not answer any more. %s", who, self._again())
-
-    def _again(self) -> str:
-        """Returns how to go on when a worker was lost."""
-        return (
-            "This worker ends too, as it cannot train alone. Start all workers again: "
-            f"they go on at the newest step that all of them have in "
-            f"{self.directory!r}."
-        )
-
-    def _folder_of(self, index: int, num_workers: int) -> Folder:
-        return Folder(self.directory, index, num_workers)
-
-    def _check_beside(self) -> None:
-        for each in self._beside():
-            if isinstance(each, keras.callbacks.BackupAndRestore):
-                raise ValueError(
-                    "Resume and BackupAndRestore are in the same `fit`; expected one, "
-                    "since each would begin where it thinks. Leave the other out."
-                )
-            if getattr(each, "resume", False) is True:
-                raise ValueError(
-                    f"Resume and {type(each).__name__}(resume=True) are in the same "
-                    "`fit`; expected one that goes on. Leave `resume` out."
-                )
-
-    def _beside(self) -> list[Any]:
-        """Returns the other callbacks of this `fit`."""
-        found = around_training.callbacks_of(self.model)
-        return [each for each in found if each is not self]
+        if who := states.lost(self.model.distribute_strategy, error):
+            logging.error(
+                "Resume: %s does not answer any more. This worker ends too, as it "
+                "cannot train alone. Start all workers again: they go on at the newest "
+                "step that all of them have in %r.",
+                *(who, self.directory),
+            )
 
     def _go_on(self, kept: Kept, state: State, feed: Feed) -> None:
         """Checks that a state is of this training, and has `fit` begin there."""
         held = state.counters[states.KEY]
-        self._check_workers(kept, held)
+        replicas = snapshots.num_local_replicas(self.model)
+        now = self._folder.num_workers, replicas
+        if (kept.num_workers, held["replicas"]) != now:
+            raise ValueError(
+                f"The training in {self.directory!r} had {kept.num_workers} workers of "
+                f"{held['replicas']} replicas; this one has {now[0]} of {now[1]}. "
+                "Expected as many, which get the same batches. Start as many, or load "
+                "its weights and begin in another `directory`."
+            )
         states.check_data(held["facts"], feed, self.directory)
         epoch, num_epochs = held["epoch"], (self.params or {}).get("epochs")
         if num_epochs is not None and epoch >= num_epochs:
@@ -195,8 +185,7 @@ class Resume(FitCallback):
                 f"in epoch {epoch} (from 0) already; expected more. Pass more "
                 "`epochs`, or another `directory`."
             )
-        self._total = held["total"]
-        self._found = kept, state
+        self._total, self._found = held["total"], state
         self.resumed_at = epoch, held["step"]
         epochs.begin_at(self.model, epoch)
         logging.info(
@@ -214,66 +203,59 @@ class Resume(FitCallback):
                 f"{self.directory!r} would have been, since {' and '.join(why)}."
             )
 
-    def _check_workers(self, kept: Kept, held: dict[str, Any]) -> None:
-        _, num_workers = files.place_of(self.model.distribute_strategy)
-        now = num_workers, snapshots.num_local_replicas(self.model)
-        if (kept.num_workers, held["replicas"]) != now:
-            raise ValueError(
-                f"The training in {self.directory!r} had {kept.num_workers} workers of "
-                f"{held['replicas']} replicas; this one has {now[0]} of {now[1]}. "
-                "Expected as many, which get the same batches. Start as many, or load "
-                "its weights and begin in another `directory`."
-            )
-
     def _steps_of_epoch(self, executions: Iterator[Execution]) -> Iterator[Execution]:
         """Goes through an epoch: draws what was trained, and keeps states."""
-        found, self._found = self._found, None
-        feed, skipped, held = self._feed, 0, {}
+        feed, found, self._found = self._feed, self._found, None
         if feed is None:
             yield from executions
             return
+        held: dict[str, Any] = {} if found is None else found.counters[states.KEY]
+        skipped = int(held.get("step", 0))
         if found is not None:
-            held = found[1].counters[states.KEY]
-            skipped = self._go_to(found[1], feed)
+            found = self._go_to(found, feed)
         is_due = self._since >= self.every_steps or self._pending is not None
-        self._start, self._start_random = feed.place(), states.take_random()
-        self._start_passes = states.take_passes(feed)
+        self._start = {
+            "place": list(dataclasses.astuple(feed.place())),
+            "random of epoch": take_random(),
+            "passes": states.take_passes(feed),
+        }
         if not held and self._total and (is_due or self._is_final(feed, 0)):
             self._pending = None
             self._write(self._state(0, feed))
         for each in executions:
             if each.begin < skipped:
-                self._put(_draw(each, skipped, self.directory))
+                batch = _draw(each, skipped, self.directory)
+                if found is not None:
+                    self._put(found, batch)
+                    found = None
                 continue
             if held:
-                states.put_random(held["random"])
+                put_random(held["random"])
                 held = {}
             yield each
             self._after(each, feed)
 
-    def _go_to(self, state: State, feed: Feed) -> int:
-        """Goes to where an epoch began; returns how many batches of it to leave out.
+    def _go_to(self, state: State, feed: Feed) -> State | None:
+        """Goes to where an epoch began; returns the state, unless it could be put.
 
-        The state is put when there is a batch to build the model from, which is now
-        where another epoch was before.
+        That needs a batch to build the model from, which is there where another epoch
+        was before.
         """
-        self._state_to_put = state
         held = state.counters[states.KEY]
-        states.put_random(held["random of epoch"])
-        states.put_passes(feed, held.get("passes", ()))
+        put_random(held["random of epoch"])
+        states.put_passes(feed, held["passes"])
         batch = feed.go_to(Place(*held["place"]))
-        states.put_passes(feed, held.get("passes", ()))
+        states.put_passes(feed, held["passes"])
         if batch is None and not held["step"]:
             batch = feed.first_batch()
-        if batch is not None:
-            self._put(batch)
-        return int(held["step"])
+        if batch is None:
+            return state
+        self._put(state, batch)
+        return None
 
-    def _put(self, batch: Any) -> None:
-        state, self._state_to_put = self._state_to_put, None
-        if state is not None:
-            batch = part_of(batch, self.model.distribute_strategy)
-            states.put(self.model, state, batch, self.directory)
+    def _put(self, state: State, batch: Any) -> None:
+        batch = part_of(batch, self.model.distribute_strategy)
+        states.put(self.model, state, batch, self.directory)
 
     def _after(self, execution: Execution, feed: Feed) -> None:
         """Keeps the state where it is time, after all callbacks have seen the step.
@@ -308,16 +290,8 @@ class Resume(FitCallback):
 
     def _state(self, step: int, feed: Feed) -> State:
         """Returns all that a training needs to go on behind a step of this epoch."""
-        position = {
-            "epoch": self._epoch,
-            "step": step,
-            "total": self._total,
-            "place": list(dataclasses.astuple(self._start)),
-            "random of epoch": self._start_random,
-            "passes": self._start_passes,
-        }
-        state, self._spare = states.take(self.model, feed, position, into=self._spare)
-        return state
+        at = {"epoch": self._epoch, "step": step, "total": self._total}
+        return states.take(self.model, feed, {**at, **self._start})
 
     def _write(self, state: State) -> None:
         self._since = 0
@@ -328,6 +302,20 @@ class Resume(FitCallback):
                 f"Resume: a state could not be written to {self.directory!r} "
                 f"({error}). Training goes on, the files before it stay, and the next "
                 "one is tried too. Free space there."
+            )
+
+
+def _check_beside(callbacks: list[Any]) -> None:
+    for each in callbacks:
+        if isinstance(each, keras.callbacks.BackupAndRestore):
+            raise ValueError(
+                "Resume and BackupAndRestore are in the same `fit`; expected one, "
+                "since each would begin where it thinks. Leave the other out."
+            )
+        if getattr(each, "resume", False) is True:
+            raise ValueError(
+                f"Resume and {type(each).__name__}(resume=True) are in the same "
+                "`fit`; expected one that goes on. Leave `resume` out."
             )
 
 

@@ -1,0 +1,236 @@
+"""What `Resume` keeps beside the variables of a model, and whether it fits a `fit`."""
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp.data.stages.augment import EpochCounter
+from tfamp.dtypes import resolution
+from tfamp.keras_hooks import around_training, structure, trainer
+from tfamp.keras_hooks.epochs import Feed
+from tfamp.records import checks
+from tfamp.stepping import snapshots
+from tfamp.stepping.snapshots import State, optimizers_of
+from tfamp.stepping.unchanged import take_random
+
+# The name of this record among the counters of a state.
+KEY = "resume"
+# What TensorFlow gives where no global seed is set.
+_NO_SEED = 87654321
+
+
+def take(model: keras.Model, feed: Feed, position: dict[str, Any]) -> State:
+    """Returns the state of a training, which stands at `position`."""
+    history = getattr(model, "history", None)
+    logs = {}
+    for name, values in history.history.items() if history is not None else ():
+        with contextlib.suppress(TypeError, ValueError):
+            logs[name] = [float(value) for value in values]
+    counters = {
+        **position,
+        "facts": facts_of(feed),
+        "dtypes": [each[1:] for each in dtypes_of(model)],
+        "replicas": snapshots.num_local_replicas(model),
+        "seed": global_seed(),
+        "versions": versions(),
+        "random": take_random(),
+        "history": {"epoch": list(history.epoch) if history else [], "logs": logs},
+    }
+    return snapshots.take(model).with_counters(**{KEY: counters})
+
+
+def put(model: keras.Model, state: State, batch: Any, directory: str) -> None:
+    """Gives a model, its optimizer and its history what a state holds.
+
+    The model is built from `batch`, what one replica gets, where it is not. A
+    ValueError says that the state is of another model, or under another policy.
+    """
+    held = state.counters[KEY]
+    with model.distribute_strategy.scope():
+        trainer.build_from(model, batch)
+    for _, part, _ in structure.walk(model):
+        # Networks that a train step of the user's calls, as its first step would.
+        if isinstance(part, keras.Model) and part.built:
+            resolution.resolve(part)
+    if not all(optimizer.built for optimizer in optimizers_of(model)):
+        # Optimizers of the user's that only the train step knows the variables of.
+        # What this step does to weights and seeds is undone by the state.
+        around_training.on_batch(model)(batch)
+    now = dtypes_of(model)
+    # Of another model its variables tell better.
+    is_alike = [each[0] for each in held["dtypes"]] == [each[1] for each in now]
+    for before, (path, *after) in zip(held["dtypes"], now, strict=False):
+        if is_alike and before != after:
+            raise ValueError(
+                f"The training in {directory!r} was under another policy: layer "
+                f"{path!r} computed in {before[1]} with variables in {before[2]}, and "
+                f"computes in {after[1]} with {after[2]} now; expected the same. "
+                "Enable the policy of that training, or pass another `directory`."
+            )
+    try:
+        snapshots.put(model, state)
+    except ValueError as error:
+        raise ValueError(
+            f"The training in {directory!r} is of another model than this "
+            f"{model.name!r}: {checks.first_line(error)} Pass another `directory`, or "
+            "delete the files in it."
+        ) from error
+    history = getattr(model, "history", None)
+    if history is not None:
+        history.epoch[:] = held["history"]["epoch"]
+        history.history.clear()
+        history.history.update(held["history"]["logs"])
+
+
+def dtypes_of(model: keras.Model) -> list[list[str]]:
+    """Returns path, class, compute and variable dtype of a model's layers, in order."""
+    return [
+        [path, type(x).__name__, str(x.compute_dtype), str(x.variable_dtype)]
+        for path, x, _ in structure.walk(model)
+        if x is not model
+    ]
+
+
+def global_seed() -> int | None:
+    """Returns the seed of `tf.random.set_seed`, None where it was not called."""
+    # With a seed for the operation, so that no random number is drawn for it.
+    seed, _ = tf.compat.v1.get_seed(1)
+    return None if seed == _NO_SEED else int(seed)
+
+
+def versions() -> str:
+    """Returns what computes, which may round otherwise in another version."""
+    return f"TensorFlow {tf.__version__} and Keras {keras.__version__}"
+
+
+def facts_of(feed: Feed) -> dict[str, Any]:
+    """Returns what has to be the same where a training goes on."""
+    names = ("num_batches", "batch_size", "steps_per_execution")
+    return {name: getattr(feed, name) for name in names}
+
+
+def check_data(held: dict[str, Any], feed: Feed, directory: str) -> None:
+    """Raises where the data of `fit` are none of those that `facts_of` gave before."""
+    now = facts_of(feed)
+    changed = [n for n in now if held[n] != now[n] and None not in (held[n], now[n])]
+    if changed:
+        was = ", ".join(f"{name} {held[name]}" for name in changed)
+        is_now = ", ".join(f"{name} {now[name]}" for name in changed)
+        raise ValueError(
+            f"The training in {directory!r} had {was}; this one has {is_now}. Expected "
+            "the same data, in the same batches. Pass them, or another `directory`."
+        )
+
+
+def unrepeatable(feed: Feed) -> str | None:
+    """Returns why another process cannot bring the data in the same order, if so."""
+    if feed.kind == "other":
+        return "the order of a generator or PyDataset is its own"
+    is_seeded = global_seed() is not None
+    if feed.kind == "arrays" and feed.shuffles and not is_seeded:
+        return "`fit` shuffles arrays without a seed"
+    stages = [] if feed.dataset is None else list(_stages(feed.dataset))
+    if not is_seeded and any(not each.is_seeded for each in _counters_in(stages)):
+        return "the dataset has an `augment` without a seed"
+    if any(map(_is_unseeded_shuffle, stages)):
+        return "the dataset has a `shuffle` without a seed"
+    if any("DataService" in type(each).__name__ for each in stages):
+        return "a data service brings elements in the order in which they are ready"
+    return None
+
+
+def take_passes(feed: Feed) -> list[int]:
+    """Returns how many whole passes pipelines have counted, by which they augment."""
+    stages = () if feed.dataset is None else _stages(feed.dataset)
+    return [int(each.read()) for each in _counters_in(stages)]
+
+
+def put_passes(feed: Feed, held: Sequence[int]) -> None:
+    """Has pipelines count on from what `take_passes` gave."""
+    stages = () if feed.dataset is None else _stages(feed.dataset)
+    for counter, passes in zip(_counters_in(stages), held, strict=False):
+        counter.go_to(passes)
+
+
+def _counters_in(stages: Iterable[Any]) -> list[EpochCounter]:
+    found = (getattr(each, EpochCounter.ATTRIBUTE, None) for each in stages)
+    return [each for each in found if isinstance(each, EpochCounter)]
+
+
+def _stages(dataset: Any) -> Iterator[Any]:
+    """Yields a dataset, and those that it is made of."""
+    yield dataset
+    for each in getattr(dataset, "_inputs", list)():
+        yield from _stages(each)
+
+
+def _is_unseeded_shuffle(dataset: Any) -> bool:
+    seeds: list[Any] = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
+    return all(map(tf.is_tensor, seeds)) and not any(int(seed) for seed in seeds)
+
+
+# What workers get whose reductions TensorFlow aborts, as another one does not answer.
+_ABORTS = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError)
+_TASK = re.compile(r"/job:(chief|worker)/replica:\d+/task:(\d+)")
+
+
+def workers_of(strategy: Any) -> tuple[int, dict[tuple[str, int], str]]:
+    """Returns this worker's place, and the addresses of all by job and task, in order.
+
+    There are no addresses where one process trains alone.
+    """
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return 0, {}
+    resolver = strategy.cluster_resolver
+    jobs = resolver.cluster_spec().as_dict()
+    addresses = {
+        (job, task): address
+        for job in ("chief", "worker")
+        for task, address in enumerate(jobs.get(job, []))
+    }
+    if len(addresses) < 2:
+        return 0, {}
+    own = resolver.task_type, int(resolver.task_id)
+    return list(addresses).index(own), addresses
+
+
+def lost(strategy: Any, error: BaseException | None) -> str | None:
+    """Returns which worker does not answer any more, where that ended training.
+
+    TensorFlow's workers send each other heartbeats: ten seconds after the last one it
+    aborts the reductions of the others. Its error names who was lost, but for the first
+    worker, to which all send theirs.
+    """
+    (place, addresses), text = workers_of(strategy), str(error)
+    if not addresses or not isinstance(error, _ABORTS) or "ollective" not in text:
+        return None
+    named = {(job, int(task)) for job, task in _TASK.findall(text)}
+    places = [i for i, task in enumerate(addresses) if task in named and i != place]
+    if not places and "CoordinationService" in text and place:
+        places = [0]
+    if not places:
+        return "Another worker"
+    hosts = list(addresses.values())
+    names = " and ".join(f"{i} ({hosts[i]!r})" for i in places)
+    return f"Worker {names} of {len(hosts)}"
+
+
+def check_same(strategy: Any, step: int, directory: str) -> None:
+    """Raises unless all workers resume from the same step, -1 for the beginning."""
+
+    def added_up() -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("SUM", tf.constant(step, tf.float64))
+
+    total = strategy.experimental_local_results(strategy.run(added_up))[0]
+    if float(total) / strategy.num_replicas_in_sync != step:
+        found = "no file of all" if step < 0 else f"step {step}"
+        raise ValueError(
+            f"`directory` is {directory!r}, in which this worker found {found}, and "
+            "another one something else; expected a folder that all workers see. Pass "
+            "one on a shared disk, or delete the files of the newest step."
+        )
