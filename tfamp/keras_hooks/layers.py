@@ -287,14 +287,26 @@ def update(layer: Any, **changes: Any) -> Policy:
 
 
 def put(layer: Any, policy: keras.DTypePolicy | None) -> None:
-    """Gives a layer another policy, one of its own or a stock one without rules."""
+    """Gives a layer another policy, one of its own or a stock one without rules.
+
+    A quantized layer stays so: its policy is that of the quantization, from this one.
+    """
     if isinstance(policy, Policy):
         policy.bind(layer)
     else:
         vars(layer).pop(_ATTRIBUTE, None)
-        if policy is not None and vars(layer)["_dtype_policy"] is not policy:
-            layer.dtype_policy = policy
+        given = vars(layer)["_dtype_policy"]
+        if policy is not None and given is not policy:
+            layer.dtype_policy = _quantized_as(given, policy)
     follow(layer)
+
+
+def _quantized_as(given: Any, policy: keras.DTypePolicy) -> keras.DTypePolicy:
+    if given.quantization_mode is None or policy.quantization_mode is not None:
+        return policy
+    mode = given.name.partition("_from_")[0]
+    name = getattr(policy, "present_name", policy.name)
+    return keras.dtype_policies.get(f"{mode}_from_{name}")
 
 
 def drop(layer: Any) -> None:
@@ -305,17 +317,10 @@ def drop(layer: Any) -> None:
 
 
 def follow(layer: Any) -> None:
-    """Has what depends on a layer's dtype follow it.
-
-    A quantized layer stays so: its policy is that of the quantization, from the dtypes
-    that were decided.
-    """
+    """Has what depends on a layer's dtype follow it."""
     policy, stock = policy_of(layer), layer.dtype_policy
-    if policy is not None and layer.quantization_mode is not None:
-        mode, _, source = stock.name.partition("_from_")
-        if source != policy.present_name:
-            stock = keras.dtype_policies.get(f"{mode}_from_{policy.present_name}")
-            vars(layer)["_dtype_policy"] = stock
+    if policy is not None and stock.quantization_mode is not None:
+        stock = vars(layer)["_dtype_policy"] = _quantized_as(stock, policy)
     graph = structure.graph_of(layer)
     if graph is not None and getattr(stock, "present_name", stock.name) == "float32":
         structure.widen_inputs(graph)
