@@ -40,12 +40,11 @@ from benchmarks._inference_models import (
 )
 from benchmarks._turns import ratio, take_turns, timed
 from tfamp.records.checks import short_error
-from tfamp.serving.exports.choosing import missing
-from tfamp.serving.exports.request import POSSIBLE
+from tfamp.serving.exports.request import POSSIBLE, missing
 from tfamp.serving.exports.source import float32_copy
-from tfamp.serving.parity.answers import classes_of
-from tfamp.serving.parity.timings import raced, rows
+from tfamp.serving.gate import classes_of
 from tfamp.serving.runtimes.tensorflow_models import TensorFlowModel
+from tfamp.serving.turns import raced, slowdowns
 
 BASE = "SavedModel"
 SIZES = (1, 64)
@@ -124,7 +123,7 @@ def measure_case(
             "loaded": tfamp.load_exported(model),
         }
         for size in SIZES:
-            batch = rows(data.x_test, size)
+            batch = np.resize(data.x_test, (size, *data.x_test.shape[1:]))
             seconds = _seconds(loaded | stock, batch, settings.turns)
             for name, taken in seconds.items():
                 own = found if name in found else stock_figures
@@ -174,10 +173,9 @@ def _tries(
     fastest = max(loaded, key=speed)
     tries = []
     for _ in range(number):
-        paces = raced(
-            loaded, loaded[fastest].prepared(data.x_test[:5]), SIZES, seconds=RACE
-        )
-        chosen = min(paces, key=lambda name: paces[name].slowdown)
+        inputs = loaded[fastest].prepared(data.x_test[:5])
+        paces = slowdowns(raced(loaded, inputs, SIZES, seconds=RACE), SIZES)
+        chosen = min(paces, key=paces.__getitem__)
         part = round(speed(chosen) / speed(fastest), 3)
         tries.append({"chosen": chosen, "fastest": fastest, "speed": part})
     return tries

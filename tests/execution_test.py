@@ -1,4 +1,4 @@
-"""Exported and Keras models run by one call for all, on one thread if faster."""
+"""Exported and Keras models run by one call for all."""
 
 import json
 import threading
@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 
 import tfamp
-from tfamp.serving import runtimes
-from tfamp.serving.exports import candidates
-from tfamp.serving.parity.timings import Pace
 from tfamp.serving.runtimes.signature import Signature, TensorSpec
 from tfamp.serving.runtimes.tensorflow_models import TensorFlowModel
 
@@ -80,36 +77,3 @@ def test_threads_share_a_model():
     for thread in threads:
         thread.join(30)
     assert not wrong and not any(thread.is_alive() for thread in threads)
-
-
-THREADS = {
-    "one is faster": ({"one": 1.0, "all": 1.6}, 1),
-    "alike": ({"one": 1.0, "all": 1.04}, None),
-    "all are faster": ({"one": 1.6, "all": 1.0}, None),
-}
-
-
-@pytest.mark.parametrize("slowdowns, expected", THREADS.values(), ids=THREADS)
-def test_one_thread_is_taken_where_it_was_faster(
-    slowdowns, expected, tmp_path, monkeypatch
-):
-    pytest.importorskip("onnxruntime", reason="needs tfamp[onnx]")
-    monkeypatch.setattr(candidates, "num_usable_cpus", lambda: 3)
-    monkeypatch.setattr(runtimes, "_threads", lambda threads: threads or 3)
-    raced_threads = {}
-
-    def raced(models, inputs, sizes, *, seconds):
-        raced_threads.update({name: used(each) for name, each in models.items()})
-        return {name: Pace(1e-3, slowdown) for name, slowdown in slowdowns.items()}
-
-    monkeypatch.setattr(candidates, "raced", raced)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    export = tfamp.export(model, tmp_path / "model", format="onnx")
-    assert raced_threads == {"one": 1, "all": 3}
-    assert (export.threads, used(export.load())) == (expected, expected or 3)
-    assert used(tfamp.load_exported(export.path, threads=2)) == 2
-    assert ("takes one thread" in str(export)) == (expected == 1)
-
-
-def used(loaded):
-    return loaded._session.get_session_options().intra_op_num_threads

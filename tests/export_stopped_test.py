@@ -15,7 +15,7 @@ import keras
 import pytest
 
 import tfamp
-from tfamp.serving.exports import candidates, exporter
+from tfamp.serving.exports import exporter, folders
 
 L = keras.layers
 MIB = 2**20
@@ -46,10 +46,10 @@ def left_in(folder):
 
 
 def test_a_folder_takes_the_place_of_a_former_one_whole(source, target):
-    candidates.place(source, target)
+    folders.place(source, target)
     assert left_in(target.parent) == ["m", *(f"m/{name}" for name in left_in(source))]
     assert (target / "export.json").read_text() == "export.json"
-    candidates.place(source, target.with_name("new"))
+    folders.place(source, target.with_name("new"))
     assert left_in(target.with_name("new")) == left_in(source)
 
 
@@ -59,8 +59,8 @@ def test_ctrl_c_leaves_the_former_folder_or_the_whole_new_one(
     number, when, source, target, monkeypatch
 ):
     steps = [
-        (candidates.os, "replace"),
-        (candidates.shutil, "copyfile"),
+        (folders.os, "replace"),
+        (folders.shutil, "copyfile"),
         (Path, "mkdir"),
     ]
     left = [number]
@@ -80,7 +80,7 @@ def test_ctrl_c_leaves_the_former_folder_or_the_whole_new_one(
     for owner, name in steps:
         monkeypatch.setattr(owner, name, stopping(getattr(owner, name)))
     with pytest.raises(KeyboardInterrupt):
-        candidates.place(source, target)
+        folders.place(source, target)
     monkeypatch.undo()
     former = ["m", "m/export.json"]
     new = ["m", *(f"m/{name}" for name in left_in(source))]
@@ -101,7 +101,7 @@ def test_a_full_disk_is_told_and_leaves_the_former_folder(source, target, monkey
         "as it was. Free some space, or pass another path."
     )
     with pytest.raises(OSError, match=re.escape(text)) as caught:
-        candidates.place(source, target)
+        folders.place(source, target)
     assert caught.value.errno == errno.ENOSPC
     assert left_in(target.parent) == ["m", "m/export.json"]
     assert (target / "export.json").read_text() == FORMER

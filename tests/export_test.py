@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import tfamp
-from tfamp.serving.exports import kept_layers
-from tfamp.serving.exports.candidates import MAX_FLOAT32_DIFFERENCE, WRITERS, Candidate
+from tfamp.serving.exports.candidates import MAX_FLOAT32_DIFFERENCE, WRITERS
+from tfamp.serving.exports.int8_layers import layers_kept
 from tfamp.serving.exports.request import PACKAGES, Request
 from tfamp.serving.exports.source import float32_copy, unroll
 from tfamp.serving.exports.tracing import trace
@@ -187,12 +187,6 @@ def test_a_saved_model_stores_each_weight_once(tmp_path):
     assert size < 1.05 * 4 * 501_000
 
 
-def test_the_size_of_an_export_is_that_of_its_files(tmp_path):
-    (tmp_path / "variables").mkdir()
-    (tmp_path / "variables" / "data").write_bytes(b"12345")
-    assert Candidate(None, tmp_path, None, 0.0).size_bytes == 5
-
-
 def test_unrolled_layers_answer_the_same():
     model = lstm()
     copy = float32_copy(model)
@@ -215,11 +209,11 @@ def test_operations_are_named_after_their_layers():
 
 def test_heads_stay_in_float32_unless_they_are_much_of_the_model():
     model = mlp()
-    assert list(kept_layers.kept_layers(model, [])) == ["answer"]
+    assert list(layers_kept(model, [])) == ["answer"]
     alone = keras.Sequential([keras.Input((8,)), L.Dense(3)])
-    assert kept_layers.kept_layers(alone, []) == {}
+    assert layers_kept(alone, []) == {}
     with pytest.raises(ValueError, match=re.escape("`keep_float32` names 'nowhere'")):
-        kept_layers.kept_layers(model, ["nowhere"])
+        layers_kept(model, ["nowhere"])
 
 
 @pytest.mark.parametrize(
@@ -353,11 +347,11 @@ def test_the_command_writes_a_saved_model_for_a_runtime(tmp_path, capsys):
 
 @pytest.mark.whole(why="processes")
 def test_auto_takes_the_fastest_of_what_is_installed(tmp_path, monkeypatch):
-    from tfamp.serving.exports import choosing
+    from tfamp.serving.exports import exporter
 
     pytest.importorskip("tf2onnx")
     monkeypatch.setattr(
-        choosing, "missing", lambda format: () if format == "onnx" else ("nothing",)
+        exporter, "missing", lambda format: () if format == "onnx" else ("nothing",)
     )
     model = mlp()
     answers = model.predict(X, verbose=0).argmax(axis=1)
@@ -373,9 +367,9 @@ def test_auto_takes_the_fastest_of_what_is_installed(tmp_path, monkeypatch):
     assert outcomes["litert float32"] == "left out"
     timed = {each.name: each.seconds for each in found.tried if each.seconds}
     chosen = [name for name, outcome in outcomes.items() if outcome == "chosen"]
-    assert chosen == [min(timed, key=timed.get)] and len(timed) == 3
+    assert len(timed) == 3 and timed[chosen[0]] < 1.1 * min(timed.values())
     assert "pip install 'tfamp[litert]'" in str(found)
     against = {each.against for each in found.parity.speedups}
     other = set() if found.dtype == "float32" else {"best float32 (onnx)"}
-    assert against == {"SavedModel", "XLA"} | other
+    assert against == {"SavedModel"} | other
     assert all(name in found.parity.reason for name in against)

@@ -4,15 +4,16 @@ import keras
 import numpy as np
 import pytest
 
-from tfamp.serving.exports.int8_ranking import (
-    LayerError,
+from tfamp.serving.exports.int8_layers import (
+    Kept,
+    keep_guilty,
     rank,
     rounded_activations,
     rounded_weights,
 )
-from tfamp.serving.exports.kept_layers import Kept, keep_guilty, reasons
-from tfamp.serving.parity import judged
-from tfamp.serving.parity.result import MetricChange, Parity
+from tfamp.serving.exports.request import NothingRoundedError
+from tfamp.serving.gate import judged
+from tfamp.serving.parity import MetricChange, Parity
 
 L = keras.layers
 # What gives a channel its size.
@@ -68,20 +69,21 @@ def test_a_planted_outlier_channel_is_found_with_who_gives_it(
     plant(model, maker, taker)
     np.testing.assert_allclose(model(x), before, rtol=1e-3, atol=1e-4)
     weights = [w.copy() for w in model.get_weights()]
-    ranking = rank(model, x)
-    worst, *others = ranking.layers
+    worst, *others = rank(model, x)
     assert worst.path == taker and worst.is_guilty and "channel 3" in worst.reason
     assert worst.producers == (producer,)
     assert not any(each.is_guilty for each in others)
     for now, then in zip(model.get_weights(), weights, strict=True):
         np.testing.assert_array_equal(now, then)
-    assert "an outlier channel" in ranking.table()
+    assert "an outlier channel" in worst.reason
 
 
-def test_what_rounds_only_weights_has_no_other_error():
+def test_what_rounds_weights_and_inputs_is_off_by_more():
     model = dense_net(2)
-    for each in rank(model, inputs_of(model), mode="weights").layers:
-        assert each.error == each.weight_error > 0
+    x = 30 * inputs_of(model) ** 3
+    alone = {each.path: each.error for each in rank(model, x, scheme="weights")}
+    both = {each.path: each.error for each in rank(model, x)}
+    assert all(0 < alone[path] < both[path] for path in both)
 
 
 def test_rounding_is_off_by_half_a_step_at_most():
@@ -98,8 +100,7 @@ def parity(worse, number=1000):
     metric = MetricChange(
         "accuracy", "y", 0.9, 0.9 - worse, worse, worse, bound, 0.005, number
     )
-    verdict, reason = judged([], [metric], is_fast=False)
-    return Parity(verdict, reason, "onnx", number, (), (metric,))
+    return Parity(*judged([], [metric]), "onnx", number, (), (metric,))
 
 
 def searched(needed, mode, model=None):
@@ -114,7 +115,7 @@ def searched(needed, mode, model=None):
         keras.utils.set_random_seed(1)
         model = dense_net()
         plant(model, "d1", "d2")
-    return keep_guilty(model, inputs_of(model), evaluate, mode=mode), asked, model
+    return keep_guilty(model, inputs_of(model), evaluate, scheme=mode), asked, model
 
 
 SEARCHES = {
@@ -128,7 +129,7 @@ def test_attention_and_recurrent_layers_are_ranked_by_what_multiplies():
     tokens = x = keras.Input((6, 8))
     x = x + L.MultiHeadAttention(2, 4, name="attention")(L.LayerNormalization()(x), x)
     model = keras.Model(tokens, L.Dense(3, name="head")(L.LSTM(5, name="lstm")(x)))
-    found = {each.path: each for each in rank(model, inputs_of(model)).layers}
+    found = {each.path: each for each in rank(model, inputs_of(model))}
     inner = [f"attention/{each}" for each in ("query", "key", "value")]
     assert {*inner, "attention/attention_output", "lstm", "head"} == {*found}
     assert all(0 < each.error < 0.1 for each in found.values())
@@ -155,8 +156,23 @@ def test_where_nothing_holds_it_says_so():
     assert not kept.holds and len(asked) == 3
 
 
-def test_reasons_say_why_each_stays():
-    layer = LayerError("b", "Dense", 1.0, 0.1, 900.0, ("a",), "an outlier channel")
-    found = reasons(["b", "a", "c"], {"b": layer})
-    assert found["b"] == "an outlier channel" and "'b'" in found["a"]
-    assert found["c"] == "the gate needs it, as the next in the ranking"
+def test_a_layer_that_the_gate_alone_asks_for_is_kept_and_said():
+    model = dense_net()
+    spoilt = rank(model, inputs_of(model))[0].path  # the first, though not guilty
+    kept, asked, _ = searched([spoilt], "dynamic", model)
+    assert asked == [(), (spoilt,)] and kept.holds
+    assert kept.layers == {spoilt: "the gate needs it, as the next in the ranking"}
+
+
+def test_where_what_is_kept_was_all_there_is_to_round_fewer_are():
+    keras.utils.set_random_seed(1)
+    model = dense_net()
+    plant(model, "d1", "d2")
+
+    def evaluate(paths):
+        if paths:
+            raise NothingRoundedError("nothing")
+        return parity(0.3)
+
+    kept = keep_guilty(model, inputs_of(model), evaluate, scheme="dynamic")
+    assert not kept.holds and kept.layers == {}

@@ -63,12 +63,12 @@ _RESULTS = {
     "BatchSearch": "tfamp.memory.batch_search.records",
     "Comparison": "tfamp.comparison.result",
     "Diagnosis": "tfamp.cli.diagnosis",
-    "Export": "tfamp.serving.exports.choosing",
+    "Export": "tfamp.serving.exports.results",
     "Latency": "tfamp.serving.latency",
     "LoadedModel": "tfamp.serving.runtimes.signature",
     "Measurement": "tfamp.tuning.measurement",
     "MemoryEstimate": "tfamp.memory.estimates",
-    "Parity": "tfamp.serving.parity.result",
+    "Parity": "tfamp.serving.parity",
     "Proof": "tfamp.numerics.proof.result",
     "Ranges": "tfamp.numerics.range_records",
     "Sensitivity": "tfamp.numerics.sensitivity.errors",
@@ -176,12 +176,12 @@ if TYPE_CHECKING:
     from tfamp.policy import enable as enable
     from tfamp.policy import scope as scope
     from tfamp.policy import status as status
-    from tfamp.serving.exports.choosing import Export as Export
     from tfamp.serving.exports.exporter import export as export
+    from tfamp.serving.exports.results import Export as Export
     from tfamp.serving.frozen import freeze as freeze
     from tfamp.serving.latency import Latency as Latency
     from tfamp.serving.latency import latency_check as latency_check
-    from tfamp.serving.parity.result import Parity as Parity
+    from tfamp.serving.parity import Parity as Parity
     from tfamp.serving.runtimes import load_exported as load_exported
     from tfamp.serving.runtimes.signature import LoadedModel as LoadedModel
     from tfamp.tuning import tune as tune

@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,11 @@ _PRODUCTS = ["MatMul", "Gemm"]
 _INTEGERS = re.compile("Quantize|Integer|QLinear")
 # Why a scheme may leave all of a model in float32, and what to do.
 _WITHOUT = {
-    ("int8", "dynamic"): (
+    "dynamic": (
         "ONNX Runtime's dynamic convolutions are slower than float32. Pass "
         "`calibration=` and `scheme='static'`"
     ),
-    ("int8", "static"): (
-        "ONNX Runtime has no static recurrent layers. Pass `scheme='dynamic'`"
-    ),
+    "static": "ONNX Runtime has no static recurrent layers. Pass `scheme='dynamic'`",
 }
 
 
@@ -48,14 +46,31 @@ def write(traced: Traced, folder: Path, request: Request) -> None:
     require_onnxruntime(purpose="Exporting to ONNX")
     for package in PACKAGES["onnx"]:
         checks.require(package, extra="onnx", purpose="Exporting to ONNX")
-    model = _converted(traced)
+    import onnx
+
+    if "onnx" not in traced.converted:
+        traced.converted["onnx"] = _converted(traced).SerializeToString()
+    content = traced.converted["onnx"]
     path = folder / FILES["onnx"]
     with quiet("root"):
-        _LOWERED[request.dtype](model, path, request, traced)
-    if request.scheme and not _has_integers(path):
+        if request.dtype == "float32":
+            path.write_bytes(content)
+        elif request.dtype == "float16":
+            from onnxruntime.transformers import float16
+
+            model = onnx.load_model_from_string(content)
+            kept = _kept_nodes(model, traced, request)
+            lowered = float16.convert_float_to_float16(
+                model, keep_io_types=True, node_block_list=kept
+            )
+            path.write_bytes(lowered.SerializeToString())
+        else:
+            _write_int8(content, path, request, traced)
+    nodes = onnx.load(path, load_external_data=False).graph.node
+    if request.scheme and not any(_INTEGERS.search(n.op_type) for n in nodes):
         raise NothingRoundedError(
             f"{request.name} quantises nothing of this model: "
-            f"{_WITHOUT[request.dtype, request.scheme]}, or another format."
+            f"{_WITHOUT[request.scheme]}, or another format."
         )
 
 
@@ -97,14 +112,6 @@ def _converted(traced: Traced) -> Any:
     return model
 
 
-def _has_integers(path: Path) -> bool:
-    """States whether a file holds an operation on integers."""
-    import onnx
-
-    nodes = onnx.load(path, load_external_data=False).graph.node
-    return any(_INTEGERS.search(node.op_type) for node in nodes)
-
-
 def _fill_in_captured(graph: Any, traced: Traced) -> None:
     """Stores the tensors that a model holds, which tf2onnx asks for as inputs."""
     from onnx import numpy_helper
@@ -140,27 +147,13 @@ def _rewrite_erfc(graph: Any) -> None:
     graph.node.extend(nodes)
 
 
-def _float32(model: Any, path: Path, request: Request, traced: Traced) -> None:
-    path.write_bytes(model.SerializeToString())
-
-
-def _float16(model: Any, path: Path, request: Request, traced: Traced) -> None:
-    from onnxruntime.transformers import float16
-
-    kept = _kept_nodes(model, traced, request)
-    lowered = float16.convert_float_to_float16(
-        model, keep_io_types=True, node_block_list=kept
-    )
-    path.write_bytes(lowered.SerializeToString())
-
-
-def _int8(model: Any, path: Path, request: Request, traced: Traced) -> None:
+def _write_int8(content: bytes, path: Path, request: Request, traced: Traced) -> None:
     import onnx
     from onnxruntime import quantization
 
     with tempfile.TemporaryDirectory() as folder:
         source, prepared = Path(folder, "model.onnx"), Path(folder, "prepared.onnx")
-        source.write_bytes(model.SerializeToString())
+        source.write_bytes(content)
         quantization.shape_inference.quant_pre_process(
             str(source), str(prepared), skip_symbolic_shape=True
         )
@@ -181,18 +174,21 @@ def _int8(model: Any, path: Path, request: Request, traced: Traced) -> None:
                 **options,
             )
             return
+        batches = iter(request.calibration)
+
+        class Reader(quantization.CalibrationDataReader):
+            def get_next(self) -> dict[str, np.ndarray] | None:
+                return next(map(dict, batches), None)
+
         quantization.quantize_static(
             str(prepared),
             str(path),
-            _reader(request.calibration),
+            Reader(),
             activation_type=quantization.QuantType.QUInt8,
             op_types_to_quantize=_PRODUCTS if request.products_only else None,
             extra_options={"MatMulConstBOnly": request.products_only},
             **options,
         )
-
-
-_LOWERED = {"float32": _float32, "float16": _float16, "int8": _int8}
 
 
 def _kept_nodes(model: Any, traced: Traced, request: Request) -> list[str]:
@@ -213,19 +209,3 @@ def _kept_nodes(model: Any, traced: Traced, request: Request) -> list[str]:
     # ONNX Runtime makes a product and a sum of a Gemm before it looks at the names.
     products = [f"{node.name}_MatMul" for node in kept if node.op_type == "Gemm"]
     return [*(node.name for node in kept), *products]
-
-
-def _reader(batches: tuple[Mapping[str, np.ndarray], ...]) -> Any:
-    from onnxruntime.quantization import CalibrationDataReader
-
-    class Reader(CalibrationDataReader):
-        """Gives batches one after the other."""
-
-        def __init__(self) -> None:
-            self._batches = iter(batches)
-
-        def get_next(self) -> dict[str, np.ndarray] | None:
-            """Returns the next batch, None after the last."""
-            return next((dict(batch) for batch in self._batches), None)
-
-    return Reader()

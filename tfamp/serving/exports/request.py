@@ -1,12 +1,11 @@
 """What one exported file is to be: its format, its dtype, and what stays in float32."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-
-from tfamp.records import checks
 
 DTYPES = ("float32", "float16", "bfloat16", "int8")
 SCHEMES = ("weights", "dynamic", "static")
@@ -19,16 +18,8 @@ POSSIBLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "float16": ("",),
         "int8": ("dynamic", "weights", "static"),
     },
-    "onnx": {
-        "float32": ("",),
-        "float16": ("",),
-        "int8": ("dynamic", "static"),
-    },
-    "openvino": {
-        "float32": ("",),
-        "float16": ("",),
-        "int8": ("weights", "static"),
-    },
+    "onnx": {"float32": ("",), "float16": ("",), "int8": ("dynamic", "static")},
+    "openvino": {"float32": ("",), "float16": ("",), "int8": ("weights", "static")},
 }
 # Format -> the packages that write it, and integers in it, beside TensorFlow.
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -78,49 +69,21 @@ class Request:
         return " ".join(filter(None, (self.format, self.dtype, self.scheme)))
 
 
-def named(text: object, argument: str = "exports") -> Request:
-    """Returns what a name asks for: a format, and a dtype and scheme where they matter.
-
-    `argument` is what messages call it.
-
-    Raises:
-        TypeError: It is no text.
-        ValueError: There is no such format, dtype or scheme, or not in this format.
-
-    Example:
-        >>> named("onnx int8").name, named("litert").name
-        ('onnx int8 dynamic', 'litert float32')
-    """
-    if not isinstance(text, str):
-        raise TypeError(
-            f"`{argument}` holds {text!r}; expected names such as 'onnx int8'. Pass "
-            "texts."
-        )
-    words = text.split()
-    if not 1 <= len(words) <= 3:
-        raise ValueError(
-            f"`{argument}` holds {text!r}; expected a format, and a dtype and a scheme "
-            "where they matter. Write for example 'onnx int8 dynamic'."
-        )
-    format = words[0]
-    dtype = words[1] if len(words) > 1 else "float32"
-    scheme = words[2] if len(words) > 2 else None
-    checks.choice(argument, format, tuple(POSSIBLE))
-    checks.choice(f"{argument} dtype", dtype, DTYPES)
-    if scheme is not None:
-        checks.choice(f"{argument} scheme", scheme, SCHEMES)
-    found = check_possible(format, dtype, scheme)
-    return Request(format, dtype, scheme or found)
+def missing(format: str) -> tuple[str, ...]:
+    """Returns the packages that a format needs and that are not installed."""
+    return tuple(
+        name for name in PACKAGES[format] if importlib.util.find_spec(name) is None
+    )
 
 
-def check_possible(format: str, dtype: str, scheme: str | None) -> str:
+def scheme_for(format: str, dtype: str, scheme: str | None) -> str:
     """Returns the scheme to take, "" for floats.
 
     Raises:
         ValueError: The format cannot express the dtype or scheme.
 
     Example:
-        >>> check_possible("onnx", "int8", None)
+        >>> scheme_for("onnx", "int8", None)
         'dynamic'
     """
     schemes = POSSIBLE[format].get(dtype)
@@ -131,9 +94,7 @@ def check_possible(format: str, dtype: str, scheme: str | None) -> str:
             f"{tuple(POSSIBLE[format])}. Pass one of these, or a format that has "
             f"{dtype}: {others}."
         )
-    if scheme is None:
-        return schemes[0]
-    if scheme not in schemes:
+    if scheme is not None and scheme not in schemes:
         told = (
             f"has {dtype} as {schemes}" if schemes != ("",) else "is a float, with none"
         )
@@ -141,4 +102,4 @@ def check_possible(format: str, dtype: str, scheme: str | None) -> str:
             f"`scheme` is {scheme!r}, and {format!r} {told}. Pass one of these, or "
             "leave it out."
         )
-    return scheme
+    return schemes[0] if scheme is None else scheme

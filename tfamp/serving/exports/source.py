@@ -1,7 +1,6 @@
 """The float32 model that exports are made from: its copy, its traces, inputs to try."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -16,7 +15,6 @@ from tfamp.records.formats import HALF
 from tfamp.serving.exports.request import Request
 from tfamp.serving.exports.tracing import Traced, trace
 from tfamp.serving.frozen import freeze
-from tfamp.serving.parity import Expected, expected
 from tfamp.serving.runtimes.signature import dtype_named, has_shape
 from tfamp.stepping.arguments import check_built, dataset_of
 from tfamp.stepping.unchanged import copied
@@ -37,33 +35,19 @@ _FREE = 8
 
 @dataclasses.dataclass
 class Source:
-    """The model that all candidates are made from, and what they are judged by.
+    """The model that all candidates are made from, and inputs to try them with.
 
     Attributes:
         model: In float32.
         sample: Inputs as it takes them; None where nobody gave any.
-        batch_size: Of the calls that are to be fast, beside those of one example.
-        validation: What the gate compares candidates on; None where nothing is there.
-        metric: As for the gate.
-        tolerance: As for the gate.
         traces: By what they were traced for.
         tried: Inputs by name to try exports with; None takes the first of `sample`.
     """
 
     model: keras.Model
     sample: Any
-    batch_size: int | None = None
-    validation: Any = None
-    metric: Any = None
-    tolerance: float = 0.005
     traces: dict[str, Traced] = dataclasses.field(default_factory=dict)
     tried: dict[str, np.ndarray] | None = None
-
-    @functools.cached_property
-    def expected(self) -> Expected:
-        """What the model answers to the validation data, predicted once."""
-        names = [spec.name for spec in self.traced.signature.outputs]
-        return expected(self.model, self.validation, names, self.batch_size)
 
     @property
     def traced(self) -> Traced:
@@ -77,7 +61,9 @@ class Source:
             ValueError: The model has loops, and the format has none.
         """
         kind = request.dtype if request.format == "saved_model" else "float32"
-        if request.format in _WITHOUT_LOOPS:
+        layers = (layer for _, layer, _ in structure.walk(self.model))
+        has_loops = any(isinstance(layer, keras.layers.RNN) for layer in layers)
+        if has_loops and request.format in _WITHOUT_LOOPS:
             kind = "unrolled"
         if kind not in self.traces:
             model = self.model
@@ -129,14 +115,14 @@ class Source:
     ) -> tuple[Mapping[str, np.ndarray], ...]:
         """Returns calibration without five examples, on which exports are tried.
 
-        Integers are at their best on the examples that gave them their ranges. With
-        validation data, or where there are too few in each batch, all are returned.
+        Integers are at their best on the examples that gave them their ranges. Where
+        there are too few in each batch, all are returned.
         """
         sizes = [len(next(iter(batch.values()))) for batch in batches]
         index = max(
             (i for i, size in enumerate(sizes) if size >= 2 * _NUM_TRIED), default=None
         )
-        if self.validation is not None or index is None:
+        if index is None:
             return batches
         whole = batches[index]
         self.tried = {
@@ -146,18 +132,20 @@ class Source:
         rest = {name: value[:-_NUM_TRIED] for name, value in whole.items()}
         return (*batches[:index], rest, *batches[index + 1 :])
 
-    def are_mostly_among(self, batches: Sequence[Mapping[str, np.ndarray]]) -> bool:
-        """States whether more than half of the validation examples are among inputs."""
+    def share_among(
+        self, batches: Sequence[Mapping[str, np.ndarray]], inputs: Sequence[Any]
+    ) -> float:
+        """Returns which part of the examples in `inputs`, by batch, is among others."""
         known = {*rows_of(batches)}
         rows: list[bytes] = []
-        for x, _ in self.expected.batches:
+        for x in inputs:
             given = self.traced.by_name(x)
             batch = {
                 spec.in_file: np.asarray(given[spec.name], dtype_named(spec.dtype))
                 for spec in self.traced.signature.inputs
             }
             rows += rows_of([batch])
-        return 2 * sum(row in known for row in rows) > len(rows)
+        return sum(row in known for row in rows) / max(len(rows), 1)
 
     def tried_inputs(self) -> dict[str, np.ndarray]:
         """Returns a few inputs by name with which an export is tried."""
@@ -244,10 +232,7 @@ def _zero_masked_steps(layer: Any) -> None:
 
 
 def _unrolled(model: keras.Model) -> keras.Model:
-    """Returns a model without loops: itself if no layer is recurrent, else a copy."""
-    layers = (layer for _, layer, _ in structure.walk(model))
-    if not any(isinstance(layer, keras.layers.RNN) for layer in layers):
-        return model
+    """Returns a copy without loops."""
     copy = float32_copy(model)
     if looping := unroll(copy):
         raise ValueError(

@@ -52,6 +52,8 @@ class Traced:
         signature: What an exported model takes and gives.
         scopes: What operations' names begin with -> the path of their layer.
         flatten: Turns what the model itself takes into a list of `specs`.
+        converted: Format -> what was made of it in float32, from which integers are
+            made as well.
     """
 
     module: Served
@@ -59,6 +61,7 @@ class Traced:
     signature: Signature
     scopes: Mapping[str, str]
     flatten: Callable[[Any], list[Any]]
+    converted: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
     @property
     def function(self) -> Any:

@@ -44,6 +44,18 @@ def write_litert(traced: Traced, folder: Path, request: Request) -> None:
         ValueError: The model has operations that LiteRT has not.
     """
     checks.require("ai_edge_litert", extra="litert", purpose="Exporting to LiteRT")
+    content = traced.converted.get("litert")
+    if content is None or request.dtype == "float16":
+        content = _litert(traced, request)
+    if request.dtype != "float16":
+        traced.converted["litert"] = content
+    if request.dtype == "int8":
+        content = _litert_integers(content, request)
+    (folder / FILES["litert"]).write_bytes(content)
+
+
+def _litert(traced: Traced, request: Request) -> bytes:
+    """Returns a file of LiteRT in floats."""
     with _saved(traced) as saved, quiet("tensorflow", "absl"):
         converter = tf.lite.TFLiteConverter.from_saved_model(
             saved, signature_keys=[SIGNATURE]
@@ -52,7 +64,7 @@ def write_litert(traced: Traced, folder: Path, request: Request) -> None:
             converter.optimizations = [tf.lite.Optimize.DEFAULT]
             converter.target_spec.supported_types = [tf.float16]
         try:
-            content: bytes = converter.convert()
+            return bytes(converter.convert())
         except Exception as error:  # of whatever the converter raises
             needed = sorted({*_NEEDED.findall(str(error))} - {"entry_function"})
             told = f"for {needed}" if needed else f"here: {first_line(error)}"
@@ -62,9 +74,6 @@ def write_litert(traced: Traced, folder: Path, request: Request) -> None:
                 f"to {traced.elsewhere()}, or take the layers that use it out of it"
                 f"{', or give them float32' if which else ''}."
             ) from error
-    if request.dtype == "int8":
-        content = _litert_integers(content, request)
-    (folder / FILES["litert"]).write_bytes(content)
 
 
 def write_openvino(traced: Traced, folder: Path, request: Request) -> None:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.serving.parity import answers, check_parity, judged, metrics, timings
-from tfamp.serving.parity.result import MetricChange, Parity, Speedup, is_faster
+from tfamp.serving.gate import check_parity, has_classes, judged, reference_of
+from tfamp.serving.parity import MetricChange, Parity, Speedup, is_faster
 from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
+from tfamp.trials.run_records import Latency
 from tfamp.trials.statistics import Interval
 
 CLASSES = 4
@@ -52,7 +53,8 @@ def examples(number):
 def gate(model, candidate, data, **options):
     if not isinstance(data, tf.data.Dataset):
         data = tf.data.Dataset.from_tensors(data)  # one batch
-    return check_parity(model, candidate, data, **{"seconds": 0} | options)
+    names = [spec.name for spec in candidate.signature.outputs]
+    return check_parity(reference_of(model, data, names), candidate, **options)
 
 
 def losing(number):
@@ -86,10 +88,17 @@ def test_lost_examples_bound_the_drop(number, lost, verdict, bound, needed):
 
 
 def test_won_examples_count_against_lost_ones():
-    lost = np.array([1.0] * 4 + [0.0] * 996)
-    both = np.array([1.0] * 4 + [-1.0] * 4 + [0.0] * 992)
-    of_each = [metrics.upper_bound(v, is_rate=True) for v in (lost, both)]
-    assert 0 < of_each[1] < of_each[0]
+    x, y = examples(1000)
+    y[4:8] = np.roll(y[4:8], 1)  # which float32 gets wrong
+
+    def won(x):
+        x[4:8] = np.eye(CLASSES)[y[4:8]]
+        return losing(4)(x)
+
+    bounds = [
+        gate(*changed(change), (x, y)).metrics[0].bound for change in (won, losing(4))
+    ]
+    assert 0 < bounds[0] < bounds[1]
 
 
 def test_without_labels_flipped_predictions_bound_the_drop():
@@ -139,29 +148,14 @@ def test_numbers_that_are_not_finite_are_worse():
 
 
 def test_a_parity_prints_and_comes_back_from_json():
-    parity = gate(*changed(losing(1)), examples(360), seconds=0.02, batch_size=8)
+    latencies = [Latency.of(size, [0.001, 0.002]) for size in (1, 8)]
+    found = gate(*changed(losing(1)), examples(360))
+    parity = found.timed(latencies, speeds(("SavedModel", 1, 2.0)))
     assert Parity.from_dict(json.loads(json.dumps(parity.to_dict()))) == parity
     text = parity.table()
     assert "1 of 360 predictions flipped" in text and "undecided" in text
-    assert {s.against for s in parity.speedups} == {"SavedModel", "XLA"}
-    assert [latency.batch_size for latency in parity.latencies] == [1, 8]
+    assert "Its speed at batch 1 is 2 times SavedModel." in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 110
-
-
-def test_a_side_that_takes_half_the_time_is_twice_as_fast():
-    now = [0.0]
-
-    def taking(seconds):
-        def call():
-            now[0] += seconds
-
-        return call
-
-    sides = {"own": taking(1.0), "other": taking(2.0)}
-    found = timings.in_turns(sides, seconds=180.0, clock=lambda: now[0])
-    assert [len(turn) for turn in found["own"]] == [10] * 9
-    speed = timings.speedup(found["other"], found["own"], against="o", batch_size=1)
-    assert speed.p50 == Interval(2.0, 2.0, 2.0) == speed.p99
 
 
 def speeds(*middles):
@@ -186,9 +180,14 @@ def test_faster_is_faster_than_all_at_a_size_and_slower_at_none(middles, expecte
 
 def test_the_verdict_says_faster_only_where_the_metric_holds():
     good = MetricChange("accuracy", "y", 0.9, 0.9, 0.0, -0.001, 0.004, 0.005, 900)
-    assert judged([], [good], is_fast=True)[0] == "as good and faster"
     bad = MetricChange("accuracy", "y", 0.9, 0.5, 0.4, 0.3, 0.5, 0.005, 900)
-    assert judged([], [good, bad], is_fast=True)[0] == "worse"
+    verdicts = []
+    for metrics in ([good], [good, bad]):
+        found = Parity(*judged([], metrics), "onnx", 900, (), tuple(metrics))
+        for middle in (1.0, 2.0):
+            verdicts.append(found.timed([], speeds(("SavedModel", 1, middle))).verdict)
+    good_ones = ["as good, not faster", "as good and faster"]
+    assert verdicts == [*good_ones, "worse", "worse"]
 
 
 def test_another_model_is_refused():
@@ -212,4 +211,4 @@ LABELS = {
 @pytest.mark.parametrize("y, expected", LABELS.values(), ids=LABELS)
 def test_labels_say_whether_outputs_are_classes(y, expected):
     outputs = np.array([[1.0, -2.0, 0.0, 3.0]] * 2)
-    assert answers.has_classes(None, outputs, y) is expected
+    assert has_classes(None, outputs, y) is expected

@@ -1,7 +1,8 @@
-"""What `check_parity` found, as records that go to JSON and print as tables."""
+"""What the gate found, as records that go to JSON and print as tables."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from tfamp.records import console, units
@@ -126,7 +127,7 @@ class Parity(TableRecord):
         metrics: One for each output that has one.
         latencies: Of the exported model at batch 1 and at the user's batch.
         speedups: Against each other model at these sizes.
-        processes: Cold start and memory, the exported model first.
+        processes: Cold start and memory of the exported model.
         size_bytes: Of its files; None where it has none.
         reference_bytes: Of the float32 weights; None where they are not known.
         notes: What was not measured, and why.
@@ -159,22 +160,50 @@ class Parity(TableRecord):
     def num_needed(self) -> int | None:
         """Examples that would settle an "undecided"; None where none would."""
         needed = [each.num_needed for each in self.metrics if not each.holds]
-        if not needed or None in needed:
-            return None
-        return max(number for number in needed if number is not None)
+        known = [number for number in needed if number is not None]
+        return max(known) if known and len(known) == len(needed) else None
+
+    def timed(
+        self, latencies: Sequence[Latency], speedups: Sequence[Speedup]
+    ) -> "Parity":
+        """Returns it with how fast the model is, which the verdict then tells.
+
+        It is faster where it is so against all others at some batch size, and slower
+        than none at the other.
+        """
+        told = f"{self.reason} {speed_text(speedups)}".rstrip()
+        verdict = self.verdict
+        if self.is_as_good and is_faster(speedups):
+            verdict = "as good and faster"
+        return dataclasses.replace(
+            self,
+            verdict=verdict,
+            reason=told,
+            latencies=tuple(latencies),
+            speedups=tuple(speedups),
+        )
 
     def table(self) -> str:
         """Returns verdict, differences, latencies and costs, at most 110 columns."""
         title = f"Exported to {self.runtime}: {self.verdict}"
-        parts = [console.table(_COLUMNS, self._rows(), title=title), self.reason]
+        columns = {"what": console.FOLD, "found": {**console.FOLD, "ratio": 1}}
+        parts = [console.table(columns, self._rows(), title=title), self.reason]
         return console.text_of(*parts, *self.notes)
 
     def _rows(self) -> list[tuple[str, str]]:
         rows = []
         for each in self.outputs:
-            rows.append((f"difference of {each.name}", _difference_text(each)))
+            text = f"at most {each.largest:.3g}, mean {each.mean:.3g}, "
+            text += f"{each.relative:.2g} of the spread"
+            if each.num_answers:
+                text += f"; {each.flipped} of {each.num_answers} predictions flipped"
+            rows.append((f"difference of {each.name}", text))
         for change in self.metrics:
-            rows.append((f"{change.name} of {change.output}", _metric_text(change)))
+            text = f"worse by {change.worsening:.3%}, at most {change.bound:.3%} "
+            text += f"(allowed: {change.tolerance:.3%}) on {change.num_examples} "
+            if math.isfinite(change.reference):
+                text = f"{change.reference:.5g} -> {change.exported:.5g}; {text}"
+            rows.append((f"{change.name} of {change.output}", f"{text}examples"))
         for latency in self.latencies:
             seconds = (latency.p50_seconds, latency.p90_seconds, latency.p99_seconds)
             texts = " / ".join(map(units.format_seconds, seconds))
@@ -182,21 +211,21 @@ class Parity(TableRecord):
         for speed in self.speedups:
             what = f"batch {speed.batch_size}, times {speed.against}"
             found = (speed.p50, speed.p90, speed.p99)
-            rows.append((what, " / ".join(map(interval_text, found))))
+            rows.append((what, " / ".join(map(_interval_text, found))))
         if self.size_bytes is not None:
-            rows.append(("size", _size_text(self.size_bytes, self.reference_bytes)))
+            size = units.format_bytes(self.size_bytes)
+            if self.reference_bytes:
+                size += f", {self.size_bytes / self.reference_bytes:.2f} of float32"
+            rows.append(("size", size))
         for process in self.processes:
-            seconds_text = units.format_seconds(process.cold_start_seconds)
+            taken = units.format_seconds(process.cold_start_seconds)
             peak = units.format_bytes(process.peak_bytes)
-            text = f"first answer after {seconds_text}, peak {peak}"
+            text = f"first answer after {taken}, peak {peak}"
             rows.append((f"fresh process, {process.name}", text))
         return rows
 
 
-_COLUMNS = {"what": console.FOLD, "found": {**console.FOLD, "ratio": 1}}
-
-
-def is_faster(speedups: tuple[Speedup, ...]) -> bool:
+def is_faster(speedups: Sequence[Speedup]) -> bool:
     """Whether a model is faster than all others at some size, and slower at none.
 
     Example:
@@ -217,14 +246,15 @@ def is_faster(speedups: tuple[Speedup, ...]) -> bool:
     )
 
 
-def speed_text(speedups: tuple[Speedup, ...]) -> str:
+def speed_text(speedups: Sequence[Speedup]) -> str:
     """Returns a sentence on what a model was timed against, at each batch size.
 
     Example:
         >>> once = Interval(3.1, 3.0, 3.2), Interval(1.4, 1.3, 1.5)
         >>> speed_text((Speedup("SavedModel", 1, *once[:1] * 3),
-        ...             Speedup("XLA", 1, *once[1:] * 3)))
-        'Its speed at batch 1 is 3.1 times SavedModel and 1.4 times XLA.'
+        ...             Speedup("the best float32 (onnx)", 1, *once[1:] * 3)))
+        'Its speed at batch 1 is 3.1 times SavedModel and 1.4 times the best float32 \
+(onnx).'
     """
     told = []
     for size in sorted({each.batch_size for each in speedups}):
@@ -237,34 +267,7 @@ def speed_text(speedups: tuple[Speedup, ...]) -> str:
     return f"Its speed {', '.join(told)}." if told else ""
 
 
-def interval_text(found: Interval) -> str:
-    """Returns a ratio with its interval.
-
-    Example:
-        >>> interval_text(Interval(2.0, 1.9, 2.2))
-        '2.00 [1.90, 2.20]'
-    """
+def _interval_text(found: Interval) -> str:
     if not math.isfinite(found.high):
         return f"{found.estimate:.2f}"
     return f"{found.estimate:.2f} [{found.low:.2f}, {found.high:.2f}]"
-
-
-def _difference_text(found: OutputDifference) -> str:
-    text = f"at most {found.largest:.3g}, mean {found.mean:.3g}, "
-    text += f"{found.relative:.2g} of the spread"
-    if found.num_answers:
-        text += f"; {found.flipped} of {found.num_answers} predictions flipped"
-    return text
-
-
-def _metric_text(found: MetricChange) -> str:
-    text = f"worse by {found.worsening:.3%}, at most {found.bound:.3%} "
-    text += f"(allowed: {found.tolerance:.3%}) on {found.num_examples} examples"
-    if math.isfinite(found.reference):
-        text = f"{found.reference:.5g} -> {found.exported:.5g}; {text}"
-    return text
-
-
-def _size_text(size: int, reference: int | None) -> str:
-    text = units.format_bytes(size)
-    return f"{text}, {size / reference:.2f} of float32" if reference else text
