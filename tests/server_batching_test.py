@@ -16,7 +16,7 @@ from tfamp.serving.runtimes.signature import TensorSpec
 from tfamp.serving.server.batching import Batcher, warm_up
 from tfamp.serving.server.main import application
 from tfamp.serving.server.models import named_places
-from tfamp.serving.server.tensors import Refusal
+from tfamp.serving.server.protocol import Refusal
 
 OPEN = TensorSpec("x", (None, None), "float32")
 

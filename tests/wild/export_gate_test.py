@@ -198,6 +198,9 @@ def test_calibration_with_spread_passes_in_silence(plans, tmp_path):
     found = exported(plans, (x, y), tmp_path, tolerance=0.05, **options)
     assert found.verdict.startswith("as good") and true_accuracy(found) > 0.9
     assert not any("those of `calibration`" in note for note in found.parity.notes)
+    (note,) = found.parity.notes
+    assert note == "onnx float32 was not timed beside it: the budget was used up."
+    assert {each.against for each in found.parity.speedups} == {"SavedModel"}
     again = exported(plans, (x[:64], y[:64]), tmp_path, tolerance=0.2, **options)
     assert any("those of `calibration`" in note for note in again.parity.notes)
 

@@ -54,17 +54,7 @@ def reference_of(
     names: Sequence[str],
     batch_size: int | None = None,
 ) -> Reference:
-    """Returns what a float32 model answers, read and predicted once.
-
-    Args:
-        model: Computes in float32.
-        validation: (x, y), a `tf.data.Dataset` of batches, or x alone.
-        names: Of its outputs.
-        batch_size: Of arrays; None takes 32.
-
-    Raises:
-        ValueError: There are no examples.
-    """
+    """Returns what a float32 model answers, read and predicted once."""
     dataset = dataset_of(
         validation, batch_size or BATCH, needs_targets=False, name="validation"
     )
@@ -248,13 +238,6 @@ def at_chance(
     for all examples: the most frequent class, or the mean of what the model gives.
     Labels in another order than the examples or than the outputs do that, and so does
     a metric that a rare class hardly moves. Any export is "as good" by them.
-
-    Args:
-        score: What labels are scored by.
-        output: The name of the output.
-        ys: Labels by batch.
-        outputs: What the float32 model gave, by batch.
-        values: The score of each example.
     """
     if score.more_is_better is None or len({each.shape[1:] for each in outputs}) > 1:
         return ""
@@ -469,11 +452,7 @@ def _are_logits(outputs: np.ndarray) -> bool:
 
 
 def _named(answer: Any, names: Sequence[str]) -> Outputs:
-    """Returns what a model answered by names of outputs, in float32 or integers.
-
-    Raises:
-        ValueError: It gave another number of outputs.
-    """
+    """Returns what a model answered by names of outputs, in float32 or integers."""
     if isinstance(answer, Mapping) and {*answer} == {*names}:
         values = [answer[name] for name in names]
     else:

@@ -58,11 +58,7 @@ def raced(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[tuple[Key, int], Turns]:
-    """Runs models in turns on batches of each size, filled by inputs again and again.
-
-    Returns:
-        The seconds of calls in each turn, by model and batch size.
-    """
+    """Runs models in turns on batches of each size, whose rows are the inputs'."""
     calls = {}
     for name, model in models.items():
         prepared = model.prepared(dict(inputs))

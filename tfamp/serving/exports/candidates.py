@@ -69,13 +69,7 @@ class Candidate:
 
 
 def write(source: Source, request: Request, folder: Path) -> Candidate:
-    """Writes an export with `export.json` into an empty folder, and runs it.
-
-    Raises:
-        ImportError: A package is missing.
-        ValueError: The format cannot express the model, the file cannot be loaded or
-            run in a fresh process, or answers otherwise than the model.
-    """
+    """Writes an export with `export.json` into an empty folder, and runs it."""
     WRITERS[request.format](source.trace_for(request), folder, request)
     manifest = Manifest(
         runtime=request.format,

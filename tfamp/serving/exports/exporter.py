@@ -303,9 +303,6 @@ def _written(
 
     Where they are needed, the only one is written whatever it takes, and what is wrong
     with it is raised.
-
-    Raises:
-        ValueError: None could be written and passed; the message says why of each.
     """
     is_alone = is_needed and len(requests) == 1
     passed: list[Candidate] = []

@@ -19,13 +19,7 @@ _COPIES = 4
 
 
 def check_target(path: Path) -> None:
-    """Raises unless a folder may be written at `path`, or take an export's place.
-
-    Raises:
-        FileExistsError: Something else is there, or this process stands in it.
-        FileNotFoundError: The folder it is to lie in is not there.
-        PermissionError: Nothing may be written there.
-    """
+    """Raises unless a folder may be written at `path`, or take an export's place."""
     above = path.absolute().parent
     if not above.is_dir():
         raise FileNotFoundError(
@@ -70,10 +64,6 @@ def place(source: Path, path: Path) -> None:
     What was there stays as it was if the disk is full, Ctrl-C comes at whatever moment,
     or the process is killed. Killed between the two moves at the end, which take
     microseconds, it lies beside as `.NAME.TOKEN.former`.
-
-    Raises:
-        FileExistsError: Other files are where those of the export belong.
-        OSError: The disk is full, or does not let the folder be written.
     """
     target = path.absolute()
     token = secrets.token_hex(4)
@@ -113,11 +103,7 @@ def place(source: Path, path: Path) -> None:
 
 
 def _others(target: Path, new: Collection[str]) -> list[str]:
-    """Returns the files in a former export's folder that are not of the export.
-
-    Raises:
-        FileExistsError: One is where the `new` files belong.
-    """
+    """Returns the files in a former export's folder that are not of the export."""
     former = written_in(target) or ()
     found = []
     for folder, below, names in os.walk(target):
@@ -142,12 +128,6 @@ def said_if_full(size_bytes: int) -> Iterator[None]:
     """Says that the disk of temporary files is too full where that may be the cause.
 
     Libraries say so each in their own words, or not at all.
-
-    Args:
-        size_bytes: Of the weights of the model that the block writes and converts.
-
-    Raises:
-        OSError: The block failed, and the disk has too little left for it.
     """
     try:
         yield

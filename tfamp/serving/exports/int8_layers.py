@@ -112,10 +112,6 @@ def layers_kept(model: keras.Model, asked: Iterable[str]) -> dict[str, str]:
     """Returns the layers that every integer export keeps in float32, and why.
 
     These are heads, and those whose paths the user has `asked` for.
-
-    Raises:
-        TypeError: The paths are one text.
-        ValueError: A path is that of no layer.
     """
     if isinstance(asked, str):
         raise TypeError(

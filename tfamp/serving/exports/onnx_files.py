@@ -37,12 +37,7 @@ _WITHOUT = {
 
 
 def write(traced: Traced, folder: Path, request: Request) -> None:
-    """Writes `model.onnx` into a folder.
-
-    Raises:
-        ImportError: A package is missing.
-        ValueError: The model has operations that ONNX has not, or is too large.
-    """
+    """Writes `model.onnx` into a folder."""
     require_onnxruntime(purpose="Exporting to ONNX")
     for package in PACKAGES["onnx"]:
         checks.require(package, extra="onnx", purpose="Exporting to ONNX")

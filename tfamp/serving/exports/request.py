@@ -79,9 +79,6 @@ def missing(format: str) -> tuple[str, ...]:
 def scheme_for(format: str, dtype: str, scheme: str | None) -> str:
     """Returns the scheme to take, "" for floats.
 
-    Raises:
-        ValueError: The format cannot express the dtype or scheme.
-
     Example:
         >>> scheme_for("onnx", "int8", None)
         'dynamic'

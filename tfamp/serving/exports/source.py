@@ -55,11 +55,7 @@ class Source:
         return self.trace_for(Request("saved_model", "float32"))
 
     def trace_for(self, request: Request) -> Traced:
-        """Returns the trace that a format is written from.
-
-        Raises:
-            ValueError: The model has loops, and the format has none.
-        """
+        """Returns the trace that a format is written from."""
         kind = request.dtype if request.format == "saved_model" else "float32"
         layers = (layer for _, layer, _ in structure.walk(self.model))
         has_loops = any(isinstance(layer, keras.layers.RNN) for layer in layers)
@@ -159,10 +155,6 @@ def float32_copy(model: keras.Model) -> keras.Model:
 
     Exporters fail on casts to bfloat16, and write files that no runtime loads. What was
     rounded in a model in half precision stays rounded; its sums get more exact.
-
-    Raises:
-        TypeError: `model` is not a Keras model.
-        ValueError: It has no weights yet, or cannot be copied.
     """
     check_built(model, "export")
     copy = copied(model, instead="export a model whose classes have one")
@@ -189,9 +181,6 @@ def unroll(model: keras.Model) -> tuple[str, ...]:
     """Has recurrent layers of few, known steps run without a loop, in place.
 
     The results are the same to the last bit.
-
-    Returns:
-        The paths of recurrent layers that still loop: of unknown or too many steps.
     """
     looping = []
     for path, layer, _ in structure.walk(model):
@@ -263,12 +252,7 @@ def first_inputs(*data: Any) -> Any:
 def calibration_batches(
     data: Any, traced: Traced
 ) -> tuple[Mapping[str, np.ndarray], ...]:
-    """Returns some hundreds of inputs by their names in files, in batches, checked.
-
-    Raises:
-        ValueError: They have another shape or dtype than the model's, are empty, or
-            hold NaN or infinities.
-    """
+    """Returns some hundreds of inputs by their names in files, in batches, checked."""
     found, number = [], 0
     for batch in _batches(data):
         arrays = _checked(traced.by_name(_inputs(batch)), traced)

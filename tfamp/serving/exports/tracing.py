@@ -108,16 +108,7 @@ class Traced:
 
 
 def trace(model: keras.Model, sample: Any = None) -> Traced:
-    """Traces a model's inference, with a free batch.
-
-    Args:
-        model: A built model, which stays as it is.
-        sample: Inputs as the model takes them, which only a subclassed model may need.
-
-    Raises:
-        ValueError: The inputs cannot be told, an output is no tensor, or a layer keeps
-            its state from call to call.
-    """
+    """Traces a model's inference, with a free batch."""
     _check_stateless(model)
     wanted = _inputs(model, sample)
     specs, inputs = _specs(wanted)
@@ -188,12 +179,7 @@ def scope_of(path: str) -> str:
 
 
 def _in_scopes(scopes: dict[int, str], graph: tf.Graph) -> Callable[..., Any]:
-    """Returns a wrapper of `Layer.__call__` that names operations after the layer.
-
-    Args:
-        scopes: By the identity of a layer, with a slash at the end.
-        graph: What is traced.
-    """
+    """Returns a wrapper of `Layer.__call__` that names operations after the layer."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)

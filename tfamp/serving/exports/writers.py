@@ -37,12 +37,7 @@ def write_saved_model(traced: Traced, folder: Path, request: Request) -> None:
 
 
 def write_litert(traced: Traced, folder: Path, request: Request) -> None:
-    """Writes `model.tflite` into a folder.
-
-    Raises:
-        ImportError: A package is missing.
-        ValueError: The model has operations that LiteRT has not.
-    """
+    """Writes `model.tflite` into a folder."""
     checks.require("ai_edge_litert", extra="litert", purpose="Exporting to LiteRT")
     content = traced.converted.get("litert")
     if content is None or request.dtype == "float16":
@@ -77,12 +72,7 @@ def _litert(traced: Traced, request: Request) -> bytes:
 
 
 def write_openvino(traced: Traced, folder: Path, request: Request) -> None:
-    """Writes `model.xml` and `model.bin` into a folder.
-
-    Raises:
-        ImportError: A package is missing.
-        ValueError: The model has operations that OpenVINO has not.
-    """
+    """Writes `model.xml` and `model.bin` into a folder."""
     package = require_openvino(purpose="Exporting to OpenVINO")
     with _saved(traced) as saved, quiet("tensorflow"):
         try:
@@ -107,11 +97,7 @@ def write_openvino(traced: Traced, folder: Path, request: Request) -> None:
 
 @contextlib.contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Keeps converters' loggers and warnings quiet: running files finds what is wrong.
-
-    Args:
-        names: Of the loggers.
-    """
+    """Keeps loggers and warnings of converters quiet: running a file finds faults."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -88,9 +88,6 @@ def require_onnxruntime(*, purpose: str) -> Any:
     environment has `ORT_DISABLE_TELEMETRY`. Where it was imported before, the events
     that it takes for essential go on.
 
-    Raises:
-        ImportError: It is not installed.
-
     Source: onnxruntime, docs/Privacy.md, "Disabling Telemetry".
     """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -106,9 +103,6 @@ def require_openvino(*, purpose: str) -> Any:
     and at each conversion, each from a process that is forked for it, unless the user
     has run `opt_in_out --opt_out`. Here nobody has consented, whatever is in the file
     that keeps the answer: it is as if that said no.
-
-    Raises:
-        ImportError: It is not installed.
     """
     with contextlib.suppress(ImportError):  # then nothing is sent
         telemetry = importlib.import_module("openvino_telemetry.main")

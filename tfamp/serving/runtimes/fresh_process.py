@@ -22,13 +22,7 @@ _COST = ".cost"
 
 
 class Answered(NamedTuple):
-    """What a fresh process answered, and what that cost it.
-
-    Args:
-        outputs: By name.
-        seconds: From the start of the process to the answer to the first example.
-        peak_bytes: The most memory that it held until then.
-    """
+    """What a fresh process answered, and what that cost it."""
 
     outputs: dict[str, np.ndarray]
     seconds: float
@@ -36,11 +30,7 @@ class Answered(NamedTuple):
 
 
 def ask(folder: Path, inputs: Mapping[str, np.ndarray]) -> Answered:
-    """Returns what an exported folder answers in a fresh process.
-
-    Raises:
-        ValueError: It cannot be loaded or run there; the message says why.
-    """
+    """Returns what an exported folder answers in a fresh process."""
     # Not above: the process that answers has no need of them.
     import subprocess
     import tempfile

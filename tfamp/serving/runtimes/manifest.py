@@ -66,12 +66,7 @@ class Manifest:
 
 
 def read(path: Path) -> Manifest:
-    """Returns what `export.json` of a folder says; its files are not looked at.
-
-    Raises:
-        FileNotFoundError: There is no such folder, or it has no `export.json`.
-        ValueError: It cannot be read, or a later version wrote it.
-    """
+    """Returns what `export.json` of a folder says; its files are not looked at."""
     if not path.is_dir():
         raise FileNotFoundError(
             f"`path` is {str(path)!r}, which is no folder; expected one that "

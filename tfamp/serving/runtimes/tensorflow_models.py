@@ -14,13 +14,7 @@ _SIGNATURE = "serving_default"
 
 
 class TensorFlowModel(LoadedModel):
-    """A function of tensors.
-
-    Args:
-        path: What it was loaded from; None where it is in memory.
-        signature: Its inputs and outputs.
-        call: Takes tensors in the order of the inputs, returns them by name.
-    """
+    """A function of tensors."""
 
     def __init__(
         self,
@@ -65,10 +59,6 @@ class KerasModel(TensorFlowModel):
     """A Keras model in memory, such as `tfamp.freeze` returns, or of a `.keras` file.
 
     It answers by one concrete function.
-
-    Raises:
-        TypeError: It is no Keras model.
-        ValueError: It is not built, or its inputs cannot be told.
     """
 
     runtime = "keras"

@@ -19,10 +19,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 import tfamp
 from tfamp.records.checks import short_error
-from tfamp.serving.server import open_inference
-from tfamp.serving.server.metrics import Metrics
-from tfamp.serving.server.models import Limits, Served
-from tfamp.serving.server.tensors import Refusal, quoted, unknown
+from tfamp.serving.server import protocol
+from tfamp.serving.server.models import Limits, Metrics, Served
+from tfamp.serving.server.protocol import Refusal, quoted, unknown
 
 # Bodies together may hold so many times the largest of them.
 _AT_ONCE = 4
@@ -35,15 +34,7 @@ T = TypeVar("T")
 
 
 class App:
-    """The server as an ASGI application.
-
-    Args:
-        models: What answers, by name.
-        limits: What requests are held to.
-        metrics: What counts.
-        token: What requests have to bear; None asks for nothing. Health may always be
-            asked, as what asks for it can seldom keep a secret.
-    """
+    """The server as an ASGI application."""
 
     def __init__(
         self,
@@ -161,7 +152,7 @@ class App:
 
     async def _metadata(self, request: Request) -> Response:
         one = self._named(request)
-        return _json(open_inference.metadata(one.name, one.version, one.model))
+        return _json(protocol.metadata(one.name, one.version, one.model))
 
     def _named(self, request: Request) -> Served:
         name = request.path_params["name"]
@@ -181,14 +172,14 @@ class App:
         try:
             body = await self._body(request, held)
             start = time.perf_counter()
-            marked = request.headers.get(open_inference.HEADER)
+            marked = request.headers.get(protocol.HEADER)
             length = len(body)
             if marked is not None:
-                length = open_inference.length_of(marked, length)
+                length = protocol.length_of(marked, length)
             if length > self._limits.max_json:
                 raise self._too_large(length, is_json=True)
             asked = await self._beside(
-                length, lambda: open_inference.read(body, length, model.model.signature)
+                length, lambda: protocol.read(body, length, model.model.signature)
             )
             outputs = await model.ask(asked.inputs)
             numbers = sum(
@@ -196,14 +187,14 @@ class App:
             )
             text, json_length = await self._beside(
                 4 * numbers,
-                lambda: open_inference.write(asked, outputs, model.name, model.version),
+                lambda: protocol.write(asked, outputs, model.name, model.version),
             )
         finally:
             self._held_bytes -= sum(held)
         self.metrics.seconds.labels(model.name).observe(time.perf_counter() - start)
         if json_length is None:
             return Response(text, media_type="application/json")
-        headers = {open_inference.HEADER: str(json_length)}
+        headers = {protocol.HEADER: str(json_length)}
         return Response(text, headers=headers, media_type="application/octet-stream")
 
     async def _beside(self, num_bytes: int, work: Callable[[], T]) -> T:
@@ -213,11 +204,7 @@ class App:
         return await asyncio.get_running_loop().run_in_executor(self._parser, work)
 
     async def _body(self, request: Request, held: list[int]) -> bytes:
-        """Returns the body of a request; `held` gets the bytes of its parts.
-
-        Raises:
-            Refusal: It is compressed, too large, or did not come in time.
-        """
+        """Returns the body of a request; `held` gets the bytes of its parts."""
         headers = request.headers
         coding = headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
@@ -227,7 +214,7 @@ class App:
                 "it without compression.",
                 close=True,
             )
-        is_json = open_inference.HEADER not in headers
+        is_json = protocol.HEADER not in headers
         most = self._limits.max_body
         if is_json:
             most = min(most, self._limits.max_json)

@@ -18,7 +18,7 @@ import numpy as np
 
 from tfamp.records.checks import short_error
 from tfamp.serving.runtimes.signature import LoadedModel, TensorSpec, dtype_named
-from tfamp.serving.server.tensors import Refusal
+from tfamp.serving.server.protocol import Refusal
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -28,12 +28,7 @@ class ModelError(RuntimeError):
 
 
 class _Waiting:
-    """A request in the queue.
-
-    Args:
-        inputs: Arrays by name.
-        future: Gets the outputs, a `Refusal` or a `ModelError`.
-    """
+    """A request in the queue."""
 
     __slots__ = ("inputs", "future", "num_examples", "key", "since", "timer")
 
@@ -49,17 +44,7 @@ class _Waiting:
 
 
 class Batcher:
-    """A queue in front of a model, and the thread that runs the model.
-
-    Args:
-        model: What answers.
-        max_batch_size: Examples that go into one run; 1 keeps requests apart. A request
-            of more goes alone, and so does one of another shape than the others.
-        max_queue: Requests that may wait; more are refused.
-        timeout_seconds: How long a request may take, waiting included.
-        on_run: Called in the event loop after a run, with the number of examples, the
-            seconds that their requests have waited and those of the run.
-    """
+    """A queue in front of a model, and the thread that runs the model."""
 
     def __init__(
         self,
@@ -90,11 +75,7 @@ class Batcher:
         return not is_stuck and (self._thread is None or self._thread.is_alive())
 
     def ask(self, inputs: Arrays) -> "asyncio.Future[Arrays]":
-        """Returns the future outputs of a request; called in the event loop.
-
-        Raises:
-            Refusal: The queue is full, or the server ends.
-        """
+        """Returns the future outputs of a request; called in the event loop."""
         if self._is_stopped:
             raise Refusal(503, "The server ends. Ask another one.", retry=True)
         if self.num_waiting >= self._max_queue:
@@ -244,14 +225,7 @@ DEFAULT_BATCH_SIZE = 64
 
 
 class WarmUp(NamedTuple):
-    """What the first runs showed.
-
-    Args:
-        inputs: One example that the model answered; None where none was found, as
-            dimensions are open.
-        joins: Whether an answer is the same beside other examples.
-        why: What speaks against it, "" if nothing does.
-    """
+    """What the first runs showed."""
 
     inputs: dict[str, np.ndarray] | None
     joins: bool
@@ -259,11 +233,7 @@ class WarmUp(NamedTuple):
 
 
 def warm_up(model: LoadedModel) -> WarmUp:
-    """Runs a model and finds out whether requests may share a run.
-
-    Raises:
-        Exception: What the model raised for an example of its own signature.
-    """
+    """Runs a model and finds out whether requests may share a run."""
     specs = model.signature.inputs
     is_open = any(None in spec.shape[1:] for spec in specs)
     inputs, failure = None, None

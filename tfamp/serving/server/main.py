@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tfamp.records import checks
 from tfamp.records.record import TableRecord
@@ -99,39 +99,39 @@ def serve(
     if max_connections is not None:
         checks.positive_int("max_connections", max_connections)
     token = None if token_file is None else _token(Path(token_file))
-    make = _checked(
-        paths,
-        threads=threads,
-        token=token,
-        max_batch_size=max_batch_size,
-        max_queue=max_queue,
-        max_body=max_body,
-        max_json=max_json,
-        timeout_seconds=timeout_seconds,
-        load=load,
-    )
-    from tfamp.serving.server.process import Process
-
     logging.basicConfig(format="tfamp serve: %(message)s")
-    listener = _bound(host, port)
-    address = _address(listener)
-    if token is None and host not in _LOCAL:
-        logging.getLogger("tfamp.serve").warning(
-            "Everybody who reaches %s may ask. Ask for a token with --token_file.",
-            address,
-        )
     start = time.monotonic()
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _interrupt) if is_main else None
+    address = ""
     names: tuple[str, ...] = ()
     answers: dict[str, int] = {}
     try:
-        with listener:
-            app = make()
+        with _bound(host, port) as listener:
+            address = _address(listener)
+            app = application(
+                paths,
+                threads=threads,
+                token=token,
+                load=load,
+                max_batch_size=max_batch_size,
+                max_queue=max_queue,
+                max_body=max_body,
+                max_json=max_json,
+                timeout_seconds=timeout_seconds,
+            )
             names = tuple(app.models)
+            if token is None and host not in _LOCAL:
+                logging.getLogger("tfamp.serve").warning(
+                    "Everybody who reaches %s may ask. Ask for a token with "
+                    "--token_file.",
+                    address,
+                )
             # Looking through what stands for garbage would take milliseconds.
             gc.collect()
             gc.freeze()
+            from tfamp.serving.server.process import Process
+
             server = Process(
                 app,
                 on_start=lambda: on_start and on_start(address),
@@ -158,81 +158,29 @@ def application(
     *,
     threads: int | None = None,
     token: str | None = None,
-    max_batch_size: int | None = None,
-    max_queue: int = 256,
-    max_body: int = 64 * 2**20,
-    max_json: int = 4 * 2**20,
-    timeout_seconds: float = 10.0,
     load: Callable[..., LoadedModel] | None = None,
+    **limits: Any,
 ) -> "App":
     """Returns exported models as an ASGI application, for a process that is not ours.
 
     Ray Serve, gunicorn and others run it; `serve` has its own process, which bounds
-    connections, too.
-
-    Args:
-        paths: As `serve` takes them; loaded here.
-        threads: As for `serve`, like those below.
-        token: What requests have to bear; None asks for nothing.
-        max_batch_size: Examples in one run of a model.
-        max_queue: Requests of a model that may wait.
-        max_body: Bytes of the largest request.
-        max_json: Bytes of the largest JSON.
-        timeout_seconds: How long an answer may take.
-        load: Reads an exported folder.
-
-    Raises:
-        FileNotFoundError: A path holds no exported model.
-        ImportError: A package of tfamp[serve] is not installed.
-        RuntimeError: A model cannot be loaded.
-        ValueError: An argument is out of its range, or a name came twice.
+    connections, too. `token` is what requests have to bear, `limits` are
+    `max_batch_size`, `max_queue`, `max_body`, `max_json` and `timeout_seconds`; they
+    and what is raised are as for `serve`.
     """
-    return _checked(
-        paths,
-        threads=threads,
-        token=token,
-        max_batch_size=max_batch_size,
-        max_queue=max_queue,
-        max_body=max_body,
-        max_json=max_json,
-        timeout_seconds=timeout_seconds,
-        load=load,
-    )()
-
-
-def _checked(
-    paths: Sequence[str],
-    *,
-    threads: int | None,
-    token: str | None,
-    load: Callable[..., LoadedModel] | None,
-    timeout_seconds: float,
-    **counts: int | None,
-) -> "Callable[[], App]":
-    """Returns what loads the models into an application, its arguments checked."""
     for package in ("starlette", "uvicorn", "orjson", "prometheus_client"):
         checks.require(package, extra="serve", purpose="`tfamp serve`")
     from tfamp.serving.runtimes import load_exported
     from tfamp.serving.server.app import App
-    from tfamp.serving.server.metrics import Metrics
-    from tfamp.serving.server.models import Limits, Served, named_places
+    from tfamp.serving.server.models import Limits, Metrics, Served, named_places
 
-    checks.positive("timeout_seconds", timeout_seconds)
-    for name, count in counts.items():
-        if count is not None:
-            checks.positive_int(name, count)
-    limits = Limits(timeout_seconds=timeout_seconds, **counts)  # type: ignore[arg-type]
-    places, metrics = named_places(paths), Metrics()
+    held_to, metrics = Limits(**limits), Metrics()
     read = load or functools.partial(load_exported, threads=threads)
-
-    def made() -> App:
-        models = {
-            name: Served(name, place, read, limits, metrics)
-            for name, place in places.items()
-        }
-        return App(models, limits, metrics, token=token)
-
-    return made
+    models = {
+        name: Served(name, place, read, held_to, metrics)
+        for name, place in named_places(paths).items()
+    }
+    return App(models, held_to, metrics, token=token)
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -1,11 +1,15 @@
-"""The models that are served: where they lie, and each with a queue in front of it."""
+"""The models that are served: where they lie, each with a queue in front of it."""
 
+import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import prometheus_client as prometheus
+
+from tfamp.records import checks
 from tfamp.records.checks import short_error
 from tfamp.serving.runtimes.manifest import NAME
 from tfamp.serving.runtimes.signature import LoadedModel
@@ -16,15 +20,21 @@ from tfamp.serving.server.batching import (
     ModelError,
     warm_up,
 )
-from tfamp.serving.server.metrics import Metrics
-from tfamp.serving.server.tensors import Refusal
+from tfamp.serving.server.protocol import Refusal
 
 log = logging.getLogger("tfamp.serve")
 # A name goes into addresses and metrics.
 _ALLOWED = re.compile(r"[A-Za-z0-9._-]+")
+# Seconds: from a tenth of a millisecond, what a small model takes, to ten seconds.
+_SECONDS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01),
+    *(0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+_EXAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-class Limits(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Limits:
     """What requests are held to.
 
     Args:
@@ -42,6 +52,54 @@ class Limits(NamedTuple):
     max_json: int = 4 * 2**20
     timeout_seconds: float = 10.0
 
+    def __post_init__(self) -> None:
+        checks.positive("timeout_seconds", self.timeout_seconds)
+        for name in ("max_batch_size", "max_queue", "max_body", "max_json"):
+            if (value := getattr(self, name)) is not None:
+                checks.positive_int(name, value)
+
+
+class Metrics:
+    """Counters and histograms by the name of a model, "" where a request names none."""
+
+    def __init__(self) -> None:
+        self.registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=self.registry)
+
+        def histogram(
+            name: str, text: str, buckets: tuple[float, ...] = _SECONDS
+        ) -> prometheus.Histogram:
+            return prometheus.Histogram(
+                f"tfamp_{name}",
+                *(text, ["model"]),
+                registry=self.registry,
+                buckets=buckets,
+            )
+
+        self.requests = prometheus.Counter(
+            *("tfamp_requests", "Answers by HTTP status.", ["model", "status"]),
+            registry=self.registry,
+        )
+        self.waiting = prometheus.Gauge(
+            *("tfamp_queue_requests", "Requests that wait or are computed."),
+            ["model"],
+            registry=self.registry,
+        )
+        text = "From the last byte of a request to its answer."
+        self.seconds = histogram("request_seconds", text)
+        self.waited = histogram("queue_seconds", "Time in the queue.")
+        self.run = histogram("run_seconds", "Runs of the model.")
+        self.examples = histogram("batch_examples", "Examples in a run.", _EXAMPLES)
+
+    def counts(self) -> dict[str, int]:
+        """Returns the number of answers by HTTP status."""
+        found: dict[str, int] = {}
+        for sample in next(iter(self.requests.collect())).samples:
+            if sample.name.endswith("_total"):
+                status = sample.labels["status"]
+                found[status] = found.get(status, 0) + int(sample.value)
+        return found
+
 
 class Place(NamedTuple):
     """Where a model lies, and the number of its version."""
@@ -51,18 +109,7 @@ class Place(NamedTuple):
 
 
 class Served:
-    """A model that answers.
-
-    Args:
-        name: As it stands in addresses.
-        place: Where it lies.
-        load: Reads an exported folder.
-        limits: What requests are held to.
-        metrics: What counts.
-
-    Raises:
-        RuntimeError: It cannot be loaded; its own error is the cause.
-    """
+    """A model that answers."""
 
     def __init__(
         self,
@@ -110,11 +157,7 @@ class Served:
         self._is_failing = False
 
     async def ask(self, inputs: Arrays) -> Arrays:
-        """Returns what the model answers, or says whose fault it is if it fails.
-
-        Raises:
-            Refusal: There is no answer.
-        """
+        """Returns what the model answers, or says whose fault it is if it fails."""
         try:
             found = await self.batcher.ask(inputs)
         except ModelError as error:
@@ -157,17 +200,6 @@ def named_places(texts: Iterable[str]) -> dict[str, Place]:
 
     A path is an exported folder, one of numbered versions, of which the newest is
     taken, or one of several such models, which are called as their folders are.
-
-    Raises:
-        FileNotFoundError: A path does not exist, or holds no exported model.
-        ValueError: A name cannot stand in an address, or came twice.
-
-    Example:
-        >>> named_places(["digits=nowhere"])
-        Traceback (most recent call last):
-        ...
-        FileNotFoundError: There is no folder 'nowhere'; expected one that \
-`tfamp.export` wrote, or one of several. Correct the path.
     """
     found: dict[str, Place] = {}
     for text in texts:
@@ -225,7 +257,5 @@ def _place(path: Path) -> Place | None:
         for each in path.iterdir()
         if each.name.isascii() and each.name.isdigit() and (each / NAME).is_file()
     ]
-    if not numbers:
-        return None
-    newest = max(numbers, key=int)
-    return Place(path / newest, str(int(newest)))
+    newest = max(numbers, key=int, default=None)
+    return None if newest is None else Place(path / newest, str(int(newest)))

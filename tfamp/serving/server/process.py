@@ -13,7 +13,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tfamp.serving.server.app import App
-from tfamp.serving.server.tensors import RETRY_SECONDS
+from tfamp.serving.server.protocol import RETRY_SECONDS
 
 # How long a connection may be open without a whole request, and how long a client may
 # take to read an answer.
@@ -36,12 +36,6 @@ class Process(uvicorn.Server):
 
     A client may open connections and send nothing, or a part of a head, and it need not
     read its answer. uvicorn waits for ever.
-
-    Args:
-        app: What answers.
-        on_start: Called when the server can be asked.
-        max_connections: How many there may be at a time.
-        timeout_seconds: How long a body on its way, and an answer, may take each.
     """
 
     def __init__(
