@@ -37,13 +37,11 @@ def untested(monkeypatch):
     tf.zeros(())  # starts TensorFlow
     monkeypatch.setattr(hooks, "SELF_TEST", SelfTest("9.0"))
     stood = [patches for patches in hooks.HOOKS if patches.installed]
-    for patches in stood:
-        patches.remove()
+    hooks.remove()
     with monkeypatch.context() as changes:
         yield changes
         tfamp.disable()  # where `enable` has not refused
-        for patches in hooks.HOOKS:
-            patches.remove()
+        hooks.remove()
     for patches in stood:
         patches.install()
 

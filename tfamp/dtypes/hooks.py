@@ -151,9 +151,15 @@ def install(settings: PolicySettings) -> None:
             patches.install()
         SELF_TEST.run_if_started(settings)
     except BaseException:
-        for patches in HOOKS if is_first else ():
-            patches.remove()
+        if is_first:
+            remove()
         raise
+
+
+def remove() -> None:
+    """Takes all hooks away; models that were made under them are lost."""
+    for patches in reversed(HOOKS):
+        patches.remove()
 
 
 SELF_TEST = SelfTest()
