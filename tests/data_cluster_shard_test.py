@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.data_distribute_test import KINDS, NUM, arrays, inputs_of
 from tests.refusals import refusals
@@ -53,6 +54,18 @@ def test_each_example_comes_once_in_an_epoch_on_one_worker(
         for epoch in epochs:
             epoch += sum(epoch_of(dataset), [])
     assert [sorted(epoch) for epoch in epochs] == [list(range(NUM))] * 2
+
+
+def test_buckets_without_remainder_are_refused_for_several_workers(join):
+    texts = np.array(["a b", "c", "d e f"] * 8)
+    words = Pipeline.from_arrays(texts).map(lambda text: tf.strings.split(text))
+    pipeline = words.shard("auto").bucket(2, boundaries=[8], drop_remainder=True)
+    join(1, 0)
+    assert len(list(pipeline.build())) == 12
+    join(2, 0)
+    pipeline = words.shard("auto").bucket(2, boundaries=[8], drop_remainder=True)
+    with pytest.raises(ValueError, match="a worker with fewer batches stops all"):
+        pipeline.build()
 
 
 @pytest.mark.parametrize("kind", ["arrays", "dataset"])

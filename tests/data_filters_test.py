@@ -16,7 +16,6 @@ from tfamp.data.fingerprints import fingerprint
 from tfamp.data.stages import Settings
 from tfamp.data.stages.dropped import DropLog
 from tfamp.data.stages.filter import Filter
-from tfamp.data.stages.filter_rules import crop_or_pad
 from tfamp.data.statistics import fit_statistics
 
 SETTINGS = Settings(num_threads=2, autotune=False)
@@ -56,7 +55,7 @@ def test_predicate_keeps_what_it_is_true_of():
     values, labels = table(20)
     stage = Filter(lambda x, y: y % 3 == 0)
     assert targets(applied(stage, slices(values, labels))) == list(range(0, 20, 3))
-    log, kinds = stage.log, ("other shape", "missing value", "outlier")
+    log, kinds = stage.log, ("missing value", "outlier")
     assert (log.seen, log.passes) == (20, 1)
     assert log.dropped == {**dict.fromkeys(kinds, 0), "predicate": 13}
 
@@ -243,70 +242,10 @@ def test_each_element_is_counted_for_its_first_reason():
     )
     assert [float(x[0]) for x in applied(stage, slices(values))] == [1.0]
     assert stage.log.dropped == {
-        "other shape": 0,
         "missing value": 2,
         "outlier": 1,
         "predicate": 1,
     }
-
-
-# Shapes
-
-
-def of_shapes(*shapes, known=(None, None)):
-    def make():
-        for number, shape in enumerate(shapes):
-            yield np.full(shape, number + 1, np.int32), number
-
-    spec = (tf.TensorSpec(known, tf.int32), tf.TensorSpec((), tf.int32))
-    return tf.data.Dataset.from_generator(make, output_signature=spec)
-
-
-@pytest.mark.parametrize("known", [(None, None), None], ids=["rank", "nothing"])
-def test_elements_of_another_shape_are_dropped_and_the_shape_is_static(known):
-    dataset = of_shapes((2, 3), (2, 4), (5, 3), (2, 3), known=known)
-    stage = Filter(shape=(2, 3), shape_action="drop")
-    kept = applied(stage, dataset)
-    assert targets(kept) == [0, 3]
-    assert kept.element_spec[0].shape == (2, 3)
-    assert stage.log.dropped["other shape"] == 2
-    any_length = Filter(shape=(None, 3), shape_action="drop")
-    assert targets(applied(any_length, dataset)) == [0, 2, 3]
-
-
-def test_another_shape_ends_the_pass_when_asked_to():
-    stage = Filter(shape=(2, 3), shape_action="error")
-    dataset = applied(stage, of_shapes((2, 3), (2, 4)))
-    assert dataset.element_spec[0].shape == (2, 3)
-    message = "Column x has shape [2 4]; expected (2, 3) (`shape`)"
-    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
-        list(dataset)
-
-
-def test_shapes_are_cropped_and_padded_around_the_middle():
-    stage = Filter(shape=(4, 2), shape_action="crop_or_pad")
-    dataset = applied(stage, of_shapes((2, 3), (5, 2)))
-    assert dataset.element_spec[0].shape == (4, 2)
-    first, second = (x.numpy().tolist() for x, _ in dataset)
-    assert first == [[0, 0], [1, 1], [1, 1], [0, 0]]
-    assert second == [[2, 2]] * 4
-
-
-def test_crop_or_pad_keeps_the_middle():
-    values = np.arange(20).reshape(4, 5)
-    np.testing.assert_array_equal(crop_or_pad(values, (2, 2)), values[1:3, 1:3])
-    np.testing.assert_array_equal(crop_or_pad(values, (None, 3)), values[:, 1:4])
-    np.testing.assert_array_equal(
-        crop_or_pad(values, (5, 8)), np.pad(values, ((0, 1), (1, 2)))
-    )
-
-
-def test_shapes_are_given_by_column():
-    columns = {"image": np.ones((3, 4, 4)), "n": np.arange(3)}
-    stage = Filter(shape={"image": (2, 2)}, shape_action="crop_or_pad")
-    kept = applied(stage, slices(columns))
-    assert kept.element_spec["image"].shape == (2, 2)
-    assert [int(x["n"]) for x in kept] == [0, 1, 2]
 
 
 # Imputers
@@ -400,8 +339,8 @@ def test_a_pass_that_keeps_nothing_ends_in_an_error_in_fit_too():
     stage = Filter(missing="drop")
     dataset = applied(stage, slices(values, np.zeros(10)))
     message = re.escape(
-        "`filter` dropped all 10 elements (0 other shape, 10 missing value, 0 outlier, "
-        "0 predicate); expected one or more to be left."
+        "`filter` dropped all 10 elements (10 missing value, 0 outlier, 0 predicate); "
+        "expected one or more to be left."
     )
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         list(dataset)
@@ -449,17 +388,13 @@ def test_order_and_length_are_kept_where_nothing_goes():
 def test_explain_says_what_is_done():
     values, labels = table()
     stage = Filter(
-        shape=(3,),
-        shape_action="error",
         missing="median",
         outliers=("iqr", 1.5),
         outlier_action="drop",
         statistics=fit_statistics(values),
     )
     setting, reason = stage.explain(slices(values, labels), SETTINGS)
-    assert setting == (
-        "shape (3,) or error, fill missing values with median and drop outliers"
-    )
+    assert setting == "fill missing values with median and drop outliers"
     assert "drops are counted" in reason
     list(applied(stage, slices(values, labels)))
     assert "Dropped" in stage.explain(slices(values, labels), SETTINGS)[1]
@@ -489,14 +424,13 @@ UNUSED = "`statistics` came without `outliers` or a `missing` that reads them"
 OPTIONS = {
     "nothing": ({}, "`.filter` came without anything to do"),
     "function": ({"predicate": 3}, "`predicate` is 3; expected something"),
-    "shape alone": ({"shape": (3,)}, "`shape` is (3,) and `shape_action` is None;"),
     "action alone": (
         {"missing": "drop", "outlier_action": "drop"},
         "`outlier_action` is 'drop' and `outliers` is None; expected both",
     ),
     "action": (
-        {"shape": (3,), "shape_action": "resize"},
-        "Unknown `shape_action` 'resize'; expected 'drop', 'error' or 'crop_or_pad'",
+        {"outliers": "iqr", "outlier_action": "cut", "statistics": STATISTICS},
+        "Unknown `outlier_action` 'cut'; expected 'drop' or 'clip'",
     ),
     "missing": (
         {"missing": "delete", "statistics": STATISTICS},
@@ -515,10 +449,6 @@ OPTIONS = {
     "collapse": (
         {"outliers": RULE, "outlier_action": "drop", "statistics": FLAGS},
         "leaves feature 'x' one value, since nearly all are equal",
-    ),
-    "shape type": (
-        {"shape": 3, "shape_action": "drop"},
-        "`shape` is 3, of type int; expected a tuple of sizes",
     ),
     "imputer": (
         {"missing": SimpleImputer()},
@@ -563,18 +493,6 @@ ERRORS = {
             slices(VALUES), missing="drop", statistics=fit_statistics(np.arange(3.0))
         ),
         "`statistics` were taken of scalars; expected shape ()",
-    ),
-    "shape that never fits": (
-        checked(slices(VALUES), shape=(4,), shape_action="drop"),
-        "`shape` is (4,) for column 'x', which has shape (3,)",
-    ),
-    "axes that differ": (
-        checked(slices(VALUES), shape=(4, 4), shape_action="crop_or_pad"),
-        "expected numbers with as many axes",
-    ),
-    "shape of no column": (
-        checked(slices(VALUES), shape={"v": (3,)}, shape_action="drop"),
-        "`shape` has column 'v', and elements have ('x',)",
     ),
     "ragged elements": (
         lambda: Filter(lambda x: True).apply(

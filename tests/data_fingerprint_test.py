@@ -4,8 +4,12 @@ import collections
 import dataclasses
 import enum
 import functools
+import json
 import operator
+import os
 import re
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -268,6 +272,27 @@ def test_equal_makes_agree_and_others_differ(name):
     assert digest(one) != digest(other)
     if name != "np.vectorize":
         assert unseen(one) == ()
+
+
+def digests():
+    return [digest(make(1)) for make in MAKERS.values()]
+
+
+def test_another_process_gives_the_same_fingerprints():
+    program = (
+        "import json; from tests.data_fingerprint_test import digests; "
+        "print(json.dumps(digests()))"
+    )
+    # Hashes of strings, which order sets, are others there.
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"PYTHONHASHSEED": "7"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == digests()
 
 
 def test_order_and_nesting_count():

@@ -525,23 +525,6 @@ def test_a_subset_is_the_same_for_any_global_seed():
     assert kept[0] != other
 
 
-@pytest.mark.parametrize(
-    "stratify", [None, True, lambda x, y: y], ids=["any", "target", "function"]
-)
-def test_a_subset_of_numbered_elements_keeps_their_numbers(stratify):
-    labels = skewed_labels()
-    stage = Subset(20, stratify=stratify)
-    elements = tf.data.Dataset.from_tensor_slices((np.arange(1000) * 3, labels))
-    with_numbers = stage.numbered()
-    with_numbers.check(elements.enumerate())
-    kept = with_numbers.apply(elements.enumerate(), SETTINGS)
-    positions, (x, y) = next(iter(kept.batch(1000)))
-    assert len(positions) == 20
-    np.testing.assert_array_equal(x, 3 * positions)
-    np.testing.assert_array_equal(y, labels[positions.numpy()])
-    np.testing.assert_array_equal(positions_of(stage.apply(elements, SETTINGS)), x)
-
-
 def test_a_subset_counts_a_dataset_of_unknown_length():
     dataset = numbered([0] * 10).filter(lambda x, y: x % 2 == 0)
     kept = Subset(0.6).apply(dataset, SETTINGS)

@@ -34,9 +34,7 @@ class Transform(abc.ABC):
     moves: ClassVar[bool] = True
 
     @abc.abstractmethod
-    def __call__(
-        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
-    ) -> tf.Tensor:
+    def __call__(self, images: Any, strength: Any, seed: Any, span: float) -> Any:
         """Returns changed images.
 
         They are float32 `(images, height, width, channels)`; the strength is a float32
@@ -57,9 +55,7 @@ class Flip(Transform):
     horizontal: bool = True
     vertical: bool = False
 
-    def __call__(
-        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
-    ) -> tf.Tensor:
+    def __call__(self, images: Any, strength: Any, seed: Any, span: float) -> Any:
         """Returns the images, some mirrored."""
         drawn = _uniform(images, seed, columns=2, low=0.0)
         for column, axis in enumerate((1, 2)):
@@ -84,9 +80,7 @@ class Shift(Transform):
     def __post_init__(self) -> None:
         checks.fraction("fraction", self.fraction)
 
-    def __call__(
-        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
-    ) -> tf.Tensor:
+    def __call__(self, images: Any, strength: Any, seed: Any, span: float) -> Any:
         """Returns the images, moved up or down and sideways."""
         drawn = _uniform(images, seed, columns=2) * strength * self.fraction
         for column, axis in enumerate((1, 2)):
@@ -113,9 +107,7 @@ class Rotate(Transform):
     def __post_init__(self) -> None:
         checks.positive("degrees", self.degrees)
 
-    def __call__(
-        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
-    ) -> tf.Tensor:
+    def __call__(self, images: Any, strength: Any, seed: Any, span: float) -> Any:
         """Returns the images, turned."""
         angles = _uniform(images, seed) * strength * (self.degrees * math.pi / 180)
         cos, sin = tf.cos(angles), tf.sin(angles)
@@ -137,44 +129,39 @@ class Rotate(Transform):
 
 
 @dataclasses.dataclass(frozen=True)
-class Brightness(Transform):
+class _Amount(Transform):
+    """One value for a whole image, which leaves pixels in their places."""
+
+    moves: ClassVar[bool] = False
+    amount: float = 0.2
+
+    def __post_init__(self) -> None:
+        checks.positive("amount", self.amount)
+
+
+@dataclasses.dataclass(frozen=True)
+class Brightness(_Amount):
     """Adds one value to a whole image.
 
     Args:
         amount: At most added or taken, as a part of the values' span, at strength 1.
     """
 
-    moves: ClassVar[bool] = False
-    amount: float = 0.2
-
-    def __post_init__(self) -> None:
-        checks.positive("amount", self.amount)
-
-    def __call__(
-        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
-    ) -> tf.Tensor:
+    def __call__(self, images: Any, strength: Any, seed: Any, span: float) -> Any:
         """Returns the images, brighter or darker."""
         drawn = _uniform(images, seed)[:, :, None, None]
         return images + drawn * strength * (self.amount * span)
 
 
 @dataclasses.dataclass(frozen=True)
-class Contrast(Transform):
+class Contrast(_Amount):
     """Multiplies an image's distance from its own mean.
 
     Args:
         amount: The factor is in [1 - amount, 1 + amount] at strength 1.
     """
 
-    moves: ClassVar[bool] = False
-    amount: float = 0.2
-
-    def __post_init__(self) -> None:
-        checks.positive("amount", self.amount)
-
-    def __call__(
-        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
-    ) -> tf.Tensor:
+    def __call__(self, images: Any, strength: Any, seed: Any, span: float) -> Any:
         """Returns the images with more or less contrast."""
         factor = _uniform(images, seed)[:, :, None, None] * strength * self.amount
         mean = tf.reduce_mean(images, axis=(1, 2, 3), keepdims=True)
@@ -199,9 +186,7 @@ class Cutout(Transform):
     def __post_init__(self) -> None:
         checks.fraction("fraction", self.fraction)
 
-    def __call__(
-        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
-    ) -> tf.Tensor:
+    def __call__(self, images: Any, strength: Any, seed: Any, span: float) -> Any:
         """Returns the images, each with a hidden square."""
         shape = tf.shape(images)
         shorter = tf.cast(tf.minimum(shape[1], shape[2]), tf.float32)
@@ -256,9 +241,7 @@ class LayerStep(Transform):
                 "into the model, or into `.map` behind the pipeline's batches."
             )
 
-    def __call__(
-        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
-    ) -> tf.Tensor:
+    def __call__(self, images: Any, strength: Any, seed: Any, span: float) -> Any:
         """Returns the images, each changed with the probability `strength`."""
         drawn = self.layer.get_random_transformation(
             images, training=True, seed=_Seeds(seed)

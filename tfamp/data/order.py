@@ -5,6 +5,9 @@ stage that `ORDER` has after them; the result can then be another one, and they 
 there: behind batches, as they get these; a map behind an augmentation; behind one
 another; and behind anything where they draw at random, keep a state or read files,
 since a cache would freeze that.
+
+What is written behind a `.take` or a `.repeat` runs behind it, and what is written
+before runs before.
 """
 
 import dataclasses
@@ -15,7 +18,7 @@ import tensorflow as tf
 
 from tfamp.data._elements import as_arguments
 from tfamp.data.sources import Source
-from tfamp.data.stages import ORDER, Settings, Stage
+from tfamp.data.stages import ORDER, Role, Settings, Stage, has_role
 
 _PLACES = {name: place for place, name in enumerate(ORDER)}
 _FUNCTIONS = ("map", "filter")
@@ -40,23 +43,32 @@ def in_order(
     """Returns the stages in the order in which they run."""
     keys, placed = [], []
     floor = 0  # functions do not pass one another
+    part, begin = 0, 0  # between those that nothing passes
     stage: Any
     for number, stage in enumerate(stages):
-        place, earlier = _PLACES[stage.name], stages[:number]
-        if stage.name in _FUNCTIONS:
+        place, earlier = _PLACES[stage.name], stages[begin:number]
+        if has_role(stage, Role.PARTS):
+            part, begin, floor = part + 2, number + 1, 0
+        elif stage.name in _FUNCTIONS:
             ahead = [one.name for one in earlier if _PLACES[one.name] > place]
             held = [name for name in ahead if name in _held_behind(stage)]
             loose = [one for one in ahead if one not in (*_FUNCTIONS, *_SETTINGS)]
             # A cache that is written later is to freeze it.
             is_cached = any(one.name == "cache" for one in stages[number:])
             if loose and not (held or is_cached):
-                if _is_of_the_moment(source, stage, earlier, settings):
+                if _is_of_the_moment(source, stage, stages[:number], settings):
                     held = loose
+            joined = [one.name for one in stages[:begin] if has_role(one, Role.BATCHES)]
+            if joined and not held and _held_behind(stage):
+                stage = stage.behind(joined[0])
             floor = max([place, floor, *(_PLACES[name] for name in held)])
             if floor > place:
                 stage = stage.behind(list(ORDER)[floor])
             place = floor
-        keys.append((place, number))
+        is_setting = stage.name in _SETTINGS
+        last = 2 * len(stages) if stage.name == "prefetch" else 0
+        own = part - has_role(stage, Role.PARTS)
+        keys.append((last if is_setting else own, place, number))
         placed.append(stage)
     order = sorted(range(len(stages)), key=keys.__getitem__)
     return [Placed(placed[number], _passed(number, order, stages)) for number in order]

@@ -10,7 +10,16 @@ import tensorflow as tf
 from tfamp.data import plan
 from tfamp.data.sources import Source, csv, datasets, images, text, tfrecord
 from tfamp.data.sources.csv import NA_VALUES
-from tfamp.data.stages import ORDER, Autotune, Map, Prefetch, Role, Shuffle, Stage
+from tfamp.data.stages import (
+    Autotune,
+    Map,
+    Prefetch,
+    Repeat,
+    Shuffle,
+    Stage,
+    Take,
+    check_once,
+)
 from tfamp.data.stages.augment import Augmentation
 from tfamp.data.stages.batches import Batch, Bucket
 from tfamp.data.stages.cache import Cache
@@ -22,6 +31,7 @@ from tfamp.data.stages.sampling import Balance, Subset, Weights
 from tfamp.data.stages.sequences import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE
 from tfamp.data.stages.workers import Shard, cluster_shard
 from tfamp.data.statistics import Statistics
+from tfamp.keras_hooks.pipelines import built_by_fit
 from tfamp.records import checks
 
 if TYPE_CHECKING:
@@ -33,11 +43,13 @@ def _given(arguments: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in arguments.items() if k not in ("self", "cls")}
 
 
+@built_by_fit
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
     """An input pipeline that becomes a plain `tf.data.Dataset`.
 
-    Start with a `from_...` method, add stages in any order, and call `build`. They run
+    Start with a `from_...` method, add stages in any order, and call `build`, or hand
+    the pipeline itself to `fit`, `evaluate`, `predict` or a tool of tfamp. Stages run
     in the order in which they are right: map, cache, shuffle, augment, batch, prefetch.
     Where yours changes the result it counts: a `.map` or `.filter` written after
     `.batch` gets batches, and one that draws at random stays behind a `.cache` it is
@@ -45,11 +57,6 @@ class Pipeline:
     pipeline never changes: each verb returns a new one.
 
     Dtypes are kept: leave images in uint8 and scale them in the model's first layer.
-    Verbs check their arguments at once, by a TypeError, ValueError or ImportError.
-
-    Args:
-        source: What a `from_...` method made; not made by hand.
-        stages: The stages so far, as they were written.
 
     Example:
         >>> import numpy as np
@@ -103,7 +110,7 @@ class Pipeline:
             name_or_builder: A TFDS name ("mnist:3.0.1"), a builder, or a class of one.
             split: A split as TFDS writes it: "train", "train[:80%]", "test".
             as_supervised: True for pairs (input, target), False for dicts.
-            data_dir: Where prepared data lies; None for TFDS's or the builder's folder.
+            data_dir: Where prepared data lies; None for TFDS's folder.
         """
         builder = datasets.open_builder(name_or_builder, data_dir=data_dir)
         return cls(datasets.tfds_source(builder, split, as_supervised=as_supervised))
@@ -132,18 +139,17 @@ class Pipeline:
     ) -> "Self":
         """Starts from image files, one folder for each class: (image, int32 label).
 
-        Add `.decode(image_size)`: it comes right after shuffling and sampling, which
-        move paths instead of pixels. Without it, elements hold paths.
+        Add `.decode(image_size)`; without it, elements hold paths, which shuffling and
+        sampling move instead of pixels.
 
         Args:
-            folder: With `labels="inferred"` it holds one folder for each class, as
-                deep as they like. Otherwise all images below it count.
+            folder: Has a folder for each class, or images anywhere below it.
             labels: "inferred"; None for images alone; a sequence of integers, one for
                 each image in the order of the paths; or a dict {path relative to
                 `folder`: integer or class name}.
             class_names: Names in the order of their numbers, None for all, sorted.
                 Class folders that are not named here are left out.
-            extensions: Endings of image files, with the dot, in any case.
+            extensions: Endings of image files, with the dot.
         """
         return cls(images.folder_source(**_given(locals())))
 
@@ -158,7 +164,7 @@ class Pipeline:
     ) -> "Self":
         """Starts from TFRecord files, plain or compressed.
 
-        A damaged record ends a pass in `tf.errors.DataLossError`, which gives its byte;
+        A damaged record is a `tf.errors.DataLossError`, which gives its byte;
         `.on_error("skip")` leaves it out and names the file too.
 
         Args:
@@ -189,8 +195,8 @@ class Pipeline:
     ) -> "Self":
         """Starts from the rows of CSV files, which Arrow reads: dicts of scalars.
 
-        Files are in UTF-8 as RFC 4180 has them: quoted fields may hold delimiters, line
-        ends and doubled quotes. Empty lines do not count; gzip is unpacked.
+        Files are in UTF-8 as RFC 4180 has them. Empty lines do not count; gzip is
+        unpacked.
 
         Args:
             paths: A file, a folder (its files ending in .csv, .tsv, .txt or .gz), a
@@ -203,10 +209,10 @@ class Pipeline:
             column_names: Names where it does not; None for "column_0", "column_1", ...
             delimiter: One character.
             na_values: What stands for a missing value, in text columns too. The empty
-                field always does, and "nan" in numbers. Unless you pass others, so do
-                "N/A", "null", "?", "-" and more in columns of numbers.
+                field always does; among numbers "nan" too and, unless you pass others,
+                "N/A", "null", "?", "-" and more.
             num_infer_rows: Rows of the first file that types are inferred from.
-            num_examples: Rows in all. "auto" counts files of at most 64 MiB together,
+            num_examples: Rows in all. "auto" counts files of 64 MiB together at most,
                 "count" counts in any case, None leaves the length unknown.
         """
         return cls(csv.csv_source(**_given(locals())))
@@ -262,8 +268,7 @@ class Pipeline:
         Args:
             image_size: (height, width) of all images, None to keep each one's own.
             channels: 3 for color, 1 for gray.
-            decoder: "tf", or "simplejpeg", which gives the same pixels and is faster
-                for large JPEG files at most.
+            decoder: "tf", or "simplejpeg", of the same pixels, for large JPEG files.
             method: How to resize, as `tf.image.resize` names it.
             antialias: Whether to smooth before an image is made smaller.
             fit: For another aspect ratio: "stretch", "crop" or "pad".
@@ -275,11 +280,10 @@ class Pipeline:
     def map(self, function: Callable[..., Any]) -> "Self":
         """Calls a function on every element, on all cores, in order.
 
-        It runs before the cache, and once, wherever that gives the same. Written after
-        `.batch` or `.bucket` it gets whole batches; written after `.cache`, a function
-        that draws at random, keeps a state, reads files or runs Python is called anew
-        in each epoch. May come several times; maps and filters run as they are written.
-        The function gets the parts of an element, (x, y) for pairs, and is traced once.
+        It gets the parts of an element, (x, y) for pairs, and is traced once. It runs
+        before the cache, wherever that gives the same. Written after `.batch` or
+        `.bucket` it gets whole batches; written after `.cache`, one that draws at
+        random, keeps a state, reads files or runs Python is called anew in each epoch.
         """
         return self._with(Map(function))
 
@@ -288,8 +292,7 @@ class Pipeline:
     ) -> "Self":
         """Chooses what happens to an element that cannot be read.
 
-        Skipped is that element and nothing else: a damaged image, a record whose bytes
-        changed, a function of `.map` that fails. The first one is logged with its file,
+        Skipped is that element and nothing else. The first one is logged with its file,
         all are in `skipped`, and a pass ends with their number. Costs 50 us an element.
 
         Args:
@@ -313,32 +316,22 @@ class Pipeline:
         outliers: Any = None,
         outlier_action: str | None = None,
         statistics: Statistics | None = None,
-        shape: Any = None,
-        shape_action: str | None = None,
     ) -> "Self":
         """Drops or repairs elements; what is dropped is counted.
 
-        Shapes come first, then missing values, then outliers, and the predicate sees
-        the result. `describe` says how many were dropped, and why. A pass that keeps
-        nothing ends in an error. May come several times.
+        Missing values come first, then outliers, and the predicate. `describe`
+        says how many were dropped, and why. A pass that keeps nothing is an error.
 
         Args:
             predicate: Called with the parts of an element, or of a batch where it is
                 written after one; returns one boolean.
-            missing: "drop" drops elements with a missing value in any input; "mean",
+            missing: "drop" for elements with a missing value in any input; "mean",
                 "median" or "mode" fills it from `statistics`; a number fills NaN.
-                Missing is NaN, and what `statistics` were told of. An imputer of
-                scikit-learn goes into `.map`, fitted beforehand.
-            outliers: ("zscore", 3.0), ("iqr", 1.5) or ("quantile", 0.01, 0.99), with
-                limits from `statistics`. inf lies beyond every limit, NaN beyond none.
+            outliers: ("zscore", 3.0), ("iqr", 1.5) or ("quantile", 0.01, 0.99) of
+                `statistics`. inf lies beyond every limit, NaN beyond none.
             outlier_action: "drop" drops elements with an outlier in any input; "clip"
                 sets it to the limit. Goes with `outliers`.
             statistics: What `fit_statistics` found in the training data.
-            shape: The shape of inputs, with None for any size: a tuple, or a dict of
-                tuples by column. It becomes their static shape.
-            shape_action: "drop" drops elements of another shape; "error" ends the
-                pass; "crop_or_pad" cuts evenly on both sides of an axis that is too
-                long, and adds zeros on both sides of one that is too short.
         """
         return self._with(Filter(**_given(locals())))
 
@@ -360,15 +353,13 @@ class Pipeline:
 
         Args:
             *steps: Transforms of `tfamp.data.augmentation` (Flip, Shift, Rotate,
-                Brightness, Contrast, Cutout), random layers of Keras such as
-                `keras.layers.RandomZoom(0.2)`, and functions of (image, strength) or
-                (image, strength, seed); none for the first five, at their defaults,
+                Brightness, Contrast, Cutout), random layers of Keras, and functions of
+                (image, strength) or (image, strength, seed); none for the first five,
                 which take a quarter of the time of Keras's on a CPU.
             strength: How strong, in [0, 1]; at 0 inputs are untouched, bit for bit.
                 Transforms change every image by so much less; a layer of Keras
                 changes each image with this probability.
-            ramp_epochs: Epochs in which the strength grows from `ramp_from`, linearly.
-                Every pass that takes the dataset's last batch is an epoch.
+            ramp_epochs: Epochs, or whole passes, in which it grows from `ramp_from`.
             ramp_from: Strength of the first epoch, where there is a ramp.
             seed: Same seed, same changes, epoch by epoch; as for `.shuffle`.
             key: Name of the input to change, where inputs are a dict.
@@ -399,11 +390,10 @@ class Pipeline:
         """Keeps the part of one worker of several that train together.
 
         Without it every worker of `tf.distribute` reads everything and keeps its share
-        of the batches, for which all need one order, so a shuffle a seed. With it a
-        worker reads, caches and shuffles each n-th element of the source alone, from
-        `index` on. All workers make equally many steps: the last batches of some may be
-        empty; where batches drop their remainder, "auto" makes parts of one size. The
-        size of a batch is that of all workers together.
+        of the batches. With it a worker reads, caches and shuffles each n-th element of
+        the source alone, from `index` on. All workers make equally many steps: the last
+        batches of some may be empty; where batches drop their remainder, "auto" makes
+        parts of one size. The size of a batch is that of all workers together.
 
         Args:
             num_shards: Workers in all; "auto" takes both from
@@ -431,11 +421,10 @@ class Pipeline:
 
         Arrays and image files are drawn by position. Anything else is read once by
         `build` for its labels, and each element is repeated or dropped: shuffle behind
-        it. The model's probabilities are then those of a balanced world.
+        it.
 
         Args:
-            by: What tells the class: None for the target, a key of dict elements, or
-                a function of an element's parts.
+            by: None for the target, a key of dict elements, or a function of parts.
             method: "resample" keeps the number of examples, "oversample" brings every
                 class up to the largest, "undersample" down to the smallest.
             seed: Same seed, same sequence of epochs.
@@ -468,10 +457,10 @@ class Pipeline:
         Args:
             buffer_size: Elements held to draw from. None for all of them where they
                 fit into 256 MiB of memory or the source is arrays, else for what fits:
-                the shuffle is then approximate, and `describe` says so. Where sizes
-                vary, `build` reads 32 elements; with no known end 262,144 are held.
-            seed: Same seed, same sequence of orders, epoch by epoch, mixed with the
-                global seed if one is set. Several workers need one, or `.shard`.
+                approximate then, as `describe` says. Where sizes vary, `build` reads 32
+                elements; with no known end 262,144 are held.
+            seed: Same seed, same sequence of orders; mixed with the global seed if one
+                is set. Several workers need one, or `.shard`.
         """
         return self._with(Shuffle(buffer_size, seed))
 
@@ -486,20 +475,19 @@ class Pipeline:
 
         With a path they lie in a folder that `build` fills in one pass and that serves
         later runs of the same pipeline. Its name carries a fingerprint of the source
-        (files by path, size and time of change, arrays by their bytes), of every step
-        before the cache (functions by their code and what they refer to, layers by
-        their state) and of the versions, so a pipeline that changed builds its own.
-        What it cannot see, such as files that a function reads by a name it is given,
-        is logged and stands in `describe`. A pass that is broken off leaves nothing. A
-        process that finds another one filling waits for it (filelock, of the extra
-        `data`). No cache is removed but by you.
+        (files by path, size and time of change, arrays by their bytes), of all steps
+        before the cache with what they refer to, and of the versions, so a pipeline
+        that changed builds its own. What it cannot see, such as files that a function
+        reads by a name it is given, is logged and stands in `describe`. A pass that is
+        broken off leaves nothing. A process that finds another one filling waits for it
+        (filelock, of the extra `data`). No cache is removed but by you.
 
         Args:
             where: "memory", or the path that the name of the cache's folder begins
                 with; the folder that it lies in exists.
-            unseen: "error" to have `build` refuse a cache in files that would not
-                notice every change, "warn" to log what it does not notice.
-            version: Anything; another one makes another cache. For what is not seen.
+            unseen: "error" to refuse a cache in files that would not notice every
+                change, "warn" to log what it does not notice.
+            version: Another one makes another cache. For what is not seen.
         """
         return self._with(Cache(where, unseen, version))
 
@@ -508,8 +496,7 @@ class Pipeline:
 
         Args:
             batch_size: Elements in a batch; of all replicas together.
-            drop_remainder: Whether to drop the elements that fill no batch. Then
-                all shapes are static, which XLA compiles once instead of twice.
+            drop_remainder: Whether to drop what fills no batch. Then XLA compiles once.
         """
         return self._with(Batch(batch_size, bool(drop_remainder)))
 
@@ -530,16 +517,14 @@ class Pipeline:
     ) -> "Self":
         """Joins sequences of about one length into batches; in place of `.batch`.
 
-        They are padded to the boundary of their bucket; few boundaries mean few shapes
-        for XLA to compile. Sequences are the parts of an element whose first dimension
-        is unknown. `describe` says what share is padding.
+        They are padded to the boundary of their bucket. Sequences are the parts of an
+        element whose first dimension is unknown. `describe` says what share is padding.
 
         Args:
             batch_size: Sequences in a batch. Give this or `token_budget`.
             boundaries: What sequences are padded to, ascending. "auto" chooses those
                 with the least padding, for which all lengths are read once in `build`.
-            length: A function of an element's parts that gives the length that counts.
-                None for the longest of its sequences.
+            length: A function of an element's parts; None for its longest sequence.
             pad_to_multiple: What boundaries are multiples of.
             max_shapes: How many boundaries "auto" may choose.
             drop_remainder: Whether to leave out batches that are not full.
@@ -551,9 +536,23 @@ class Pipeline:
             weight_padding: Whether to give (inputs, targets, weights) with weights
                 `(batch, length)` of 0 on padding, times the weights there are.
             too_long: What to do above the last boundary: "error", "truncate" or "drop".
-                The last two read all lengths in `build` and log how many.
         """
         return self._with(Bucket(**_given(locals())))
+
+    def take(self, count: int) -> "Self":
+        """Keeps the first elements of each pass, or batches where it is written behind.
+
+        No other stage passes it: what is written before it runs before it.
+        """
+        return self._with(Take(count))
+
+    def repeat(self, count: int | None = None) -> "Self":
+        """Passes several times over what is written before it, without end for None.
+
+        An epoch of `fit` reads the dataset once anyway: give it `steps_per_epoch` for
+        one without end.
+        """
+        return self._with(Repeat(count))
 
     def prefetch(self, num_batches: int | None = None) -> "Self":
         """Prepares batches while the model works on earlier ones, 2 unless told."""
@@ -561,13 +560,7 @@ class Pipeline:
 
     def _with(self, stage: Stage) -> "Self":
         """Returns the pipeline with one more stage."""
-        is_there = any(stage.name == other.name for other in self.stages)
-        if is_there and Role.REPEATS not in ORDER[stage.name]:
-            raise ValueError(
-                f"`.{stage.name}` came twice; expected each stage once, since the "
-                "order they run in does not follow the order of the calls. Keep the "
-                "one that is meant."
-            )
+        check_once(stage, self.stages)
         return dataclasses.replace(self, stages=(*self.stages, stage))
 
     def build(self, autotune: Autotune = "auto") -> tf.data.Dataset:
@@ -586,7 +579,7 @@ class Pipeline:
     def describe(self, autotune: Autotune = "auto") -> str:
         """Prints the plan as a table, and returns it: each stage, its setting, and why.
 
-        Stages stand in the order they run in. Nothing is read or written.
+        In the order they run in. Nothing is read or written.
         """
         text = plan.describe(self.source, self.stages, self._builds, autotune)
         print(text)

@@ -70,6 +70,12 @@ class PipelinePlan:
         read = getattr(self.source, "chunks" if self.reads == "chunks" else "dataset")
         return read(self.settings)
 
+    @property
+    def head(self) -> tuple[Stage, ...]:
+        """The steps on elements ahead of a `.take` or `.repeat`, if there is one."""
+        parted = (at for at, one in enumerate(self.rest) if has_role(one, Role.PARTS))
+        return self.rest[: next(parted, len(self.rest))]
+
     def next_is(self, name: str) -> bool:
         """States whether the first of the steps on elements has a name."""
         return bool(self.rest) and self.rest[0].name == name
@@ -106,9 +112,17 @@ def _even_parts(plan: PipelinePlan) -> PipelinePlan:
 
     One would else have a batch more than another.
     """
-    batch: Any = next((step for step in plan.rest if step.name == "batch"), None)
+    batch: Any = next((o for o in plan.rest if has_role(o, Role.BATCHES)), None)
     if batch is None or not batch.drop_remainder:
         return plan
+    parts: Any = [one for one in plan.rest if isinstance(one, Shard) and one.cluster]
+    if batch.name == "bucket" and any(one.num_shards > 1 for one in parts):
+        raise ValueError(
+            "`.bucket(drop_remainder=True)` came with `.shard('auto')` for several "
+            "workers; expected the remainder to be kept, as equal parts fill unequal "
+            "numbers of buckets, and a worker with fewer batches stops all. Leave "
+            "`drop_remainder` out."
+        )
     rest = tuple(
         dataclasses.replace(step, is_even=True)
         if isinstance(step, Shard) and step.cluster is not None
@@ -123,17 +137,17 @@ def _cut_source(plan: PipelinePlan) -> PipelinePlan:
     if not isinstance(plan.source, RandomAccess):
         return plan
     source, first = plan.source, []
-    rest = [step for step in plan.rest if not has_role(step, Role.CUTS)]
-    for stage in plan.rest:
-        if has_role(stage, Role.CUTS):
-            every = tf.data.Dataset.range(source.num_examples)
-            setting, reason = stage.explain(every, plan.settings)
-            reason += f"; of {source.num_examples:,}, before any is read"
-            first.append(Step(stage.name, setting, reason, of=stage))
-            if getattr(stage, "num_shards", 0) == 1:
-                continue  # all of it: a part would be a copy
-            positions = stage.chosen(source, plan.settings)  # type: ignore[attr-defined]
-            source = source.part(positions)
+    cuts = [step for step in plan.head if has_role(step, Role.CUTS)]
+    rest = [step for step in plan.rest if step not in cuts]
+    for stage in cuts:
+        every = tf.data.Dataset.range(source.num_examples)
+        setting, reason = stage.explain(every, plan.settings)
+        reason += f"; of {source.num_examples:,}, before any is read"
+        first.append(Step(stage.name, setting, reason, of=stage))
+        if getattr(stage, "num_shards", 0) == 1:
+            continue  # all of it: a part would be a copy
+        positions = stage.chosen(source, plan.settings)  # type: ignore[attr-defined]
+        source = source.part(positions)
     return dataclasses.replace(
         plan, source=source, first=tuple(first), rest=tuple(rest)
     )
@@ -155,7 +169,7 @@ def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
     balanced, and a cache would freeze the order: behind one they act on elements.
     """
     source = plan.source
-    left = [step for step in plan.rest if not isinstance(step, Step)]
+    left = [step for step in plan.head if not isinstance(step, Step)]
     names = {step.name for step in left}
     if not isinstance(source, RandomAccess) or "cache" in names:
         return plan
@@ -173,7 +187,7 @@ def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
         drawn = [*drawn, shuffle]
     if not found:
         return plan
-    rest = [step for step in plan.rest if step not in drawn]
+    rest = [step for step in plan.rest if not any(step is one for one in drawn)]
     # A batch of positions is read at once.
     split = 1 if rest and rest[0].name == "batch" else 0
     following = [step for step in rest if not isinstance(step, Step)][:1]
@@ -225,7 +239,6 @@ def _skip_errors(plan: PipelinePlan) -> PipelinePlan:
             continue
         locate = plan.source.locate
         if all(map(_keeps_positions, done)):
-            done = [step.numbered() for step in done]
             if not any(step.name == "gather" for step in done):
                 done.insert(0, _numbers())
         else:
@@ -249,9 +262,7 @@ def _calls_with_care(step: Stage) -> bool:
 
 def _keeps_positions(step: Stage) -> bool:
     """States whether elements behind a step can be told by their place in a source."""
-    if isinstance(step, Step):
-        return step.act is None or step.name == "gather"
-    return has_role(step, Role.CUTS)
+    return isinstance(step, Step) and (step.act is None or step.name == "gather")
 
 
 def _numbers() -> Step:

@@ -4,8 +4,8 @@ Numbers are compared by the two-sample Kolmogorov-Smirnov test, categories by
 chi-square. Of an example with many values (an image) its mean is compared, since
 values of one example are no independent draws.
 
-Rows are compared by a 128-bit hash of their bytes: two different rows agree by
-chance once in 10**38. So 0.0 and -0.0 differ, as do NaNs of different bits.
+Rows are compared by a 64-bit hash of their bytes: of 4 million different rows two agree
+by chance once in 2 million sets. 0.0 and -0.0 differ, as do NaNs of different bits.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ _MAX_CATEGORIES = 32
 _MIN_EXPECTED = 5.0
 # Below this no difference can be told from chance.
 _MIN_ROWS = 20
-# Hashes held of one data set, 24 bytes each: 96 MiB. Beyond, a fixed part of all
+# Hashes held of one data set, 16 bytes each: 64 MiB. Beyond, a fixed part of all
 # hash values is kept, of both sets, so shares stay right.
 _MAX_HELD = 2**22
 # Shares of train, of validation, and of conflicting groups worth a warning.
@@ -170,11 +170,8 @@ def find_drift(comparisons: list[Comparison]) -> Iterator[Finding]:
         )
 
 
-_ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("target", "<u8")])
-
-
 class RowHashes:
-    """Hashes of the inputs of each example, and of its targets.
+    """A 64-bit hash of the inputs of each example, and one of its targets.
 
     Beyond `max_held` rows every second one is kept, by its hash, then every fourth,
     and so on: 1 in 2**`skipped_bits` of the `num_rows` seen.
@@ -182,18 +179,17 @@ class RowHashes:
 
     def __init__(self, max_held: int = _MAX_HELD) -> None:
         self._max_held = max_held
-        self._parts = [np.empty(0, _ROW)]
+        self._parts = [np.empty((0, 2), np.uint64)]
         self._held = self.num_rows = self.skipped_bits = 0
 
     def update(self, inputs: list[np.ndarray], targets: list[np.ndarray]) -> None:
         """Takes the columns of the next examples."""
         if not inputs:
             return
-        rows = np.zeros(len(inputs[0]), _ROW)
-        self.num_rows += len(rows)
-        rows["high"], rows["low"] = _hashes(inputs, 16).T
-        if targets:
-            rows["target"] = _hashes(targets, 8)[:, 0]
+        keys = _hashes(inputs)
+        self.num_rows += len(keys)
+        answers = _hashes(targets) if targets else np.zeros_like(keys)
+        rows = np.stack([keys, answers], axis=1)
         self._parts.append(_thinned(rows, self.skipped_bits))
         self._held += len(self._parts[-1])
         while self._held > self._max_held:
@@ -201,38 +197,35 @@ class RowHashes:
 
     def thin(self, bits: int) -> None:
         """Keeps 1 in 2**bits of the hash values."""
-        self._parts = [_thinned(self._rows(), bits)]
+        self._parts = [_thinned(self.rows, bits)]
         self.skipped_bits = max(bits, self.skipped_bits)
         self._held = len(self._parts[0])
 
     @property
-    def keys(self) -> np.ndarray:
-        """The hashes of the inputs that are held."""
-        return self._rows()[["high", "low"]]
-
-    @property
-    def targets(self) -> np.ndarray:
-        """The hashes of their targets, in the same order."""
-        return self._rows()["target"]
-
-    def _rows(self) -> np.ndarray:
+    def rows(self) -> np.ndarray:
+        """The hashes that are held, of inputs and of targets, `(rows, 2)`."""
         self._parts = [np.concatenate(self._parts)]
         return self._parts[0]
 
+    @property
+    def keys(self) -> np.ndarray:
+        """The hashes of the inputs that are held."""
+        return self.rows[:, 0]
+
 
 def _thinned(rows: np.ndarray, bits: int) -> np.ndarray:
-    return rows[(rows["low"] & np.uint64(2**bits - 1)) == 0]
+    return rows[(rows[:, 0] & np.uint64(2**bits - 1)) == 0]
 
 
-def _hashes(columns: list[np.ndarray], size: int) -> np.ndarray:
-    """Returns a hash of each row of so many bytes, shape (rows, size / 8)."""
+def _hashes(columns: list[np.ndarray]) -> np.ndarray:
+    """Returns a hash of each row, uint64."""
     digests = []
     for parts in zip(*map(_bytes_of_rows, columns), strict=True):
-        digest = hashlib.blake2b(digest_size=size)
+        digest = hashlib.blake2b(digest_size=8)
         for part in parts:
             digest.update(part)
         digests.append(digest.digest())
-    return np.frombuffer(b"".join(digests), "<u8").reshape(-1, size // 8)
+    return np.frombuffer(b"".join(digests), "<u8")
 
 
 def _bytes_of_rows(column: np.ndarray) -> list[Any]:
@@ -252,7 +245,6 @@ def find_equal(train: RowHashes, validation: RowHashes | None) -> Iterator[Findi
         validation.thin(bits)
     if not len(train.keys):
         return
-    # Both parts of the hash count: sorting structured arrays compares them in turn.
     distinct, groups, sizes = np.unique(
         train.keys, return_inverse=True, return_counts=True
     )
@@ -271,7 +263,7 @@ def find_equal(train: RowHashes, validation: RowHashes | None) -> Iterator[Findi
             figure=share,
             details={"num_groups": int((sizes > 1).sum())},
         )
-        yield from _conflict(groups.reshape(-1), sizes, train.targets, few=few)
+        yield from _conflict(groups.reshape(-1), sizes, train.rows[:, 1], few=few)
     if validation is not None and len(validation.keys):
         yield from _leak(distinct, validation, few=few, about=about)
 
@@ -280,8 +272,12 @@ def _conflict(
     groups: np.ndarray, sizes: np.ndarray, labels: np.ndarray, *, few: bool
 ) -> Iterator[Finding]:
     """Equal inputs with different targets."""
-    pairs = np.unique(np.stack([groups.astype(np.uint64), labels]), axis=1)
-    answers = np.bincount(pairs[0].astype(np.int64), minlength=len(sizes))
+    # Sorted by group and then by answer, an example that follows another answer of its
+    # own group is a further one.
+    order = np.lexsort((labels, groups))
+    groups, labels = groups[order], labels[order]
+    is_new = np.append(True, (groups[1:] != groups[:-1]) | (labels[1:] != labels[:-1]))
+    answers = np.bincount(groups[is_new], minlength=len(sizes))
     in_conflict = int(sizes[answers > 1].sum())
     if not in_conflict:
         return

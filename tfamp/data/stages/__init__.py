@@ -157,10 +157,6 @@ class Stage(abc.ABC):
         """
         return ""
 
-    def numbered(self) -> "Stage":
-        """Returns the stage as it acts on pairs (position, element)."""
-        return self
-
     def with_epochs(self) -> tuple["Stage", "Stage"] | None:
         """Returns a stage that acts by epochs and the step that counts them, if any."""
         return None
@@ -199,6 +195,7 @@ class Role(enum.Enum):
     DRAWS = "draws the examples of an epoch by their classes or weights"
     SEEDED = "brings elements in an order that a seed decides"
     BATCHES = "joins elements into batches"
+    PARTS = "is passed by no other stage, since how many come decides what they give"
 
 
 # First to last, by the names of the verbs. `order.py` has what stays as written.
@@ -216,6 +213,8 @@ ORDER: dict[str, set[Role]] = {
     "augment": set(),  # sees elements: each has changes of its own
     "batch": {Role.BATCHES},
     "bucket": {Role.BATCHES},
+    "take": {Role.PARTS, Role.REPEATS},  # where they are written
+    "repeat": {Role.PARTS, Role.REPEATS},
     "prefetch": set(),  # last, so that all of it overlaps with the model
 }
 
@@ -223,6 +222,17 @@ ORDER: dict[str, set[Role]] = {
 def has_role(step: Stage, *roles: Role) -> bool:
     """States whether a stage, or a step made of one, has any of the roles."""
     return not ORDER.get(step.name, set()).isdisjoint(roles)
+
+
+def check_once(stage: Stage, stages: Sequence[Stage]) -> None:
+    """Raises where a stage is there already that may be asked for once."""
+    is_there = any(stage.name == other.name for other in stages)
+    if is_there and not has_role(stage, Role.REPEATS):
+        raise ValueError(
+            f"`.{stage.name}` came twice; expected each stage once, since the order "
+            "they run in does not follow the order of the calls. Keep the one that is "
+            "meant."
+        )
 
 
 def check_pairs(stages: Sequence[Stage]) -> None:
@@ -394,6 +404,49 @@ class Permutation(Shuffle):
 
         seeds = numbers.take(2).batch(2, drop_remainder=True)
         return with_length(seeds.flat_map(drawn), length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Take(Stage):
+    """Keeps the first elements, or batches, of each pass."""
+
+    name: ClassVar[str] = "take"
+    count: int
+
+    def __post_init__(self) -> None:
+        checks.positive_int("count", self.count)
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the first ones."""
+        return dataset.take(self.count)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        length = known_length(dataset)
+        of = "" if length is None else f" of {length:,}"
+        return f"{self.count:,}{of}", "the first of what the steps above give"
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat(Stage):
+    """Passes over the elements several times, or without end."""
+
+    name: ClassVar[str] = "repeat"
+    count: int | None
+
+    def __post_init__(self) -> None:
+        if self.count is not None:
+            checks.positive_int("count", self.count)
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the passes one after another."""
+        return dataset.repeat(self.count)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        if self.count is None:
+            return "without end", "give `fit` `steps_per_epoch`"
+        return f"{self.count:,} times", "as one epoch, each pass as an epoch of its own"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The stage that fills, clips, reshapes or drops elements, and counts what it drops."""
+"""The stage that fills, clips or drops elements, and counts what it drops."""
 
+import abc
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -23,32 +23,229 @@ from tfamp.data.stages import (
     map_in_order,
 )
 from tfamp.data.stages.dropped import DropLog, drop
-from tfamp.data.stages.filter_rules import (
-    Clip,
-    DropMissing,
-    DropOutliers,
-    Fill,
-    Reshape,
-    Rule,
-    shapes_of,
-)
 from tfamp.data.statistics import Column, Statistics, TextColumn
-from tfamp.data.statistics.conditioning import ColumnRule
+from tfamp.data.statistics.conditioning import (
+    ColumnRule,
+    check_column,
+    fill_missing_text,
+    is_missing_tensor,
+)
 from tfamp.data.statistics.record import (
     FILLS,
     check_fill,
     check_rule,
     collapses,
+    declared,
     fill_text,
     fill_values,
     outlier_limits,
 )
 from tfamp.records import checks, units
 
-SHAPE_ACTIONS = ("drop", "error", "crop_or_pad")
 OUTLIER_ACTIONS = ("drop", "clip")
 # Codes of elements are positions in here, from 1.
-REASONS = ("other shape", "missing value", "outlier", "predicate")
+REASONS = ("missing value", "outlier", "predicate")
+Columns = dict[str, tf.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule(abc.ABC):
+    """Changes columns, or judges whether the element is to go.
+
+    `drops` says whether elements may go because of it, `reason` why: one of
+    `filter.REASONS`.
+    """
+
+    drops: ClassVar[bool] = False
+    reason: ClassVar[str] = ""
+
+    @property
+    @abc.abstractmethod
+    def description(self) -> str:
+        """What it does, in a few words."""
+
+    @abc.abstractmethod
+    def check(self, columns: Mapping[str, Any]) -> None:
+        """Raises unless it can act on columns of these specs."""
+
+    @abc.abstractmethod
+    def act(self, columns: Columns) -> tuple[Columns, tf.Tensor]:
+        """Returns the columns, and whether the element goes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DropMissing(Rule):
+    """Drops elements with a missing value, in columns of statistics or NaN in any."""
+
+    drops: ClassVar[bool] = True
+    reason: ClassVar[str] = "missing value"
+    columns: tuple[ColumnRule, ...] | None
+    description = "drop missing values"
+
+    def check(self, columns: Mapping[str, Any]) -> None:
+        """Raises if no column can have a missing value."""
+        _check_finds(self.columns, columns, "drop")
+
+    def act(self, columns: Columns) -> tuple[Columns, tf.Tensor]:
+        """Returns the columns as they are, and whether a value is missing."""
+        found = []
+        for rule in self.columns or _floats(columns):
+            values = columns[rule.name]
+            if rule.text:
+                missing = tf.zeros_like(values, tf.bool)
+                for text in rule.missing_texts:
+                    missing |= tf.equal(values, text)
+            else:
+                missing = is_missing_tensor(values, rule.missing_values)
+            found.append(tf.reduce_any(missing))
+        return columns, tf.reduce_any(tf.stack(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fill(Rule):
+    """Fills missing values, by column or with `number` in all that hold floats."""
+
+    columns: tuple[ColumnRule, ...] | None
+    number: float | None
+    how: str
+
+    @property
+    def description(self) -> str:
+        """What it does, in a few words."""
+        return f"fill missing values with {self.how}"
+
+    def check(self, columns: Mapping[str, Any]) -> None:
+        """Raises if nothing can be missing, or a fill can't be written."""
+        _check_finds(self.columns, columns, self.how)
+        for rule in self.columns or ():
+            dtype = columns[rule.name].dtype
+            whole = all(float(value).is_integer() for value in rule.fill)
+            if dtype.is_integer and rule.missing_values and not whole:
+                raise ValueError(
+                    f"`missing` is {self.how!r}, and column {rule.name!r} of dtype "
+                    f"{dtype.name} cannot hold {rule.fill!r}; expected whole numbers. "
+                    "Pass 'median', or cast the column to float32 in `.map`."
+                )
+
+    def act(self, columns: Columns) -> tuple[Columns, tf.Tensor]:
+        """Returns the filled columns."""
+        changed = dict(columns)
+        for rule in self.columns or _floats(columns):
+            values = columns[rule.name]
+            if rule.text:
+                changed[rule.name] = fill_missing_text(values, rule)
+            elif values.dtype.is_floating or rule.missing_values:
+                fill = rule.fill if rule.fill else (self.number,)
+                one = fill[0] if rule.scalar or not rule.fill else fill
+                written = tf.cast(tf.constant(one, tf.float64), values.dtype)
+                missing = is_missing_tensor(values, rule.missing_values)
+                changed[rule.name] = tf.where(missing, written, values)
+        return changed, tf.constant(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class DropOutliers(Rule):
+    """Drops elements with a value beyond the lowest or highest of its feature."""
+
+    drops: ClassVar[bool] = True
+    reason: ClassVar[str] = "outlier"
+    columns: tuple[ColumnRule, ...]
+    description = "drop outliers"
+
+    def check(self, columns: Mapping[str, Any]) -> None:
+        """Raises unless all columns of the statistics are there."""
+        _check_columns(self.columns, columns)
+
+    def act(self, columns: Columns) -> tuple[Columns, tf.Tensor]:
+        """Returns the columns as they are, and whether a value lies beyond."""
+        found = []
+        for rule in self.columns:
+            values = tf.cast(columns[rule.name], tf.float64)
+            absent = is_missing_tensor(columns[rule.name], rule.missing_values)
+            lower, upper = _limits(rule)
+            beyond = tf.logical_or(values < lower, values > upper)
+            found.append(tf.reduce_any(beyond & tf.logical_not(absent)))
+        return columns, tf.reduce_any(tf.stack(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip(DropOutliers):
+    """Sets values beyond their limits to the limit."""
+
+    drops: ClassVar[bool] = False
+    description = "clip outliers"
+
+    def act(self, columns: Columns) -> tuple[Columns, tf.Tensor]:
+        """Returns clipped columns."""
+        changed = dict(columns)
+        for rule in self.columns:
+            values = columns[rule.name]
+            wide = tf.cast(values, tf.float64)
+            lower, upper = _limits(rule)
+            if values.dtype.is_integer:
+                lower, upper = tf.math.ceil(lower), tf.floor(upper)
+            clipped = tf.where(wide < lower, lower, wide)
+            clipped = tf.where(clipped > upper, upper, clipped)
+            absent = is_missing_tensor(values, rule.missing_values)
+            # What is within its limits is not cast to and fro.
+            same = tf.logical_or(absent, tf.equal(clipped, wide))
+            changed[rule.name] = tf.where(same, values, tf.cast(clipped, values.dtype))
+        return changed, tf.constant(False)
+
+
+def _limits(rule: ColumnRule) -> list[tf.Tensor]:
+    """Returns the limits of a column as float64 constants."""
+    pair = (rule.lower, rule.upper)
+    return [tf.constant(s[0] if rule.scalar else s, tf.float64) for s in pair]
+
+
+def _floats(columns: Mapping[str, Any]) -> Sequence[ColumnRule]:
+    """Returns rules about NaN in all columns that can hold it."""
+    return tuple(
+        ColumnRule(name=name, text=False, scalar=True)
+        for name, values in columns.items()
+        if values.dtype.is_floating
+    )
+
+
+def _check_columns(
+    rules: Sequence[ColumnRule] | None, columns: Mapping[str, Any]
+) -> None:
+    """Raises unless the columns are those that statistics were taken of."""
+    for rule in rules or ():
+        if rule.name not in columns:
+            raise ValueError(
+                f"`statistics` has column {rule.name!r}, and elements have "
+                f"{tuple(columns)!r}; expected the same names ('x' for inputs that are "
+                "one tensor). Rename them, or fit statistics without it."
+            )
+        check_column(columns[rule.name], rule)
+        shape = columns[rule.name].shape
+        if rule.scalar and shape.rank not in (0, None):
+            raise ValueError(
+                f"Column {rule.name!r} has shape {shape}, and `statistics` were taken "
+                "of scalars; expected shape (). Fit them on elements like these."
+            )
+
+
+def _check_finds(
+    rules: Sequence[ColumnRule] | None, columns: Mapping[str, Any], missing: str
+) -> None:
+    """Raises where no value can be missing, so that a rule would do nothing."""
+    _check_columns(rules, columns)
+    rules = _floats(columns) if rules is None else rules
+    if not any(
+        columns[rule.name].dtype.is_floating
+        or rule.missing_values
+        or rule.missing_texts
+        for rule in rules
+    ):
+        kinds = {name: spec.dtype.name for name, spec in columns.items()}
+        raise ValueError(
+            f"`missing` is {missing!r}, and columns {kinds!r} cannot hold NaN; "
+            "expected a float column, or `statistics` fitted with `missing_value`. "
+            "Leave `missing` out, or say there what stands for a missing value."
+        )
 
 
 def _argument() -> Any:
@@ -58,7 +255,7 @@ def _argument() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Filter(Stage):
-    """Fills, clips and reshapes inputs, and drops elements, in one pass.
+    """Fills and clips inputs, and drops elements, in one pass.
 
     `Pipeline.filter` explains the arguments, of which the rules are made. An element is
     dropped, and counted, for its first reason.
@@ -71,8 +268,6 @@ class Filter(Stage):
     outliers: Any = _argument()
     outlier_action: str | None = _argument()
     statistics: Statistics | None = _argument()
-    shape: Any = _argument()
-    shape_action: str | None = _argument()
     stays_behind: str = dataclasses.field(default="", compare=False, repr=False)
     rules: tuple[Rule, ...] = dataclasses.field(init=False)
     log: DropLog = dataclasses.field(init=False, compare=False)
@@ -221,16 +416,13 @@ class Filter(Stage):
                 "called with one element. Pass a function, such as `lambda x, y: y < "
                 "10`."
             )
-        missing, outliers, shape = self.missing, self.outliers, self.shape
-        _check_pair("outliers", outliers, self.outlier_action, OUTLIER_ACTIONS)
-        _check_pair("shape", shape, self.shape_action, SHAPE_ACTIONS)
-        if all(value is None for value in (self.predicate, missing, outliers, shape)):
+        missing, outliers = self.missing, self.outliers
+        _check_action(outliers, self.outlier_action)
+        if all(value is None for value in (self.predicate, missing, outliers)):
             raise ValueError(
                 "`.filter` came without anything to do; expected `predicate`, "
-                "`missing`, `outliers` or `shape`. Pass one, or leave the filter out."
+                "`missing` or `outliers`. Pass one, or leave the filter out."
             )
-        if shape is not None:
-            yield Reshape(shapes_of(shape), str(self.shape_action))
         if missing is not None:
             yield _missing_rule(missing, self.statistics)
         if outliers is not None:
@@ -244,31 +436,6 @@ class Filter(Stage):
                 "`statistics` came without `outliers` or a `missing` that reads them; "
                 "expected one of these. Leave `statistics` out."
             )
-
-
-def _declared(column: Column | TextColumn) -> ColumnRule:
-    """Returns what a column is like and what stands for a missing value in it."""
-    if isinstance(column, TextColumn):
-        texts = column.missing_values
-        return ColumnRule(
-            name=column.name, text=True, scalar=column.scalar, missing_texts=texts
-        )
-    return ColumnRule(
-        name=column.name,
-        text=False,
-        scalar=column.scalar,
-        missing_values=column.missing_values,
-        # Without a limit or a fill, these numbers say how many features there are.
-        fill=(math.nan,) * len(column.features),
-    )
-
-
-def _filled(column: Column | TextColumn, how: str) -> ColumnRule:
-    """Returns what to fill a column with: its mean, median or mode."""
-    if isinstance(column, TextColumn):
-        return dataclasses.replace(_declared(column), fill_text=fill_text(column, how))
-    fill = tuple(fill_values(column, how).tolist())
-    return dataclasses.replace(_declared(column), fill=fill)
 
 
 def _limits_of(statistics: Statistics, rule: Any) -> tuple[ColumnRule, ...]:
@@ -286,7 +453,7 @@ def _limits_of(statistics: Statistics, rule: Any) -> tuple[ColumnRule, ...]:
                     "vary. Fit `statistics` with `columns` that leave it out."
                 )
         low, high = tuple(lower.tolist()), tuple(upper.tolist())
-        rules.append(dataclasses.replace(_declared(column), lower=low, upper=high))
+        rules.append(declared(column, lower=low, upper=high))
     if not rules:
         raise ValueError(
             f"`outliers` is {rule!r}, and all columns of `statistics` are text; "
@@ -295,10 +462,17 @@ def _limits_of(statistics: Statistics, rule: Any) -> tuple[ColumnRule, ...]:
     return tuple(rules)
 
 
+def _filled(column: Column | TextColumn, how: str) -> ColumnRule:
+    """Returns what to fill a column with: its mean, median or mode."""
+    if isinstance(column, TextColumn):
+        return declared(column, fill_text=fill_text(column, how))
+    return declared(column, fill=tuple(fill_values(column, how).tolist()))
+
+
 def _missing_rule(missing: Any, statistics: Statistics | None) -> Rule:
     """Returns the rule about missing values."""
     if missing == "drop":
-        columns = None if statistics is None else map(_declared, statistics.columns)
+        columns = None if statistics is None else map(declared, statistics.columns)
         return DropMissing(None if columns is None else tuple(columns))
     if isinstance(missing, str):
         checks.choice("missing", missing, ("drop", *FILLS))
@@ -326,19 +500,17 @@ def _needed(statistics: Any, argument: str, value: Any) -> Statistics:
     )
 
 
-def _check_pair(argument: str, value: Any, action: Any, options: Sequence[str]) -> None:
-    """Raises unless a setting and what to do about it came together."""
-    action_argument = f"{argument.removesuffix('s')}_action"
-    if value is None and action is None:
-        return
-    if value is None:
+def _check_action(outliers: Any, action: Any) -> None:
+    """Raises unless a rule about outliers and what to do about them came together."""
+    if outliers is None and action is not None:
         raise ValueError(
-            f"`{action_argument}` is {action!r} and `{argument}` is None; expected "
-            f"both or none. Pass `{argument}`, or leave `{action_argument}` out."
+            f"`outlier_action` is {action!r} and `outliers` is None; expected both or "
+            "none. Pass `outliers`, or leave `outlier_action` out."
         )
-    if action is None:
+    if outliers is not None and action is None:
         raise ValueError(
-            f"`{argument}` is {value!r} and `{action_argument}` is None; expected one "
-            f"of {tuple(options)!r}. Say what to do with the elements it finds."
+            f"`outliers` is {outliers!r} and `outlier_action` is None; expected one "
+            f"of {OUTLIER_ACTIONS!r}. Say what to do with the elements it finds."
         )
-    checks.choice(action_argument, action, options)
+    if action is not None:
+        checks.choice("outlier_action", action, OUTLIER_ACTIONS)

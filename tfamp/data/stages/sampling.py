@@ -133,12 +133,10 @@ def copied(
     values: np.ndarray | None,
     *,
     most: int,
-    parts: Callable[[Any], tuple[Any, ...]] = as_arguments,
 ) -> tf.data.Dataset:
     """Returns each element as often as the number at its place in `copies` says.
 
-    What `reader` reads of an element's `parts` has to be the value that it read in the
-    first pass.
+    What `reader` reads of it has to be the value that it read in the first pass.
     """
     expected = copies if values is None else tf.data.Dataset.from_tensor_slices(values)
     both = tf.data.Dataset.zip((copies, expected, tf.data.Dataset.range(2**62)))
@@ -161,14 +159,18 @@ def copied(
     def chunk(plan: Any, element: Any) -> Any:
         each, then, position = plan
         if reader is not None:
-            element = checked(then, position, reader.values(parts(element)), element)
+            element = checked(
+                then, position, reader.values(as_arguments(element)), element
+            )
         rows = repeated(tf.range(tf.size(each)), each)
         return tf.nest.map_structure(lambda part: tf.gather(part, rows), element)
 
     def one(plan: Any, element: Any) -> tf.data.Dataset:
         each, then, position = plan
         if reader is not None:
-            element = checked(then, position, reader.value(*parts(element)), element)
+            element = checked(
+                then, position, reader.value(*as_arguments(element)), element
+            )
         return tf.data.Dataset.from_tensors(element).repeat(each)
 
     size = bytes_of_element(dataset.element_spec)
@@ -383,17 +385,13 @@ def _check_weights(weights: np.ndarray, num_different: int | None = None) -> Non
 
 @dataclasses.dataclass(frozen=True)
 class Subset(Stage):
-    """Keeps a part of the examples; `Pipeline.subset` explains the arguments.
-
-    Where it `is_numbered`, elements come as pairs (position, element).
-    """
+    """Keeps a part of the examples; `Pipeline.subset` explains the arguments."""
 
     name: ClassVar[str] = "subset"
     size: Any
     _: dataclasses.KW_ONLY
     stratify: Callable[..., Any] | str | bool | None = None
     seed: int = 0
-    is_numbered: bool = False
     memory: Memory = dataclasses.field(
         default_factory=Memory, compare=False, repr=False
     )
@@ -428,7 +426,6 @@ class Subset(Stage):
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises if the dataset never ends, is too small, or has no such class."""
-        dataset = self._elements(dataset)
         check_ends(dataset, self.name)
         length = known_length(dataset)
         if length is not None:
@@ -454,10 +451,6 @@ class Subset(Stage):
         )
         return self._positions(*found)
 
-    def numbered(self) -> "Subset":
-        """Returns the stage for pairs (position, element), which keep their numbers."""
-        return dataclasses.replace(self, is_numbered=True)
-
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns a dataset of the same spec, of the length that comes out."""
         length = known_length(dataset)
@@ -478,29 +471,15 @@ class Subset(Stage):
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the examples to keep, in the order they have."""
-        elements = self._elements(dataset)
         labels, num_examples = self.memory.get(
-            dataset, lambda: read_or_count(self.reader, elements, settings)
+            dataset, lambda: read_or_count(self.reader, dataset, settings)
         )
         positions = self._positions(labels, num_examples)
         with tf.device("CPU:0"):
             copies = copies_of(positions, num_examples)
         each = tf.data.Dataset.from_tensor_slices(copies)
-        made = copied(
-            dataset,
-            each,
-            self.reader,
-            labels,
-            most=1,
-            parts=lambda e: as_arguments(e[1] if self.is_numbered else e),
-        )
+        made = copied(dataset, each, self.reader, labels, most=1)
         return with_length(made, len(positions))
-
-    def _elements(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the elements without their positions."""
-        if not self.is_numbered:
-            return dataset
-        return dataset.map(lambda position, element: element)
 
     def _positions(self, labels: np.ndarray | None, num_examples: int) -> tf.Tensor:
         labels = np.zeros(num_examples, np.int64) if labels is None else labels

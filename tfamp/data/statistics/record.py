@@ -355,8 +355,9 @@ def _rule(
         moved.append(_scaling(feature, (lower[place], upper[place]), scale))
     center, width = zip(*moved, strict=True)
     limits = {"lower": tuple(lower.tolist()), "upper": tuple(upper.tolist())}
-    fill = tuple(fill.tolist())
-    return declared(column, fill=fill, center=center, width=width, **limits)
+    return declared(
+        column, fill=tuple(fill.tolist()), center=center, width=width, **limits
+    )
 
 
 def declared(column: Column | TextColumn, **given: Any) -> ColumnRule:
