@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.keras_hooks import half_kernels
 
 layers = keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
@@ -94,11 +93,3 @@ def test_without_default_rules_nothing_is_taken():
         model = functional()
     rows = {row.class_name: row for row in tfamp.assignment(model)}
     assert rows["AlexBlock"].compute_dtype == "bfloat16"
-
-
-def test_kernels_are_told_by_their_dtypes():
-    has = half_kernels._has_kernel
-    assert has("MatMul", "T", tf.float16) and has("MatMul", "T", tf.bfloat16)
-    assert has("Cholesky", "T", tf.float32) and not has("Cholesky", "T", tf.float16)
-    assert has("LRN", "T", tf.float16) and not has("LRN", "T", tf.bfloat16)
-    assert has("PartitionedCall", "Tin", tf.float16)

@@ -36,6 +36,7 @@ _TRIED = "_tfamp_tried_in_float32"
 _LIBRARIES = re.compile(r"[\\/](keras|tensorflow|tfamp)[\\/]")
 _RULE = "default: cannot run in half precision"
 _OWN_LOSS = "default: own loss"
+_BETWEEN = ", between sublayers that stay as they are"
 _HOW_TO_STAY = " Cast to `self.compute_dtype` there to run it in half precision."
 _HOW_TO_KEEP = " Name it in `keep_float32` to say that it is meant to be so."
 _HOW_TO_DIFFERENTIATE = (
@@ -59,69 +60,53 @@ def remedy(
     record = policy_of(layer)
     if record is not None and record.rule == _RULE != rule_before:
         return again()  # it was found as the layer was built, on inputs cast before
-    of_gradient = half_kernels.failed_gradient(layer)
-    if CALLS.differentiated is layer:  # as it is tried in float32 below
+    found, of_gradient = half_kernels.failure(layer)
+    if record is None or CALLS.differentiated is layer:  # as it is tried in float32
         raise error
-    if record is not None and of_gradient is not None:
-        return _differentiable(layer, record, of_gradient, again)
-    if record is not None and record.rule == _OWN_LOSS:
+    if record.rule == _OWN_LOSS and isinstance(error, _DTYPE_ERRORS):
         return _without_own_loss(layer, record.settings, error, again)
-    if record is None or not _may_help(layer, record, error):
+    # Elsewhere a layer's own code has effects, and has been traced before.
+    is_harmless = found is not None or trials.is_of_keras(layer)
+    if not (of_gradient or (is_harmless and _may_help(layer, record, error))):
         raise error
-    told = map(half_kernels.missing, _with_causes(error))
-    missing = next(filter(None, told), None)
-    for applies_to in _ways(layer):
+    reason, how = _reason(layer, found or error, of_gradient)
+    tried = {"differentiated": layer} if of_gradient else {}
+    for applies_to in ("own", "all") if structure.children(layer) else ("own",):
         with contextlib.suppress(Exception), _restored_on_error(layer):
-            reason = missing or (
-                f"its `call` raises {type(error).__name__} in {layer.compute_dtype} at "
-                f"{_place(layer, error)}"
-            )
             take(layer, record.settings, Rule(_RULE, reason, applies_to=applies_to))
-            outputs = again()
-            _tell(layer, applies_to, reason, _HOW_TO_KEEP if missing else _HOW_TO_STAY)
+            with replaced(CALLS, **tried):
+                outputs = again()
+            logging.warning(
+                "Layer %r computes in float32%s: %s.%s",
+                layer.name,
+                _BETWEEN if applies_to == "own" and structure.children(layer) else "",
+                reason,
+                how,
+            )
             return outputs
+    if of_gradient:  # nobody may ask it, and it has none in float32, either
+        trials.note_tried(layer)
+        return again()
     record.fails_in_float32 = True
     _mark(layer, error)
     raise error
 
 
-def _differentiable(
-    layer: keras.layers.Layer,
-    record: Policy,
-    error: Exception,
-    again: Callable[[], Any],
-) -> Any:
-    """Returns what a call gives in float32, if it has a gradient there; else as ever.
-
-    Of a layer whose gradient fails in float32, too, nobody may ask it.
-    """
-    told = half_kernels.missing(error)
-    told = told or f"{type(error).__name__}: {first_line(error)}"
-    reason = f"its gradient cannot be built in {layer.compute_dtype} ({told})"
-    for applies_to in _ways(layer):
-        with contextlib.suppress(Exception), _restored_on_error(layer):
-            take(layer, record.settings, Rule(_RULE, reason, applies_to=applies_to))
-            with replaced(CALLS, differentiated=layer):
-                outputs = again()
-            _tell(layer, applies_to, reason, _HOW_TO_DIFFERENTIATE)
-            return outputs
-    trials.note_tried(layer)
-    return again()
-
-
-def _ways(layer: keras.layers.Layer) -> tuple[str, ...]:
-    """Returns how far a layer is taken into float32: alone, then with its sublayers."""
-    return ("own", "all") if structure.children(layer) else ("own",)
-
-
-def _tell(layer: keras.layers.Layer, applies_to: str, reason: str, how: str) -> None:
-    stay = applies_to == "own" and structure.children(layer)
-    logging.warning(
-        "Layer %r computes in float32%s: %s.%s",
-        layer.name,
-        ", between sublayers that stay as they are" if stay else "",
-        reason,
-        how,
+def _reason(
+    layer: keras.layers.Layer, error: Exception, of_gradient: bool
+) -> tuple[str, str]:
+    """Returns why a layer computes in float32, and what its author may do."""
+    dtype, kind = layer.compute_dtype, type(error).__name__
+    is_kernel = isinstance(error, half_kernels.MissingKernelError)
+    told = str(error) if is_kernel else f"{kind}: {first_line(error)}"
+    if of_gradient:
+        reason = f"its gradient cannot be built in {dtype} ({told})"
+        return reason, _HOW_TO_DIFFERENTIATE
+    if is_kernel:
+        return told, _HOW_TO_KEEP
+    return (
+        f"its `call` raises {kind} in {dtype} at {_place(layer, error)}",
+        _HOW_TO_STAY,
     )
 
 
@@ -181,37 +166,30 @@ def _mark(layer: keras.layers.Layer, error: Exception) -> None:
     """Keeps layers around from being tried too, and names what tfamp did before."""
     with contextlib.suppress(AttributeError):
         setattr(error, _TRIED, True)
-    kept = [
-        path
-        for path, part, _ in structure.walk(layer)
-        if (record := policy_of(part)) is not None and record.is_kept
-    ]
-    if not kept:
-        return
-    text = f"tfamp keeps these layers in float32: {', '.join(kept)}."
-    if hasattr(error, "add_note"):
-        error.add_note(text)
-    else:
-        logging.error("%s", text)
+    parts = ((path, policy_of(part)) for path, part, _ in structure.walk(layer))
+    kept = [path for path, record in parts if record is not None and record.is_kept]
+    if kept:
+        text = f"tfamp keeps these layers in float32: {', '.join(kept)}."
+        getattr(error, "add_note", logging.error)(text)
 
 
 def _place(layer: keras.layers.Layer, error: BaseException) -> str:
     """Returns the line of the user's code that raised, as far as it is known."""
     file = inspect.unwrap(type(layer).call).__code__.co_filename
-    found = None
+    frames: list[traceback.FrameSummary] = []
     for each in _with_causes(error):
-        frames = [
+        own = [
             frame
             for frame in traceback.extract_tb(each.__traceback__)
             if frame.filename == file or not _LIBRARIES.search(frame.filename)
         ]
-        own = [frame for frame in frames if frame.name != "error_handler"]
-        inside = [frame for frame in own if frame.filename == file] or own
-        found = inside[-1] if inside else found
-    if found is None:
+        own = [frame for frame in own if frame.name != "error_handler"]
+        frames = [frame for frame in own if frame.filename == file] or own or frames
+    if not frames:
         return f"`{type(layer).__name__}.call`"
-    line = (found.line or linecache.getline(found.filename, found.lineno or 0)).strip()
-    return f"`{line}` ({Path(found.filename).name}:{found.lineno})"
+    last = frames[-1]
+    line = (last.line or linecache.getline(last.filename, last.lineno or 0)).strip()
+    return f"`{line}` ({Path(last.filename).name}:{last.lineno})"
 
 
 def take(layer: keras.layers.Layer, settings: PolicySettings, rule: Rule) -> None:

@@ -12,9 +12,8 @@ that each kernel is for.
 
 import contextlib
 import functools
-import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -26,9 +25,12 @@ from tfamp.keras_hooks import backend, trials
 from tfamp.keras_hooks.layers import CALLS, Policy, policy_of
 from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
 
-_MISSING = "TensorFlow has no kernel that computes {} in {}"
 # Operations of calls that were repeated in float32: nothing uses their results.
 _abandoned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+class MissingKernelError(NotImplementedError):
+    """TensorFlow has no kernel for an operation in half precision."""
 
 
 def patches() -> list[Patch]:
@@ -46,13 +48,9 @@ def _wrap(original: Function, fn: Any, *args: Any, **kwargs: Any) -> Any:
     has_weights = layer.built and fn == layer.call
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return checked(
-            layer,
-            record,
-            lambda: fn(*args, **kwargs),
-            (args, kwargs),
-            has_weights=has_weights,
-        )
+        given = args, kwargs
+        run = functools.partial(fn, *args, **kwargs)
+        return checked(layer, record, run, given, has_weights=has_weights)
 
     return original(call, *args, **kwargs)
 
@@ -67,9 +65,8 @@ def checked(
 ) -> Any:
     """Returns what a call returns; a trace must have kernels for it and a gradient.
 
-    Keras's layers have them, but for a `Lambda`, which holds code of a user's. Raises
-    where the layer would compute in float32 instead: a NotImplementedError for want of
-    a kernel, or what its gradient raises, which `failed_gradient` then tells.
+    Keras's layers have them, but for a `Lambda`, which holds code of a user's. Where
+    the layer would compute in float32 instead, `failure` tells of what is raised.
 
     Args:
         layer: The layer that is called.
@@ -86,16 +83,16 @@ def checked(
         inner = trials.Trial(layer, given[1])
     if outer is None and inner is None:
         return call()
-    with contextlib.ExitStack() as stack:
-        if inner is not None:
-            stack.enter_context(trials.messages_held())
-        if outer is None:
-            stack.enter_context(replaced(CALLS, trial=inner))
-        else:
-            stack.enter_context(outer.leaving_out(inner))
-        outputs = call()
-        if inner is not None:
-            _try(inner, record, given, outputs, has_weights)
+    held = contextlib.nullcontext() if inner is None else trials.messages_held()
+    with held, outer.leaving_out(inner) if outer else replaced(CALLS, trial=inner):
+        try:
+            outputs = call()
+            if inner is not None:
+                _try(inner, record, given, outputs, has_weights)
+        except Exception as error:
+            if CALLS.failed is None or CALLS.failed[0] is not layer:
+                CALLS.failed = layer, error, False
+            raise
     if outer is not None:
         outer.bound(given, outputs)
     return outputs
@@ -104,61 +101,45 @@ def checked(
 def _try(
     trial: trials.Trial,
     record: Policy,
-    given: tuple[Any, dict[str, Any]],
+    given: Any,
     outputs: Any,
     has_weights: bool,
 ) -> None:
     """Raises where a layer's call has no kernels, or no gradient that has them."""
     abandoned = _abandoned.setdefault(trial.graph, set())
-    operations = trial.operations()
-    is_kept = CALLS.differentiated is trial.layer
+    of_call = trial.operations()
+    is_kept, of_gradient = CALLS.differentiated is trial.layer, False
     try:
         if not is_kept:
-            _check_kernels(operations, abandoned)
-    except NotImplementedError:
-        abandoned.update(each.name for each in operations)
-        raise
-    if not has_weights or (trial.is_done(record) and not is_kept):
-        return
-    try:
-        _check_kernels(trial.differentiate(given, outputs), abandoned)
+            _check_kernels(of_call, abandoned)
+        if has_weights and (is_kept or not trial.is_done(record)):
+            of_gradient = True
+            _check_kernels(trial.differentiate(given, outputs), abandoned)
     except Exception as error:
-        abandoned.update(each.name for each in operations)
-        CALLS.failed = trial.layer, error
+        abandoned.update(each.name for each in of_call)
+        CALLS.failed = trial.layer, error, of_gradient
         raise
     finally:
-        of_gradient = trial.operations()[len(operations) :]
-        abandoned.update(each.name for each in of_gradient)
+        abandoned.update(each.name for each in trial.operations()[len(of_call) :])
 
 
-def _check_kernels(operations: list[tf.Operation], abandoned: set[str]) -> None:
-    for each in operations:
-        dtype = None if each.name in abandoned else _half_without_kernel(each)
-        if dtype is not None:
-            raise NotImplementedError(_MISSING.format(each.type, dtype))
-
-
-def failed_gradient(layer: keras.layers.Layer) -> Exception | None:
-    """Returns the error of the layer's gradient where `checked` raised that last."""
+def failure(layer: keras.layers.Layer) -> tuple[Exception | None, bool]:
+    """Returns what a trace of this layer raised last, and whether of its gradient."""
     failed, CALLS.failed = CALLS.failed, None
-    return failed[1] if failed is not None and failed[0] is layer else None
+    is_of_layer = failed is not None and failed[0] is layer
+    return failed[1:] if is_of_layer else (None, False)
 
 
-def missing(error: BaseException) -> str | None:
-    """Returns what `checked` has said, out of what Keras has made of its error."""
-    found = re.search(_MISSING.format(r"\w+", r"\w+"), str(error))
-    return found[0] if found else None
-
-
-def _half_without_kernel(operation: tf.Operation) -> str | None:
-    """Returns the half-precision dtype that an operation has no kernel for, if any."""
-    for attribute in operation.op_def.attr:
-        if attribute.type == "type":
-            dtype = operation.get_attr(attribute.name)
-            is_half = dtype in (tf.float16, tf.bfloat16)
-            if is_half and not _has_kernel(operation.type, attribute.name, dtype):
-                return str(dtype.name)
-    return None
+def _check_kernels(operations: Iterable[tf.Operation], abandoned: set[str]) -> None:
+    for each in operations:
+        types = [a.name for a in each.op_def.attr if a.type == "type"]
+        for name in types if each.name not in abandoned else ():
+            dtype = each.get_attr(name)
+            if dtype in backend.HALF and not _has_kernel(each.type, name, dtype):
+                raise MissingKernelError(
+                    f"TensorFlow has no kernel that computes {each.type} in "
+                    f"{dtype.name}"
+                )
 
 
 @functools.cache
