@@ -9,7 +9,8 @@ No dtype changes, and a user's code runs once.
 
 Relies on: every operation going through `TFE_Py_FastPathExecute` where it runs eagerly,
 with its name ahead of its inputs, or through `TFE_Py_Execute` where that gives up, and
-through `_apply_op_helper` in a graph; Python's numbers becoming tensors in `constant`.
+through `_apply_op_helper` in a graph; Python's numbers becoming tensors in
+`_constant_impl`.
 """
 
 import functools
@@ -52,8 +53,7 @@ def patches() -> list[Patch]:
         Patch(pywrap_tfe, "TFE_Py_FastPathExecute", _wrap_eager),
         Patch(pywrap_tfe, "TFE_Py_Execute", _wrap_fallback),
         Patch(op_def_library, "_apply_op_helper", _wrap_graph),
-        Patch(constant_op, "constant", _wrap_constant),
-        Patch(tf, "constant", _wrap_constant),
+        Patch(constant_op, "_constant_impl", _wrap_constant),
     ]
 
 
@@ -214,11 +214,8 @@ def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_constant(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def constant(
-        value: Any, dtype: Any = None, shape: Any = None, name: str = "Const"
-    ) -> Any:
-        y = original(value, dtype, shape, name)
+    def constant(value: Any, *args: Any, **kwargs: Any) -> Any:
+        y = original(value, *args, **kwargs)
         if (
             isinstance(value, int | float | np.ndarray | np.generic | list | tuple)
             and isinstance(y, tf.Tensor)
