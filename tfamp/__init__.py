@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 
 # Public name -> module that defines it; a public subpackage is its own home.
 _HOMES = {
-    "LossScaleError": "tfamp.loss_scale.interface",
+    "LossScaleError": "tfamp.loss_scale.stops",
     "LossScaleOptimizer": "tfamp.loss_scale.optimizer",
     "PrecisionPlan": "tfamp.plan",
     "apply": "tfamp.models",
@@ -150,8 +150,8 @@ if TYPE_CHECKING:
     from tfamp.cli.doctor import doctor as doctor
     from tfamp.comparison import compare as compare
     from tfamp.comparison.result import Comparison as Comparison
-    from tfamp.loss_scale.interface import LossScaleError as LossScaleError
     from tfamp.loss_scale.optimizer import LossScaleOptimizer as LossScaleOptimizer
+    from tfamp.loss_scale.stops import LossScaleError as LossScaleError
     from tfamp.memory.batch_search import find_batch_size as find_batch_size
     from tfamp.memory.batch_search.records import BatchSearch as BatchSearch
     from tfamp.memory.estimates import MemoryEstimate as MemoryEstimate

@@ -46,9 +46,9 @@ def trained_by(optimizer: Any) -> list[Any]:
     return list(optimizer._trainable_variables)
 
 
-def key_of(optimizer: Any, variable: Any) -> Any:
-    """Returns what an optimizer tells its variables apart by."""
-    return optimizer._var_key(variable)
+def check_known(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raises ValueError where an optimizer was built for other variables."""
+    optimizer._check_variables_are_known(variables)
 
 
 def strategy_of(optimizer: Any) -> tf.distribute.Strategy:
@@ -92,32 +92,44 @@ def on_reduced_gradients(optimizer: Any, *, clips: bool) -> Iterator[None]:
             own.pop(name, None)
 
 
-Around = Callable[[Any], contextlib.AbstractContextManager[None]]
-
-
 @contextlib.contextmanager
-def around_each_variable(optimizers: Sequence[Any], around: Around) -> Iterator[None]:
-    """Puts a context around what an update does to each variable and its slots.
+def updating_only_if(
+    optimizers: Sequence[Any], condition_of: Callable[[Any], tf.Tensor | None]
+) -> Iterator[None]:
+    """Makes an update of a variable and its slots count only on its own condition.
 
-    `around` gives the context for a variable, or its part on one replica. No optimizer
-    may be inside another.
+    `condition_of` gives it for a variable, or its part on one replica; None for always.
+    No optimizer may be inside another.
     """
 
-    def wrap(own: dict[str, Any], update: Any, decay: Any) -> None:
+    def wrap(own: dict[str, Any], update: Any, decay: Any, rate: Any) -> None:
         def update_step(gradient: Any, variable: Any, *args: Any) -> Any:
-            with around(variable):
+            condition = condition_of(variable)
+            if condition is None:
                 return update(gradient, variable, *args)
+
+            def branch() -> tf.Tensor:
+                update(gradient, variable, *args)
+                return tf.constant(0)
+
+            return tf.cond(condition, branch, lambda: tf.constant(0))
 
         def apply_weight_decay(variables: Sequence[Any]) -> None:
             for variable in variables:
-                with around(variable):
-                    decay([variable])
+                condition = condition_of(variable)
+                if condition is not None:
+                    own["weight_decay"] = tf.where(condition, rate, 0.0)
+                decay([variable])
+                own["weight_decay"] = rate
 
-        own.update(update_step=update_step, _apply_weight_decay=apply_weight_decay)
+        own["update_step"] = update_step
+        if rate is not None:
+            own["_apply_weight_decay"] = apply_weight_decay
 
     try:
         for each in optimizers:
-            wrap(vars(each), each.update_step, each._apply_weight_decay)
+            update, decay = each.update_step, each._apply_weight_decay
+            wrap(vars(each), update, decay, each.weight_decay)
         yield
     finally:
         for each in optimizers:
@@ -246,6 +258,7 @@ def from_config_patch(is_ours: Callable[[dict[str, Any]], bool], ours: Any) -> P
 
 
 _ONCE = "_tfamp_asked_once"
+_WATCHES = "_tfamp_watches_in"
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "While", "StatelessWhile")
 
 
@@ -265,10 +278,37 @@ def tape_patches(wrap_gradient: Callable[[Callable[..., Any]], Any]) -> list[Pat
         original(self, persistent or once, watch_accessed_variables)
         setattr(self, _ONCE, once)
 
+    @wrapper
+    def wrap_watch(original: Function, self: Any, tensor: Any) -> None:
+        # Asked for the gradient of an input: before anything is recorded it can
+        # still become one that can be asked again.
+        is_empty = not (self._persistent or self.watched_variables())
+        if is_empty and self._recording:
+            self._pop_tape()
+            if not is_recording():
+                self._tape, self._persistent = None, True
+                setattr(self, _ONCE, True)
+            self._push_tape()
+        setattr(self, _WATCHES, _graph())
+        original(self, tensor)
+
     return [
         Patch(tf.GradientTape, "__init__", wrap_init),
+        Patch(tf.GradientTape, "watch", wrap_watch),
         Patch(tf.GradientTape, "gradient", wrap_gradient),
     ]
+
+
+def _graph() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def watches_here(tape: tf.GradientTape) -> bool:
+    """Returns whether a tape was told what to watch, in this very function.
+
+    A jacobian asks for its gradients in another one.
+    """
+    return getattr(tape, _WATCHES, _ONCE) is _graph()
 
 
 def is_recording() -> bool:

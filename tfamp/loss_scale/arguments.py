@@ -3,7 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tfamp.loss_scale.gradients import Reduction
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tfamp.keras_hooks import optimizers as hooks
+from tfamp.loss_scale.gradients import check_reduce_dtype
 from tfamp.loss_scale.rule import ScaleRule
 from tfamp.records import checks
 
@@ -55,18 +60,19 @@ def check_loss_scale(
             f"loss scale only, but `loss_scale` is {loss_scale!r}. Leave out one of "
             "the two."
         )
-    reduction = Reduction(options.get("reduce_dtype"))
+    dtype = options.get("reduce_dtype")
+    check_reduce_dtype(dtype)
     check_settings(**{k: v for k, v in options.items() if k not in _REDUCE_OPTIONS})
     has_float16 = "bfloat16" not in policy and policy != "float32"
-    if not explicit or has_float16 or reduction.dtype == "float16":
+    if not explicit or has_float16 or dtype == "float16":
         return
-    if policy == "float32" and reduction.dtype == "auto":
+    if policy == "float32" and dtype == "auto":
         raise ValueError(
             "`reduce_dtype` 'auto' has no effect under policy 'float32', in which no "
             "layer computes in half precision. Pass 'bfloat16' or 'float16', or leave "
             "it out."
         )
-    if _is_positive(loss_scale) or moving or (options and reduction.dtype is None):
+    if _is_positive(loss_scale) or moving or (options and dtype is None):
         raise ValueError(
             f"`loss_scale` {loss_scale!r} has no effect under policy {policy!r}, in "
             "which nothing computes in float16. Leave it out, or use 'mixed_float16'."
@@ -150,3 +156,88 @@ def _start_scale(initial_scale: Any, dynamic: bool, rule: ScaleRule) -> float:
             "wider bounds, or `dynamic=False`."
         )
     return scale
+
+
+def adopted_accumulation(inner: Any, steps: int) -> int:
+    """Takes `gradient_accumulation_steps` over from an inner optimizer.
+
+    Returns the microbatches of an update; a ValueError says that both are to
+    accumulate.
+    """
+    found = getattr(inner, "gradient_accumulation_steps", None)
+    if found is None:
+        return steps
+    if steps != 1:
+        raise ValueError(
+            f"`accumulation_steps` is {steps!r} and the inner optimizer has "
+            f"`gradient_accumulation_steps={found!r}`; expected one of them. Leave out "
+            "the inner optimizer's."
+        )
+    if inner.built:
+        # Keras counted microbatches; here an update counts.
+        counter = hooks.call_counter(inner)
+        counter.assign(counter // found)
+    inner.gradient_accumulation_steps = None
+    logging.info(
+        "`gradient_accumulation_steps=%r` of the wrapped optimizer becomes "
+        "`gradient_accumulation_steps=%r` of the LossScaleOptimizer, which counts "
+        "only finite microbatches.",
+        found,
+        found,
+    )
+    return int(found)
+
+
+def check_inner(inner: Any) -> None:
+    """Raises where `inner` cannot be wrapped."""
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"`inner_optimizer` is {inner!r}, of type {type(inner).__name__}; expected "
+            "a Keras optimizer. Pass `keras.optimizers.Adam()`, or `keras.optimizers."
+            "get(name)`."
+        )
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            f"`inner_optimizer` is {inner!r}, which scales the loss already; expected "
+            "a plain optimizer. Pass its `inner_optimizer`."
+        )
+
+
+def check_inner_settings(optimizer: Any) -> None:
+    """Raises where a setting that was changed since would spoil the update."""
+    for name in optimizer.refused_settings:
+        value = getattr(optimizer.inner_optimizer, name, None)
+        if value is not None:
+            raise ValueError(
+                f"`{name}` of the wrapped optimizer is {value!r}; expected None, "
+                "since the wrapper does it. Set it to None."
+            )
+    strategy = tf.distribute.get_strategy()
+    is_present = hooks.strategy_of(optimizer) is strategy
+    if strategy.num_replicas_in_sync > 1 and not is_present:
+        raise ValueError(
+            f"The optimizer was made outside the {type(strategy).__name__} that "
+            "trains with it; its counters would differ between replicas. Make and "
+            "compile it inside `with strategy.scope():`."
+        )
+
+
+def variables_for(optimizer: Any, gradients: list[Any], given: Any) -> list[Any]:
+    """Returns the variables that gradients are applied to; builds the optimizer."""
+    if given is None and not optimizer.built:
+        raise ValueError(
+            "`trainable_variables` is None and the optimizer is not built; "
+            "expected variables. Pass them, or call "
+            "`optimizer.build(variables)` first."
+        )
+    variables = list(hooks.trained_by(optimizer) if given is None else given)
+    if len(variables) != len(gradients):
+        raise ValueError(
+            f"`grads` has {len(gradients)} entries for {len(variables)} variables; "
+            "expected one for each. Pass None where a variable has no gradient."
+        )
+    if all(gradient is None for gradient in gradients):
+        raise ValueError("No gradients provided for any variable.")
+    optimizer.build(variables)
+    hooks.check_known(optimizer, variables)
+    return variables

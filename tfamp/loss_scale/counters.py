@@ -1,4 +1,4 @@
-"""The variables of a loss-scale optimizer: scale, counters and its last steps.
+"""The variables of a loss-scale optimizer: scale, counters, blame and last steps.
 
 It keeps totals and a ring of its last steps. Read now and then, the two give what each
 step since the last reading added to the totals.
@@ -25,82 +25,42 @@ RATE_STEPS = 1000
 _RATE_DIGITS = 3
 
 
-class NonfiniteCounts:
-    """Counts, for each variable, the skipped steps it had a part in."""
-
-    def __init__(
-        self,
-        variables: Sequence[Any],
-        key_of: Callable[[Any], Any],
-        add_variable: Callable[..., Any],
-    ) -> None:
-        self._names = [getattr(v, "path", v.name) for v in variables]
-        self._positions = {key_of(v): i for i, v in enumerate(variables)}
-        self._key_of = key_of
-        # Row 0: in how many skipped steps. Row 1: whether in the last one.
-        shape = (2, len(self._names))
-        self.counts = add_variable(shape=shape, dtype="int64", name="blame")
-
-    def note(self, variables: Sequence[Any], squares: tf.Tensor) -> None:
-        """Stores whose sum of squares is not finite; shape (variables,)."""
-        if not variables:
-            return
-        indices = [[self._positions[self._key_of(v)]] for v in variables]
-        flags = tf.cast(~tf.math.is_finite(squares), tf.int64)
-        last = tf.scatter_nd(indices, flags, [len(self._names)])
-        counts = tf.convert_to_tensor(self.counts.value)[0] + last
-        self.counts.assign(tf.stack([counts, last]))
-
-    def last(self) -> tuple[str, ...]:
-        """Returns the paths of the variables to blame for the last skipped step."""
-        flags = np.asarray(self.counts.value)[1]
-        return tuple(n for n, flag in zip(self._names, flags, strict=True) if flag)
-
-    def total(self) -> dict[str, int]:
-        """Returns the number of skipped steps for each variable that had any."""
-        counts = np.asarray(self.counts.value)[0].tolist()
-        return {n: c for n, c in zip(self._names, counts, strict=True) if c}
-
-
 class ScaleVariables:
-    """Two vectors, the scale and its counter, kept as few variables as can be.
+    """A `ScaleState` in as few variables as can be, and what is only reported.
 
-    Each variable costs a step a read and a write, whatever its size. `add_variable`
-    makes one from `shape`, `dtype`, `name` and `initializer`; the other two are Keras's
-    own.
+    Each variable costs a step a read and a write, whatever its size. `add_variable` is
+    the optimizer's; the first two variables are those of Keras's class.
     """
 
     def __init__(
-        self,
-        step_counter: Any,
-        dynamic_scale: Any,
-        add_variable: Callable[..., Any],
-        *,
-        is_static: bool,
+        self, add_variable: Callable[..., Any], start: float, *, is_static: bool
     ) -> None:
-        start = ScaleState(
-            scale=1.0,
-            is_frozen=STATIC if is_static else 0,
-        )
-        self.step_counter = step_counter
-        self.dynamic_scale = dynamic_scale
+        first = ScaleState(scale=start, is_frozen=STATIC if is_static else 0)
+
+        def add(name: str, dtype: str, value: Any, shape: tuple[int, ...] = ()) -> Any:
+            def initializer(shape: Any, dtype: Any) -> tf.Tensor:
+                return tf.broadcast_to(tf.constant(value, dtype), shape)
+
+            return add_variable(
+                shape=shape, dtype=dtype, name=name, initializer=initializer
+            )
+
+        self.step_counter = add("step_counter", "int", 0)
+        self.dynamic_scale = add("dynamic_scale", "float32", start)
+        self.counters = add("counters", "int64", first[_WHOLE], (len(COUNTERS),))
+        self.levels = add("levels", "float32", first[_REAL], (len(LEVELS),))
+        self.recent = add("recent_steps", "float32", 0.0, (HISTORY_STEPS, 3))
+        # Row 0: in how many skipped steps a variable had a part. Row 1: in the last.
+        self.blame: Any = None
+        self._paths: list[str] = []
         # Scales of traced functions, which have a variable of their own.
         self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.counters = add_variable(
-            shape=(len(COUNTERS),),
-            dtype="int64",
-            name="counters",
-            initializer=lambda shape, dtype: tf.constant(start[_WHOLE], dtype),
-        )
-        self.levels = add_variable(
-            shape=(len(LEVELS),), dtype="float32", name="levels", initializer="zeros"
-        )
-        self.recent = add_variable(
-            shape=(HISTORY_STEPS, 3),
-            dtype="float32",
-            name="recent_steps",
-            initializer="zeros",
-        )
+
+    def build(self, variables: Sequence[Any], add_variable: Callable[..., Any]) -> None:
+        """Makes what counts the skipped steps of each variable."""
+        self._paths = [getattr(v, "path", v.name) for v in variables]
+        shape = (2, len(variables))
+        self.blame = add_variable(shape=shape, dtype="int64", name="blame")
 
     def read(self) -> ScaleState:
         """Returns the present values as scalar tensors."""
@@ -120,13 +80,6 @@ class ScaleVariables:
         for follower in tuple(self.followers):
             follower.follow()
 
-    def remember(self, judged: tf.Tensor, *facts: Any) -> None:
-        """Puts one step's scale, norm and verdict into the ring of recent steps."""
-        slot = judged % HISTORY_STEPS
-        row = tf.stack([tf.cast(x, tf.float32) for x in facts])
-        recent = tf.convert_to_tensor(self.recent.value)
-        self.recent.assign(tf.tensor_scatter_nd_update(recent, [[slot]], [row]))
-
     def numbers(self) -> ScaleState:
         """Returns the present values as plain numbers; reads from the device."""
         # Not `np.asarray`, which fails on a distributed scalar inside a scope.
@@ -136,6 +89,41 @@ class ScaleVariables:
             *self.counters.numpy().tolist(),
             *self.levels.numpy().tolist(),
         )
+
+    def remember(self, judged: tf.Tensor, *facts: Any) -> None:
+        """Puts one step's scale, norm and verdict into the ring of recent steps."""
+        slot = judged % HISTORY_STEPS
+        row = tf.stack([tf.cast(x, tf.float32) for x in facts])
+        recent = tf.convert_to_tensor(self.recent.value)
+        self.recent.assign(tf.tensor_scatter_nd_update(recent, [[slot]], [row]))
+
+    def history(self) -> dict[str, np.ndarray]:
+        """Returns the steps that the ring holds, oldest first."""
+        judged = self.numbers().judged
+        steps = np.arange(max(0, judged - HISTORY_STEPS), judged)
+        rows = np.asarray(self.recent.value)[steps % HISTORY_STEPS]
+        return {
+            "step": steps + 1,
+            "scale": rows[:, 0],
+            "gradient_norm": rows[:, 1],
+            "skipped": rows[:, 2] > 0,
+        }
+
+    def note(self, positions: Sequence[int], squares: tf.Tensor) -> None:
+        """Blames the variables at `positions` whose sum of squares is not finite."""
+        if not positions:
+            return
+        flags = tf.cast(~tf.math.is_finite(squares), tf.int64)
+        indices = [[position] for position in positions]
+        last = tf.scatter_nd(indices, flags, [len(self._paths)])
+        total = tf.convert_to_tensor(self.blame.value)[0] + last
+        self.blame.assign(tf.stack([total, last]))
+
+    def blamed(self, row: int) -> dict[str, int]:
+        """Returns what a row of `blame` has for each variable that has any."""
+        counts = [] if self.blame is None else np.asarray(self.blame.value)[row]
+        pairs = zip(self._paths, map(int, counts), strict=True)
+        return {path: count for path, count in pairs if count}
 
 
 class Step(NamedTuple):
@@ -180,8 +168,7 @@ class StepReader:
         history = self.optimizer.history()
         is_new = history["step"] > self._seen.judged
         history = {name: values[is_new] for name, values in history.items()}
-        num_new = now.judged - self._seen.judged
-        num_lost = num_new - len(history["step"])
+        num_lost = now.judged - self._seen.judged - len(history["step"])
         steps = self._steps(history, now, num_lost)
         skips = history["step"][history["skipped"]]
         nonfinite: tuple[str, ...] = ()
@@ -189,25 +176,7 @@ class StepReader:
             before, self._counts = self._counts, self.optimizer.nonfinite_counts
             grown = (k for k, v in self._counts.items() if v > before.get(k, 0))
             nonfinite = tuple(grown)
-        reading = Reading(
-            steps=steps,
-            num_lost=num_lost,
-            logs=self._logs(now),
-            last_skip=int(skips[-1]) if len(skips) else None,
-            num_skips=now.skipped - self._seen.skipped,
-            nonfinite=nonfinite,
-        )
-        self._seen = now
-        return reading
-
-    def _begin(self) -> None:
-        self._seen = self.optimizer.scale_variables.numbers()
-        self._counts = self.optimizer.nonfinite_counts
-        skipped = self.optimizer.history()["skipped"].tolist()
-        self._recent = collections.deque(skipped, maxlen=RATE_STEPS)
-
-    def _logs(self, now: ScaleState) -> dict[str, float | int]:
-        return {
+        logs = {
             "loss_scale": now.scale,
             "applied_steps": now.applied,
             "skipped_steps": now.skipped,
@@ -215,6 +184,16 @@ class StepReader:
             "gradient_norm": now.finite_norm,
             "overflow_rate": self._rate(),
         }
+        last_skip = int(skips[-1]) if len(skips) else None
+        num_skips = now.skipped - self._seen.skipped
+        self._seen = now
+        return Reading(steps, num_lost, logs, last_skip, num_skips, nonfinite)
+
+    def _begin(self) -> None:
+        self._seen = self.optimizer.scale_variables.numbers()
+        self._counts = self.optimizer.nonfinite_counts
+        skipped = self.optimizer.history()["skipped"].tolist()
+        self._recent = collections.deque(skipped, maxlen=RATE_STEPS)
 
     def _rate(self) -> float:
         num_steps = max(len(self._recent), 1)

@@ -7,7 +7,6 @@ of a managed model are explained in `fit`, `evaluate` and `predict`.
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,10 +16,8 @@ from absl import logging
 
 from tfamp.keras_hooks import around_training, epochs, replicas, structure, trainer
 from tfamp.keras_hooks.layers import CALLS, record_of
-from tfamp.keras_hooks.optimizers import in_xla
 from tfamp.keras_hooks.patches import HeldPatches, replaced
-from tfamp.keras_hooks.variables import variables_written
-from tfamp.loss_scale import interface
+from tfamp.loss_scale import first_steps, stops
 from tfamp.loss_scale.replicas import (
     ReplicaStatistics,
     StateBeforeStep,
@@ -28,7 +25,7 @@ from tfamp.loss_scale.replicas import (
     ours_of,
     weights_replicas,
 )
-from tfamp.loss_scale.tape import training_with
+from tfamp.loss_scale.scales import HERE
 from tfamp.machine.memory import device_peak_bytes, machine_memory
 from tfamp.machine.out_of_memory import explain, is_out_of_memory
 
@@ -36,21 +33,6 @@ from tfamp.machine.out_of_memory import explain, is_out_of_memory
 # many calls; each reading waits for the device.
 _CALLS_BETWEEN_READINGS = 16
 _NOTED = "_tfamp_explained"
-
-
-class _Microbatch(threading.local):
-    """The number of examples in the batch being trained on, in this thread."""
-
-    weight: Any = None
-
-
-_MICROBATCH = _Microbatch()
-
-
-def microbatch_weight() -> Any:
-    """Returns the weight of the present microbatch: its size in `fit`, else 1."""
-    weight = _MICROBATCH.weight
-    return tf.constant(1.0) if weight is None else weight
 
 
 # What is done ahead of a model's training, by parts that this one does not know.
@@ -78,52 +60,44 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
             return kept_if_empty(model, train_step, data)
 
     def undoing(optimizers: list[Any], data: Any) -> Any:
-        _build(model, optimizers, data)
+        first_steps.build(model, optimizers, data)
         state = StateBeforeStep(model, optimizers)
         accumulates = any(o.accumulates for o in optimizers)
         weight = trainer.batch_size_of(data) if accumulates else None
         for optimizer in optimizers:
             optimizer.leaves_stop_to_caller = True
-        # Under XLA each is a select, so only what is written is undone.
-        watch = variables_written() if in_xla() else contextlib.nullcontext()
         try:
-            with (
-                watch as written,
-                training_with(optimizers),
-                replaced(_MICROBATCH, weight=weight),
-            ):
+            with replaced(HERE, optimizers=tuple(optimizers), weight=weight):
                 logs = sharing(data)
         finally:
             for optimizer in optimizers:
                 optimizer.leaves_stop_to_caller = False
-        state.put_back_if_skipped(written)
+        state.put_back_if_skipped()
         return logs
 
     return step_and_undo
 
 
-def _build(model: keras.Model, optimizers: list[Any], data: Any) -> None:
-    """Builds what is not built, so that its variables can be held from the start."""
-    if model.built and all(o.built for o in optimizers):
-        return
-    try:
-        trainer.build_from(model, data)
-    except Exception:  # a model that only runs on tensors is built by its first call
-        return
-
-
 def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a training function that reads the counters now and then, under XLA."""
-    if not model.jit_compile or not ours_of(model):
+    """Returns a training function that looks at the counters between its calls.
+
+    In the first steps, for a scale that is too high; under XLA now and then, for a
+    training that was stopped.
+    """
+    if not ours_of(model):
         return function
-    calls = 0
+    calls, is_proven = 0, False
 
     @functools.wraps(function)
     def call(iterator: Any) -> Any:
-        nonlocal calls
-        outputs = function(iterator)
+        nonlocal calls, is_proven
+        is_proven = is_proven or not first_steps.is_due(model)
+        if is_proven:
+            outputs = function(iterator)
+        else:
+            outputs = first_steps.taken(model, function, iterator)
         calls += 1
-        if calls % _CALLS_BETWEEN_READINGS == 0:
+        if model.jit_compile and calls % _CALLS_BETWEEN_READINGS == 0:
             _raise_if_stopped(model)
         return outputs
 
@@ -132,8 +106,9 @@ def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., 
 
 def _raise_if_stopped(model: keras.Model) -> None:
     for optimizer in ours_of(model):
-        if optimizer.was_stopped():
-            raise optimizer.late_stop_error()
+        error = stops.late_error(optimizer)
+        if error is not None:
+            raise error
 
 
 class _EndOfEpoch(keras.callbacks.Callback):
@@ -185,7 +160,7 @@ def _guarded_fit(model: keras.Model, arguments: dict[str, Any]) -> Iterator[None
         ours.set_model(model)
         given.callbacks.insert(0, ours)
     for optimizer in ours_of(model):
-        optimizer.forget_stops()
+        stops.forget(optimizer)
     try:
         with _our_errors(model):
             yield
@@ -204,10 +179,10 @@ def _our_errors(model: keras.Model) -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        text = interface.found_in(error.message)
+        text = stops.found_in(error.message)
         if text is None:
             raise
-        raise interface.LossScaleError(text) from error
+        raise stops.LossScaleError(text) from error
 
 
 @contextlib.contextmanager

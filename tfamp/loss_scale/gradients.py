@@ -6,9 +6,8 @@ whole batch's, and float16 takes them at the loss scale. So their sum leaves its
 only where one device's gradient of the whole batch would.
 """
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -50,34 +49,36 @@ def sums_of_squares(gradients: Sequence[Any]) -> tf.Tensor:
             rows = [tf.reshape(tensors[p], [-1]) for p in positions]
             parts.append(_sum_of_last(tf.square(tf.stack(rows))))
         order += positions
-    if order == sorted(order):
-        return tf.concat(parts, 0)
     inverse = [order.index(position) for position in range(len(tensors))]
     return tf.gather(tf.concat(parts, 0), inverse)
 
 
 def multiplied(gradient: Any, factor: tf.Tensor) -> Any:
     """Returns `gradient` times a float32 scalar, in float32 at least."""
-    if isinstance(gradient, tf.IndexedSlices):
-        values = multiplied(gradient.values, factor)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    if gradient.dtype.size < 4:
-        gradient = tf.cast(gradient, tf.float32)
-    return gradient * tf.cast(factor, gradient.dtype)
+
+    def multiply(values: tf.Tensor) -> tf.Tensor:
+        wide = tf.cast(values, tf.float32) if values.dtype.size < 4 else values
+        return wide * tf.cast(factor, wide.dtype)
+
+    return _of_values(multiply, gradient)
+
+
+def _of_values(change: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return change(gradient)
+    values = change(gradient.values)
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
 
 def _elements(gradient: Any) -> tf.Tensor:
     """Returns a tensor with the elements that count, in any shape."""
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.convert_to_tensor(gradient)
-    values = gradient.values
-    if values.dtype.size < 4:
-        values = tf.cast(values, tf.float32)
+    wide = multiplied(gradient, tf.constant(1.0))
     if in_xla():  # `tf.unique` has no static shape
-        dense = tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        return tf.convert_to_tensor(dense)
+        return tf.convert_to_tensor(wide)
     unique, positions = tf.unique(gradient.indices)
-    return tf.math.unsorted_segment_sum(values, positions, tf.size(unique))
+    return tf.math.unsorted_segment_sum(wide.values, positions, tf.size(unique))
 
 
 def _sum_of_rows(tensor: tf.Tensor) -> tf.Tensor:
@@ -97,117 +98,96 @@ def _sum_of_last(tensor: tf.Tensor) -> tf.Tensor:
     return tf.linalg.matvec(tensor, tf.ones(tf.shape(tensor)[-1:]))
 
 
-@dataclasses.dataclass(frozen=True)
-class Reduction:
-    """How gradients of replicas are added up.
+def check_reduce_dtype(dtype: Any) -> None:
+    """Raises where gradients cannot be sent in a dtype."""
+    if dtype not in REDUCE_DTYPES:
+        raise ValueError(
+            f"Unknown `reduce_dtype` {dtype!r}; expected one of {REDUCE_DTYPES}. Pass "
+            "'auto' for the dtype that each layer computes in."
+        )
 
-    Attributes:
-        dtype: What gradients in float32 are sent in; None for as they are.
+
+def reduced(
+    dtype: str | None,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    numbers: Sequence[tf.Tensor],
+    *,
+    scale: tf.Tensor | None,
+) -> tuple[list[Any], list[Any]]:
+    """Returns the sums over all replicas of gradients and of numbers beside them.
+
+    Gradients may be None, and come out in the dtype that they have; those in float32
+    are sent in `dtype`. `variables` has None for those to leave alone. `scale` is the
+    loss scale where it is not in the gradients, else None.
     """
-
-    dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.dtype not in REDUCE_DTYPES:
-            raise ValueError(
-                f"Unknown `reduce_dtype` {self.dtype!r}; expected one of "
-                f"{REDUCE_DTYPES}. Pass 'auto' for the dtype that each layer computes "
-                "in."
-            )
-
-    def sums(
-        self,
-        context: Any,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        numbers: Sequence[tf.Tensor],
-        *,
-        scale: tf.Tensor | None,
-    ) -> tuple[list[Any], list[Any]]:
-        """Returns the sums over all replicas of gradients and of numbers beside them.
-
-        Gradients may be None, and come out in the dtype that they have. `variables` has
-        None for those to leave alone. `scale` is the loss scale where it is not in the
-        gradients, else None.
-        """
-        sent_in = self.dtypes_of(gradients, variables)
-        present = [place for place, g in enumerate(gradients) if g is not None]
-        sent = [_narrowed(gradients[i], sent_in[i], scale) for i in present]
-        reduced = summed(context, [*sent, *numbers])
-        sums = list(gradients)
-        for i, total in zip(present, reduced[: len(present)], strict=True):
-            sums[i] = total if sent_in[i] is None else _widened(total, scale)
-        return sums, reduced[len(present) :]
-
-    def dtypes_of(
-        self, gradients: Sequence[Any], variables: Sequence[Any]
-    ) -> list[tf.DType | None]:
-        """Returns the dtype that each gradient is sent in, None for its own."""
-        if self.dtype is None:
-            return [None] * len(gradients)
-        found: list[tf.DType | None] = []
-        unseen = []
-        for gradient, variable in zip(gradients, variables, strict=True):
-            is_left = gradient is None or variable is None
-            if is_left or gradient.dtype != tf.float32:
-                found.append(None)
-                continue
-            if self.dtype != "auto":
-                found.append(tf.as_dtype(self.dtype))
-                continue
-            dtypes = dtypes_read(variable)
-            if not dtypes:
-                unseen.append(variable.path)
-            is_half = len(dtypes) == 1 and not dtypes.isdisjoint(REDUCE_DTYPES)
-            found.append(tf.as_dtype(*dtypes) if is_half else None)
-        has_half = any(g is not None and g.dtype.size < 4 for g in gradients)
-        if self.dtype == "auto" and not (has_half or any(found)):
-            _say_once(
-                "`reduce_dtype='auto'` leaves gradients in float32: none of %d "
-                "variables was read by a layer that computes in half precision.",
-                len(gradients),
-            )
-        elif unseen:
-            _say_once(
-                "`reduce_dtype='auto'` leaves gradients of %r in float32, since no "
-                "layer was seen to read it.",
-                unseen[0],
-            )
-        return found
-
-    def say_unused(self, num_replicas: int) -> None:
-        """Says once that there is nothing to add up."""
-        if num_replicas == 1 and self.dtype is not None:
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        if dtype is not None:
             _say_once(
                 "`reduce_dtype=%r` has no effect: one replica trains, which sends no "
                 "gradients. Make and compile the model in `with "
                 "tfamp.distribute.strategy().scope():`.",
-                self.dtype,
+                dtype,
             )
+        return list(gradients), list(numbers)
+    narrow = _dtypes_sent(dtype, gradients, variables)
+    present = [place for place, g in enumerate(gradients) if g is not None]
+
+    def sent(place: int) -> Any:
+        gradient, to = gradients[place], narrow[place]
+        if to is None:
+            return gradient
+        if to == tf.float16 and scale is not None:
+            gradient = multiplied(gradient, scale)
+        return _of_values(lambda values: tf.cast(values, to), gradient)
+
+    def received(place: int, total: Any) -> Any:
+        if narrow[place] is None:
+            return total
+        factor = 1 / scale if total.dtype == tf.float16 and scale is not None else 1.0
+        return multiplied(total, factor)
+
+    found = summed(context, [*map(sent, present), *numbers])
+    sums = list(gradients)
+    for place, total in zip(present, found[: len(present)], strict=True):
+        sums[place] = received(place, total)
+    return sums, found[len(present) :]
+
+
+def _dtypes_sent(
+    dtype: str | None, gradients: Sequence[Any], variables: Sequence[Any]
+) -> list[tf.DType | None]:
+    """Returns the dtype that each gradient is sent in, None for its own."""
+    found: list[tf.DType | None] = [None] * len(gradients)
+    unseen = []
+    for place, (gradient, variable) in enumerate(
+        zip(gradients, variables, strict=True)
+    ):
+        is_left = dtype is None or gradient is None or variable is None
+        if is_left or gradient.dtype != tf.float32:
+            continue
+        dtypes = dtypes_read(variable) if dtype == "auto" else {dtype}
+        if not dtypes:
+            unseen.append(variable.path)
+        if len(dtypes) == 1 and not dtypes.isdisjoint(REDUCE_DTYPES):
+            found[place] = tf.as_dtype(*dtypes)
+    has_half = any(g is not None and g.dtype.size < 4 for g in gradients)
+    if dtype == "auto" and not (has_half or any(found)):
+        _say_once(
+            "`reduce_dtype='auto'` leaves gradients in float32: none of %d variables "
+            "was read by a layer that computes in half precision.",
+            len(gradients),
+        )
+    elif unseen:
+        _say_once(
+            "`reduce_dtype='auto'` leaves gradients of %r in float32, since no layer "
+            "was seen to read it.",
+            unseen[0],
+        )
+    return found
 
 
 @functools.cache
 def _say_once(text: str, *values: Any) -> None:
     logging.warning(text, *values)
-
-
-def _narrowed(gradient: Any, dtype: tf.DType | None, scale: tf.Tensor | None) -> Any:
-    if dtype is None:
-        return gradient
-    if dtype == tf.float16 and scale is not None:
-        gradient = multiplied(gradient, scale)
-    return _cast(gradient, dtype)
-
-
-def _widened(total: Any, scale: tf.Tensor | None) -> Any:
-    wide = _cast(total, tf.float32)
-    if total.dtype == tf.float16 and scale is not None:
-        return multiplied(wide, 1 / scale)
-    return wide
-
-
-def _cast(gradient: Any, dtype: tf.DType) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = tf.cast(gradient.values, dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.cast(gradient, dtype)

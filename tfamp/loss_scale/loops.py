@@ -70,9 +70,6 @@ class Companion(LossScaleOptimizer):
         with replaced(HERE, is_updating=True):
             keras.optimizers.Optimizer.apply(self.inner_optimizer, gradients, variables)
 
-    def _adopted(self, accumulation_steps: int) -> int:
-        return accumulation_steps
-
     def _come_into_use(self) -> None:
         pass
 

@@ -4,33 +4,93 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tfamp.keras_hooks import optimizers as hooks
+from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.patches import HeldPatches, replaced
 from tfamp.keras_hooks.variables import READ_HOOKS
 from tfamp.keras_hooks.workers import WORKER_HOOKS
-from tfamp.loss_scale.arguments import check_settings, chosen_steps
+from tfamp.loss_scale import saved_state, step, stops
+from tfamp.loss_scale.arguments import (
+    adopted_accumulation,
+    check_inner,
+    check_inner_settings,
+    check_settings,
+    chosen_steps,
+    variables_for,
+)
 from tfamp.loss_scale.candidates import know
-from tfamp.loss_scale.counters import NonfiniteCounts, ScaleVariables
+from tfamp.loss_scale.counters import FROZEN, ScaleVariables
 from tfamp.loss_scale.fit_hooks import FIT_HOOKS
-from tfamp.loss_scale.gradients import Reduction
-from tfamp.loss_scale.interface import Reporting, ScalingLosses
-from tfamp.loss_scale.parts import Delegating, OnReplicas, adopted_accumulation
-from tfamp.loss_scale.saved_state import Saving
-from tfamp.loss_scale.scales import HERE, own
+from tfamp.loss_scale.gradients import check_reduce_dtype, multiplied
+from tfamp.loss_scale.replicas import on_all_replicas
+from tfamp.loss_scale.rule import ScaleState
+from tfamp.loss_scale.scales import HERE, note_unscaled, own, scaled_by_hand
 from tfamp.loss_scale.tape import TAPE_HOOKS
+from tfamp.records import checks
+
+_INNER = "inner_optimizer"
+# Attributes that every Keras optimizer has, the wrapper too, and that only mean
+# something on the one inside.
+_SHARED = (
+    "weight_decay",
+    "clipnorm",
+    "clipvalue",
+    "global_clipnorm",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+)
 
 
-class LossScaleOptimizer(
-    ScalingLosses,
-    OnReplicas,
-    Reporting,
-    Saving,
-    Delegating,
-    keras.optimizers.LossScaleOptimizer,
-):
+def _reported(field: str, doc: str) -> property:
+    """Returns a getter of a `ScaleState`: a number, or a scalar tensor in a graph."""
+
+    def get(self: Any) -> Any:
+        stored = self.scale_variables
+        now = stored.numbers() if tf.executing_eagerly() else stored.read()
+        return getattr(now, field)
+
+    return property(get, doc=doc)
+
+
+def _shared(name: str) -> property:
+    def get(self: Any) -> Any:
+        inner = vars(self).get(_INNER)
+        return None if inner is None else getattr(inner, name)
+
+    def put(self: Any, value: Any) -> None:
+        inner = vars(self).get(_INNER)
+        if inner is not None:  # Keras sets its defaults before there is one
+            setattr(inner, name, value)
+
+    return property(get, put, doc=f"`{name}` of the inner optimizer.")
+
+
+def _refused(name: str, instead: str) -> property:
+    def put(self: Any, value: Any) -> None:
+        if value is not None and _INNER in vars(self):
+            raise ValueError(
+                f"`{name}` is {value!r}, but a LossScaleOptimizer has none of its own; "
+                f"expected None. {instead}"
+            )
+
+    return property(lambda self: None, put, doc=f"None: {instead}")
+
+
+def _only_eager(name: str) -> None:
+    if not tf.executing_eagerly():
+        raise RuntimeError(
+            f"`{name}` was read inside a `tf.function`, or a `train_step` that is "
+            "traced; expected eager code, as it is no number. Read it between steps or "
+            "in a callback."
+        )
+
+
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """Scales the loss, and applies only steps whose gradients are finite.
 
     float16 gradients below 6e-8 are 0. Multiplying the loss by a scale lifts all of
@@ -108,8 +168,8 @@ class LossScaleOptimizer(
         reduce_dtype: str | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_inner(inner_optimizer)
-        reduction = Reduction(reduce_dtype)
+        check_inner(inner_optimizer)
+        check_reduce_dtype(reduce_dtype)
         accumulation_steps = chosen_steps(
             gradient_accumulation_steps, accumulation_steps
         )
@@ -122,7 +182,6 @@ class LossScaleOptimizer(
             hysteresis=hysteresis,
             min_scale=min_scale,
             max_scale=max_scale,
-            accumulation_steps=accumulation_steps,
             max_consecutive_skips=max_consecutive_skips,
         )
         factor = getattr(inner_optimizer, "loss_scale_factor", None)
@@ -140,59 +199,203 @@ class LossScaleOptimizer(
         self.initial_scale = initial_scale
         self.rule = rule
         self.dynamic = bool(dynamic)
-        self.accumulation_steps = self._adopted(accumulation_steps)
+        self.accumulation_steps = accumulation_steps
         self.max_consecutive_skips = max_consecutive_skips
-        self.reduction = reduction
+        self.reduce_dtype = reduce_dtype
         self.leaves_stop_to_caller = False
         self.has_gradient: Any = None
         self.has_scaled_loss = False  # `scale_loss` was called, ever
         self.was_unscaled = False  # what the next `apply` gets, by hand
-        self.nonfinite: NonfiniteCounts | None = None
-        self._accumulators: list[Any] = []
-        self._loaded = None
-        self._loaded_beside: dict[str, Any] = {}
-        self._states_at_load = None
-        self._num_stops_seen = 0
-        self._entry = "apply"
-        self._make_scalars(start)
-        self.saved_beside = hooks.SavedBeside(
-            "loss_scale_state", self._beside, self._take_beside
+        self.accumulators: list[Any] = []
+        self.num_stops_seen = 0
+        self._entry = "apply"  # as in `HERE`
+        self.scale_variables = ScaleVariables(
+            self.add_variable, start, is_static=not self.dynamic
         )
+        self.step_counter = self.scale_variables.step_counter
+        self.dynamic_scale = self.scale_variables.dynamic_scale
+        self.saved_beside = saved_state.SavedState(self)
         self._is_made = True  # what only the inner one has is set there from here on
         self._come_into_use()
 
-    def _adopted(self, accumulation_steps: int) -> int:
-        """Returns the microbatches in an update, taken over from the inner one."""
-        return adopted_accumulation(self.inner_optimizer, accumulation_steps)
-
     def _come_into_use(self) -> None:
         """Has tapes, `fit` and the layers that it may ask know of this optimizer."""
-        if self.reduction.dtype == "auto":
+        self.accumulation_steps = adopted_accumulation(
+            self.inner_optimizer, self.accumulation_steps
+        )
+        if self.reduce_dtype == "auto":
             READ_HOOKS.hold(self)
-        FIT_HOOKS.hold(self)
-        TAPE_HOOKS.hold(self)
-        WORKER_HOOKS.hold(self)
-        CONFIG_HOOKS.hold(self)
+        for held in (FIT_HOOKS, TAPE_HOOKS, WORKER_HOOKS, CONFIG_HOOKS):
+            held.hold(self)
         know(self)
 
     built: bool
+    # What the inner optimizer has to do without, as the wrapper does it.
+    refused_settings: tuple[str, ...] = (
+        "loss_scale_factor",
+        "gradient_accumulation_steps",
+    )
+    loss_scale_factor = _refused(
+        "loss_scale_factor",
+        "Pass `initial_scale` and `dynamic=False` to the constructor, or call "
+        "`freeze(value)`.",
+    )
+    gradient_accumulation_steps = _refused(
+        "gradient_accumulation_steps", "Pass it to the constructor."
+    )
+    scale = _reported("scale", "The present loss scale.")
+    applied_steps = _reported("applied", "Updates that were applied.")
+    skipped_steps = _reported(
+        "skipped", "Steps, or microbatches, that were skipped for non-finite gradients."
+    )
+    judged_steps = _reported(
+        "judged", "Steps, or microbatches, applied, added up or skipped."
+    )
+    consecutive_skips = _reported(
+        "streak", "Steps skipped in a row up to now, 0 after a finite one."
+    )
+    num_stops = _reported(
+        "num_stops", "How often training was stopped for too many skips in a row."
+    )
+    gradient_norm = _reported(
+        "norm",
+        """Norm of the last step's unscaled gradients, before any clipping.
+
+        Under accumulation that of the last update, or of the last microbatch since.
+        """,
+    )
+    _frozen = _reported("is_frozen", "Above 0 where the scale is static now.")
 
     @property
-    def accumulates(self) -> bool:
-        """Whether an update takes more than one microbatch."""
-        return self.accumulation_steps > 1
+    def last_step_skipped(self) -> Any:
+        """Whether the last step was skipped."""
+        return self.consecutive_skips > 0
 
     @property
-    def shared_clip(self) -> float | None:
-        """The inner optimizer's `global_clipnorm`, which needs the norm at hand."""
-        if len(hooks.leaves(self.inner_optimizer)) > 1:
-            return None  # each of several optimizers clips its own part
-        return self.inner_optimizer.global_clipnorm or None
+    def is_frozen(self) -> Any:
+        """Whether the scale is static now."""
+        return self._frozen > 0
 
     @property
-    def accumulated_variables(self) -> list[Any]:
-        """The variables whose gradients are added up."""
-        return list(self._trainable_variables)
+    def nonfinite_variables(self) -> tuple[str, ...]:
+        """Paths of the variables whose gradients the last skipped step failed on."""
+        _only_eager("nonfinite_variables")
+        return tuple(self.scale_variables.blamed(1))
+
+    @property
+    def nonfinite_counts(self) -> dict[str, int]:
+        """For each variable that had any, its number of non-finite gradients."""
+        _only_eager("nonfinite_counts")
+        return self.scale_variables.blamed(0)
+
+    def history(self) -> dict[str, np.ndarray]:
+        """Returns the last 1024 steps, oldest first; reads from the device.
+
+        Returns:
+            Arrays of shape (steps,): "step", counted from 1; "scale", the loss scale
+            it was computed with; "gradient_norm", unscaled; "skipped".
+
+        Example:
+            >>> import keras, tfamp
+            >>> optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), 8.0)
+            >>> optimizer.apply([tf.constant([8.0])], [keras.Variable([1.0])])
+            >>> {k: v.tolist() for k, v in optimizer.history().items()}
+            {'step': [1], 'scale': [8.0], 'gradient_norm': [1.0], 'skipped': [False]}
+        """
+        _only_eager("history")
+        return self.scale_variables.history()
+
+    def freeze(self, value: float | None = None) -> None:
+        """Makes the scale static from here on, in functions traced before as well.
+
+        Args:
+            value: The scale to keep, or None for the present one.
+
+        Raises:
+            ValueError: `value` is not a positive finite number.
+        """
+        if value is not None:
+            value = checks.positive("value", value)
+        self._set(is_frozen=FROZEN, scale=value)
+
+    def unfreeze(self) -> None:
+        """Makes the scale dynamic from here on."""
+        self._set(is_frozen=0)
+
+    def _set(self, *, scale: float | None = None, **flags: int) -> None:
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                "The loss scale is frozen or released inside a `tf.function`; expected "
+                "eager code, between steps. Call it from a callback or the loop."
+            )
+        now = self.scale_variables.numbers()
+        scale = now.scale if scale is None else scale
+        self.put(now._replace(scale=scale, good_steps=0, **flags))
+
+    def raise_if_due(self) -> None:
+        """Raises `LossScaleError` where the last step completed a streak."""
+        limit = self.max_consecutive_skips
+        if limit is not None and self.scale_variables.numbers().streak >= limit:
+            raise stops.error_of(self)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Returns `loss` times the loss scale; a half-precision loss as float32.
+
+        Args:
+            loss: A number or tensor of any shape.
+        """
+        loss = tf.convert_to_tensor(loss)
+        if loss.dtype in HALF:
+            loss = tf.cast(loss, tf.float32)
+        scale = tf.convert_to_tensor(self.dynamic_scale.value)
+        self.has_scaled_loss = True
+        if not loss.dtype.is_floating:
+            return loss * tf.cast(scale, loss.dtype)
+        return scaled_by_hand(loss, scale, is_ours=True)
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """As `scale_loss`; takes a callable too and returns one, as legacy Keras."""
+        if callable(loss):
+            return lambda: self.scale_loss(loss())
+        return self.scale_loss(loss)
+
+    def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Returns gradients of a scaled loss divided by the scale.
+
+        The next `apply` or `apply_gradients` takes what came through here as it is, as
+        legacy Keras did.
+
+        Args:
+            grads: Tensors, `tf.IndexedSlices` or None.
+        """
+        self.was_unscaled = True
+        note_unscaled()
+        factor = 1 / tf.convert_to_tensor(self.dynamic_scale.value)
+        return [None if g is None else multiplied(g, factor) for g in grads]
+
+    def minimize(
+        self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None
+    ) -> Any:
+        """Computes the gradients of a loss and applies them, as legacy Keras.
+
+        `loss` is a callable, or a tensor computed under `tape`; `var_list` may be a
+        callable too. Returns what the inner optimizer's `minimize` does, or
+        `iterations` where it has none.
+        """
+        if tape is None and not callable(loss):
+            raise ValueError(
+                f"`loss` is {loss!r} and `tape` is None; expected a callable or the "
+                "tape that recorded the loss. Pass `tape=tape`."
+            )
+        own = getattr(self.inner_optimizer, "minimize", None)  # of a subclass
+        if own is not None:
+            return own(loss, var_list) if tape is None else own(loss, var_list, tape)
+        with tape if tape is not None else tf.GradientTape() as tape:
+            scaled = self.scale_loss(loss() if callable(loss) else loss)
+        variables = list(var_list() if callable(var_list) else var_list)
+        raw = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+        gradients = tape.gradient(scaled, raw)
+        return self.apply_gradients(zip(gradients, variables, strict=True))
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Creates the slots of the inner optimizer and the accumulators."""
@@ -205,12 +408,26 @@ class LossScaleOptimizer(
             self.inner_optimizer.build(variables)
         for position, variable in enumerate(variables):
             self._trainable_variables_indices[self._var_key(variable)] = position
-        self._make_vectors(variables)
+        self.scale_variables.build(variables, self.add_variable)
+        if self.accumulates:
+            self.accumulators = [self._accumulator_for(v) for v in variables]
+            self.has_gradient = self.add_variable(
+                (len(variables),), "zeros", "bool", name="trained"
+            )
         self._trainable_variables = variables
         self.built = True
-        if not self._waits_for_replicas:
+        # In eager code each replica runs up to where all meet; all have to scale alike.
+        has_others = tf.distribute.get_strategy().num_replicas_in_sync > 1
+        in_replica = not tf.distribute.in_cross_replica_context()
+        if not (has_others and in_replica and tf.executing_eagerly()):
             own(self, variables)
-        self._settle_loaded()
+        self.saved_beside.settle()
+
+    def _accumulator_for(self, variable: Any) -> Any:
+        dtype = "float64" if variable.dtype == "float64" else "float32"
+        place = getattr(variable, "value", variable)
+        with self._distribution_strategy.extended.colocate_vars_with(place):
+            return self.add_variable(variable.shape, dtype=dtype, name="accumulator")
 
     @tf.autograph.experimental.do_not_convert
     def apply(
@@ -232,11 +449,9 @@ class LossScaleOptimizer(
                 variables that are not the optimizer's own.
             LossScaleError: Too many updates in a row were skipped, in eager code.
         """
+        kept = (type(None), tf.IndexedSlices)
         gradients = [
-            g
-            if g is None or isinstance(g, tf.IndexedSlices)
-            else tf.convert_to_tensor(g)
-            for g in grads
+            g if isinstance(g, kept) else tf.convert_to_tensor(g) for g in grads
         ]
         if not gradients:
             return
@@ -247,9 +462,9 @@ class LossScaleOptimizer(
                 "function that `strategy.run` runs."
             )
         with tf.name_scope(self.name):
-            variables = self._variables_of(gradients, trainable_variables)
-            self._check_setting()
-            self._take_step(gradients, variables)
+            variables = variables_for(self, gradients, trainable_variables)
+            check_inner_settings(self)
+            step.take(self, gradients, variables)
             own(self, variables)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
@@ -273,100 +488,144 @@ class LossScaleOptimizer(
             else:
                 inner.apply(gradients, variables)
 
+    # What a step asks of it.
     @property
-    def _waits_for_replicas(self) -> bool:
-        """Whether other replicas come to their gradients after this one is built.
+    def accumulates(self) -> bool:
+        """Whether an update takes more than one microbatch."""
+        return self.accumulation_steps > 1
 
-        In eager code each runs up to where all meet; all have to scale alike.
-        """
-        has_others = tf.distribute.get_strategy().num_replicas_in_sync > 1
-        in_replica = not tf.distribute.in_cross_replica_context()
-        return has_others and in_replica and tf.executing_eagerly()
-
-    def key_of(self, variable: Any) -> Any:
-        """Returns what tells a variable apart, whichever replica it comes from."""
-        return self._var_key(variable)
+    @property
+    def shared_clip(self) -> float | None:
+        """The inner optimizer's `global_clipnorm`, which needs the norm at hand."""
+        if len(hooks.leaves(self.inner_optimizer)) > 1:
+            return None  # each of several optimizers clips its own part
+        return self.inner_optimizer.global_clipnorm or None
 
     def accumulator(self, variable: Any) -> Any:
         """Returns the variable in which the gradients of another are added up."""
-        return self._accumulators[self._get_variable_index(variable)]
+        return self.accumulators[self.position_of(variable)]
+
+    def position_of(self, variable: Any) -> int:
+        """Returns the place of a variable, whichever replica it comes from."""
+        return int(self._get_variable_index(variable))
 
     def is_overwritten(self, variable: Any) -> bool:
         """Returns whether a variable takes its gradient as its value, unscaled."""
         return bool(self._overwrite_variable_with_gradient(variable))
 
-    def _variables_of(self, gradients: list[Any], given: Any) -> list[Any]:
-        if given is None:
-            if not self.built:
-                raise ValueError(
-                    "`trainable_variables` is None and the optimizer is not built; "
-                    "expected variables. Pass them, or call "
-                    "`optimizer.build(variables)` first."
-                )
-            variables = list(self._trainable_variables)
-        else:
-            variables = list(given)
-        if len(variables) != len(gradients):
-            raise ValueError(
-                f"`grads` has {len(gradients)} entries for {len(variables)} variables; "
-                "expected one for each. Pass None where a variable has no gradient."
+    def flush(self) -> None:
+        """Applies the mean of the microbatches in a window that is not full.
+
+        `fit` does it at the end of each epoch; in a loop of your own call it at the
+        end, or before the weights are evaluated. Does nothing where there are none.
+        """
+        step.on_window(step.flush, self)
+
+    def discard(self) -> None:
+        """Forgets the microbatches in a window that is not full."""
+        step.on_window(step.discard, self)
+
+    def put(self, values: ScaleState) -> None:
+        """Stores plain numbers on every replica."""
+        with on_all_replicas(self):
+            self.scale_variables.write(values)
+
+    @property
+    def own_variables(self) -> list[Any]:
+        """Keras's own variables, then tfamp's."""
+        return list(self._variables)
+
+    @property
+    def variables(self) -> list[Any]:
+        """Keras's own variables, the inner optimizer's, then tfamp's."""
+        return [
+            *saved_state.stock_variables(self),
+            *self.own_variables[saved_state.NUM_STOCK :],
+        ]
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns Keras's four keys, and what differs from the defaults.
+
+        So stock Keras loads what it can honour, and refuses the rest by name.
+        """
+        return saved_state.config_of(self)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Creates the optimizer from its configuration, or from stock Keras's."""
+        return cls(**saved_state.arguments_in(config, custom_objects))
+
+    def save_own_variables(self, store: Any) -> None:
+        """Puts Keras's own variables and the inner optimizer's into `store`."""
+        for position, variable in enumerate(saved_state.stock_variables(self)):
+            store[str(position)] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Takes the variables of a file; slots that are not built yet follow later.
+
+        The file may be tfamp's, stock Keras's or that of the bare inner optimizer.
+        """
+        self.saved_beside.load_stock(store)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets all variables, in the order of `variables`.
+
+        Raises:
+            ValueError: The optimizer is not built, or the arrays do not fit.
+        """
+        saved_state.set_weights(self, weights)
+
+    def __getattr__(self, name: str) -> Any:
+        """Reads a public attribute that only the inner optimizer has."""
+        inner = vars(self).get(_INNER)
+        if inner is None or name.startswith("_"):
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
             )
-        if all(gradient is None for gradient in gradients):
-            raise ValueError("No gradients provided for any variable.")
-        if not self.built:
-            self.build(variables)
-        self._check_variables_are_known(variables)
-        return variables
+        return getattr(inner, name)
 
-    def _make_scalars(self, start: float) -> None:
-        self.step_counter = self.add_variable(
-            shape=(), dtype="int", initializer="zeros", name="step_counter"
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets on the inner optimizer what only that one has, as its momentum."""
+        own, inner = vars(self), vars(self).get(_INNER)
+        is_inner_only = (
+            own.get("_is_made", False)
+            and not name.startswith("_")
+            and name not in own
+            and not hasattr(type(self), name)
+            and hasattr(inner, name)
         )
-        self.dynamic_scale = self.add_variable(
-            shape=(),
-            dtype="float32",
-            initializer=keras.initializers.Constant(start),
-            name="dynamic_scale",
-        )
-        self.scale_variables = ScaleVariables(
-            self.step_counter,
-            self.dynamic_scale,
-            self.add_variable,
-            is_static=not self.dynamic,
-        )
+        if is_inner_only:
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
 
-    def _make_vectors(self, variables: list[Any]) -> None:
-        self.nonfinite = NonfiniteCounts(variables, self._var_key, self.add_variable)
-        if not self.accumulates:
-            return
-        for variable in variables:
-            dtype = "float64" if variable.dtype == "float64" else "float32"
-            with self._distribution_strategy.extended.colocate_vars_with(
-                getattr(variable, "value", variable)
-            ):
-                total = self.add_variable(
-                    shape=variable.shape, dtype=dtype, name="accumulator"
-                )
-            self._accumulators.append(total)
-        self.has_gradient = self.add_variable(
-            shape=(len(variables),), dtype="bool", initializer="zeros", name="trained"
-        )
+    def exclude_from_weight_decay(
+        self, var_list: Any = None, var_names: Any = None
+    ) -> None:
+        """Excludes variables from the inner optimizer's weight decay.
+
+        Args:
+            var_list: Variables to exclude.
+            var_names: Patterns searched for in variables' names.
+
+        Raises:
+            ValueError: The inner optimizer is built already, and has traced its
+                update with what was set before.
+        """
+        if self.inner_optimizer.built:
+            raise ValueError(
+                "`exclude_from_weight_decay` came after the optimizer was built; "
+                "expected it before the first step. Call it on a new optimizer."
+            )
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
 
-def _check_inner(inner: Any) -> None:
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise TypeError(
-            f"`inner_optimizer` is {inner!r}, of type {type(inner).__name__}; expected "
-            "a Keras optimizer. Pass `keras.optimizers.Adam()`, or `keras.optimizers."
-            "get(name)`."
-        )
-    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(
-            f"`inner_optimizer` is {inner!r}, which scales the loss already; expected "
-            "a plain optimizer. Pass its `inner_optimizer`."
-        )
+for _name in _SHARED:
+    setattr(LossScaleOptimizer, _name, _shared(_name))
 
 
 hooks.save_under_stock_name(LossScaleOptimizer, keras.optimizers.LossScaleOptimizer)
 # So that Keras's own `load_model` and `optimizers.get` give what was saved.
-CONFIG_HOOKS = HeldPatches([hooks.from_config_patch(Saving.wrote, LossScaleOptimizer)])
+CONFIG_HOOKS = HeldPatches(
+    [hooks.from_config_patch(saved_state.wrote, LossScaleOptimizer)]
+)

@@ -8,9 +8,10 @@ evaluation uses all of them, each for its part. So replicas agree on them before
 anything looks.
 """
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -19,10 +20,10 @@ from absl import logging
 
 from tfamp.keras_hooks import replicas, structure
 from tfamp.keras_hooks.layers import record_of
-from tfamp.keras_hooks.optimizers import in_xla, optimizers_of
-from tfamp.keras_hooks.variables import writes_only_if
+from tfamp.keras_hooks.optimizers import optimizers_of, strategy_of
 from tfamp.keras_hooks.workers import summed
 from tfamp.loss_scale.candidates import is_ours
+from tfamp.loss_scale.stops import stop_if_due
 
 
 def ours_of(model: Any) -> list[Any]:
@@ -33,27 +34,16 @@ def ours_of(model: Any) -> list[Any]:
 def either(
     condition: tf.Tensor, yes: Callable[[], None], no: Callable[[], None]
 ) -> None:
-    """Runs one of two functions that write to variables.
+    """Runs one of two functions that write to variables."""
 
-    Under XLA both run and the writes of one count.
-    """
-    if in_xla():
-        with writes_only_if(condition):
-            yes()
-        with writes_only_if(tf.logical_not(condition)):
-            no()
-    else:
-        tf.cond(condition, _giving_nothing(yes), _giving_nothing(no))
+    def branch(write: Callable[[], None]) -> Callable[[], tf.Tensor]:
+        def run() -> tf.Tensor:
+            write()
+            return tf.constant(0)  # `tf.cond` wants a value of both
 
+        return run
 
-def _giving_nothing(write: Callable[[], None]) -> Callable[[], tf.Tensor]:
-    """Returns a branch for `tf.cond`, which wants a value of both."""
-
-    def branch() -> tf.Tensor:
-        write()
-        return tf.constant(0)
-
-    return branch
+    tf.cond(condition, branch(yes), branch(no))
 
 
 def first_of(strategy: tf.distribute.Strategy, value: Any) -> Any:
@@ -84,42 +74,14 @@ def on_each_replica(
         run(values)
 
 
-def stop_if_due(optimizer: Any, after: Sequence[tf.Operation] = ()) -> None:
-    """Ends training after too many skipped steps in a row, unless `fit` does.
-
-    The counters are up to date once the operations `after` have run.
-    """
-    if optimizer.max_consecutive_skips is None or optimizer.leaves_stop_to_caller:
-        return
-    if tf.executing_eagerly():
-        optimizer.raise_if_due()
-    elif not in_xla():
-        with tf.control_dependencies([*after, *_read_everywhere(optimizer)]):
-            now = optimizer.scale_variables.read()  # after the writes of this step
-            facts = now.judged, now.scale_before, now.norm, now.finite_norm
-            text = tf.strings.format(optimizer.stop_template(), [now.streak, *facts])
-            limit = optimizer.max_consecutive_skips
-            tf.debugging.Assert(now.streak < limit, [text], summarize=1)
-
-
-def _read_everywhere(optimizer: Any) -> list[tf.Tensor]:
-    """Returns what every replica counts, read: an error overtakes later writes."""
-    stored = optimizer.scale_variables
-    counted = [
-        stored.dynamic_scale,
-        stored.step_counter,
-        stored.counters,
-        stored.levels,
-    ]
-    if optimizer.accumulates:
-        counted += map(optimizer.accumulator, optimizer.accumulated_variables)
-        counted.append(optimizer.has_gradient)
-    strategy = tf.distribute.get_strategy()
-    return [
-        part.read_value()
-        for variable in (*counted, stored.recent, optimizer.nonfinite.counts)
-        for part in strategy.experimental_local_results(variable.value)
-    ]
+@contextlib.contextmanager
+def on_all_replicas(optimizer: Any) -> Iterator[None]:
+    """Makes what is assigned in the block arrive on every replica of an optimizer."""
+    strategy = strategy_of(optimizer)
+    has_others = strategy.num_replicas_in_sync > 1
+    in_replica = not tf.distribute.in_cross_replica_context()
+    with strategy.scope() if has_others and in_replica else contextlib.nullcontext():
+        yield
 
 
 # What `tfamp.distribute.strategy()` made: all models train there as on one device.
@@ -154,16 +116,10 @@ class StateBeforeStep:
         self._held = _pairs(_moving_state(model))
         self._metrics = _pairs([v for m in model.metrics for v in m.variables])
 
-    def put_back_if_skipped(self, written: set[int] | None = None) -> None:
-        """Puts all back where any of the optimizers has skipped a step since.
-
-        Only variables with their ids in `written` have to be, where that is known.
-        """
-        held, metrics = self._held, self._metrics
-        if written is not None:
-            held = [pair for pair in held if id(pair[0].value) in written]
-            metrics = [pair for pair in metrics if id(pair[0].value) in written]
-        self._put_metrics_back(metrics)
+    def put_back_if_skipped(self) -> None:
+        """Puts all back where any of the optimizers has skipped a step since."""
+        held = self._held
+        self._put_metrics_back(self._metrics)
         variables = [variable.value for variable, _ in held]
         # Built in this very step at the latest, where they have stepped at all.
         stepped = [o for o in self._optimizers if o.built]

@@ -11,14 +11,15 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.loss_scale.counters import COUNTERS, LEVELS, STATIC
+from tfamp.loss_scale.replicas import on_all_replicas
 from tfamp.loss_scale.rule import EMPTY_WINDOW, ScaleState
 from tfamp.records import checks
 
 _MARK = "tfamp"
 # iteration, learning_rate, step_counter and dynamic_scale of Keras's class.
-_NUM_STOCK = 4
+NUM_STOCK = 4
 # Where nothing was built: of a plain optimizer, of Keras's wrapper alone, of both.
-_NUMS_UNBUILT = (2, _NUM_STOCK, _NUM_STOCK + 2)
+_NUMS_UNBUILT = (2, NUM_STOCK, NUM_STOCK + 2)
 # Those of the constructor; what equals them stays out of a configuration.
 _DEFAULTS: dict[str, Any] = {
     "dynamic": True,
@@ -33,181 +34,171 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-class Saving(keras.optimizers.LossScaleOptimizer):
-    """Configuration and variables of a `LossScaleOptimizer`."""
+def config_of(optimizer: Any) -> dict[str, Any]:
+    """Returns the configuration of a `LossScaleOptimizer`."""
+    inner = keras.saving.serialize_keras_object(optimizer.inner_optimizer)
+    rule = vars(optimizer.rule)
+    present = {k: rule[k] if k in rule else getattr(optimizer, k) for k in _DEFAULTS}
+    return {
+        "name": optimizer.name,
+        "inner_optimizer": {**inner, _MARK: True},
+        "initial_scale": optimizer.initial_scale,
+        "dynamic_growth_steps": optimizer.dynamic_growth_steps,
+        **{k: v for k, v in present.items() if v != _DEFAULTS[k]},
+    }
 
-    _loaded: list[np.ndarray] | None
-    _states_at_load: Any
 
-    @property
-    def variables(self) -> list[Any]:
-        """Keras's own variables, the inner optimizer's, then tfamp's."""
-        own = self._variables
-        inner = self.inner_optimizer.variables
-        return [*own[:_NUM_STOCK], *inner, *own[_NUM_STOCK:]]
+def arguments_in(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
+    """Returns the arguments of the constructor that a configuration has."""
+    inner = {k: v for k, v in config["inner_optimizer"].items() if k != _MARK}
+    made = keras.saving.deserialize_keras_object(inner, custom_objects)
+    return {**config, "inner_optimizer": made}
 
-    def get_config(self) -> dict[str, Any]:
-        """Returns Keras's four keys, and what differs from the defaults.
 
-        So stock Keras loads what it can honour, and refuses the rest by name.
-        """
-        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        config = {
-            "name": self.name,
-            "inner_optimizer": {**inner, _MARK: True},
-            "initial_scale": self.initial_scale,
-            "dynamic_growth_steps": self.dynamic_growth_steps,
-        }
-        rule = vars(self.rule)
-        present = {k: rule[k] if k in rule else getattr(self, k) for k in _DEFAULTS}
-        changed = {k: v for k, v in present.items() if v != _DEFAULTS.get(k)}
-        return {**config, **changed}
+def wrote(config: dict[str, Any]) -> bool:
+    """Returns whether a configuration is one of tfamp's."""
+    inner = config.get("inner_optimizer")
+    return isinstance(inner, dict) and _MARK in inner
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Creates the optimizer from its configuration, or from stock Keras's."""
-        settings = dict(config)
-        inner = {k: v for k, v in settings.pop("inner_optimizer").items() if k != _MARK}
-        optimizer = keras.saving.deserialize_keras_object(inner, custom_objects)
-        return cls(optimizer, **settings)
 
-    @staticmethod
-    def wrote(config: dict[str, Any]) -> bool:
-        """Returns whether a configuration is one of tfamp's."""
-        inner = config.get("inner_optimizer")
-        return isinstance(inner, dict) and _MARK in inner
+def stock_variables(optimizer: Any) -> list[Any]:
+    """Returns what Keras's class has: its own variables and the inner optimizer's."""
+    own = optimizer.own_variables[:NUM_STOCK]
+    return [*own, *optimizer.inner_optimizer.variables]
 
-    def save_own_variables(self, store: Any) -> None:
-        """Puts Keras's own variables and the inner optimizer's into `store`."""
-        for position, variable in enumerate(self._stock_variables()):
-            store[str(position)] = variable.numpy()
 
-    def load_own_variables(self, store: Any) -> None:
-        """Takes the variables of a file; slots that are not built yet follow later.
-
-        The file may be tfamp's, stock Keras's or that of the bare inner optimizer.
-        """
-        values = [np.asarray(store[str(i)]) for i in range(len(store.keys()))]
-        if _is_wrapped(values):
-            own = self.scale_variables.numbers()
-            # Of stock Keras, which has no counters; its scale is a dynamic one.
-            found = own._replace(scale=float(values[3]), good_steps=int(values[2]))
-            self._states_at_load = own, found
-            if self.dynamic:
-                self._put(found)
-        self._loaded = values
-        # The inner optimizer's variables come once more; where nothing wrapped it when
-        # it was saved, they do not.
-        for each in (self.inner_optimizer, *hooks.leaves(self.inner_optimizer)):
-            vars(each)["load_own_variables"] = functools.partial(_pass_over, each)
-        if self.inner_optimizer.built:
-            self._settle_loaded()
-
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets all variables, in the order of `variables`.
-
-        Raises:
-            ValueError: The optimizer is not built, or the arrays do not fit.
-        """
-        if not self.built:
+def set_weights(optimizer: Any, weights: Sequence[Any]) -> None:
+    """Sets all variables of an optimizer, or those that Keras's class has."""
+    if not optimizer.built:
+        raise ValueError(
+            "`set_weights` came before the optimizer was built; expected "
+            "variables. Call `optimizer.build(trainable_variables)` first."
+        )
+    targets = stock_variables(optimizer)
+    if len(weights) != len(targets):
+        targets = optimizer.variables
+    if len(weights) != len(targets):
+        raise ValueError(
+            f"`weights` has {len(weights)} arrays for {len(targets)} variables; "
+            "expected one for each. Pass `[v.numpy() for v in "
+            "optimizer.variables]` of an optimizer made alike."
+        )
+    for variable, weight in zip(targets, weights, strict=True):
+        if tuple(variable.shape) != tuple(np.shape(weight)):
             raise ValueError(
-                "`set_weights` came before the optimizer was built; expected "
-                "variables. Call `optimizer.build(trainable_variables)` first."
+                f"`weights` has an array of shape {tuple(np.shape(weight))} for "
+                f"variable {variable.path!r}; expected {tuple(variable.shape)}. "
+                "Pass the arrays in the order of `optimizer.variables`."
             )
-        targets = self.variables
-        if len(weights) == len(self._stock_variables()):
-            targets = self._stock_variables()
-        if len(weights) != len(targets):
-            raise ValueError(
-                f"`weights` has {len(weights)} arrays for {len(targets)} variables; "
-                "expected one for each. Pass `[v.numpy() for v in "
-                "optimizer.variables]` of an optimizer made alike."
-            )
-        for variable, weight in zip(targets, weights, strict=True):
-            if tuple(variable.shape) != tuple(np.shape(weight)):
-                raise ValueError(
-                    f"`weights` has an array of shape {tuple(np.shape(weight))} for "
-                    f"variable {variable.path!r}; expected {tuple(variable.shape)}. "
-                    "Pass the arrays in the order of `optimizer.variables`."
-                )
-        with self._on_all_replicas():
-            for variable, weight in zip(targets, weights, strict=True):
-                variable.assign(weight)
+    _assign(optimizer, targets, weights)
 
-    def _stock_variables(self) -> list[Any]:
-        return [*self._variables[:_NUM_STOCK], *self.inner_optimizer.variables]
 
-    def _beside(self) -> dict[str, Any]:
+class SavedState(hooks.SavedBeside):
+    """tfamp's own variables, saved beside those of Keras's class.
+
+    It holds what was loaded for variables that are not built yet.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__("loss_scale_state", self._named, self._take)
+        # No attribute of its own, which Keras would take for a part to save.
+        self._owner = lambda: optimizer
+        self._stock: list[np.ndarray] | None = None
+        self._beside: dict[str, Any] = {}
+        self._states: tuple[ScaleState, ScaleState] | None = None
+
+    def _named(self) -> dict[str, Any]:
         """Returns tfamp's own variables by the name they are saved under."""
-        stored = self.scale_variables
+        optimizer, stored = self._owner(), self._owner().scale_variables
         named = {
-            "counters": stored.counters,
-            "levels": stored.levels,
-            "recent": stored.recent,
+            name: getattr(stored, name) for name in ("counters", "levels", "recent")
         }
-        if self.nonfinite is not None:
-            named["blame"] = self.nonfinite.counts
-        for position, total in enumerate(self._accumulators):
-            named[f"accumulator_{position}"] = total
-        if self.has_gradient is not None:
-            named["has_gradient"] = self.has_gradient
+        if optimizer.built:
+            named["blame"] = stored.blame
+            for position, total in enumerate(optimizer.accumulators):
+                named[f"accumulator_{position}"] = total
+        if optimizer.has_gradient is not None:
+            named["has_gradient"] = optimizer.has_gradient
         return named
 
-    def _take_beside(self, values: dict[str, Any]) -> None:
+    def load_stock(self, store: Any) -> None:
+        """Takes the variables that Keras's class has, ahead of the others."""
+        optimizer = self._owner()
+        values = [np.asarray(store[str(i)]) for i in range(len(store.keys()))]
+        if _is_wrapped(values):
+            present = optimizer.scale_variables.numbers()
+            # Of stock Keras, which has no counters; its scale is a dynamic one.
+            found = present._replace(scale=float(values[3]), good_steps=int(values[2]))
+            self._states = present, found
+            if optimizer.dynamic:
+                optimizer.put(found)
+        self._stock = values
+        inner = optimizer.inner_optimizer
+        # The inner optimizer's variables come once more; where nothing wrapped it when
+        # it was saved, they do not.
+        for each in (inner, *hooks.leaves(inner)):
+            vars(each)["load_own_variables"] = functools.partial(_pass_over, each)
+        if inner.built:
+            self.settle()
+
+    def _take(self, values: dict[str, Any]) -> None:
         """Takes tfamp's own variables of a file, after Keras's own were taken."""
-        states, self._states_at_load = self._states_at_load, None
+        optimizer = self._owner()
+        states, self._states = self._states, None
         counters, levels = values.pop("counters", None), values.pop("levels", None)
-        self._loaded_beside = values
-        fits = (
-            states is not None
-            and np.shape(counters) == (len(COUNTERS),)
-            and np.shape(levels) == (len(LEVELS),)
+        self._beside = values
+        fits = np.shape(counters) == (len(COUNTERS),) and (
+            np.shape(levels) == (len(LEVELS),)
         )
-        if fits:
-            own, stock = states
+        if states is not None and fits:
+            present, stock = states
             numbers = [*np.asarray(counters).tolist(), *np.asarray(levels).tolist()]
             found = ScaleState(stock.scale, stock.good_steps, *numbers)
-            if not (self.accumulates and "accumulator_0" in values):
+            if not (optimizer.accumulates and "accumulator_0" in values):
                 found = found._replace(**EMPTY_WINDOW)
-            self._put(_after_loading(own, found))
+            optimizer.put(_after_loading(present, found))
         self._settle_beside()
 
-    def _settle_beside(self) -> None:
-        for name, variable in self._beside().items():
-            value = self._loaded_beside.pop(name, None)
-            if value is not None and tuple(value.shape) == tuple(variable.shape):
-                with self._on_all_replicas():
-                    variable.assign(value)
-
-    def _settle_loaded(self) -> None:
+    def settle(self) -> None:
         """Gives the variables that exist now what was loaded for them."""
-        values, self._loaded = self._loaded, None
+        values, self._stock = self._stock, None
         with tf.init_scope():  # once, not in every call of a step that is traced now
-            if self._loaded_beside:
-                self._settle_beside()
+            self._settle_beside()
             if values:
                 self._settle_stock(values)
 
+    def _settle_beside(self) -> None:
+        for name, variable in self._named().items():
+            value = self._beside.pop(name, None)
+            if value is not None and tuple(value.shape) == tuple(variable.shape):
+                _assign(self._owner(), [variable], [value])
+
     def _settle_stock(self, values: list[np.ndarray]) -> None:
-        inner = self.inner_optimizer.variables
-        targets = self._stock_variables() if _is_wrapped(values) else inner
-        shapes = [tuple(v.shape) for v in targets]
-        if shapes != [value.shape for value in values]:
+        optimizer, targets = self._owner(), stock_variables(self._owner())
+        if not _is_wrapped(values):
+            targets = optimizer.inner_optimizer.variables
+        if [tuple(v.shape) for v in targets] != [value.shape for value in values]:
             if len(values) not in _NUMS_UNBUILT:
                 warnings.warn(
                     f"The file's optimizer has {len(values)} variables that do not fit "
-                    f"the {len(targets)} of {self.name!r}, so its slots begin anew. "
-                    "Compile with the optimizer that was saved. "
+                    f"the {len(targets)} of {optimizer.name!r}, so its slots begin "
+                    "anew. Compile with the optimizer that was saved. "
                     f"{checks.see('failures/loaded-optimizer')}",
                     UserWarning,
                     stacklevel=4,
                 )
             return
-        scale = (self.step_counter, self.dynamic_scale)  # these did not have to wait
-        with self._on_all_replicas():
-            for variable, value in zip(targets, values, strict=True):
-                if not any(variable is each for each in scale):
-                    variable.assign(value)
+        # The scale and its counter did not have to wait.
+        scale = optimizer.step_counter, optimizer.dynamic_scale
+        pairs = zip(targets, values, strict=True)
+        late = [(v, x) for v, x in pairs if not any(v is each for each in scale)]
+        _assign(optimizer, [v for v, _ in late], [x for _, x in late])
+
+
+def _assign(optimizer: Any, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    with on_all_replicas(optimizer):
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
 
 
 def _after_loading(own: ScaleState, found: ScaleState) -> ScaleState:
@@ -237,7 +228,7 @@ def _pass_over(optimizer: Any, store: Any) -> None:
 
 def _is_wrapped(values: list[np.ndarray]) -> bool:
     """Returns whether a file's variables begin with those of a loss scale."""
-    if len(values) < _NUM_STOCK + 1:
+    if len(values) < NUM_STOCK + 1:
         return False
     counter, scale = values[2], values[3]
     return counter.shape == () and counter.dtype.kind in "iu" and scale.shape == ()

@@ -37,6 +37,7 @@ class Here(threading.local):
     def __init__(self) -> None:
         self.thread = _Thread()
         self.optimizers: tuple[Any, ...] = ()  # of the model whose `train_step` runs
+        self.weight: Any = None  # of the batch that it trains on: its examples
         self.call: TapeCall | None = None  # of a tape that computes gradients
         self.latest: Note | None = None
         self.is_updating = False  # an inner optimizer makes its update

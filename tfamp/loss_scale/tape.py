@@ -24,6 +24,7 @@ from tfamp.keras_hooks.optimizers import (
     is_recording,
     may_compute_in_half,
     tape_patches,
+    watches_here,
 )
 from tfamp.keras_hooks.patches import Function, HeldPatches, replaced, wrapper
 from tfamp.keras_hooks.variables import outermost_graph, stored
@@ -45,6 +46,7 @@ from tfamp.records import checks
 
 # A target in float16 cannot be given more.
 _MAX_HALF_SCALE = 2.0**15
+_LEAST_NORMAL = 2.0**-14  # of float16; what is less has fewer bits
 _Compute = Callable[[list[Any], Any], list[Any]]  # of targets and their seeds
 
 _met: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -69,13 +71,6 @@ class _Fixed(threading.local):
 
 
 _FIXED = _Fixed()
-
-
-def training_with(
-    optimizers: Sequence[Any],
-) -> contextlib.AbstractContextManager[None]:
-    """Marks that a model's `train_step` runs, in this thread."""
-    return replaced(HERE, optimizers=tuple(optimizers))
 
 
 @contextlib.contextmanager
@@ -126,6 +121,8 @@ def _wrap_gradient(
             if is_again:  # what overflows and cannot be asked again spoils the step
                 given = _or_as_they_are(given, flat, compute, target, output_gradients)
             found = tf.nest.pack_sequence_as(sources, given)
+    if not variables and not scales and CALLS.float16_layers:
+        _warn_of_tiny_gradients(tf.nest.flatten(found))
     if variables and fixed is None:
         known = [g for g in tf.nest.flatten(found) if g is not None]
         verdict = None
@@ -172,13 +169,23 @@ def _scales_of(variables: list[Any]) -> list[Any]:
 
 
 def _scales_around(tape: tf.GradientTape) -> list[Any]:
-    """Returns the scales for a gradient of no variable, within training."""
+    """Returns the scales for a gradient of no variable.
+
+    Within training they are those of the optimizers; outside, as for a saliency map, a
+    number that is left out where it makes gradients overflow.
+    """
     # A branch of one replica cannot wait for the others.
     has_replicas = tf.distribute.get_strategy().num_replicas_in_sync > 1
-    is_nested = is_recording() and can_be_asked_again(tape)
-    if has_replicas or not (HERE.optimizers or is_nested):
+    can_be_asked = can_be_asked_again(tape)
+    is_nested = is_recording() and can_be_asked
+    if has_replicas:
         return []
-    return _held(owners_of(tape.watched_variables()) or HERE.optimizers)
+    if HERE.optimizers or is_nested:
+        scales = _held(owners_of(tape.watched_variables()) or HERE.optimizers)
+        if scales:
+            return scales
+    is_of_inputs = can_be_asked and watches_here(tape) and not CALLS.is_training
+    return [_MAX_HALF_SCALE] if is_of_inputs and CALLS.float16_layers else []
 
 
 def _held(optimizers: Sequence[Any]) -> list[Any]:
@@ -235,6 +242,30 @@ def _warn_of_no_scale(layer: Any) -> None:
         "are computed with no loss scale: those below 6e-8 are 0. Make the optimizer "
         "after `tfamp.enable`, or apply them by `tfamp.LossScaleOptimizer(optimizer)`, "
         f"made ahead of the first step. {checks.see('failures/tiny-updates')}",
+        UserWarning,
+        stacklevel=checks.level_of_user(),
+    )
+
+
+def _warn_of_tiny_gradients(gradients: Sequence[Any]) -> None:
+    """Warns once where gradients of what a layer gave are too small for float16.
+
+    They are in float16, as what they are of, so that no scale helps.
+    """
+    layer = CALLS.float16_layers[-1]()
+    halves = [g for g in gradients if tf.is_tensor(g) and g.dtype == tf.float16]
+    is_known = layer is None or layer in _warned
+    if is_known or not halves or not tf.executing_eagerly():
+        return
+    largest = max(float(tf.reduce_max(tf.abs(g))) for g in halves)
+    if not largest < _LEAST_NORMAL:
+        return
+    _warned.add(layer)
+    warnings.warn(
+        f"A gradient of what {type(layer).__name__} {layer.name!r} computed in float16 "
+        f"is at most {largest:.1e}, and what is below 6e-8 is 0 there. Multiply the "
+        "target by 1024 ahead of `tape.gradient`, and divide the result in float32. "
+        f"{checks.see('failures/tiny-updates')}",
         UserWarning,
         stacklevel=checks.level_of_user(),
     )

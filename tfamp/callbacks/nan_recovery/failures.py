@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.loss_scale import interface
+from tfamp.loss_scale import stops
 from tfamp.stepping.snapshots import optimizers_of, tally_of
 
 # A scale at its floor is at fault no more after so many skips.
@@ -73,9 +73,9 @@ def of_logs(logs: Mapping[str, Any], *, ignored: Collection[str] = ()) -> Sign |
 
 def of_error(error: BaseException) -> Sign | None:
     """Returns the sign where an error of a training step says that numbers failed."""
-    text = str(error) if isinstance(error, interface.LossScaleError) else None
+    text = str(error) if isinstance(error, stops.LossScaleError) else None
     if isinstance(error, tf.errors.InvalidArgumentError):
-        text = interface.found_in(error.message)
+        text = stops.found_in(error.message)
         for mark in _CHECKED:
             if text is None and mark in error.message:
                 return Sign("error", f"a checked tensor failed: {mark.lower()}")

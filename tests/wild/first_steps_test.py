@@ -1,0 +1,212 @@
+"""The first steps of `fit` in float16: a starting scale that is too high costs none."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.loops import same_bits
+from tfamp.stepping.snapshots import take
+
+layers = keras.layers
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+rng = np.random.default_rng(4)
+FLAT = rng.normal(size=(64, 6)).astype("float32")
+IMAGES = rng.normal(size=(32, 12, 12, 3)).astype("float32")
+WORDS = rng.integers(0, 40, (32, 10))
+PRICES = (FLAT[:, :1] * 90 + 400).astype("float32")
+
+
+def stack(*parts, shape=(6,), dtype=None):
+    return keras.Sequential([keras.Input(shape, dtype=dtype), *parts])
+
+
+def priced():
+    """Prices that nobody has normalized."""
+    return stack(layers.Dense(16, "relu"), layers.Dense(1)), "mse", FLAT, PRICES
+
+
+def summed():
+    """A loss that is a sum over the batch."""
+    model = stack(layers.Dense(16, "relu"), layers.Dense(1))
+    return model, keras.losses.MeanSquaredError("sum"), FLAT, FLAT[:, :1] * 9
+
+
+def restored():
+    """An autoencoder that adds up the errors of all pixels."""
+    model = stack(
+        layers.Conv2D(8, 3, padding="same", activation="relu"),
+        layers.Conv2D(3, 3, padding="same"),
+        shape=IMAGES.shape[1:],
+    )
+
+    def error(targets, outputs):
+        return tf.reduce_sum(tf.square(targets - outputs), axis=(1, 2, 3))
+
+    return model, error, IMAGES * 4, IMAGES * 4
+
+
+def weighted():
+    """Classes that are rare and weigh much."""
+    model = stack(layers.Dense(8, "relu"), layers.Dense(1, "sigmoid"))
+    targets = (FLAT[:, :1] > 1).astype("float32")
+    return (
+        model,
+        lambda t, p: 300 * keras.losses.binary_crossentropy(t, p),
+        FLAT,
+        (targets),
+    )
+
+
+def unnormalized():
+    """Pixels from 0 to 255."""
+    model = stack(
+        layers.Conv2D(8, 3, activation="relu"),
+        layers.GlobalAveragePooling2D(),
+        layers.Dense(1),
+        shape=IMAGES.shape[1:],
+    )
+    return model, "mse", np.clip(IMAGES * 60 + 128, 0, 255), FLAT[:32, :1]
+
+
+def read():
+    """Texts by a recurrent layer."""
+    model = stack(layers.Embedding(40, 8), layers.GRU(8), layers.Dense(1), shape=(10,))
+    return model, "mse", WORDS, FLAT[:32, :1] * 60
+
+
+def normalized():
+    """Batch normalization and dropout in between."""
+    model = stack(
+        layers.Dense(16),
+        layers.BatchNormalization(),
+        layers.ReLU(),
+        layers.Dropout(0.3, seed=3),
+        layers.Dense(1),
+    )
+    return model, "mse", FLAT, PRICES
+
+
+def usual():
+    """Nothing that overflows."""
+    model = stack(layers.Dense(8, "tanh"), layers.Dense(1))
+    return model, "mse", FLAT, FLAT[:, :1]
+
+
+MODELS = (
+    *(priced, summed, restored, weighted),
+    *(unnormalized, read, normalized, usual),
+)
+
+
+def trained(make, policy="mixed_float16", epochs=2, **how):
+    keras.utils.set_random_seed(1)
+    with tfamp.scope(policy):
+        model, loss, x, y = make()
+        model.compile(keras.optimizers.SGD(1e-6), loss, metrics=["mae"], **how)
+    logs = model.fit(x, y, batch_size=16, epochs=epochs, shuffle=False, verbose=0)
+    return model, logs.history
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_a_healthy_model_skips_no_step(make):
+    model, logs = trained(make)
+    optimizer = model.optimizer
+    steps = 2 * -(-len(make()[2]) // 16)
+    assert (optimizer.applied_steps, optimizer.skipped_steps) == (steps, 0)
+    assert optimizer.history()["skipped"].sum() == 0
+    assert optimizer.nonfinite_counts == {}
+    assert (optimizer.scale < 2**15) == (make is not usual), optimizer.scale
+    expected = trained(make, "float32")[1]
+    for name, values in expected.items():
+        np.testing.assert_allclose(logs[name], values, rtol=0.02, err_msg=name)
+
+
+HOW = {
+    "XLA": {"jit_compile": True},
+    "several steps a call": {"steps_per_execution": 3},
+}
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_nor_does_it_however_steps_are_run(how):
+    model, logs = trained(priced, **how)
+    assert (model.optimizer.applied_steps, model.optimizer.skipped_steps) == (8, 0)
+    np.testing.assert_allclose(logs["loss"], trained(priced)[1]["loss"], rtol=1e-2)
+
+
+def test_nor_on_single_batches():
+    with tfamp.scope("mixed_float16"):
+        model, loss, x, y = priced()
+        model.compile(keras.optimizers.SGD(1e-6), loss)
+    for _ in range(3):
+        model.train_on_batch(x, y)
+    assert (model.optimizer.applied_steps, model.optimizer.skipped_steps) == (3, 0)
+
+
+def test_what_was_tried_leaves_no_trace():
+    """Dropout, moving statistics, metrics: as with the right scale from the start."""
+    tried, logs = trained(normalized)
+    scale = tried.optimizer.scale
+
+    keras.utils.set_random_seed(1)
+    options = {"initial_scale": scale}
+    with tfamp.scope("mixed_float16", loss_scale_options=options):
+        model, loss, x, y = normalized()
+        model.compile(keras.optimizers.SGD(1e-6), loss, metrics=["mae"])
+    history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    assert history == logs
+    assert same_bits(take(model), take(tried))
+
+
+def test_bad_data_are_skipped_once_and_lower_the_scale_once():
+    with tfamp.scope("mixed_float16"):
+        model, loss, x, y = usual()
+        model.compile(keras.optimizers.SGD(0.1), loss)
+    x = x.copy()
+    x[3] = np.nan
+    model.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0)
+    assert (model.optimizer.applied_steps, model.optimizer.skipped_steps) == (3, 1)
+    assert model.optimizer.scale == 2**14
+
+
+def test_a_model_that_gives_nan_is_skipped_as_before():
+    def hopeless():
+        model = stack(
+            layers.Dense(4),
+            layers.Lambda(lambda x: tf.sqrt(-1 - x * x)),
+            layers.Dense(4),
+        )
+        return model, "mse", FLAT, FLAT[:, :4]
+
+    model, logs = trained(hopeless, epochs=1)
+    assert (model.optimizer.applied_steps, model.optimizer.skipped_steps) == (0, 4)
+    assert model.optimizer.scale == 2**11
+    assert np.isnan(logs["loss"]).all()
+
+
+def test_a_static_scale_stays_and_skips():
+    with tfamp.scope("mixed_float16", loss_scale=2.0**15):
+        model, loss, x, y = priced()
+        model.compile(keras.optimizers.SGD(1e-6), loss)
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    assert (model.optimizer.applied_steps, model.optimizer.skipped_steps) == (0, 4)
+    assert model.optimizer.scale == 2**15
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_the_rest_of_the_data_comes_once_and_in_order():
+    seen = []
+
+    def rows():
+        for number in range(6):
+            seen.append(number)
+            yield FLAT[:8], PRICES[:8] + number
+
+    with tfamp.scope("mixed_float16"):
+        model, loss, *_ = priced()
+        model.compile(keras.optimizers.SGD(1e-6), loss)
+    model.fit(rows(), epochs=1, verbose=0)
+    assert seen == list(range(6))
+    assert int(model.optimizer.iterations) == 6

@@ -1,0 +1,174 @@
+"""Gradients of inputs outside of training: saliency maps, adversaries, dreams."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.loops import in_each_way
+
+layers = keras.layers
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+PIXELS = np.random.default_rng(0).normal(size=(4, 8, 8, 3)).astype("float32")
+HALF = 0.02  # relative error of a few roundings of float16
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_enabled():
+    yield
+    tfamp.disable()
+    keras.config.set_dtype_policy("float32")
+
+
+def classifier(policy, sureness=6.0):
+    """Returns a classifier that is so sure that gradients of its answer are tiny."""
+    with tfamp.scope(policy):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [
+                keras.Input((8, 8, 3)),
+                layers.Conv2D(4, 3, activation="tanh"),
+                layers.Flatten(),
+                layers.Dense(3, activation="softmax"),
+            ]
+        )
+    kernel, bias = model.layers[-1].get_weights()
+    model.layers[-1].set_weights([kernel, bias + np.float32([2.5 * sureness, 0, 0])])
+    return model
+
+
+def saliency(model, images, **tape_options):
+    with tf.GradientTape(**tape_options) as tape:
+        tape.watch(images)
+        score = tf.reduce_max(model(images), axis=-1)
+    return tape.gradient(score, images)
+
+
+def saliency_by_name(model, images):
+    """The gradient of one class, of images that come in a list beside others."""
+    with tf.GradientTape() as tape:
+        tape.watch([images, tf.constant(0.0)])
+        score = model(images, training=False)[:, 0]
+    return tape.gradient(score, [images])[0]
+
+
+def smoothed(model, images):
+    """The mean over noisy copies, as SmoothGrad."""
+    noise = np.random.default_rng(2).normal(scale=0.01, size=(3, *images.shape))
+    maps = [saliency(model, images + tf.constant(n, tf.float32)) for n in noise]
+    return tf.add_n(maps) / 3
+
+
+def along_a_path(model, images):
+    """Integrated gradients from black images."""
+    path = [images * part for part in (0.25, 0.5, 0.75, 1.0)]
+    return tf.add_n([saliency(model, each) for each in path]) / 4 * images
+
+
+def of_a_persistent_tape(model, images):
+    return saliency(model, images, persistent=True)
+
+
+WAYS = {
+    "saliency": saliency,
+    "of one class": saliency_by_name,
+    "SmoothGrad": smoothed,
+    "integrated gradients": along_a_path,
+    "a persistent tape": of_a_persistent_tape,
+}
+
+
+@in_each_way
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_map_of_a_sure_classifier_is_that_of_float32(way, decorate):
+    images = tf.constant(PIXELS)
+    exact = decorate(lambda x: way(classifier_32, x))
+    classifier_32 = classifier("float32")
+    expected = exact(images).numpy()
+    model = classifier("mixed_float16")
+    found = decorate(lambda x: way(model, x))(images).numpy()
+    assert 0 < np.abs(expected).max() < 1e-5
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert error < HALF, error
+
+
+@in_each_way
+def test_a_gradient_that_needs_no_scale_and_stands_none_is_finite(decorate):
+    model = classifier("mixed_float16", sureness=0.0)
+    images = tf.constant(PIXELS)
+
+    @decorate
+    def steep(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            score = 3e4 * tf.reduce_sum(model(x)[:, 0])
+        return tape.gradient(score, x)
+
+    found = steep(images).numpy()
+    exact = classifier("float32", sureness=0.0)
+    with tf.GradientTape() as tape:
+        tape.watch(images)
+        score = 3e4 * tf.reduce_sum(exact(images)[:, 0])
+    expected = tape.gradient(score, images).numpy()
+    assert np.linalg.norm(found - expected) < HALF * np.linalg.norm(expected)
+
+
+def test_one_tape_gives_one_gradient_unless_it_is_persistent():
+    model, images = classifier("mixed_float16"), tf.constant(PIXELS)
+    with tf.GradientTape() as tape:
+        tape.watch(images)
+        score = tf.reduce_max(model(images), axis=-1)
+    tape.gradient(score, images)
+    with pytest.raises(RuntimeError, match="non-persistent"):
+        tape.gradient(score, images)
+
+
+def test_a_fooled_classifier_is_fooled_in_half_too():
+    images = tf.constant(PIXELS)
+    model = classifier("mixed_float16", sureness=2.0)
+    before = model(images).numpy()[:, 0]
+    for _ in range(20):
+        with tf.GradientTape() as tape:
+            tape.watch(images)
+            loss = keras.losses.sparse_categorical_crossentropy(
+                tf.zeros(4), model(images)
+            )
+        images += 0.1 * tf.sign(tape.gradient(loss, images))
+    assert (model(images).numpy()[:, 0] < before - 0.05).all()
+
+
+def test_a_jacobian_of_inputs_is_as_before():
+    images = tf.constant(PIXELS[:1])
+    found = []
+    for policy in ("float32", "mixed_float16"):
+        model = classifier(policy, sureness=0.0)
+        with tf.GradientTape() as tape:
+            tape.watch(images)
+            scores = model(images)
+        found.append(tape.jacobian(scores, images).numpy())
+    np.testing.assert_allclose(found[1], found[0], atol=HALF * np.abs(found[0]).max())
+
+
+def heat(model, images, factor=1.0):
+    """The weights of Grad-CAM: how the score moves with each channel."""
+    inner = keras.Model(model.inputs, [model.layers[0].output, model.output])
+    with tf.GradientTape() as tape:
+        channels, scores = inner(images)
+        score = scores[:, 0] * factor
+    gradient = tf.cast(tape.gradient(score, channels), "float32") / factor
+    return tf.reduce_mean(gradient, axis=(1, 2)).numpy()
+
+
+def test_a_tiny_gradient_of_a_layers_output_is_told_with_a_remedy_that_works():
+    images = tf.constant(PIXELS)
+    expected = heat(classifier("float32"), images)
+    model = classifier("mixed_float16")
+    with pytest.warns(UserWarning, match="Multiply the target by 1024"):
+        heat(model, images)
+    found = heat(model, images, factor=1024.0)
+    assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
+
+
+def test_one_of_usual_size_is_not_told_of():
+    heat(classifier("mixed_float16", sureness=0.0), tf.constant(PIXELS))
