@@ -29,20 +29,6 @@ _left_alone: weakref.WeakSet[Any] = weakref.WeakSet()
 _replaced: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-class _Held:
-    """Holds an optimizer's companion, where Keras looks for no state to save.
-
-    It is an attribute of the optimizer, which the companion holds: both go together.
-    """
-
-    def __init__(self, companion: Any) -> None:
-        self.companion = companion
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Held":
-        """A copied optimizer is given another one where it needs it."""
-        return _Held(None)
-
-
 def know(optimizer: Any) -> None:
     """Notes that an optimizer exists, and what it wraps."""
     with _LOCK:
@@ -101,12 +87,13 @@ def companion_of(optimizer: Any) -> Any:
     """Returns the wrapper that a loop's optimizer was given, None where it has none."""
     held = vars(optimizer).get(_COMPANION)
     found = wrapper_of(optimizer)
-    return found if held is not None and held.companion is found else None
+    return found if held is not None and held() is found else None
 
 
 def give_companion(optimizer: Any, companion: Any) -> None:
     """Gives an optimizer a scale of its own, for as long as it lives."""
-    vars(optimizer)[_COMPANION] = _Held(companion)
+    # Where Keras looks for no state to save; it holds the optimizer: both go together.
+    vars(optimizer)[_COMPANION] = lambda: companion
 
 
 def may_be_given(optimizer: Any) -> bool:

@@ -59,17 +59,6 @@ class Companion(LossScaleOptimizer):
         if inner_optimizer.built:
             self.build(trained_by(inner_optimizer))
 
-    @property
-    def shared_clip(self) -> float | None:
-        """As for others, but a sum of gradients is clipped by who adds them up."""
-        adds_up = self.inner_optimizer.gradient_accumulation_steps is not None
-        return None if adds_up else super().shared_clip
-
-    def update_inner(self, gradients: list[Any], variables: Sequence[Any]) -> None:
-        """Runs Keras's own `apply`: that of a subclass has come here by it."""
-        with replaced(HERE, is_updating=True):
-            keras.optimizers.Optimizer.apply(self.inner_optimizer, gradients, variables)
-
     def _come_into_use(self) -> None:
         pass
 

@@ -497,9 +497,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def shared_clip(self) -> float | None:
         """The inner optimizer's `global_clipnorm`, which needs the norm at hand."""
-        if len(hooks.leaves(self.inner_optimizer)) > 1:
-            return None  # each of several optimizers clips its own part
-        return self.inner_optimizer.global_clipnorm or None
+        inner = self.inner_optimizer
+        # Each of several optimizers clips its own part, and a sum who adds it up.
+        adds_up = inner.gradient_accumulation_steps is not None
+        if len(hooks.leaves(inner)) > 1 or adds_up:
+            return None
+        return inner.global_clipnorm or None
 
     def accumulator(self, variable: Any) -> Any:
         """Returns the variable in which the gradients of another are added up."""

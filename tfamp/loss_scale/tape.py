@@ -110,14 +110,21 @@ def _wrap_gradient(
 
     is_again = not variables and can_be_asked_again(self)
     call = TapeCall(is_scaled=bool(scales))
-    scaled = _Scaled(call, scales, is_nested=is_again and is_recording())
     with replaced(HERE, call=call), asked(self):
         if not scales:
             found = original(
                 self, target, sources, output_gradients, unconnected_gradients
             )
         else:
-            given = scaled.gradients(compute, target, flat, output_gradients)
+            given = _scaled(
+                call,
+                scales,
+                compute,
+                target,
+                flat,
+                output_gradients,
+                is_nested=is_again and is_recording(),
+            )
             if is_again:  # what overflows and cannot be asked again spoils the step
                 given = _or_as_they_are(given, flat, compute, target, output_gradients)
             found = tf.nest.pack_sequence_as(sources, given)
@@ -280,48 +287,39 @@ def _can_be_scaled(target: Any) -> bool:
     )
 
 
-class _Scaled:
-    """One call of a tape, scaled by the smallest of possible scales.
+def _scaled(
+    call: TapeCall,
+    scales: Sequence[Any],
+    compute: _Compute,
+    target: Any,
+    sources: Sequence[Any],
+    seeds: Any,
+    *,
+    is_nested: bool,
+) -> list[Any]:
+    """Returns the gradients of a call that is scaled by the least of possible scales.
 
-    Where it `is_nested`, what flows back through the gradient is divided by its scale,
-    so that it and the gradient share what the tape around gives.
+    They are in float32 for variables, and true, or scaled by the code's own scale where
+    it scaled its loss. Where it `is_nested`, what flows back through the gradient is
+    divided by its scale, so that it and the gradient share what the tape around gives.
     """
-
-    def __init__(
-        self, call: TapeCall, scales: Sequence[Any], *, is_nested: bool
-    ) -> None:
-        self._call = call
-        self._scales = [tf.convert_to_tensor(scale) for scale in scales]
-        self._is_nested = is_nested
-
-    def gradients(
-        self, compute: _Compute, target: Any, sources: list[Any], seeds: Any
-    ) -> list[Any]:
-        """Returns the gradients, in float32 for variables.
-
-        They are true, or scaled by the code's own scale where it scaled its loss.
-        """
-        targets = tf.nest.flatten(target)
-        factor = self._factor(targets)
-        given = [None] * len(targets) if seeds is None else tf.nest.flatten(seeds)
-        scaled_seeds = [
-            (tf.ones_like(target) if seed is None else tf.convert_to_tensor(seed))
-            * tf.cast(factor, target.dtype)
-            for target, seed in zip(targets, given, strict=True)
-        ]
-        scaled = compute(targets, scaled_seeds)
-        divided = (self._call.by_hand[0] if self._call.by_hand else 1) / factor
-        return [
-            _unscaled(gradient, source, divided)
-            for gradient, source in zip(scaled, sources, strict=True)
-        ]
-
-    def _factor(self, targets: Sequence[Any]) -> tf.Tensor:
-        scales = list(self._scales)
-        if any(target.dtype in HALF for target in targets):
-            scales.append(tf.constant(_MAX_HALF_SCALE))
-        least = scales[0] if len(scales) == 1 else tf.reduce_min(tf.stack(scales))
-        return tf.sqrt(least) if self._is_nested else least
+    targets = tf.nest.flatten(target)
+    possible = [tf.convert_to_tensor(scale) for scale in scales]
+    if any(each.dtype in HALF for each in targets):
+        possible.append(tf.constant(_MAX_HALF_SCALE))
+    factor = possible[0] if len(possible) == 1 else tf.reduce_min(tf.stack(possible))
+    factor = tf.sqrt(factor) if is_nested else factor
+    given = [None] * len(targets) if seeds is None else tf.nest.flatten(seeds)
+    scaled_seeds = [
+        (tf.ones_like(each) if seed is None else tf.convert_to_tensor(seed))
+        * tf.cast(factor, each.dtype)
+        for each, seed in zip(targets, given, strict=True)
+    ]
+    found = compute(targets, scaled_seeds)
+    divided = (call.by_hand[0] if call.by_hand else 1) / factor
+    return [
+        _unscaled(g, source, divided) for g, source in zip(found, sources, strict=True)
+    ]
 
 
 def _unscaled(gradient: Any, source: Any, factor: Any) -> Any:
