@@ -195,6 +195,15 @@ def test_a_static_scale_stays_and_skips():
     assert model.optimizer.scale == 2**15
 
 
+def test_a_scale_of_ones_own_is_obeyed():
+    options = {"initial_scale": 2.0**18}
+    with tfamp.scope("mixed_float16", loss_scale_options=options):
+        model, loss, x, y = priced()
+        model.compile(keras.optimizers.SGD(1e-6), loss)
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    assert (model.optimizer.skipped_steps, model.optimizer.scale) == (4, 2**14)
+
+
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_the_rest_of_the_data_comes_once_and_in_order():
     seen = []

@@ -15,10 +15,10 @@ import tensorflow as tf
 
 from tfamp.keras_hooks.optimizers import leaves, strategy_of, trained_by
 from tfamp.keras_hooks.variables import stored
+from tfamp.loss_scale.rule import DEFAULT_SCALE
 from tfamp.loss_scale.scales import scale_of
 
 _COMPANION, _WRAPPER = "_tfamp_companion", "_tfamp_wrapper"
-_START = 2.0**15
 # What code of a method has to name to come to the `apply` of the base class.
 _WAYS_TO_APPLY = frozenset(("apply", "apply_gradients"))
 
@@ -146,7 +146,7 @@ def _start_of(optimizer: Any, settings: Any) -> Any:
         return scale_of(optimizer)
     if settings.loss_scale != "dynamic":
         return float(settings.loss_scale)
-    return float(settings.loss_scale_options.get("initial_scale", _START))
+    return float(settings.loss_scale_options.get("initial_scale", DEFAULT_SCALE))
 
 
 def _is_of_this_strategy(optimizer: Any) -> bool:

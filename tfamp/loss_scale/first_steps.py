@@ -2,7 +2,7 @@
 
 A skipped step has changed no weight. While a scale is not proven, such a step is taken
 again, on the same batch, at a lower one; a batch for which no scale is low enough is
-skipped at the first one, as any later batch is.
+skipped at the first one, as any later batch is. A scale of the user's own is obeyed.
 """
 
 import functools
@@ -18,6 +18,7 @@ from absl import logging
 from tfamp.keras_hooks import trainer
 from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.loss_scale.replicas import ours_of
+from tfamp.loss_scale.rule import DEFAULT_SCALE
 
 NUM_STEPS = 10  # that prove a scale
 _LOWER = 0.25
@@ -56,8 +57,10 @@ def build(model: keras.Model, optimizers: list[Any], data: Any) -> None:
 
 
 def _is_unproven(optimizer: Any) -> bool:
+    """Returns whether nobody has chosen its scale, and no steps have proved it."""
     now = optimizer.scale_variables.numbers()
-    return optimizer.dynamic and not now.is_frozen and now.judged < NUM_STEPS
+    is_given = not optimizer.dynamic or optimizer.initial_scale != DEFAULT_SCALE
+    return not (is_given or now.is_frozen) and now.judged < NUM_STEPS
 
 
 def _repeating(batch: Any, iterator: Any) -> Any:

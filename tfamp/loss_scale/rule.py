@@ -12,6 +12,8 @@ import tensorflow as tf
 
 from tfamp.records import checks
 
+DEFAULT_SCALE = 2.0**15  # to begin with
+
 
 class ScaleState(NamedTuple):
     """All that a step reads and writes; numbers or scalar tensors."""
