@@ -22,6 +22,14 @@ from tfamp.loss_scale.arguments import (
     chosen_steps,
     variables_for,
 )
+from tfamp.loss_scale.attributes import (
+    INNER,
+    SHARED,
+    only_eager,
+    refused,
+    reported,
+    shared,
+)
 from tfamp.loss_scale.candidates import know
 from tfamp.loss_scale.counters import FROZEN, ScaleVariables
 from tfamp.loss_scale.fit_hooks import FIT_HOOKS
@@ -31,63 +39,6 @@ from tfamp.loss_scale.rule import ScaleState
 from tfamp.loss_scale.scales import HERE, note_unscaled, own, scaled_by_hand
 from tfamp.loss_scale.tape import TAPE_HOOKS
 from tfamp.records import checks
-
-_INNER = "inner_optimizer"
-# Attributes that every Keras optimizer has, the wrapper too, and that only mean
-# something on the one inside.
-_SHARED = (
-    "weight_decay",
-    "clipnorm",
-    "clipvalue",
-    "global_clipnorm",
-    "use_ema",
-    "ema_momentum",
-    "ema_overwrite_frequency",
-)
-
-
-def _reported(field: str, doc: str) -> property:
-    """Returns a getter of a `ScaleState`: a number, or a scalar tensor in a graph."""
-
-    def get(self: Any) -> Any:
-        stored = self.scale_variables
-        now = stored.numbers() if tf.executing_eagerly() else stored.read()
-        return getattr(now, field)
-
-    return property(get, doc=doc)
-
-
-def _shared(name: str) -> property:
-    def get(self: Any) -> Any:
-        inner = vars(self).get(_INNER)
-        return None if inner is None else getattr(inner, name)
-
-    def put(self: Any, value: Any) -> None:
-        inner = vars(self).get(_INNER)
-        if inner is not None:  # Keras sets its defaults before there is one
-            setattr(inner, name, value)
-
-    return property(get, put, doc=f"`{name}` of the inner optimizer.")
-
-
-def _refused(name: str, instead: str) -> property:
-    def put(self: Any, value: Any) -> None:
-        if value is not None and _INNER in vars(self):
-            raise ValueError(
-                f"`{name}` is {value!r}, but a LossScaleOptimizer has none of its own; "
-                f"expected None. {instead}"
-            )
-
-    return property(lambda self: None, put, doc=f"None: {instead}")
-
-
-def _only_eager(name: str) -> None:
-    if not tf.executing_eagerly():
-        raise RuntimeError(
-            f"`{name}` was read inside a `tf.function`, or a `train_step` that is "
-            "traced; expected eager code, as it is no number. Read it between steps or "
-            "in a callback."
-        )
 
 
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
@@ -235,36 +186,36 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         "loss_scale_factor",
         "gradient_accumulation_steps",
     )
-    loss_scale_factor = _refused(
+    loss_scale_factor = refused(
         "loss_scale_factor",
         "Pass `initial_scale` and `dynamic=False` to the constructor, or call "
         "`freeze(value)`.",
     )
-    gradient_accumulation_steps = _refused(
+    gradient_accumulation_steps = refused(
         "gradient_accumulation_steps", "Pass it to the constructor."
     )
-    scale = _reported("scale", "The present loss scale.")
-    applied_steps = _reported("applied", "Updates that were applied.")
-    skipped_steps = _reported(
+    scale = reported("scale", "The present loss scale.")
+    applied_steps = reported("applied", "Updates that were applied.")
+    skipped_steps = reported(
         "skipped", "Steps, or microbatches, that were skipped for non-finite gradients."
     )
-    judged_steps = _reported(
+    judged_steps = reported(
         "judged", "Steps, or microbatches, applied, added up or skipped."
     )
-    consecutive_skips = _reported(
+    consecutive_skips = reported(
         "streak", "Steps skipped in a row up to now, 0 after a finite one."
     )
-    num_stops = _reported(
+    num_stops = reported(
         "num_stops", "How often training was stopped for too many skips in a row."
     )
-    gradient_norm = _reported(
+    gradient_norm = reported(
         "norm",
         """Norm of the last step's unscaled gradients, before any clipping.
 
         Under accumulation that of the last update, or of the last microbatch since.
         """,
     )
-    _frozen = _reported("is_frozen", "Above 0 where the scale is static now.")
+    _frozen = reported("is_frozen", "Above 0 where the scale is static now.")
 
     @property
     def last_step_skipped(self) -> Any:
@@ -279,13 +230,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def nonfinite_variables(self) -> tuple[str, ...]:
         """Paths of the variables whose gradients the last skipped step failed on."""
-        _only_eager("nonfinite_variables")
+        only_eager("nonfinite_variables")
         return tuple(self.scale_variables.blamed(1))
 
     @property
     def nonfinite_counts(self) -> dict[str, int]:
         """For each variable that had any, its number of non-finite gradients."""
-        _only_eager("nonfinite_counts")
+        only_eager("nonfinite_counts")
         return self.scale_variables.blamed(0)
 
     def history(self) -> dict[str, np.ndarray]:
@@ -302,7 +253,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             >>> {k: v.tolist() for k, v in optimizer.history().items()}
             {'step': [1], 'scale': [8.0], 'gradient_norm': [1.0], 'skipped': [False]}
         """
-        _only_eager("history")
+        only_eager("history")
         return self.scale_variables.history()
 
     def freeze(self, value: float | None = None) -> None:
@@ -580,7 +531,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Reads a public attribute that only the inner optimizer has."""
-        inner = vars(self).get(_INNER)
+        inner = vars(self).get(INNER)
         if inner is None or name.startswith("_"):
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -589,7 +540,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets on the inner optimizer what only that one has, as its momentum."""
-        own, inner = vars(self), vars(self).get(_INNER)
+        own, inner = vars(self), vars(self).get(INNER)
         is_inner_only = (
             own.get("_is_made", False)
             and not name.startswith("_")
@@ -623,8 +574,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
 
-for _name in _SHARED:
-    setattr(LossScaleOptimizer, _name, _shared(_name))
+for _name in SHARED:
+    setattr(LossScaleOptimizer, _name, shared(_name))
 
 
 hooks.save_under_stock_name(LossScaleOptimizer, keras.optimizers.LossScaleOptimizer)
