@@ -35,16 +35,7 @@ _EXAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What requests are held to.
-
-    Args:
-        max_batch_size: Examples in a run; None finds out whether an answer depends on
-            the others of its batch, and takes 64 or 1.
-        max_queue: Requests of a model that may wait.
-        max_body: Bytes of the largest request.
-        max_json: Bytes of the largest JSON.
-        timeout_seconds: How long an answer, and a body on its way, may take.
-    """
+    """What requests are held to; `serve` says what each limit is."""
 
     max_batch_size: int | None = None
     max_queue: int = 256
