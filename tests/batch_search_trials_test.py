@@ -10,7 +10,8 @@ import tensorflow as tf
 
 import tfamp
 from tests.replicas import two_replicas
-from tfamp.memory.batch_search import find_batch_size, processes, trial
+from tfamp.memory.batch_search import find_batch_size
+from tfamp.trials import processes, worker
 
 pytest.importorskip("cloudpickle")
 MIB = 2**20
@@ -147,14 +148,12 @@ def test_a_process_that_the_system_kills_did_not_fit():
         (not_compiled, "; expected a compiled `keras.Model`. Call `model.compile`"),
     ],
 )
-def test_a_fault_of_the_users_is_raised(build_model, message, monkeypatch, tmp_path):
-    def in_this_process(folder, size, log, timeout_seconds):
+def test_a_fault_of_the_users_is_raised(build_model, message, monkeypatch):
+    def in_this_process(module, words, log, **how):
         log.touch()
-        return trial.main([str(folder), str(size)])
+        return worker.main(words)
 
-    monkeypatch.setattr(processes, "_run", in_this_process)
-    monkeypatch.setattr(trial, "_end_with_parent", lambda: None)
-    monkeypatch.setattr(trial, "_OWN_SCORE", tmp_path / "score")
-    monkeypatch.setattr(trial, "watch", lambda *args, **options: None)
+    monkeypatch.setattr(processes, "run", in_this_process)
+    monkeypatch.setattr(worker, "_watch", lambda *given: None)
     with pytest.raises(RuntimeError, match=re.escape(message)):
         find_batch_size(build_model, (X, Y), start=16, verbose=False)

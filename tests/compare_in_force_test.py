@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.trials import storage
+from tfamp.trials import tasks
 from tfamp.trials import variant as module
-from tfamp.trials.storage import checked_policies, file_name
+from tfamp.trials.tasks import checked_policies, file_name
 from tfamp.trials.variant import Variant, in_force
 
 REWRITE = "auto_mixed_precision_onednn_bfloat16"
@@ -73,9 +73,9 @@ def small():
 def test_a_plan_is_compared_by_its_file(tmp_path):
     with tfamp.scope("mixed_bfloat16", keep_float32=["first"]):
         plan = tfamp.PrecisionPlan.from_model(small())
-    path = storage.plan_file(tmp_path, plan)
+    path = tasks.plan_file(tmp_path, plan)
     assert tfamp.PrecisionPlan.from_json(path) == plan
-    assert storage.plan_file(tmp_path, "float32") == "float32"
+    assert tasks.plan_file(tmp_path, "float32") == "float32"
     words = checked_policies(["float32", f"{path}+xla"])
     assert words == ("float32", f"{path}+xla")
     assert "/" not in file_name(words[1], 0)
@@ -91,7 +91,7 @@ def test_a_plan_is_compared_by_its_file(tmp_path):
 
 @pytest.mark.parametrize("word", ["{}+no_rules", "keras:{}", "nowhere.json"])
 def test_a_plan_that_cannot_be_compared_is_refused(word, tmp_path):
-    path = storage.plan_file(tmp_path, tfamp.PrecisionPlan.from_model(small()))
+    path = tasks.plan_file(tmp_path, tfamp.PrecisionPlan.from_model(small()))
     with pytest.raises(ValueError, match="expected"):
         checked_policies(["float32", word.format(path)])
 

@@ -9,15 +9,16 @@ import sys
 import threading
 from dataclasses import replace
 
+import keras
 import numpy as np
 import pytest
 
 import tfamp
 from tests import made_evidence
 from tfamp.comparison.result import conclude
-from tfamp.trials import parcel, processes
+from tfamp.trials import parcel, processes, runner
 from tfamp.trials.run_records import Run
-from tfamp.trials.storage import Job, checked_policies, checked_seeds, file_name
+from tfamp.trials.tasks import Task, checked_policies, checked_seeds
 
 pytest.importorskip("cloudpickle")
 
@@ -32,26 +33,17 @@ def started(monkeypatch):
     calls = []
     answers = {}
 
-    class RunProcess:
-        """Ends at once with a made-up run."""
+    def do(folder, task, *, timeout_seconds=None, on_progress=lambda part: None):
+        key = task.policy, task.seed
+        calls.append(key)
+        on_progress(0.5)
+        if isinstance(answers.get(key), BaseException):
+            raise answers[key]
+        run = answers.get(key) or made_evidence.run(*key)
+        run.to_json(folder / f"{task.name}.json")
+        return run
 
-        def __init__(self, folder, policy, seed, *, timeout_seconds, on_progress):
-            self.folder, self.policy, self.seed = folder, policy, seed
-            self.part_done, self.on_progress = 0.5, on_progress
-
-        def run(self):
-            calls.append((self.policy, self.seed))
-            self.on_progress(self)
-            if isinstance(answers.get((self.policy, self.seed)), BaseException):
-                raise answers[self.policy, self.seed]
-
-        def result(self):
-            key = (self.policy, self.seed)
-            run = answers.get(key) or made_evidence.run(*key)
-            run.to_json(self.folder / f"{file_name(*key)}.json")
-            return run
-
-    monkeypatch.setattr(processes, "RunProcess", RunProcess)
+    monkeypatch.setattr(runner, "do", do)
     return calls, answers
 
 
@@ -185,8 +177,10 @@ def test_arguments_are_checked_before_any_run(started, arguments, message):
 
 
 def test_a_model_is_no_building_function(started):
-    with pytest.raises(TypeError, match="expected a function that returns a compiled"):
-        tfamp.compare(object())
+    for wrong in (object(), keras.Sequential([keras.Input((2,))])):
+        with pytest.raises(TypeError, match="expected a function that returns a comp"):
+            tfamp.compare(wrong)
+    assert started[0] == []
 
 
 def test_seeds_and_policies_are_read():
@@ -194,13 +188,6 @@ def test_seeds_and_policies_are_read():
     assert checked_seeds((5, 1)) == (5, 1)
     policies = ["float32", "keras:float16"]
     assert checked_policies(policies) == tuple(policies)
-
-
-def test_a_job_comes_back_from_json():
-    job = Job("t", ("a", "b"), (1, 2), 3, 4, (5,), "s", "c")
-    assert Job.from_json(job.to_json()) == job
-    changed = replace(job, policies=("a",), seeds=(1,), batch_size=8)
-    assert job.differences(changed) == ("batch_size",)
 
 
 def test_functions_and_arrays_come_out_as_they_went_in(tmp_path):
@@ -283,23 +270,26 @@ def test_the_end_of_a_process_is_explained(status, message):
     assert message in processes.why_ended(status)
 
 
-def process(tmp_path, monkeypatch, code, **options):
-    """A run's process that runs other Python code; `told` talks for it."""
-    talk = (
-        "import os, sys\n"
-        "def told(word): os.write(int(sys.argv[4]), (word + '\\n').encode())\n"
-    )
-    command = [sys.executable, "-c", talk + code]
-    monkeypatch.setattr(processes, "command", lambda module, words: [*command, *words])
-    return processes.RunProcess(tmp_path, "float32", 0, **options)
+@pytest.fixture
+def did(tmp_path, monkeypatch):
+    """Does a task whose process runs other Python code; `told` talks for it."""
+
+    def do(code, **options):
+        talk = (
+            "import os, sys\n"
+            "def told(word): os.write(int(sys.argv[3]), (word + '\\n').encode())\n"
+        )
+        words = [sys.executable, "-c", talk + code]
+        monkeypatch.setattr(processes, "command", lambda _, more: [*words, *more])
+        return runner.do(tmp_path, Task("float32"), **options)
+
+    return do
 
 
-def test_a_process_tells_how_far_it_is(tmp_path, monkeypatch):
+def test_a_process_tells_how_far_it_is(did):
     parts = []
-    note = {"on_progress": lambda process: parts.append(process.part_done)}
-    found = process(tmp_path, monkeypatch, "told('0.25'); told('0.50')", **note)
-    found.run()
-    assert (found.part_done, parts[-1]) == (0.5, 0.5)
+    did("told('0.25'); told('0.50')", on_progress=parts.append)
+    assert parts[-1] == 0.5
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="others do not end")
@@ -307,7 +297,7 @@ def test_a_process_ends_with_the_one_that_started_it(tmp_path):
     program = (
         "import os, subprocess, sys\n"
         "code = 'from tfamp.trials import processes; processes.end_with_parent(); '\n"
-        "code += 'print(1, flush=True); input()'\n"
+        "code += 'import time; print(1, flush=True); time.sleep(600)'\n"
         "child = subprocess.Popen([sys.executable, '-c', code], stdin=-1, stdout=-1)\n"
         "child.stdout.readline()\n"
         "print(child.pid, flush=True)\n"
@@ -323,48 +313,32 @@ def test_a_process_ends_with_the_one_that_started_it(tmp_path):
         assert state.wait(10) is None or state.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_process_that_dies_leaves_a_failed_run_and_its_log(tmp_path, monkeypatch):
-    code = "print('last words', flush=True); os.kill(os.getpid(), 9)"
-    found = process(tmp_path, monkeypatch, code)
-    found.run()
-    run = found.result()
+def test_a_process_that_dies_leaves_a_failed_run_and_its_log(did, tmp_path):
+    run = did("print('last words', flush=True); os.kill(os.getpid(), 9)")
     assert (run.status, run.error) == ("failed", processes.why_ended(-9))
     assert processes.tail(tmp_path / "float32_seed0.log") == "last words"
 
 
-def test_an_old_record_is_not_taken_for_a_new_one(tmp_path, monkeypatch):
+def test_an_old_record_is_not_taken_for_a_new_one(did, tmp_path):
     made_evidence.run("float32", 0).to_json(tmp_path / "float32_seed0.json")
-    found = process(tmp_path, monkeypatch, "")
-    found.run()
-    assert found.result().status == "failed"
+    assert did("").status == "failed"
 
 
-def test_a_run_that_takes_too_long_is_ended(tmp_path, monkeypatch):
-    code = "import time; time.sleep(600)"
-    found = process(tmp_path, monkeypatch, code, timeout_seconds=0.3)
-    found.run()
-    assert found.result().error == "it took longer than 0.3 s"
+def test_a_run_that_takes_too_long_is_ended(did):
+    found = did("import time; time.sleep(600)", timeout_seconds=0.3)
+    assert found.error == "it took longer than 0.3 s"
 
 
-def test_an_interruption_ends_the_process(tmp_path, monkeypatch):
-    def interrupt(process):
-        raise KeyboardInterrupt
+def test_an_interruption_ends_the_process(did, tmp_path):
+    def interrupt(part):
+        if part:
+            raise KeyboardInterrupt
 
     code = "print(os.getpid(), flush=True); told('0.5'); sys.stdin.read()"
-    found = process(tmp_path, monkeypatch, code, on_progress=interrupt)
     with pytest.raises(KeyboardInterrupt):
-        found.run()
+        did(code, on_progress=interrupt)
     with pytest.raises(ProcessLookupError):
         os.kill(int(processes.tail(tmp_path / "float32_seed0.log")), 0)
-
-
-def test_a_run_tells_how_far_it_is():
-    reading, writing = os.pipe()
-    processes.Line(writing).tell(0.5)
-    assert os.read(reading, 100).decode().split() == ["0.5000"]
-    for end in (reading, writing):
-        os.close(end)
-    processes.Line().tell(0.5)  # to nobody
 
 
 def concluded(policies, **options):

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import sys
 
 import keras
 import numpy as np
@@ -13,11 +14,10 @@ import tensorflow as tf
 import tfamp
 from tests.replicas import two_replicas
 from tfamp.cli import main as cli
-from tfamp.trials import child, measurements, parcel, training
+from tfamp.trials import batches, measurements, parcel, training, worker
 from tfamp.trials.clock import Window, curve, seconds_per_step, steady
-from tfamp.trials.processes import Line
 from tfamp.trials.run_records import Run
-from tfamp.trials.storage import FILE, Job
+from tfamp.trials.tasks import Task
 from tfamp.trials.training import train
 
 pytest.importorskip("cloudpickle")
@@ -73,16 +73,10 @@ WAYS = {
 }
 
 
-def job(**changed):
-    given = {"title": "t", "policies": ("float32", "auto"), "seeds": (0,), "epochs": 3}
-    return Job(**(given | changed))
-
-
-def trained(model, data, validation=None, settings=None, **how):
-    """What training measures, and the figures of the run."""
-    given = {"job": settings or job(), "run": Run("float32", 0), **how}
-    found = train(model, data, validation, **given)
-    return found, found.run
+def trained(model, data, validation=None, **how):
+    """The figures of a run."""
+    given = {"run": Run("float32", 0), "epochs": 3, **how}
+    return train(model, data, validation, **given)[0]
 
 
 @pytest.mark.anchors("functional", "own train_step")
@@ -91,7 +85,7 @@ def test_every_way_of_writing_a_model_is_measured(make, options, tmp_path):
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
     model = compiled(make(), **options)
     ticks = itertools.count(step=0.001)  # far from the length of a window
-    whole, found = trained(model, data, data, clock=lambda: next(ticks))
+    found = trained(model, data, data, clock=lambda: next(ticks))
     assert (found.batch_size, found.num_steps, found.warmup_steps) == (10, 12, 4)
     assert found.examples_per_second > 0
     assert found.first_step_seconds > 0
@@ -116,10 +110,10 @@ def test_arrays_and_a_pydataset_are_taken(tmp_path):
             part = slice(10 * index, 10 * index + 10)
             return X[part], Y[part]
 
-    _, arrays = trained(compiled(functional()), (X, Y), (X, Y), job(batch_size=16))
+    arrays = trained(compiled(functional()), (X, Y), (X, Y), batch_size=16)
     # 40 rows in batches of 16, 16 and 8.
     assert (arrays.batch_size, arrays.num_steps) == (16, 9)
-    _, own = trained(compiled(functional()), Batches())
+    own = trained(compiled(functional()), Batches())
     assert (own.batch_size, own.num_steps) == (10, 12)
     # Without validation data the metrics are those of training.
     assert own.final_metrics == {
@@ -134,7 +128,7 @@ def test_two_replicas_are_measured(tmp_path):
     with strategy.scope():
         model = compiled(functional())
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
-    _, found = trained(model, data, data, job(epochs=1))
+    found = trained(model, data, data, epochs=1)
     assert (found.batch_size, found.num_steps) == (10, 4)
 
 
@@ -160,40 +154,27 @@ REFUSED = {
 @pytest.mark.parametrize("data, settings, message", REFUSED.values(), ids=REFUSED)
 def test_data_that_cannot_be_used_is_refused(data, settings, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)):
-        trained(compiled(functional()), data(), None, job(**settings))
+        trained(compiled(functional()), data(), None, **settings)
 
 
-def test_skipped_steps_and_scales_are_noted(tmp_path):
+def test_skipped_steps_are_noted(tmp_path):
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.01), 1024.0)
     model = functional()
     model.compile(optimizer, "mse")
     bad = X.copy()
     bad[10] = np.inf
     data = tf.data.Dataset.from_tensor_slices((bad, Y)).batch(10)
-    _, found = trained(model, data, None, job(epochs=1))
+    found = trained(model, data, None, epochs=1)
     assert found.skipped_steps == 1
-    # The second of four batches overflows: from the third on the scale is half.
-    assert found.loss_scales == ((1, 1024.0), (3, 512.0))
 
 
 def test_keras_own_scale_says_that_skips_are_unknown(tmp_path):
     model = functional()
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
-    _, found = trained(model, (X, Y), None, job(epochs=1))
+    found = trained(model, (X, Y), None, epochs=1)
     assert found.notes == (
         "Keras's own loss-scale optimizer does not tell which steps it skipped.",
     )
-
-
-class Told(Line):
-    """Notes what it is told."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = []
-
-    def tell(self, part):
-        self.parts.append(part)
 
 
 def test_a_training_tells_how_far_it_is():
@@ -203,11 +184,11 @@ def test_a_training_tells_how_far_it_is():
         now[0] += 0.06  # two looks at the clock make a window
         return now[0]
 
-    told = Told()
+    told = []
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(1)
-    trained(compiled(functional()), data, None, job(epochs=2), line=told, clock=clock)
-    assert told.parts == sorted(told.parts)
-    assert 0 < told.parts[0] < told.parts[-1] <= 1
+    trained(compiled(functional()), data, None, epochs=2, tell=told.append, clock=clock)
+    assert told == sorted(told)
+    assert 0 < told[0] < told[-1] <= 1
 
 
 # Windows
@@ -365,7 +346,8 @@ def test_examples_are_compared_where_all_runs_saw_the_same(tmp_path):
 
     def write(run, values, fingerprint="a"):
         given = {"accuracy": np.float32(values)}
-        measurements.PerExample(given, fingerprint, 3).write(tmp_path, run.policy, 0)
+        path = tmp_path / f"{run.policy}_seed0{measurements.SUFFIX}"
+        measurements.PerExample(given, fingerprint, 3).write(path)
 
     assert measurements.differences(tmp_path, [pair], "accuracy") is None
     write(pair[0], [1, 1, 0])
@@ -423,9 +405,9 @@ def test_sizes_are_timed_in_several_rounds_and_turns():
 
 
 def test_rows_are_repeated_for_a_larger_size():
-    rows = training.rows(tf.constant([[1.0], [2.0]]), 5)
+    rows = batches.rows(tf.constant([[1.0], [2.0]]), 5)
     assert rows.numpy().ravel().tolist() == [1, 2, 1, 2, 1]
-    ragged = training.rows(tf.ragged.constant([[1.0], [2.0, 3.0]]), 3)
+    ragged = batches.rows(tf.ragged.constant([[1.0], [2.0, 3.0]]), 3)
     assert ragged.to_list() == [[1.0], [2.0, 3.0], [1.0]]
 
 
@@ -454,15 +436,18 @@ def disabled():
     keras.config.set_dtype_policy("float32")
 
 
-def measured(tmp_path, policy, settings, *parcelled):
-    settings.to_json(tmp_path / FILE)
+def measured(tmp_path, policy, *parcelled, **given):
+    """What a process records of a task that this one does."""
+    task = Task(policy, **given)
     parcel.pack(tmp_path, *parcelled)
-    return child.measure(tmp_path, settings, policy, settings.seeds[0])
+    worker.main([str(tmp_path), task.to_json()])
+    return Run.from_json(tmp_path / f"{task.name}.json")
 
 
 def test_a_run_has_every_figure(tmp_path, disabled):
-    settings = job(batch_size=20, latency_batch_sizes=(2,), seeds=(7,), command="c")
-    run = measured(tmp_path, "mixed_bfloat16", settings, build, (X, Y), (X, Y))
+    given = {"batch_size": 20, "latency_batch_sizes": (2,), "seed": 7, "epochs": 3}
+    data = (X, Y), (X, Y)
+    run = measured(tmp_path, "mixed_bfloat16", build, *data, command="c", **given)
     assert Run.from_json(run.to_json()) == run
     assert run.policy == run.resolved_policy == "mixed_bfloat16"
     assert run.seed == 7
@@ -483,7 +468,7 @@ def test_a_run_has_every_figure(tmp_path, disabled):
 
 
 def test_stock_keras_runs_without_tfamp(tmp_path, disabled):
-    run = measured(tmp_path, "keras:mixed_bfloat16", job(epochs=1), build, (X, Y), None)
+    run = measured(tmp_path, "keras:mixed_bfloat16", build, (X, Y), None)
     assert run.reason == "stock Keras"
     dense = next(layer for layer in run.layers if layer.class_name == "Dense")
     assert (dense.compute_dtype, dense.rule) == ("bfloat16", "not managed")
@@ -497,23 +482,27 @@ def test_the_building_function_may_bring_the_data_and_take_seed_and_epochs(
         data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(epochs * seed)
         return compiled(functional()), data, lambda: (X[:8], Y[:8])
 
-    run = measured(tmp_path, "float32", job(seeds=(4,)), build_all, None, None)
+    run = measured(tmp_path, "float32", build_all, None, None, seed=4, epochs=3)
     # Three epochs of 40 / (3 * 4) batches.
     assert (run.batch_size, run.num_steps) == (12, 12)
     assert "val_loss" in run.history
 
 
 WRONG_BUILDS = {
-    "no model": (lambda: 3, TypeError, "`build_model` returned 3; expected a compiled"),
-    "not compiled": (functional, TypeError, "Call `model.compile` in it and return"),
+    "no model": (
+        lambda: 3,
+        "TypeError",
+        "`build_model` returned 3; expected a compiled",
+    ),
+    "not compiled": (functional, "TypeError", "Call `model.compile` in it and return"),
     "four values": (
         lambda: (1, 2, 3, 4),
-        TypeError,
+        "TypeError",
         "`build_model` returned (1, 2, 3, 4); expected a compiled model, (model,",
     ),
     "no data": (
         lambda: compiled(functional()),
-        ValueError,
+        "ValueError",
         "There is no training data; expected `train`, or a `build_model` that",
     ),
 }
@@ -521,25 +510,32 @@ WRONG_BUILDS = {
 
 @pytest.mark.parametrize("make, kind, message", WRONG_BUILDS.values(), ids=WRONG_BUILDS)
 def test_what_was_built_is_checked(make, kind, message, tmp_path, disabled):
-    with pytest.raises(kind, match=re.escape(message)):
-        measured(tmp_path, "float32", job(), make, None, None)
+    run = measured(tmp_path, "float32", make, None, None)
+    assert message in run.error and run.error.startswith(kind)
 
 
 def test_data_comes_from_the_building_function_or_from_the_call(tmp_path, disabled):
     def build_all():
         return compiled(functional()), (X, Y)
 
-    with pytest.raises(ValueError, match="and `train` was passed too; expected one of"):
-        measured(tmp_path, "float32", job(), build_all, (X, Y), None)
+    run = measured(tmp_path, "float32", build_all, (X, Y), None)
+    assert "and `train` was passed too; expected one of" in run.error
 
 
 def test_a_child_that_fails_leaves_its_error(tmp_path, capsys, disabled):
-    job().to_json(tmp_path / FILE)
     parcel.pack(tmp_path, lambda: 1 / 0, None, None)
-    assert child.main([str(tmp_path), "float32", "0"]) == 1
+    assert worker.main([str(tmp_path), Task("float32").to_json()]) == 1
     run = Run.from_json(tmp_path / "float32_seed0.json")
     assert (run.status, run.error) == ("failed", "ZeroDivisionError: division by zero")
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_few_steps_tell_time_and_memory_of_one_size(tmp_path, disabled):
+    run = measured(tmp_path, "float32", build, (X, Y), None, steps=3, batch_size=24)
+    assert (run.outcome, run.batch_size) == ("fits", 24)
+    assert run.examples_per_second == pytest.approx(24 / run.step.median)
+    assert run.memory.training_bytes > 2**26
 
 
 PROGRAM = """

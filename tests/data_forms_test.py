@@ -9,11 +9,10 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.memory.batch_search.processes import batch_of as tried_batch
 from tfamp.stepping.arguments import dataset_of
-from tfamp.trials.child import _as_fit_takes_it
+from tfamp.trials.batches import as_fit_takes_it
+from tfamp.trials.batches import batch_of as tried_batch
 from tfamp.trials.run_records import Run
-from tfamp.trials.storage import Job
 from tfamp.trials.training import train
 
 RNG = np.random.default_rng(0)
@@ -54,9 +53,8 @@ def made():
 
 def trained(data):
     batch_size = 8 if isinstance(data, (tuple, list)) else None
-    job = Job("", ("float32",), (0,), 1, batch_size, ())
-    run = Run("float32", 0)
-    found = train(made(), _as_fit_takes_it(data), None, job=job, run=run).run
+    given = {"run": Run("float32", 0), "epochs": 1, "batch_size": batch_size}
+    found = train(made(), as_fit_takes_it(data), None, **given)[0]
     return found.num_steps, found.batch_size
 
 

@@ -46,6 +46,7 @@ def test_a_run_comes_back_with_every_field():
         energy_joules=12.5,
         num_nonfinite_weights=3,
         notes=("one",),
+        outcome="fits",
     )
     defaults = Run("", 0)
     for field in dataclasses.fields(Run):

@@ -64,7 +64,6 @@ def run(policy: str, seed: int, *, speed: float = 1.0, metric: float = 0.9) -> R
         final_metrics={"loss": 0.5, "accuracy": metric + 0.001 * seed},
         num_examples=1_000_000,
         losses=tuple((s, 2.0 * math.exp(-s / 150) + 0.01 * seed) for s in steps),
-        loss_scales=((1, 32768.0), (100, 16384.0)) if "float16" in policy else (),
         skipped_steps=1 if "mixed_float16" in policy else 0,
         latencies=(
             Latency.of(1, [0.001 / speed, 0.0012 / speed, 0.003 / speed]),

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tfamp.trials import child, processes, training
+from tfamp.trials import runner, training, worker
+from tfamp.trials.run_records import Run
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "recipes"
@@ -34,15 +35,17 @@ def record_of(finished):
     return json.loads(finished.stdout.splitlines()[-1])
 
 
-class RunHere(processes.RunProcess):
-    """Trains in this process, which spares a run of a comparison its imports."""
-
-    def run(self):
-        """Trains to the end."""
-        child.main([str(self._folder), self.policy, str(self.seed)])
-
-
 def train_here(monkeypatch):
     """Has `tfamp.compare` train in this process, and time ten calls of each size."""
-    monkeypatch.setattr(processes, "RunProcess", RunHere)
+    in_a_process = runner.do
+
+    def do(folder, task, **how):
+        if task.steps and not task.is_fresh:  # of another tool
+            return in_a_process(folder, task, **how)
+        if task.is_fresh:
+            return Run(task.policy, task.seed, "failed", "not measured in this process")
+        worker.main([str(folder), task.to_json()])
+        return Run.from_json(folder / f"{task.name}.json")
+
+    monkeypatch.setattr(runner, "do", do)
     monkeypatch.setattr(training, "_SECONDS", 0)

@@ -3,9 +3,8 @@
 import itertools
 
 import numpy as np
-import pytest
 
-from tfamp.tuning.search import Checkpoint, Evaluation, Search, Suspect
+from tfamp.tuning.search import Evaluation, Search, Suspect
 
 
 def suspects(errors, guilty, savings=None):
@@ -142,17 +141,3 @@ def test_random_models_keep_most_of_the_best_saving_in_few_evaluations():
     assert np.mean(shares) >= 0.9
     assert max(counts) <= 12
     assert np.mean(fewer) >= 0.8
-
-
-def test_a_checkpoint_goes_on_where_it_was(tmp_path):
-    path = tmp_path / "tune.json"
-    one = Checkpoint(path, ["model", 1])
-    held = Evaluation(("b", "a"), 0.0, 0.1, True, 9)
-    one.add(held)
-    assert Checkpoint(path, ["model", 1]).get(("a", "b")) == held
-    assert Checkpoint(None, []).get(("a",)) is None
-    with pytest.raises(ValueError, match="is of another model, policy, metric"):
-        Checkpoint(path, ["model", 2])
-    path.write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
-        Checkpoint(path, ["model", 1])

@@ -113,7 +113,7 @@ def test_a_plan_is_a_start_and_gives_back_what_is_not_needed():
     wide = candidates.with_float32(
         base, {"dense_1_": "NaN in step 7", "squares_1_": "NaN"}, rule="NanRecovery"
     )
-    plan = tuned(model, policy=wide, objective="size")
+    plan = tuned(model, policy=wide)
     assert plan.layers["dense_1_"] == "float16"
     assert plan.layers["squares_1_"] == "float32"
 
@@ -239,23 +239,6 @@ def test_a_plan_that_cannot_run_does_not_hold(monkeypatch):
 
     monkeypatch.setattr(judges.FixedWeights, "worsening", worsening)
     assert kept_by_tune(tuned(model)) == {"squares_1_"}
-
-
-def test_a_search_goes_on_from_its_file(tmp_path, monkeypatch):
-    model, path = trained((1,)), tmp_path / "tune.json"
-    plan = tuned(model, checkpoint=path)
-    asked = []
-    real = judges.FixedWeights.worsening
-
-    def noted(self, plan, half):
-        asked.append(half)
-        return real(self, plan, half)
-
-    monkeypatch.setattr(judges.FixedWeights, "worsening", noted)
-    assert tuned(model, checkpoint=path).layers == plan.layers
-    assert asked == [1]  # only the judgement on fresh examples
-    with pytest.raises(ValueError, match="is of another model, policy"):
-        tuned(model, checkpoint=path, tolerance=0.03)
 
 
 def unequal():

@@ -45,7 +45,7 @@ def _estimates(call: Call) -> Any:
     for variant in call.values["policy"]:
         with built(call.argument, variant, needs_data=False) as made:
             # Below `built`, which finds out whether there is such a module.
-            from tfamp.memory.batch_search.processes import batch_of
+            from tfamp.trials.batches import batch_of
 
             batch = None if made.train is None else batch_of(made.train)
             data = None
@@ -135,7 +135,7 @@ _FIND = Command(
     "find_batch_size",
     "tfamp.find_batch_size",
     _find,
-    (policy_flag(), PLOT),
+    (policy_flag(),),
     without=("policy", "verbose", "on_trial"),
     more=f"{BUILD}\n\n{STATUS}",
     argument=TARGET,

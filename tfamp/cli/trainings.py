@@ -276,8 +276,7 @@ _TUNE = Command(
     "short trainings of what the function builds, or by outputs with --trained. "
     f"{_MORE}",
     argument=TARGET,
-    interrupted="stopped before a plan was found; with --checkpoint=FILE the same "
-    "command goes on.",
+    interrupted="stopped before a plan was found.",
 )
 COMMANDS = {
     "compare": _COMPARE,

@@ -2,9 +2,7 @@
 
 import functools
 import os
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from tfamp.comparison.judgement import (
@@ -15,17 +13,10 @@ from tfamp.comparison.judgement import (
 from tfamp.comparison.result import Comparison, conclude
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
-from tfamp.records.console import progress
-from tfamp.trials import measurements, parcel, processes, storage
+from tfamp.trials import measurements, parcel, tasks
 from tfamp.trials.run_records import Run
-from tfamp.trials.storage import (
-    Job,
-    checked_policies,
-    checked_seeds,
-    file_name,
-    fingerprint,
-)
-from tfamp.trials.variant import short_names
+from tfamp.trials.runner import run_all
+from tfamp.trials.tasks import Job, checked_policies, checked_seeds, fingerprint
 
 
 def _with_plans_as_files(function: Callable[..., Comparison]) -> Callable[..., Any]:
@@ -38,8 +29,8 @@ def _with_plans_as_files(function: Callable[..., Comparison]) -> Callable[..., A
             isinstance(policy, PrecisionPlan) for policy in policies
         ):
             return function(*args, **arguments)
-        with storage.opened(arguments.get("directory")) as folder:
-            words = [storage.plan_file(folder, policy) for policy in policies]
+        with tasks.opened(arguments.get("directory")) as folder:
+            words = [tasks.plan_file(folder, policy) for policy in policies]
             return function(*args, **{**arguments, "policies": words})
 
     return call
@@ -69,13 +60,12 @@ def compare(
     """Trains a model under several policies, and says which are as good and faster.
 
     Each policy and seed is trained by `fit` in a fresh process, so that memory peaks,
-    traced functions and random states are its own. On CPUs the policies of a seed take
-    turns of a second, as far as memory allows, so that what slows the machine slows
-    all of them; on GPUs they run one after the other. The same seed under two policies
-    starts from the same weights. Quality is judged by an equivalence test on the
-    differences of pairs, speed by an interval of their ratios
-    (`tfamp.comparison.verdict`). Ctrl-C ends it with the runs that are
-    finished, if they can be compared.
+    traced functions and random states are its own. The policies of a seed follow one
+    another, so that a machine that gets slower slows all of them. The same seed under
+    two policies starts from the same weights. Quality is judged by an equivalence test
+    on the differences of pairs, speed by an interval of their ratios
+    (`tfamp.comparison.verdict`). Ctrl-C ends it with the runs that are finished, if
+    they can be compared.
 
     On a GPU use it from a process that has not used the GPU yet: TensorFlow takes all
     of its memory and would leave none to the runs. `tfamp compare` does so.
@@ -132,18 +122,19 @@ def compare(
         >>> result.ratio("examples_per_second", "auto")  # doctest: +SKIP
         Interval(estimate=1.92, low=1.85, high=1.99)
     """
+    name = parcel.name_of(build_model)
     job = Job(
-        title=title or parcel.name_of(build_model),
         policies=checked_policies(policies),
         seeds=checked_seeds(seeds),
         epochs=checks.positive_int("epochs", epochs),
-        batch_size=_optional_int("batch_size", batch_size),
+        batch_size=None
+        if batch_size is None
+        else checks.positive_int("batch_size", batch_size),
         latency_batch_sizes=tuple(
             checks.positive_int("latency_batch_sizes", size)
             for size in latency_batch_sizes
         ),
         source="" if isinstance(build_model, str) else fingerprint(build_model),
-        command=command,
     )
     if tolerance is not None:
         tolerance = checks.positive("tolerance", tolerance)
@@ -160,100 +151,33 @@ def compare(
         )
     for module in ("cloudpickle", "psutil"):
         checks.require(module, extra="report", purpose="`tfamp.compare`")
-    with storage.opened(directory) as folder:
-        kept = storage.begin(folder, job, resume=resume)
+    with tasks.opened(directory) as folder:
+        kept = tasks.begin(folder, job, resume=resume)
         notes = parcel.pack(folder, build_model, train, validation)
-        runs, was_stopped = _run_all(
+        runs, was_stopped = run_all(
             folder,
             job,
             kept,
+            command=command,
             check=functools.partial(_check_metric, metric=metric, better=better),
-            on_run=on_run,
+            on_run=on_run or (lambda run: None),
             timeout_seconds=timeout_seconds,
         )
         comparison = conclude(
             runs,
-            title=job.title,
+            title=title or name,
             policies=job.policies,
             seeds=job.seeds,
             metric=metric,
             better=better,
             tolerance=tolerance,
-            context=storage.context(folder),
+            context=tasks.context(folder),
             notes=notes,
             examples=functools.partial(measurements.differences, folder),
         )
-        storage.end(folder, is_complete=not was_stopped)
+        if not was_stopped:
+            parcel.discard(folder)
     return comparison
-
-
-def _run_all(
-    folder: Path,
-    job: Job,
-    kept: Sequence[Run],
-    *,
-    check: Callable[[Run], None],
-    on_run: Callable[[Run], None] | None,
-    timeout_seconds: float | None,
-) -> tuple[list[Run], bool]:
-    """Runs what is missing; returns all runs and whether Ctrl-C ended it."""
-    runs = {(run.policy, run.seed): run for run in kept}
-    parts: dict[tuple[str, int], float] = {}
-    total, names = len(job.order()), short_names(job.policies)
-    for run in kept[:1]:
-        check(run)
-
-    def add(run: Run) -> None:
-        if not run.is_finished and not runs:
-            log = folder / f"{file_name(run.policy, run.seed)}.log"
-            raise RuntimeError(
-                f"The first run, {run.policy!r} with seed {run.seed}, failed: "
-                f"{run.error}. Expected it to train; mend what its log ends with:\n"
-                f"{processes.tail(log)}"
-            )
-        runs[run.policy, run.seed] = run
-        if on_run is not None:
-            on_run(run)
-        if run.is_finished:
-            check(run)
-
-    try:
-        unit = f"of {total} runs"
-        with progress("Starting", total, unit=unit, decimals=1) as show:
-
-            def tell(process: processes.RunProcess) -> None:
-                parts[process.policy, process.seed] = process.part_done
-                under_way = sum(part for key, part in parts.items() if key not in runs)
-                name = f"{names[process.policy]}, seed {process.seed}"
-                show(len(runs) + under_way, name)
-
-            for seed in job.seeds:
-                due = [p for p, s in job.order() if s == seed and (p, s) not in runs]
-                for policy in due:
-                    own = [r.is_finished for r in runs.values() if r.policy == policy]
-                    if own and not any(own):
-                        why = "left out, since the first run under this policy failed"
-                        add(Run(policy, seed, status="failed", error=why))
-                        continue
-                    process = processes.RunProcess(
-                        *(folder, policy, seed),
-                        timeout_seconds=timeout_seconds,
-                        on_progress=tell,
-                    )
-                    process.run()
-                    add(process.result())
-    except KeyboardInterrupt:
-        seeds = [run.seed for run in runs.values() if run.is_finished]
-        if len(seeds) == len(set(seeds)):  # no two can be compared
-            raise
-        warnings.warn(
-            f"Stopped after {len(runs)} of {total} runs; the comparison is of "
-            "these. `resume=True` with the same `directory` does the rest.",
-            UserWarning,
-            stacklevel=3,
-        )
-        return list(runs.values()), True
-    return list(runs.values()), False
 
 
 def _check_metric(run: Run, *, metric: str | None, better: Better | None) -> None:
@@ -261,7 +185,3 @@ def _check_metric(run: Run, *, metric: str | None, better: Better | None) -> Non
     found = choose_metric([run], metric)
     if better is None:
         direction(found)
-
-
-def _optional_int(argument: str, value: int | None) -> int | None:
-    return None if value is None else checks.positive_int(argument, value)

@@ -31,19 +31,8 @@ PerExample = Callable[[Sequence[tuple[Run, Run]], str], np.ndarray | None]
 class Comparison(TableRecord):
     """What a comparison measured and what it comes to; `print` shows it as a table.
 
-    Args:
-        title: What was trained.
-        policies: What was compared, in the order it was asked for.
-        seeds: One run for each of them under each policy.
-        reference: The policy that the others are held against.
-        metric: Name of the metric that quality is judged by, as in `final_metrics`.
-        better: Whether a larger ("max") or a smaller ("min") metric is better.
-        tolerance: The loss of the metric that counts as none, in its own unit.
-        on_validation: Whether the metric was taken on validation data.
-        runs: One for each policy and seed, those that failed too.
-        verdicts: Policy -> verdict, for all but the reference.
-        context: Where it was measured; None if no run got so far.
-        notes: What a reader should know, one sentence each.
+    `.verdict` is the answer for the best policy, `.verdicts` has each with its reason,
+    `.runs` every figure; docs/report_json.md has all fields.
     """
 
     SCHEMA: ClassVar[int] = 2

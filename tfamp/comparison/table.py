@@ -10,7 +10,7 @@ import numpy as np
 from tfamp.comparison.judgement import are_same
 from tfamp.records import checks, console
 from tfamp.records.units import join_words
-from tfamp.trials import storage
+from tfamp.trials import tasks
 from tfamp.trials.run_records import Run
 from tfamp.trials.statistics import Effect, Interval, effect_of_ratio
 from tfamp.trials.variant import Variant
@@ -344,7 +344,7 @@ def how_to_use(policy: str) -> str:
     variant = Variant.parse(policy)
     none = "" if variant.has_rules else ", keep_float32='none'"
     call = f"tfamp.enable({variant.policy!r}{none})"
-    if storage.is_plan_file(variant.policy):
+    if tasks.is_plan_file(variant.policy):
         # What was given is a plan itself; its file may be gone.
         call = "tfamp.enable(plan)"
     if variant.is_stock:

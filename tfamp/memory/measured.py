@@ -11,9 +11,10 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import structure, trainer
 from tfamp.memory.batch_search import processes
-from tfamp.memory.batch_search.processes import Settings, TrialSettings
+from tfamp.memory.batch_search.processes import Settings
 from tfamp.records import checks
 from tfamp.trials import parcel
+from tfamp.trials.tasks import Task
 
 _PURPOSE = "`tfamp.estimate_memory(..., measure=True)`"
 _STEPS = 3
@@ -66,12 +67,14 @@ def measured_line(
     with tempfile.TemporaryDirectory(prefix="tfamp-memory-") as name:
         folder = Path(name)
         # The rows of a batch are repeated, so that the data set no limit.
-        plan = TrialSettings("", _STEPS, data_batch_size=large)
-        plan.to_json(folder / TrialSettings.FILE)
-        Settings.present(policy).write(folder)
+        settings = Settings.present(policy)
+        settings.write(folder)
         parcel.pack(folder, build, tf.data.Dataset.from_tensors(batch), None)
         for each in (small, large):
-            trial = processes.try_size(folder, each, timeout_seconds=_TIMEOUT_SECONDS)
+            task = Task(
+                settings.policy, steps=_STEPS, batch_size=each, data_batch_size=large
+            )
+            trial = processes.try_size(folder, task, timeout_seconds=_TIMEOUT_SECONDS)
             if trial.peak_bytes is None:
                 raise MemoryError(
                     f"A batch of {each} was to be measured, and its process ended by "

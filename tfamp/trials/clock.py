@@ -9,19 +9,15 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfamp.loss_scale.counters import StepReader
-from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.records import units
-from tfamp.trials.processes import Line
-from tfamp.trials.run_records import MAX_POINTS
 
+# More points than this a curve does not show.
+MAX_POINTS = 400
 # Of short trainings the first part warms up: caches, threads, clock rates.
-_WARMUP_PART = 0.1
-_MAX_WARMUP_STEPS = 50
+_WARMUP_PART, _MAX_WARMUP_STEPS = 0.1, 50
 # Of the windows that count so many at either end are left out of the rate: a machine
 # that stalls for seconds, as virtual ones do, says nothing about a policy.
-_TRIMMED_PART = 0.05
-_MIN_WINDOWS_TO_TRIM = 8
+_TRIMMED_PART, _MIN_WINDOWS_TO_TRIM = 0.05, 8
 # Stalls of this part of the time are told.
 _MANY_STALLS = 0.1
 # With so many epochs the first is left out: it traces, and fills caches of the input.
@@ -29,14 +25,14 @@ _MIN_EPOCHS = 3
 # Steps are timed in windows: of a shorter one a clock and a read of the loss, which
 # waits for the device, would be a part.
 WINDOW_SECONDS = 0.1
-# The optimizer keeps its last 1024 steps.
-_READ_STEPS = 500
+# Of a few steps that are short, so many seconds.
+_ENOUGH_SECONDS = 0.5
 _PROGRESS_SECONDS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Some training steps of an epoch, from 0, that were timed together.
+    """Some training steps of an epoch that were timed together, counted from 1.
 
     `loss` is what was logged last; None where no loss is logged.
     """
@@ -48,6 +44,11 @@ class Window:
     seconds: float
     loss: float | None
     is_mean: bool = True
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Seconds of one of the steps."""
+        return self.seconds / self.steps
 
 
 def steady(
@@ -71,20 +72,17 @@ def seconds_per_step(windows: Sequence[Window]) -> tuple[float, str]:
     more a twentieth of each. What happens more often is in the mean, such as waits
     for the input.
     """
-    ordered = sorted(windows, key=lambda window: window.seconds / window.steps)
-    num_left_out = max(
-        int(_TRIMMED_PART * len(ordered)), int(len(ordered) >= _MIN_WINDOWS_TO_TRIM)
-    )
-    kept = ordered[num_left_out : len(ordered) - num_left_out]
+    ordered = sorted(windows, key=lambda window: window.seconds_per_step)
+    number = len(ordered)
+    left_out = max(int(_TRIMMED_PART * number), int(number >= _MIN_WINDOWS_TO_TRIM))
+    kept, slow = ordered[left_out : number - left_out], ordered[number - left_out :]
     mean = sum(window.seconds for window in kept) / sum(w.steps for w in kept)
-    slow = ordered[len(ordered) - num_left_out :]
     lost = sum(window.seconds - mean * window.steps for window in slow)
-    total = sum(window.seconds for window in windows)
-    if lost < _MANY_STALLS * total:
+    if lost < _MANY_STALLS * sum(window.seconds for window in windows):
         return mean, ""
     return mean, (
-        f"Stalls of {units.format_seconds(lost)} in {len(slow)} of {len(ordered)} "
-        "windows of steps do not count."
+        f"Stalls of {units.format_seconds(lost)} in {len(slow)} of {number} windows of "
+        "steps do not count."
     )
 
 
@@ -103,13 +101,12 @@ def curve(
             total, seen, epoch = 0.0, 0, window.epoch
         if window.loss is None:
             continue
-        steps = window.step_in_epoch - seen
-        if not window.is_mean:
-            points.append((window.last_step, steps, window.loss))
-            continue
-        whole = window.loss * window.step_in_epoch
-        points.append((window.last_step, steps, (whole - total) / steps))
-        total, seen = whole if math.isfinite(whole) else 0.0, window.step_in_epoch
+        steps, loss = window.step_in_epoch - seen, window.loss
+        if window.is_mean:
+            whole = loss * window.step_in_epoch
+            loss = (whole - total) / steps
+            total, seen = whole if math.isfinite(whole) else 0.0, window.step_in_epoch
+        points.append((window.last_step, steps, loss))
     group = max(1, math.ceil(len(points) / max_points))
     joined = []
     for start in range(0, len(points), group):
@@ -123,35 +120,34 @@ def curve(
 class Clock(keras.callbacks.Callback):
     """Times windows of steps, with validation and the ends of epochs left out.
 
-    `steps_an_epoch` is None where that is unknown.
+    Args:
+        steps_an_epoch: None where that is unknown.
+        num_epochs: Epochs to come.
+        tell: Takes the part that is done, in [0, 1].
+        enough: Ends training after so many steps beside the first window, or half a
+            second of shorter ones; None trains to the end.
+        clock: Seconds.
     """
 
     def __init__(
         self,
         steps_an_epoch: int | None,
         num_epochs: int,
-        line: Line,
+        tell: Callable[[float], None] = lambda part: None,
+        *,
+        enough: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
         self.windows: list[Window] = []
         self.first_step_seconds = 0.0
-        self.scales: list[tuple[int, float]] = []
-        self._steps_an_epoch, self._line, self._clock = steps_an_epoch, line, clock
-        self._num_steps = num_epochs * (steps_an_epoch or 0)
-        self._reader: StepReader | None = None
+        self._steps_an_epoch, self._tell, self._clock = steps_an_epoch, tell, clock
+        self._num_steps, self._enough = num_epochs * (steps_an_epoch or 0), enough
         self._logs: Mapping[str, Any] | None = None
-        self._epoch, self._seen, self._done, self._read_at = 0, 0, 0, 0
+        self._epoch, self._seen, self._done, self._first = 0, 0, 0, 0
         self._opened = self._began = clock()
-        self._told = -1e9
-        self._is_open = False
+        self._told, self._is_open = -1e9, False
         self._first_of_call, self._gives_last = 0, False
-
-    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Reads the loss scale of each step from here on."""
-        optimizer = self.model.optimizer
-        if isinstance(optimizer, LossScaleOptimizer):
-            self._reader = StepReader(optimizer)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Opens the first window of the epoch."""
@@ -168,16 +164,20 @@ class Clock(keras.callbacks.Callback):
         self, batch: int, logs: Mapping[str, Any] | None = None
     ) -> None:
         """Closes the window if it is long enough."""
-        now = self._clock()
-        self._logs = logs
+        now, self._logs = self._clock(), logs
         seen = self._steps_seen(batch)
-        self._done += seen - self._seen
-        self._seen = seen
+        self._done, self._seen = self._done + seen - self._seen, seen
         is_first = not self.windows
         if is_first or now - self._opened >= WINDOW_SECONDS:
             self._close()
             if is_first:
                 self.first_step_seconds = self._clock() - self._began
+            timed = self.windows[1:]
+            if self._enough is not None and (
+                sum(window.steps for window in timed) >= self._enough
+                and sum(window.seconds for window in timed) >= _ENOUGH_SECONDS
+            ):
+                self.model.stop_training = True
             self._open()
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
@@ -187,14 +187,6 @@ class Clock(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Closes the window that is open where there was no validation."""
         self._close()
-        self.read_scales()
-
-    def read_scales(self) -> None:
-        """Notes the loss scale of each step since the last time."""
-        self._read_at = self._done
-        if self._reader is not None:
-            for step in self._reader.read().steps:
-                self.scales.append((step.step, step.loss_scale))
 
     def _steps_seen(self, batch: int) -> int:
         """Returns the steps of this epoch so far.
@@ -216,7 +208,11 @@ class Clock(keras.callbacks.Callback):
         was_open, self._is_open = self._is_open, False
         if not was_open or self._done == self._first:
             return
-        loss = self._loss()
+        loss = None  # reading it, or the counter, waits for the device
+        if self._logs and "loss" in self._logs:
+            loss = float(np.asarray(self._logs["loss"]))
+        elif self.model.optimizer is not None:
+            np.asarray(self.model.optimizer.iterations)
         now = self._clock()
         self.windows.append(
             Window(
@@ -229,18 +225,9 @@ class Clock(keras.callbacks.Callback):
                 is_mean=self._is_mean(loss),
             )
         )
-        if self._done - self._read_at >= _READ_STEPS:
-            self.read_scales()
         if self._num_steps and now - self._told >= _PROGRESS_SECONDS:
             self._told = now
-            self._line.tell(self._done / self._num_steps)
-
-    def _loss(self) -> float | None:
-        """Returns the loss that was logged last; reading it waits for the device."""
-        if self._logs and "loss" in self._logs:
-            return float(np.asarray(self._logs["loss"]))
-        np.asarray(self.model.optimizer.iterations)
-        return None
+            self._tell(self._done / self._num_steps)
 
     def _is_mean(self, loss: float | None) -> bool:
         """Whether a logged loss is the mean since the epoch began, as `fit`'s own is.

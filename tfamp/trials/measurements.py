@@ -17,9 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.trials.run_records import Run
-from tfamp.trials.storage import file_name
+from tfamp.trials.tasks import file_name
 
-_SUFFIX = ".examples"
+SUFFIX = ".examples"
 _FINGERPRINT, _NAMES = "fingerprint", "names"
 # Of inputs so many numbers of an example tell it from others.
 _LEADING_NUMBERS = 16
@@ -39,12 +39,12 @@ class PerExample:
     fingerprint: str
     number: int
 
-    def write(self, folder: Path, policy: str, seed: int) -> None:
-        """Writes them beside the record of a run."""
+    def write(self, path: Path) -> None:
+        """Writes them to a file."""
         arrays = [np.float32(each) for each in self.values.values()]
         given: dict[str, Any] = {f"values_{i}": each for i, each in enumerate(arrays)}
         given |= {_FINGERPRINT: self.fingerprint, _NAMES: list(self.values)}
-        with open(folder / f"{file_name(policy, seed)}{_SUFFIX}", "wb") as file:
+        with open(path, "wb") as file:
             np.savez_compressed(file, **given)
 
 
@@ -111,7 +111,7 @@ def differences(
 def _read_examples(
     folder: Path, run: Run, metric: str
 ) -> tuple[np.ndarray, str] | None:
-    path = folder / f"{file_name(run.policy, run.seed)}{_SUFFIX}"
+    path = folder / f"{file_name(run.policy, run.seed)}{SUFFIX}"
     if not path.is_file():
         return None
     with np.load(path) as arrays:

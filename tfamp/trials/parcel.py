@@ -109,7 +109,10 @@ def name_of(build_model: Any) -> str:
     """Returns what a building function is called, or raises unless it is one."""
     if isinstance(build_model, str):
         return build_model
-    if not callable(build_model):
+    import keras
+
+    # A model can be called too, on inputs.
+    if not callable(build_model) or isinstance(build_model, keras.Model):
         raise TypeError(
             f"`build_model` is {build_model!r}, of type {type(build_model).__name__}; "
             "expected a function that returns a compiled model, since each process "
@@ -162,8 +165,7 @@ def pack(
 
 def unpack(folder: Path) -> tuple[Callable[..., Any], Any, Any]:
     """Returns the building function and the data as they were packed."""
-    pickle = checks.require("cloudpickle", extra="report", purpose=_PURPOSE)
-    parcel = pickle.loads((folder / _PARCEL).read_bytes())
+    parcel = read(folder / _PARCEL)
     build_model = parcel["build_model"]
     if isinstance(build_model, str):
         build_model = load(build_model)
@@ -172,6 +174,12 @@ def unpack(folder: Path) -> tuple[Callable[..., Any], Any, Any]:
         path = folder / saved
         data.append(_load(path) if path.is_dir() else parcel[name])
     return build_model, data[0], data[1]
+
+
+def read(path: Path) -> Any:
+    """Returns what was pickled in a file."""
+    pickle = checks.require("cloudpickle", extra="report", purpose=_PURPOSE)
+    return pickle.loads(path.read_bytes())
 
 
 def discard(folder: Path) -> None:

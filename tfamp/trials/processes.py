@@ -1,7 +1,6 @@
-"""Fresh processes of tfamp: started, watched, and why they ended."""
+"""Fresh processes of tfamp: started, followed, and why they ended."""
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -9,18 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tfamp.trials.run_records import Run
-from tfamp.trials.storage import file_name
-
-_CHILD = "tfamp.trials.child"
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 5
 _TAIL_LINES = 15
-# Of Linux's prctl: the signal that a process gets when its parent ends.
-_PR_SET_PDEATHSIG = 1
 _SIGNALS = {
     "SIGKILL": "the system killed it, most often for want of memory",
     "SIGILL": "the processor does not know an instruction that TensorFlow used; "
@@ -30,142 +23,75 @@ _SIGNALS = {
 }
 
 
-class RunProcess:
-    """Trains once in a fresh process, for at most `timeout_seconds`.
-
-    `part_done` of its training is done.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        policy: str,
-        seed: int,
-        *,
-        timeout_seconds: float | None = None,
-        on_progress: Callable[["RunProcess"], None] = lambda process: None,
-    ) -> None:
-        self.policy, self.seed = policy, seed
-        self._on_progress = on_progress
-        self.part_done = 0.0
-        self._folder, self._timeout = folder, timeout_seconds
-        self._status, self._is_late = 0, False
-
-    def run(self) -> None:
-        """Runs it to its end; whatever interrupts this ends it too."""
-        name = file_name(self.policy, self.seed)
-        (self._folder / f"{name}.json").unlink(missing_ok=True)
-        words = [str(self._folder), self.policy, str(self.seed)]
-        with uninterrupted():
-            process, reading = start_with_pipe(
-                _CHILD, words, self._folder / f"{name}.log"
-            )
-        try:
-            self._is_late = not self._watch(reading)
-            if not self._is_late:
-                self._status = process.wait()
-        finally:
-            os.close(reading)
-            if process.poll() is None:
-                end(process)
-            close_input(process)
-
-    def _watch(self, reading: int) -> bool:
-        """Follows what a process tells until it ends; False where that is too late."""
-        began = time.monotonic()
-        while True:
-            ready, _, _ = select.select([reading], [], [], _POLL_SECONDS)
-            if ready:
-                told = os.read(reading, 4096).decode()
-                if not told:  # its end of the pipe is closed
-                    return True
-                self.part_done = float(told.split()[-1])
-            self._on_progress(self)
-            if self._timeout is not None and time.monotonic() - began >= self._timeout:
-                return False
-
-    def result(self) -> Run:
-        """Returns the record that it left, or one of how it failed."""
-        why = f"it took longer than {self._timeout or 0:g} s"
-        if not self._is_late:
-            record = self._folder / f"{file_name(self.policy, self.seed)}.json"
-            if record.is_file():
-                return Run.from_json(record)
-            why = why_ended(self._status)
-        return Run(self.policy, self.seed, status="failed", error=why)
-
-
-class Line:
-    """The other end of a run's pipe, which tells how far it is.
-
-    It writes to a file descriptor, None for nothing.
-    """
-
-    def __init__(self, descriptor: int | None = None) -> None:
-        self._descriptor = descriptor
-
-    def tell(self, part: float) -> None:
-        """Tells which part of the training is done, in [0, 1]."""
-        if self._descriptor is not None:
-            os.write(self._descriptor, f"{part:.4f}\n".encode())
-
-
-def end_with_parent() -> None:
-    """Ends this process with the one that started it, on Linux."""
-    if sys.platform == "linux":
-        library = ctypes.CDLL(None, use_errno=True)
-        library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def start(
+def run(
     module: str,
     arguments: Sequence[str],
     log: Path,
     *,
-    pass_fds: tuple[int, ...] = (),
-    variables: Mapping[str, str | None] | None = None,
-) -> subprocess.Popen[bytes]:
-    """Starts a module of tfamp in a fresh process, which prints into a log.
+    timeout_seconds: float | None = None,
+    on_progress: Callable[[float], None] = lambda part: None,
+) -> int | None:
+    """Runs a module of tfamp to its end in a fresh process, which prints into a log.
 
-    It finds the same modules as this process. `variables` are set in its environment
-    besides, and left out where they are None.
+    Its last argument is the end of a pipe, where it tells which part is done, in lines
+    with a number. Whatever interrupts this ends the process too.
+
+    Returns:
+        Its exit status; None where it took longer than it may, and was ended.
     """
+    reading, writing = os.pipe()
+    process = None
+    try:
+        with uninterrupted():
+            process = start(
+                module, [*arguments, str(writing)], log, pass_fds=(writing,)
+            )
+        os.close(writing)
+        writing = -1
+        began, part = time.monotonic(), 0.0
+        while True:
+            if select.select([reading], [], [], _POLL_SECONDS)[0]:
+                told = os.read(reading, 4096).decode()
+                if not told:  # its end of the pipe is closed
+                    return process.wait()
+                part = float(told.split()[-1])
+            elif process.poll() is not None:  # workers of its own may hold that end
+                return process.returncode
+            on_progress(part)
+            if timeout_seconds and time.monotonic() - began >= timeout_seconds:
+                return None
+    finally:
+        os.close(reading)
+        if writing >= 0:
+            os.close(writing)
+        if process is not None:
+            if process.poll() is None:
+                end(process)
+            close_input(process)
+
+
+def start(
+    module: str, arguments: Sequence[str], log: Path, *, pass_fds: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts a module of tfamp, which finds the same modules as this process."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
-    environ = {**quiet, **os.environ, "PYTHONPATH": paths, **(variables or {})}
     with open(log, "wb") as output:
         return subprocess.Popen(
             command(module, arguments),
+            # Held open: its end tells the process that this one is gone.
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={k: v for k, v in environ.items() if v is not None},
+            env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "PYTHONPATH": paths},
             pass_fds=pass_fds,
             # Ctrl-C reaches this process only, which then ends the other.
             start_new_session=True,
         )
 
 
-def start_with_pipe(
-    module: str,
-    arguments: Sequence[str],
-    log: Path,
-    *,
-    variables: Mapping[str, str | None] | None = None,
-) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts a module as `start` does, with the end of a pipe as its last argument.
-
-    Returns the process and the descriptor to read what it tells.
-    """
-    reading, writing = os.pipe()
-    words, ends = [*arguments, str(writing)], (writing,)
-    try:
-        return start(module, words, log, pass_fds=ends, variables=variables), reading
-    except BaseException:
-        os.close(reading)
-        raise
-    finally:
-        os.close(writing)
+def command(module: str, arguments: Sequence[str]) -> list[str]:
+    """Returns the command that runs a module of tfamp with this interpreter."""
+    return [sys.executable, "-m", module, *arguments]
 
 
 @contextlib.contextmanager
@@ -186,16 +112,22 @@ def uninterrupted() -> Iterator[None]:
             handler(pressed[0], None)
 
 
+def end_with_parent() -> None:
+    """Ends this process once the one that started it, and held its input, is gone."""
+
+    def wait() -> None:
+        while os.read(sys.stdin.fileno(), 1024):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def close_input(process: subprocess.Popen[bytes]) -> None:
     """Closes the standard input of a process that may have ended."""
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-
-
-def command(module: str, arguments: Sequence[str]) -> list[str]:
-    """Returns the command that runs a module of tfamp with this interpreter."""
-    return [sys.executable, "-m", module, *arguments]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

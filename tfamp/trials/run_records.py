@@ -1,4 +1,8 @@
-"""What one training run under one policy and one seed measured, as records."""
+"""What one training run under one policy and one seed measured, as records.
+
+`docs/report_json.md` says of each field what it holds, in which unit, and when it is
+None; a test holds the two together.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,20 +13,10 @@ import numpy as np
 from tfamp.machine.speeds import Device
 from tfamp.records.record import Record
 
-# More points than this a curve does not show.
-MAX_POINTS = 400
-
 
 @dataclasses.dataclass(frozen=True)
 class Spread(Record):
-    """The middle of measured values and how far they scatter.
-
-    Args:
-        median: The middle.
-        low: A quarter of the values lie below.
-        high: A quarter lie above.
-        count: How many there were.
-    """
+    """The middle of measured values, and what a quarter lie below and above."""
 
     median: float
     low: float
@@ -43,16 +37,7 @@ class Spread(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Latency(Record):
-    """How long one call of the trained model takes, for one batch size.
-
-    Args:
-        batch_size: Examples in the call.
-        p50_seconds: Half of the calls took at most so long.
-        p90_seconds: Nine of ten.
-        p99_seconds: Ninety-nine of a hundred; the longest where there were fewer.
-        examples_per_second: Of all calls together.
-        num_calls: How many were timed.
-    """
+    """How long one call of the trained model takes, for one batch size."""
 
     batch_size: int
     p50_seconds: float
@@ -80,19 +65,7 @@ class Latency(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Memory(Record):
-    """Bytes that a run held.
-
-    Args:
-        start_bytes: Of a fresh process with libraries and two batches of the data,
-            without the model's weights.
-        training_bytes: The most that it held in a few training steps. Of the first
-            seed; None for others.
-        inference_bytes: The most that it held in calls before those steps, likewise;
-            None, too, where the system cannot begin to count anew.
-        device_bytes: The most that TensorFlow's allocator gave out on a GPU during
-            training; None without one.
-        device_used_bytes: The most that NVML saw in use on it, all programs together.
-    """
+    """Bytes that a run held; those of the process of the first seed alone."""
 
     start_bytes: int
     training_bytes: int | None = None
@@ -103,15 +76,7 @@ class Memory(Record):
 
 @dataclasses.dataclass(frozen=True)
 class LayerDtype(Record):
-    """What a layer computes in, and what decided it.
-
-    Args:
-        path: As `tfamp.assignment` names it.
-        class_name: Its class.
-        compute_dtype: What it computes in.
-        variable_dtype: What its weights are stored in.
-        rule: What decided.
-    """
+    """What a layer computes in, and what decided it."""
 
     path: str
     class_name: str
@@ -122,41 +87,7 @@ class LayerDtype(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Run(Record):
-    """One training run, in a process of its own.
-
-    Args:
-        policy: As it was asked for, such as "auto" or "float32+xla".
-        seed: Of weights, data order and dropout.
-        status: "failed" if an error ended it; then only `error` says anything.
-        error: Why it failed, "" if it did not.
-        resolved_policy: What "auto" came to.
-        reason: Why that policy.
-        batch_size: Examples in a training step.
-        num_steps: Training steps of all epochs.
-        num_epochs: Passes over the training data.
-        num_parameters: Trainable and other weights of the model.
-        examples_per_second: In training, without the steps of the warm-up and the
-            slowest and fastest twentieth of the others.
-        step: Seconds of a training step, likewise.
-        warmup_steps: Steps at the start that are left out of both.
-        build_seconds: From the call of the building function to the model and data.
-        first_step_seconds: From there to the end of the first training step: tracing,
-            compiling and one step.
-        history: Metrics after each epoch, as `fit` names them.
-        final_metrics: Of the validation data after the last epoch, without "val_";
-            of the training data where there is no validation data.
-        num_examples: Examples that those were taken on, 0 if unknown.
-        losses: Step and training loss (its mean since the step before, in order).
-        loss_scales: Step and loss scale from there on; empty where nothing is scaled.
-        skipped_steps: Steps whose gradients were not finite.
-        num_nonfinite_weights: NaN and inf in the weights at the end.
-        latencies: Of the trained model, one for each batch size.
-        memory: Bytes that it held; None where it failed.
-        energy_joules: Of the GPU during training; None where NVML does not tell.
-        file_bytes: Of the saved model; None where it cannot be saved.
-        layers: The dtypes of each layer.
-        notes: What a reader should know, one sentence each.
-    """
+    """One training run, in a process of its own."""
 
     SCHEMA: ClassVar[int] = 2
 
@@ -179,7 +110,6 @@ class Run(Record):
     final_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     num_examples: int = 0
     losses: tuple[tuple[int, float], ...] = ()
-    loss_scales: tuple[tuple[int, float], ...] = ()
     skipped_steps: int = 0
     num_nonfinite_weights: int = 0
     latencies: tuple[Latency, ...] = ()
@@ -188,6 +118,7 @@ class Run(Record):
     file_bytes: int | None = None
     layers: tuple[LayerDtype, ...] = ()
     notes: tuple[str, ...] = ()
+    outcome: str = ""
 
     @property
     def is_finished(self) -> bool:
@@ -202,22 +133,7 @@ class Run(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Context(Record):
-    """The machine, the versions and the settings behind the figures.
-
-    Args:
-        devices: What TensorFlow computed on.
-        driver: The GPU's driver, "" without one.
-        versions: Package -> version.
-        system: Operating system and Python, as text.
-        num_cores: Processor cores that the process may use.
-        intra_op_threads: Threads of one operation; 0 leaves it to TensorFlow.
-        inter_op_threads: Operations at a time; 0 likewise.
-        tf32: Whether float32 products may round to TF32 (on GPUs that can).
-        onednn: Whether TensorFlow's oneDNN kernels are on.
-        variables: The environment variables that matter and are set.
-        command: How to measure it again.
-        date: The day of the first run, as 2026-01-31 in UTC.
-    """
+    """The machine, the versions and the settings behind the figures."""
 
     devices: tuple[Device, ...]
     driver: str

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
+import tensorflow as tf
 
 from tfamp.records.record import Record
 
@@ -172,36 +173,15 @@ def change_limit(changes: np.ndarray, times: float = 1.0) -> float:
     return difference_limit(lost * scale, won * scale, len(changes) * scale, ERROR_RATE)
 
 
+def _beta(x: float, a: float, b: float) -> float:
+    """Returns the regularized incomplete beta function."""
+    with tf.device("CPU:0"):
+        return float(tf.math.betainc(*(tf.constant(v, tf.float64) for v in (a, b, x))))
+
+
 def _root(is_above: Callable[[float], bool], low: float, high: float) -> float:
     """Returns where a condition that holds at `high` begins to, by bisection."""
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if is_above(middle) else (middle, high)
     return high
-
-
-def _beta(x: float, a: float, b: float) -> float:
-    """Returns the regularized incomplete beta function, by its continued fraction.
-
-    Source: Abramowitz & Stegun, Handbook of Mathematical Functions, 26.5.8; Lentz,
-    Applied Optics 15, 1976.
-    """
-    if not 0 < x < 1:
-        return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):
-        return 1 - _beta(1 - x, b, a)
-    logarithm = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
-    front = math.exp(logarithm + a * math.log(x) + b * math.log1p(-x)) / a
-    value, c, d = 1.0, 1.0, 0.0
-    for place in range(10_000):
-        m = place // 2
-        if place % 2:
-            term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        else:
-            term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)) if m else 1.0
-        d = 1 / (1 + term * d)
-        c = 1 + term / c
-        value *= c * d
-        if abs(c * d - 1) < 1e-14:
-            break
-    return front * (value - 1)

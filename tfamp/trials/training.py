@@ -1,8 +1,4 @@
-"""Trains a model by `fit`, measures on the way, and times calls of it afterwards.
-
-The runs of a seed take turns in both, so that what slows the machine for a while slows
-all policies and all batch sizes alike.
-"""
+"""Trains a model by `fit`, measures on the way, and times calls of it afterwards."""
 
 import contextlib
 import dataclasses
@@ -19,27 +15,15 @@ from tfamp.data._elements import known_length
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.machine.nvml import Nvml
 from tfamp.stepping.arguments import dataset_of, first_batch
+from tfamp.trials.batches import rows
 from tfamp.trials.clock import Clock, curve, seconds_per_step, steady
-from tfamp.trials.processes import Line
 from tfamp.trials.run_records import Latency, Run, Spread
-from tfamp.trials.storage import Job
 
-# Of calls of a trained model, for each batch size.
-_WARMUP_CALLS = 3
-_MIN_CALLS = 10
-_MAX_CALLS = 1000
-_SECONDS = 1.0
-# So many times, a fraction of those each.
+# Of calls of a trained model, for each batch size, in so many rounds.
+_WARMUP_CALLS, _MIN_CALLS, _MAX_CALLS, _SECONDS = 3, 10, 1000, 1.0
 ROUNDS = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """A run with what training measured, and what later measurements need of it."""
-
-    run: Run
-    device_used_bytes: int | None
-    inputs: Any
+# Of a few steps, the most calls of the training function.
+_MAX_STEP_CALLS = 100
 
 
 def train(
@@ -47,28 +31,29 @@ def train(
     data: Any,
     validation: Any,
     *,
-    job: Job,
     run: Run,
-    line: Line | None = None,
+    epochs: int,
+    batch_size: int | None = None,
+    tell: Callable[[float], None] = lambda part: None,
     clock: Callable[[], float] = time.perf_counter,
-) -> Trained:
-    """Trains a compiled model for the epochs of a job, and adds the figures to `run`.
+) -> tuple[Run, int | None, Any]:
+    """Trains a compiled model, and adds the figures to `run`.
 
-    By `line` it tells how far it is.
+    Returns:
+        The run, the bytes that NVML saw in use on a GPU, and some inputs.
     """
-    fit_arguments, inputs, size, steps = arguments(data, job)
-    timer = Clock(steps, job.epochs, line or Line(), clock)
+    fit_arguments, inputs, size, steps = arguments(data, batch_size)
+    timer = Clock(steps, epochs, tell, clock=clock)
     with contextlib.ExitStack() as stack:
         nvml = Nvml.open()
         if nvml is not None:
             stack.enter_context(nvml)
         before = _energy_joules(nvml)
-        of_arrays = job.batch_size if isinstance(validation, tuple) else None
         history = model.fit(
             **fit_arguments,
             validation_data=validation,
-            validation_batch_size=of_arrays,
-            epochs=job.epochs,
+            validation_batch_size=batch_size if isinstance(validation, tuple) else None,
+            epochs=epochs,
             verbose=0,
             callbacks=[timer],
         ).history
@@ -81,12 +66,12 @@ def train(
             "The training data holds no batch; expected at least one. Look at its "
             "source: a wrong path, split or filter leaves nothing."
         )
-    kept, warmup_steps = steady(timer.windows, num_epochs=job.epochs)
-    num_steps = timer.windows[-1].last_step
-    steps_an_epoch = num_steps // (timer.windows[-1].epoch + 1)
+    kept, warmup_steps = steady(timer.windows, num_epochs=epochs)
+    num_steps, last_epoch = timer.windows[-1].last_step, timer.windows[-1].epoch
     # Arrays tell the mean examples of a step: the last one is shorter.
-    is_arrays = isinstance(data, tuple)
-    per_step = len(tf.nest.flatten(data)[0]) / steps_an_epoch if is_arrays else size
+    per_step: float = size
+    if isinstance(data, tuple):
+        per_step = len(tf.nest.flatten(data)[0]) / (num_steps // (last_epoch + 1))
     seconds, stalls = seconds_per_step(kept)
     prefix = "" if validation is None else "val_"
     plain = {
@@ -99,40 +84,84 @@ def train(
         for name, values in plain.items()
         if name.startswith(prefix) and (prefix or not name.startswith("val_"))
     }
-    skipped, scales, notes = _scale_of(model, timer)
+    notes = [stalls] if stalls else []
+    optimizer, skipped = model.optimizer, 0
+    if isinstance(optimizer, LossScaleOptimizer):
+        skipped = int(optimizer.skipped_steps)
+    elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        why = "Keras's own loss-scale optimizer does not tell which steps it skipped."
+        notes.append(why)
     run = dataclasses.replace(
         run,
         batch_size=size,
         num_steps=num_steps,
-        num_epochs=job.epochs,
+        num_epochs=epochs,
         examples_per_second=per_step / seconds,
-        step=Spread.of([window.seconds / window.steps for window in kept]),
+        step=Spread.of([window.seconds_per_step for window in kept]),
         warmup_steps=warmup_steps,
         first_step_seconds=timer.first_step_seconds,
         history=plain,
         final_metrics=final,
-        num_examples=round(per_step * num_steps / (timer.windows[-1].epoch + 1)),
+        num_examples=round(per_step * num_steps / (last_epoch + 1)),
         losses=curve(timer.windows),
-        loss_scales=scales,
         skipped_steps=skipped,
         energy_joules=None if before is None or after is None else after - before,
-        notes=(*notes, *([stalls] if stalls else [])),
+        notes=(*run.notes, *notes),
     )
-    return Trained(run, max(used, default=None), inputs)
+    return run, max(used, default=None), inputs
 
 
-def arguments(data: Any, job: Job) -> tuple[dict[str, Any], Any, int, int | None]:
+def train_steps(
+    model: keras.Model,
+    parts: Any,
+    *,
+    run: Run,
+    size: int,
+    steps: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Run:
+    """Trains by `fit` on batches of `size` rows of `parts`, and times the steps.
+
+    Every step gets a batch of its own, made while the one before is trained, so that
+    memory holds two of them as with a pipeline that prefetches. More than `steps` are
+    timed while they are short.
+    """
+    steps_a_call = int(getattr(model, "steps_per_execution", 1) or 1)
+    enlarged = functools.partial(rows, size=size)
+    number = (max(steps, _MAX_STEP_CALLS) + 1) * steps_a_call
+    dataset = (
+        tf.data.Dataset.range(number)
+        .map(lambda _: tf.nest.map_structure(enlarged, parts))
+        .prefetch(1)
+    )
+    timer = Clock(None, 1, enough=steps, clock=clock)
+    model.fit(dataset, epochs=1, verbose=0, callbacks=[timer])
+    timed = timer.windows[1:] or timer.windows
+    step = Spread.of([window.seconds_per_step for window in timed])
+    return dataclasses.replace(
+        run,
+        batch_size=size,
+        num_steps=timer.windows[-1].last_step,
+        examples_per_second=size / step.median,
+        step=step,
+        first_step_seconds=timer.first_step_seconds,
+    )
+
+
+def arguments(
+    data: Any, batch_size: int | None
+) -> tuple[dict[str, Any], Any, int, int | None]:
     """Returns the arguments of `fit`, some inputs, the batch size, steps an epoch."""
     if isinstance(data, tuple):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        size = job.batch_size or 32
+        size = batch_size or 32
         count = len(tf.nest.flatten(x)[0])
         inputs = tf.nest.map_structure(lambda each: tf.constant(each[:size]), x)
         given = {"x": x, "y": y, "sample_weight": weights, "batch_size": size}
         return given, inputs, min(size, count), -(-count // size)
-    if job.batch_size is not None:
+    if batch_size is not None:
         raise ValueError(
-            f"`batch_size` is {job.batch_size!r}, but the training data comes in "
+            f"`batch_size` is {batch_size!r}, but the training data comes in "
             "batches; expected None with a dataset. Batch the dataset so."
         )
     dataset = dataset_of(data)
@@ -156,24 +185,6 @@ def _energy_joules(nvml: Nvml | None) -> float | None:
     return sum(known) if known and len(known) == len(each) else None
 
 
-def _scale_of(
-    model: keras.Model, clock: Clock
-) -> tuple[int, tuple[tuple[int, float], ...], list[str]]:
-    """Returns skipped steps, where the loss scale changed, and what is not known."""
-    optimizer = model.optimizer
-    if isinstance(optimizer, LossScaleOptimizer):
-        changes: list[tuple[int, float]] = []
-        for step, scale in clock.scales:
-            if not changes or changes[-1][1] != scale:
-                changes.append((step, scale))
-        is_scaled = any(scale != 1 for _, scale in changes)
-        return int(optimizer.skipped_steps), tuple(changes) if is_scaled else (), []
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        why = "Keras's own loss-scale optimizer does not tell which steps it skipped."
-        return 0, (), [why]
-    return 0, (), []
-
-
 def latencies(
     model: keras.Model,
     inputs: Any,
@@ -182,54 +193,39 @@ def latencies(
     jit_compile: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[Latency, ...], list[str]]:
-    """Returns the latency of a traced call for each batch size.
+    """Returns the latency of a traced call for each batch size, and what went wrong.
 
-    A call is timed from tensors on the device to numbers of the output on the host, so
-    that it has ended when its time does. Rows of `inputs` are repeated for larger
-    sizes.
+    A call is timed from tensors on the device to numbers of the output on the host.
+    Rows of `inputs` are repeated for larger sizes, which take turns.
     """
     function = tf.function(lambda x: model(x, training=False), jit_compile=jit_compile)
+
+    def call(batch: Any) -> None:
+        np.asarray(tf.nest.flatten(function(batch), expand_composites=True)[0])
+
     batches: dict[int, Any] = {}
     notes: list[str] = []
     for size in sizes:
         try:
             batch = tf.nest.map_structure(functools.partial(rows, size=size), inputs)
             for _ in range(_WARMUP_CALLS):
-                _fetch(function(batch))
+                call(batch)
         except (tf.errors.OpError, TypeError, ValueError) as error:
             text = " ".join(str(error).split())[:200]
-            notes = [
-                f"Calls of the model with a batch of {size} were not timed: {text}"
-            ]
+            what = f"Calls of the model with a batch of {size} were not timed"
+            notes.append(f"{what}: {text}")
             break
         batches[size] = batch
     seconds: dict[int, list[float]] = {size: [] for size in batches}
     for _ in range(ROUNDS):
         for size, batch in batches.items():
-            _fetch(function(batch))  # caches are cold again
-            seconds[size] += _round(functools.partial(function, batch), clock)
+            call(batch)  # caches are cold again
+            began, own = clock(), 0
+            while own < _MAX_CALLS // ROUNDS and (
+                own < _MIN_CALLS // ROUNDS or clock() - began < _SECONDS / ROUNDS
+            ):
+                started = clock()
+                call(batch)
+                seconds[size].append(clock() - started)
+                own += 1
     return tuple(Latency.of(size, each) for size, each in seconds.items()), notes
-
-
-def _round(call: Callable[[], Any], clock: Callable[[], float]) -> list[float]:
-    """Returns the seconds of the calls of one round."""
-    seconds: list[float] = []
-    began = clock()
-    while len(seconds) < _MAX_CALLS // ROUNDS and (
-        len(seconds) < _MIN_CALLS // ROUNDS or clock() - began < _SECONDS / ROUNDS
-    ):
-        started = clock()
-        _fetch(call())
-        seconds.append(clock() - started)
-    return seconds
-
-
-def rows(tensor: Any, size: int) -> Any:
-    """Returns `size` rows of a tensor, its own again and again."""
-    count = int(tensor.shape[0] or tf.shape(tensor)[0])
-    return tf.gather(tensor, np.arange(size) % count)
-
-
-def _fetch(outputs: Any) -> None:
-    """Waits for the outputs by reading the first of them."""
-    np.asarray(tf.nest.flatten(outputs, expand_composites=True)[0])

@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import keras
 import numpy as np
@@ -22,7 +22,7 @@ from tfamp.records.formats import HALF
 from tfamp.records.versions import installed_versions
 from tfamp.stepping.arguments import build, dataset_of, first_batch
 from tfamp.stepping.unchanged import seeds_put_back, unchanged
-from tfamp.tuning.candidates import Candidates, Objective, savings_of
+from tfamp.tuning.candidates import Candidates, savings_of
 from tfamp.tuning.judges import (
     ERROR_RATE,
     FixedWeights,
@@ -30,9 +30,8 @@ from tfamp.tuning.judges import (
     evaluated,
 )
 from tfamp.tuning.measured_policies import model_of
-from tfamp.tuning.measurement import model_digest
 from tfamp.tuning.races import put_back
-from tfamp.tuning.search import Checkpoint, Evaluation, Search
+from tfamp.tuning.search import Evaluation, Search
 
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 # Below this share of a step no clock sees a gain.
@@ -50,14 +49,12 @@ def tune(
     metric: Any = None,
     max_evaluations: int = 12,
     validation: Any = None,
-    objective: Objective = "time",
     relax_rules: bool = False,
     training: bool = True,
     batch_size: int = 32,
     num_batches: int = 3,
     seeds: int = 3,
     num_steps: int = 50,
-    checkpoint: str | os.PathLike[str] | None = None,
 ) -> PrecisionPlan:
     """Finds which layers have to stay in float32 for a metric to stay what it is.
 
@@ -83,7 +80,6 @@ def tune(
         validation: Examples that the metric is taken of, as `fit` takes them; None
             takes `data`. Every second batch is left for the judgement at the end; of
             more than 1,000 the first are used.
-        objective: What half precision is to save: "time", "memory" or "size".
         relax_rules: Whether layers that default rules keep may go to half precision
             where that is measured to do no harm.
         training: Whether the plan is to train; else gradients do not count.
@@ -91,8 +87,6 @@ def tune(
         num_batches: Batches of the pass that ranks.
         seeds: Trainings a plan, where a function is given.
         num_steps: Steps of each of them.
-        checkpoint: A file in which evaluations are kept as they come; a later call
-            with the same arguments goes on from there.
 
     Returns:
         The `PrecisionPlan`; `.evidence["tuning"]` has the path of the search.
@@ -115,7 +109,6 @@ def tune(
     """
     checks.positive("tolerance", tolerance)
     checks.positive_int("max_evaluations", max_evaluations, minimum=2)
-    checks.choice("objective", objective, get_args(Objective))
     start = read_plan(policy)
     name = (
         start.policy if start is not None else checks.choice("policy", policy, POLICIES)
@@ -155,9 +148,7 @@ def tune(
         base = start if start is not None else _plan_under(model, name)
         with unchanged(model), put_back(model):
             put_under(model, make_settings("float32"))
-            saved = savings_of(
-                model, dataset, dtype, objective=objective, training=training
-            )
+            saved = savings_of(model, dataset, dtype, training=training)
         candidates = Candidates(
             model,
             base,
@@ -167,21 +158,15 @@ def tune(
             training=training,
             judges_gradients=not is_model,
         )
-        digest = model_digest(model)
-        identity = [digest, name, judge.score.name, judge.reference, tolerance]
-        evaluations = Checkpoint(checkpoint, identity)
 
         def judged(float32: tuple[str, ...], half: int, rate: float) -> Evaluation:
             plan = candidates.plan(float32)
             return evaluated(judge, plan, float32, half, rate, tolerance)
 
         def evaluate(float32: tuple[str, ...]) -> Evaluation:
-            known = evaluations.get(float32)
-            if known is None:
-                known = judged(float32, 0, ERROR_RATE / 2 / max_evaluations)
-                evaluations.add(known)
+            found = judged(float32, 0, ERROR_RATE / 2 / max_evaluations)
             done(len(search.tried) + 1)
-            return known
+            return found
 
         with progress("Trying plans", max_evaluations, unit="plans") as done:
             search = Search(
@@ -214,7 +199,6 @@ def tune(
             "metric": judge.score.name,
             "float32_metric": judge.reference,
             "judged_by": judge.kind,
-            "objective": objective,
             "evaluations": [each.to_dict() for each in search.tried],
             "confirmed": None if confirmed is None else confirmed.to_dict(),
             "layers": [
@@ -232,7 +216,6 @@ def tune(
         evidence = {
             "devices": [device.name for device in devices.devices()],
             "versions": {**installed_versions(), "tfamp": tfamp.__version__},
-            "model": digest,
             "tuning": tuning,
         }
         return plan.replace(evidence=evidence)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import numpy as np
@@ -20,7 +20,6 @@ from tfamp.plan import PrecisionPlan
 from tfamp.stepping.step_traces import Roofline, computing, num_bytes, trace_step
 from tfamp.tuning.search import Suspect
 
-Objective = Literal["time", "memory", "size"]
 # What decided of layers that may be given back without `relax_rules`.
 _GIVEN_BACK = ("tune", "NanRecovery")
 _NOT_MOVED = (Kind.EXPLICIT.value, "unmanaged")
@@ -197,17 +196,13 @@ def savings_of(
     dataset: Any,
     dtype: str,
     *,
-    objective: Objective = "time",
     training: bool = True,
 ) -> dict[str, float]:
     """Returns path -> the share of the whole that half precision saves on a layer.
 
-    The model computes in float32. Time is that of a roofline, whose shares order layers
-    and foretell no speed; memory counts what operations hand on; the size counts
-    weights. Without `training` it is a prediction's.
+    The model computes in float32. The times are those of a roofline, whose shares order
+    layers and foretell no speed. Without `training` it is a prediction's.
     """
-    if objective == "size":
-        return _of_weights(model)
     trace = trace_step(model, dataset, training=training)
     roofline = Roofline(computing(devices.devices()))
     ratio = roofline.flops_per_byte(dtype)
@@ -215,22 +210,10 @@ def savings_of(
     saved = {path: 0.0 for path, _, _ in structure.walk(model)}
     for operation in read_operations(trace.concrete):
         path = trace.marks.layer_of(operation.name)
-        moved = float(num_bytes(operation))
-        if objective == "memory":
-            exact, low = moved, moved / 2
-        else:
-            exact, low = roofline.cost(operation, "float32"), moved / 2
-            if is_product(operation):
-                low = max(low, (flops_of(operation) or 0) / ratio)
+        low, exact = num_bytes(operation) / 2, roofline.cost(operation, "float32")
+        if is_product(operation):
+            low = max(low, (flops_of(operation) or 0) / ratio)
         total += exact * operation.count
         if path in saved:
             saved[path] += max(exact - low, 0.0) * operation.count
     return {path: value / max(total, 1.0) for path, value in saved.items()}
-
-
-def _of_weights(model: keras.Model) -> dict[str, float]:
-    total = max(structure.bytes_of(model.weights), 1)
-    return {
-        path: structure.bytes_of(structure.own_weights(layer)) / 2 / total
-        for path, layer, _ in structure.walk(model)
-    }

@@ -101,7 +101,7 @@ def measure_policies(
         ]
         build(model, batches[0])
         trainer.build_metrics(model, batches[0])
-        evidence = measurement.evidence_for(model, batches[0])
+        evidence = measurement.evidence_for(batches[0])
         candidates = candidates_of(policies, jit_compile)
         evidence["candidates"] = [candidate.name for candidate in candidates]
         with unchanged(model), put_back(model):
@@ -188,8 +188,7 @@ class Measuring:
 
             outcome = races.race(racers, goes_on=goes_on)
         times = tuple(_time_of(each, reference.racer) for each in prepared)
-        shown = _shown_faster(prepared, reference.racer)
-        chosen, reason = _judge(times, racers, shown, outcome.is_clear)
+        chosen, reason = _judge(times, prepared, outcome.is_clear)
         return Measurement(
             model=self._name,
             times=times,
@@ -271,44 +270,31 @@ def _time_of(prepared: Prepared, reference: Racer) -> PolicyTime:
     )
 
 
-def _shown_faster(prepared: Sequence[Prepared], reference: Racer) -> list[int]:
-    """Returns the places of what is shown to be worth a change from float32."""
-    rivals = {
-        place: each.racer
-        for place, each in enumerate(prepared)
-        if each.racer is not None and each.racer is not reference
-    }
-    rate = races.rate_of_a_look(len(rivals) + 1)
-    shown = []
-    for place, racer in rivals.items():
-        found = races.log_ratio(reference, racer, rate)
-        if found[1] > 0 and found[0] >= math.log(MIN_GAIN):
-            shown.append(place)
-    return shown
-
-
 def _judge(
-    times: Sequence[PolicyTime],
-    racers: Sequence[Racer],
-    faster: Sequence[int],
-    is_clear: bool,
+    times: Sequence[PolicyTime], prepared: Sequence[Prepared], is_clear: bool
 ) -> tuple[int, str]:
     """Returns which of the times is best, and why in a line.
 
-    Of those that are within `INDIFFERENCE` of the fastest the first is taken: float32
-    before half precision, without XLA before with it.
+    Worth a change is what is shown to be faster than float32. Of those within
+    `INDIFFERENCE` of the fastest the first is taken: float32 before half precision,
+    without XLA before with it.
     """
-    shown = {place: times[place].speedup or (1.0, 1.0, 1.0) for place in faster}
-    if len(racers) == 1:
+    reference = prepared[0].racer
+    rivals = {n: e.racer for n, e in enumerate(prepared) if n and e.racer is not None}
+    if reference is None or not rivals:
         return 0, "float32 was the only policy that was timed."
+    rate, shown = races.rate_of_a_look(len(rivals) + 1), {}
+    for place, racer in rivals.items():
+        ratio, low, _ = races.log_ratio(reference, racer, rate)
+        if low > 0 and ratio >= math.log(MIN_GAIN):
+            shown[place] = times[place].speedup or (1.0, 1.0, 1.0)
     if not shown:
         return 0, (
             "float32: no other policy was shown to be faster here by 5 % or more, "
             f"beyond the noise{'' if is_clear else ', within the budget'}."
         )
-    fastest = max(shown, key=lambda place: shown[place][0])
-    limit = shown[fastest][0] / (1 + races.INDIFFERENCE)
-    simplest = sorted(shown, key=lambda p: (times[p].jit_compile, p))
+    limit = max(each[0] for each in shown.values()) / (1 + races.INDIFFERENCE)
+    simplest = sorted(shown, key=lambda place: (times[place].jit_compile, place))
     best = next(place for place in simplest if shown[place][0] >= limit)
     ratio, low, high = shown[best]
     return best, (

@@ -1,18 +1,12 @@
 """What `tfamp.measure_policies` found."""
 
 import dataclasses
-import hashlib
-import json
 import os
-import re
-from collections.abc import Mapping
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 import tfamp
-from tfamp.keras_hooks import structure, trainer
 from tfamp.machine import devices
 from tfamp.records import console, units
 from tfamp.records.record import Record, TableRecord
@@ -66,7 +60,7 @@ class Measurement(TableRecord):
         num_steps: Steps that were run in turns.
         seconds: What the whole measurement took.
         is_clear: Whether it ended as the order was clear, not as the budget was spent.
-        evidence: Devices, versions, digest of the model, shapes of the batch.
+        evidence: Devices, versions, threads, shapes of the batch.
     """
 
     model: str
@@ -106,13 +100,9 @@ class Measurement(TableRecord):
         return console.text_of(console.table(columns, rows, title=title), self.reason)
 
 
-def evidence_for(model: keras.Model, batch: Any) -> dict[str, Any]:
-    """Returns what a measurement of a built model holds for, as plain JSON values."""
-    shapes = [
-        f"{leaf.dtype.name}{list(leaf.shape)}"
-        for leaf in tf.nest.flatten(batch)
-        if leaf is not None
-    ]
+def evidence_for(batch: Any) -> dict[str, Any]:
+    """Returns what a measurement on a batch holds for, as plain JSON values."""
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     return {
         "devices": [device.name for device in devices.devices()],
         "versions": {**installed_versions(), "tfamp": tfamp.__version__},
@@ -120,46 +110,5 @@ def evidence_for(model: keras.Model, batch: Any) -> dict[str, Any]:
             tf.config.threading.get_intra_op_parallelism_threads(),
             os.cpu_count(),
         ],
-        "model": model_digest(model),
-        "batch": shapes,
+        "batch": [f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in leaves],
     }
-
-
-def model_digest(model: keras.Model) -> str:
-    """Returns a digest of layers, shapes of weights, and what `compile` was given.
-
-    Names that Keras numbers by itself do not count, dtypes neither: a measurement tries
-    several.
-    """
-    lines = []
-    for _, layer, parent in structure.walk(model):
-        shapes = [tuple(weight.shape) for weight in structure.own_weights(layer)]
-        config = _plain_config(layer)
-        lines.append(f"{type(layer).__name__} {parent is None} {shapes} {config}")
-    lines += [type(o).__name__ for o in structure.operations_of(model)]
-    for name, value in sorted(trainer.compile_arguments(model).items()):
-        if name not in ("jit_compile", "auto_scale_loss"):
-            lines.append(f"{name} {_class_of(value)}")
-    lines.append(type(model).train_step.__qualname__)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
-
-
-def _plain_config(layer: keras.layers.Layer) -> str:
-    """Returns a layer's own settings that a step depends on, as text."""
-    try:
-        config = layer.get_config()
-    except Exception:  # a user's own class may lack it
-        return ""
-    left_out = ("name", "dtype", "trainable", "layers", "build_config")
-    plain = {
-        name: value
-        for name, value in config.items()
-        if name not in left_out and isinstance(value, bool | int | float | str | list)
-    }
-    return re.sub(r"_\d+\b", "", json.dumps(plain, sort_keys=True, default=repr))
-
-
-def _class_of(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return str(value.get("class_name", sorted(map(str, value))))
-    return value if isinstance(value, str) else type(value).__name__

@@ -70,14 +70,12 @@ class Racer:
         return steps
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a race ended."""
 
-    num_rounds: int  # rounds that were run
-    num_steps: int  # steps of all functions
-    # Whether it ended as the order was clear, not as the budget was spent.
-    is_clear: bool
+    num_rounds: int
+    num_steps: int  # of all functions
+    is_clear: bool  # whether the order was clear; else the budget was spent
 
 
 def race(
@@ -86,15 +84,11 @@ def race(
     goes_on: Callable[[int], bool],
     seed: int = 0,
 ) -> Outcome:
-    """Runs functions in turns until the fastest is known.
+    """Runs functions in turns until the fastest is known; `logs` has what they did.
 
     The first one is what the others are compared with: it stays until one of them is
-    shown faster than it.
-
-    Args:
-        racers: At least one; what they did is in `logs`.
-        goes_on: Takes the steps so far; states whether the budget has room for more.
-        seed: Of the order in the rounds.
+    shown faster than it. `goes_on` takes the steps so far, and states whether the
+    budget has room for more; `seed` is of the order in the rounds.
     """
     order, active = random.Random(seed), list(racers)
     rounds, steps, is_clear = 0, 0, False
@@ -131,16 +125,10 @@ def fastest(racers: Sequence[Racer]) -> Racer:
 def log_ratio(
     slower: Racer, faster: Racer, rate: float = _INTERVAL_RATE
 ) -> tuple[float, float, float]:
-    """Returns the mean log ratio of two racers' times and its interval.
+    """Returns the trimmed mean of the log ratio of two racers' times, and its ends.
 
-    Args:
-        slower: Its time is above the line.
-        faster: Its time is below.
-        rate: Chance that the true value lies below the interval, and above it.
-
-    Returns:
-        Trimmed mean, lower and upper end, over the rounds that both ran; without end
-        where these are fewer than two.
+    It is over the rounds that both ran, without ends where these are fewer than two;
+    `rate` is the chance that the true value lies below the interval, and above it.
 
     Source: Tukey & McLaughlin, "Less Vulnerable Confidence and Significance Procedures
         for Location Based on a Single Sample", Sankhya 25 (1963).

@@ -14,7 +14,7 @@ from tfamp.machine import limits
 from tfamp.machine.limits import MemoryLimit
 from tfamp.machine.nvml import Nvml
 from tfamp.memory.batch_search import processes
-from tfamp.memory.batch_search.processes import Settings, TrialSettings, batch_of
+from tfamp.memory.batch_search.processes import Settings
 from tfamp.memory.batch_search.records import (
     BatchSearch,
     StoppedBy,
@@ -25,7 +25,6 @@ from tfamp.memory.batch_search.search import (
     MAX_BATCH_SIZE,
     Found,
     Split,
-    TrialFacts,
     search,
     splits,
 )
@@ -33,10 +32,10 @@ from tfamp.records import checks
 from tfamp.records.console import progress
 from tfamp.records.units import format_bytes
 from tfamp.trials import parcel
+from tfamp.trials.batches import batch_of
+from tfamp.trials.tasks import Facts, Task
 
 _PURPOSE = "`tfamp.find_batch_size`"
-# Of the trials of `largest_batch`: the second step holds what the first one made.
-_STEPS, _TIMEOUT_SECONDS = 2, 600.0
 
 
 def find_batch_size(
@@ -60,7 +59,8 @@ def find_batch_size(
     Each size is trained a few steps by `fit` in a fresh process, which takes about ten
     seconds. So a trial that runs out of memory ends nothing but itself, and nothing is
     left behind. The size doubles until it does not fit, or until that gains too little
-    speed: from there on a larger batch costs memory and accuracy for nothing. Where
+    speed twice in a row: from there on a larger batch costs memory and accuracy for
+    nothing. It never takes more than half of the data. Where
     memory ends it, multiples of 8 between are tried too. What is returned has been
     tried and fits.
 
@@ -129,8 +129,8 @@ def find_batch_size(
     settings = Settings.present(policy)
     limit = memory_limit(max_memory_bytes)
     batch = None if data is None or callable(data) else batch_of(data)
-    plan = TrialSettings(
-        title=title,
+    task = Task(
+        settings.policy,
         steps=steps,
         allowed_bytes=allowed_bytes(limit, margin),
         target_batch_size=target_batch_size,
@@ -144,12 +144,11 @@ def find_batch_size(
         shown if verbose else silent as show,
     ):
         folder = Path(name)
-        plan.to_json(folder / TrialSettings.FILE)
         settings.write(folder)
         if batch is not None:  # all that the trials get of the data
             data = tf.data.Dataset.from_tensors(batch.parts)
         parcel.pack(folder, build_model, data, None)
-        trials = _Trials(folder, timeout_seconds, show, on_trial)
+        trials = _Trials(folder, task, timeout_seconds, show, on_trial)
         found = search(
             trials,
             start=start,
@@ -158,7 +157,7 @@ def find_batch_size(
             facts=lambda: trials.facts,
         )
         if found.chosen is None:
-            _raise_none_fits(found, limit, plan)
+            _raise_none_fits(found, limit, task, title)
         split = _split(trials, found.chosen.batch_size, target_batch_size)
     tried = {trial.batch_size: trial for trial in trials.made}
     tried |= {trial.batch_size: trial for trial in found.trials}
@@ -179,30 +178,6 @@ def find_batch_size(
     )
 
 
-def largest_batch(folder: Path, policy: str, start: int, max_memory_bytes: int) -> int:
-    """Returns the largest batch that trains below a limit, 0 where none does.
-
-    `parcel.pack` laid model and data into the folder; the rows of a batch are repeated,
-    so that the data set no limit. On a GPU the limit is TensorFlow's.
-
-    Raises:
-        RuntimeError: A trial failed, and not for want of memory.
-    """
-    plan = TrialSettings("", _STEPS, max_memory_bytes, data_batch_size=start)
-    plan.to_json(folder / TrialSettings.FILE)
-    Settings.present(policy).write(folder)
-    found = search(
-        lambda size: processes.try_size(folder, size, timeout_seconds=_TIMEOUT_SECONDS),
-        start=start,
-        caps={"max_batch_size": MAX_BATCH_SIZE},
-        min_gain=None,
-        facts=lambda: processes.facts_of(folder) or TrialFacts(),
-    )
-    for name in (TrialSettings.FILE, *processes.FILES):
-        (folder / name).unlink(missing_ok=True)
-    return 0 if found.chosen is None else found.chosen.batch_size
-
-
 class _Trials:
     """Makes the trials of a search and shows them.
 
@@ -213,18 +188,20 @@ class _Trials:
     def __init__(
         self,
         folder: Path,
+        task: Task,
         timeout_seconds: float,
         show: Callable[[int], None],
         on_trial: Callable[[Trial], None] | None,
     ) -> None:
         self.made: list[Trial] = []
-        self.facts = TrialFacts()
-        self._folder, self._timeout = folder, timeout_seconds
+        self.facts = Facts()
+        self._folder, self._task, self._timeout = folder, task, timeout_seconds
         self._show, self._on_trial = show, on_trial
 
     def __call__(self, size: int) -> Trial:
-        trial = processes.try_size(self._folder, size, timeout_seconds=self._timeout)
-        self.facts = processes.facts_of(self._folder) or self.facts
+        task = dataclasses.replace(self._task, batch_size=size)
+        trial = processes.try_size(self._folder, task, timeout_seconds=self._timeout)
+        self.facts = processes.facts_of(self._folder, task) or self.facts
         self.made.append(trial)
         self._show(len(self.made))
         if self._on_trial is not None:
@@ -244,11 +221,11 @@ def _split(trials: _Trials, size: int, target: int | None) -> Split:
 
 
 def _raise_none_fits(
-    found: Found, limit: MemoryLimit | None, plan: TrialSettings
+    found: Found, limit: MemoryLimit | None, plan: Task, title: str
 ) -> NoReturn:
     trial = min(found.trials, key=lambda trial: trial.batch_size)
-    least = f"Not even batch size {trial.batch_size} of {plan.title!r}"
-    model = f"The model of {plan.title!r}"
+    least = f"Not even batch size {trial.batch_size} of {title!r}"
+    model = f"The model of {title!r}"
     if trial.outcome == "too slow":
         what = (
             f"{least} was trained"

@@ -6,64 +6,33 @@ scope, so they go along as a file.
 
 import contextlib
 import dataclasses
-import errno
-import json
 import re
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 import tfamp
-from tfamp.data._elements import known_length
 from tfamp.dtypes.in_force import IN_FORCE, stock_policy
 from tfamp.machine.out_of_memory import is_out_of_memory
 from tfamp.memory.batch_search.records import Outcome, Trial
-from tfamp.memory.batch_search.search import TrialFacts
 from tfamp.records import checks
-from tfamp.records.record import Record
-from tfamp.stepping.arguments import arrays_of, dataset_of, first_batch
-from tfamp.trials import processes
+from tfamp.trials import processes, runner
+from tfamp.trials.tasks import SETTINGS, Facts, Task
 from tfamp.trials.variant import Variant, in_force
 
 # TensorFlow's allocator tells so of memory that it can do without.
 _HARMLESS = "not a failure"
 # A thread whose stack finds no room, as under `ulimit -v`.
 _NO_STACK = re.compile(r"pthread_create(\(\))? failed")
-_XLA = re.compile(r"\bxla|hlo|while trying to allocate", re.IGNORECASE)
-# What a trial leaves: facts before it trains, and its answer; and what it gets.
-FACTS, ANSWER = "facts.json", "answer.json"
-_SETTINGS = "settings.pickle"
-FILES = (FACTS, ANSWER, _SETTINGS)
-MODULE = "tfamp.memory.batch_search.trial"
 # Of a log, what is looked through for words of memory.
 _LOG_CHARACTERS = 20_000
 _PURPOSE = "`tfamp.find_batch_size`"
 # Of the settings in force, what decides beside the policy.
 _HELD = ("rules", "loss_scale", "loss_scale_options", "plan", "jit_compile")
-# What `fit` takes of arrays by default, and how many rows of them a trial gets.
-_FIT_BATCH_SIZE = 32
-_MAX_ROWS = 1024
-
-
-def of_error(error: BaseException) -> Outcome | None:
-    """Returns how a trial that raised this ended, None if not for want of memory."""
-    seen: BaseException | None = error
-    while seen is not None:
-        is_refused = isinstance(seen, OSError) and seen.errno == errno.ENOMEM
-        if isinstance(seen, MemoryError) or is_refused:
-            return "MemoryError"
-        if is_out_of_memory(seen):
-            if _XLA.search(str(seen)):
-                return "XLA out of memory"
-            is_exhausted = isinstance(seen, tf.errors.ResourceExhaustedError)
-            return "ResourceExhaustedError" if is_exhausted else "out of memory"
-        seen = seen.__cause__
-    return None
 
 
 def of_status(status: int, log: str) -> Outcome | None:
@@ -78,30 +47,6 @@ def of_status(status: int, log: str) -> Outcome | None:
     if any(is_out_of_memory(RuntimeError(x)) or _NO_STACK.search(x) for x in lines):
         return "killed" if status < 0 else "out of memory"
     return None
-
-
-@dataclasses.dataclass(frozen=True)
-class TrialSettings(Record):
-    """The settings of a search that its trials need.
-
-    Args:
-        title: What is trained.
-        steps: Steps to time, at least.
-        allowed_bytes: What a trial may hold; None where there is no limit.
-        target_batch_size: Examples of one update, None where that is left open.
-        data_batch_size: Examples of a batch of the data; None where only
-            `build_model` or a function knows it.
-        num_examples: Examples of the data, None where that is not known.
-    """
-
-    FILE: ClassVar[str] = "plan.json"
-
-    title: str
-    steps: int
-    allowed_bytes: int | None = None
-    target_batch_size: int | None = None
-    data_batch_size: int | None = None
-    num_examples: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +101,7 @@ class Settings:
         return cls(settings.policy.name, held=held, **around)
 
     def write(self, folder: Path) -> None:
-        """Writes them for the trials.
+        """Writes them for the trials, which read them as they are.
 
         Raises:
             TypeError: A rule cannot be taken to another process.
@@ -170,14 +115,7 @@ class Settings:
                 f"({type(error).__name__}: {error}); expected classes, names, patterns "
                 "and plain functions. Take out what holds a model or an open file."
             ) from error
-        (folder / _SETTINGS).write_bytes(text)
-
-    @staticmethod
-    def read(folder: Path) -> "Settings":
-        """Returns the settings that were written."""
-        pickle = checks.require("cloudpickle", extra="report", purpose=_PURPOSE)
-        found: Settings = pickle.loads((folder / _SETTINGS).read_bytes())
-        return found
+        (folder / SETTINGS).write_bytes(text)
 
     def prepare_devices(self, gpu_bytes: int | None = None) -> None:
         """Gives this process the logical devices and threads, before TensorFlow starts.
@@ -232,97 +170,43 @@ def _replicas(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
     return tuple(name.split("/device:")[-1] for name in names)
 
 
-class Batch(NamedTuple):
-    """A batch as `fit` takes it, and what is known of the rest.
-
-    `size` counts its examples, of arrays what `fit` takes by default; `num_examples`
-    about those of the data, None where that is not known.
-    """
-
-    parts: Any
-    size: int
-    num_examples: int | None
-
-
-def batch_of(data: Any) -> Batch:
-    """Returns one batch of anything that `fit` takes."""
-    arrays = arrays_of(data, needs_targets=False)
-    if arrays is not None:
-        return _of_arrays(arrays)
-    dataset = dataset_of(data)
-    batch = first_batch(dataset)
-    first = tf.nest.flatten(batch)[0]
-    size = int(first.shape[0] or tf.shape(first)[0])
-    number = known_length(dataset)
-    return Batch(batch, size, None if number is None else number * size)
-
-
-def _of_arrays(data: tuple[Any, ...]) -> Batch:
-    numbers = {len(array) for array in tf.nest.flatten(data)}
-    if len(numbers) != 1 or 0 in numbers:
-        raise ValueError(
-            f"The arrays of `data` have {tuple(sorted(numbers))!r} rows; expected the "
-            "same number in all of them, and at least one. Pass (x, y), row by row."
-        )
-    (number,) = numbers
-    parts = tf.nest.map_structure(
-        lambda each: tf.convert_to_tensor(each[:_MAX_ROWS]), data
-    )
-    return Batch(parts, min(_FIT_BATCH_SIZE, number), number)
-
-
-def try_size(folder: Path, size: int, *, timeout_seconds: float) -> Trial:
+def try_size(folder: Path, task: Task, *, timeout_seconds: float) -> Trial:
     """Tries a batch size in a fresh process, as data and replicas allow it.
 
     Raises:
         RuntimeError: The process failed, and not for want of memory.
     """
-    answer, log = folder / ANSWER, folder / f"batch_{size}.log"
-    for file in (answer, folder / FACTS):
-        file.unlink(missing_ok=True)
-    status = _run(folder, size, log, timeout_seconds)
-    facts = facts_of(folder)
-    began = facts is not None
-    size = size if facts is None else facts.batch_size
-    if answer.is_file():
-        found = json.loads(answer.read_text())
-        if found["outcome"] == "error":
-            raise RuntimeError(_failed(size, found["detail"], log))
-        return Trial(size, **found, began_training=began)
-    if status is None:
+    log, told = folder / f"{task.name}.log", folder / f"{task.name}.facts"
+    told.unlink(missing_ok=True)
+    run = runner.do(folder, task, timeout_seconds=timeout_seconds)
+    facts = Facts.from_json(told) if told.is_file() else None
+    size = task.batch_size if facts is None else facts.batch_size
+    outcome, detail = run.outcome, run.error
+    if outcome == "too slow":
         detail = f"It was ended after {timeout_seconds:g} s."
-        return Trial(size, "too slow", detail=detail, began_training=began)
-    text = log.read_text(errors="replace")[-_LOG_CHARACTERS:]
-    outcome = of_status(status, text)
-    why = processes.why_ended(status)
-    if outcome is None:
-        raise RuntimeError(_failed(size, why, log))
-    return Trial(size, outcome, detail=why, began_training=began)
-
-
-def facts_of(folder: Path) -> TrialFacts | None:
-    """Returns what the last trial told before it trained, None if it did not."""
-    file = folder / FACTS
-    return TrialFacts.from_json(file) if file.is_file() else None
-
-
-def _run(folder: Path, size: int, log: Path, timeout_seconds: float) -> int | None:
-    """Returns the status of the trial's process, None where it took too long."""
-    # Its input is held open: the end of it tells the trial that this process is gone.
-    process = processes.start(MODULE, [str(folder), str(size)], log)
-    try:
-        return process.wait(timeout_seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        process.kill()
-        process.wait()
-        processes.close_input(process)
-
-
-def _failed(size: int, why: str, log: Path) -> str:
-    return (
-        f"The trial of batch size {size} failed, and not for want of memory: {why}. "
-        "Expected `build_model` and its data to train; mend what the log ends with:\n"
-        f"{processes.tail(log)}"
+    elif outcome.startswith("status "):
+        text = log.read_text(errors="replace")[-_LOG_CHARACTERS:]
+        outcome = of_status(int(outcome.removeprefix("status ")), text) or ""
+    if not outcome:
+        raise RuntimeError(
+            f"The trial of batch size {size} failed, and not for want of memory: "
+            f"{detail}. Expected `build_model` and its data to train; mend what the "
+            f"log ends with:\n{processes.tail(log)}"
+        )
+    memory, step = run.memory, run.step
+    peak = None if memory is None else memory.device_bytes or memory.training_bytes
+    return Trial(
+        *(size or 1, outcome),  # type: ignore[arg-type]
+        examples_per_second=run.examples_per_second or None,
+        step_seconds=None if step is None else step.median,
+        first_step_seconds=run.first_step_seconds or None,
+        peak_bytes=peak,
+        began_training=facts is not None,
+        detail=detail,
     )
+
+
+def facts_of(folder: Path, task: Task) -> Facts | None:
+    """Returns what a trial told before it trained, None if it did not."""
+    file = folder / f"{task.name}.facts"
+    return Facts.from_json(file) if file.is_file() else None

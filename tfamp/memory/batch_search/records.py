@@ -1,11 +1,10 @@
-"""What a search for the batch size found: trials, choice, advice, a picture."""
+"""What a search for the batch size found: trials, choice, advice."""
 
 import dataclasses
-import os
-from typing import Any, Literal
+from typing import Literal
 
 from tfamp.machine.limits import MemoryLimit
-from tfamp.records import checks, console
+from tfamp.records import console
 from tfamp.records.record import Record
 from tfamp.records.units import format_bytes, format_rate, format_seconds, format_share
 
@@ -27,10 +26,8 @@ _WHY = {
     "time": "a larger one takes too long to try",
     "max_batch_size": "`max_batch_size` allows no more",
     "target_batch_size": "`target_batch_size` asks for no more",
-    "data": "the data has no more examples",
+    "data": "a larger one would be more than half of the data",
 }
-_BLUE, _RED, _GREEN, _GREY = "#4c78a8", "#e45756", "#54a24b", "#888888"
-_GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +38,11 @@ class Trial(Record):
         batch_size: Examples of a step, on all replicas.
         outcome: "fits", or how it ended.
         examples_per_second: By the median step; None where it did not fit.
-        step_seconds: Median of the timed steps, of all processes.
+        step_seconds: Median of the timed steps.
         first_step_seconds: The first one, in which TensorFlow traces and compiles.
         peak_bytes: The most memory that was held: by the process, on a GPU by
             TensorFlow's allocator there. Where the trial was ended for it, the memory
             held then; None where it is not known.
-        num_runs: Processes that tried it; a doubtful speed is measured twice.
         began_training: Whether the model was built and the first step begun; where not,
             no other size is worth a trial.
         detail: What the process said of its end, "" where it fits.
@@ -58,7 +54,6 @@ class Trial(Record):
     step_seconds: float | None = None
     first_step_seconds: float | None = None
     peak_bytes: int | None = None
-    num_runs: int = 1
     began_training: bool = True
     detail: str = ""
 
@@ -80,7 +75,7 @@ class BatchSearch(Record):
         trials: All that were tried, in this order.
         stopped_by: What ended the growth: "memory", "knee" (more gained too little),
             "time" (a trial took too long), "max_batch_size", "target_batch_size", or
-            "data" (it has no more examples).
+            "data" (half of it is no larger).
         largest_that_fits: Of those tried, where memory or time ended the growth; None
             where the limit was not met.
         limit: Memory that a process may take; None where nothing was known.
@@ -177,38 +172,6 @@ class BatchSearch(Record):
         title = console.wrapped(f"{self.model}, {self.policy}{limit}")
         return "\n".join([*title, console.text_of(shown)])
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws speed and memory against the batch size, with limit and choice.
-
-        Args:
-            path: An image file; its ending says its kind.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        figure = checks.figure("`BatchSearch.plot`", 8.0, 6.5)
-        speed, memory = figure.subplots(2, 1, sharex=True)
-        _draw_speed(speed, self)
-        _draw_memory(memory, self)
-        sizes = sorted({trial.batch_size for trial in self.trials})
-        memory.set_xscale("log", base=2)
-        memory.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45)
-        memory.minorticks_off()
-        memory.set_xlabel("batch size")
-        chosen = f"chosen: {self.batch_size:,} (ended by {self.stopped_by})"
-        for axes in (speed, memory):
-            axes.axvline(self.batch_size, color=_GREEN, label=chosen)
-            axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-            axes.set_axisbelow(True)
-            axes.set_ylim(bottom=0)
-            axes.legend(fontsize="small", loc="lower right")
-        title = f"{self.model}, {self.policy}"
-        if self.accumulation_steps > 1:
-            steps = f"{self.accumulation_steps} steps of {self.batch_size:,}"
-            title += f": {steps} an update"
-        speed.set_title(title, loc="left")
-        figure.savefig(path, dpi=120)
-
     def __str__(self) -> str:
         """Returns the choice and why, the trials, and the advice."""
         lines = [*console.wrapped(self._choice()), self.table()]
@@ -228,7 +191,7 @@ class BatchSearch(Record):
         # Where speed did not matter the largest that fits was taken.
         gain = format_share(self.min_gain or 0.0)
         if self.stopped_by == "knee":
-            why = f"doubling it gains less than {gain}"
+            why = f"doubling it twice gains less than {gain} each"
         elif self.batch_size < most and not self.target_batch_size:
             why = f"of those up to {most:,} none is more than {gain} faster"
         else:
@@ -248,8 +211,6 @@ class BatchSearch(Record):
             outcome = "fits, chosen"
         elif trial.batch_size == self.largest_that_fits:
             outcome = "fits, the largest"
-        if trial.num_runs > 1:
-            outcome += f" ({trial.num_runs} runs)"
         speed, step = trial.examples_per_second, trial.step_seconds
         return (
             f"{trial.batch_size:,}",
@@ -263,60 +224,3 @@ class BatchSearch(Record):
 def allowed_bytes(limit: MemoryLimit | None, margin: float) -> int | None:
     """Returns what a trial may take: what is free of a limit, less a margin."""
     return None if limit is None else int(limit.free_bytes * (1 - margin))
-
-
-def _draw_speed(axes: Any, found: BatchSearch) -> None:
-    points = sorted(
-        (trial.batch_size, trial.examples_per_second)
-        for trial in found.trials
-        if trial.fits and trial.examples_per_second is not None
-    )
-    sizes, speeds = zip(*points, strict=True)
-    axes.plot(sizes, speeds, color=_BLUE, marker="o", label="examples/s")
-    if found.min_gain is not None:
-        # Whatever lies above it is as good as the best.
-        axes.axhline(
-            (1 - found.min_gain) * max(speeds),
-            color=_GREY,
-            linestyle=":",
-            label=f"within {found.min_gain:.0%} of the best",
-        )
-    axes.set_ylabel("examples/s")
-
-
-def _draw_memory(axes: Any, found: BatchSearch) -> None:
-    known = sorted(
-        (trial.batch_size, trial.peak_bytes / _GIB, trial.fits)
-        for trial in found.trials
-        if trial.peak_bytes is not None
-    )
-    fitting = [(size, peak) for size, peak, fits in known if fits]
-    axes.plot(*zip(*fitting, strict=True), color=_BLUE, marker="o", label="peak memory")
-    allowed = found.allowed_bytes
-    highest = max(peak for _, peak in fitting)
-    is_over = any(trial.outcome == "over the limit" for trial in found.trials)
-    # A limit far above all that was held would press the curve flat.
-    limit = found.limit
-    if limit and allowed is not None and (is_over or allowed / _GIB < 4 * highest):
-        highest = allowed / _GIB
-        axes.axhline(
-            limit.free_bytes / _GIB,
-            color=_RED,
-            linestyle=":",
-            label=f"limit: {limit.source}",
-        )
-        axes.axhline(
-            highest, color=_RED, linestyle="--", label=f"less {found.margin:.0%} margin"
-        )
-    # A trial that was ended had no peak yet: it stands at the limit.
-    failed = sorted({trial.batch_size for trial in found.trials if not trial.fits})
-    if failed:
-        axes.plot(
-            failed,
-            [highest] * len(failed),
-            color=_RED,
-            marker="x",
-            linestyle="",
-            label="does not fit",
-        )
-    axes.set_ylabel("peak memory in GiB")

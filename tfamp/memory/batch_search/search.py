@@ -1,16 +1,17 @@
 """Which batch sizes to try, and which of them to take."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from tfamp.memory.batch_search.records import StoppedBy, Trial
-from tfamp.records.record import Record
+from tfamp.trials.tasks import Facts
 
 # The answer lies within this part below the largest that fits.
 _PRECISION = 1 / 8
 MAX_BATCH_SIZE = 2**20
+# One slow process must not end the growth.
+_MAX_FLAT = 2
 
 
 class Split(NamedTuple):
@@ -41,21 +42,6 @@ def splits(largest: int, target: int, *, replicas: int = 1) -> tuple[Split, ...]
     return tuple(dict.fromkeys(found))
 
 
-@dataclasses.dataclass(frozen=True)
-class TrialFacts(Record):
-    """What a trial tells of the model and its data, before it trains.
-
-    A batch is a multiple of the `replicas` that share it; `num_examples` of the data
-    are None where that is not known. `batch_size` is the one that is tried.
-    """
-
-    replicas: int = 1
-    num_examples: int | None = None
-    model: str = ""
-    batch_size: int = 0
-    data_batch_size: int | None = None
-
-
 class Found(NamedTuple):
     """What a search came to.
 
@@ -70,44 +56,69 @@ class Found(NamedTuple):
     largest_that_fits: int | None
 
 
-def possible_size(size: int, facts: TrialFacts) -> int:
-    """Returns a batch size as the data and the replicas allow it."""
-    if facts.num_examples is not None:
-        size = min(size, facts.num_examples)
-    return -(-size // facts.replicas) * facts.replicas
-
-
 def search(
     try_size: Callable[[int], Trial],
     *,
     start: int,
     caps: Mapping[StoppedBy, int],
     min_gain: float | None,
-    facts: Callable[[], TrialFacts] = TrialFacts,
+    facts: Callable[[], Facts] = Facts,
 ) -> Found:
     """Searches for the least batch size that is about as fast as any that fits.
 
     The size doubles until it does not fit, or until that gains less than `min_gain` in
-    examples/s, measured twice; None takes the largest that fits. Where memory ended the
+    examples/s twice in a row; None takes the largest that fits. Where memory ended the
     growth, the limit is narrowed down to multiples of 8. What is chosen was tried
     itself. `caps` has the most that a batch may be, by what says so; `facts` are asked
-    after the first trial, which may change the size as data and replicas want.
+    after the first trial, which may change the size as data and replicas want. At least
+    two batches have to make up the data.
     """
-    tried = _Tried(try_size, min_gain)
-    size = tried(start).batch_size
-    known = facts()
+    trials: dict[int, Trial] = {}
+
+    def tried(size: int) -> Trial:
+        if size not in trials:
+            trial = try_size(size)
+            trials[trial.batch_size] = trial
+            return trial
+        return trials[size]
+
+    first = tried(start)
+    size, known = first.batch_size, facts()
     if known.num_examples is not None:
-        caps = {**caps, "data": possible_size(known.num_examples, known)}
-    stopped_by, good, bad = _grown(tried, size, caps, known.replicas)
+        caps = {**caps, "data": known.possible(max(known.num_examples // 2, 1))}
+    replicas, good, bad = known.replicas, 0, 0
+    stopped_by, cap = min(caps.items(), key=lambda item: item[1])
+    if first.fits:
+        good, flat = size, 0
+        while (larger := _next_size(good, cap, stopped_by, replicas)) > good:
+            trial = tried(larger)
+            if not trial.fits:
+                stopped_by, bad = _ended_by(trial), larger
+                break
+            before, after = (trials[s].examples_per_second or 0 for s in (good, larger))
+            is_last = larger < 2 * good  # what was left up to the cap
+            is_flat = min_gain is not None and after < before * (1 + min_gain)
+            flat = flat + 1 if is_flat and not is_last else 0
+            good = larger
+            if flat == _MAX_FLAT:
+                stopped_by = "knee"
+            if is_last or flat == _MAX_FLAT:
+                break
+    else:
+        stopped_by, bad = _ended_by(first), size
+        # Of a model that is not even built no other size is worth a trial.
+        while not good and trials[bad].began_training:
+            smaller = bad // 2 // replicas * replicas
+            if smaller < 1:
+                break
+            good, bad = (smaller, bad) if tried(smaller).fits else (0, smaller)
     if good and bad:
         # Among small sizes every one counts.
-        unit = known.replicas if good < 8 else math.lcm(8, known.replicas)
+        unit = replicas if good < 8 else math.lcm(8, replicas)
         good = _narrowed(lambda each: tried(each).fits, good, bad, multiple=unit)
+    made = tuple(trials.values())
     return Found(
-        chosen=choice(tried.trials, min_gain),
-        trials=tried.trials,
-        stopped_by=stopped_by,
-        largest_that_fits=good if good and bad else None,
+        choice(made, min_gain), made, stopped_by, good if bad and good else None
     )
 
 
@@ -116,102 +127,11 @@ def choice(trials: tuple[Trial, ...], min_gain: float | None) -> Trial | None:
 
     Where `min_gain` is None, the largest that fits.
     """
-    if min_gain is None:
-        fitting = [trial for trial in trials if trial.fits]
-        return max(fitting, key=lambda trial: trial.batch_size, default=None)
-    speeds = [(t.examples_per_second or 0.0, t) for t in trials if t.fits]
-    best = max((speed for speed, _ in speeds), default=0.0)
-    near = [trial for speed, trial in speeds if speed >= (1 - min_gain) * best]
-    return min(near, key=lambda trial: trial.batch_size, default=None)
-
-
-def merged(first: Trial, second: Trial) -> Trial:
-    """Returns two trials of a size as one: it fits if both do, at their mean speed."""
-    num_runs = first.num_runs + second.num_runs
-    if not second.fits:
-        return dataclasses.replace(second, num_runs=num_runs)
-    speeds = first.examples_per_second or 0.0, second.examples_per_second or 0.0
-    speed = sum(speeds) / 2
-    peaks = [p for p in (first.peak_bytes, second.peak_bytes) if p is not None]
-    return dataclasses.replace(
-        first,
-        examples_per_second=speed,
-        step_seconds=first.batch_size / speed if speed else None,
-        peak_bytes=max(peaks, default=None),
-        num_runs=num_runs,
-    )
-
-
-class _Tried:
-    """The trials so far, one for each size."""
-
-    def __init__(
-        self, try_size: Callable[[int], Trial], min_gain: float | None
-    ) -> None:
-        self._try_size, self._min_gain = try_size, min_gain
-        self._by_size: dict[int, Trial] = {}
-
-    @property
-    def trials(self) -> tuple[Trial, ...]:
-        return tuple(self._by_size.values())
-
-    def __call__(self, size: int) -> Trial:
-        if size not in self._by_size:
-            trial = self._try_size(size)
-            size = trial.batch_size
-            self._by_size[size] = trial
-        return self._by_size[size]
-
-    def again(self, size: int) -> Trial:
-        """Tries a size once more."""
-        self._by_size[size] = merged(self._by_size[size], self._try_size(size))
-        return self._by_size[size]
-
-    def is_knee(self, size: int, larger: int) -> bool:
-        """States whether a doubled size gains too little speed."""
-        if self._min_gain is None or larger < 2 * size:
-            return False
-        before = self._by_size[size].examples_per_second or 0.0
-        after = self._by_size[larger].examples_per_second or 0.0
-        return after / before - 1 < self._min_gain if before else False
-
-
-def _grown(
-    tried: _Tried, size: int, caps: Mapping[StoppedBy, int], replicas: int
-) -> tuple[StoppedBy, int, int]:
-    """Doubles a size, or halves it until one fits.
-
-    Returns what ended it, the largest that fits and the least that does not, or 0.
-    """
-    if not tried(size).fits:
-        return _shrunk(tried, size, replicas)
-    reason, cap = min(caps.items(), key=lambda item: item[1])
-    while True:
-        larger = _next_size(size, cap, reason, replicas)
-        if larger <= size:
-            return reason, size, 0
-        trial = tried(larger)
-        if trial.fits and tried.is_knee(size, larger):
-            # One slow process must not end the search.
-            trial = tried.again(larger)
-        if not trial.fits:
-            return _ended_by(trial), size, larger
-        if larger < 2 * size:
-            return reason, larger, 0
-        if tried.is_knee(size, larger):
-            return "knee", size, 0
-        size = larger
-
-
-def _shrunk(tried: _Tried, size: int, replicas: int) -> tuple[StoppedBy, int, int]:
-    while True:
-        smaller = size // 2 // replicas * replicas
-        reason = _ended_by(tried(size))
-        if smaller < 1 or not tried(size).began_training:
-            return reason, 0, size
-        if tried(smaller).fits:
-            return reason, smaller, size
-        size = smaller
+    fitting = sorted((t for t in trials if t.fits), key=lambda trial: trial.batch_size)
+    if min_gain is None or not fitting:
+        return fitting[-1] if fitting else None
+    least = (1 - min_gain) * max(t.examples_per_second or 0.0 for t in fitting)
+    return next(t for t in fitting if (t.examples_per_second or 0.0) >= least)
 
 
 def _next_size(size: int, cap: int, reason: StoppedBy, replicas: int) -> int:

@@ -1,4 +1,4 @@
-"""The settings of a comparison and its folder: what is kept, taken up, thrown away."""
+"""What trials are asked, and the folder that they share: settings, records, plans."""
 
 import contextlib
 import dataclasses
@@ -14,36 +14,90 @@ from typing import Any
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.records.record import Record
-from tfamp.trials import parcel
 from tfamp.trials.run_records import Context, Run
 from tfamp.trials.variant import Variant
 
-CONTEXT_FILE = "context.json"
+# In the folder: a comparison's settings, where it was measured, and pickled settings
+# that hold in the trials in place of those of their policy.
+JOB, CONTEXT, SETTINGS = "job.json", "context.json", "settings.pickle"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task(Record):
+    """What one process does: a whole training, or a few steps of one batch size.
+
+    Args:
+        policy: As `Variant` reads it.
+        seed: Of weights, data order and dropout.
+        epochs: Passes over the training data.
+        batch_size: For arrays, None for Keras's 32; of a few steps, what is tried.
+        steps: A few, at least so many; 0 trains whole.
+        latency_batch_sizes: Examples in the timed calls of a trained model.
+        keeps_batches: Whether a whole training leaves two batches for a few steps.
+        is_fresh: Whether what few steps hold is told apart from what was there before.
+        allowed_bytes: What it may hold; None where there is no limit.
+        target_batch_size: Examples of one update, None where that is left open.
+        data_batch_size: Of a batch of the data, None where only the process knows it.
+        num_examples: Of the data, None where that is not known.
+        command: How to repeat it from a shell, for the record.
+    """
+
+    policy: str
+    seed: int = 0
+    epochs: int = 1
+    batch_size: int | None = None
+    steps: int = 0
+    latency_batch_sizes: tuple[int, ...] = ()
+    keeps_batches: bool = False
+    is_fresh: bool = False
+    allowed_bytes: int | None = None
+    target_batch_size: int | None = None
+    data_batch_size: int | None = None
+    num_examples: int | None = None
+    command: str = ""
+
+    @property
+    def name(self) -> str:
+        """What its files are called, without their ending."""
+        steps = f"_batch{self.batch_size}" if self.steps else ""
+        return file_name(self.policy, self.seed) + steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts(Record):
+    """What a trial tells of the model and its data, before it trains.
+
+    A batch is a multiple of the `replicas` that share it; `num_examples` of the data
+    are None where that is not known. `batch_size` is the one that is tried.
+    """
+
+    replicas: int = 1
+    num_examples: int | None = None
+    model: str = ""
+    batch_size: int = 0
+    data_batch_size: int | None = None
+
+    def possible(self, size: int) -> int:
+        """Returns a batch size as the data and the replicas allow it."""
+        if self.num_examples is not None:
+            size = min(size, self.num_examples)
+        return -(-size // self.replicas) * self.replicas
 
 
 @dataclasses.dataclass(frozen=True)
 class Job(Record):
-    """The settings of a comparison.
+    """The settings of a comparison, which its runs have to share.
 
-    Args:
-        title: What is trained.
-        policies: What is compared, as `Variant` reads them.
-        seeds: One run for each, under each policy.
-        epochs: Passes over the training data.
-        batch_size: For arrays; None takes Keras's 32. Datasets have their own.
-        latency_batch_sizes: Examples in the timed calls of the trained model.
-        source: Fingerprint of the file that the model is built by, "" if unknown.
-        command: How to repeat it from a shell, "" if it was called from Python.
+    Policies and seeds may be others when it goes on: their runs stand for themselves.
+    `source` is the fingerprint of the file that the model is built by.
     """
 
-    title: str
     policies: tuple[str, ...]
     seeds: tuple[int, ...]
     epochs: int
     batch_size: int | None = None
     latency_batch_sizes: tuple[int, ...] = (1, 8, 32)
     source: str = ""
-    command: str = ""
 
     def order(self) -> tuple[tuple[str, int], ...]:
         """Returns policies and seeds in the order they are run.
@@ -52,7 +106,7 @@ class Job(Record):
         slows them alike, and each goes first in its turn.
 
         Example:
-            >>> Job("", ("a", "b"), (0, 1), 1).order()
+            >>> Job(("a", "b"), (0, 1), 1).order()
             (('a', 0), ('b', 0), ('b', 1), ('a', 1))
         """
         count = len(self.policies)
@@ -62,31 +116,15 @@ class Job(Record):
             for place in range(count)
         )
 
-    def differences(self, other: "Job") -> tuple[str, ...]:
-        """Returns the settings that make runs of another job no runs of this one.
-
-        Policies and seeds may be others: their runs stand for themselves.
-        """
-        free = ("policies", "seeds", "command", "title")
-        return tuple(
-            field.name
-            for field in dataclasses.fields(self)
-            if field.name not in free
-            and getattr(self, field.name) != getattr(other, field.name)
-        )
-
 
 def file_name(policy: str, seed: int) -> str:
     """Returns what a run's files are called, without their ending.
 
     Example:
-        >>> file_name("keras:float32+xla", 3)
-        'keras-float32+xla_seed3'
-        >>> file_name("runs/plan.json", 0)
-        'runs-plan.json_seed0'
+        >>> file_name("keras:float32+xla", 3), file_name("runs/plan.json", 0)
+        ('keras-float32+xla_seed3', 'runs-plan.json_seed0')
     """
-    word = re.sub(r"[:/\\]", "-", str(Variant.parse(policy)))
-    return f"{word}_seed{seed}"
+    return f"{re.sub(r'[^A-Za-z0-9_.+-]', '-', policy)}_seed{seed}"
 
 
 def fingerprint(function: Any) -> str:
@@ -94,8 +132,7 @@ def fingerprint(function: Any) -> str:
 
     Notebooks and prompts have no file, so there the function's own text is taken.
     """
-    function = inspect.unwrap(function)
-    text = b""
+    function, text = inspect.unwrap(function), b""
     with contextlib.suppress(OSError, TypeError):
         text = Path(inspect.getsourcefile(function) or "").read_bytes()
     if not text:
@@ -169,26 +206,26 @@ def begin(folder: Path, job: Job, *, resume: bool) -> list[Run]:
     A ValueError where there are runs and `resume` is False, or they are of another
     comparison.
     """
-    path = folder / FILE
-    if not path.exists():
-        job.to_json(path)
-        return []
-    before = Job.from_json(path)
-    if not resume:
+    path = folder / JOB
+    if path.exists() and not resume:
         raise ValueError(
             f"`directory` is {str(folder)!r}, which has runs of an earlier comparison; "
             "expected an empty folder. Pass `resume=True` to go on with them, or "
             "another folder."
         )
-    if differences := job.differences(before):
-        shown = "; ".join(
-            f"{name} was {getattr(before, name)!r} and is {getattr(job, name)!r}"
-            for name in differences
-        )
-        raise ValueError(
-            f"The runs in {str(folder)!r} cannot go on: {shown}. Expected the same "
-            "settings and source. Set them as they were, or begin in another folder."
-        )
+    if path.exists():
+        before, now = Job.from_json(path).to_dict(), job.to_dict()
+        shown = [
+            f"{name} was {before[name]!r} and is {value!r}"
+            for name, value in now.items()
+            if name not in ("policies", "seeds") and before[name] != value
+        ]
+        if shown:
+            raise ValueError(
+                f"The runs in {str(folder)!r} cannot go on: {'; '.join(shown)}. "
+                "Expected the same settings and source. Set them as they were, or "
+                "begin in another folder."
+            )
     job.to_json(path)
     records = (folder / f"{file_name(*each)}.json" for each in job.order())
     runs = [Run.from_json(record) for record in records if record.is_file()]
@@ -197,22 +234,5 @@ def begin(folder: Path, job: Job, *, resume: bool) -> list[Run]:
 
 def context(folder: Path) -> Context | None:
     """Returns where the runs were measured, None if no run got so far."""
-    path = folder / CONTEXT_FILE
+    path = folder / CONTEXT
     return Context.from_json(path) if path.is_file() else None
-
-
-def model_of(folder: Path, policy: str, seed: int) -> Path:
-    """Returns where the trained model of a run lies while a comparison goes on."""
-    return folder / f"{file_name(policy, seed)}.keras"
-
-
-def end(folder: Path, *, is_complete: bool) -> None:
-    """Throws away what a finished comparison has no more use for."""
-    if not is_complete:
-        return
-    for path in folder.glob("*_seed*.keras"):
-        path.unlink()
-    parcel.discard(folder)
-
-
-FILE = "job.json"
