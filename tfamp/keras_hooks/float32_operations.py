@@ -179,6 +179,19 @@ def _add_loss(
     return original(self, loss)
 
 
+class _InFloat32:
+    """A regularizer, called on the float32 value of what it is given."""
+
+    def __init__(self, regularizer: Callable[[Any], Any]) -> None:
+        self._regularizer = regularizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._regularizer, name)
+
+    def __call__(self, x: Any) -> Any:
+        return self._regularizer(backend.cast(x, "float32"))
+
+
 def _activity_regularizer(
     is_managed: Callable[[keras.layers.Layer], bool],
 ) -> property:
@@ -191,7 +204,7 @@ def _activity_regularizer(
         regularizer = vars(layer)[name]
         if regularizer is None or not is_managed(layer) or not calls.in_call():
             return regularizer
-        return lambda x: regularizer(backend.cast(x, "float32"))
+        return _InFloat32(regularizer)
 
     def write(layer: keras.layers.Layer, value: Any) -> None:
         vars(layer)[name] = value
