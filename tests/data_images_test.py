@@ -13,8 +13,7 @@ import tensorflow as tf
 from tests.file_sources import RAISE, refused_files, write
 from tests.refusals import refusals
 from tfamp.data.sources.images import folder_source
-from tfamp.data.stages.decode import Decode
-from tfamp.data.stages.image_reader import ImageReader, crop_box
+from tfamp.data.stages.decode import Decode, ImageReader
 from tfamp.records import checks
 
 FAST = ["simplejpeg"]
@@ -288,9 +287,6 @@ def test_cropping_takes_the_middle_as_keras_does():
     found = decode(png(pixels), (20, 20), fit="crop")
     middle = decode(png(pixels[:, 30:70]), (20, 20))
     np.testing.assert_array_equal(found, middle)
-    assert crop_box((101, 40), 1, 1) == (30, 0, 40, 40)
-    tensors = crop_box(tf.constant([101, 40]), 1, 1)
-    assert tuple(int(number) for number in tensors) == (30, 0, 40, 40)
 
 
 def test_padding_keeps_the_image_whole():

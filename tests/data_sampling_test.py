@@ -398,6 +398,20 @@ def test_a_dataset_that_shuffles_itself_is_an_error(by):
         list(stream)
 
 
+@pytest.mark.parametrize("by", [None, lambda x, y: y], ids=["chunks", "one by one"])
+@pytest.mark.parametrize(
+    "later, told",
+    [(4, "contain 6 elements"), (7, "or are more, since"), (200, "or are more, since")],
+    ids=["fewer", "one more", "more"],
+)
+def test_a_dataset_that_changes_its_length_is_an_error(later, told, by):
+    lengths = iter([6, later])
+    dataset = generated(lambda: ((i, i % 2) for i in range(next(lengths))))
+    stream = Balance(by, seed=1).apply(dataset, SETTINGS)
+    with pytest.raises(tf.errors.OpError, match=told):
+        list(stream)
+
+
 def test_explaining_reads_nothing():
     def generate():
         raise AssertionError("read")

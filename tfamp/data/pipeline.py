@@ -23,10 +23,9 @@ from tfamp.data.stages import (
 from tfamp.data.stages.augment import Augmentation
 from tfamp.data.stages.batches import Batch, Bucket
 from tfamp.data.stages.cache import Cache
-from tfamp.data.stages.decode import Decode
+from tfamp.data.stages.decode import Decode, ImageReader
 from tfamp.data.stages.dropped import ErrorLog, OnError, SkippedElement
 from tfamp.data.stages.filter import Filter
-from tfamp.data.stages.image_reader import ImageReader
 from tfamp.data.stages.sampling import Balance, Subset, Weights
 from tfamp.data.stages.sequences import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE
 from tfamp.data.stages.workers import Shard, cluster_shard

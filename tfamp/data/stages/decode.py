@@ -1,19 +1,206 @@
-"""The stage that turns paths or bytes of images into uint8 pixels."""
+"""The stage that turns paths or bytes of images into uint8 pixels of one size.
+
+A resized value is rounded half to even and held in 0 to 255. Rotation by EXIF is not
+applied, as TensorFlow never does; of 16-bit PNGs the upper 8 bits are kept, and alpha
+is dropped.
+"""
 
 import dataclasses
+import threading
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import inputs_of
+from tfamp.data._elements import from_arguments, inputs_of, with_inputs
 from tfamp.data.stages import Map, Settings
-from tfamp.data.stages.image_reader import ImageReader
+from tfamp.records import checks
 
+METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5")
+# Weighted means of pixels, which lie between them.
+_WITHIN_RANGE = ("bilinear", "nearest", "area")
 # Against `tf.io.decode_image` and `tf.image.resize`, on photos at 75 to 95 of 100.
-_DIFFERENCES = {
-    "tf": "exact",
-    "simplejpeg": "the same pixels as tf",
-}
+DECODERS = {"tf": "exact", "simplejpeg": "the same pixels as tf"}
+FITS = ("stretch", "crop", "pad")
+# First bytes of what `tf.io.decode_image` reads: JPEG, PNG, GIF, BMP.
+_STARTS = (b"\xff\xd8\xff", b"\x89PN", b"GIF")
+_BMP_START = b"BM"
+COLORS = {1: "GRAY", 3: "RGB"}
+# Where a bitmap has the bits of a pixel: behind the header of OS/2, and of Windows.
+_BMP_OLD_HEADER, _BMP_OLD_BITS, _BMP_BITS = 12, 24, 28
+# TensorFlow takes the numbers of a palette for colors; so many bits are such numbers.
+_MAX_PALETTE_BITS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageReader:
+    """Decodes and resizes the image of an element; leaves its other parts alone.
+
+    The settings are those of `Pipeline.decode`; `reads_files` says whether images come
+    as paths instead of bytes. It works eagerly and in `Dataset.map`.
+    """
+
+    image_size: Any = None
+    _: dataclasses.KW_ONLY
+    channels: int = 3
+    decoder: str = "tf"
+    method: str = "bilinear"
+    antialias: bool = False
+    fit: str = "stretch"
+    key: str | None = None
+    reads_files: bool = False
+
+    def __post_init__(self) -> None:
+        size, method, fit = self.image_size, self.method, self.fit
+        if size is not None:
+            is_listed = hasattr(size, "__iter__") and not isinstance(size, str)
+            if not is_listed or len(tuple(size)) != 2:
+                raise TypeError(
+                    f"`image_size` is {size!r}; expected (height, width). Pass two "
+                    "integers, or None to keep the sizes."
+                )
+            size = tuple(checks.positive_int("image_size", side) for side in size)
+        if self.channels not in COLORS:
+            raise ValueError(
+                f"`channels` is {self.channels!r}; expected 1 or 3. Pass 3 for color; "
+                "an alpha channel is dropped."
+            )
+        checks.choice("decoder", self.decoder, DECODERS)
+        checks.choice("method", method, METHODS)
+        checks.choice("fit", fit, FITS)
+        antialias = bool(self.antialias)
+        if size is None and (fit != "stretch" or antialias or method != "bilinear"):
+            raise ValueError(
+                f"`fit`, `method` or `antialias` came ({fit!r}, {method!r}, "
+                f"{antialias!r}) without `image_size`; expected a size to bring images "
+                "to. Pass `image_size=(224, 224)`, or leave them out."
+            )
+        if self.decoder == "simplejpeg":
+            _simplejpeg()
+        object.__setattr__(self, "image_size", size)
+
+    def __call__(self, *parts: Any) -> Any:
+        """Returns the element with pixels in place of a path or of bytes."""
+        element = from_arguments(parts)
+        given, key = inputs_of(element), self.key
+        if key is None:
+            return with_inputs(element, self.pixels(given))
+        return with_inputs(element, {**given, key: self.pixels(given[key])})
+
+    def pixels(self, image: Any) -> tf.Tensor:
+        """Returns the pixels `(height, width, channels)`, uint8, of a path or bytes."""
+        given = tf.convert_to_tensor(image, tf.string)
+        data = tf.io.read_file(given) if self.reads_files else given
+        with tf.control_dependencies([self._check_start(given, data)]):
+            data = tf.identity(data)
+
+        def slow() -> tf.Tensor:
+            pixels = tf.io.decode_image(data, self.channels, expand_animations=False)
+            return tf.ensure_shape(pixels, (None, None, self.channels))
+
+        if self.decoder == "tf":
+            return self._resized(slow())
+        function, is_jpeg = self._fast_function(), tf.io.is_jpeg(data)
+
+        def fast() -> tf.Tensor:
+            return tf.numpy_function(function, [data], tf.uint8, stateful=False)
+
+        pixels = tf.cond(is_jpeg, fast, slow)
+        return self._resized(tf.ensure_shape(pixels, (None, None, self.channels)))
+
+    def _check_start(self, given: tf.Tensor, data: tf.Tensor) -> tf.Operation:
+        """Names the file that cannot be an image to TensorFlow, by its first bytes."""
+        start = tf.strings.substr(data, 0, 3)
+        known = tf.constant(_STARTS)
+        is_bmp = tf.strings.substr(start, 0, 2) == _BMP_START
+        is_image = tf.reduce_any(start == known) | is_bmp
+        has_palette = is_bmp & (_bits_of_bmp(data) <= _MAX_PALETTE_BITS)
+        what = given if self.reads_files else "the bytes of an image"
+        # Not its first bytes: an error whose text is no UTF-8 is another error.
+        size = tf.strings.length(data)
+        palette = "is a BMP with a palette; write it anew as PNG; bytes:"
+        checks_of_it = (
+            (is_image, [what, "is no JPEG, PNG, GIF or BMP; bytes:", size]),
+            (~has_palette, [what, palette, size]),
+        )
+        if tf.executing_eagerly():
+            for is_right, words in checks_of_it:
+                if not is_right:
+                    # As a graph would say it; `Assert` itself speaks of tensors here.
+                    texts = (
+                        tf.strings.as_string(one).numpy().decode() for one in words
+                    )
+                    text = " ".join(texts)
+                    raise tf.errors.InvalidArgumentError(None, None, text)
+        return tf.group(*(tf.debugging.Assert(*check) for check in checks_of_it))
+
+    def _resized(self, pixels: tf.Tensor) -> tf.Tensor:
+        """Returns the pixels in the wanted size, rounded half to even."""
+        if self.image_size is None:
+            return pixels
+        height, width = self.image_size
+        if self.fit == "crop":
+            top, left, tall, wide = crop_box(tf.shape(pixels), height, width)
+            pixels = pixels[top : top + tall, left : left + wide]
+        options = {"method": self.method, "antialias": self.antialias}
+        if self.fit == "pad":
+            resized = tf.image.resize_with_pad(pixels, height, width, **options)
+        else:
+            resized = tf.image.resize(pixels, (height, width), **options)
+        if resized.dtype != tf.uint8:
+            resized = tf.round(resized)
+            # Cubic and Lanczos interpolation go beyond 0 and 255.
+            cast = tf.cast if self.method in _WITHIN_RANGE else tf.saturate_cast
+            resized = cast(resized, tf.uint8)
+        return tf.ensure_shape(resized, (height, width, self.channels))
+
+    @tf.autograph.experimental.do_not_convert
+    def _fast_function(self) -> Callable[[Any], np.ndarray[Any, Any]]:
+        """Returns what decodes the bytes of a JPEG without Python's lock, or raises."""
+        simplejpeg = _simplejpeg()
+        buffers = threading.local()
+        color, depth = COLORS[self.channels], self.channels
+
+        def decode(given: Any) -> np.ndarray[Any, Any]:
+            # Eagerly it comes as an array without dimensions.
+            data = given if isinstance(given, bytes) else given.item()
+            height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+            num_bytes = height * width * depth
+            # New memory for each image costs as much as decoding it.
+            if getattr(buffers, "size", 0) < num_bytes:
+                buffers.pixels = np.empty(num_bytes, np.uint8)
+                buffers.size = num_bytes
+            # With the fast DCT the pixels are TensorFlow's, which uses it too.
+            return simplejpeg.decode_jpeg(
+                data, color, fastdct=True, buffer=buffers.pixels
+            )
+
+        return lambda data: np.array(decode(data))
+
+
+def _simplejpeg() -> Any:
+    return checks.require("simplejpeg", extra=None, purpose="`decoder='simplejpeg'`")
+
+
+def _bits_of_bmp(data: tf.Tensor) -> tf.Tensor:
+    """Returns the bits of a pixel of a bitmap; any number of what is none."""
+    header = tf.strings.substr(data, 0, _BMP_BITS + 1)
+    numbers = tf.concat(
+        [tf.io.decode_raw(header, tf.uint8), tf.zeros(_BMP_BITS + 1, tf.uint8)], 0
+    )
+    is_old = numbers[14] == _BMP_OLD_HEADER
+    return tf.where(is_old, numbers[_BMP_OLD_BITS], numbers[_BMP_BITS])
+
+
+def crop_box(shape: Any, height: int, width: int) -> tuple[Any, Any, Any, Any]:
+    """Returns top, left, height and width of the middle with another aspect ratio.
+
+    Source: Keras's `smart_resize`, which cuts the same box.
+    """
+    tall = tf.maximum(tf.minimum(shape[0], shape[1] * height // width), 1)
+    wide = tf.maximum(tf.minimum(shape[1], shape[0] * width // height), 1)
+    return (shape[0] - tall) // 2, (shape[1] - wide) // 2, tall, wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +245,7 @@ class Decode(Map):
             height, width = reader.image_size
             size = f"{height}x{width} {reader.fit}, {reader.method}"
         how = f"{reader.decoder}, {size}, {settings.parallelism}"
-        exact = _DIFFERENCES[reader.decoder]
+        exact = DECODERS[reader.decoder]
         return how, f"uint8, {exact}; EXIF rotation is not applied"
 
 

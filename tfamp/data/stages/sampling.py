@@ -138,40 +138,43 @@ def copied(
 
     What `reader` reads of it has to be the value that it read in the first pass.
     """
-    expected = copies if values is None else tf.data.Dataset.from_tensor_slices(values)
-    both = tf.data.Dataset.zip((copies, expected, tf.data.Dataset.range(2**62)))
-    both = tf.data.Dataset.zip((both, dataset))
+    # What comes behind the last element that there was meets a number below 0.
+    copies = copies.concatenate(tf.data.Dataset.from_tensors(tf.constant(-1, tf.int64)))
+    expected = copies
+    if values is not None:
+        with tf.device("CPU:0"):
+            end = tf.concat([values, values[:1]], 0)
+        expected = tf.data.Dataset.from_tensor_slices(end)
+    plan = tf.data.Dataset.zip((copies, expected, tf.data.Dataset.range(2**62)))
+    both = tf.data.Dataset.zip((plan, dataset))
 
-    def checked(then: tf.Tensor, position: tf.Tensor, now: Any, element: Any) -> Any:
-        fits = tf.equal(now, then)
+    def checked(plan: Any, now: Any, element: Any) -> Any:
+        each, then, position = plan
+        now = then if now is None else now
+        fits = tf.equal(now, then) & (each >= 0)
         first = tf.argmax(tf.cast(tf.reshape(~fits, [-1]), tf.int32))
         words = [
-            "Labels or weights were read once, in `build`, and elements have changed "
-            "since. The first that differs, what it is now, and what it was:",
+            "Labels or weights were read once, in `build`, and elements have changed, "
+            "or are more, since. The first that differs, what it is, and what it was:",
             *(tf.reshape(one, [-1])[first] for one in (position, now, then)),
             "Expected the same elements in the same order each time. Leave shuffling "
             "to `Pipeline.shuffle`, which comes after sampling, or pass the dataset "
             "`reshuffle_each_iteration=False`.",
         ]
-        with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(fits), words)]):
+        is_same = tf.debugging.Assert(tf.reduce_all(fits), words)
+        with tf.control_dependencies([is_same]):
             return tf.nest.map_structure(tf.identity, element)
 
     def chunk(plan: Any, element: Any) -> Any:
-        each, then, position = plan
-        if reader is not None:
-            element = checked(
-                then, position, reader.values(as_arguments(element)), element
-            )
-        rows = repeated(tf.range(tf.size(each)), each)
+        now = None if reader is None else reader.values(as_arguments(element))
+        element = checked(plan, now, element)
+        rows = repeated(tf.range(tf.size(plan[0])), tf.maximum(plan[0], 0))
         return tf.nest.map_structure(lambda part: tf.gather(part, rows), element)
 
     def one(plan: Any, element: Any) -> tf.data.Dataset:
-        each, then, position = plan
-        if reader is not None:
-            element = checked(
-                then, position, reader.value(*as_arguments(element)), element
-            )
-        return tf.data.Dataset.from_tensors(element).repeat(each)
+        now = None if reader is None else reader.value(*as_arguments(element))
+        element = checked(plan, now, element)
+        return tf.data.Dataset.from_tensors(element).repeat(tf.maximum(plan[0], 0))
 
     size = bytes_of_element(dataset.element_spec)
     is_picked = reader is None or not callable(reader.by)
