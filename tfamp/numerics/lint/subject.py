@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.layers import LayerRecord, record_of
+from tfamp.keras_hooks.layers import Policy, policy_of
 from tfamp.numerics.lint.graph import Graph, trace_call
 from tfamp.records import checks
 from tfamp.records.checks import first_line
@@ -50,9 +50,9 @@ class Part:
         return self.dtype in HALF
 
     @property
-    def record(self) -> LayerRecord | None:
+    def record(self) -> Policy | None:
         """What tfamp knows of it, None for a layer it does not manage."""
-        return record_of(self.layer)
+        return policy_of(self.layer)
 
     @property
     def weights(self) -> list[Any]:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfamp.dtypes import heads, hooks, layer_dtypes, model_dtypes, resolution
 from tfamp.dtypes.settings import make_settings
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.layers import Kind, record_of
+from tfamp.keras_hooks.layers import Kind, policy_of, put
 from tfamp.numerics.magnitudes import first_overflow
 from tfamp.numerics.sensitivity.errors import Sensitivity, deviation, forward_error
 from tfamp.numerics.sensitivity.reruns import rerun
@@ -177,7 +177,7 @@ def given_dtypes(model: keras.Model) -> dict[int, keras.DTypePolicy]:
     return {
         id(layer): layer.dtype_policy
         for _, layer, _ in structure.walk(model)
-        if (record := record_of(layer)) is not None and record.kind is Kind.EXPLICIT
+        if (record := policy_of(layer)) is not None and record.kind is Kind.EXPLICIT
     }
 
 
@@ -195,7 +195,7 @@ def under_default_rules(
     with model_dtypes.restored(model):
         for layer in layers:
             if id(layer) in given:
-                layer_dtypes.set_policy(layer, given[id(layer)])
+                put(layer, given[id(layer)])
                 layer_dtypes.begin(layer, settings, is_explicit=True)
             else:
                 layer_dtypes.begin_again(layer, settings)
@@ -222,7 +222,7 @@ def rules_of(model: keras.Model, sites: list[Site]) -> dict[str, str]:
     found = {}
     for site in sites:
         is_layer = isinstance(site.layer, keras.layers.Layer)
-        record = record_of(site.layer) if is_layer else None
+        record = policy_of(site.layer) if is_layer else None
         is_float32 = record is not None and site.layer.compute_dtype == "float32"
         if record is not None and (record.is_kept or is_float32):
             is_given = record.kind is Kind.EXPLICIT
