@@ -127,11 +127,11 @@ def serve(
                     "--token_file.",
                     address,
                 )
+            from tfamp.serving.server.process import Process
+
             # Looking through what stands for garbage would take milliseconds.
             gc.collect()
             gc.freeze()
-            from tfamp.serving.server.process import Process
-
             server = Process(
                 app,
                 on_start=lambda: on_start and on_start(address),
