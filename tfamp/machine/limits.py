@@ -16,14 +16,11 @@ from tfamp.records.units import format_bytes
 
 @dataclasses.dataclass(frozen=True)
 class MemoryLimit(Record):
-    """The most memory there is to take, and who says so.
+    """The most memory there is to take, who says so, and what counts against it now.
 
-    Args:
-        bytes: The limit.
-        source: "physical memory", "cgroup v2" or "cgroup v1" (a container's limit), or
-            "RLIMIT_AS" (`ulimit -v`, which counts reserved addresses and not memory).
-        used_bytes: What counts against it now, of all processes that share it; cached
-            files, which the system gives up on demand, are left out. None if unknown.
+    `source` is "physical memory", "cgroup v2" or "cgroup v1" (a container's limit), or
+    "RLIMIT_AS" (`ulimit -v`, which counts reserved addresses). `used_bytes` is of all
+    processes that share it, without cached files, which the system gives up on demand.
     """
 
     bytes: int
@@ -38,14 +35,7 @@ class MemoryLimit(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Holder(Record):
-    """A process that holds memory on a GPU.
-
-    Args:
-        pid: Its number, in a container as the host counts.
-        name: Its program, "" where it is not told.
-        bytes: What it holds, None where it is not told.
-        is_own: Whether it is the process that asks.
-    """
+    """A process that holds memory on a GPU; `pid` is the host's, in a container too."""
 
     pid: int
     name: str = ""
@@ -57,18 +47,9 @@ class Holder(Record):
 class GpuMemory(Record):
     """Memory of a GPU that TensorFlow uses, or of the slice of one.
 
-    Args:
-        index: Its number in TensorFlow, as in "GPU:0".
-        name: The maker's name.
-        total_bytes: Its size, of a slice the slice's own; None where it is not told.
-        used_bytes: Held by all processes.
-        mig_slice: Name of the slice, such as "1g.5gb"; None for a whole GPU.
-        holders: The processes that hold memory there, the largest first. Those of
-            other containers may be missing.
-        growth: Whether this process takes memory as it needs it, and not all at once;
-            None where it is not decided yet.
-        limit_bytes: What this process may take, all its logical devices together; None
-            without a limit.
+    `index` is TensorFlow's, as in "GPU:0". `holders` come with the largest first; those
+    of other containers may be missing. `growth` is whether this process takes memory as
+    it needs it, None where that is not decided yet, and `limit_bytes` what it may take.
     """
 
     index: int
@@ -114,11 +95,8 @@ class GpuMemory(Record):
 class MachineMemory(Record):
     """Memory of this machine, as this process may take it.
 
-    Args:
-        limits: Every limit on the CPU's memory, the machine's own first.
-        gpus: The GPUs that TensorFlow uses; none without NVML.
-        swap_bytes: Size of the swap, None where it is not told.
-        swap_free_bytes: What of it is free.
+    `limits` are all on the CPU's memory, the machine's own first; `gpus` are those that
+    TensorFlow uses, none without NVML.
     """
 
     limits: tuple[MemoryLimit, ...] = ()
@@ -180,17 +158,14 @@ def _cgroup_limits(root: Path, version: str) -> list[MemoryLimit]:
     mount, limit_file, used_file, cache_line = _CGROUPS[version]
     found = []
     for folder in cgroup_folders(root, mount):
-        limit = _number(folder / limit_file)
-        if limit is None:
-            continue
-        used = _number(folder / used_file)
+        used, limit = _number(folder / used_file), _number(folder / limit_file)
         if used is not None:
             used -= _numbers(folder / "memory.stat").get(cache_line, 0)
             used = max(0, used)
-        found.append(MemoryLimit(limit, version, used))
-    least = min(found, key=lambda limit: limit.bytes, default=None)
-    # Version 1 writes "no limit" as the largest number of pages that there is.
-    return [] if least is None or least.bytes >= 2**62 else [least]
+        # Version 1 writes "no limit" as the largest number of pages that there is.
+        if limit is not None and limit < 2**62:
+            found.append(MemoryLimit(limit, version, used))
+    return sorted(found, key=lambda limit: limit.bytes)[:1]
 
 
 def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:

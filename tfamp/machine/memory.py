@@ -194,17 +194,12 @@ def _holders(nvml: Nvml, part: Any, root: Path) -> tuple[Holder, ...]:
     for query in ("Compute", "Graphics"):
         for each in nvml.ask(f"nvmlDeviceGet{query}RunningProcesses", part) or ():
             held = None if each.usedGpuMemory is None else int(each.usedGpuMemory)
-            name = _program(nvml, each.pid, root)
+            name = nvml.ask("nvmlSystemGetProcessName", each.pid)
+            name = name or limits.text_of(root / f"proc/{each.pid}/comm")
+            # A path, with the arguments on some systems.
+            name = name.strip().split(" ")[0].rsplit("/", 1)[-1]
             found[each.pid] = Holder(each.pid, name, held, each.pid == os.getpid())
     return tuple(sorted(found.values(), key=lambda each: -(each.bytes or 0)))
-
-
-def _program(nvml: Nvml, pid: int, root: Path) -> str:
-    """Returns the name of a process's program, "" where nobody tells."""
-    name = nvml.ask("nvmlSystemGetProcessName", pid)
-    name = name or limits.text_of(root / f"proc/{pid}/comm")
-    # A path, with the arguments on some systems.
-    return name.strip().split(" ")[0].rsplit("/", 1)[-1]
 
 
 def _taking(gpu: Any) -> tuple[bool | None, int | None]:
@@ -225,13 +220,12 @@ def _of_gpu(gpu: GpuMemory) -> Iterator[Advice]:
     if total is None:
         return
     for holder in gpu.others:
-        if (holder.bytes or 0) < _NOTICEABLE * total:
-            continue
-        yield Advice(
-            gpu.held_by(holder),
-            "End it, or choose another GPU by CUDA_VISIBLE_DEVICES; where both are to "
-            f"share it, set {_GROWTH}=true for both.",
-        )
+        if (holder.bytes or 0) >= _NOTICEABLE * total:
+            yield Advice(
+                gpu.held_by(holder),
+                "End it, or choose another GPU by CUDA_VISIBLE_DEVICES; where both are "
+                f"to share it, set {_GROWTH}=true for both.",
+            )
     # What the driver itself takes is some hundred MiB on large GPUs.
     if gpu.unseen_bytes >= _SCARCE * total:
         yield Advice(
@@ -250,35 +244,28 @@ def _of_gpu(gpu: GpuMemory) -> Iterator[Advice]:
 
 
 def _of_variables(environ: Mapping[str, str]) -> Iterator[Advice]:
-    allocator = environ.get(_ALLOCATOR)
+    def told(name: str, why: str, remedy: str) -> Advice:
+        return Advice(f"{name} is {environ[name]!r}{why}", remedy)
+
+    allocator, growth = environ.get(_ALLOCATOR), environ.get(_GROWTH)
     if allocator and allocator != ALLOCATORS[-1]:
-        why = "which is slow and meant for finding errors in TensorFlow"
+        why = ", which is slow and meant for finding errors in TensorFlow."
         if allocator not in ALLOCATORS:
-            why = "which TensorFlow does not know and ignores"
-        yield Advice(
-            f"{_ALLOCATOR} is {allocator!r}, {why}.",
-            f"Set {_ALLOCATOR}={ALLOCATORS[-1]}, or unset it.",
-        )
-    growth = environ.get(_GROWTH)
+            why = ", which TensorFlow does not know and ignores."
+        remedy = f"Set {_ALLOCATOR}={ALLOCATORS[-1]}, or unset it."
+        yield told(_ALLOCATOR, why, remedy)
     if growth and growth not in ("true", "false"):
-        yield Advice(
-            f"{_GROWTH} is {growth!r}, which TensorFlow ignores: it takes only 'true' "
-            "and 'false'.",
-            f"Set {_GROWTH}=true.",
-        )
+        why = ", which TensorFlow ignores: it takes only 'true' and 'false'."
+        yield told(_GROWTH, why, f"Set {_GROWTH}=true.")
     if environ.get(_PREALLOCATE) and not growth:
-        yield Advice(
-            f"{_PREALLOCATE} is {environ[_PREALLOCATE]!r}, which JAX reads and "
-            "TensorFlow does not.",
-            f"Set {_GROWTH}=true to have TensorFlow take GPU memory as needed.",
-        )
+        why = ", which JAX reads and TensorFlow does not."
+        remedy = f"Set {_GROWTH}=true to have TensorFlow take GPU memory as needed."
+        yield told(_PREALLOCATE, why, remedy)
     for name in (_PINNED, _PER_DEVICE):
         value = environ.get(name, "")
         if value and not value.strip().isdecimal():
-            yield Advice(
-                f"{name} is {value!r}; expected a whole number of MiB.",
-                f"Set another number, as in {name}=8192, or unset it.",
-            )
+            remedy = f"Set another number, as in {name}=8192, or unset it."
+            yield told(name, "; expected a whole number of MiB.", remedy)
 
 
 def _of_limit(limit: MemoryLimit, machine: MemoryLimit) -> Iterator[Advice]:
