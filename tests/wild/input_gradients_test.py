@@ -152,7 +152,8 @@ def test_a_jacobian_of_inputs_is_as_before():
 
 def heat(model, images, factor=1.0):
     """The weights of Grad-CAM: how the score moves with each channel."""
-    inner = keras.Model(model.inputs, [model.layers[0].output, model.outputs[0]])
+    with tfamp.scope(model.layers[0].dtype_policy.name):
+        inner = keras.Model(model.inputs, [model.layers[0].output, model.outputs[0]])
     with tf.GradientTape() as tape:
         channels, scores = inner(images)
         score = scores[:, 0] * factor
