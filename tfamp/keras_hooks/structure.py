@@ -209,10 +209,14 @@ def trace_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Any:
 
 def refresh_normalization(layer: keras.layers.Normalization) -> None:
     """Makes a built layer take its statistics in its present compute dtype."""
-    if layer.input_mean is None:
-        layer.finalize_state()
-    else:
-        layer.build(layer._build_input_shape)
+    mean = getattr(layer, "mean", None)
+    if mean is None or backend.standardize_dtype(mean.dtype) == layer.compute_dtype:
+        return
+    with tf.init_scope():  # a trace may be under way
+        if layer.input_mean is None:
+            layer.finalize_state()
+        else:
+            layer.build(layer._build_input_shape)
 
 
 def nodes_of(graph: Functional) -> list[Any]:
