@@ -32,7 +32,7 @@ class FitCallback(keras.callbacks.Callback):
         super().__init__()
         self.notes: tuple[str, ...] = ()
         self._member: around_training.Member | None = None
-        FIT_HOOKS.hold(self)
+        FIT_HOOKS.install()
 
     def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None

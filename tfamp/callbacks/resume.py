@@ -92,7 +92,7 @@ class Resume(FitCallback):
         self.directory = folder_path(directory)
         self.every_steps = checks.positive_int("every_steps", every_steps)
         self.resumed_at: tuple[int, int] | None = None
-        EPOCH_HOOKS.hold(self)
+        EPOCH_HOOKS.install()
         self._feed: Feed | None = None
         self._folder = Folder(self.directory, "step")
         self._found: State | None = None

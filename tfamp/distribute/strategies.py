@@ -148,8 +148,8 @@ def _of_workers(
 
 def _exact(made: tf.distribute.Strategy) -> tf.distribute.Strategy:
     """Has any model train in a strategy as on one device, managed by tfamp or not."""
-    WORKER_HOOKS.hold(made)
-    FIT_HOOKS.hold(made)
+    WORKER_HOOKS.install()
+    FIT_HOOKS.install()
     STRATEGIES.add(made)
     return made
 

@@ -145,7 +145,7 @@ def install(settings: PolicySettings) -> None:
     """
     if settings.is_half:
         cpus.avoid_broken_amx()
-    is_first = not installed()
+    is_first = not any(patches.installed for patches in HOOKS)
     try:
         for patches in HOOKS:
             patches.install()
@@ -167,4 +167,4 @@ SELF_TEST = SelfTest()
 
 def installed() -> tuple[str, ...]:
     """Returns the names of everything in Keras that is replaced now."""
-    return tuple(name for patches in HOOKS for name in patches.installed)
+    return tuple(name for patches in PatchSet.known for name in patches.installed)

@@ -232,12 +232,3 @@ def restored_on_error(of: Iterable[keras.layers.Layer]) -> Iterator[None]:
     except BaseException:
         before.put_back()
         raise
-
-
-# Under the names that they had, until all callers are moved.
-set_policy = layers.put
-
-
-def keep(layer: keras.layers.Layer, settings: PolicySettings, rule: Rule) -> None:
-    """Keeps a layer in float32."""
-    settings.keep(layer, rule)

@@ -301,7 +301,7 @@ def make_settings(
         **fields,
     )
     if options.get("reduce_dtype") == "auto":  # also in loops with a plain optimizer
-        READ_HOOKS.hold(settings)
+        READ_HOOKS.install()
     return settings
 
 

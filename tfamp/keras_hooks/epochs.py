@@ -22,7 +22,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tfamp.keras_hooks import around_training
-from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, wrapper
+from tfamp.keras_hooks.patches import Function, Patch, PatchSet, wrapper
 
 
 class Execution(NamedTuple):
@@ -216,7 +216,7 @@ def _executions(feed: Feed, items: Iterator[tuple[Any, ...]]) -> Iterator[Execut
         yield Execution(begin, begin + feed.steps_per_execution, item[-1], item)
 
 
-EPOCH_HOOKS = HeldPatches(
+EPOCH_HOOKS = PatchSet(
     [
         Patch(TFEpochIterator, "reset", _wrap_reset),
         Patch(TFEpochIterator, "_get_iterator", _wrap_get),

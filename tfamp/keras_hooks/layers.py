@@ -435,8 +435,3 @@ def global_policy_restored() -> Iterator[None]:
     finally:
         global_state.set_global_attribute(_GLOBAL, policy)
         global_state.set_global_attribute(_MARK, mark)
-
-
-# Under the names that they had, until all callers are moved.
-record_of, set_record, drop_record = policy_of, put, drop
-LayerRecord = Policy

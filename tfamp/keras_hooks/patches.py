@@ -198,9 +198,12 @@ def _cell_of(function: Any) -> Any:
 class PatchSet:
     """Several patches that are installed in order, and removed backwards."""
 
+    known: "list[PatchSet]" = []  # all that there are, in the order they were made
+
     def __init__(self, patches: Iterable[Patch]) -> None:
         self._patches = tuple(patches)
         self._lock = threading.RLock()
+        self.known.append(self)
 
     @property
     def installed(self) -> tuple[str, ...]:
@@ -220,14 +223,6 @@ class PatchSet:
         """Removes all."""
         for patch in reversed(self._patches):
             patch.remove()
-
-
-class HeldPatches(PatchSet):
-    """Patches that stand for the life of the process."""
-
-    def hold(self, holder: Any) -> None:
-        """Installs all."""
-        self.install()
 
 
 @contextlib.contextmanager

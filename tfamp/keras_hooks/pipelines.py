@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from keras.src.trainers import data_adapters
 
-from tfamp.keras_hooks.patches import Function, Patch
+from tfamp.keras_hooks.patches import Function, Patch, PatchSet
 
 Kind = TypeVar("Kind", bound=type)
 
@@ -27,5 +27,5 @@ def built_by_fit(kind: Kind) -> Kind:
 
         return get_data_adapter
 
-    Patch(data_adapters, "get_data_adapter", replace).install()
+    PatchSet([Patch(data_adapters, "get_data_adapter", replace)]).install()
     return kind

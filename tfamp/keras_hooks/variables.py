@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 
 from tfamp.keras_hooks import backend
-from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, wrapper
+from tfamp.keras_hooks.patches import Function, Patch, PatchSet, wrapper
 
 
 def outermost_graph() -> Any:
@@ -92,7 +92,7 @@ def _note_in_call(variable: Any, dtype: str) -> None:
         _READS[key].add(dtype)
 
 
-READ_HOOKS = HeldPatches(
+READ_HOOKS = PatchSet(
     [Patch(keras.Variable, "_maybe_autocast", _wrap_read(_note_in_call))]
 )
 

@@ -32,7 +32,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.ops import collective_ops
 
 from tfamp.keras_hooks.backend import TensorFlowTrainer
-from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, replaced, wrapper
+from tfamp.keras_hooks.patches import Function, Patch, PatchSet, replaced, wrapper
 
 _SEED_BITS = 24  # exact in a float32, which every device can add up
 
@@ -270,7 +270,7 @@ def _grab(rows: tf.Tensor, data: Any) -> Any:
 
 
 # Held by managed models and by optimizers alike.
-WORKER_HOOKS = HeldPatches(
+WORKER_HOOKS = PatchSet(
     [
         Patch(TensorFlowTrainer, "_maybe_symbolic_build", _wrap_build),
         Patch(trainer, "reduce_per_replica", _wrap_reduce),

@@ -15,8 +15,8 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.keras_hooks import around_training, epochs, replicas, structure, trainer
-from tfamp.keras_hooks.layers import CALLS, record_of
-from tfamp.keras_hooks.patches import HeldPatches, replaced
+from tfamp.keras_hooks.layers import CALLS, policy_of
+from tfamp.keras_hooks.patches import PatchSet, replaced
 from tfamp.loss_scale import first_steps, stops
 from tfamp.loss_scale.replicas import (
     ReplicaStatistics,
@@ -49,7 +49,7 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
     @functools.wraps(train_step)
     def step_and_undo(data: Any) -> Any:
         optimizers = ours_of(model)
-        with replaced(CALLS, is_training=record_of(model) is not None):
+        with replaced(CALLS, is_training=policy_of(model) is not None):
             return undoing(optimizers, data) if optimizers else sharing(data)
 
     def sharing(data: Any) -> Any:
@@ -198,7 +198,7 @@ def _guarded_run(
             stack.enter_context(around_training.running(model))
             stack.enter_context(_our_errors(model))
         elif name == "fit":
-            for prepare in BEFORE_FIT if record_of(model) is not None else ():
+            for prepare in BEFORE_FIT if policy_of(model) is not None else ():
                 prepare(model, arguments)
             stack.enter_context(around_training.running(model, arguments))
             stack.enter_context(around_run(model, training=True))
@@ -260,7 +260,7 @@ def around_run(model: keras.Model, *, training: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if record_of(model) is not None and is_out_of_memory(error):
+        if policy_of(model) is not None and is_out_of_memory(error):
             _add_note(error, model, training=training)
         raise
 
@@ -296,7 +296,7 @@ def _add_note(error: Exception, model: keras.Model, *, training: bool) -> None:
         logging.error("%s", text)
 
 
-FIT_HOOKS = HeldPatches(
+FIT_HOOKS = PatchSet(
     [
         *trainer.run_patches(_guarded, _watched, _guarded_run),
         *replicas.patches(),

@@ -15,12 +15,12 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfamp.keras_hooks.layers import CALLS, record_of
+from tfamp.keras_hooks.layers import CALLS, policy_of
 from tfamp.keras_hooks.optimizers import strategy_of, trained_by
 from tfamp.keras_hooks.patches import (
     Function,
-    HeldPatches,
     Patch,
+    PatchSet,
     followed_by,
     replaced,
     wrapper,
@@ -68,7 +68,7 @@ def _companion(optimizer: Any, variables: Sequence[Any]) -> Any:
     if not candidates.may_be_given(optimizer):
         return None
     layer = float16_layer_of(variables)
-    settings = None if layer is None else record_of(layer).settings  # type: ignore[union-attr]
+    settings = None if layer is None else policy_of(layer).settings  # type: ignore[union-attr]
     if settings is None or settings.loss_scale is None:
         return None
     options = dict(settings.loss_scale_options)
@@ -188,7 +188,7 @@ def _factor(stock: Any, notes: Sequence[Note], verdict: Any) -> tf.Tensor:
 
 
 # Held by the settings of managed layers.
-LOOP_HOOKS = HeldPatches(
+LOOP_HOOKS = PatchSet(
     [
         Patch(keras.optimizers.Optimizer, "__init__", followed_by(candidates.know)),
         Patch(keras.optimizers.Optimizer, "apply", _wrap_apply),

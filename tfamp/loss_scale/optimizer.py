@@ -10,7 +10,7 @@ from absl import logging
 
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks.backend import HALF
-from tfamp.keras_hooks.patches import HeldPatches, replaced
+from tfamp.keras_hooks.patches import PatchSet, replaced
 from tfamp.keras_hooks.variables import READ_HOOKS
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale import saved_state, step, stops
@@ -175,9 +175,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.inner_optimizer, self.accumulation_steps
         )
         if self.reduce_dtype == "auto":
-            READ_HOOKS.hold(self)
+            READ_HOOKS.install()
         for held in (FIT_HOOKS, TAPE_HOOKS, WORKER_HOOKS, CONFIG_HOOKS):
-            held.hold(self)
+            held.install()
         know(self)
 
     built: bool
@@ -580,6 +580,6 @@ for _name in SHARED:
 
 hooks.save_under_stock_name(LossScaleOptimizer, keras.optimizers.LossScaleOptimizer)
 # So that Keras's own `load_model` and `optimizers.get` give what was saved.
-CONFIG_HOOKS = HeldPatches(
+CONFIG_HOOKS = PatchSet(
     [hooks.from_config_patch(saved_state.wrote, LossScaleOptimizer)]
 )

@@ -19,7 +19,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.keras_hooks import replicas, structure
-from tfamp.keras_hooks.layers import record_of
+from tfamp.keras_hooks.layers import policy_of
 from tfamp.keras_hooks.optimizers import optimizers_of, strategy_of
 from tfamp.keras_hooks.workers import summed
 from tfamp.loss_scale.candidates import is_ours
@@ -97,7 +97,7 @@ def weights_replicas(model: keras.Model) -> bool:
     strategy = model.distribute_strategy
     if strategy.num_replicas_in_sync == 1:
         return False
-    is_known = record_of(model) is not None or strategy in STRATEGIES
+    is_known = policy_of(model) is not None or strategy in STRATEGIES
     return is_known or bool(ours_of(model))
 
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.backend import HALF
-from tfamp.keras_hooks.layers import CALLS, record_of
+from tfamp.keras_hooks.layers import CALLS, policy_of
 from tfamp.keras_hooks.optimizers import (
     asked,
     can_be_asked_again,
@@ -26,7 +26,7 @@ from tfamp.keras_hooks.optimizers import (
     tape_patches,
     watches_here,
 )
-from tfamp.keras_hooks.patches import Function, HeldPatches, replaced, wrapper
+from tfamp.keras_hooks.patches import Function, PatchSet, replaced, wrapper
 from tfamp.keras_hooks.variables import outermost_graph, stored
 from tfamp.loss_scale import candidates
 from tfamp.loss_scale.gradients import multiplied, sums_of_squares
@@ -154,7 +154,7 @@ def _scales_of(variables: list[Any]) -> list[Any]:
         left = without_owner(left)
     owners = owners_of(variables)
     layer = float16_layer_of(left) if left else None
-    settings = None if layer is None else record_of(layer).settings  # type: ignore[union-attr]
+    settings = None if layer is None else policy_of(layer).settings  # type: ignore[union-attr]
     if not left or (settings is not None and settings.loss_scale is None):
         return _held(owners)
     waiting: list[Any] = []
@@ -223,7 +223,7 @@ def float16_layer_of(sources: Sequence[Any]) -> Any:
     asked_for = {id(stored(source)) for source in sources}
     for reference in reversed(CALLS.float16_layers):
         layer = reference()
-        if layer is None or record_of(layer) is None:
+        if layer is None or policy_of(layer) is None:
             continue
         weights = {id(stored(weight)) for weight in layer.weights}
         if not asked_for.isdisjoint(weights) and any(
@@ -357,4 +357,4 @@ def _or_as_they_are(
 
 
 # Held by every optimizer that scales losses, and by all that may need one.
-TAPE_HOOKS = HeldPatches(tape_patches(_wrap_gradient))
+TAPE_HOOKS = PatchSet(tape_patches(_wrap_gradient))

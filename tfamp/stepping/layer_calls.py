@@ -10,11 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.dtypes import model_dtypes
-from tfamp.dtypes.layer_dtypes import set_policy
 from tfamp.dtypes.resolution import count_as_met
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.exact_values import source_of
-from tfamp.keras_hooks.layers import drop_record, record_of, set_record
+from tfamp.keras_hooks.layers import policy_of, put, put_back, snapshot
 from tfamp.keras_hooks.patches import like, replaced
 from tfamp.stepping.eager_step import Call, Observer, Site, floats, sites
 
@@ -224,17 +223,14 @@ def computing_in(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[N
                 continue
             if layer.compute_dtype not in _FLOATS:
                 continue
-            before.append((layer, layer.dtype_policy, record_of(layer)))
-            if record_of(layer) is not None:
+            before.append((layer, snapshot(layer)))
+            if policy_of(layer) is not None:
                 count_as_met(layer)  # nobody is to be told that it is not managed
-            drop_record(layer)
-            set_policy(layer, policy)
+            put(layer, policy)
         yield
     finally:
-        for layer, policy_before, record in reversed(before):
-            set_policy(layer, policy_before)
-            if record is not None:
-                set_record(layer, record)
+        for layer, known in reversed(before):
+            put_back(layer, known)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from absl import logging
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import trainer
-from tfamp.keras_hooks.layers import record_of
+from tfamp.keras_hooks.layers import policy_of
 from tfamp.loss_scale.fit_hooks import BEFORE_FIT
 from tfamp.models import put_under
 from tfamp.records.checks import first_line
@@ -30,8 +30,8 @@ def choose(model: keras.Model, arguments: Mapping[str, Any]) -> None:
 
     `arguments` are those of that `fit`, by name.
     """
-    record = record_of(model)
-    settings = None if record is None else record.settings
+    policy = policy_of(model)
+    settings = None if policy is None else policy.settings
     if settings is None or not settings.is_measured or not model.compiled:
         return
     if _ASKED.get(model) == settings.number:

@@ -11,7 +11,7 @@ from absl import logging
 from tfamp.dtypes import layer_dtypes, model_dtypes
 from tfamp.dtypes.rules import Rule
 from tfamp.keras_hooks import optimizers, structure
-from tfamp.keras_hooks.layers import record_of
+from tfamp.keras_hooks.layers import policy_of
 from tfamp.records.formats import HALF
 from tfamp.stepping.snapshots import State, named_variables, optimizers_of, tally_of
 
@@ -144,14 +144,14 @@ def keep_float32(model: keras.Model, layer: Any) -> bool:
         return True
     if not structure.compute_dtypes(layer) & {*HALF}:
         return False
-    record = record_of(layer)
-    if record is None:
+    policy = policy_of(layer)
+    if policy is None:
         for _, inner, _ in structure.walk(layer):
             if inner.compute_dtype in HALF:
                 inner.dtype_policy = keras.DTypePolicy("float32")
         return True
     rule = Rule("NanRecovery", "a failed step was traced to this layer")
-    layer_dtypes.keep(layer, record.settings, rule)
+    policy.settings.keep(layer, rule)
     layer_dtypes.propagate_to_sublayers(layer)
     return True
 
