@@ -128,7 +128,7 @@ def _tune(call: Call) -> Outcome:
         plan = tfamp.tune(
             made.model if values["trained"] else _builder(call.argument),
             _train(call, made),
-            policy=_half_policy(values["policy"]),
+            policy=values["policy"],
             metric=parcel.load(metric) if metric and ":" in metric else metric,
             validation=parcel.load(named)() if named else made.validation,
             **call.given,
@@ -165,22 +165,6 @@ def _builder(target: str) -> Callable[[], Any]:
         return parcel.parts(found, of=repr(target))[0]
 
     return build_model
-
-
-def _half_policy(given: str) -> str:
-    """Returns the policy to tune; that which suits the devices for "auto"."""
-    if given != _AUTO:
-        return given
-    from tfamp.machine import devices
-
-    found = devices.recommend(devices.devices())
-    if found.policy not in _HALF:
-        raise ValueError(
-            f"`--policy` 'auto' is {found.policy!r} here, in which nothing is to be "
-            f"tuned: {found.reason} Name one of {_HALF} to make a plan for the devices "
-            "that it will train on."
-        )
-    return found.policy
 
 
 def _policy_or_plan(name: str, text: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from absl import logging
 
 import tfamp
+from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.settings import make_settings
 from tfamp.machine import cpus, devices
 from tfamp.models import put_under
@@ -44,8 +45,8 @@ def tune(
     build_model_or_model: Callable[[], keras.Model] | keras.Model,
     data: Any,
     *,
-    policy: str | os.PathLike[str] | PrecisionPlan,
-    tolerance: float,
+    policy: str | os.PathLike[str] | PrecisionPlan = "auto",
+    tolerance: float = 0.005,
     metric: Any = None,
     max_evaluations: int = 12,
     validation: Any = None,
@@ -70,7 +71,8 @@ def tune(
             compiled model: then short trainings of equal seeds are compared.
         data: As `fit` takes it. Ranks the layers, and trains what the function builds.
         policy: "mixed_float16" or "mixed_bfloat16"; or a plan, or its file, to start
-            from.
+            from. "auto" takes what is enabled, or else suits the devices here;
+            "mixed_bfloat16" where that is float32.
         tolerance: By how much the metric may be worse: of accuracies and the like as
             it is, 0.005 for half a percent; of losses and errors relative to float32.
         metric: None for the model's loss; the name of a metric of Keras that is a mean
@@ -110,9 +112,11 @@ def tune(
     checks.positive("tolerance", tolerance)
     checks.positive_int("max_evaluations", max_evaluations, minimum=2)
     start = read_plan(policy)
-    name = (
-        start.policy if start is not None else checks.choice("policy", policy, POLICIES)
-    )
+    if start is not None:
+        name = start.policy
+    else:
+        name = checks.choice("policy", policy, ("auto", *POLICIES))
+        name = _half_policy() if name == "auto" else name
     if keras.DTypePolicy(name).compute_dtype not in HALF:
         raise ValueError(
             f"The plan to start from has policy {name!r}; expected one of {POLICIES}. "
@@ -219,6 +223,18 @@ def tune(
             "tuning": tuning,
         }
         return plan.replace(evidence=evidence)
+
+
+def _half_policy() -> str:
+    """Returns the policy in force, or what suits the devices, in half precision."""
+    settings = IN_FORCE.settings
+    if settings is not None and settings.policy.name in POLICIES:
+        return str(settings.policy.name)
+    found = devices.recommend(devices.devices())
+    if found.policy in POLICIES:
+        return found.policy
+    logging.info("A plan for mixed_bfloat16, though here float32: %s", found.reason)
+    return "mixed_bfloat16"
 
 
 def _plan_under(model: keras.Model, policy: str) -> PrecisionPlan:

@@ -102,6 +102,11 @@ class BatchSearch(Record):
     target_batch_size: int | None = None
 
     @property
+    def gradient_accumulation_steps(self) -> int:
+        """`accumulation_steps`, by the name that optimizers have for it."""
+        return self.accumulation_steps
+
+    @property
     def per_replica_batch_size(self) -> int:
         """Examples of a step on each replica."""
         return self.batch_size // self.replicas

@@ -31,10 +31,10 @@ RULE_IDS: tuple[str, ...] = tuple(rule.id for rule in RULES)
 
 def lint(
     model: keras.Model,
+    data: Any = None,
     *,
     loss: Any = None,
     optimizer: Any = None,
-    data: Any = None,
     silence: Mapping[str, str] | None = None,
     batch_size: int = 32,
 ) -> Findings:
@@ -48,12 +48,12 @@ def lint(
 
     Args:
         model: A Keras model of any kind, compiled or not.
-        loss: What it is trained with; None takes that of `compile`.
-        optimizer: An optimizer or its name; None takes that of `compile`.
         data: What `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a
             `PyDataset`, a generator of batches, or arrays: (x, y), or x alone, as a
             dict where the model takes several inputs. Without,
             rules on numbers are skipped, and of a subclassed model those on its graph.
+        loss: What it is trained with; None takes that of `compile`.
+        optimizer: An optimizer or its name; None takes that of `compile`.
         silence: Rules that are not to run, each with the reason, which is listed
             with the result.
         batch_size: Examples in a batch where `data` are arrays, as in `fit`.
