@@ -20,7 +20,6 @@ LOADERS = {"pickle.loads", "pickle.load", "cloudpickle.loads", "cloudpickle.load
 # self-test, in memory.
 UNPICKLE = {
     "trials/parcel.py",
-    "memory/batch_search/processes.py",
     "dtypes/self_test.py",
 }
 # A copy of a model that is in memory, through a file of its own.
