@@ -27,11 +27,11 @@ _SUBJECTS = {
     "numerics": "lint, ranges, sensitivity, triage, proof",
     "memory": "estimate, batch search, remat",
     "training": "learning rates, schedules",
-    "callbacks": "monitor, throughput, recorder, recovery, resume",
+    "callbacks": "monitor, throughput, recovery, resume",
     "comparison": "compare, verdict, report",
     "tuning": "measured policies, the tuner",
     "serving": "freeze, export, int8, server, load tests",
-    "distribute": "clusters, strategies, Ray's loop",
+    "distribute": "strategies of several devices",
     "cli": "one file a command",
 }
 _HIDDEN = {"__init__", "__main__"}
