@@ -1,5 +1,7 @@
 """Reading traced graphs: operations, loops, branches, and their FLOPs by hand."""
 
+import gc
+
 import keras
 import pytest
 import tensorflow as tf
@@ -9,6 +11,12 @@ from tfamp.graph import products
 from tfamp.graph.bodies import Operation, plain_type
 
 L = keras.layers
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_float16():
+    """Tapes keep more as long as layers in float16 live, as of other tests."""
+    gc.collect()
 
 
 def traced(function, *specs):

@@ -50,6 +50,8 @@ class Kind(enum.Enum):
 
 
 KEPT = (Kind.FLOAT32_INSIDE, Kind.HEAD, Kind.SUBLAYER)
+# Of the layers that live and may compute in float16.
+FLOAT16: "weakref.WeakSet[Any]" = weakref.WeakSet()
 # What was decided of a layer, as plans and files hold it.
 FIELDS = (
     "rule",
@@ -161,6 +163,8 @@ class Policy(keras.DTypePolicy):
         So does one of a class of the user's own that was passed to the layer.
         """
         self._layer = weakref.ref(layer)
+        if self._compute_dtype == "float16":
+            FLOAT16.add(self.settings)
         own = vars(layer)
         own[_ATTRIBUTE], given = self, own["_dtype_policy"]
         is_other = given.quantization_mode or isinstance(given, _MAP)

@@ -24,6 +24,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
 from tfamp.keras_hooks.backend import HALF
+from tfamp.keras_hooks.layers import FLOAT16
 from tfamp.keras_hooks.patches import Function, HookError, Patch, wrapper
 
 
@@ -272,9 +273,10 @@ def tape_patches(wrap_gradient: Callable[[Callable[..., Any]], Any]) -> list[Pat
         persistent: bool = False,
         watch_accessed_variables: bool = True,
     ) -> None:
-        # It costs no memory where a tape around keeps what this one keeps. Others
-        # stay as they are: loops have another gradient under persistent tapes.
-        once = not persistent and is_recording()
+        # It costs no memory where a tape around keeps what this one keeps. Others, and
+        # all without float16, stay as they are: loops have another gradient under
+        # persistent tapes.
+        once = not persistent and bool(FLOAT16) and is_recording()
         original(self, persistent or once, watch_accessed_variables)
         setattr(self, _ONCE, once)
 
@@ -283,7 +285,7 @@ def tape_patches(wrap_gradient: Callable[[Callable[..., Any]], Any]) -> list[Pat
         # Asked for the gradient of an input: before anything is recorded it can
         # still become one that can be asked again.
         is_empty = not (self._persistent or self.watched_variables())
-        if is_empty and self._recording:
+        if FLOAT16 and is_empty and self._recording:
             self._pop_tape()
             if not is_recording():
                 self._tape, self._persistent = None, True
