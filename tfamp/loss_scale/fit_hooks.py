@@ -91,6 +91,8 @@ def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., 
     @functools.wraps(function)
     def call(iterator: Any) -> Any:
         nonlocal calls, is_proven
+        if not tf.executing_eagerly():  # as a part of another function
+            return function(iterator)
         is_proven = is_proven or not first_steps.is_due(model)
         if is_proven:
             outputs = function(iterator)
