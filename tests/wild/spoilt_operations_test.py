@@ -1,5 +1,8 @@
 """Operations that half precision spoils, as users write them, against float64."""
 
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -232,3 +235,30 @@ def test_elsewhere_operations_are_those_of_tensorflow():
         assert tf.cumsum(x, -1)[0, -1] == before != 70_000
         explicit = Calls(lambda x: tf.cumsum(x, -1), dtype="float16")
         assert explicit(x)[0, -1] == before
+
+
+AHEAD = """
+import tensorflow as tf
+from tensorflow.math import segment_sum, unsorted_segment_sum  # makes another module
+import keras, tfamp
+tfamp.enable("mixed_bfloat16")
+from tensorflow.math import segment_mean
+
+class Sums(keras.layers.Layer):
+    def call(self, x):
+        ids = tf.zeros(tf.shape(x)[0], "int32")
+        return (
+            segment_sum(x, ids),
+            unsorted_segment_sum(x, ids, 1),
+            tf.math.segment_sum(x, ids),
+            segment_mean(x, ids),
+        )
+
+print([float(y[0, 0]) for y in Sums()(tf.ones((5000, 1)))])
+"""
+
+
+def test_names_may_be_imported_ahead_and_modules_twice():
+    command = [sys.executable, "-W", "ignore", "-c", AHEAD]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "[4992.0, 4992.0, 4992.0, 1.0]\n", done.stderr

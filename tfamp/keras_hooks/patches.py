@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 import types
 import warnings
@@ -133,7 +134,8 @@ class InnerPatch(Patch):
     In `model.fit(..., callbacks=[...])` the method is looked up ahead of its arguments:
     a hook that one of these installs comes too late for the attribute, and in time for
     what is called inside of it. Where nothing is found inside, the attribute itself is
-    replaced.
+    replaced, a function of a module in every module that has it: an `import` of
+    `tensorflow.math` makes a second one of `tf.math`.
 
     Example:
         >>> def shouting(function):
@@ -162,19 +164,31 @@ class InnerPatch(Patch):
         if self.is_installed:
             return
         self.check()
-        self._cell = _cell_of(getattr(self._owner, self._name))
-        if self._cell is None:
+        found = getattr(self._owner, self._name)
+        self._cell = _cell_of(found)
+        if self._cell is not None:
+            self._saved = self._cell.cell_contents
+            self._placed = self._cell.cell_contents = self._replace(self._saved)
+        elif isinstance(self._owner, types.ModuleType):
+            self._saved, self._placed = found, self._replace(found)
+            self._put(self._saved, self._placed)
+        else:
             super().install()
-            return
-        self._saved = self._cell.cell_contents
-        self._placed = self._cell.cell_contents = self._replace(self._saved)
+
+    def _put(self, before: Any, after: Any) -> None:
+        """Puts one function in the place of another in every module that has it."""
+        for module in tuple(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(self._name) is before:
+                setattr(module, self._name, after)
 
     def remove(self) -> None:
         """Puts the original back; does nothing where it stands already."""
-        if self._cell is None:
+        if self._cell is not None:
+            self._cell.cell_contents = self._saved
+        elif isinstance(self._owner, types.ModuleType) and self.is_installed:
+            self._put(self._placed, self._saved)
+        else:
             super().remove()
-            return
-        self._cell.cell_contents = self._saved
         self._cell, self._saved, self._placed = None, None, _ABSENT
 
 
