@@ -708,9 +708,9 @@ def busy(x):
 
 
 # The width of the model, whether the map is busy, the opposite of the truth, and
-# where the possible gain lies even when half of the step is noise.
+# where the possible gain lies even when most of the step is noise.
 REAL = {
-    "slow map": (16, True, ("compute",), (0.3, 1.0)),
+    "slow map": (16, True, ("compute",), (0.15, 1.0)),
     "slow step": (512, False, ("input", "contention"), (0.0, 0.3)),
     "both": (512, True, ("compute",), (0.05, 1.0)),
     "neither": (128, False, ("input", "contention"), (0.0, 0.3)),
