@@ -1,7 +1,5 @@
 """Reading traced graphs: operations, loops, branches, and their FLOPs by hand."""
 
-import gc
-
 import keras
 import pytest
 import tensorflow as tf
@@ -9,14 +7,18 @@ import tensorflow as tf
 from tfamp import graph
 from tfamp.graph import products
 from tfamp.graph.bodies import Operation, plain_type
+from tfamp.keras_hooks.layers import FLOAT16
 
 L = keras.layers
 
 
 @pytest.fixture(autouse=True, scope="module")
 def without_float16():
-    """Tapes keep more as long as layers in float16 live, as of other tests."""
-    gc.collect()
+    """Tapes keep more as long as layers in float16 live, as those of other tests do."""
+    living = [*FLOAT16]
+    FLOAT16.clear()
+    yield
+    FLOAT16.update(living)
 
 
 def traced(function, *specs):
