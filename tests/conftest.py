@@ -89,6 +89,17 @@ def keras_is_left_as_found():
     assert left_policy == "float32"
 
 
+@pytest.fixture
+def without_float16():
+    """Tapes keep more as long as layers in float16 live, as those of other tests do."""
+    from tfamp.keras_hooks.layers import FLOAT16
+
+    living = [*FLOAT16]
+    FLOAT16.clear()
+    yield
+    FLOAT16.update(living)
+
+
 @pytest.fixture(autouse=True)
 def traced_steps_are_given_back():
     """Lets go of the graphs that TensorFlow would keep as long as the process lives.

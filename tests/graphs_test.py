@@ -7,18 +7,9 @@ import tensorflow as tf
 from tfamp import graph
 from tfamp.graph import products
 from tfamp.graph.bodies import Operation, plain_type
-from tfamp.keras_hooks.layers import FLOAT16
 
 L = keras.layers
-
-
-@pytest.fixture(autouse=True, scope="module")
-def without_float16():
-    """Tapes keep more as long as layers in float16 live, as those of other tests do."""
-    living = [*FLOAT16]
-    FLOAT16.clear()
-    yield
-    FLOAT16.update(living)
+pytestmark = pytest.mark.usefixtures("without_float16")
 
 
 def traced(function, *specs):

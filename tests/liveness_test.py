@@ -5,20 +5,11 @@ import tensorflow as tf
 
 from tfamp.graph.liveness import find_peak
 from tfamp.graph.schedules import read_schedule, scaled
-from tfamp.keras_hooks.layers import FLOAT16
 
+pytestmark = pytest.mark.usefixtures("without_float16")
 KIB = 2**10
 # 64 x 64 numbers in float32.
 ONE = 16 * KIB
-
-
-@pytest.fixture(autouse=True, scope="module")
-def without_float16():
-    """Tapes keep more as long as layers in float16 live, as those of other tests do."""
-    living = [*FLOAT16]
-    FLOAT16.clear()
-    yield
-    FLOAT16.update(living)
 
 
 def peak_of(function, *specs, **options):
