@@ -213,7 +213,7 @@ def cleaned(text: str) -> str:
     r"""Returns what a cell wrote, without notices and paths of this machine.
 
     Example:
-        >>> cleaned("I0000 00:00:17 a.cc:1] hello\nat /tmp/ipykernel_8/12.py, line 3")
+        >>> cleaned("I0000 00:00:17 a.cc:1] hello\nat /a/ipykernel_8/12.py, line 3")
         'at <cell>, line 3'
     """
     text = NOTICE.sub("", text)

@@ -372,7 +372,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         in_replica = not tf.distribute.in_cross_replica_context()
         if not (has_others and in_replica and tf.executing_eagerly()):
             own(self, variables)
-        self.saved_beside.settle()
+        self.saved_beside.assign_loaded()
 
     def _accumulator_for(self, variable: Any) -> Any:
         dtype = "float64" if variable.dtype == "float64" else "float32"

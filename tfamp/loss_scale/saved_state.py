@@ -139,7 +139,7 @@ class SavedState(hooks.SavedBeside):
         for each in (inner, *hooks.leaves(inner)):
             vars(each)["load_own_variables"] = functools.partial(_pass_over, each)
         if inner.built:
-            self.settle()
+            self.assign_loaded()
 
     def _take(self, values: dict[str, Any]) -> None:
         """Takes tfamp's own variables of a file, after Keras's own were taken."""
@@ -157,23 +157,23 @@ class SavedState(hooks.SavedBeside):
             if not (optimizer.accumulates and "accumulator_0" in values):
                 found = found._replace(**EMPTY_WINDOW)
             optimizer.put(_after_loading(present, found))
-        self._settle_beside()
+        self._assign_beside()
 
-    def settle(self) -> None:
+    def assign_loaded(self) -> None:
         """Gives the variables that exist now what was loaded for them."""
         values, self._stock = self._stock, None
         with tf.init_scope():  # once, not in every call of a step that is traced now
-            self._settle_beside()
+            self._assign_beside()
             if values:
-                self._settle_stock(values)
+                self._assign_stock(values)
 
-    def _settle_beside(self) -> None:
+    def _assign_beside(self) -> None:
         for name, variable in self._named().items():
             value = self._beside.pop(name, None)
             if value is not None and tuple(value.shape) == tuple(variable.shape):
                 _assign(self._owner(), [variable], [value])
 
-    def _settle_stock(self, values: list[np.ndarray]) -> None:
+    def _assign_stock(self, values: list[np.ndarray]) -> None:
         optimizer, targets = self._owner(), stock_variables(self._owner())
         if not _is_wrapped(values):
             targets = optimizer.inner_optimizer.variables

@@ -244,7 +244,7 @@ def _of_gpu(gpu: GpuMemory) -> Iterator[Advice]:
 
 
 def _of_variables(environ: Mapping[str, str]) -> Iterator[Advice]:
-    def told(name: str, why: str, remedy: str) -> Advice:
+    def advice(name: str, why: str, remedy: str) -> Advice:
         return Advice(f"{name} is {environ[name]!r}{why}", remedy)
 
     allocator, growth = environ.get(_ALLOCATOR), environ.get(_GROWTH)
@@ -253,19 +253,19 @@ def _of_variables(environ: Mapping[str, str]) -> Iterator[Advice]:
         if allocator not in ALLOCATORS:
             why = ", which TensorFlow does not know and ignores."
         remedy = f"Set {_ALLOCATOR}={ALLOCATORS[-1]}, or unset it."
-        yield told(_ALLOCATOR, why, remedy)
+        yield advice(_ALLOCATOR, why, remedy)
     if growth and growth not in ("true", "false"):
         why = ", which TensorFlow ignores: it takes only 'true' and 'false'."
-        yield told(_GROWTH, why, f"Set {_GROWTH}=true.")
+        yield advice(_GROWTH, why, f"Set {_GROWTH}=true.")
     if environ.get(_PREALLOCATE) and not growth:
         why = ", which JAX reads and TensorFlow does not."
         remedy = f"Set {_GROWTH}=true to have TensorFlow take GPU memory as needed."
-        yield told(_PREALLOCATE, why, remedy)
+        yield advice(_PREALLOCATE, why, remedy)
     for name in (_PINNED, _PER_DEVICE):
         value = environ.get(name, "")
         if value and not value.strip().isdecimal():
             remedy = f"Set another number, as in {name}=8192, or unset it."
-            yield told(name, "; expected a whole number of MiB.", remedy)
+            yield advice(name, "; expected a whole number of MiB.", remedy)
 
 
 def _of_limit(limit: MemoryLimit, machine: MemoryLimit) -> Iterator[Advice]:

@@ -191,7 +191,8 @@ def put(model: keras.Model, state: State, *, metrics: bool = True) -> None:
             held, wanted = given.get(name), expected.get(name)
             path = variables[name].path if wanted else state.paths.get(name, "?")
             lines.append(
-                f"{name} ({path}) is {_words(held)}, in the model {_words(wanted)}"
+                f"{name} ({path}) is {_shape_and_dtype(held)}, "
+                f"in the model {_shape_and_dtype(wanted)}"
             )
         more = len(problems) - _MAX_SHOWN
         rest = f"; and {more} more" if more > 0 else ""
@@ -263,5 +264,5 @@ def _form_of(each: Named, model: keras.Model) -> tuple[tuple[int, ...], str]:
     return shape, each.variable.dtype
 
 
-def _words(form: tuple[tuple[int, ...], str] | None) -> str:
+def _shape_and_dtype(form: tuple[tuple[int, ...], str] | None) -> str:
     return "missing" if form is None else f"of shape {form[0]} in {form[1]}"

@@ -75,14 +75,14 @@ def search(
     """
     trials: dict[int, Trial] = {}
 
-    def tried(size: int) -> Trial:
+    def trial_of(size: int) -> Trial:
         if size not in trials:
             trial = try_size(size)
             trials[trial.batch_size] = trial
             return trial
         return trials[size]
 
-    first = tried(start)
+    first = trial_of(start)
     size, known = first.batch_size, facts()
     if known.num_examples is not None:
         caps = {**caps, "data": known.possible(max(known.num_examples // 2, 1))}
@@ -91,7 +91,7 @@ def search(
     if first.fits:
         good, flat = size, 0
         while (larger := _next_size(good, cap, stopped_by, replicas)) > good:
-            trial = tried(larger)
+            trial = trial_of(larger)
             if not trial.fits:
                 stopped_by, bad = _ended_by(trial), larger
                 break
@@ -111,11 +111,11 @@ def search(
             smaller = bad // 2 // replicas * replicas
             if smaller < 1:
                 break
-            good, bad = (smaller, bad) if tried(smaller).fits else (0, smaller)
+            good, bad = (smaller, bad) if trial_of(smaller).fits else (0, smaller)
     if good and bad:
         # Among small sizes every one counts.
         unit = replicas if good < 8 else math.lcm(8, replicas)
-        good = _narrowed(lambda each: tried(each).fits, good, bad, multiple=unit)
+        good = _narrowed(lambda each: trial_of(each).fits, good, bad, multiple=unit)
     made = tuple(trials.values())
     return Found(
         choice(made, min_gain), made, stopped_by, good if bad and good else None

@@ -87,10 +87,6 @@ class Subject:
             raise CannotTellError(self.missing["graph"])
         return self.traced
 
-    def in_dtype(self, dtype: str) -> list[Part]:
-        """Returns the layers that compute in a dtype."""
-        return [part for part in self.parts if part.dtype == dtype]
-
     def half(self) -> list[Part]:
         """Returns the layers that compute in float16 or bfloat16."""
         return [part for part in self.parts if part.is_half]
