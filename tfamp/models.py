@@ -313,10 +313,10 @@ def _check_patterns(model: keras.layers.Layer, given: RuleSet) -> None:
 
 
 def _row(path: str, layer: keras.layers.Layer) -> LayerAssignment:
-    record = policy_of(layer)
+    policy = policy_of(layer)
     told = ("not managed", "", "")
-    if record is not None:
-        told = (record.rule, record.reason, _note(layer, record))
+    if policy is not None:
+        told = (policy.rule, policy.reason, _note(layer, policy))
     # The dtype of the weights that it has, which `apply` cannot change.
     stored = {w.dtype for w in structure.own_weights(layer)} & {"float32", *HALF}
     return LayerAssignment(
@@ -324,14 +324,14 @@ def _row(path: str, layer: keras.layers.Layer) -> LayerAssignment:
         type(layer).__name__,
         layer.compute_dtype,
         stored.pop() if len(stored) == 1 else layer.variable_dtype,
-        _output_dtype(layer, record),
+        _output_dtype(layer, policy),
         *told,
     )
 
 
-def _output_dtype(layer: keras.layers.Layer, record: Policy | None) -> str:
-    if record is not None and record.output_dtype is not None:
-        return record.output_dtype
+def _output_dtype(layer: keras.layers.Layer, policy: Policy | None) -> str:
+    if policy is not None and policy.output_dtype is not None:
+        return policy.output_dtype
     graph = structure.graph_of(layer)
     if graph is None:
         return layer.compute_dtype
@@ -342,15 +342,15 @@ def _output_dtype(layer: keras.layers.Layer, record: Policy | None) -> str:
     return str(tensor.dtype)
 
 
-def _note(layer: keras.layers.Layer, record: Policy) -> str:
-    if record.kind is Kind.FLOAT32_INSIDE and record.rule.startswith("keep_float32"):
+def _note(layer: keras.layers.Layer, policy: Policy) -> str:
+    if policy.kind is Kind.FLOAT32_INSIDE and policy.rule.startswith("keep_float32"):
         why = gains_nothing(layer)
         if why is not None:
             return f"gains nothing: {why}"
-    if isinstance(layer, keras.Model) and not record.is_resolved:
+    if isinstance(layer, keras.Model) and not policy.is_resolved:
         return "heads are found at the first call"
-    if record.kind is Kind.WIDE_OUTPUT or record.kind is Kind.OUTPUT_CAST:
-        return record.reason
+    if policy.kind is Kind.WIDE_OUTPUT or policy.kind is Kind.OUTPUT_CAST:
+        return policy.reason
     return ""
 
 

@@ -24,11 +24,11 @@ def previewed(model: keras.layers.Layer) -> Iterator[None]:
     Which layers are heads is decided when the model is compiled or used; until then it
     may yet become a part of another model.
     """
-    record = policy_of(model)
-    if structure.graph_of(model) is None or record is None:
+    policy = policy_of(model)
+    if structure.graph_of(model) is None or policy is None:
         yield
         return
-    if record.is_resolved:
+    if policy.is_resolved:
         resolution.resolve(model)  # a Sequential may have grown since
         yield
         return
@@ -177,11 +177,11 @@ def follow_policy(model: keras.layers.Layer, settings: PolicySettings) -> None:
     """
     if not resolution.computes_in(model, "float16"):
         optimizers.replace_optimizers(model, _plain)
-    record = policy_of(model)
-    if record is None or not trainer.is_compiled(model) or model.optimizer is None:
+    policy = policy_of(model)
+    if policy is None or not trainer.is_compiled(model) or model.optimizer is None:
         return
     present = model.optimizer
-    is_ours = record.wrapped_optimizer
+    is_ours = policy.wrapped_optimizer
     if isinstance(present, keras.optimizers.LossScaleOptimizer) and is_ours:
         if resolution.computes_in(model, "float16"):
             return

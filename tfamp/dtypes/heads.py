@@ -188,16 +188,16 @@ def keep_heads(
     total = sum(products.values()) or 1
     before = layer_dtypes.Before(_with_sublayers(found.heads + found.after))
     for layer in found.heads:
-        record = policy_of(layer)
+        policy = policy_of(layer)
         if (
-            record is None
-            or record.kind is Kind.EXPLICIT
-            or record.settings is not settings
+            policy is None
+            or policy.kind is Kind.EXPLICIT
+            or policy.settings is not settings
         ):
             continue
         share = sum(products.get(id(s), 0) for s in _with_sublayers([layer])) / total
         weights = sum(math.prod(w.shape) for w in layer.weights)
-        if record.kind is Kind.FOLLOWS and keeps_product_in_half(weights, share):
+        if policy.kind is Kind.FOLLOWS and keeps_product_in_half(weights, share):
             update(
                 layer,
                 kind=Kind.WIDE_OUTPUT,
@@ -211,11 +211,11 @@ def keep_heads(
         else:
             _keep_head(layer)
     for layer in found.after:
-        record = policy_of(layer)
-        if record is not None and record.kind is not Kind.EXPLICIT:
+        policy = policy_of(layer)
+        if policy is not None and policy.kind is not Kind.EXPLICIT:
             _keep_head(layer)
     if all(
-        (record := policy_of(h)) and record.kind is not Kind.EXPLICIT
+        (policy := policy_of(h)) and policy.kind is not Kind.EXPLICIT
         for h in found.heads
     ):
         for tensor in found.tensors:

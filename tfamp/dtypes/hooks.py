@@ -48,12 +48,8 @@ def _stays_float32() -> bool | None:
     return policy.kind is Kind.WIDE_OUTPUT
 
 
-def _is_managed(layer: keras.layers.Layer) -> bool:
-    return policy_of(layer) is not None
-
-
 def _before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
-    if SELF_TEST.is_due and (record := policy_of(layer)) and record.settings.is_half:
+    if SELF_TEST.is_due and (policy := policy_of(layer)) and policy.settings.is_half:
         SELF_TEST.run()
     resolution.before_call(layer, args, kwargs)
 
@@ -120,7 +116,7 @@ HOOKS = (
             ),
             *half_kernels.patches(),
             *exact_values.patches(),
-            *float32_operations.patches(_stays_float32, _is_managed),
+            *float32_operations.patches(_stays_float32),
             *trainer.compile_patches(compile_hooks.before_compile),
             *saved_state.patches(
                 saved_dtypes.describe,

@@ -62,22 +62,33 @@ class InForce:
         if present is self._everywhere:
             is_enabled, known = settings is not None, self._threads
             self._threads = [each for each in known if each.put(is_enabled=is_enabled)]
-        self.tell_thread(settings)
+        self.tell_thread()
 
-    def tell_thread(self, settings: PolicySettings | None) -> None:
+    def tell_thread(self) -> None:
         """Has Keras's policy in this thread be the one in force."""
-        told = _tell_keras(is_enabled=settings is not None)
-        if told is not None and self.present is self._everywhere:
-            self._threads = [*self._threads, told]
+        policy = self._tell_keras()
+        if policy is not None and self.present is self._everywhere:
+            self._threads = [*self._threads, policy]
+
+    def _tell_keras(self) -> layers.GlobalPolicy | None:
+        known, before = layers.policy_in_force(), layers.present_policy()
+        before = before if known is None else known.before
+        is_enabled = self.settings is not None
+        policy = layers.GlobalPolicy(before, self._name) if is_enabled else None
+        layers.set_policy_in_force(policy)
+        return policy
+
+    def _name(self) -> str | None:
+        settings = self.settings
+        return None if settings is None else settings.policy.name
 
     @contextlib.contextmanager
     def block(self, **changes: Any) -> Iterator[None]:
         """Gives the block a setting of its own: the present one with `changes`."""
-        inner = dataclasses.replace(self.present, **changes)
-        token = _BLOCK.set(inner)
+        token = _BLOCK.set(dataclasses.replace(self.present, **changes))
         try:
             with layers.global_policy_restored():
-                _tell_keras(is_enabled=inner.settings is not None)
+                self._tell_keras()
                 yield
         finally:
             _BLOCK.reset(token)
@@ -86,26 +97,13 @@ class InForce:
 IN_FORCE = InForce()
 
 
-def _name_in_force() -> str | None:
-    settings = IN_FORCE.settings
-    return None if settings is None else settings.policy.name
-
-
-def _tell_keras(*, is_enabled: bool) -> layers.GlobalPolicy | None:
-    known, before = layers.policy_in_force(), layers.present_policy()
-    before = before if known is None else known.before
-    policy = layers.GlobalPolicy(before, _name_in_force) if is_enabled else None
-    layers.set_policy_in_force(policy)
-    return policy
-
-
 def prepare_thread() -> None:
     """Has Keras's policy be the one in force in a thread that has not heard of it.
 
     `keras.utils.clear_session()` resets it, and a new thread starts without it.
     """
     if IN_FORCE.settings is not None and layers.policy_in_force() is None:
-        IN_FORCE.tell_thread(IN_FORCE.settings)
+        IN_FORCE.tell_thread()
 
 
 @contextlib.contextmanager

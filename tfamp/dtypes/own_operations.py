@@ -57,23 +57,23 @@ def remedy(
     `rule_before` is what had decided ahead of the call, and `again` repeats it.
     The error is raised again where it has another cause or float32 does not help.
     """
-    record = policy_of(layer)
-    if record is not None and record.rule == _RULE != rule_before:
+    policy = policy_of(layer)
+    if policy is not None and policy.rule == _RULE != rule_before:
         return again()  # it was found as the layer was built, on inputs cast before
     found, of_gradient = half_kernels.failure(layer)
-    if record is None or CALLS.differentiated is layer:  # as it is tried in float32
+    if policy is None or CALLS.differentiated is layer:  # as it is tried in float32
         raise error
-    if record.rule == _OWN_LOSS and isinstance(error, _DTYPE_ERRORS):
-        return _without_own_loss(layer, record.settings, error, again)
+    if policy.rule == _OWN_LOSS and isinstance(error, _DTYPE_ERRORS):
+        return _without_own_loss(layer, policy.settings, error, again)
     # Elsewhere a layer's own code has effects, and has been traced before.
     is_harmless = found is not None or trials.is_of_keras(layer)
-    if not (of_gradient or (is_harmless and _may_help(layer, record, error))):
+    if not (of_gradient or (is_harmless and _may_help(layer, policy, error))):
         raise error
     reason, how = _reason(layer, found or error, of_gradient)
     tried = {"differentiated": layer} if of_gradient else {}
     for applies_to in ("own", "all") if structure.children(layer) else ("own",):
         with contextlib.suppress(Exception), _restored_on_error(layer):
-            take(layer, record.settings, Rule(_RULE, reason, applies_to=applies_to))
+            take(layer, policy.settings, Rule(_RULE, reason, applies_to=applies_to))
             with replaced(CALLS, **tried):
                 outputs = again()
             logging.warning(
@@ -87,7 +87,7 @@ def remedy(
     if of_gradient:  # nobody may ask it, and it has none in float32, either
         trials.note_tried(layer)
         return again()
-    record.fails_in_float32 = True
+    policy.fails_in_float32 = True
     _mark(layer, error)
     raise error
 
@@ -120,12 +120,12 @@ def switched_off() -> Iterator[None]:
         CALLS.may_keep = before
 
 
-def _may_help(layer: keras.layers.Layer, record: Policy, error: Exception) -> bool:
+def _may_help(layer: keras.layers.Layer, policy: Policy, error: Exception) -> bool:
     return (
-        record.kind in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
-        and record.settings.has_defaults
+        policy.kind in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
+        and policy.settings.has_defaults
         and layer.compute_dtype in HALF
-        and not record.fails_in_float32
+        and not policy.fails_in_float32
         and CALLS.may_keep
         and not getattr(error, _TRIED, False)
         and structure.graph_of(layer) is None
@@ -167,7 +167,7 @@ def _mark(layer: keras.layers.Layer, error: Exception) -> None:
     with contextlib.suppress(AttributeError):
         setattr(error, _TRIED, True)
     parts = ((path, policy_of(part)) for path, part, _ in structure.walk(layer))
-    kept = [path for path, record in parts if record is not None and record.is_kept]
+    kept = [path for path, policy in parts if policy is not None and policy.is_kept]
     if kept:
         text = f"tfamp keeps these layers in float32: {', '.join(kept)}."
         getattr(error, "add_note", logging.error)(text)
@@ -219,10 +219,10 @@ def take_for_output(
     share of the time is not known, or where the call raises then. `trace` calls the
     model once, without side effects.
     """
-    record = policy_of(model)
-    if record is None or not found.own_products:
+    policy = policy_of(model)
+    if policy is None or not found.own_products:
         return False
-    if record.applies_to == "own":  # by a rule, for a loss of its own
+    if policy.applies_to == "own":  # by a rule, for a loss of its own
         update(model, output_dtype="float32")
         return True
     factors = [product.inputs[1].shape for product in found.own_products]

@@ -83,12 +83,12 @@ class PlannedOperation(Record):
 
 def planned_layer(path: str, layer: keras.layers.Layer) -> PlannedLayer:
     """Returns what a layer computes in now."""
-    record = policy_of(layer)
+    policy = policy_of(layer)
     common = (path, type(layer).__name__, layer.compute_dtype, layer.dtype_policy.name)
-    if record is None:
+    if policy is None:
         return PlannedLayer(*common, kind=UNMANAGED)
-    fields = {name: getattr(record, name) for name in FIELDS}
-    return PlannedLayer(*common, kind=record.kind.value, **fields)
+    fields = {name: getattr(policy, name) for name in FIELDS}
+    return PlannedLayer(*common, kind=policy.kind.value, **fields)
 
 
 def planned_operations(model: keras.layers.Layer) -> tuple[PlannedOperation, ...]:
@@ -231,8 +231,8 @@ def _tell_graph(model: keras.layers.Layer, settings: PolicySettings) -> None:
 
 
 def _gives_float32(layer: keras.layers.Layer) -> bool:
-    record = policy_of(layer)
-    given = None if record is None else record.output_dtype
+    policy = policy_of(layer)
+    given = None if policy is None else policy.output_dtype
     return (given or layer.compute_dtype) == "float32"
 
 

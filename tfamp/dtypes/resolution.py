@@ -30,13 +30,13 @@ def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
     """Does what is still open on a layer that is about to be called."""
     if policy_of(layer) is None and isinstance(layer, keras.Model):
         meet_unmanaged(layer)
-    record = policy_of(layer)
-    if record is None:
+    policy = policy_of(layer)
+    if policy is None:
         return
-    if not record.is_decided:
+    if not policy.is_decided:
         layer_dtypes.decide(layer)
     if (
-        not record.is_resolved
+        not policy.is_resolved
         and not calls.in_call()
         # Keras traces a layer's own `call` for shapes, with nothing around it.
         and not backend.in_symbolic_scope()
@@ -45,14 +45,14 @@ def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
         )
     ):
         resolve(layer, args, kwargs)
-        if record.settings.plan is None:
+        if policy.settings.plan is None:
             trials.note_call(layer, kwargs)  # the trace for heads has tried it
-    if trials.is_untried(layer, policy_of(layer) or record, kwargs) and not any(
+    if trials.is_untried(layer, policy_of(layer) or policy, kwargs) and not any(
         isinstance(x, keras.KerasTensor) for x in structure.flatten((args, kwargs))
     ):
         trials.trace_ahead(layer, args, kwargs)
     if (
-        record.settings.open_rules
+        policy.settings.open_rules
         and kwargs.get("training") is True
         and isinstance(layer, keras.Model)
         and not calls.in_call()
@@ -67,15 +67,15 @@ def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> 
     call that is coming. Returns whether the model is settled for good.
     """
     with _LOCK:
-        record = policy_of(model)
-        if record is None:
+        policy = policy_of(model)
+        if policy is None:
             return True
         key = structure.graph_key(model)
-        if record.is_resolved and key in (None, record.graph_key):
+        if policy.is_resolved and key in (None, policy.graph_key):
             return True
-        if record.is_resolved:
-            _start_again(model, record.settings)
-        settings = record.settings
+        if policy.is_resolved:
+            _start_again(model, policy.settings)
+        settings = policy.settings
         if follow_plan(model, settings):
             return True
         # The trace below comes here again.
@@ -111,11 +111,11 @@ def _start_again(model: keras.layers.Layer, settings: PolicySettings) -> None:
     known = {rule.name for rule in settings.rules.rules}
     left: set[int] = set()
     for _, layer, parent in structure.walk(model):
-        record = policy_of(layer)
-        if record is None or record.settings is not settings:
+        policy = policy_of(layer)
+        if policy is None or policy.settings is not settings:
             continue
-        is_unknown = record.kind is Kind.FLOAT32_INSIDE and record.rule not in known
-        if is_unknown or (record.kind is Kind.SUBLAYER and id(parent) in left):
+        is_unknown = policy.kind is Kind.FLOAT32_INSIDE and policy.rule not in known
+        if is_unknown or (policy.kind is Kind.SUBLAYER and id(parent) in left):
             left.add(id(layer))
             continue
         layer_dtypes.begin_again(layer, settings)
@@ -124,8 +124,8 @@ def _start_again(model: keras.layers.Layer, settings: PolicySettings) -> None:
 def _resolve(
     model: keras.layers.Layer, settings: PolicySettings, args: Any, kwargs: Any
 ) -> bool:
-    record = policy_of(model)
-    if record is not None and record.kind is Kind.OUTPUT_CAST:  # after a failed trace
+    policy = policy_of(model)
+    if policy is not None and policy.kind is Kind.OUTPUT_CAST:  # after a failed trace
         update(
             model,
             kind=Kind.FOLLOWS,
@@ -245,8 +245,8 @@ def _settle_layers(model: keras.layers.Layer, settings: PolicySettings) -> None:
     """Asks all rules about all layers, whose paths are known now."""
     layer_dtypes.take_back_patterns(model, settings)
     for path, layer, _ in structure.walk(model):
-        record = policy_of(layer)
-        if record is None or record.settings is not settings:
+        policy = policy_of(layer)
+        if policy is None or policy.settings is not settings:
             continue
         _note_user_rules(layer, path, settings)
         layer_dtypes.decide(layer, path=None if layer is model else path)
@@ -255,8 +255,8 @@ def _settle_layers(model: keras.layers.Layer, settings: PolicySettings) -> None:
 def _note_user_rules(
     layer: keras.layers.Layer, path: str, settings: PolicySettings
 ) -> None:
-    record = policy_of(layer)
-    is_explicit = record is not None and record.kind is Kind.EXPLICIT
+    policy = policy_of(layer)
+    is_explicit = policy is not None and policy.kind is Kind.EXPLICIT
     for rule in settings.rules.of_user:
         if rule.name in settings.matched and not is_explicit:
             continue
@@ -371,7 +371,7 @@ def computes_in(model: keras.layers.Layer, dtype: str) -> bool:
 def settings_of(model: keras.layers.Layer) -> PolicySettings | None:
     """Returns the settings of a model, or of the first managed layer in it."""
     for _, layer, _ in structure.walk(model):
-        record: Policy | None = policy_of(layer)
-        if record is not None:
-            return record.settings
+        policy: Policy | None = policy_of(layer)
+        if policy is not None:
+            return policy.settings
     return None

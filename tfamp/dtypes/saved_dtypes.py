@@ -127,11 +127,10 @@ def settings_to_make(entry: dict[str, Any]) -> PolicySettings | None:
     stands for one without such a graph.
     """
     for row in entry["layers"]:
-        settings = _settings_of_file(
-            {**entry, "policy": row.get("graph_made_in", "float32")}
-        )
-        if settings.is_half:
-            return settings
+        if "graph_made_in" in row:
+            settings = _settings_of_file({**entry, "policy": row["graph_made_in"]})
+            if settings.is_half:
+                return settings
     return None
 
 

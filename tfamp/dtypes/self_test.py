@@ -101,10 +101,10 @@ def _broken() -> Iterator[str]:
 
 def _broken_layers() -> Iterator[str]:
     dense = keras.layers.Dense(4, kernel_initializer="zeros", name="tfamp_dense")
-    record = policy_of(dense)
+    policy = policy_of(dense)
     if (
-        record is None
-        or record.kind is Kind.EXPLICIT
+        policy is None
+        or policy.kind is Kind.EXPLICIT
         or dense.compute_dtype != "float16"
     ):
         yield "a layer made without a dtype is not managed"

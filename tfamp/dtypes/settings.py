@@ -226,14 +226,10 @@ class PolicySettings:
 
     def ask(self, layer: Any, *, is_finished: bool, path: str | None = None) -> None:
         """Asks the rules in turn and keeps `layer` where one matches."""
-        if not self.is_half or layer in self.taken_back:
-            return
-        for rule in self.rules.rules:
-            if rule.needs_finished_layer and not is_finished:
-                continue
-            if rule.matches(layer, path=path, is_exact=rule.name in self.exact):
-                self.keep(layer, rule)
-                return
+        rules = self.rules.rules
+        if not is_finished:
+            rules = tuple(rule for rule in rules if not rule.needs_finished_layer)
+        self._ask(layer, rules, path)
 
     def ask_on_read(self, layer: Any) -> None:
         """Asks the rules that need the finished layer as its dtype is read.
@@ -241,18 +237,23 @@ class PolicySettings:
         The constructor may not have ended, so a rule that fails or says no is asked
         again at the first call.
         """
-        if not self.is_half or layer in self.taken_back or _ASKING.now:
+        if _ASKING.now:
             return
         _ASKING.now = True
         try:
-            for rule in self.rules.rules:
-                if rule.needs_finished_layer and rule.matches(layer):
-                    self.keep(layer, rule)
-                    return
+            self._ask(layer, (r for r in self.rules.rules if r.needs_finished_layer))
         except (RuntimeError, TypeError):  # raised at the first call, if it lasts
             return
         finally:
             _ASKING.now = False
+
+    def _ask(self, layer: Any, rules: Iterable[Rule], path: str | None = None) -> None:
+        if not self.is_half or layer in self.taken_back:
+            return
+        for rule in rules:
+            if rule.matches(layer, path=path, is_exact=rule.name in self.exact):
+                self.keep(layer, rule)
+                return
 
     def keep(self, layer: Any, rule: Rule) -> None:
         """Keeps `layer` in float32: float32 inside, the compute dtype out."""

@@ -25,6 +25,7 @@ from keras.src import tree
 
 from tfamp.keras_hooks import backend, calls, structure
 from tfamp.keras_hooks.backend import HALF, operations
+from tfamp.keras_hooks.layers import policy_of
 from tfamp.keras_hooks.patches import Function, InnerPatch, Patch, like, wrapper
 
 # By subject: what half precision does to them, and where operations are looked up.
@@ -72,7 +73,6 @@ _EXACT = "_tfamp_exact"
 
 def patches(
     stays_float32: Callable[[], bool | None],
-    is_managed: Callable[[keras.layers.Layer], bool],
 ) -> list[Patch]:
     """Returns the patches on operations, losses and activity regularizers.
 
@@ -80,7 +80,6 @@ def patches(
         stays_float32: Whether the results of operations stay float32 in the layer that
             computes now, or are rounded to the dtype of their inputs. None where
             operations are to be left alone.
-        is_managed: Whether a layer is a managed one.
     """
     in_float32 = functools.partial(_in_float32, stays_float32)
     return [
@@ -92,15 +91,11 @@ def patches(
             if hasattr(module, name)  # not in every version of Keras
         ),
         Patch(keras.Loss, "__call__", _wrap_loss),
-        Patch(
-            keras.layers.Layer,
-            "add_loss",
-            wrapper(functools.partial(_add_loss, is_managed)),
-        ),
+        Patch(keras.layers.Layer, "add_loss", _wrap_add_loss),
         Patch(
             keras.layers.Layer,
             "activity_regularizer",
-            lambda original: _activity_regularizer(is_managed),
+            lambda _: property(_read_regularizer, _write_regularizer),
             optional=True,
         ),
     ]
@@ -168,13 +163,9 @@ def _with_wide_logits(x: Any) -> Any:
     return structure.with_mask_of(x, wide)
 
 
-def _add_loss(
-    is_managed: Callable[[keras.layers.Layer], bool],
-    original: Function,
-    self: keras.layers.Layer,
-    loss: Any,
-) -> Any:
-    if is_managed(self):
+@wrapper
+def _wrap_add_loss(original: Function, self: keras.layers.Layer, loss: Any) -> Any:
+    if policy_of(self) is not None:
         loss = tree.map_structure(_widened, loss)
     return original(self, loss)
 
@@ -192,21 +183,18 @@ class _InFloat32:
         return self._regularizer(backend.cast(x, "float32"))
 
 
-def _activity_regularizer(
-    is_managed: Callable[[keras.layers.Layer], bool],
-) -> property:
-    """Returns an attribute that sees float32 in calls, and is as ever outside."""
-    name = "activity_regularizer"
+_REGULARIZER = "activity_regularizer"
 
-    def read(layer: keras.layers.Layer) -> Any:
-        if name not in vars(layer):
-            raise AttributeError(name)
-        regularizer = vars(layer)[name]
-        if regularizer is None or not is_managed(layer) or not calls.in_call():
-            return regularizer
-        return _InFloat32(regularizer)
 
-    def write(layer: keras.layers.Layer, value: Any) -> None:
-        vars(layer)[name] = value
+def _read_regularizer(layer: keras.layers.Layer) -> Any:
+    """Returns a regularizer that sees float32 in calls, and is as ever outside."""
+    if _REGULARIZER not in vars(layer):
+        raise AttributeError(_REGULARIZER)
+    regularizer = vars(layer)[_REGULARIZER]
+    if regularizer is None or policy_of(layer) is None or not calls.in_call():
+        return regularizer
+    return _InFloat32(regularizer)
 
-    return property(read, write)
+
+def _write_regularizer(layer: keras.layers.Layer, value: Any) -> None:
+    vars(layer)[_REGULARIZER] = value

@@ -41,8 +41,8 @@ def patches() -> list[Patch]:
 @wrapper
 def _wrap(original: Function, fn: Any, *args: Any, **kwargs: Any) -> Any:
     layer = getattr(fn, "__self__", None)
-    record = policy_of(layer) if isinstance(layer, keras.layers.Layer) else None
-    if layer is None or record is None:
+    policy = policy_of(layer) if isinstance(layer, keras.layers.Layer) else None
+    if layer is None or policy is None:
         return original(fn, *args, **kwargs)
     # Or this trace is what builds it, or one of a loss.
     has_weights = layer.built and fn == layer.call
@@ -50,14 +50,14 @@ def _wrap(original: Function, fn: Any, *args: Any, **kwargs: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         given = args, kwargs
         run = functools.partial(fn, *args, **kwargs)
-        return checked(layer, record, run, given, has_weights=has_weights)
+        return checked(layer, policy, run, given, has_weights=has_weights)
 
     return original(call, *args, **kwargs)
 
 
 def checked(
     layer: keras.layers.Layer,
-    record: Policy,
+    policy: Policy,
     call: Callable[[], Any],
     given: tuple[Any, dict[str, Any]],
     *,
@@ -70,7 +70,7 @@ def checked(
 
     Args:
         layer: The layer that is called.
-        record: What is known of it.
+        policy: Its policy.
         call: Calls it.
         given: The arguments of the call, by position and by name.
         has_weights: Whether the layer has all its weights, as a gradient needs.
@@ -79,7 +79,7 @@ def checked(
         return call()
     CALLS.failed = None
     outer, inner = CALLS.trial, None
-    if trials.may_be_tried(layer, record) or CALLS.differentiated is layer:
+    if trials.may_be_tried(layer, policy) or CALLS.differentiated is layer:
         inner = trials.Trial(layer, given[1])
     if outer is None and inner is None:
         return call()
@@ -88,7 +88,7 @@ def checked(
         try:
             outputs = call()
             if inner is not None:
-                _try(inner, record, given, outputs, has_weights)
+                _try(inner, policy, given, outputs, has_weights)
         except Exception as error:
             if CALLS.failed is None or CALLS.failed[0] is not layer:
                 CALLS.failed = layer, error, False
@@ -100,7 +100,7 @@ def checked(
 
 def _try(
     trial: trials.Trial,
-    record: Policy,
+    policy: Policy,
     given: Any,
     outputs: Any,
     has_weights: bool,
@@ -112,7 +112,7 @@ def _try(
     try:
         if not is_kept:
             _check_kernels(of_call, abandoned)
-        if has_weights and (is_kept or not trial.is_done(record)):
+        if has_weights and (is_kept or not trial.is_done(policy)):
             of_gradient = True
             _check_kernels(trial.differentiate(given, outputs), abandoned)
     except Exception as error:

@@ -63,7 +63,20 @@ FIELDS = (
 )
 
 
-class Policy(keras.DTypePolicy):
+class _LikeStock(keras.DTypePolicy):
+    """A policy that equals, shows and pickles as the stock one of its name."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, keras.DTypePolicy) and self.name == other.name
+
+    def __repr__(self) -> str:
+        return f'<DTypePolicy "{self.name}">'
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return keras.DTypePolicy, (self.name,)
+
+
+class Policy(_LikeStock):
     """What one layer computes in, and why.
 
     Its dtypes are those of the policy it was made with, or float32 where a rule keeps
@@ -192,15 +205,6 @@ class Policy(keras.DTypePolicy):
             setattr(y, SOURCE, source)
         return y
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, keras.DTypePolicy) and self.name == other.name
-
-    def __repr__(self) -> str:
-        return f'<DTypePolicy "{self.name}">'
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return keras.DTypePolicy, (self.name,)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> keras.DTypePolicy:
         """Copies it for the copy of its layer; without one it is a stock policy."""
         layer = memo.get(id(self._layer()))
@@ -213,11 +217,7 @@ class Policy(keras.DTypePolicy):
         return made
 
 
-# Files and configurations hold a stock policy in its place.
-api_export.REGISTERED_OBJS_TO_NAMES[Policy] = "keras.DTypePolicy"
-
-
-class GlobalPolicy(keras.DTypePolicy):
+class GlobalPolicy(_LikeStock):
     """Keras's global policy in this thread: the one in force, whenever it is asked.
 
     `before` is what the thread had; `in_force` gives the name, None where tfamp is not
@@ -263,16 +263,9 @@ class GlobalPolicy(keras.DTypePolicy):
         """What new layers make their weights in."""
         return self.present.variable_dtype
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, keras.DTypePolicy) and self.name == other.name
 
-    def __repr__(self) -> str:
-        return repr(self.present)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return keras.DTypePolicy, (self.name,)
-
-
+# Files and configurations hold a stock policy in their place.
+api_export.REGISTERED_OBJS_TO_NAMES[Policy] = "keras.DTypePolicy"
 api_export.REGISTERED_OBJS_TO_NAMES[GlobalPolicy] = "keras.DTypePolicy"
 
 
@@ -309,8 +302,12 @@ def _quantized_as(given: Any, policy: keras.DTypePolicy) -> keras.DTypePolicy:
     if given.quantization_mode is None or policy.quantization_mode is not None:
         return policy
     mode = given.name.partition("_from_")[0]
-    name = getattr(policy, "present_name", policy.name)
-    return keras.dtype_policies.get(f"{mode}_from_{name}")
+    return keras.dtype_policies.get(f"{mode}_from_{_present_name(policy)}")
+
+
+def _present_name(policy: keras.DTypePolicy) -> str:
+    """Returns the name of a policy as far as it is decided: no rule is asked."""
+    return policy.present_name if isinstance(policy, Policy) else policy.name
 
 
 def drop(layer: Any) -> None:
@@ -326,27 +323,25 @@ def follow(layer: Any) -> None:
     if policy is not None and stock.quantization_mode is not None:
         stock = vars(layer)["_dtype_policy"] = _quantized_as(stock, policy)
     graph = structure.graph_of(layer)
-    if graph is not None and getattr(stock, "present_name", stock.name) == "float32":
+    if graph is not None and _present_name(stock) == "float32":
         structure.widen_inputs(graph)
     if isinstance(layer, keras.layers.Normalization) and layer.built:
         structure.refresh_normalization(layer)
 
 
-def snapshot(layer: Any) -> tuple[Any, dict[str, Any] | None]:
-    """Returns the policy of a layer and all that it knows, for `put_back`."""
+def snapshot(layer: Any) -> tuple[Any, Policy | None, dict[str, Any]]:
+    """Returns the policies of a layer and all that its own knows, for `put_back`."""
     policy = policy_of(layer)
-    given = vars(layer)["_dtype_policy"]
-    return given, None if policy is None else {"policy": policy, **vars(policy)}
+    known = {} if policy is None else dict(policy.__dict__)
+    return vars(layer)["_dtype_policy"], policy, known
 
 
-def put_back(layer: Any, before: tuple[Any, dict[str, Any] | None]) -> None:
+def put_back(layer: Any, before: tuple[Any, Policy | None, dict[str, Any]]) -> None:
     """Puts a layer back to what `snapshot` found."""
-    given, known = before
     vars(layer).pop(_ATTRIBUTE, None)
-    vars(layer)["_dtype_policy"] = given
-    if known is not None:
-        policy = known["policy"]
-        policy.__dict__.update({k: v for k, v in known.items() if k != "policy"})
+    vars(layer)["_dtype_policy"], policy, known = before
+    if policy is not None:
+        policy.__dict__.update(known)
         vars(layer)[_ATTRIBUTE] = policy
     follow(layer)
 

@@ -60,11 +60,11 @@ def is_of_keras(layer: keras.layers.Layer) -> bool:
     return type(layer).__module__.startswith("keras.") and not is_lambda
 
 
-def may_be_tried(layer: keras.layers.Layer, record: Policy) -> bool:
+def may_be_tried(layer: keras.layers.Layer, policy: Policy) -> bool:
     """Returns whether a layer's own operations run in half precision by default."""
     return (
-        record.kind in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
-        and record.settings.has_defaults
+        policy.kind in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
+        and policy.settings.has_defaults
         and CALLS.may_keep
         and layer.compute_dtype in HALF
         and structure.graph_of(layer) is None
@@ -72,16 +72,16 @@ def may_be_tried(layer: keras.layers.Layer, record: Policy) -> bool:
     )
 
 
-def is_untried(layer: keras.layers.Layer, record: Policy, kwargs: Any) -> bool:
+def is_untried(layer: keras.layers.Layer, policy: Policy, kwargs: Any) -> bool:
     """Returns whether a call that is coming has to be tried ahead of it."""
-    if record.tried == BOTH or record.kind not in (Kind.FOLLOWS, Kind.OUTPUT_CAST):
+    if policy.tried == BOTH or policy.kind not in (Kind.FOLLOWS, Kind.OUTPUT_CAST):
         return False
-    if not record.settings.is_half or is_of_keras(layer):
+    if not policy.settings.is_half or is_of_keras(layer):
         update(layer, tried=BOTH)
         return False
-    if backend.in_symbolic_scope() or set(_phases(layer, kwargs)) <= {*record.tried}:
+    if backend.in_symbolic_scope() or set(_phases(layer, kwargs)) <= {*policy.tried}:
         return False
-    return may_be_tried(layer, record)
+    return may_be_tried(layer, policy)
 
 
 def trace_ahead(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
@@ -107,10 +107,10 @@ def note_tried(
     layer: keras.layers.Layer, phases: Iterable[bool] = BOTH
 ) -> Policy | None:
     """Notes that a layer needs not be tried any more, in training or not."""
-    record = policy_of(layer)
-    if record is None or {*phases} <= {*record.tried}:
-        return record
-    return update(layer, tried=tuple(sorted({*record.tried, *phases})))
+    policy = policy_of(layer)
+    if policy is None or {*phases} <= {*policy.tried}:
+        return policy
+    return update(layer, tried=tuple(sorted({*policy.tried, *phases})))
 
 
 def _phases(layer: keras.layers.Layer, kwargs: Any) -> tuple[bool, ...]:
@@ -138,9 +138,9 @@ class Trial:
         self._returned: list[Any] = []  # by sublayers
         self._left_out: set[int] = set()  # places of the operations of sublayers
 
-    def is_done(self, record: Policy) -> bool:
+    def is_done(self, policy: Policy) -> bool:
         """Returns whether a gradient was taken of such a call before."""
-        return {*self._phases} <= {*record.tried}
+        return {*self._phases} <= {*policy.tried}
 
     @contextlib.contextmanager
     def leaving_out(self, inner: "Trial | None") -> Iterator[None]:
