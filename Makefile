@@ -4,11 +4,9 @@ PYTHON_OLDEST ?= $(PYTHON)
 # Processes that share the suite; TensorFlow takes about 1 GB in each.
 JOBS ?= 2
 ARGS ?=
-# `make check` looks at what differs from this commit: what is not committed, or else
-# the last commit.
-BASE ?= $(shell test -n "$$(git status --porcelain)" && echo HEAD || echo HEAD~1)
-# `make test-whole` in parts, and on which versions.
-SHARD ?= 1/1
+# `make mutants` breaks lines that differ from this commit.
+BASE ?= HEAD~1
+# `make test-whole` runs on these.
 VERSIONS ?= newest oldest nightly
 
 SHELL := /bin/bash
@@ -28,7 +26,7 @@ NO_NOTICES := 2> >(grep --line-buffered -v -E '$(NOTICES)' >&2)
 
 .DEFAULT_GOAL := help
 .PHONY: help train check test test-oldest test-whole test-whole-newest \
-  test-whole-oldest test-whole-nightly test-clients durations mutants lint notebooks bench wild docs \
+  test-whole-oldest test-whole-nightly test-clients mutants lint notebooks bench wild docs \
   architecture clean
 
 help:  ## list the targets
@@ -64,46 +62,50 @@ train: .venv/.installed  ## train a small CNN on digits in float32, with XLA, in
 	@echo "Training on scikit-learn's digits under three policies: 3 to 5 minutes."
 	@$(BIN)/python recipes/compare_digits.py $(ARGS)
 
-check: lint  ## lint, and a minute of the tests nearest to what you changed
-	@echo "Running the tests nearest to what differs from $(BASE)."
-	@$(BIN)/python $(PYTEST) --changed=$(BASE) --seconds=80 $(ARGS) $(NO_NOTICES)
+check: lint  ## lint, and the tests that reach what changed since its last run
+	@echo "Running the tests that reach what changed; the first run is as long as make test."
+	@$(BIN)/python -m pytest -q --testmon -m "not slow" $(ARGS) $(NO_NOTICES)
 
 test: .venv/.installed  ## test every promise on the newest TensorFlow and Keras
-	@echo "Running the tests in $(JOBS) processes: ten to sixteen minutes on two cores."
-	@$(BIN)/python $(PYTEST) --durations=10 --durations-min=1 $(ARGS) $(NO_NOTICES)
+	@echo "Running the tests in $(JOBS) processes: about ten minutes on two cores."
+	@$(BIN)/python $(PYTEST) -m "not slow" --durations=10 --durations-min=1 $(ARGS) $(NO_NOTICES)
 
-test-oldest: .venv-oldest/.installed  ## run a fast case of each test on the oldest
-	@echo "Running a fast case of each test on TensorFlow 2.19 and Keras 3.10."
-	@$(OLDEST)/python $(PYTEST) --thin --seed=oldest $(ARGS) $(NO_NOTICES)
+test-oldest: .venv-oldest/.installed  ## the same on the oldest
+	@echo "Running the tests on TensorFlow 2.19 and Keras 3.10."
+	@$(OLDEST)/python $(PYTEST) -m "not slow" $(ARGS) $(NO_NOTICES)
 
 test-whole: $(VERSIONS:%=test-whole-%)  ## run every case, on each of VERSIONS
 
 test-whole-newest: .venv/.installed
-	@echo "Running every case on the newest TensorFlow and Keras, part $(SHARD)."
-	@$(BIN)/python $(PYTEST) --whole --shard=$(SHARD) $(ARGS) $(NO_NOTICES)
+	@echo "Running every case on the newest TensorFlow and Keras."
+	@$(BIN)/python $(PYTEST) $(ARGS) $(NO_NOTICES)
 
 test-whole-oldest: .venv-oldest/.installed
-	@echo "Running every case on TensorFlow 2.19 and Keras 3.10, part $(SHARD)."
-	@$(OLDEST)/python $(PYTEST) --whole --shard=$(SHARD) $(ARGS) $(NO_NOTICES)
+	@echo "Running every case on TensorFlow 2.19 and Keras 3.10."
+	@$(OLDEST)/python $(PYTEST) $(ARGS) $(NO_NOTICES)
 
 test-whole-nightly: .venv-nightly/.installed
-	@echo "Running every case on last night's Keras, part $(SHARD)."
-	@$(NIGHTLY)/python $(PYTEST) --whole --shard=$(SHARD) $(ARGS) $(NO_NOTICES)
+	@echo "Running every case on last night's Keras."
+	@$(NIGHTLY)/python $(PYTEST) $(ARGS) $(NO_NOTICES)
 
 test-clients: .venv-clients/.installed  ## ask the server by Triton's client, and serve through Ray
 	@echo "Running the tests of the server with Triton's client and Ray Serve."
-	@.venv-clients/bin/python $(PYTEST) --whole tests/server_process_test.py tests/serving_elsewhere_test.py $(ARGS) $(NO_NOTICES)
+	@.venv-clients/bin/python $(PYTEST) tests/server_process_test.py tests/serving_elsewhere_test.py $(ARGS) $(NO_NOTICES)
 
-durations: .venv/.installed  ## measure every case and write tests/durations.json
-	@$(BIN)/python $(PYTEST) --whole --shard=$(SHARD) --record $(ARGS) $(NO_NOTICES)
-
-mutants: .venv/.installed  ## break a line at a time and see that a test notices
-	@$(BIN)/python -m tests.suite.mutants $(ARGS)
+# It knows the tests that reach a line from `make check`, which has to run before.
+mutants: .venv/.installed  ## break what differs from BASE, a line at a time; do tests notice?
+	@mkdir -p build && rm -f build/mutants.sqlite
+	@sed 's/^branch = .*/branch = "$(BASE)"/' .ci/cosmic-ray.toml > build/cosmic-ray.toml
+	@$(BIN)/cosmic-ray init build/cosmic-ray.toml build/mutants.sqlite
+	@$(BIN)/cr-filter-git --config build/cosmic-ray.toml build/mutants.sqlite
+	@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/cosmic-ray exec build/cosmic-ray.toml build/mutants.sqlite
+	@$(BIN)/cr-report build/mutants.sqlite
 
 lint: .venv/.installed  ## check format, style and types: ten seconds
 	@$(BIN)/ruff format --check --diff .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
 
 notebooks: .venv/.installed  ## build every .ipynb from its .py, and run those that changed
 	@$(BIN)/python notebooks/build.py --execute $(ARGS) $(NO_NOTICES)

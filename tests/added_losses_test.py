@@ -39,7 +39,7 @@ def loss_in_fit(style, layer, mode="graph"):
     return model.fit(X, Y, verbose=0).history["loss"][0]
 
 
-@pytest.mark.anchors("mixed_float16-functional-graph")
+@pytest.mark.quick("mixed_float16-functional-graph")
 @pytest.mark.parametrize("mode", ["graph", "eager", "xla"])
 @pytest.mark.parametrize("style", ["functional", "subclassed"])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -53,7 +53,7 @@ def test_activity_regularizer(policy, style, mode):
     assert loss == pytest.approx(in_float32)
 
 
-@pytest.mark.anchors("mixed_float16-functional-graph")
+@pytest.mark.quick("mixed_float16-functional-graph")
 @pytest.mark.parametrize("mode", ["graph", "eager", "xla"])
 @pytest.mark.parametrize("style", ["functional", "subclassed"])
 @pytest.mark.parametrize("policy", POLICIES)

@@ -92,7 +92,7 @@ print(model(np.ones((64, 64), "float32")).dtype)
 """
 
 
-@pytest.mark.whole("every test in bfloat16 would end its process just so")
+@pytest.mark.slow("every test in bfloat16 would end its process just so")
 def test_a_product_in_bfloat16_survives_on_this_machine(monkeypatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     done = subprocess.run(

@@ -391,6 +391,7 @@ ENDS = {
 }
 
 
+@pytest.mark.quick("killed", "a traceback")
 @pytest.mark.parametrize("code, outcome, detail", ENDS.values(), ids=ENDS)
 def test_a_process_without_an_answer_did_not_fit(process, code, outcome, detail):
     found = process(code, timeout_seconds=3 if outcome == "too slow" else 60)
@@ -455,6 +456,7 @@ def timed(model, size, steps, seconds):
     return train_steps(model, (X, Y), run=run, size=size, steps=steps, clock=clock)
 
 
+@pytest.mark.quick("eager")
 @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
 def test_steps_are_timed_at_the_size(options):
     model = noting(sizes := [], **options)

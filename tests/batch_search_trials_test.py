@@ -106,6 +106,7 @@ def first_trial(build_model, size, **options):
     return found[0]
 
 
+@pytest.mark.slow
 def test_the_answer_fits_the_next_size_does_not_and_what_is_in_force_holds():
     before = keras.config.dtype_policy().name, tf.random.get_global_generator()
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(20)
@@ -125,6 +126,7 @@ def test_the_answer_fits_the_next_size_does_not_and_what_is_in_force_holds():
     assert not tf.distribute.has_strategy()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads proc and limits addresses")
 def test_a_real_lack_of_memory_is_recognised(monkeypatch):
     # The allocator of oneDNN waits 10 s before it says so.
@@ -134,7 +136,7 @@ def test_a_real_lack_of_memory_is_recognised(monkeypatch):
     assert "OOM when allocating tensor" in trial.detail
 
 
-@pytest.mark.whole("batch_search_test kills a process that trains nothing")
+@pytest.mark.slow("batch_search_test kills a process that trains nothing")
 def test_a_process_that_the_system_kills_did_not_fit():
     trial = first_trial(killed_above_16, 24)
     assert (trial.batch_size, trial.outcome) == (24, "killed")

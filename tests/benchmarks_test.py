@@ -114,7 +114,7 @@ RUNS.append(["memory", "--glibc"])
 NEEDED = {"serving": ("fastapi", "starlette", "tf2onnx", "onnxruntime", "uvicorn")}
 
 
-@pytest.mark.whole("what they compute is tested below; what they print, seldom changes")
+@pytest.mark.slow("what they compute is tested below; what they print, seldom changes")
 @pytest.mark.parametrize("command", RUNS, ids=" ".join)
 def test_a_benchmark_prints_the_figures_that_it_writes(command, tmp_path):
     for package in NEEDED.get(command[0], ()):
@@ -342,6 +342,7 @@ def test_figures_of_the_tuner_count_runs_as_they_are_required():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["transformer, values", "regression, graded rounding"])
 def test_what_spoils_models_is_hidden_in_float32_and_found_in_half(name):
     (case,) = [each for each in load("_tuner_models").CASES if each.name == name]

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.whole("one killed writer, and two that fill at once, in data_cache_test")
+@pytest.mark.slow("one killed writer, and two that fill at once, in data_cache_test")
 @pytest.mark.parametrize("locks", [[], ["--no_locks"]], ids=["locks", "none"])
 def test_no_process_reads_what_is_half_written_or_of_another(locks):
     command = [sys.executable, "-m", "tests.cache_stress", "--reads=20", "--seed=1"]

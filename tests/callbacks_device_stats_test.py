@@ -126,6 +126,7 @@ def test_rows_and_scalars_hold_every_sample(tmp_path):
     assert events(tmp_path / "events")[0][6, "load"] == 40.0
 
 
+@pytest.mark.slow
 def test_it_works_beside_the_other_callbacks_on_two_replicas():
     strategy = two_replicas()
     with strategy.scope():
@@ -338,6 +339,7 @@ test_wrong_arguments_are_named = refused_arguments(
 )
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_written_ends_training_before_it_begins(tmp_path):
     reader = Reader()
     watch = stats(reader, csv_path=tmp_path / "no" / "stats.csv")

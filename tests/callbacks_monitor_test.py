@@ -93,7 +93,7 @@ WAYS = {
 }
 
 
-@pytest.mark.anchors("graph-4")
+@pytest.mark.quick("graph-4")
 @pytest.mark.parametrize("every_steps", [1, 4, 100])
 @pytest.mark.parametrize("compiling", WAYS.values(), ids=WAYS)
 def test_logs_and_rows_hold_every_step(compiling, every_steps, tmp_path):
@@ -120,6 +120,7 @@ def test_logs_and_rows_hold_every_step(compiling, every_steps, tmp_path):
     assert steps["overflow_rate"] == rates
 
 
+@pytest.mark.slow
 def test_two_replicas_are_one(tmp_path):
     strategy = two_replicas()
     with strategy.scope():
@@ -195,6 +196,7 @@ def test_validation_has_no_counters():
     assert set(history) == {"loss", "val_loss", *KEYS}
 
 
+@pytest.mark.quick("100-3")
 @pytest.mark.parametrize("every_steps, readings", [(100, 3), (4, 5), (2, 9)])
 def test_device_is_read_now_and_then(every_steps, readings, monkeypatch):
     model = compiled()
@@ -357,6 +359,7 @@ def test_a_norm_beyond_float32_names_no_variable(caplog):
     assert "every gradient was finite, but the square of their norm" in caplog.text
 
 
+@pytest.mark.slow
 def test_steps_beyond_the_ring_are_said_to_be_missing(tmp_path, caplog):
     path = tmp_path / "steps.csv"
     trained = ByHand(csv_path=path)

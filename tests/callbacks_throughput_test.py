@@ -88,6 +88,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.quick("Sequential-1")
 @pytest.mark.parametrize("every_steps", [1, 4, 100])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_rates_of_each_epoch_are_in_the_history(make, every_steps):
@@ -124,6 +125,7 @@ DATA = {
 }
 
 
+@pytest.mark.quick("tuple")
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_examples_are_counted_in_batches_of_every_form(kind):
@@ -142,6 +144,7 @@ WAYS = {
 }
 
 
+@pytest.mark.quick("eager")
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
 def test_examples_and_steps_are_right_however_the_step_runs(settings):
     rate = Throughput(clock=Ticks())
@@ -160,6 +163,7 @@ def test_examples_and_steps_are_right_however_the_step_runs(settings):
     ) in rate.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3])
 def test_examples_of_all_replicas_are_counted_together(steps):
     strategy = two_replicas()
@@ -333,6 +337,7 @@ class Interrupted(keras.callbacks.Callback):
             raise InterruptedError
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_a_fit_without_it_after_an_error_is_left_alone(tmp_path):
     model = compiled()

@@ -145,6 +145,13 @@ FAILURES = {
 WORDS = ("worse", "slower", "not-faster", "undecided", "failed")
 
 
+@pytest.mark.quick(
+    "worse-undecided",
+    "as fast-failed",
+    "undecided-slower",
+    "faster-worse",
+    "faster-not-faster",
+)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("found, applies", FAILURES.values(), ids=FAILURES)
 def test_the_status_gates_on_what_was_asked(asked, capsys, found, applies, word):

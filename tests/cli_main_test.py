@@ -138,6 +138,13 @@ FAILURES = {
 }
 
 
+@pytest.mark.quick(
+    "no module-estimate_memory",
+    "no function-check",
+    "nothing-lint",
+    "two-assignment",
+    "flag-prove",
+)
 @pytest.mark.parametrize("name", [n for n in ON_MODELS if n not in OF_POLICIES])
 @pytest.mark.parametrize("argv, status, message", FAILURES.values(), ids=FAILURES)
 def test_commands_on_a_model_fail_alike(capsys, name, argv, status, message):

@@ -90,6 +90,7 @@ def test_sizes_that_nobody_tells_are_those_of_fit_and_of_the_data(
     assert one.by_kind["inputs"] == num_bytes
 
 
+@pytest.mark.slow
 def test_it_takes_each_policy_with_each_size():
     (one,) = estimated("alone")  # "auto" is told by what it came to
     assert one.policy in ("float32", "mixed_bfloat16", "mixed_float16")
@@ -137,6 +138,7 @@ def test_a_limit_is_answered_by_the_largest_batch_of_each_policy(capsys):
         assert one.bytes_at(size) <= limit < one.bytes_at(size + 8)
 
 
+@pytest.mark.quick("thousands")
 @pytest.mark.parametrize(
     "limit, expected",
     [
@@ -255,7 +257,7 @@ def test_find_without_a_limit_leaves_it_to_the_machine(searched):
     assert calls[0][1] == DEFAULTS | {"policy": "auto", "max_memory_bytes": None}
 
 
-@pytest.mark.whole("the tests above hold the call, batch_search_trials_test the trials")
+@pytest.mark.slow("the tests above hold the call, batch_search_trials_test the trials")
 def test_find_makes_trials_of_what_the_function_builds(capsys):
     pytest.importorskip("cloudpickle")
     argv = ["find_batch_size", "measurable:build", "--policy=float32"]

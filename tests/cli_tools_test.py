@@ -97,6 +97,7 @@ RESULTS = {
 }
 
 
+@pytest.mark.quick("check", "check half", "lint", "assignment")
 @pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 @pytest.mark.parametrize("case", RESULTS)
 def test_a_result_is_printed_and_written(module, capsys, case):
@@ -143,6 +144,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.quick("float32")
 @pytest.mark.parametrize("policy, dtypes", POLICIES.items(), ids=POLICIES)
 def test_the_policy_is_in_force_when_the_model_is_built(policy, dtypes):
     proof = told(tfamp.Proof, "prove", "build_three", f"--policy={policy}")
@@ -241,6 +243,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.quick("no model", "rule", "reason", "twice", "severity")
 @pytest.mark.parametrize("line, status, message", FAILURES.values(), ids=FAILURES)
 def test_failures_end_with_a_status_and_a_sentence(capsys, line, status, message):
     name, target, *flags = line.split()

@@ -108,6 +108,7 @@ def test_tune_writes_a_plan_that_enable_takes(module, capsys):
     assert "The plan was made for another model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tune_goes_on_from_a_plan_and_judges_short_trainings(module, capsys):
     given = ["--tolerance=0.1", "--batch_size=128", "--seeds=2", "--num_steps=4"]
     given += ["--data=tunable:data", "--validation=tunable:data"]
@@ -183,6 +184,9 @@ FAILURES = {
 }
 
 
+@pytest.mark.quick(
+    "tune trained --policy=mixed_float16 --trained --metric=acc --tolerance=1e-5"
+)
 @pytest.mark.parametrize("line", FAILURES)
 def test_failures_end_before_work_is_spent(module, capsys, line):
     status, message = FAILURES[line]
@@ -194,6 +198,7 @@ def test_failures_end_before_work_is_spent(module, capsys, line):
     assert not (module / "plan.json").exists()
 
 
+@pytest.mark.slow
 def test_auto_is_what_suits_the_devices(monkeypatch):
     from tfamp.machine import devices
     from tfamp.machine.speeds import Recommendation

@@ -375,7 +375,7 @@ def tasks(tmp_path_factory):
     return run_tasks(tmp_path_factory.mktemp("tasks"), ports)
 
 
-@pytest.mark.whole("test_several_workers_get_their_resolver_and_nccl_or_ring")
+@pytest.mark.slow("test_several_workers_get_their_resolver_and_nccl_or_ring")
 def test_tasks_of_slurm_train_as_one_device_does(tasks):
     model, _ = one_device(X, Y, 8)
     for index, result in enumerate(tasks):
@@ -387,7 +387,7 @@ def test_tasks_of_slurm_train_as_one_device_does(tasks):
         assert result["is one"]
 
 
-@pytest.mark.whole("test_several_workers_get_their_resolver_and_nccl_or_ring")
+@pytest.mark.slow("test_several_workers_get_their_resolver_and_nccl_or_ring")
 def test_a_model_that_nothing_of_tfamp_is_in_trains_as_one_device_does(tasks):
     rows = slice(cluster_program.UNEVEN)
     model, _ = one_device(X[rows], Y[rows], 8)

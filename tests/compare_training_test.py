@@ -79,7 +79,7 @@ def trained(model, data, validation=None, **how):
     return train(model, data, validation, **given)[0]
 
 
-@pytest.mark.anchors("functional", "own train_step")
+@pytest.mark.quick("functional", "own train_step")
 @pytest.mark.parametrize("make, options", WAYS.values(), ids=WAYS)
 def test_every_way_of_writing_a_model_is_measured(make, options, tmp_path):
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
@@ -101,6 +101,7 @@ def test_every_way_of_writing_a_model_is_measured(make, options, tmp_path):
         assert mean == pytest.approx(found.history["loss"][0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_arrays_and_a_pydataset_are_taken(tmp_path):
     class Batches(keras.utils.PyDataset):
         def __len__(self):
@@ -122,6 +123,7 @@ def test_arrays_and_a_pydataset_are_taken(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_two_replicas_are_measured(tmp_path):
     # TensorFlow's collectives take a second model of a process for the first one.
     strategy = two_replicas()
@@ -307,6 +309,7 @@ def measured_examples(model, data, **changed):
     ), final
 
 
+@pytest.mark.quick("a dataset")
 @pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)
 def test_metrics_are_known_of_each_example(make):
     model = classifier()
@@ -323,6 +326,7 @@ NOT_PER_EXAMPLE = {
 }
 
 
+@pytest.mark.quick("an accuracy that fit logged otherwise")
 @pytest.mark.parametrize(
     "options, changed, name", NOT_PER_EXAMPLE.values(), ids=NOT_PER_EXAMPLE
 )
@@ -467,6 +471,7 @@ def test_a_run_has_every_figure(tmp_path, disabled):
     assert context["versions"]["keras"] == keras.__version__
 
 
+@pytest.mark.slow
 def test_stock_keras_runs_without_tfamp(tmp_path, disabled):
     run = measured(tmp_path, "keras:mixed_bfloat16", build, (X, Y), None)
     assert run.reason == "stock Keras"
@@ -475,6 +480,7 @@ def test_stock_keras_runs_without_tfamp(tmp_path, disabled):
     assert not tfamp.status().enabled
 
 
+@pytest.mark.slow
 def test_the_building_function_may_bring_the_data_and_take_seed_and_epochs(
     tmp_path, disabled
 ):
@@ -530,6 +536,7 @@ def test_a_child_that_fails_leaves_its_error(tmp_path, capsys, disabled):
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_few_steps_tell_time_and_memory_of_one_size(tmp_path, disabled):
     run = measured(tmp_path, "float32", build, (X, Y), None, steps=3, batch_size=24)
@@ -556,6 +563,7 @@ def build(seed, epochs):
 """
 
 
+@pytest.mark.slow
 def test_the_command_compares_in_fresh_processes_and_leaves_a_report(
     tmp_path, monkeypatch, capsys
 ):

@@ -1,5 +1,6 @@
 """What every test gets: two CPU devices, and a check that Keras was left as found."""
 
+import fnmatch
 import gc
 import os
 import random
@@ -7,7 +8,6 @@ import sys
 
 import pytest
 
-from tests.suite import durations, progress, selection
 from tfamp.machine import cpus
 
 # Programs that the tests run; each is registered once, and none has a doctest.
@@ -18,26 +18,18 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.pop("TFAMP_POLICY", None)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds what chooses among the tests; BUILD.md has the commands that use it."""
-    selection.add_options(parser)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Gives TensorFlow two CPU devices, which is only possible before it starts.
 
     Strategies of two replicas then run on any machine. One thread for the operations,
     as each core has a process of the suite. Where AMX ends a process, oneDNN does
     without it, in the processes that tests start too. Under pytest-xdist the controller
-    runs no test: it shows the progress and is spared the import.
+    runs no test and is spared the import.
     """
     cpus.avoid_broken_amx()
-    config.pluginmanager.register(selection.Selection(), "tfamp-selection")
-    processes = config.getoption("numprocesses", None) or 0
-    if not hasattr(config, "workerinput"):
-        _show_and_record(config, processes)
-        if processes:
-            return
+    is_controller = not hasattr(config, "workerinput")
+    if is_controller and config.getoption("numprocesses", None):
+        return
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]
@@ -47,22 +39,19 @@ def pytest_configure(config: pytest.Config) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
-def _show_and_record(config: pytest.Config, processes: int) -> None:
-    """Sets up what stands around a run of the whole suite."""
-    choice = selection.Choice.of(config)
-    if config.option.verbose < 0 and not config.option.collectonly:
-        shown = progress.Progress(
-            choice.seconds,
-            processes,
-            choice.text(),
-            # It exists only when all plugins are configured.
-            write=lambda text: config.get_terminal_writer().write(text, flush=True),
-            is_terminal=sys.stdout.isatty(),
-        )
-        config.pluginmanager.register(shown, "tfamp-progress")
-    if config.option.record:
-        recorder = durations.Recorder(choice.is_whole)
-        config.pluginmanager.register(recorder, "tfamp-durations")
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the cases as slow that their test does not name as its quick ones."""
+    for item in items:
+        quick = item.get_closest_marker("quick")
+        case = item.name.partition("[")[2].removesuffix("]")
+        if quick and not any(is_case(case, pattern) for pattern in quick.args):
+            item.add_marker(pytest.mark.slow)
+
+
+def is_case(case: str, pattern: str) -> bool:
+    """States whether a case is the one, or one of those, that a pattern names."""
+    return case == pattern or fnmatch.fnmatchcase(case, pattern)
 
 
 @pytest.fixture(autouse=True)

@@ -169,6 +169,7 @@ def test_the_same_step_twice_draws_twice():
 # The stage.
 
 
+@pytest.mark.quick("float16")
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16], ids=["uint8", "float16"])
 def test_elements_keep_shape_dtype_labels_and_length(dtype):
     dataset = augmented(pairs(dtype=dtype), *ALL, seed=1)
@@ -213,6 +214,7 @@ def add_strength(image, strength):
     return image + tf.cast(100 * strength, image.dtype)
 
 
+@pytest.mark.quick("unknown length")
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown length"])
 def test_the_ramp_grows_by_the_epochs_that_were_read_whole(known):
     zeros = tf.data.Dataset.from_tensor_slices(np.zeros((5, 2), np.float32))
@@ -429,6 +431,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.quick("shuffled buffer", "shuffled positions")
 @pytest.mark.parametrize("choose, source, length", CHOICES.values(), ids=list(CHOICES))
 def test_it_goes_with_every_way_to_choose(choose, source, length, monkeypatch):
     if source == "positions":
@@ -516,6 +519,7 @@ def test_skipped_elements_are_not_augmented_and_not_counted_as_epochs():
     assert len(pipeline.skipped) == 1
 
 
+@pytest.mark.quick("known")
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown length"])
 def test_what_a_prefetch_reads_ahead_does_not_advance_the_ramp(known, monkeypatch):
     last, counted = threading.Event(), threading.Event()
@@ -616,6 +620,7 @@ def test_a_layer_of_keras_changes_the_share_of_images_that_the_strength_says():
     assert (second != first).any() and (again == first).all()
 
 
+@pytest.mark.quick("flip", "zoom")
 @pytest.mark.parametrize(
     "make",
     [
@@ -671,6 +676,7 @@ def model_of(layer, policy="float32"):
     return model
 
 
+@pytest.mark.quick("eager")
 @pytest.mark.parametrize(
     "policy, options",
     [

@@ -91,6 +91,7 @@ TRUTHS = {
 }
 
 
+@pytest.mark.quick("slow step")
 @pytest.mark.parametrize("times, options, truth", TRUTHS.values(), ids=TRUTHS)
 def test_verdict_is_right_in_nine_of_ten_noisy_measurements(times, options, truth):
     verdicts = [Machine(*times, **options, seed=seed).judged()[0] for seed in range(40)]
@@ -303,6 +304,7 @@ WAYS = {
 }
 
 
+@pytest.mark.quick("mixed_bfloat16")
 @pytest.mark.parametrize("make_optimizer, options", WAYS.values(), ids=WAYS)
 def test_a_trained_model_is_left_as_it_was_bit_by_bit(make_optimizer, options):
     model = make_model(make_optimizer, **options)
@@ -357,6 +359,7 @@ def test_training_goes_on_as_if_nothing_had_been_measured():
     assert train(measure=True) == train(measure=False)
 
 
+@pytest.mark.slow
 def test_an_unbuilt_model_is_built_and_otherwise_new():
     keras.utils.set_random_seed(1)
     model = make_model()
@@ -401,6 +404,7 @@ def test_a_step_that_fails_leaves_the_model_as_it_was():
     assert state(model) == before
 
 
+@pytest.mark.slow
 def test_two_replicas_are_measured_and_each_is_left_as_it_was(monkeypatch):
     strategy = two_replicas()
     with strategy.scope():
@@ -438,6 +442,7 @@ def test_dict_inputs_with_sample_weights():
 SHORT = {"three batches": (12, 1), "less than a call": (4, 3)}
 
 
+@pytest.mark.quick("three batches")
 @pytest.mark.parametrize("examples, steps", SHORT.values(), ids=SHORT)
 def test_a_dataset_of_few_batches(examples, steps):
     result = measured(plain_model(steps_per_execution=steps), pairs(examples))
@@ -526,6 +531,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.quick("slow step")
 @pytest.mark.parametrize("load, work, verdict, gain", WHOLE.values(), ids=WHOLE)
 def test_steps_and_batches_are_timed_in_their_places(
     clocked, load, work, verdict, gain
@@ -717,6 +723,7 @@ REAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width, is_busy, opposite, gains", REAL.values(), ids=REAL)
 def test_verdicts_on_real_datasets(width, is_busy, opposite, gains):
     """Many times as slow on one side, since the machine may be busy otherwise.

@@ -159,6 +159,7 @@ def test_xla_compiles_once_for_each_bucket():
     assert len(traced) == len(stage.plan.boundaries) == 3
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_on_buckets_with_masks_and_weights():
     lengths = [3, 9, 5, 12, 7, 10, 2, 16]
     dataset = stream_of(lengths).map(lambda x, y: (x, tf.cast(x > 2, tf.int32)))
@@ -294,6 +295,7 @@ def test_a_sequence_above_the_last_boundary_is_named_on_a_stream():
         list(dataset)
 
 
+@pytest.mark.quick("drop-[3, 8, 5]")
 @pytest.mark.parametrize(
     "too_long, kept", [("truncate", [3, 8, 8, 5]), ("drop", [3, 8, 5])], ids=str
 )

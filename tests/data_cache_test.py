@@ -47,6 +47,7 @@ def remove_data(folder):
         path.unlink()
 
 
+@pytest.mark.quick("missing/train-lies in a folder that does not exist")
 @pytest.mark.parametrize(
     "where, told",
     [
@@ -200,6 +201,7 @@ def test_one_waits_for_the_process_that_fills_the_cache(tmp_path, monkeypatch):
 CODES = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 
 
+@pytest.mark.quick("ENOTSUP0")
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
 def test_where_locks_are_missing_a_cache_is_filled_and_read(
     tmp_path, monkeypatch, code
@@ -346,6 +348,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.quick("filtered behind it")
 @pytest.mark.parametrize("make", ENDLESS.values(), ids=ENDLESS)
 def test_elements_without_end_are_no_cache(tmp_path, make):
     pipeline = make().cache(tmp_path / "train")

@@ -41,6 +41,7 @@ def told(pipeline):
     return " ".join(pipeline.describe().split())
 
 
+@pytest.mark.quick("arrays-3", "dataset-2")
 @pytest.mark.parametrize("num_workers", [2, 3])
 @pytest.mark.parametrize("kind", ["arrays", "dataset", "csv"])
 def test_each_example_comes_once_in_an_epoch_on_one_worker(

@@ -225,6 +225,7 @@ PLACES = {
 }
 
 
+@pytest.mark.quick("eagerly", "graph")
 @pytest.mark.parametrize("run", PLACES.values(), ids=PLACES)
 def test_every_place_gives_the_same(run):
     values = table(40)
@@ -303,6 +304,7 @@ MODELS = {
 }
 
 
+@pytest.mark.quick("dict")
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_saved_models_give_the_same_bits(make, tmp_path):
     model, values = make()

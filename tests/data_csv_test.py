@@ -147,6 +147,7 @@ READ = {
 }
 
 
+@pytest.mark.quick("three marks of gaps", "names", "numbers as names")
 @pytest.mark.parametrize("data, options, expected", READ.values(), ids=READ)
 def test_columns_are_read(tmp_path, data, options, expected):
     source = csv_source(write(tmp_path / "a.csv", data), **options)
@@ -254,7 +255,6 @@ def test_lines_are_counted_through_quoted_line_ends_and_empty_lines(tmp_path):
     assert places == [f"{path}, line 6", f"{path}, line 9"]
 
 
-@pytest.mark.anchors("negative")
 @pytest.mark.parametrize("sign", ["", "-"], ids=["positive", "negative"])
 def test_integers_with_gaps_are_never_rounded(sign, tmp_path):
     lines = [f"{n},0" for n in range(100)]

@@ -126,6 +126,7 @@ KINDS = {
 }
 
 
+@pytest.mark.quick("arrays-True")
 @pytest.mark.parametrize(
     "kind, is_shuffled",
     [("arrays", False), ("records", False), ("csv", False)]
@@ -166,6 +167,7 @@ def test_an_odd_batch_gives_the_first_replica_one_more(strategy):
     assert flat(steps) == list(range(NUM))
 
 
+@pytest.mark.quick("filter")
 @pytest.mark.parametrize(
     "choose, expected",
     [
@@ -207,6 +209,7 @@ def test_buckets_are_shared_between_replicas(strategy):
         assert sorted(found) == list(range(NUM))
 
 
+@pytest.mark.quick("arrays")
 @pytest.mark.parametrize("kind", ["arrays", "records, file cache"])
 def test_in_one_process_no_policy_loses_anything(strategy, tmp_path, kind):
     dataset = KINDS[kind](tmp_path).shuffle(seed=1).batch(8).build()
@@ -263,6 +266,7 @@ def test_a_function_of_the_context_may_divide_the_batches(strategy):
         assert sorted(flat(steps)) == list(range(NUM))
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_fit_sees_each_example_once_however_many_replicas(strategy, num_replicas):
     x = np.arange(NUM, dtype=np.float32)[:, None]
@@ -276,6 +280,7 @@ def test_fit_sees_each_example_once_however_many_replicas(strategy, num_replicas
     assert history["mae"] == [26.0, 26.0]
 
 
+@pytest.mark.quick("arrays-1", "arrays-4")
 @pytest.mark.parametrize(
     "kind, num_shards",
     [("arrays", 1), ("arrays", 4), ("records", 2), ("csv", 2), ("images", 2)],
@@ -315,6 +320,7 @@ def test_a_subset_is_drawn_before_it_is_divided(kind):
     assert parts == [whole[0::2], whole[1::2]]
 
 
+@pytest.mark.quick("stream")
 @pytest.mark.parametrize("is_stream", [False, True], ids=["arrays", "stream"])
 def test_a_shard_names_what_it_skips_by_its_place(is_stream):
     pipeline = arrays()
@@ -364,6 +370,7 @@ def test_an_empty_shard_is_refused(kind):
         pipeline.build()
 
 
+@pytest.mark.quick("shuffle")
 @pytest.mark.parametrize(
     "stage, name",
     [

@@ -35,6 +35,7 @@ def test_without_it_the_first_error_ends_the_pass():
         values(numbers().map(refuse).build())
 
 
+@pytest.mark.quick("arrays")
 @pytest.mark.parametrize(
     "begin",
     [numbers, lambda: Pipeline.from_dataset(tf.data.Dataset.range(200))],
@@ -202,6 +203,7 @@ def ragged_records(folder, num_bad):
 SOURCES = [damaged_csv, damaged_text, damaged_records, ragged_records]
 
 
+@pytest.mark.quick("damaged_csv-rows", "damaged_csv-batches")
 @pytest.mark.parametrize("is_batched", [False, True], ids=["rows", "batches"])
 @pytest.mark.parametrize("make", SOURCES)
 def test_what_sources_skip_is_summed_up_and_judged_exactly(

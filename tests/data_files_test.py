@@ -138,6 +138,7 @@ def test_other_arguments_change_the_identity(tmp_path, ending, options):
     assert make([path], **options).identity() != make([path]).identity()
 
 
+@pytest.mark.quick(".csv", ".tfrecord")
 @pytest.mark.parametrize("ending", MAKERS)
 def test_length_is_known_where_it_was_counted(tmp_path, ending, monkeypatch):
     make, path = MAKERS[ending], records(tmp_path / f"a{ending}", range(4))
@@ -179,6 +180,7 @@ def damaged(path, count, every):
     return write(path, bytes(data) if isinstance(data, bytearray) else data)
 
 
+@pytest.mark.quick(".tfrecord")
 @pytest.mark.parametrize("ending", MAKERS)
 def test_beyond_the_fraction_it_stops(tmp_path, ending):
     path = damaged(tmp_path / f"a{ending}", 2000, every=50)
@@ -189,6 +191,7 @@ def test_beyond_the_fraction_it_stops(tmp_path, ending):
     assert len(read(source, skip(max_fraction=0.03))) == 1960
 
 
+@pytest.mark.quick(".csv")
 @pytest.mark.parametrize("ending", MAKERS)
 def test_reading_can_be_traced(tmp_path, ending):
     source = MAKERS[ending](records(tmp_path / f"a{ending}", range(4)))

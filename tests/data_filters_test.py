@@ -84,6 +84,7 @@ def test_predicate_may_branch_in_python():
     assert targets(kept) == [3, 4]
 
 
+@pytest.mark.slow
 def test_predicate_sees_what_is_filled_and_not_what_is_dropped_already():
     values = np.array([[1.0], [NAN], [5.0]], np.float32)
     stage = Filter(lambda x, y: x[0] == 9.0, missing=9.0)

@@ -264,6 +264,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.quick("number", "array", "tensor", "strings", "dict")
 @pytest.mark.parametrize("name", MAKERS)
 def test_equal_makes_agree_and_others_differ(name):
     make = MAKERS[name]
@@ -278,6 +279,7 @@ def digests():
     return [digest(make(1)) for make in MAKERS.values()]
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same_fingerprints():
     program = (
         "import json; from tests.data_fingerprint_test import digests; "
@@ -327,6 +329,13 @@ READERS = {
 }
 
 
+@pytest.mark.quick(
+    "1files-lines",
+    "1files-interleaved",
+    "1files-an array of names",
+    "2files-contents",
+    "40files-in the function",
+)
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("num_files", [1, 2, 40], ids="{}files".format)
 def test_a_file_that_is_named_counts_by_its_change(tmp_path, read, num_files):

@@ -77,12 +77,14 @@ TOOLS = {
 }
 
 
+@pytest.mark.quick("prove")
 @pytest.mark.parametrize("tool", TOOLS)
 def test_every_form_gives_the_same_answer(tool):
     answers = {name: TOOLS[tool](made(), form()) for name, form in FORMS.items()}
     assert all(answer == answers["dataset"] for answer in answers.values()), answers
 
 
+@pytest.mark.quick("pipeline", "arrays", "tensors")
 @pytest.mark.parametrize("form", FORMS)
 def test_triage_takes_the_first_batch(form):
     parts = [np.array(part) for part in BATCHES[0]]
@@ -93,6 +95,7 @@ def test_triage_takes_the_first_batch(form):
     assert tfamp.triage(made(), bad).cause == ("data" if form == "arrays" else "none")
 
 
+@pytest.mark.quick("pipeline", "generator")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_search_for_batches_and_a_comparison_take_it(form):
     batch = tried_batch(FORMS[form]())

@@ -168,6 +168,13 @@ RULES = {
 }
 
 
+@pytest.mark.quick(
+    "NaN in a target",
+    "NaN in a weight",
+    "a large index",
+    "large tokens",
+    "targets beyond float16",
+)
 @pytest.mark.parametrize("row", RULES.values(), ids=RULES)
 def test_rules_fire_where_they_must_and_nowhere_else(row):
     rules, data, expected, dtype = (*row, "float16")[:4]
@@ -457,6 +464,7 @@ def test_a_large_difference_of_few_examples_is_no_drift():
     assert "drift" not in fired(check32(train, validation))
 
 
+@pytest.mark.slow
 def test_false_alarms_over_many_columns_stay_below_the_rate():
     alarms = 0
     for seed in range(20):

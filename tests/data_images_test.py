@@ -304,6 +304,7 @@ def test_antialiasing_smooths():
     assert np.ptp(smoothed.astype(int)) < np.ptp(plain.astype(int))
 
 
+@pytest.mark.quick("crop-simplejpeg")
 @pytest.mark.parametrize("decoder", ["tf", *FAST])
 @pytest.mark.parametrize("fit", ["stretch", "crop"])
 def test_a_dataset_of_paths_becomes_pixels_of_one_shape(tmp_path, decoder, fit):
@@ -341,6 +342,7 @@ def test_the_fast_decoder_gives_the_same_pixels():
         np.testing.assert_array_equal(found, decode(data, (160, 128)))
 
 
+@pytest.mark.quick("tf")
 @pytest.mark.parametrize("decoder", ["tf", "simplejpeg"])
 def test_images_keep_their_own_sizes_unless_told(decoder):
     needs(decoder)
@@ -362,6 +364,7 @@ def test_an_image_in_a_dict_is_found_by_its_key():
         assert first["id"] == tf.TensorSpec((), tf.int32)
 
 
+@pytest.mark.quick("empty-simplejpeg")
 @pytest.mark.parametrize("decoder", ["tf", *FAST])
 @pytest.mark.parametrize(
     "damage",

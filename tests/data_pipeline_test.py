@@ -181,6 +181,7 @@ def generated(size, count, pulled):
     return tf.data.Dataset.from_generator(texts, output_signature=spec)
 
 
+@pytest.mark.quick("many")
 @pytest.mark.parametrize("size, held", [(900, 250), (10_000, 64)], ids=["many", "few"])
 def test_elements_of_varying_size_are_held_by_their_bytes(monkeypatch, size, held):
     # 300 bytes of the tensor itself beside the text: 250 of 1,200 fit 300,000.

@@ -37,6 +37,13 @@ def units_off(found, scale, offset, dtype):
     return np.abs(np.asarray(found).astype(np.float64) - true) / unit
 
 
+@pytest.mark.quick(
+    "graph-mixed_float16-to -1..1",
+    "graph-mixed_float16-to -0.5..0.5",
+    "graph-mixed_float16-power of two",
+    "graph-mixed_float16-far offset",
+    "xla-mixed_bfloat16-to 0..1",
+)
 @pytest.mark.parametrize("scale, offset", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("policy", FORMATS)
 @pytest.mark.parametrize("jit", [False, True], ids=["graph", "xla"])

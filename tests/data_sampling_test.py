@@ -219,6 +219,7 @@ def test_members_of_a_subset_are_drawn_uniformly():
 # Balance.
 
 
+@pytest.mark.quick("oversample-700-position")
 @ways
 @pytest.mark.parametrize(
     "method, of_each", [("resample", 200), ("oversample", 700), ("undersample", 1)]
@@ -237,6 +238,7 @@ def test_stock_rejection_resampling_loses_the_cardinality():
     assert int(stock.cardinality()) == int(tf.data.UNKNOWN_CARDINALITY)
 
 
+@pytest.mark.quick("position")
 @ways
 def test_each_epoch_is_another_draw_and_a_seed_repeats_all_of_them(way):
     labels = skewed_labels()
@@ -280,6 +282,7 @@ CLASSES = {
 }
 
 
+@pytest.mark.quick("whole floats-position", "one-hot rows-position")
 @ways
 @pytest.mark.parametrize("labels", CLASSES.values(), ids=CLASSES)
 def test_classes_may_be(labels, way):
@@ -288,6 +291,7 @@ def test_classes_may_be(labels, way):
         assert len(epoch) == 4
 
 
+@pytest.mark.quick("key-position")
 @ways
 @pytest.mark.parametrize(
     "by",
@@ -341,6 +345,7 @@ def elements_of_many_kinds():
     }
 
 
+@pytest.mark.quick("sparse")
 @pytest.mark.parametrize("kind", elements_of_many_kinds())
 def test_elements_of_every_kind_are_copied_whole(kind):
     dataset = elements_of_many_kinds()[kind]
@@ -389,6 +394,7 @@ def test_the_pass_over_labels_fills_a_cache_before_it():
     assert len(calls) == 4
 
 
+@pytest.mark.quick("target")
 @pytest.mark.parametrize("by", [None, lambda x, y: y], ids=["target", "function"])
 def test_a_dataset_that_shuffles_itself_is_an_error(by):
     shuffled = numbered(skewed_labels()).shuffle(1000, seed=1)
@@ -448,6 +454,7 @@ STAGES = {
 }
 
 
+@pytest.mark.quick("share")
 @pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
 def test_a_preview_has_the_length_that_comes_out(stage):
     dataset = numbered([0, 1, 1, 1])
@@ -459,6 +466,7 @@ def test_a_preview_has_the_length_that_comes_out(stage):
 # Weights.
 
 
+@pytest.mark.quick("position")
 @ways
 def test_weights_are_drawn_in_proportion_over_epochs(way):
     weights = np.array([0.0, 1.0, 2.0, 3.0, 4.0])
@@ -510,6 +518,7 @@ def test_weights_of_a_dataset_of_unknown_length_are_counted():
 # Subsets.
 
 
+@pytest.mark.quick("30-30-position", "0.25-250-position")
 @ways
 @pytest.mark.parametrize("size, expected", [(30, 30), (0.25, 250)], ids=str)
 def test_a_stratified_subset_keeps_proportions_and_order(way, size, expected):

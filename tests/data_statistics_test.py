@@ -75,6 +75,7 @@ def test_infinities_are_counted_and_touch_nothing_else():
     assert (feature.min, feature.max) == (0.0, 3.0)
 
 
+@pytest.mark.quick("int8", "int32", "int64", "float16")
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int32", "int64", "float16"])
 def test_dtypes_are_read_as_they_are(dtype):
     values = np.random.default_rng(2).integers(-100, 100, (300, 2))
@@ -115,6 +116,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.quick("constant")
 @pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)
 def test_ranks_of_quantiles_are_off_by_what_a_sample_leaves_open(make):
     values = make(np.random.default_rng(3))

@@ -55,6 +55,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.quick("no last line end")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_files_of_other_programs(tmp_path, change):
     paths = [write(tmp_path / name, change(b"a\nb\n")) for name in ("1.txt", "2.txt")]

@@ -66,6 +66,7 @@ def test_features_are_parsed(tmp_path, features):
     assert [np.ravel(e[y]).tolist() for e in found] == [[0], [1], [2]]
 
 
+@pytest.mark.quick("raise")
 @pytest.mark.parametrize("settings", [RAISE, skip()], ids=["raise", "skip"])
 def test_files_come_by_turns_in_the_same_order_each_time(tmp_path, settings):
     for file in range(6):
@@ -92,6 +93,7 @@ def test_order_does_not_depend_on_threads_or_on_skipping(tmp_path):
     assert orders[0][6] == b"1-0"
 
 
+@pytest.mark.quick("raise-ZLIB")
 @pytest.mark.parametrize("compression", ["GZIP", "ZLIB"])
 @pytest.mark.parametrize("settings", [RAISE, skip()], ids=["raise", "skip"])
 def test_compressed_files_are_told_by_their_bytes(tmp_path, compression, settings):

@@ -25,12 +25,12 @@ EXPECTED = {
 }
 # The workers run what the chosen tests ask for: a second or two for each.
 IN_SHORT = ("arrays", "balance", "errors")
-whole = pytest.mark.whole("arrays show how a batch is divided; others take the time")
+slow = pytest.mark.slow("arrays show how a batch is divided; others take the time")
 
 
 def cases(*names):
     """Gives a test its `case`: those that are not in short runs are marked."""
-    marks = {name: () if name in IN_SHORT else (whole,) for name in names}
+    marks = {name: () if name in IN_SHORT else (slow,) for name in names}
     params = [pytest.param(name, marks=marks[name]) for name in names]
     return pytest.mark.parametrize("case", params)
 
@@ -51,6 +51,13 @@ def epochs(outcomes, case):
     return list(zip(*(outcome[case] for outcome in outcomes), strict=True))
 
 
+@pytest.mark.quick(
+    "arrays, odd batch",
+    "records",
+    "records, file cache",
+    "dataset, file cache",
+    "filter",
+)
 @cases(*EXPECTED)
 def test_each_element_comes_once_on_one_of_the_workers(outcomes, case):
     for first, second in epochs(outcomes, case):

@@ -114,7 +114,7 @@ def test_tests_that_a_page_names_exist_and_run_each_time(page):
         assigned = [n for n in tree.body if isinstance(n, ast.Assign)]
         of_the_file = [n.value for n in assigned if "pytestmark" in ast.unparse(n)]
         marks = map(ast.unparse, (*found[0].decorator_list, *of_the_file))
-        assert not [m for m in marks if "mark.whole" in m], f"{path}::{name}"
+        assert not [m for m in marks if "mark.slow" in m], f"{path}::{name}"
 
 
 def test_public_names_are_listed_and_documented():
@@ -139,7 +139,7 @@ def test_links_out_of_the_site_lead_to_the_repository():
 
 @pytest.mark.filterwarnings("ignore:'mixed_bfloat16' will be slow")
 @pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
-@pytest.mark.anchors("policy", "own_loops", "frozen")
+@pytest.mark.quick("policy", "own_loops", "frozen")
 @pytest.mark.parametrize("guide", GUIDES, ids=stem)
 def test_code_of_a_guide_runs_from_top_to_bottom(
     guide, stock, tmp_path, monkeypatch, capsys
@@ -152,7 +152,6 @@ def test_code_of_a_guide_runs_from_top_to_bottom(
     assert "Verdict: " in said or guide.stem != "compare"
 
 
-@pytest.mark.anchors("masked-attention", "zero-scale")
 @pytest.mark.parametrize("page", FAILURES, ids=stem)
 def test_a_failure_shows_in_stock_keras(page, stock, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -163,7 +162,7 @@ def test_a_failure_shows_in_stock_keras(page, stock, tmp_path, monkeypatch, caps
     assert capsys.readouterr().out == shown
 
 
-@pytest.mark.whole("links, names and pages are checked by the tests above")
+@pytest.mark.slow("links, names and pages are checked by the tests above")
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx")
     pytest.importorskip("furo")

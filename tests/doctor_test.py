@@ -417,6 +417,7 @@ def test_nvidia_gpus_are_counted_among_the_pci_devices(tmp_path):
     assert doctor._nvidia_gpus(tmp_path / "none") == 0
 
 
+@pytest.mark.slow
 def test_the_real_machine_is_told_in_a_broken_environment(tmp_path):
     environ = {**os.environ, "KERAS_BACKEND": "jax", "HOME": str(tmp_path)}
     completed = subprocess.run(

@@ -15,7 +15,7 @@ X, Y, *WEIGHTS = (
 )
 RATE, MOMENTUM, STEPS = 0.01, 0.9, 20
 TOLERANCE = 1e-5  # sums in another order
-pytestmark = pytest.mark.whole("nothing: it is TensorFlow's, not tfamp's")
+pytestmark = pytest.mark.slow("nothing: it is TensorFlow's, not tfamp's")
 
 
 def one_device(momentum):

@@ -30,9 +30,9 @@ def written(model, format, folder, dtype="float32", scheme="", **options):
     return open_model(folder, manifest, 2)
 
 
-@pytest.mark.whole("a conversion each; the anchor is one of them")
+@pytest.mark.slow("a conversion each; the anchor is one of them")
 @FORMATS
-@pytest.mark.anchors("onnx")
+@pytest.mark.quick("onnx")
 def test_statistics_and_preprocessing_layers_come_along(format, tmp_path):
     random = np.random.default_rng(0)
     columns = {
@@ -63,7 +63,7 @@ def test_statistics_and_preprocessing_layers_come_along(format, tmp_path):
     np.testing.assert_allclose(found.predict(x), wanted, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.whole("a conversion; other operations that LiteRT lacks are like it")
+@pytest.mark.slow("a conversion; other operations that LiteRT lacks are like it")
 def test_litert_says_that_float64_is_what_it_lacks(tmp_path):
     pytest.importorskip("ai_edge_litert")
     times = 1.7e9 + RANDOM.uniform(0, 3600, 100)
@@ -74,9 +74,9 @@ def test_litert_says_that_float64_is_what_it_lacks(tmp_path):
         written(model, "litert", tmp_path)
 
 
-@pytest.mark.whole("a conversion each; the anchor is one of them")
+@pytest.mark.slow("a conversion each; the anchor is one of them")
 @FORMATS
-@pytest.mark.anchors("litert")
+@pytest.mark.quick("litert")
 def test_threads_at_once_get_their_own_answers(format, tmp_path):
     model = keras.Sequential([keras.Input((4,)), L.Dense(64), L.Dense(4)])
     loaded = written(model, format, tmp_path)
@@ -101,7 +101,7 @@ def test_threads_at_once_get_their_own_answers(format, tmp_path):
 
 
 @pytest.mark.parametrize("format", ["saved_model", "onnx"])
-@pytest.mark.whole("a conversion each; an ONNX without an operation is told above")
+@pytest.mark.slow("a conversion each; an ONNX without an operation is told above")
 def test_words_stay_with_tensorflow(format, tmp_path):
     lookup = L.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
     words = keras.Input((1,), dtype="string")

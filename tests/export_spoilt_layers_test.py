@@ -29,7 +29,7 @@ SPOILT = {
 }
 
 
-@pytest.mark.whole("the search is tested above; each real export takes seconds")
+@pytest.mark.slow("the search is tested above; each real export takes seconds")
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_planted_outlier_channel_passes_the_gate(how, tmp_path):
     format, scheme = how.split()
@@ -55,9 +55,9 @@ def test_a_planted_outlier_channel_passes_the_gate(how, tmp_path):
     assert np.mean(answers == y) > 0.95
 
 
-@pytest.mark.whole("each quantiser; the anchor is one of them")
+@pytest.mark.slow("each quantiser; the anchor is one of them")
 @pytest.mark.parametrize("how", SPOILT)
-@pytest.mark.anchors("litert dynamic")
+@pytest.mark.quick("litert dynamic")
 def test_a_file_leaves_in_float_what_it_is_asked_to(how, tmp_path):
     format, scheme = how.split()
     model, x, y = planted()

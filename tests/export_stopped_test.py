@@ -138,7 +138,7 @@ def test_a_full_disk_of_temporary_files_is_told(
     assert left_in(tmp_path) == []
 
 
-@pytest.mark.whole("a process, and seconds until it writes")
+@pytest.mark.slow("a process, and seconds until it writes")
 @pytest.mark.skipif(os.name != "posix", reason="sends the signal of Ctrl-C")
 def test_ctrl_c_ends_the_command_and_leaves_no_file(target, tmp_path_factory):
     pytest.importorskip("tf2onnx")

@@ -67,10 +67,10 @@ def close(found, wanted, tolerance=1e-5):
     np.testing.assert_allclose(found, wanted, atol=tolerance, rtol=0)
 
 
-@pytest.mark.whole(why="processes; the anchor is one format")
+@pytest.mark.slow(why="processes; the anchor is one format")
 @pytest.mark.parametrize("format", PACKAGES)
 @pytest.mark.parametrize("build", [mlp, lstm], ids=["mlp", "lstm"])
-@pytest.mark.anchors("mlp-onnx")
+@pytest.mark.quick("mlp-onnx")
 def test_float32_answers_as_the_model_does(build, format, tmp_path):
     model = build()
     found = exported(model, tmp_path / "model", format)
@@ -82,7 +82,7 @@ def test_float32_answers_as_the_model_does(build, format, tmp_path):
         close(loaded.predict(x[:size]), model(x[:size]).numpy())
 
 
-@pytest.mark.whole(why="each runtime's quantiser; the anchor is one of them")
+@pytest.mark.slow(why="each runtime's quantiser; the anchor is one of them")
 @pytest.mark.parametrize(
     ("format", "dtype", "scheme"),
     [
@@ -100,7 +100,7 @@ def test_float32_answers_as_the_model_does(build, format, tmp_path):
         ("openvino", "int8", "static"),
     ],
 )
-@pytest.mark.anchors("onnx-int8-dynamic")
+@pytest.mark.quick("onnx-int8-dynamic")
 def test_lower_dtypes_are_smaller_and_nearly_the_same(format, dtype, scheme, tmp_path):
     model = keras.Sequential(
         [keras.Input((8,)), L.Dense(512, activation="relu"), L.Dense(256), L.Dense(3)]
@@ -118,7 +118,7 @@ def test_lower_dtypes_are_smaller_and_nearly_the_same(format, dtype, scheme, tmp
         assert list(found.kept) == [model.layers[-1].name]
 
 
-@pytest.mark.whole(why="processes")
+@pytest.mark.slow(why="processes")
 def test_dicts_outputs_and_subclassed_models_come_along(tmp_path):
     model, sub = two_ways(), Subclassed()
     x = {"a": X[:, :4], "b": X[:, 4:]}
@@ -133,7 +133,7 @@ def test_dicts_outputs_and_subclassed_models_come_along(tmp_path):
     close(tfamp.load_exported(tmp_path / "sub").predict(inputs), wanted)
 
 
-@pytest.mark.whole(why="processes")
+@pytest.mark.slow(why="processes")
 @pytest.mark.parametrize("how", ["managed", "frozen", "stock"])
 def test_models_in_half_precision_leave_in_float32_and_stay_as_they_are(how, tmp_path):
     if how == "stock":
@@ -160,7 +160,7 @@ def test_models_in_half_precision_leave_in_float32_and_stay_as_they_are(how, tmp
 
 
 @pytest.mark.parametrize("format", ["onnx", "litert"])
-@pytest.mark.whole(why="processes")
+@pytest.mark.slow(why="processes")
 def test_exports_run_without_tensorflow(format, tmp_path):
     exported(mlp(), tmp_path / "m", format)
     code = (
@@ -314,7 +314,7 @@ def test_folders_that_are_not_as_written_are_refused(text, tmp_path):
         tfamp.load_exported(tmp_path)
 
 
-@pytest.mark.whole(why="processes")
+@pytest.mark.slow(why="processes")
 def test_a_worse_export_is_not_written(tmp_path, monkeypatch):
     from tfamp.serving.exports import candidates
 
@@ -327,7 +327,7 @@ def test_a_worse_export_is_not_written(tmp_path, monkeypatch):
     assert not path.exists()
 
 
-@pytest.mark.whole(why="processes")
+@pytest.mark.slow(why="processes")
 def test_the_command_writes_a_saved_model_for_a_runtime(tmp_path, capsys):
     from tfamp.cli.main import main
 
@@ -345,7 +345,7 @@ def test_the_command_writes_a_saved_model_for_a_runtime(tmp_path, capsys):
     assert main(["export", "m.keras", "--format=onxx"]) == 2
 
 
-@pytest.mark.whole(why="processes")
+@pytest.mark.slow(why="processes")
 def test_auto_takes_the_fastest_of_what_is_installed(tmp_path, monkeypatch):
     from tfamp.serving.exports import exporter
 

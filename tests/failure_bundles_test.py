@@ -120,7 +120,6 @@ WAYS = {
 }
 
 
-@pytest.mark.anchors("Sequential", "a train_step of its own")
 @pytest.mark.parametrize("make, settings", WAYS.values(), ids=WAYS)
 def test_the_failing_step_is_kept_and_explained(tmp_path, make, settings):
     model, recovery = compiled(make, **settings), keeping(tmp_path)
@@ -222,7 +221,7 @@ def guarded(**settings):
     return tfamp.LossScaleOptimizer(inner, 1024.0, max_consecutive_skips=3, **settings)
 
 
-@pytest.mark.anchors("graph")
+@pytest.mark.quick("graph")
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "XLA"])
 def test_the_first_of_a_streak_of_skips_is_kept(tmp_path, jit_compile):
     model = compiled(optimizer=guarded(), jit_compile=jit_compile)
@@ -292,6 +291,7 @@ def test_a_full_disk_costs_no_training(tmp_path, monkeypatch, caplog):
     assert "does not fit" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_model_in_a_bundle_is_as_good_in_another_process(tmp_path):
     recovery = keeping(tmp_path)
     fit(compiled(), recovery)

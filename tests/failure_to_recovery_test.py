@@ -150,7 +150,7 @@ def undisturbed():
     return of
 
 
-@pytest.mark.anchors("NaN in the data-subclassed", "overflow-nested", "loss scale-fun*")
+@pytest.mark.quick("NaN in the data-subclassed", "overflow-nested", "loss scale-fun*")
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_training_is_cured(fault, style, undisturbed, tmp_path):
@@ -173,6 +173,7 @@ def test_training_is_cured(fault, style, undisturbed, tmp_path):
     assert quality(model) == pytest.approx(healthy, rel=0.01)
 
 
+@pytest.mark.slow
 def test_operations_that_overflow_are_kept_in_float32(undisturbed, tmp_path):
     keras.utils.set_random_seed(0)
     with tfamp.scope("mixed_float16"):

@@ -88,6 +88,13 @@ def test_a_name_that_comes_twice_is_refused():
         records.split([case, case])
 
 
+@pytest.mark.quick(
+    "widen_shrink_functional",
+    "widen_shrink_sequential",
+    "widen_shrink_nested",
+    "widen_shrink_nested_stage",
+    "own_norm_subclassed",
+)
 @pytest.mark.parametrize("case", faults.CASES, ids=lambda case: case.name)
 def test_what_is_said_of_a_case_fits_together(case):
     for dtype in DTYPES:
@@ -109,6 +116,7 @@ def doubled_twice(style="functional"):
     return compiled(assemble(style, (1,), [twice], [square], [last])), [(x, y)]
 
 
+@pytest.mark.quick("functional-square", "nested-inner/square")
 @pytest.mark.parametrize(
     "style, path",
     [
@@ -219,6 +227,7 @@ def test_a_loss_that_a_layer_adds_is_harm():
 BY_PROCESSOR = {("average_pooling", "bfloat16"): frozenset({"mean"})}
 
 
+@pytest.mark.quick("embedding")
 @EACH_CASE
 def test_the_truth_is_proven(case):
     subject = Subject(*case.build(0))
@@ -230,7 +239,7 @@ def test_the_truth_is_proven(case):
         assert holds(case, dtype, truth), (dtype, truth)
 
 
-@pytest.mark.whole("every further case is lowered layer by layer")
+@pytest.mark.slow("every further case is lowered layer by layer")
 @pytest.mark.parametrize("case", faults.FURTHER_CASES, ids=lambda case: case.name)
 def test_the_truth_of_every_further_case_is_proven(case):
     subject = Subject(*case.build(0))
@@ -239,6 +248,7 @@ def test_the_truth_of_every_further_case_is_proven(case):
         assert holds(case, dtype, truth), (dtype, truth)
 
 
+@pytest.mark.quick("images_of_bytes", "tiny_loss_dropped")
 @EACH_CASE
 def test_the_same_seed_builds_the_same_case(case):
     (first, data), (second, again) = case.build(3), case.build(3)
@@ -279,12 +289,14 @@ def is_finite(model, batch):
         return False
 
 
+@pytest.mark.quick("nan_in_y_float16", "norm_of_zero_inside", "learning_rate_adam")
 @EACH_FAILURE
 def test_a_failure_fails_and_none_does_not(failure):
     model, batch = failure.build(0)
     assert is_finite(model, batch) == (failure.cause == "none")
 
 
+@pytest.mark.quick("healthy_rows_float16", "healthy_infinite_mask")
 @EACH_FAILURE
 def test_the_cause_is_the_cause(failure):
     """Each cause is taken away, and the step is finite; what is no cause is not."""
@@ -323,6 +335,13 @@ def repaired(batch):
     return tuple(repair(values) for values in batch)
 
 
+@pytest.mark.quick(
+    "nan_in_x",
+    "nan_in_x_bfloat16",
+    "infinity_in_x_float16",
+    "nan_in_sequence",
+    "nan_in_y",
+)
 @EACH_FAILURE
 def test_the_named_layer_is_where_it_begins(failure):
     """It gets finite values, and gives one that is not, forward or backward."""

@@ -123,7 +123,7 @@ def casts_of_weights(model, x):
     ]
 
 
-@pytest.mark.anchors("functional-bfloat16")
+@pytest.mark.quick("functional-bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("style", STYLES)
 def test_outputs_are_those_of_the_mixed_model_to_the_last_bit(style, dtype):
@@ -144,6 +144,7 @@ def test_outputs_are_those_of_the_mixed_model_to_the_last_bit(style, dtype):
             np.testing.assert_array_equal(weight.numpy(), value)
 
 
+@pytest.mark.quick("<lambda>-x3", "<lambda>-x4")
 @pytest.mark.parametrize(
     ("make", "x"),
     [
@@ -220,6 +221,7 @@ class WithoutName(keras.Model):
         return self.head(self.drop(self.norm(x)))
 
 
+@pytest.mark.quick("subclassed")
 @pytest.mark.parametrize("style", ["subclassed", "sequential", "functional"])
 def test_a_model_that_cannot_be_saved_is_copied_in_memory(style):
     own = Own(lambda x: 2 * x)
@@ -271,6 +273,7 @@ def test_it_holds_half_the_bytes():
     assert sum(sizes) == whole * (3 / 2 + 1) / 4
 
 
+@pytest.mark.quick("nested")
 @pytest.mark.parametrize("style", ["sequential", "functional", "nested"])
 def test_a_saved_one_loads_as_it_was(style, tmp_path):
     frozen = tfamp.freeze(assembled(parts(), style, (8,)))
@@ -289,6 +292,7 @@ def test_a_frozen_model_is_frozen_again_and_exported(tmp_path):
     np.testing.assert_array_equal(loaded.serve(X), frozen(X))
 
 
+@pytest.mark.slow
 def test_under_xla():
     model = mixed(assembled(parts(), "functional", (8,)), "bfloat16")
     frozen = tfamp.freeze(model)
@@ -296,6 +300,7 @@ def test_under_xla():
     np.testing.assert_array_equal(predicted(frozen, jit_compile=True), expected)
 
 
+@pytest.mark.slow
 def test_on_two_replicas():
     with two_replicas().scope():
         model = mixed(assembled(parts(), "functional", (8,)), "bfloat16")

@@ -74,6 +74,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick("0 losses in 360")
 @pytest.mark.parametrize(
     "number, lost, verdict, bound, needed", CASES.values(), ids=CASES
 )
@@ -173,6 +174,7 @@ FASTER = {
 }
 
 
+@pytest.mark.quick("than all at one size")
 @pytest.mark.parametrize("middles, expected", FASTER.values(), ids=FASTER)
 def test_faster_is_faster_than_all_at_a_size_and_slower_at_none(middles, expected):
     assert is_faster(speeds(*middles)) is expected
@@ -208,6 +210,7 @@ LABELS = {
 }
 
 
+@pytest.mark.quick("one-hot")
 @pytest.mark.parametrize("y, expected", LABELS.values(), ids=LABELS)
 def test_labels_say_whether_outputs_are_classes(y, expected):
     outputs = np.array([[1.0, -2.0, 0.0, 3.0]] * 2)

@@ -96,6 +96,7 @@ FORWARD = {
 }
 
 
+@pytest.mark.quick("EinsumDense", "Conv2D strided", "Conv3D", "attention", "no product")
 @pytest.mark.parametrize("layer, shape, expected", FORWARD.values(), ids=FORWARD)
 def test_forward_flops_of_a_layer_are_those_by_hand(layer, shape, expected):
     assert in_training(layer, shape) == 2 * 2 * expected
@@ -171,6 +172,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.quick("matmul", "batch", "einsum of one", "in a function", "unused")
 @pytest.mark.parametrize("function, expected", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_flops_of_a_function_are_those_by_hand(function, expected):
     assert flops_of(function, (3, 4), (4, 5)) == expected
@@ -219,6 +221,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.quick("range with a step", "loop in a loop", "map")
 @pytest.mark.parametrize("function, trips", LOOPS.values(), ids=LOOPS)
 def test_a_loop_counts_as_often_as_it_runs(function, trips):
     assert flops_of(function, (4, 4)) == trips * 2 * 4**3
@@ -251,6 +254,7 @@ def test_a_limit_that_changes_in_a_loop_is_not_taken_for_the_first(function):
 GRADIENTS = {name: loop for name, loop in LOOPS.items() if " in a loop" not in name}
 
 
+@pytest.mark.quick("limit of a function", "range with a step")
 @pytest.mark.parametrize("function, trips", GRADIENTS.values(), ids=GRADIENTS)
 def test_the_gradient_of_a_loop_counts_two_products_a_trip(function, trips):
     found = graph.read_operations(traced(with_gradient(function), (4, 4)))

@@ -140,6 +140,7 @@ ROUNDED = {
 }
 
 
+@pytest.mark.quick("AdamW", "beta_1", "Nadam's beta_1", "Lion", "average of weights")
 @pytest.mark.parametrize(
     "cls, options, severity, effect", ROUNDED.values(), ids=ROUNDED
 )

@@ -68,7 +68,7 @@ CASES = {
 }
 
 
-@pytest.mark.anchors("functional-activation string-*-mixed_float16-graph")
+@pytest.mark.quick("functional-activation string-*-mixed_float16-graph")
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("style", "kind", "units"), CASES.values(), ids=CASES)
@@ -129,7 +129,7 @@ class HeadIsAlsoUsedInside(keras.Model):
         return y
 
 
-@pytest.mark.anchors("mixed_float16-HeadIsAlsoUsedInside")
+@pytest.mark.quick("mixed_float16-HeadIsAlsoUsedInside")
 @pytest.mark.parametrize("model_class", [NoLayerAtTheEnd, HeadIsAlsoUsedInside])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_where_no_layer_can_be_the_head_the_output_alone_is_cast(

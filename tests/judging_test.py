@@ -63,6 +63,7 @@ class Handing(layers.Layer):
         return self.child(ops.square(x * 1e3) * 1e-6)
 
 
+@pytest.mark.quick("dropout")
 @pytest.mark.parametrize(
     "child",
     [
@@ -150,6 +151,7 @@ def test_a_loss_that_a_layer_adds_counts(name):
     assert any("adding" in path for path in found.guilty)
 
 
+@pytest.mark.quick("0-3000.0-guilty1")
 @pytest.mark.parametrize(
     "offset, guilty", [(0.0, set()), (3000.0, {"offset", "second"})]
 )
@@ -295,6 +297,7 @@ def critic(y, y_pred):
     return -ops.mean(y_pred) - 1
 
 
+@pytest.mark.quick("to -8")
 @pytest.mark.parametrize(
     "loss, rate, rises",
     [
@@ -316,6 +319,7 @@ def test_a_loss_below_zero_does_not_blame_the_learning_rate(loss, rate, rises):
     assert before < 0 and (after > before + 0.05 if rises else after < before - 0.005)
 
 
+@pytest.mark.quick("to -inf")
 @pytest.mark.parametrize(
     "loss, rate, after",
     [

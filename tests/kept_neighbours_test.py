@@ -42,7 +42,7 @@ def kept(model, names, **options):
     return expected
 
 
-@pytest.mark.anchors("functional-graph", "subclassed-eager")
+@pytest.mark.quick("functional-graph", "subclassed-eager")
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("style", STYLES)
 def test_a_number_beyond_float16_passes_from_layer_to_layer(style, options):

@@ -54,6 +54,7 @@ def test_a_warm_up_goes_evenly_from_the_old_rate_to_the_new(warmup):
     np.testing.assert_allclose([float(rate(s)) for s in range(15)], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_trains_with_it_and_a_file_keeps_it(tmp_path):
     decay = keras.optimizers.schedules.ExponentialDecay(0.01, 10, 0.5)
     rate = tfamp.training.scale_learning_rate(
@@ -92,7 +93,7 @@ def test_bad_arguments_are_told(arguments, text):
         tfamp.training.scale_learning_rate(given.pop("learning_rate"), **given)
 
 
-@pytest.mark.anchors("functional")
+@pytest.mark.quick("functional")
 @pytest.mark.parametrize("style", STYLES)
 def test_the_range_test_finds_a_rate_and_leaves_no_trace(style):
     model = model_of(style, keras.optimizers.SGD(0.05, momentum=0.9))
@@ -108,7 +109,7 @@ def test_the_range_test_finds_a_rate_and_leaves_no_trace(style):
     assert not np.array_equal(bits(model)[0], before[0])
 
 
-@pytest.mark.anchors("schedule-mixed_float16")
+@pytest.mark.quick("schedule-mixed_float16")
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 @pytest.mark.parametrize("optimizer", ["sgd", "schedule"])
 def test_the_suggestion_trains_and_ten_times_the_highest_does_not(optimizer, policy):
@@ -148,6 +149,7 @@ def test_data_that_cannot_be_read_again_end_the_search():
     assert found.why_it_ended == "the data came to an end, and cannot be read again"
 
 
+@pytest.mark.slow
 def test_on_two_replicas():
     with two_replicas().scope():
         model = model_of()

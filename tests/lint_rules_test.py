@@ -222,6 +222,13 @@ def in_policy(policy):
     return stock(policy)
 
 
+@pytest.mark.quick(
+    "half-weights, mixed",
+    "vanishing-epsilon, bfloat16",
+    "optimizer-epsilon, mixed",
+    "constant-range, normalize",
+    "shifted-normalization, far",
+)
 @pytest.mark.parametrize("rule, policy, layers, expected", ROWS.values(), ids=ROWS)
 def test_a_rule_finds_what_it_should_in_a_stack(rule, policy, layers, expected):
     with in_policy(policy):

@@ -94,6 +94,7 @@ CONTROLS = {
 }
 
 
+@pytest.mark.quick("nested-mixed_bfloat16")
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("build, data", CONTROLS.values(), ids=CONTROLS)
 def test_nothing_is_found_in_managed_models(build, data, policy):
@@ -105,6 +106,7 @@ def test_nothing_is_found_in_managed_models(build, data, policy):
     assert found.rules == RULE_IDS
 
 
+@pytest.mark.quick("mlp-mixed_float16", "nested-mixed_bfloat16")
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("build, data", CONTROLS.values(), ids=CONTROLS)
 def test_only_the_head_is_found_in_stock_models(build, data, policy):
@@ -115,6 +117,7 @@ def test_only_the_head_is_found_in_stock_models(build, data, policy):
     assert bad == [("half-head", "error", "head")]
 
 
+@pytest.mark.quick("mlp", "nested")
 @pytest.mark.parametrize("build, data", CONTROLS.values(), ids=CONTROLS)
 def test_nothing_at_all_is_found_in_float32(build, data):
     assert len(lint(build(), data=data)) == 0
@@ -153,6 +156,7 @@ UNLABELLED = {
 }
 
 
+@pytest.mark.quick("tuple of one", "dataset")
 @pytest.mark.parametrize("given", UNLABELLED.values(), ids=UNLABELLED)
 def test_data_need_no_targets(given):
     x, y = batch(16)

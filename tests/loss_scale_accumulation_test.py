@@ -70,7 +70,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.anchors("Adam with a schedule-graph")
+@pytest.mark.quick("Adam with a schedule-graph")
 @pytest.mark.parametrize("inner, mode", RUNS, ids=map("-".join, RUNS))
 def test_microbatches_equal_one_batch(inner, mode):
     inner, mode = INNER[inner], MODES[mode]
@@ -85,6 +85,7 @@ def test_microbatches_equal_one_batch(inner, mode):
     )
 
 
+@pytest.mark.slow
 def test_with_a_loss_scale_in_float16():
     keras.utils.set_random_seed(0)
     expected = model_of(keras.optimizers.SGD(0.05))
@@ -114,6 +115,7 @@ def by_hand(optimizer, microbatches, decorate=tf.function):
     return weight, trail
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_a_bad_microbatch_never_happened(decorate):
     optimizer = tfamp.LossScaleOptimizer(
@@ -127,6 +129,7 @@ def test_a_bad_microbatch_never_happened(decorate):
     assert optimizer.gradient_norm == 6
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_flush_gives_a_partial_window_its_own_mean(decorate):
     optimizer = unscaled(keras.optimizers.SGD(1.0), 4)
@@ -149,6 +152,7 @@ def test_discard_forgets_a_partial_window():
     assert float(weight) == -2
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_finite_parts_whose_sum_is_not(decorate):
     optimizer = unscaled(keras.optimizers.SGD(1.0), 2)
@@ -161,6 +165,7 @@ def test_finite_parts_whose_sum_is_not(decorate):
     assert (optimizer.judged_steps, optimizer.skipped_steps) == (4, 1)
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_windows_that_are_dropped_in_a_row_stop_training(decorate):
     optimizer = unscaled(keras.optimizers.SGD(1.0), 2, max_consecutive_skips=3)
@@ -229,6 +234,7 @@ def test_fit_applies_what_is_left_at_the_end_of_an_epoch():
     )
 
 
+@pytest.mark.slow
 def test_fit_weighs_a_smaller_last_microbatch_by_its_size():
     parts = model_of(unscaled(keras.optimizers.SGD(0.1), 4))
     whole = model_of(keras.optimizers.SGD(0.1))

@@ -275,6 +275,7 @@ def averaging(**options):
     return optimizers.SGD(0.125, use_ema=True, ema_momentum=0.5, **options)
 
 
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("frequency", [None, 3])
 def test_averaged_weights_are_taken_over_at_the_end_of_fit(frequency):
     settings = {"ema_overwrite_frequency": frequency}
@@ -298,6 +299,7 @@ def test_averages_do_not_move_in_a_skipped_step():
     assert_close(model, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_swap_ema_weights_evaluates_the_averages():
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
     expected, logs = trained_with(averaging(), swap, validation=(X, Y))
@@ -330,6 +332,7 @@ def test_several_optimizers_inside_one():
     assert_close(model, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick("built")
 @pytest.mark.skipif(not ADDED, reason="this Keras has no MultiOptimizer")
 @pytest.mark.parametrize("is_built", [False, True], ids=["unbuilt", "built"])
 def test_several_optimizers_inside_one_are_saved(is_built, tmp_path):

@@ -79,7 +79,7 @@ def fit(model, x, **options):
     return history.get("own_loss", history.get("loss"))
 
 
-@pytest.mark.anchors("functional-graph")
+@pytest.mark.quick("functional-graph")
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 def test_bad_batches_change_no_bit_of_the_model(build, mode):
@@ -93,7 +93,7 @@ def test_bad_batches_change_no_bit_of_the_model(build, mode):
     assert state(model) != before
 
 
-@pytest.mark.anchors("ours-functional")
+@pytest.mark.quick("ours-functional")
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("cls", [STOCK, OURS], ids=["stock", "ours"])
 def test_the_very_first_batch_may_be_bad(cls, build):
@@ -114,7 +114,7 @@ def test_moving_statistics_go_on_from_good_batches_alone():
 STOPPED = "Skipped 3 updates in a row, because their gradients were not finite"
 
 
-@pytest.mark.anchors("functional-graph")
+@pytest.mark.quick("functional-graph")
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize(
     "build", [functional, MODELS["own step"]], ids=["functional", "own step"]
@@ -201,6 +201,7 @@ def test_callbacks_of_every_form_are_taken():
     assert len(given.callbacks) == 2
 
 
+@pytest.mark.slow
 def test_frozen_layers_are_not_written_under_xla():
     model = compiled(functional, mode=MODES["xla"])
     model.layers[1].trainable = False

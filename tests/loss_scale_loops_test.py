@@ -77,7 +77,7 @@ LOOPS = [
 ]
 
 
-@pytest.mark.anchors("keras_3-xla-built", "legacy-graph-unbuilt")
+@pytest.mark.quick("keras_3-xla-built", "legacy-graph-unbuilt")
 @pytest.mark.parametrize("is_built", [True, False], ids=["built", "unbuilt"])
 @in_each_way
 @pytest.mark.parametrize("loop", LOOPS)
@@ -179,6 +179,7 @@ def test_gradients_made_by_hand_are_not_told_at_once():
         optimizer.apply([tf.constant(SCALE)], [weight])
 
 
+@pytest.mark.quick("keras_3_pairs", "minimize")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_who_scales_is_never_told(loop):
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125))

@@ -112,7 +112,7 @@ def check_weights(strategy, model, expected):
         np.testing.assert_allclose(on_both(strategy, variable), value, **TOLERANCE)
 
 
-@pytest.mark.anchors("second-adam-graph")
+@pytest.mark.quick("second-adam-graph")
 @pytest.mark.parametrize("is_traced", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("make", [SGD, keras.optimizers.Adam], ids=["sgd", "adam"])
 @pytest.mark.parametrize("fails", FAILING, ids=FAILING_IDS)
@@ -139,6 +139,7 @@ def test_an_overflow_on_any_replica_changes_no_bit(strategy, make, fails, is_tra
     check_replicas_agree(strategy, optimizer.variables)
 
 
+@pytest.mark.quick("adam")
 @pytest.mark.parametrize("make", [SGD, keras.optimizers.Adam], ids=["sgd", "adam"])
 def test_stock_applies_what_overflows_on_the_second_replica_only(strategy, make):
     training = Training(
@@ -163,7 +164,7 @@ CLIPS = [
 ]
 
 
-@pytest.mark.anchors("*-ours", "global_clipnorm-stock")
+@pytest.mark.quick("*-ours", "global_clipnorm-stock")
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
 @pytest.mark.parametrize(
     ("clip", "gradients", "ours", "theirs"),
@@ -185,6 +186,7 @@ def test_clipping_acts_on_the_sum_over_replicas(
     np.testing.assert_allclose(training.values(), expected, rtol=1e-6)
 
 
+@pytest.mark.quick("ours")
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
 def test_a_sum_of_finite_parts_may_overflow(strategy, stock):
     make = StockOptimizer if stock else tfamp.LossScaleOptimizer
@@ -279,6 +281,7 @@ def flush_in_a_function(strategy, optimizer):
     tf.function(lambda: strategy.run(optimizer.flush))()
 
 
+@pytest.mark.quick("replicas")
 @pytest.mark.parametrize(
     "flush",
     [flush_in_python, flush_in_scope, flush_on_replicas, flush_in_a_function],
@@ -339,7 +342,7 @@ def statistics(strategy, model, layer=1):
     ]
 
 
-@pytest.mark.anchors("ours")
+@pytest.mark.quick("ours")
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
 def test_moving_statistics_survive_a_skipped_step(strategy, stock):
     make = StockOptimizer if stock else tfamp.LossScaleOptimizer
@@ -395,7 +398,7 @@ def in_float16(strategy, make_optimizer, policy):
 UNIFORM_FIT = {"batch_size": 16, "shuffle": False, "verbose": 0}
 
 
-@pytest.mark.anchors("optimizer")
+@pytest.mark.quick("optimizer")
 @pytest.mark.parametrize("enabled", [False, True], ids=["optimizer", "enabled"])
 def test_a_float16_model_trains_past_the_second_replica(strategy, enabled):
     x, y = uniform_data()

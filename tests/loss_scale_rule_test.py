@@ -91,6 +91,7 @@ RULES = {
 }
 
 
+@pytest.mark.quick("everything-frozen")
 @pytest.mark.parametrize("is_frozen", [0, 1], ids=["moving", "frozen"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_tensors_follow_the_numbers(rule, is_frozen):

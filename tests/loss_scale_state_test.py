@@ -189,7 +189,7 @@ def half_way_and_at_the_end(case):
     return half_trained(*CASES[case]), facts_of(straight)
 
 
-@pytest.mark.anchors(
+@pytest.mark.quick(
     *("float16 dynamic-keras_file", "float16 dynamic-weights"),
     *("float16 dynamic-checkpoint", "float16 dynamic-pickle"),
 )
@@ -208,6 +208,7 @@ def test_training_goes_on_bit_by_bit(case, way, tmp_path):
     assert_same(facts_of(half), at_save)
 
 
+@pytest.mark.quick("by_checkpoint")
 @pytest.mark.parametrize("way", [by_weights, by_checkpoint], ids=lambda f: f.__name__)
 def test_a_loaded_window_can_be_flushed_at_once(way, tmp_path):
     case = CASES["float32 accumulation, hysteresis"]
@@ -245,7 +246,7 @@ class Crash(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.anchors("float16 dynamic")
+@pytest.mark.quick("float16 dynamic")
 @pytest.mark.parametrize(
     "case", ["float16 dynamic", "float16 accumulation", "float32 guard"]
 )
@@ -303,6 +304,7 @@ def from_stock(inner, scale, path, *, is_wrapped=True, is_built=False):
 
 
 # Keras's own class is saved without slots when it is not trained.
+@pytest.mark.quick("untrained")
 @pytest.mark.filterwarnings("ignore:Skipping variable loading", "ignore:A total of")
 @pytest.mark.parametrize("num_steps", [0, 5], ids=["untrained", "trained"])
 def test_a_model_saved_by_stock_keras_loads(num_steps, tmp_path):
@@ -324,6 +326,7 @@ def test_a_model_saved_by_stock_keras_loads(num_steps, tmp_path):
     assert_close(loaded, model, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.quick("wrapped-unbuilt")
 @pytest.mark.parametrize("is_built", [False, True], ids=["unbuilt", "built"])
 @pytest.mark.parametrize("is_wrapped", [True, False], ids=["wrapped", "bare"])
 def test_weights_saved_by_stock_keras_load(is_wrapped, is_built, tmp_path):
@@ -365,6 +368,13 @@ OTHER = {
 }
 
 
+@pytest.mark.quick(
+    "growth_factor-get",
+    "hysteresis-from_config",
+    "min_scale-deserialize",
+    "accumulation_steps-deserialize",
+    "reduce_dtype-from_config",
+)
 @pytest.mark.parametrize("how", ["from_config", "deserialize", "get"])
 @pytest.mark.parametrize("name", [*OTHER, "all", "none"])
 def test_every_setting_survives_its_configuration(name, how):
@@ -441,7 +451,7 @@ KINDS = {
 }
 
 
-@pytest.mark.anchors("dynamic-unbuilt", "dynamic into static-built")
+@pytest.mark.quick("dynamic-unbuilt", "dynamic into static-built")
 @pytest.mark.parametrize("is_built", [False, True], ids=["unbuilt", "built"])
 @pytest.mark.parametrize("saved, do, loads, scale, stays", KINDS.values(), ids=KINDS)
 def test_a_scale_goes_to_its_own_kind(
@@ -483,6 +493,7 @@ def test_weights_that_do_not_fit_are_an_error():
     assert optimizer.inner_optimizer.variables[-1].numpy().tolist() == [[1.0] * 3] * 2
 
 
+@pytest.mark.slow
 def test_a_file_reaches_every_replica(tmp_path):
     policy, options = CASES["float32 accumulation, hysteresis"]
     strategy = two_replicas()
@@ -516,6 +527,7 @@ def test_loading_into_an_optimizer_that_is_not_built_warns_of_nothing(tmp_path):
     assert int(fresh.optimizer.iterations) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["float32 guard", "float32 accumulation, hysteresis"])
 def test_state_that_waits_for_a_traced_step_is_set_once(case, tmp_path):
     policy, options = CASES[case]

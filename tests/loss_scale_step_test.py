@@ -69,7 +69,7 @@ def constrained_variables():
 GRADIENTS = [tf.constant([[8.0, -4.0], [2.0, 1.0]]), tf.constant([4.0, 8.0, -2.0])]
 
 
-@pytest.mark.anchors("Adam-*")
+@pytest.mark.quick("Adam-*")
 @pytest.mark.parametrize("mode", ["graph", "xla"])
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 def test_a_skipped_step_changes_no_bit(inner, mode):
@@ -94,7 +94,7 @@ def test_a_skipped_step_changes_no_bit(inner, mode):
     assert bits(state) != before
 
 
-@pytest.mark.anchors("Adam-graph")
+@pytest.mark.quick("Adam-graph")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 def test_an_applied_step_is_the_inner_optimizers(inner, mode):
@@ -147,7 +147,7 @@ def slices(values, indices):
     return tf.IndexedSlices(tf.constant(values), tf.constant(indices), (3, 1))
 
 
-@pytest.mark.anchors("*-graph")
+@pytest.mark.quick("*-graph")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cls", [STOCK, OURS], ids=["stock", "ours"])
 def test_slices_of_one_row_that_add_up_to_inf(cls, mode):
@@ -171,6 +171,9 @@ def test_finite_slices_are_applied_and_measured(mode):
     assert optimizer.gradient_norm == 5.0  # (3, 4), where rows are added up first
 
 
+@pytest.mark.quick(
+    "clipnorm-eager", "global_clipnorm-eager", "clipvalue-eager", "below-graph"
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "clipping, expected",
@@ -210,6 +213,7 @@ def test_global_clipping_takes_no_second_pass_over_the_gradients():
     assert reductions(global_clipnorm=1.0) == reductions() > 0
 
 
+@pytest.mark.quick("eager")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_variable_that_takes_its_gradient_as_its_value(mode):
     scaled, overwritten = keras.Variable([1.0]), keras.Variable([1.0])
@@ -223,6 +227,7 @@ def test_a_variable_that_takes_its_gradient_as_its_value(mode):
     assert (float(scaled[0]), float(overwritten[0])) == (0.0, 5.0)
 
 
+@pytest.mark.quick("eager")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_norm_beyond_float32_counts_as_an_overflow(mode):
     weight = keras.Variable([1.0, 1.0])
@@ -249,6 +254,7 @@ def test_float16_gradients_are_unscaled_in_float32():
 SCALES = {"below 1": 2.0**-10, "no power of two": 3.0, "one": 1.0}
 
 
+@pytest.mark.quick("no power of two-graph", "one-eager")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_a_static_scale_skips_and_stays(scale, mode):
@@ -327,7 +333,7 @@ def test_under_xla_a_user_reads_the_stops():
         optimizer.raise_if_due()
 
 
-@pytest.mark.anchors("graph-*")
+@pytest.mark.quick("graph-*")
 @pytest.mark.parametrize(
     "mode, cls",
     [("graph", STOCK), ("graph", OURS), ("eager", OURS), ("xla", OURS)],

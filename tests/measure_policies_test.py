@@ -161,6 +161,7 @@ def test_a_policy_without_units_is_tried_on_a_few_examples_first(monkeypatch):
     assert steps.probed == ["float32", "mixed_float16"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast_units")  # or two slow examples may rule it out
 def test_a_policy_whose_every_step_is_skipped_is_not_timed():
     inputs = keras.Input((6,))
@@ -182,6 +183,7 @@ def test_a_step_that_fails_in_float32_is_an_error():
         measured({"float32": None, "mixed_bfloat16": 0.1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("policy", ["", "mixed_bfloat16", "mixed_float16"])
 def test_a_measured_model_is_as_it_was(style, policy):
@@ -230,6 +232,7 @@ def test_a_trace_for_each_policy_is_no_reason_to_warn(retracing):
     assert retracing() == []
 
 
+@pytest.mark.slow
 def test_xla_is_timed_too_and_put_back():
     model = made(jit_compile=False)
     found = tfamp.measure_policies(model, (X, Y), policies=["float32"], max_steps=4)
@@ -259,6 +262,7 @@ def faster(policy):
     return prepare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_measure_trains_under_the_fastest_from_the_first_step(style, monkeypatch):
     monkeypatch.setattr(races.PolicySteps, "prepare", faster("mixed_bfloat16"))
@@ -293,6 +297,7 @@ def test_what_a_network_inside_was_traced_with_is_forgotten():
     np.testing.assert_array_equal(inner.predict(x, verbose=0), before)
 
 
+@pytest.mark.slow
 def test_each_model_of_a_program_is_measured(monkeypatch):
     monkeypatch.setattr(races.PolicySteps, "prepare", faster("mixed_bfloat16"))
     with tfamp.scope("measure"):
@@ -302,6 +307,7 @@ def test_each_model_of_a_program_is_measured(monkeypatch):
     assert [model.layers[0].compute_dtype for model in models] == 2 * ["bfloat16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", [True, False])
 def test_xla_stays_as_compile_was_told(told, monkeypatch):
     monkeypatch.setattr(races.PolicySteps, "prepare", faster("mixed_bfloat16"))
@@ -338,6 +344,7 @@ class Batches(keras.utils.PyDataset):
         return X[4 * index : 4 * index + 4], Y[4 * index : 4 * index + 4]
 
 
+@pytest.mark.quick("inputs alone")
 @pytest.mark.parametrize("data", ["inputs alone", "a PyDataset"])
 def test_measure_takes_what_fit_takes(data, monkeypatch):
     only = [Candidate("float32", False)]
@@ -350,6 +357,7 @@ def test_measure_takes_what_fit_takes(data, monkeypatch):
         assert tfamp.status().why.startswith("measured: float32")
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_measured_trains_in_float32_all_the_same(
     monkeypatch, caplog
 ):

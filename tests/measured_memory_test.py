@@ -21,6 +21,7 @@ def build():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: build, build], ids=["function", "model"])
 def test_a_process_is_told_with_all_it_holds(make):
     given = make()

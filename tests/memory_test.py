@@ -70,6 +70,7 @@ def test_activations_of_a_large_batch_are_what_the_gradient_keeps():
     assert each <= estimate.by_kind["workspace"] <= 2.1 * each
 
 
+@pytest.mark.quick("bfloat16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_mixed_precision_halves_activations_and_adds_casts(dtype):
     def estimated(policy):
@@ -154,6 +155,7 @@ def test_a_model_that_is_not_compiled_takes_an_optimizer():
     assert not model.compiled and not hasattr(model, "optimizer")
 
 
+@pytest.mark.slow
 def test_other_policies_are_of_copies():
     model = mlp()
     optimizer = model.optimizer
@@ -168,6 +170,7 @@ def test_other_policies_are_of_copies():
     assert model.optimizer is optimizer and model.compute_dtype == "float32"
 
 
+@pytest.mark.slow
 def test_rematerialised_activations_are_not_kept():
     def deep():
         layers = [keras.layers.Dense(256, activation="gelu") for _ in range(8)]
@@ -358,6 +361,7 @@ def texts():
     return model
 
 
+@pytest.mark.quick("predict")
 @pytest.mark.parametrize("training", [True, False], ids=["fit", "predict"])
 def test_sizes_that_a_model_leaves_open_are_a_length_or_an_example_s(training):
     model = texts()

@@ -52,7 +52,7 @@ def trained(policy, *, micro_batches, with_trades):
 
 
 @pytest.mark.filterwarnings("ignore:'mixed_:UserWarning")
-@pytest.mark.anchors("mixed_float16")
+@pytest.mark.quick("mixed_float16")
 @pytest.mark.parametrize("policy", TOLERANCE)
 def test_all_trades_together_equal_the_large_batch(policy):
     plain = trained(policy, micro_batches=1, with_trades=False)
@@ -64,6 +64,7 @@ def test_all_trades_together_equal_the_large_batch(policy):
     np.testing.assert_allclose(plain[1], traded[1], rtol=TOLERANCE[policy])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'mixed_:UserWarning")
 def test_the_trades_are_in_the_estimate():
     with_ema = build("float32", accumulation_steps=4, hidden=4)

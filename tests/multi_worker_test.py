@@ -67,12 +67,12 @@ def run_workers(folder, program="tests.worker_program", *arguments):
 def outcomes(tmp_path_factory, request):
     """What each of the two workers wrote; they run once for all tests."""
     items = [item for item in request.session.items if item.path == request.path]
-    is_whole = any(item.get_closest_marker("whole") for item in items)
+    is_whole = any(item.get_closest_marker("slow") for item in items)
     folder = tmp_path_factory.mktemp("workers")
     return run_workers(folder, "tests.worker_program", *["--whole"] * is_whole)
 
 
-whole = pytest.mark.whole(
+slow = pytest.mark.slow(
     "test_both_workers_end_in_the_same_state has an epoch, windows, bad batches"
 )
 
@@ -87,7 +87,7 @@ def check_weights(outcome, model):
         np.testing.assert_allclose(found, expected, **TOLERANCE)
 
 
-@whole
+@slow
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -102,7 +102,7 @@ def test_stock_keras_still_needs_the_hooks(outcomes, case, message):
         assert text.startswith(message)
 
 
-@pytest.mark.anchors("*")
+@pytest.mark.quick("*")
 @pytest.mark.parametrize(
     "case",
     [
@@ -113,11 +113,11 @@ def test_stock_keras_still_needs_the_hooks(outcomes, case, message):
         "evaluate",
         "predict",
         "float16 sums",
-        pytest.param("fit, overflows", marks=whole),
-        pytest.param("loop, overflows", marks=whole),
-        pytest.param("float16, overflows", marks=whole),
-        pytest.param("sums in auto", marks=whole),
-        pytest.param("sums in bfloat16", marks=whole),
+        pytest.param("fit, overflows", marks=slow),
+        pytest.param("loop, overflows", marks=slow),
+        pytest.param("float16, overflows", marks=slow),
+        pytest.param("sums in auto", marks=slow),
+        pytest.param("sums in bfloat16", marks=slow),
     ],
 )
 def test_both_workers_end_in_the_same_state(outcomes, case):
@@ -142,7 +142,7 @@ def test_uneven_batches_train_as_on_one_device(outcomes):
     np.testing.assert_allclose(outcomes[0]["uneven"]["losses"], losses, **TOLERANCE)
 
 
-@whole
+@slow
 @pytest.mark.parametrize("case", ["fit, overflows", "loop, overflows"])
 def test_a_bad_batch_on_any_worker_is_as_if_it_had_not_been(outcomes, case):
     x, y = without(program.BAD_ROWS, program.GLOBAL_BATCH)
@@ -159,7 +159,6 @@ def test_workers_draw_dropout_masks_of_their_own(outcomes):
     assert np.mean(first == second) == pytest.approx(0.5, abs=0.05)
 
 
-@pytest.mark.anchors("*")
 @pytest.mark.parametrize("case", ["shuffled", "shuffled by seeds"])
 def test_each_example_comes_once_in_an_epoch(outcomes, case):
     # Orders of its own on each worker in stock Keras: some come twice, some never.
@@ -170,7 +169,7 @@ def test_each_example_comes_once_in_an_epoch(outcomes, case):
     assert (first == second) == (case == "shuffled by seeds")
 
 
-@whole
+@slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_weights_in_half_precision_train_on_workers(outcomes, dtype):
     # TypeError in one all_reduce of two dtypes; bfloat16 has no broadcast.
@@ -186,7 +185,7 @@ def test_gradients_in_half_precision_are_added_up(outcomes):
     assert (found["applied"], found["skipped"]) == (6, 0)
 
 
-@whole
+@slow
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_sums_in_bfloat16_are_those_of_float32_to_its_rounding(outcomes, dtype):
     found, exact = (outcomes[0][f"sums in {each}"] for each in (dtype, None))
@@ -205,7 +204,7 @@ def test_microbatches_of_all_workers_make_one_batch(outcomes):
     assert found["scale"] == START_SCALE / 2**2
 
 
-@whole
+@slow
 def test_a_managed_float16_model_skips_its_bad_batches(outcomes):
     found = outcomes[0]["float16, overflows"]
     assert found["all finite"]

@@ -105,7 +105,7 @@ def undisturbed():
     return quality(model)
 
 
-@pytest.mark.anchors("functional", "own train_step in a graph")
+@pytest.mark.quick("functional", "own train_step in a graph")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_bad_batch_in_epoch_2_is_dropped_and_quality_is_kept(
     way, undisturbed, tmp_path
@@ -120,6 +120,7 @@ def test_a_bad_batch_in_epoch_2_is_dropped_and_quality_is_kept(
     assert quality(model) == pytest.approx(undisturbed, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_bad_batch_is_dropped_on_two_replicas(undisturbed, tmp_path):
     with two_replicas().scope():
         model = linear(run_eagerly=False)
@@ -203,6 +204,7 @@ class Seen(keras.callbacks.Callback):
         self.weights.append(all(finite))
 
 
+@pytest.mark.quick("first")
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
 def test_no_other_callback_sees_or_stops_for_the_failure(is_first, tmp_path):
     model, seen, recovery = linear(), Seen(), often(tmp_path)
@@ -336,6 +338,7 @@ def huge_inside():
     return keras.Sequential([keras.Input((3,)), *layers])
 
 
+@pytest.mark.slow
 def test_a_recovery_leaves_the_plan_that_the_next_run_begins_with(tmp_path):
     def made():
         model = huge_inside()
@@ -358,6 +361,7 @@ def test_a_recovery_leaves_the_plan_that_the_next_run_begins_with(tmp_path):
     assert model.get_layer("low").compute_dtype == "float16"
 
 
+@pytest.mark.slow
 def test_a_fresh_process_keeps_the_same_layers_in_float32(tmp_path):
     keras.utils.set_random_seed(7)
     models = [huge_inside()]
@@ -419,7 +423,7 @@ def guard(**options):
     )
 
 
-@pytest.mark.anchors("graph")
+@pytest.mark.quick("graph")
 @pytest.mark.parametrize("way", ["sequential", "graph", "jit"])
 def test_the_error_of_a_stalled_loss_scale_ends_no_training(way, tmp_path):
     model = rooted(guard(), **WAYS[way])
@@ -470,6 +474,7 @@ SCALES = {
 }
 
 
+@pytest.mark.quick("lowered")
 @pytest.mark.parametrize("remedy, first, detail, last", SCALES.values(), ids=SCALES)
 def test_the_loss_scale_is_moved_within_its_bounds(
     remedy, first, detail, last, tmp_path
@@ -486,6 +491,7 @@ def test_a_scale_that_cannot_move_gives_way_to_the_learning_rate(tmp_path):
     assert each.remedy == "cut learning rate"
 
 
+@pytest.mark.quick("a step a call")
 @pytest.mark.parametrize("steps", [1, 4], ids=["a step a call", "several"])
 def test_the_triage_is_asked_with_good_weights_and_the_failing_batch(steps, tmp_path):
     triage = named("data")
@@ -591,6 +597,7 @@ class Flush(keras.callbacks.Callback):
         self.recovery._training.finish_write()
 
 
+@pytest.mark.quick("after")
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
 def test_a_throughput_beside_it_goes_on_measuring(is_first, tmp_path):
     model, recovery = linear(run_eagerly=False), often(tmp_path)

@@ -172,6 +172,7 @@ def test_id_of_a_cell_stays_when_a_cell_is_put_before_it():
     assert second == alone
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:'mixed_(bfloat16|float16)' will be slow",
     "ignore:FigureCanvasAgg is non-interactive",
@@ -192,7 +193,7 @@ def test_cells_of_the_quickstart_run_one_after_the_other(tmp_path, monkeypatch, 
     assert "same dtypes: True\nsame predictions, bit for bit: True" in printed
 
 
-@pytest.mark.whole(
+@pytest.mark.slow(
     "the quickstart's cells run above, and the claims have tests of theirs"
 )
 @pytest.mark.parametrize("script", SCRIPTS, ids=IDS)

@@ -256,6 +256,13 @@ def check(operations, group, half):
     assert operations.of("Softplus") == {"float32"}
 
 
+@pytest.mark.quick(
+    "Softmax",
+    "softmax in call",
+    "own layer by name",
+    "own layer by predicate",
+    "sublayers made in build",
+)
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_stock_keras_fails_the_row(row):
     keras.config.set_dtype_policy("mixed_bfloat16")
@@ -273,7 +280,7 @@ grouped = pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 structured = pytest.mark.parametrize("build", STRUCTURES.values(), ids=STRUCTURES)
 
 
-@pytest.mark.anchors("functional-*", "subclassed-softmax", "subclassed-attention")
+@pytest.mark.quick("functional-*", "subclassed-softmax", "subclassed-attention")
 @grouped
 @structured
 def test_layers_built_after_enable(build, group):
@@ -285,7 +292,7 @@ def test_layers_built_after_enable(build, group):
     check(operations, group, "bfloat16")
 
 
-@pytest.mark.anchors("functional-softmax")
+@pytest.mark.quick("functional-softmax")
 @grouped
 @structured
 def test_apply_on_a_trained_model(build, group):
@@ -304,7 +311,7 @@ def test_apply_on_a_trained_model(build, group):
     check(operations, group, "bfloat16")
 
 
-@pytest.mark.anchors("enable-xla-functional-softmax")
+@pytest.mark.quick("enable-xla-functional-softmax")
 @grouped
 @pytest.mark.parametrize("build", [functional, Subclassed])
 @pytest.mark.parametrize("mode", ["run_eagerly", "xla"])
@@ -321,6 +328,7 @@ def test_eager_and_xla_runs(way, mode, build, group):
     check(run(model, mode), group, "bfloat16")
 
 
+@pytest.mark.quick("subclassed-predict")
 @pytest.mark.parametrize("mode", ["fit", "predict", "run_eagerly", "xla"])
 @structured
 def test_float16_alike(build, mode):

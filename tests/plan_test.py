@@ -65,6 +65,7 @@ def with_dense_kept(plan):
     return plan.replace(rows=tuple(rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_a_model_made_under_a_plan_computes_as_it_says(style, tmp_path):
     plan = with_dense_kept(plan_of(style))
@@ -77,6 +78,7 @@ def test_a_model_made_under_a_plan_computes_as_it_says(style, tmp_path):
     assert model.predict(X, verbose=0).dtype == "float32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_a_trained_model_is_put_under_a_plan_with_its_weights(style):
     plan = with_dense_kept(plan_of(style, "mixed_float16"))
@@ -158,6 +160,7 @@ def test_a_plan_refuses_another_model_by_the_first_difference(case):
         build().compile("sgd", "mse")
 
 
+@pytest.mark.slow
 def test_a_subclassed_model_of_another_kind_is_refused_at_its_first_step():
     plan = plan_of("subclassed")
     with tfamp.scope(plan):
@@ -229,6 +232,7 @@ def test_a_plan_in_float8_is_applied_where_keras_can_and_refused_elsewhere():
     assert normalized.layers[0].dtype_policy.name == "float32"
 
 
+@pytest.mark.slow
 def test_the_step_of_a_planned_model_is_that_of_an_applied_one():
     """A plan adds nothing to a step."""
 
@@ -282,6 +286,7 @@ WRONG = {
 }
 
 
+@pytest.mark.quick("rules beside a plan", "a later version", "an unbuilt model")
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_use_is_a_clear_error_before_anything_changes(case):
     call, text = WRONG[case]

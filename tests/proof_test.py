@@ -294,7 +294,7 @@ ATTRIBUTED = {
 }
 
 
-@pytest.mark.anchors("mixed_bfloat16-attention", "float32-subclassed")
+@pytest.mark.quick("mixed_bfloat16-attention", "float32-subclassed")
 @pytest.mark.parametrize("make, expected", ATTRIBUTED.values(), ids=ATTRIBUTED)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_every_product_is_attributed_to_its_layer(make, expected, policy):
@@ -399,6 +399,7 @@ class Drawing(L.Layer):
         return x * (1.0 + random.random()) + np.random.rand()
 
 
+@pytest.mark.quick("float32")
 @pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow:UserWarning")
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_nothing_changes(policy):

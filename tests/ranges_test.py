@@ -106,6 +106,7 @@ def model_of(style="sequential"):
 DATA = (np.float32([[1, 2], [3, 4], [5, 6]]), np.float32([[0], [0], [0]]))
 
 
+@pytest.mark.quick("float32-nested", "mixed_bfloat16-subclassed")
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_ranges_are_those_by_hand_and_nothing_changes(style, policy):

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
     ),
-    pytest.mark.whole("workers of other launchers are killed in resume_workers_test"),
+    pytest.mark.slow("workers of other launchers are killed in resume_workers_test"),
 ]
 
 
@@ -56,6 +56,7 @@ def uninterrupted(cluster, tmp_path_factory):
     return run(tmp_path_factory.mktemp("ray") / "never killed")
 
 
+@pytest.mark.slow
 def test_two_workers_of_ray_train_keras_3_under_a_policy(uninterrupted):
     assert len(uninterrupted) == 2
     for each in uninterrupted:
@@ -66,6 +67,7 @@ def test_two_workers_of_ray_train_keras_3_under_a_policy(uninterrupted):
     assert uninterrupted[0] == uninterrupted[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [4, 5])
 def test_a_worker_of_ray_is_killed_and_the_result_is_the_same(
     uninterrupted, tmp_path, step

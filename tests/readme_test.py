@@ -30,6 +30,7 @@ def test_no_figure_is_given_of_a_gpu_as_none_was_measured():
 
 
 # Where bfloat16 gains nothing, README's policy is objected to, as it should be.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'mixed_bfloat16' will be slow")
 def test_code_blocks_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -44,7 +45,7 @@ def test_code_blocks_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     check_printed(capsys.readouterr().out)
 
 
-@pytest.mark.whole("the blocks run in the test above")
+@pytest.mark.slow("the blocks run in the test above")
 def test_code_blocks_run_in_processes_of_their_own(tmp_path):
     script = tmp_path / "readme.py"
     script.write_text("\n".join(BLOCKS), encoding="utf-8")

@@ -75,7 +75,7 @@ def test_a_recipe_runs_as_its_reader_starts_it(tmp_path):
     assert (record["updates"], record["skipped"]) == (2, 0)
 
 
-@pytest.mark.whole("a recipe runs above; these are too many processes")
+@pytest.mark.slow("a recipe runs above; these are too many processes")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_runs(recipe, tmp_path):
     if recipe in NEEDS:
@@ -106,7 +106,7 @@ def test_the_model_of_the_first_recipe_can_be_built_and_compared():
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.whole("`tfamp compare` of a program of one's own holds it, and `build`")
+@pytest.mark.slow("`tfamp compare` of a program of one's own holds it, and `build`")
 def test_a_recipe_is_compared_from_the_repository_by_name(tmp_path):
     command = ["compare", "recipes.train_tabular:build", "--seeds=1"]
     finished = subprocess.run(
@@ -121,7 +121,7 @@ def test_a_recipe_is_compared_from_the_repository_by_name(tmp_path):
     assert (tmp_path / "report" / "report.html").is_file()
 
 
-@pytest.mark.whole("the data and the model of the recipes are held by what is above")
+@pytest.mark.slow("the data and the model of the recipes are held by what is above")
 @pytest.mark.parametrize(
     "recipe, arguments, name, least",
     [
@@ -138,7 +138,7 @@ def test_a_recipe_learns_what_it_says(recipe, arguments, name, least, tmp_path):
         assert record[name] >= record["naive_damaged"] + 0.1
 
 
-@pytest.mark.whole("a minute of training")
+@pytest.mark.slow("a minute of training")
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_a_forecast_is_better_than_that_nothing_changes(policy, tmp_path):
     finished = run_recipe("train_forecast.py", f"--policy={policy}", folder=tmp_path)

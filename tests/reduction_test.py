@@ -79,7 +79,6 @@ def guarded(reduce_dtype="auto", *, scale=1024.0, **options):
     return make
 
 
-@pytest.mark.anchors("graph")
 @pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "graph"])
 def test_each_gradient_is_sent_in_the_dtype_its_layer_computed_in(
     strategy, sent, is_eager
@@ -97,7 +96,6 @@ def test_each_gradient_is_sent_in_the_dtype_its_layer_computed_in(
     assert_close(model, exact, rtol=0, atol=SUM_TOLERANCE[F16])
 
 
-@pytest.mark.anchors("both")
 @pytest.mark.parametrize(
     ("options", "compiled"),
     [
@@ -153,7 +151,6 @@ SENT_UNDER = {
 }
 
 
-@pytest.mark.anchors("mixed_bfloat16")
 @pytest.mark.parametrize("policy", SENT_UNDER)
 def test_enable_passes_it_on_under_every_policy(strategy, sent, said, policy):
     options = {"reduce_dtype": "auto"}
@@ -186,7 +183,6 @@ def test_auto_is_told_to_do_nothing_where_no_layer_computes_in_half(strategy, sa
     ]
 
 
-@pytest.mark.anchors("auto, tape")
 @pytest.mark.parametrize(
     ("reduce_dtype", "by_hand", "expected"),
     [

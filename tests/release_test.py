@@ -167,7 +167,7 @@ def made_environment(folder: Path, *packages: object) -> Path:
     versions.installed_versions()["keras"] != versions.TESTED_KERAS[-1],
     reason="a release is built once a night, with the newest versions",
 )
-@pytest.mark.whole("test_files_that_are_no_code_are_data_of_the_package")
+@pytest.mark.slow("test_files_that_are_no_code_are_data_of_the_package")
 def test_a_release_is_built_checked_installed_and_trains(tmp_path):
     tools = made_environment(tmp_path / "tools", "build", "twine", "cffconvert")
     run(tools / "cffconvert", "--validate", "-i", ROOT / "CITATION.cff", cwd=tmp_path)

@@ -108,13 +108,13 @@ CELLS = [
 ]
 
 
-@pytest.mark.anchors("mixed_float16-graph-*")
+@pytest.mark.quick("mixed_float16-graph-*")
 @pytest.mark.parametrize(("policy", "way", "style"), CELLS)
 def test_training_is_the_same(policy, way, style):
     assert_same(lambda: assembled(blocks(2), style, (8,)), policy, WAYS[way])
 
 
-@pytest.mark.anchors("float32-graph")
+@pytest.mark.quick("float32-graph")
 @pytest.mark.parametrize(
     ("policy", "way"), list(zip((*POLICIES, POLICIES[0]), WAYS, strict=True))
 )
@@ -168,6 +168,7 @@ def test_xla_computes_again_too():
     assert tanhs(tfamp.remat(model)) >= plain + 5
 
 
+@pytest.mark.slow
 def test_what_needs_weights_alone_waits_for_its_turn():
     """Casts of weights are there when their segment is, not all at once."""
 
@@ -218,7 +219,7 @@ def test_a_trained_model_goes_on_with_it():
     assert more[0] < losses[-1]
 
 
-@pytest.mark.whole("memory_trades_test trains on two replicas, without statistics")
+@pytest.mark.slow("memory_trades_test trains on two replicas, without statistics")
 def test_two_replicas_train_the_same():
     def make():
         return assembled(blocks(2), "functional", (8,))
@@ -268,6 +269,7 @@ def test_what_would_differ_a_second_time_is_refused(eager):
         model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.slow
 def test_recurrent_layers_and_their_state():
     def make():
         both = L.Bidirectional(L.LSTM(4, dropout=0.2), name="both")

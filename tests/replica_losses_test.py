@@ -24,7 +24,7 @@ HALF_TOLERANCES = {"mixed_float16": 16 * 2.0**-11, "mixed_bfloat16": 16 * 2.0**-
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_.*' will be slow")
 
 
-whole = pytest.mark.whole("test_uneven_batches_train_as_on_one_device has the rule")
+slow = pytest.mark.slow("test_uneven_batches_train_as_on_one_device has the rule")
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +90,14 @@ def check_equal(two, one, tolerance=TOLERANCE):
         np.testing.assert_allclose(two.history.history[name], expected, **tolerance)
 
 
-@pytest.mark.anchors("81")
+@pytest.mark.quick("81")
 @pytest.mark.parametrize("count", COUNTS)
 def test_uneven_batches_train_as_on_one_device(strategy, count):
     compiled = {"metrics": ["mae"], "run_eagerly": False, "steps_per_execution": 2}
     check_same(strategy, linear, rows=slice(count), compiled=compiled)
 
 
+@pytest.mark.slow
 def test_stock_halves_an_update_of_one_example(strategy):
     plain = lambda: keras.optimizers.SGD(0.0625)  # noqa: E731
     before = fitted(None, linear, plain, rows=slice(64, 80)).get_weights()
@@ -105,11 +106,12 @@ def test_stock_halves_an_update_of_one_example(strategy):
         np.testing.assert_allclose(half - start, (whole - start) / 2, rtol=1e-5)
 
 
-@whole
+@slow
 def test_the_first_batch_may_be_uneven(strategy):
     check_same(strategy, linear, rows=slice(1))  # an error of shapes in stock Keras
 
 
+@pytest.mark.slow
 def test_microbatches_make_one_uneven_batch(strategy):
     one = fitted(None, linear, batch_size=32)
     optimizer = guarded(accumulation_steps=2)
@@ -126,7 +128,7 @@ def two_outputs():
     return keras.Model(inputs, outputs)
 
 
-@whole
+@slow
 def test_each_output_counts_its_examples(strategy):
     x, y = data()
     rows = slice(64, 81)
@@ -184,13 +186,13 @@ class WeightedLosses(Own):
         return tf.reduce_sum(losses) / tf.cast(whole, tf.float32)
 
 
-@pytest.mark.anchors("WeightedLosses")
+@pytest.mark.quick("WeightedLosses")
 @pytest.mark.parametrize("cls", [Own, Weighted, WeightedLosses])
 def test_own_training_steps_train_as_on_one_device(strategy, cls):
     check_same(strategy, lambda: linear(cls))
 
 
-@whole
+@slow
 def test_sums_are_left_as_they_are(strategy):
     loss = keras.losses.MeanSquaredError(reduction="sum")
     rows = slice(64, 81)
@@ -201,6 +203,7 @@ def test_sums_are_left_as_they_are(strategy):
     check_equal(two, one)
 
 
+@pytest.mark.slow
 def test_weights_and_additional_losses_count_by_their_share(strategy):
     weights = np.linspace(0.5, 2.0, 96)
     weights[80] = 0.25
@@ -214,7 +217,7 @@ def masked():
     return keras.Model(inputs, layers.Dense(1, kernel_initializer="zeros")(x))
 
 
-@pytest.mark.anchors("mean")
+@pytest.mark.quick("mean")
 @pytest.mark.parametrize("reduction", ["mean", "mean_with_sample_weight"])
 def test_what_a_mask_leaves_is_a_mean_over_all_replicas(strategy, reduction):
     x = np.repeat(data()[0][:, None], 3, axis=1)
@@ -228,7 +231,7 @@ def test_what_a_mask_leaves_is_a_mean_over_all_replicas(strategy, reduction):
     check_same(strategy, masked, **options)
 
 
-@pytest.mark.anchors("mixed_float16")
+@pytest.mark.quick("mixed_float16")
 @pytest.mark.parametrize("policy", ["float32", *HALF_TOLERANCES])
 def test_under_every_policy(strategy, policy):
     one = fitted(None, linear)
@@ -244,7 +247,7 @@ def normalized():
     return keras.Model(inputs, layers.Dense(1)(normal(inputs)))
 
 
-@pytest.mark.anchors("ours")
+@pytest.mark.quick("ours")
 @pytest.mark.parametrize("optimizer", [plain, guarded()], ids=["managed", "ours"])
 def test_a_replica_without_examples_changes_no_statistics(strategy, optimizer):
     with tfamp.scope("float32"):
@@ -254,13 +257,13 @@ def test_a_replica_without_examples_changes_no_statistics(strategy, optimizer):
         assert np.isfinite(on_both(strategy, variable)).all()
 
 
-@whole
+@slow
 def test_stock_normalizes_no_examples_to_nan(strategy):
     model = fitted(strategy, normalized)
     assert not all(np.isfinite(w).all() for w in model.get_weights())
 
 
-@whole
+@slow
 def test_it_is_said_once(strategy, monkeypatch):
     said = []
     monkeypatch.setattr(replicas.logging, "info", lambda *a: said.append(a))

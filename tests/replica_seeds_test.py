@@ -90,6 +90,7 @@ class Masks(keras.Model):
         return {**logs, "agreement": tf.reduce_mean(tf.cast(seen == other, tf.float32))}
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_the_states_that_replicas_share(strategy):
     with strategy.scope():
         x = keras.Input((64,))

@@ -58,6 +58,7 @@ def report(tmp_path_factory):
     return path
 
 
+@pytest.mark.quick("400")
 @pytest.mark.parametrize("width", [400, 1280])
 def test_the_page_fits_its_window_shows_its_plots_and_asks_for_nothing(
     browser, report, width

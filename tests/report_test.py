@@ -215,6 +215,7 @@ def test_every_form_says_the_verdict_and_what_to_do(case):
     assert all(len(line) <= 110 for line in found.table().splitlines())
 
 
+@pytest.mark.quick("faster", "as fast", "slower", "worse", "no pair")
 def test_the_page_loads_nothing(case):
     page = case[0].to_html()
     for _, attributes in Page(page).tags:

@@ -209,7 +209,7 @@ def train(build, data, *callbacks, epochs=2):
     "ignore:'mixed_float16' will be slow",
     "ignore:.*does not have a `build",
 )
-@pytest.mark.anchors(
+@pytest.mark.quick(
     "dataset, first epoch", "random numbers", "networks that a step builds"
 )
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -297,6 +297,7 @@ def test_a_full_disk_ends_no_training(copied, wanted, lines, monkeypatch):
     assert re.search("could not be written to .*No space left on device.*goes on", line)
 
 
+@pytest.mark.slow
 def test_a_folder_may_be_anywhere_that_tensorflow_opens(wanted):
     folder = "ram://resume/run"
     with pytest.raises(Killed):
@@ -359,6 +360,7 @@ WRONG = {
 }
 
 
+@pytest.mark.quick("another batch size", "fewer epochs", "a backup beside it")
 @pytest.mark.filterwarnings("ignore:'mixed_bfloat16' will be slow")
 @pytest.mark.parametrize("build, data, message", WRONG.values(), ids=WRONG)
 def test_another_training_is_refused_before_a_step(begun, build, data, message):
@@ -414,6 +416,7 @@ def test_arguments_are_checked():
         Resume("folder", every_steps=0)
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_save_loses_at_most_every_steps(tmp_path):
     kill(3, tmp_path, "save", 3, 900)
     assert newest_step(tmp_path) == 2 * EVERY_STEPS
@@ -421,7 +424,7 @@ def test_a_kill_in_the_middle_of_a_save_loses_at_most_every_steps(tmp_path):
     assert final_digest(3, tmp_path) == final_digest(3)
 
 
-@pytest.mark.whole(
+@pytest.mark.slow(
     "test_a_kill_in_the_middle_of_a_save_loses_at_most_every_steps is one moment"
 )
 def test_twenty_kills_at_random_moments_lose_at_most_every_steps_each(tmp_path):

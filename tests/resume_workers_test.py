@@ -19,7 +19,7 @@ from tfamp.callbacks import _resume_state as resume_workers
 ROOT = Path(__file__).parents[1]
 # Ten seconds without a heartbeat end a worker; a busy machine takes longer to see that.
 GONE_SECONDS = 150
-whole = pytest.mark.whole(
+slow = pytest.mark.slow(
     "test_a_worker_whose_other_is_killed_ends_and_says_how_to_go_on has a kill"
 )
 
@@ -114,7 +114,7 @@ def check_equal(folder, states, wanted, resumed_at):
         assert mine["loss"] == theirs["loss"]
 
 
-@whole
+@slow
 @pytest.mark.parametrize(
     "lost",
     [

@@ -206,7 +206,7 @@ def facts_of(model):
     }
 
 
-@pytest.mark.anchors("*")
+@pytest.mark.quick("*")
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_fresh_process_has_dtypes_predictions_and_optimizer(name, fresh):
     found, model = fresh[0][name, "tfamp"], fresh[1][name]
@@ -254,6 +254,7 @@ def test_hooks_stand_from_the_first_use(fresh):
     assert fresh[0]["hooks"] == [(), True, True]
 
 
+@pytest.mark.quick("sequential")
 @pytest.mark.parametrize("name", BUILDERS)
 def test_training_goes_on_after_loading(name, tmp_path):
     model = trained(name)
@@ -333,6 +334,7 @@ def rewrite(path, change):
             file.writestr(name, content)
 
 
+@pytest.mark.quick("newer schema")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

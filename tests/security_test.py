@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import tfamp
-from tests.suite.imports import PACKAGE
 from tfamp.stepping import snapshot_files, snapshots
 
+PACKAGE = Path(tfamp.__file__).parent
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
 LOADERS = {"pickle.loads", "pickle.load", "cloudpickle.loads", "cloudpickle.load"}
 # What a run or a trial is given by the process that starts it; and a model of the

@@ -103,6 +103,7 @@ def test_a_dtype_that_the_user_gave_counts():
     assert rows[2][0] == "float32"
 
 
+@pytest.mark.quick("mixed_bfloat16")
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
 def test_nothing_of_the_rules_stays(policy):
     with tfamp.scope(policy):

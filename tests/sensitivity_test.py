@@ -43,6 +43,7 @@ def made(parts, style="sequential", shape=(8,)):
     return model
 
 
+@pytest.mark.quick("nested")
 @pytest.mark.parametrize("style", STYLES)
 def test_producer_and_consumer_of_a_huge_value_are_guilty(style):
     model = made(stack(L.Rescaling(1e5, name="huge")), style)
@@ -57,6 +58,7 @@ def test_producer_and_consumer_of_a_huge_value_are_guilty(style):
     assert sensitivity(model, (X, Y), dtype="bfloat16").verdict == "safe"
 
 
+@pytest.mark.slow
 def test_a_model_on_two_replicas_is_judged_as_one():
     def build():
         layers = stack(L.BatchNormalization(), L.Dropout(0.1), L.Rescaling(1e5))
@@ -100,7 +102,7 @@ SPOILED = {
 }
 
 
-@pytest.mark.anchors("square-float16")
+@pytest.mark.quick("square-float16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("function, reasons", SPOILED.values(), ids=SPOILED)
 def test_a_layer_is_guilty_for_the_reason(function, reasons, dtype):
@@ -174,6 +176,7 @@ def test_gradients_that_another_scale_cures_blame_no_layer():
     assert sensitivity(model, (X, Y), dtype="bfloat16").verdict == "safe"
 
 
+@pytest.mark.quick("bfloat16-4-safe")
 @pytest.mark.parametrize(
     ("dtype", "count", "verdict"),
     [("float16", 10, "amplification"), ("float16", 5, "safe"), ("bfloat16", 4, "safe")],
@@ -189,6 +192,7 @@ def test_a_chain_of_maps_amplifies_with_its_length(dtype, count, verdict):
     assert sensitivity(model, (X, y), dtype=dtype).verdict == verdict
 
 
+@pytest.mark.quick("mlp-float16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("build, data", CONTROLS.values(), ids=CONTROLS)
 def test_no_alarm_on_healthy_models(build, data, dtype):
@@ -197,6 +201,7 @@ def test_no_alarm_on_healthy_models(build, data, dtype):
     assert (found.verdict, found.guilty) == ("safe", {})
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was():
     with tfamp.scope("mixed_bfloat16"):
         model = made(stack(L.BatchNormalization(), L.Dropout(0.5)))

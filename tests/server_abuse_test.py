@@ -114,7 +114,7 @@ def resident(process):
     return int(statm.read_text().split()[1]) * 4096
 
 
-@pytest.mark.whole("test_bytes_that_are_no_request_are_refused")
+@pytest.mark.slow("test_bytes_that_are_no_request_are_refused")
 def test_ten_thousand_random_mistakes_are_refused_and_leave_nothing(server):
     process, address = server
     rng = random.Random(0)
@@ -157,7 +157,7 @@ def rising(address, stop):
     return found
 
 
-@pytest.mark.whole("tests/server_process_test.py::test_a_port_in_use_is_told")
+@pytest.mark.slow("tests/server_process_test.py::test_a_port_in_use_is_told")
 def test_a_server_that_was_killed_under_load_starts_again_at_its_port(tmp_path):
     folder = served_models.write(tmp_path / "m", 2)
     stop = threading.Event()
@@ -184,7 +184,7 @@ def test_a_server_that_was_killed_under_load_starts_again_at_its_port(tmp_path):
         assert set(statuses) == {200, None} and statuses[-1] == 200
 
 
-@pytest.mark.whole("tests/server_batching_test.py::test_a_full_queue_refuses")
+@pytest.mark.slow("tests/server_batching_test.py::test_a_full_queue_refuses")
 def test_ten_times_too_many_requests_are_refused_at_once_and_forgotten(tmp_path):
     # At most 200 a second: a run takes 5 ms and no batch is made.
     folder = served_models.write(tmp_path / "m", 2, seconds=0.005)
@@ -206,7 +206,7 @@ def test_ten_times_too_many_requests_are_refused_at_once_and_forgotten(tmp_path)
         assert resident(process) - before < MAX_GROWTH
 
 
-@pytest.mark.whole("tests/server_protocol_test.py::test_a_slow_body_is_given_up")
+@pytest.mark.slow("tests/server_protocol_test.py::test_a_slow_body_is_given_up")
 def test_clients_that_are_slow_hold_up_no_other(tmp_path):
     folder = served_models.write(tmp_path / "m", 2)
     flags = ("--timeout_seconds=2",)

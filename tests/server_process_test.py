@@ -132,7 +132,7 @@ def test_no_client_gets_anothers_answer(server):
     assert asked_by_clients(server, num_clients=8, num_requests=25) == []
 
 
-@pytest.mark.whole("test_no_client_gets_anothers_answer")
+@pytest.mark.slow("test_no_client_gets_anothers_answer")
 def test_no_client_of_32_gets_anothers_answer_in_100_000(tmp_path):
     with serving(served_models.write(tmp_path / "m", 2), deadline=600) as (_, address):
         assert asked_by_clients(address, num_clients=32, num_requests=3125) == []
@@ -181,7 +181,7 @@ def test_malformed_requests_are_refused_and_nothing_else(server):
     assert set(found) <= {400, 404, 405} and found[400] > 100
 
 
-@pytest.mark.whole("test_malformed_requests_are_refused_and_nothing_else")
+@pytest.mark.slow("test_malformed_requests_are_refused_and_nothing_else")
 def test_ten_thousand_malformed_requests_are_refused(server):
     found = statuses_of_malformed(server, 10_000)
     assert set(found) <= {400, 404, 405} and found[400] > 5_000
@@ -197,7 +197,7 @@ def test_sigterm_ends_it_in_order_without_tensorflow(tmp_path):
     assert out.startswith("Served ") and "1 of 200, 1 of 400." in out
 
 
-@pytest.mark.whole("test_sigterm_ends_it_in_order_without_tensorflow")
+@pytest.mark.slow("test_sigterm_ends_it_in_order_without_tensorflow")
 def test_what_was_asked_before_sigterm_is_answered(tmp_path):
     folder = served_models.write(tmp_path / "m", 2)
     with serving(folder) as (process, address):
@@ -262,7 +262,7 @@ def exported(tmp_path_factory):
     return path, model
 
 
-@pytest.mark.whole("test_sigterm_ends_it_in_order_without_tensorflow")
+@pytest.mark.slow("test_sigterm_ends_it_in_order_without_tensorflow")
 def test_the_command_serves_an_export_without_tensorflow(exported):
     path, model = exported
     program = ("-X", "importtime", "-m", "tfamp", "serve")

@@ -98,7 +98,7 @@ def exported(folder, format="onnx"):
     return model
 
 
-@pytest.mark.whole("test_triton_reads_names_dtypes_and_shapes_of_the_signature")
+@pytest.mark.slow("test_triton_reads_names_dtypes_and_shapes_of_the_signature")
 @pytest.mark.parametrize("format", ["onnx", "openvino", "litert"])
 def test_a_repository_of_triton_holds_versions_that_load(format, tmp_path, capsys):
     pytest.importorskip("starlette", reason="needs tfamp[serve]")
@@ -177,7 +177,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.whole("tests/server_protocol_test.py holds the application that it runs")
+@pytest.mark.slow("tests/server_protocol_test.py holds the application that it runs")
 def test_ray_serve_answers_as_the_server_does(tmp_path):
     pytest.importorskip("ray.serve", reason="needs ray[serve]")
     pytest.importorskip("tf2onnx", reason="needs tfamp[onnx]")
@@ -216,7 +216,7 @@ def test_the_page_shows_each_way_to_serve():
     assert told <= known and len(told) > 4
 
 
-@pytest.mark.whole("test_the_page_shows_each_way_to_serve")
+@pytest.mark.slow("test_the_page_shows_each_way_to_serve")
 def test_what_the_page_says_runs_from_top_to_bottom(tmp_path, monkeypatch):
     for package in ("starlette", "uvicorn", "tf2onnx", "onnxruntime"):
         pytest.importorskip(package, reason="needs tfamp[serve,onnx]")

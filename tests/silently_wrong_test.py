@@ -173,7 +173,7 @@ def test_stock_keras_is_wrong(name, policy):
     assert not error(found, case.expected) < 4 * case.tolerance  # NaN is wrong too
 
 
-@pytest.mark.anchors("*-functional-eager", "*-subclassed-eager")
+@pytest.mark.quick("*-functional-eager", "*-subclassed-eager")
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize(("name", "policy"), IDS)
@@ -207,6 +207,7 @@ def test_apply_takes_the_statistics_of_a_normalization_again(policy, make, right
     assert error(predict(model, NEAR_5E4, "eager"), right) < 2**-8
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("size", [2, 3])
 def test_upsampling_trains_under_xla(size):
     with tfamp.scope("mixed_bfloat16"):

@@ -75,7 +75,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.anchors("loss scale")
+@pytest.mark.quick("loss scale")
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_what_is_trained_after_a_put_is_what_was_trained_after_the_take(make):
     model = compiled(make(), run_eagerly=make is not keras.optimizers.Adam)
@@ -90,7 +90,7 @@ def test_what_is_trained_after_a_put_is_what_was_trained_after_the_take(make):
     assert same_bits(snapshots.take(model), wanted)
 
 
-@pytest.mark.anchors("loss scale")
+@pytest.mark.quick("loss scale")
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_model_made_anew_takes_a_state_of_the_first(make):
     first = compiled(make())
@@ -322,6 +322,7 @@ def test_a_file_that_ends_early_is_refused_wherever_it_ends(path):
             snapshot_files.read(path)
 
 
+@pytest.mark.slow
 def test_a_changed_byte_is_refused_or_changes_nothing(path):
     # A zip has bytes that nobody reads, such as the date of a part.
     whole, num_refused = bytearray(path.read_bytes()), 0
@@ -498,6 +499,7 @@ work()
 """
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_leaves_the_last_good_state(tmp_path):
     script, target = tmp_path / "killed.py", tmp_path / "run"
     script.write_text(KILLED)

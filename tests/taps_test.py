@@ -93,6 +93,7 @@ def test_inputs_outputs_and_gradients_are_those_by_hand(build, path, factor):
     np.testing.assert_allclose(gradient, np.full((4, 3), 9 * factor), rtol=1e-6)
 
 
+@pytest.mark.quick("subclassed", "nested")
 @pytest.mark.parametrize("build, path, factor", MODELS.values(), ids=MODELS)
 def test_a_graph_may_hold_what_was_seen(build, path, factor):
     model = build()

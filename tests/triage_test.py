@@ -62,6 +62,7 @@ def made(layers, style="sequential", *, policy="float32", optimizer="adam", **op
 WAYS = (*STYLES, "own step")
 
 
+@pytest.mark.quick("functional")
 @pytest.mark.parametrize("style", WAYS)
 def test_a_bad_number_in_the_data_is_counted(style):
     x = X.copy()
@@ -102,7 +103,7 @@ def root():
     return parts(Own(tf.sqrt, name="root"))
 
 
-@pytest.mark.anchors("mixed_float16-subclassed")
+@pytest.mark.quick("mixed_float16-subclassed")
 @pytest.mark.parametrize("style", WAYS)
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_a_root_at_zero_is_the_models_fault(style, policy):
@@ -139,6 +140,7 @@ def test_weights_that_are_nan_already_are_found_behind_a_relu():
     assert found.evidence[0].startswith("1 of 32 numbers of the weight")
 
 
+@pytest.mark.quick("mixed_bfloat16")
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_weights_that_ran_away_accuse_the_learning_rate(policy):
     model = made(parts, policy=policy, optimizer=keras.optimizers.SGD(1e6))
@@ -153,6 +155,7 @@ def falling(rate):
     return keras.optimizers.schedules.CosineDecay(rate, 100)
 
 
+@pytest.mark.quick("float32-schedule")
 @pytest.mark.parametrize("rate", [1e4, falling(1e4)], ids=["constant", "schedule"])
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_an_update_that_throws_the_loss_up_accuses_the_learning_rate(rate, policy):
@@ -201,6 +204,7 @@ def huge():
     return parts(L.Rescaling(1e5, name="huge"), L.LayerNormalization(name="norm"))
 
 
+@pytest.mark.quick("own step")
 @pytest.mark.parametrize("style", WAYS)
 def test_a_layer_that_float16_cannot_hold_is_named_and_cured(style):
     found = triage(made(huge, style, policy="mixed_float16"), (X, Y))
@@ -215,6 +219,7 @@ def test_a_layer_that_float16_cannot_hold_is_named_and_cured(style):
     assert [replay.is_finite for replay in found.replays] == [False, True, False, True]
 
 
+@pytest.mark.slow
 def test_the_remedy_for_precision_trains():
     found = triage(made(huge, policy="mixed_float16"), (X, Y))
     model = made(huge, policy="mixed_float16", keep_float32=["default", *found.layers])
@@ -223,6 +228,7 @@ def test_the_remedy_for_precision_trains():
     assert int(model.optimizer.skipped_steps) == 0
 
 
+@pytest.mark.slow
 def test_a_step_of_two_replicas_is_replayed_as_one():
     with two_replicas().scope():
         model = made(huge, policy="mixed_float16")
@@ -247,6 +253,7 @@ def there_and_back():
     return parts(*middle)
 
 
+@pytest.mark.quick("sequential")
 @pytest.mark.parametrize("style", WAYS)
 def test_the_layer_that_takes_huge_numbers_is_named_with_the_one_that_makes_them(style):
     """What a layer in float32 hands over is bad only in the hands of the next one."""
@@ -276,6 +283,7 @@ def test_operations_are_named_with_a_remedy_that_can_be_followed():
     assert found.remedy in tfamp.sensitivity(model, (X, Y)).advice
 
 
+@pytest.mark.quick("own step")
 @pytest.mark.parametrize("style", WAYS)
 def test_a_scale_that_is_too_high_is_lowered(style):
     model = made(parts, style, policy="mixed_float16", loss_scale=2.0**24)
@@ -285,7 +293,7 @@ def test_a_scale_that_is_too_high_is_lowered(style):
     assert 1 <= float(lower.group(1)) < 2.0**24
 
 
-@pytest.mark.anchors("mixed_float16-functional")
+@pytest.mark.quick("mixed_float16-functional")
 @pytest.mark.parametrize("style", WAYS)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_a_healthy_step_accuses_nobody(style, policy):

@@ -59,6 +59,7 @@ def kept_by_tune(plan):
     return {row.path.split("/")[-1] for row in plan.rows if row.rule == "tune"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_only_the_guilty_layer_is_in_float32(style):
     model = trained((1,), style)
@@ -80,15 +81,18 @@ def test_only_the_guilty_layer_is_in_float32(style):
     assert np.mean(np.argmax(model.predict(X, verbose=0), -1) == Y) < exact.mean() - 0.1
 
 
+@pytest.mark.slow
 def test_two_guilty_layers_are_both_found_and_a_harmless_model_keeps_none():
     assert kept_by_tune(tuned(trained((0, 2)))) == {"squares_0_", "squares_2_"}
     assert kept_by_tune(tuned(trained())) == set()
 
 
+@pytest.mark.slow
 def test_bfloat16_has_the_range_and_needs_none():
     assert kept_by_tune(tuned(trained((1,)), policy="mixed_bfloat16")) == set()
 
 
+@pytest.mark.slow
 def test_operations_of_a_graph_are_kept_as_well():
     x = keras.Input((8,))
     h = layers.Dense(16, activation="relu")(x)
@@ -106,6 +110,7 @@ def test_operations_of_a_graph_are_kept_as_well():
     assert "Square" in {operation.class_name for operation in plan.operations}
 
 
+@pytest.mark.slow
 def test_a_plan_is_a_start_and_gives_back_what_is_not_needed():
     model = trained((1,))
     base = tfamp.PrecisionPlan.from_model(tfamp.apply(model, "mixed_float16") and model)
@@ -129,6 +134,7 @@ def test_a_layer_inside_one_in_float32_hands_on_float32_although_it_is_chosen_to
     assert both == candidates.with_float32(base, outer)
 
 
+@pytest.mark.slow
 def test_rules_that_are_not_needed_go_where_they_may():
     keras.utils.set_random_seed(1)
     parts = [layers.Dense(16), layers.LayerNormalization(), layers.Dense(2)]
@@ -145,6 +151,7 @@ def test_rules_that_are_not_needed_go_where_they_may():
     assert norm.rule == "tune"
 
 
+@pytest.mark.slow
 def test_a_builder_is_judged_by_short_trainings(monkeypatch, retracing):
     bars = []
 
@@ -229,6 +236,7 @@ def test_the_plan_follows_the_judgements_and_says_why(
         assert set(plan.layers.values()) == {"float32"}
 
 
+@pytest.mark.slow
 def test_a_plan_that_cannot_run_does_not_hold(monkeypatch):
     model, real = trained((1,)), judges.FixedWeights.worsening
 
@@ -299,6 +307,7 @@ def plan_of_another():
         return tfamp.PrecisionPlan.from_model(made((0, 1, 2)))
 
 
+@pytest.mark.quick("tolerance", "one batch", "no half policy", "no model")
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_use_is_a_clear_error_before_work_is_spent(case, monkeypatch):
     def never(*args, **options):

@@ -59,7 +59,7 @@ def check_dtypes(operations, half):
     assert operations.of("SparseSoftmaxCrossEntropyWithLogits") == {"float32"}
 
 
-@pytest.mark.anchors("mixed_float16-Subclassed")
+@pytest.mark.quick("mixed_float16-Subclassed")
 @pytest.mark.parametrize("build", [functional, Subclassed, Own])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_fit_learns(policy, build):
@@ -73,6 +73,7 @@ def test_fit_learns(policy, build):
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [functional, Subclassed])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_two_replicas_compute_what_one_computes(policy, build):
@@ -92,6 +93,7 @@ def test_two_replicas_compute_what_one_computes(policy, build):
     np.testing.assert_allclose(fit["loss"], one, rtol=2**-7)
 
 
+@pytest.mark.quick("mixed_float16-functional-graph")
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
 @pytest.mark.parametrize("build", [functional, Subclassed])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])

@@ -104,6 +104,7 @@ def plain(folder):
     return trained(folder, "plain")
 
 
+@pytest.mark.slow
 def test_kill_9_under_all_of_them_loses_nothing(plain, folder):
     trained(folder, "kill")
     again = trained(folder, "again")
@@ -114,6 +115,7 @@ def test_kill_9_under_all_of_them_loses_nothing(plain, folder):
     assert again["causes"] == []
 
 
+@pytest.mark.slow
 def test_their_files_hold_both_lives(plain, folder):
     with open(folder / "steps.csv", newline="") as file:
         steps = [int(row["step"]) for row in csv.DictReader(file)]
@@ -125,6 +127,7 @@ def test_their_files_hold_both_lives(plain, folder):
         assert len(rows) > 2 and all(len(row) == len(rows[0]) for row in rows)
 
 
+@pytest.mark.slow
 def test_faults_of_the_data_end_nothing_and_are_named(tmp_path):
     told = trained(tmp_path, "faults")
     assert {*told["causes"]} == {"data"}

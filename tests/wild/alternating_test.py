@@ -31,6 +31,7 @@ def steps_of(optimizer, variables, decorate):
     return [step_on(v) for v in variables]
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_each_part_of_a_window_counts(decorate):
     variables = [keras.Variable(0.0) for _ in range(2)]
@@ -44,6 +45,7 @@ def test_each_part_of_a_window_counts(decorate):
     assert optimizer.applied_steps == int(optimizer.iterations) == 2
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_what_a_window_did_not_train_does_not_move(decorate):
     inner = keras.optimizers.SGD(1.0, momentum=0.5, weight_decay=0.25)
@@ -60,6 +62,7 @@ def test_what_a_window_did_not_train_does_not_move(decorate):
     np.testing.assert_allclose(variables, by_hand, rtol=FLOAT32)
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_flush_applies_what_other_calls_added(decorate):
     variables = [keras.Variable(1.0) for _ in range(3)]
@@ -72,6 +75,7 @@ def test_flush_applies_what_other_calls_added(decorate):
     assert [float(v) for v in variables] == [-0.5, -2.5, 1.0]
 
 
+@pytest.mark.quick("eager")
 @pytest.mark.parametrize("jit", [None, tf.function], ids=["eager", "graph"])
 def test_on_two_replicas(jit):
     strategy = two_replicas()
@@ -105,6 +109,7 @@ def test_a_table_that_takes_its_gradient_as_its_value_keeps_it():
     assert float(table) == 5
 
 
+@pytest.mark.slow
 def test_tasks_that_take_turns_train_as_in_one_batch():
     x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
     targets = [x[:, :1] * 2, x[:, 1:2] - 1]

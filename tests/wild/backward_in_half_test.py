@@ -225,7 +225,7 @@ def check_trains(build, policy, train=fitted, rel=0.03):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("style", ["functional", "model"])
-@pytest.mark.anchors("functional-dirichlet-mixed_float16")
+@pytest.mark.quick("functional-dirichlet-mixed_float16")
 def test_it_trains_as_in_float32(style, function, policy):
     # Signs of values that were rounded may be others.
     rel = 0.15 if function is hard_sign else 0.03
@@ -234,11 +234,12 @@ def test_it_trains_as_in_float32(style, function, policy):
 
 @pytest.mark.parametrize("style", [each for each in STYLES if each != "functional"])
 @pytest.mark.parametrize("function", [reverse, dirichlet])
-@pytest.mark.anchors("reverse-own-step", "dirichlet-around")
+@pytest.mark.quick("reverse-own-step", "dirichlet-around")
 def test_it_trains_however_it_is_written(style, function):
     check_trains(lambda: STYLES[style](function), "mixed_bfloat16")
 
 
+@pytest.mark.quick("reverse_by_product")
 @pytest.mark.parametrize("function", [reverse_by_product, each_row, dirichlet])
 def test_stock_keras_raises(function):
     """So that the rest of this file is about something."""
@@ -251,6 +252,7 @@ def test_stock_keras_raises(function):
         keras.config.set_dtype_policy("float32")
 
 
+@pytest.mark.quick("functional-{'run_eagerly': True}")
 @pytest.mark.parametrize("how", [{"run_eagerly": True}, {"jit_compile": True}], ids=str)
 @pytest.mark.parametrize("build", [functional, Whole])
 def test_it_trains_eagerly_and_compiled(build, how):
@@ -287,7 +289,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("function", [reverse, dirichlet, each_row])
-@pytest.mark.anchors("reverse-eager", "each_row-graph")
+@pytest.mark.quick("reverse-eager", "each_row-graph")
 def test_a_loop_with_a_tape_trains_bare_layers(function, way):
     def build():
         return layers.Dense(6), Block(function), layers.Dense(1, dtype="float32")
@@ -296,6 +298,7 @@ def test_a_loop_with_a_tape_trains_bare_layers(function, way):
     check_trains(build, "mixed_bfloat16", lambda parts: by_tape(way, *parts))
 
 
+@pytest.mark.quick("model-mixed_float16")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("build", [Whole, functional], ids=["model", "functional"])
 def test_a_loop_with_a_tape_trains_a_model(build, policy):
@@ -319,6 +322,7 @@ def test_a_loop_with_a_tape_trains_a_model(build, policy):
     check_trains(lambda: build(dirichlet), policy, train)
 
 
+@pytest.mark.quick("own-shape-mixed_float16")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("style", ["functional", "own-shape", "model", "around"])
 def test_a_built_model_is_converted_and_trains(style, policy):
@@ -333,7 +337,7 @@ def test_a_built_model_is_converted_and_trains(style, policy):
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.anchors("functional", "own-shape", "model", "around")
+@pytest.mark.quick("functional", "own-shape", "model", "around")
 def test_one_line_names_the_layer_and_the_remedy(style, caplog):
     with tfamp.scope("mixed_bfloat16"):
         model = STYLES[style](dirichlet)
@@ -351,6 +355,7 @@ def test_one_line_names_the_layer_and_the_remedy(style, caplog):
     assert "\n" not in line
 
 
+@pytest.mark.quick("each_row")
 @pytest.mark.parametrize("function", [each_row, running_sums])
 def test_tensorflow_does_not_complain_of_what_is_mended(function, caplog):
     with tfamp.scope("mixed_float16"):
@@ -400,6 +405,7 @@ class Healthy(layers.Layer):
         return tf.cast(wide, x.dtype) * self.scale
 
 
+@pytest.mark.quick("functional-mixed_float16")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("style", ["functional", "tape"])
 def test_a_layer_whose_gradient_is_right_stays_in_half_precision(style, policy, caplog):
@@ -477,6 +483,7 @@ class OnlyInTraining(layers.Layer):
         return reverse_by_product(x)
 
 
+@pytest.mark.quick("functional")
 @pytest.mark.parametrize("style", ["functional", "model", "tape"])
 def test_a_gradient_that_only_training_has(style):
     class Model(keras.Model):
@@ -512,6 +519,7 @@ def test_a_gradient_that_only_training_has(style):
     check_trains(build, "mixed_bfloat16", train)
 
 
+@pytest.mark.quick("functional")
 @pytest.mark.parametrize("style", ["functional", "model"])
 def test_a_kept_layer_is_kept_in_the_file(style, tmp_path):
     with tfamp.scope("mixed_bfloat16"):

@@ -67,7 +67,7 @@ class Classifier(keras.Model):
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("between", ["nothing", "dropout"])
 @pytest.mark.parametrize("style", [functional, sequential, Classifier])
-@pytest.mark.anchors("functional-nothing-mixed_float16")
+@pytest.mark.quick("functional-nothing-mixed_float16")
 def test_the_sequential_inside_stays_in_half_precision(style, between, policy):
     with tfamp.scope(policy):
         block = Encoder(between)
@@ -98,7 +98,6 @@ class BuiltByACall(layers.Layer):
 
 
 @pytest.mark.parametrize("style", [functional, sequential, Classifier])
-@pytest.mark.anchors("functional")
 def test_a_sequential_that_build_calls_is_no_model_of_its_own(style):
     with tfamp.scope("mixed_float16"):
         block = BuiltByACall()

@@ -72,6 +72,7 @@ def plain():
     return history["loss"], model.get_weights()
 
 
+@pytest.mark.quick("NanRecovery beside Resume")
 @pytest.mark.parametrize("pair", PAIRS, ids=[" beside ".join(p) for p in PAIRS])
 def test_a_pair_changes_no_training_and_leaves_nothing(pair, plain, tmp_path):
     model, callbacks = made(), [MAKERS[name](tmp_path) for name in pair]
@@ -90,6 +91,7 @@ def test_a_pair_changes_no_training_and_leaves_nothing(pair, plain, tmp_path):
 WITH_RECOVERY = [p for p in itertools.permutations(MAKERS, 2) if "NanRecovery" in p]
 
 
+@pytest.mark.quick("NanRecovery beside Resume")
 @pytest.mark.parametrize(
     "pair", WITH_RECOVERY, ids=[" beside ".join(p) for p in WITH_RECOVERY]
 )
@@ -118,6 +120,7 @@ class Halt(keras.callbacks.Callback):
 OTHERS = [name for name in MAKERS if name not in REFUSED]
 
 
+@pytest.mark.quick("NanRecovery")
 @pytest.mark.parametrize("other", OTHERS)
 def test_resume_goes_on_to_the_bit_beside_each(other, plain, tmp_path):
     def callbacks():
@@ -132,6 +135,7 @@ def test_resume_goes_on_to_the_bit_beside_each(other, plain, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.quick("NanRecovery")
 @pytest.mark.parametrize("name", [n for n in MAKERS if n != "BackupAndRestore"])
 def test_ctrl_c_leaves_a_model_that_trains_on_plainly(name, tmp_path):
     model = made()

@@ -121,6 +121,7 @@ def test_a_resume_made_inside_the_call_goes_on_to_the_bit(answers):
     assert answers["resumed"] == answers["whole"]
 
 
+@pytest.mark.quick("Resume")
 @pytest.mark.parametrize("name", ["Resume", "NanRecovery", "Throughput", "DeviceStats"])
 def test_ctrl_c_leaves_nothing_around_the_training_function(answers, name):
     assert answers[f"left after {name}"] is False

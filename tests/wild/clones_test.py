@@ -54,7 +54,7 @@ def facts(model):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "plain"])
 @pytest.mark.parametrize("make", [functional, sequential])
-@pytest.mark.anchors("sequential-plain-*", "functional-compiled-clone_model")
+@pytest.mark.quick("sequential-plain-*", "functional-compiled-clone_model")
 def test_a_copy_has_the_dtypes_and_predictions_of_the_original(
     make, is_compiled, way, tmp_path
 ):
@@ -102,7 +102,7 @@ CHANGED = {"LoRA": (with_lora, "mixed_float16"), "int8": (quantized, "mixed_bflo
 @pytest.mark.parametrize("way", [*WAYS, "file"])
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "plain"])
 @pytest.mark.parametrize("make, policy", CHANGED.values(), ids=CHANGED)
-@pytest.mark.anchors("int8-plain-*", "LoRA-compiled-clone_model")
+@pytest.mark.quick("int8-plain-*", "LoRA-compiled-clone_model")
 def test_a_copy_with_lora_or_int8_is_the_same(make, policy, is_compiled, way, tmp_path):
     tokens = np.arange(12).reshape(2, 6) % 9
     with tfamp.scope(policy):

@@ -59,12 +59,14 @@ def mib(memories, name):
     return [(getattr(each, name) - each.start_bytes) / MIB for each in memories]
 
 
+@pytest.mark.slow
 def test_peak_memory_does_not_grow_with_the_data(measured):
     few, many = (mib(each, "training_bytes") for each in measured)
     # 93 MiB more of data, once as NumPy has them and once as TensorFlow does.
     assert abs(np.mean(many) - np.mean(few)) < 45
 
 
+@pytest.mark.slow
 def test_peak_memory_of_training_holds_weights_gradients_and_state(measured):
     for memories in measured:
         # Weights, gradients, two of Adam's; and as much again for what is on the way.
@@ -73,6 +75,7 @@ def test_peak_memory_of_training_holds_weights_gradients_and_state(measured):
         )
 
 
+@pytest.mark.slow
 def test_memory_of_inference_is_that_of_weights_and_calls_alone(measured):
     for memories in measured:
         found = mib(memories, "inference_bytes")

@@ -61,6 +61,7 @@ def are_equal(one, other):
     return all(map(np.array_equal, one, other)) and len(one) == len(other)
 
 
+@pytest.mark.slow
 def test_the_saved_model_is_the_trained_one_to_the_bit(tmp_path):
     x = np.random.default_rng(0).normal(size=(240, 6)).astype("float32")
     y = x[:, :3].argmax(axis=1)

@@ -131,7 +131,7 @@ def assert_same(loaded, model):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.anchors("tied head-*")
+@pytest.mark.quick("tied head-*")
 def test_predictions_are_the_same_after_loading(name, way, policy, tmp_path):
     model = made(name, way, policy)
     loaded = by_file(model, tmp_path)
@@ -145,12 +145,13 @@ def test_predictions_are_the_same_after_loading(name, way, policy, tmp_path):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("by", COPIES)
-@pytest.mark.anchors("pickle-policy of the day-enable-mixed_float16")
+@pytest.mark.quick("pickle-policy of the day-enable-mixed_float16")
 def test_predictions_of_a_copy_are_the_same(by, name, way, policy):
     model = made(name, way, policy)
     assert_same(COPIES[by](model, None), model)
 
 
+@pytest.mark.quick("tied head-mixed_bfloat16", "policy of the day-mixed_float16")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_keras_own_loading_under_the_same_policy_gives_the_same(name, policy, tmp_path):
@@ -168,7 +169,7 @@ for path in sys.argv[1:]:
 """
 
 
-@pytest.mark.whole("test_predictions_are_the_same_after_loading, in the same process")
+@pytest.mark.slow("test_predictions_are_the_same_after_loading, in the same process")
 def test_predictions_are_the_same_in_a_fresh_process(tmp_path):
     expected = {}
     for name in MODELS:

@@ -26,7 +26,7 @@ def loader():
         yield loader
 
 
-@pytest.mark.anchors(
+@pytest.mark.quick(
     "digits_convnet-apply-mixed_float16",
     "own_train_step-enable-mixed_float16",
     "vae-enable-mixed_float16",
@@ -38,7 +38,7 @@ def test_it_trains_as_in_float32_and_is_loaded(program, way, policy, loader, tmp
     checking.check(program, way, policy, loader, tmp_path)
 
 
-@pytest.mark.whole("of one seed: test_it_trains_as_in_float32_and_is_loaded")
+@pytest.mark.slow("of one seed: test_it_trains_as_in_float32_and_is_loaded")
 @pytest.mark.parametrize(
     ("program", "way", "policy"),
     [case for case in CASES if "enable" in case.values],
@@ -50,7 +50,7 @@ def test_the_median_of_three_seeds_is_that_of_float32(program, way, policy):
     keras.utils.clear_session()
 
 
-@pytest.mark.anchors("VGG-enable-mixed_bfloat16")
+@pytest.mark.quick("VGG-enable-mixed_bfloat16")
 @pytest.mark.parametrize(("program", "way", "policy"), OF_FAMILIES)
 def test_a_family_trains_as_in_float32_and_is_loaded(
     program, way, policy, loader, tmp_path

@@ -114,7 +114,7 @@ def fit(model, **how):
     return history.history["loss"]
 
 
-@pytest.mark.anchors("functional-Scaled-mixed_float16")
+@pytest.mark.quick("functional-Scaled-mixed_float16")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
@@ -134,6 +134,7 @@ def test_stock_keras_raises(make):
         layer(x)
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_float32_noise_in_half_precision(jit_compile):
     with tfamp.scope("mixed_float16"):
@@ -239,6 +240,7 @@ def test_without_default_rules_the_error_stays():
 
 
 # Keras's own, of a layer that has no `build`.
+@pytest.mark.quick("mixed_bfloat16")
 @pytest.mark.filterwarnings("ignore:`build[(][)]` was called on layer")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_saved_and_loaded(policy, tmp_path):

@@ -62,6 +62,7 @@ def test_disable_in_another_thread_gives_back_the_users_policy():
     assert seen() == ("float64", "float64", "float64")
 
 
+@pytest.mark.quick("")
 @pytest.mark.parametrize("sets", [False, True], ids=["", "policy set again"])
 def test_a_thread_that_enables_and_one_that_disables_are_two(sets):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -148,6 +149,7 @@ HALF = {"sensitive": "bfloat16", "plain": "bfloat16", "out": "float32"}
 KEPT = {**HALF, "sensitive": "float32"}
 
 
+@pytest.mark.quick("before")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_apply_follows_the_rules_that_are_enabled(when):
     early = regression()
@@ -181,6 +183,7 @@ APPLIED = {
 }
 
 
+@pytest.mark.quick("enable-policy named")
 @pytest.mark.parametrize("arguments, expected", APPLIED.values(), ids=APPLIED)
 @pytest.mark.parametrize("way", ["enable", "scope"])
 def test_what_apply_is_given_comes_on_top_of_the_rules(way, arguments, expected):
@@ -265,6 +268,7 @@ def compiled_and_applied(model):
 ENTRIES = [enabled, scoped, applied, applied_auto, compiled_and_applied]
 
 
+@pytest.mark.quick("enabled")
 @pytest.mark.parametrize("put", ENTRIES)
 def test_the_environment_names_a_plan_for_every_entry(put, tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
@@ -276,6 +280,7 @@ def test_the_environment_names_a_plan_for_every_entry(put, tmp_path, monkeypatch
     assert dtypes(model) == KEPT
 
 
+@pytest.mark.quick("enabled")
 @pytest.mark.parametrize("put", ENTRIES)
 def test_the_environment_names_a_policy_for_every_entry(put, monkeypatch):
     stock = regression()
@@ -285,6 +290,7 @@ def test_the_environment_names_a_policy_for_every_entry(put, monkeypatch):
     assert dtypes(model) == HALF
 
 
+@pytest.mark.quick("enabled")
 @pytest.mark.parametrize("put", ENTRIES)
 def test_an_empty_variable_is_as_none(put, monkeypatch):
     stock = regression()
@@ -295,6 +301,7 @@ def test_an_empty_variable_is_as_none(put, monkeypatch):
     assert known == dtypes(put(regression()))
 
 
+@pytest.mark.quick("fp16-Unknown `TFAMP_POLICY` 'fp16'-enabled")
 @pytest.mark.parametrize("put", ENTRIES)
 @pytest.mark.parametrize(
     "named, error",
@@ -320,6 +327,7 @@ def measured(put):
     return tfamp.PrecisionPlan.from_model(model).evidence.get("measured")
 
 
+@pytest.mark.quick("enabled")
 @pytest.mark.parametrize("put", [enabled, applied, compiled_and_applied])
 def test_the_environment_asks_every_entry_to_measure(put, monkeypatch):
     monkeypatch.setenv("TFAMP_POLICY", "measure")
@@ -355,6 +363,7 @@ FAILING = {
 }
 
 
+@pytest.mark.quick("second-enable-unknown policy")
 @pytest.mark.parametrize("settings, error", FAILING.values(), ids=FAILING)
 @pytest.mark.parametrize("way", ["enable", "scope"])
 @pytest.mark.parametrize("first", [False, True], ids=["second", "first"])

@@ -37,6 +37,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
 def test_an_epoch_without_an_applied_step_reports_nan(arguments):
     model = model_of("mixed_float16", **arguments)
@@ -46,6 +47,7 @@ def test_an_epoch_without_an_applied_step_reports_nan(arguments):
     assert np.isfinite(good["loss"]).all() and good["loss"][0] > 0
 
 
+@pytest.mark.slow
 def test_validation_is_told_as_it_is():
     model = model_of("mixed_float16")
     history = model.fit(BAD, Y, validation_data=(X, Y), verbose=0).history
@@ -53,6 +55,7 @@ def test_validation_is_told_as_it_is():
     assert np.isfinite(history["val_loss"]).all() and history["val_loss"][0] > 0
 
 
+@pytest.mark.slow
 def test_one_bad_step_among_others_leaves_the_epoch_its_loss():
     model = model_of("mixed_float16")
     x = np.concatenate([BAD[:16], X[16:]])
@@ -60,6 +63,7 @@ def test_one_bad_step_among_others_leaves_the_epoch_its_loss():
     assert np.isfinite(history["loss"]).all() and history["loss"][0] > 0
 
 
+@pytest.mark.slow
 def test_callbacks_take_no_such_epoch_for_the_best(tmp_path):
     x, y = np.concatenate([X, BAD, X]), np.concatenate([Y, Y, Y])
     stop = keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
@@ -79,6 +83,7 @@ def test_callbacks_take_no_such_epoch_for_the_best(tmp_path):
     assert best.best == stop.best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_without_a_loss_scale_it_is_as_in_keras(policy):
     model = model_of(policy)
@@ -86,6 +91,7 @@ def test_without_a_loss_scale_it_is_as_in_keras(policy):
     assert np.isnan(history["loss"]).all()
 
 
+@pytest.mark.slow
 def test_it_is_said_once_with_a_remedy(caplog):
     model = model_of("mixed_float16")
     with caplog.at_level(logging.WARNING, "absl"):

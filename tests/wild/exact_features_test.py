@@ -190,6 +190,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.quick("one-hot int32 ids-mixed_float16")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("make", "x"), PROGRAMS.values(), ids=PROGRAMS)
 def test_feature_comes_out_as_in_float32(make, x, policy):
@@ -214,6 +215,7 @@ def test_feature_comes_out_as_in_float32(make, x, policy):
     keras.tree.map_structure(compare, stock, mixed)
 
 
+@pytest.mark.quick("mixed_float16")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_layer_in_a_pipeline_encodes_the_ids_that_were_given(policy):
     dataset = tf.data.Dataset.from_tensor_slices((IDS.astype("int32"), AMOUNTS))
@@ -230,6 +232,7 @@ def test_layer_in_a_pipeline_encodes_the_ids_that_were_given(policy):
     assert [each for each, _ in stock] == IDS.ravel().tolist()
 
 
+@pytest.mark.quick("mixed_float16")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_guards_hold_for_the_values_that_are_used(policy):
     def inverse(_, x):
@@ -242,6 +245,7 @@ def test_guards_hold_for_the_values_that_are_used(policy):
         assert np.isfinite(own(inverse).predict(x, verbose=0)).all()
 
 
+@pytest.mark.quick("mixed_float16")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rules_that_are_dropped_leave_it_to_keras(policy):
     def to_ids(_, x):

@@ -148,6 +148,7 @@ WAYS = {
 }
 
 
+@pytest.mark.quick("mixed_float16-tf.cast of a column")
 @pytest.mark.parametrize("to_ids", WAYS.values(), ids=WAYS)
 def test_call_of_own_model_makes_the_ids_that_were_given(policy, to_ids):
     ids = IDS[policy]
@@ -163,6 +164,7 @@ SCALED = {
 }
 
 
+@pytest.mark.quick("mixed_float16-tf")
 @pytest.mark.parametrize("to_ids", SCALED.values(), ids=SCALED)
 def test_ids_that_were_scaled_to_one_are_scaled_back(policy, to_ids):
     ids = IDS[policy]
@@ -328,24 +330,28 @@ def name_of(function):
 FITTED = ["tf.cast of a column", "ops.cast of a column", "radix", "as text"]
 
 
+@pytest.mark.quick("mixed_float16-tf.cast of a column")
 @pytest.mark.parametrize("way", FITTED)
 def test_step_of_own_model_moves_the_rows_of_the_ids(policy, way):
     ids = IDS[policy]
     check_fit(OwnModel(WAYS[way]), matrix(ids), ids)
 
 
+@pytest.mark.quick("mixed_float16-lambda to ids")
 @pytest.mark.parametrize("build", GRAPHS[::3], ids=name_of)
 def test_step_of_a_graph_moves_the_rows_of_the_ids(policy, build):
     ids = IDS[policy]
     check_fit(build(), matrix(ids), ids)
 
 
+@pytest.mark.quick("mixed_float16-lambda to ids")
 @pytest.mark.parametrize("build", GRAPHS, ids=name_of)
 def test_graph_of_layers_looks_up_the_ids_that_were_given(policy, build):
     ids = IDS[policy]
     check_rows(build(), matrix(ids), ids)
 
 
+@pytest.mark.quick("mixed_float16")
 @pytest.mark.skipif(
     keras.__version__.startswith("3.10."),
     reason="this Keras refuses an input that nothing is made of",
@@ -356,6 +362,7 @@ def test_ids_among_named_inputs_are_looked_up(policy):
     check_rows(named_inputs(), x, ids)
 
 
+@pytest.mark.quick("lambda to ids")
 @pytest.mark.parametrize(
     "build", [lambda_to_ids, operations_after_reshape], ids=name_of
 )
@@ -389,6 +396,7 @@ class Saved(keras.Model):
         return self.out(self.table(tf.cast(x[:, 1], tf.int32)))
 
 
+@pytest.mark.quick("mixed_float16-load_model0")
 @pytest.mark.parametrize("load", [keras.saving.load_model, tfamp.load_model])
 def test_loaded_model_looks_up_the_ids(policy, tmp_path, load):
     ids = IDS[policy]
@@ -403,6 +411,7 @@ def test_loaded_model_looks_up_the_ids(policy, tmp_path, load):
     check_rows(load(tmp_path / "graph.keras"), matrix(ids), ids)
 
 
+@pytest.mark.quick("mixed_float16")
 def test_train_step_of_ones_own_looks_up_the_ids(policy):
     class Trained(OwnModel):
         def train_step(self, data):
@@ -419,6 +428,7 @@ def test_train_step_of_ones_own_looks_up_the_ids(policy):
     check_fit(Trained(WAYS["tf.cast of a column"]), matrix(ids), ids)
 
 
+@pytest.mark.quick("mixed_float16")
 def test_loop_of_ones_own_looks_up_the_ids(policy):
     ids = IDS[policy]
     model = OwnModel(WAYS["ops.cast of a column"])
@@ -440,6 +450,7 @@ def test_loop_of_ones_own_looks_up_the_ids(policy):
     assert np.flatnonzero(changed.any(axis=1)).tolist() == sorted(ids)
 
 
+@pytest.mark.quick("mixed_float16-plain")
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["plain", "XLA"])
 def test_compiled_step_looks_up_the_ids(policy, jit_compile):
     ids = IDS[policy]
@@ -448,6 +459,7 @@ def test_compiled_step_looks_up_the_ids(policy, jit_compile):
     assert numbers_of(model.predict(matrix(ids), verbose=0)) == ids
 
 
+@pytest.mark.quick("mixed_float16")
 def test_branch_of_a_call_looks_up_the_ids(policy):
     def to_ids(x):
         return tf.cond(
@@ -460,6 +472,7 @@ def test_branch_of_a_call_looks_up_the_ids(policy):
     check_rows(OwnModel(to_ids), matrix(ids), ids)
 
 
+@pytest.mark.quick("mixed_float16")
 def test_numbers_beside_the_ids_are_still_computed_in_half_precision(policy):
     seen = []
 
@@ -479,6 +492,7 @@ def test_numbers_beside_the_ids_are_still_computed_in_half_precision(policy):
     assert {each.name for each in seen} == {policy.removeprefix("mixed_")}
 
 
+@pytest.mark.quick("mixed_float16")
 def test_gradient_reaches_the_numbers_beside_the_ids(policy):
     class Both(keras.Model):
         def __init__(self):
@@ -501,6 +515,7 @@ def test_gradient_reaches_the_numbers_beside_the_ids(policy):
     assert not gradient[:, 1].any()
 
 
+@pytest.mark.quick("mixed_float16")
 def test_tape_inside_a_call_sees_what_is_made_of_a_slice(policy):
     class Energy(keras.Model):
         def __init__(self):

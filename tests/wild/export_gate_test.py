@@ -74,7 +74,7 @@ def one_class_alone(x, y):
         one_class_alone,
     ],
 )
-@pytest.mark.anchors("another_order")
+@pytest.mark.quick("another_order")
 def test_nothing_is_as_good_by_labels_that_float32_does_not_meet(
     mistake, plans, tmp_path
 ):
@@ -84,6 +84,7 @@ def test_nothing_is_as_good_by_labels_that_float32_does_not_meet(
     assert found.parity.metrics[0].name == "agreement with float32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outputs", [3, 1], ids=["untrained", "rare class"])
 def test_a_model_that_is_no_better_than_one_answer_is_undecided(outputs, tmp_path):
     x, y = customers()
@@ -119,7 +120,7 @@ OF_NUMBERS = {
 @pytest.mark.parametrize(
     ("outputs", "activation", "loss", "targets"), OF_NUMBERS.values(), ids=OF_NUMBERS
 )
-@pytest.mark.anchors("regression-right", "multi-label-mistaken")
+@pytest.mark.quick("regression-right", "multi-label-mistaken")
 def test_losses_are_compared_where_targets_are_the_models_own(
     outputs, activation, loss, targets, is_mistaken, tmp_path
 ):
@@ -140,6 +141,7 @@ def test_losses_are_compared_where_targets_are_the_models_own(
         assert metric.reference == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_right_labels_are_decided_as_before(plans, tmp_path):
     x, y = customers()
     found = exported(plans, (x, y[:, np.newaxis]), tmp_path)
@@ -166,7 +168,7 @@ def true_accuracy(found):
     [(ALL_ALIKE, "1 different example"), (AGAIN_AND_AGAIN, "2 different examples")],
     ids=["zeros", "two again and again"],
 )
-@pytest.mark.anchors("zeros")
+@pytest.mark.quick("zeros")
 def test_calibration_without_spread_is_warned_of(calibration, number, plans, tmp_path):
     with pytest.warns(UserWarning, match=f"{number} among 32") as warned:
         found = exported(plans, None, tmp_path, calibration=calibration, **INT8)
@@ -178,7 +180,7 @@ def test_calibration_without_spread_is_warned_of(calibration, number, plans, tmp
 
 
 @needs_onnx
-@pytest.mark.whole("conversions by ONNX Runtime, which take seconds each")
+@pytest.mark.slow("conversions by ONNX Runtime, which take seconds each")
 def test_a_ruined_file_is_not_as_good_by_labels_in_another_order(plans, tmp_path):
     with pytest.warns(UserWarning, match="1 different example"):
         found = exported(
@@ -191,7 +193,7 @@ def test_a_ruined_file_is_not_as_good_by_labels_in_another_order(plans, tmp_path
 
 
 @needs_onnx
-@pytest.mark.whole("conversions by ONNX Runtime, which take seconds each")
+@pytest.mark.slow("conversions by ONNX Runtime, which take seconds each")
 def test_calibration_with_spread_passes_in_silence(plans, tmp_path):
     x, y = customers()
     options = {"calibration": x[:64], **INT8}
@@ -206,7 +208,7 @@ def test_calibration_with_spread_passes_in_silence(plans, tmp_path):
 
 
 @needs_onnx
-@pytest.mark.whole("conversions by ONNX Runtime, which take seconds each")
+@pytest.mark.slow("conversions by ONNX Runtime, which take seconds each")
 def test_without_validation_examples_that_calibrated_nothing_are_compared(
     plans, tmp_path
 ):
@@ -220,7 +222,7 @@ def test_without_validation_examples_that_calibrated_nothing_are_compared(
 
 
 @needs_onnx
-@pytest.mark.whole("conversions by ONNX Runtime, which take seconds each")
+@pytest.mark.slow("conversions by ONNX Runtime, which take seconds each")
 def test_a_model_of_one_layer_to_round_that_int8_spoils_is_called_worse(tmp_path):
     x, y = customers()
     model = trained(3, "softmax", "sparse_categorical_crossentropy", y)
@@ -245,6 +247,7 @@ class Read(keras.utils.PyDataset):
         return self.x[rows], self.y[rows]
 
 
+@pytest.mark.slow
 @needs_onnx
 def test_validation_data_are_read_and_predicted_once(plans, tmp_path):
     validation = Read(*customers())
@@ -255,7 +258,7 @@ def test_validation_data_are_read_and_predicted_once(plans, tmp_path):
     assert validation.number < 2 * len(validation)
 
 
-@pytest.mark.whole("the gate's processes, as above")
+@pytest.mark.slow("the gate's processes, as above")
 def test_a_generator_is_compared_whole(plans, tmp_path):
     x, y = customers()
     batches = ((x[i : i + 100], y[i : i + 100]) for i in range(0, NUMBER, 100))

@@ -25,6 +25,7 @@ for value in (1.0, 2.0):  # the former one, and the one trained anew
 ANSWERS = {9.0 * 2**18 + 1, 2 * 18.0 * 2**18 + 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["-9", "-2"])
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_the_former_export_or_the_whole_new_one_is_there(number, tmp_path):

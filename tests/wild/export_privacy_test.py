@@ -46,7 +46,7 @@ del os.environ["CI"]
 tfamp.export(model, f"{folder}/m", format="openvino")
 """,
 }
-DEAR = pytest.mark.whole("a process and an export each; the first is one of them")
+DEAR = pytest.mark.slow("a process and an export each; the first is one of them")
 
 
 @pytest.mark.parametrize("consent", [None, "1"], ids=["never asked", "said yes once"])
@@ -57,7 +57,7 @@ DEAR = pytest.mark.whole("a process and an export each; the first is one of them
         for name, use in USES.items()
     ],
 )
-@pytest.mark.anchors("written-never asked")
+@pytest.mark.quick("written-never asked")
 def test_runtimes_are_used_without_a_word_home(use, consent, tmp_path):
     pytest.importorskip("openvino")
     pytest.importorskip("openvino_telemetry")

@@ -45,6 +45,7 @@ def deployed(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_files_that_a_deployment_put_there_outlive_a_retrained_model(deployed):
     retrained = model(seed=1)
     deployed.chmod(0o750)
@@ -59,7 +60,7 @@ def test_files_that_a_deployment_put_there_outlive_a_retrained_model(deployed):
     assert [each.name for each in deployed.parent.iterdir()] == ["classifier"]
 
 
-@pytest.mark.whole("two conversions; exports to one format are above")
+@pytest.mark.slow("two conversions; exports to one format are above")
 @pytest.mark.parametrize("format", ["onnx", "litert", "openvino"])
 def test_another_format_takes_the_files_of_the_former_with_it(format, deployed):
     for package in {
@@ -75,6 +76,7 @@ def test_another_format_takes_the_files_of_the_former_with_it(format, deployed):
     assert not (deployed / "variables").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["saved_model.pb", "variables/notes.txt"])
 def test_a_file_where_the_export_has_its_own_is_named_and_left(name, tmp_path):
     path = tmp_path / "m"
@@ -94,6 +96,7 @@ def fails(path, error, text):
         tfamp.export(model(), path, format="saved_model")
 
 
+@pytest.mark.slow
 def test_a_folder_with_some_other_export_json_is_no_former_export(tmp_path):
     path = tmp_path / "settings"
     path.mkdir()
@@ -104,6 +107,7 @@ def test_a_folder_with_some_other_export_json_is_no_former_export(tmp_path):
     assert files_in(path) == before
 
 
+@pytest.mark.slow
 def test_a_file_is_left_and_named(tmp_path):
     path = tmp_path / "model"
     path.write_text("precious")
@@ -111,6 +115,7 @@ def test_a_file_is_left_and_named(tmp_path):
     assert path.read_text() == "precious"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("points_to", ["nothing", "an empty folder", "an export"])
 def test_a_link_is_left_and_told_where_it_points(points_to, tmp_path):
     version, link = tmp_path / "v1", tmp_path / "newest"
@@ -127,12 +132,14 @@ def test_a_link_is_left_and_told_where_it_points(points_to, tmp_path):
     assert names == ({"newest"} if points_to == "nothing" else {"newest", "v1"})
 
 
+@pytest.mark.slow
 def test_the_folder_that_a_process_works_in_stays_under_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fails(".", FileExistsError, "in which this process works")
     assert os.path.samefile(os.getcwd(), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_of", ["the folder above", "the former export"])
 def test_a_read_only_folder_is_told_before_any_work(is_of, tmp_path, monkeypatch):
     path = tmp_path / "m"

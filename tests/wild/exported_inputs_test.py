@@ -27,6 +27,7 @@ def of_floats(tmp_path_factory):
     return tfamp.export(passed_on("float32"), path, format="saved_model").load()
 
 
+@pytest.mark.quick("16777217-int32")
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "uint64"])
 @pytest.mark.parametrize("number", [ODD, 123456789, 2**31 - 1])
 def test_an_integer_that_the_input_would_round_is_refused(number, dtype, of_floats):
@@ -40,6 +41,7 @@ def test_an_integer_that_the_input_would_round_is_refused(number, dtype, of_floa
     np.testing.assert_array_equal(found, [[3.0], [rounded]])
 
 
+@pytest.mark.quick("9223372036854775807")
 @pytest.mark.parametrize("number", [2**63 - 1, 2**64 - 1])
 def test_the_largest_integers_are_no_floats_either(number, of_floats):
     dtype = "int64" if number < 2**63 else "uint64"
@@ -47,6 +49,7 @@ def test_the_largest_integers_are_no_floats_either(number, of_floats):
         of_floats.predict(np.array([[number]], dtype))
 
 
+@pytest.mark.quick("list")
 @pytest.mark.parametrize(
     "x",
     [
@@ -70,6 +73,7 @@ def test_a_list_of_python_numbers_is_looked_at_as_well(of_floats):
         of_floats.predict([[1], [ODD]])
 
 
+@pytest.mark.quick("int32")
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_integers_go_through_an_input_of_integers_as_they_are(dtype, tmp_path):
     model = passed_on(dtype)

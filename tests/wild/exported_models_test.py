@@ -121,13 +121,14 @@ UNROLLED = ("old gru", "tags", "masking layer")
         case("saved_model", "tags"),
     ],
 )
-@pytest.mark.anchors("lstm-onnx", "tags-litert")
+@pytest.mark.quick("lstm-onnx", "tags-litert")
 def test_masked_steps_are_left_out_by_every_runtime(name, format, tmp_path):
     keras.utils.set_random_seed(0)
     model, x = MASKED[name]()
     leaves_and_answers_alike(model, x, tmp_path, format)
 
 
+@pytest.mark.slow
 def test_masked_texts_of_any_length_leave_as_onnx(tmp_path):
     pytest.importorskip("tf2onnx")
     keras.utils.set_random_seed(0)
@@ -159,7 +160,7 @@ def houses():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.anchors("onnx", "openvino")
+@pytest.mark.quick("onnx", "openvino")
 def test_columns_keep_the_names_that_keras_has_for_them(format, tmp_path):
     keras.utils.set_random_seed(0)
     model = house_prices(as_dict=True)
@@ -174,6 +175,7 @@ def test_columns_keep_the_names_that_keras_has_for_them(format, tmp_path):
     assert {spec.name for spec in loaded.signature.outputs} == {*y}
 
 
+@pytest.mark.slow
 def test_labels_under_keras_names_are_the_ones_that_the_gate_compares(tmp_path):
     pytest.importorskip("tf2onnx")
     keras.utils.set_random_seed(0)
@@ -199,7 +201,7 @@ def test_labels_under_keras_names_are_the_ones_that_the_gate_compares(tmp_path):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.anchors("openvino")
+@pytest.mark.quick("openvino")
 def test_an_input_may_be_handed_through_beside_the_answer(format, tmp_path):
     keras.utils.set_random_seed(0)
     x, key = keras.Input((4,), name="x"), keras.Input((1,), dtype="int32", name="key")
@@ -215,6 +217,7 @@ def test_an_input_may_be_handed_through_beside_the_answer(format, tmp_path):
     np.testing.assert_array_equal(loaded.predict(given)["of"], given["key"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("kind", [layers.LSTM, layers.GRU])
 def test_state_from_call_to_call_is_refused_with_advice_that_works(
@@ -254,6 +257,7 @@ def reshaped(batch):
     return keras.Model(x, layers.Dense(2)(keras.ops.reshape(x, (batch, 2, 2))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("build", [anchored, reshaped])
 def test_a_model_for_one_batch_size_is_refused_and_told_why(build, format, tmp_path):
@@ -263,6 +267,7 @@ def test_a_model_for_one_batch_size_is_refused_and_told_why(build, format, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_fixed_batch_that_no_layer_needs_is_given_up(tmp_path):
     keras.utils.set_random_seed(0)
     x = keras.Input(batch_shape=(8, 4, 3))
@@ -290,7 +295,7 @@ WORDS = {
 
 @pytest.mark.parametrize("format", FORMATS[1:])
 @pytest.mark.parametrize("layer", WORDS.values(), ids=WORDS)
-@pytest.mark.anchors("vectorized-onnx", "looked up-litert")
+@pytest.mark.quick("vectorized-onnx", "looked up-litert")
 def test_texts_are_refused_with_a_format_that_has_them(layer, format, tmp_path):
     with pytest.raises(ValueError, match="Export to 'saved_model'") as caught:
         tfamp.export(mails(layer()), tmp_path / "m", format=format)

@@ -81,13 +81,14 @@ for number in (1, 2):
     under_xla()
 """,
 }
-DEAR = pytest.mark.whole("a process for exports of two models each")
+DEAR = pytest.mark.slow("a process for exports of two models each")
 PARAMETERS = [
     pytest.param(program, id=name, marks=() if name == "twice to one path" else DEAR)
     for name, program in PROGRAMS.items()
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PARAMETERS)
 def test_a_second_model_of_texts_and_xla_after_it_work(program, tmp_path):
     root = str(Path(__file__).parents[2])

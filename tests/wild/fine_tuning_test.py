@@ -18,6 +18,7 @@ def is_third(layer):
     return layer.name == "third"
 
 
+@pytest.mark.quick("deepcopy")
 @pytest.mark.parametrize("way", WAYS)
 def test_layers_stay_in_float32_under_a_new_head(way, tmp_path):
     keep = ["default", "second", is_third]

@@ -109,6 +109,7 @@ def trained(make, policy="mixed_float16", epochs=2, **how):
     return model, logs.history
 
 
+@pytest.mark.quick("priced")
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_a_healthy_model_skips_no_step(make):
     model, logs = trained(make)
@@ -129,6 +130,7 @@ HOW = {
 }
 
 
+@pytest.mark.quick("XLA")
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_nor_does_it_however_steps_are_run(how):
     model, logs = trained(priced, **how)

@@ -29,6 +29,7 @@ def two_outputs():
     return keras.Model(inputs, [layers.Dense(3)(hidden), hidden])
 
 
+@pytest.mark.quick("mixed_float16")
 @pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 @pytest.mark.filterwarnings("ignore:`build[(][)]` was called on layer")
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
@@ -70,6 +71,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.quick("shape")
 @pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 @pytest.mark.parametrize("ask", SHAPES.values(), ids=SHAPES)
 def test_asking_for_shapes_assigns_no_dtypes(ask):

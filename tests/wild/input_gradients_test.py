@@ -79,6 +79,7 @@ WAYS = {
 }
 
 
+@pytest.mark.quick("saliency-eager")
 @in_each_way
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_map_of_a_sure_classifier_is_that_of_float32(way, decorate):
@@ -93,6 +94,7 @@ def test_a_map_of_a_sure_classifier_is_that_of_float32(way, decorate):
     assert error < HALF, error
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_a_gradient_that_needs_no_scale_and_stands_none_is_finite(decorate):
     model = classifier("mixed_float16", sureness=0.0)

@@ -20,7 +20,7 @@ def loader():
         yield loader
 
 
-@pytest.mark.anchors("gpt2-enable-mixed_float16", "bert-apply-mixed_bfloat16")
+@pytest.mark.quick("gpt2-enable-mixed_float16", "bert-apply-mixed_bfloat16")
 @pytest.mark.parametrize(("program", "way", "policy"), CASES)
 def test_it_trains_as_in_float32_generates_and_is_loaded(
     program, way, policy, loader, tmp_path

@@ -147,7 +147,7 @@ def without_callback(ending):
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("make", CALLBACKS.values(), ids=CALLBACKS)
-@pytest.mark.anchors("NanRecovery-Ctrl-C", "NanRecovery-validation")
+@pytest.mark.quick("NanRecovery-Ctrl-C", "NanRecovery-validation")
 def test_nothing_of_a_callback_outlives_its_fit(make, ending, tmp_path):
     is_first = ending not in ("batch begin", "epoch end")
     model = compiled(run_eagerly=True)
@@ -177,7 +177,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.anchors("graph")
+@pytest.mark.quick("graph")
 def test_a_plain_fit_after_an_interrupt_is_stock(way, tmp_path):
     models, ending = [], ENDINGS["Ctrl-C at the end of an epoch"]
     for _ in range(2):
@@ -218,6 +218,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.quick("fit")
 @pytest.mark.parametrize("train", INSIDE.values(), ids=INSIDE)
 def test_training_inside_of_fit_is_none_of_its_callbacks_business(train, tmp_path):
     rates = callbacks.Throughput()
@@ -249,6 +250,7 @@ class Surrounds(keras.callbacks.Callback):
             self.model.train_function = outer
 
 
+@pytest.mark.quick("last")
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
 def test_functions_of_other_callbacks_run_once_and_stay(is_first, tmp_path):
     recovery = callbacks.NanRecovery(tmp_path / "good", every_seconds=0)
@@ -263,6 +265,7 @@ def test_functions_of_other_callbacks_run_once_and_stay(is_first, tmp_path):
     assert other.calls == 3 * STEPS and len(recovery.bundles) == 1
 
 
+@pytest.mark.slow
 def test_a_fit_in_a_thread_goes_on_when_another_one_ends(tmp_path):
     models = [compiled(run_eagerly=True) for _ in range(2)]
     for model in models:
@@ -286,6 +289,7 @@ def test_a_fit_in_a_thread_goes_on_when_another_one_ends(tmp_path):
     assert [model.train_function for model in models] == functions
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_gives_the_function_back(tmp_path):
     model = compiled(run_eagerly=True)
     fit(model)

@@ -57,6 +57,7 @@ def picked(candidates, times, **machine):
     return found
 
 
+@pytest.mark.quick("2-even-0.02")
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
 @pytest.mark.parametrize("has_bursts", [False, True], ids=["even", "bursts"])
 @pytest.mark.parametrize("number", [2, 6])
@@ -74,12 +75,14 @@ def test_of_policies_that_take_the_same_time_float32_is_kept(number, has_bursts,
     assert others <= 0.02 * times + 2 * math.sqrt(0.02 * 0.98 * times)
 
 
+@pytest.mark.quick("1.02")
 @pytest.mark.parametrize("gain", [1.02, 1.04])
 def test_a_gain_of_less_than_5_percent_is_none(gain):
     found = picked(EVERY_WAY[:2], 100, noise=0.003, gain=gain)
     assert found["float32"] == 100
 
 
+@pytest.mark.quick("1.1-0.05")
 @pytest.mark.parametrize(("gain", "noise"), [(1.1, 0.05), (1.3, 0.1), (2.0, 0.1)])
 def test_a_gain_that_is_worth_a_change_is_picked(gain, noise):
     found = picked(EVERY_WAY[:2], 100, noise=noise, gain=gain)

@@ -91,6 +91,13 @@ VERBS = {
 }
 
 
+@pytest.mark.quick(
+    "from_csv-text-gs://bucket/data-gcsfuse",
+    "from_text-Path-s3://bucket/data-opy",
+    "from_tfrecord-text-file:///data/train.csv-'/data/train.csv'",
+    "from_images-text-hdfs://host/data-opy",
+    "cache-text-https://example.org/data.csv-opy",
+)
 @pytest.mark.parametrize("address, remedy", ADDRESSES.items())
 @pytest.mark.parametrize("kind", [str, pathlib.PurePosixPath], ids=["text", "Path"])
 @pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)

@@ -69,7 +69,6 @@ CASES = {
 
 @pytest.mark.parametrize("run_eagerly", [False, True], ids=["graph", "eager"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.anchors("cholesky-graph", "subclassed-graph")
 def test_such_a_layer_computes_in_float32_and_says_so(case, run_eagerly, caplog):
     build, policy, name, operation = case
     with tfamp.scope(policy):

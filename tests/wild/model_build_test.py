@@ -66,6 +66,7 @@ def compiled(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("is_first", [True, False], ids=["ahead", "behind compile"])
 @pytest.mark.parametrize("cls", [Classifier, WithOwnBuild, Nested])
@@ -86,6 +87,7 @@ def test_a_model_that_is_built_by_its_shape_trains(cls, is_first, policy):
     assert model.predict(X, verbose=0).dtype == "float32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_model_of_two_inputs_is_built_by_their_shapes(policy):
     with tfamp.scope(policy):
@@ -96,6 +98,7 @@ def test_a_model_of_two_inputs_is_built_by_their_shapes(policy):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_sequential_without_an_input_is_built_by_its_shape(policy):
     with tfamp.scope(policy):
@@ -107,6 +110,7 @@ def test_a_sequential_without_an_input_is_built_by_its_shape(policy):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_a_step_is_still_traced_once_where_all_weights_are_made():
     traces = []
 

@@ -121,6 +121,9 @@ CHANGES = {
 }
 
 
+@pytest.mark.quick(
+    "no super().__call__", "softmax", "log_softmax", "dtype name", "a name is gone"
+)
 @pytest.mark.parametrize("change, message", CHANGES.values(), ids=CHANGES)
 def test_a_change_of_keras_is_refused(untested, change, message):
     change(untested)
@@ -193,6 +196,7 @@ def numbers_and_names():
     yield tf.constant(0.0).device
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("where", ["plain", "strategy", "traced"])
 def test_it_leaves_seeds_names_and_policy_alone(untested, where):
     @contextlib.contextmanager
@@ -243,7 +247,7 @@ print(due, hooks.SELF_TEST.is_due, len(tf.config.list_logical_devices("CPU")))
 """
 
 
-@pytest.mark.whole("test_a_change_of_keras_is_refused asks once TensorFlow has started")
+@pytest.mark.slow("test_a_change_of_keras_is_refused asks once TensorFlow has started")
 def test_devices_can_be_set_after_enable():
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

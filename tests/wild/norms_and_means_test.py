@@ -69,6 +69,7 @@ def with_gradient(function, x):
     return y, tape.gradient(total, x)
 
 
+@pytest.mark.quick("ops.normalize-float16-eager")
 @pytest.mark.filterwarnings("ignore:'mixed_.*float16' will be slow")
 @pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

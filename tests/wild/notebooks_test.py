@@ -43,6 +43,7 @@ def dtypes(model):
     return [layer.compute_dtype for layer in model.layers]
 
 
+@pytest.mark.slow
 def test_every_cell_three_times():
     losses, seen = [], []
     for _ in range(3):
@@ -79,6 +80,7 @@ def test_a_model_of_an_earlier_cell_goes_on_under_another_policy():
     assert fit(first) < before
 
 
+@pytest.mark.slow
 def test_the_session_is_cleared_between_cells():
     enable()
     fit(compiled(build()))
@@ -106,6 +108,7 @@ def test_a_cell_that_fails_is_run_again():
     assert np.isfinite(fit(compiled(model)))
 
 
+@pytest.mark.slow
 def test_a_cell_is_interrupted_in_training_and_run_again():
     class Interrupt(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -120,6 +123,7 @@ def test_a_cell_is_interrupted_in_training_and_run_again():
     assert fit(plain) == pytest.approx(fit(compiled(build())))
 
 
+@pytest.mark.slow
 def test_keeping_a_layer_is_tried_out_cell_by_cell():
     for keep, expected in [
         ("default", ["float16", "float32", "float32"]),

@@ -60,7 +60,7 @@ def prepared(lines):
     return lines
 
 
-@pytest.mark.anchors("fit-*-alone", "*loop*-all-alone", "train_step-all-*")
+@pytest.mark.quick("fit-*-alone", "*loop*-all-alone", "train_step-all-*")
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("lines", [v for _, v in LINES], ids=[k for k, _ in LINES])
 @pytest.mark.parametrize("way", old_lines.WAYS)

@@ -111,6 +111,7 @@ OLD_LINES = {
 }
 
 
+@pytest.mark.quick("config, name-mixed_bfloat16")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("old_line", OLD_LINES.values(), ids=OLD_LINES)
 def test_the_same_policy_set_after_enable_changes_nothing(old_line, policy):
@@ -123,6 +124,7 @@ def test_the_same_policy_set_after_enable_changes_nothing(old_line, policy):
     assert {"LayerNormalization", "GlobalAveragePooling1D"} <= kept
 
 
+@pytest.mark.quick("config, name-reviews")
 @pytest.mark.parametrize("build", [reviews, tower])
 @pytest.mark.parametrize("old_line", OLD_LINES.values(), ids=OLD_LINES)
 def test_the_same_policy_set_before_enable_changes_nothing(old_line, build):
@@ -174,6 +176,7 @@ def named_by_the_environment(policy):
 TIMES = [twice, before_each_session, there_and_back, in_a_scope]
 
 
+@pytest.mark.quick("reviews-twice")
 @pytest.mark.parametrize("begin", [*TIMES, named_by_the_environment])
 @pytest.mark.parametrize("build", [reviews, tower])
 def test_the_line_may_stand_anywhere(begin, build):
@@ -233,6 +236,7 @@ IN_HAND = {
 }
 
 
+@pytest.mark.quick("the global one-before")
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("in_hand", IN_HAND.values(), ids=IN_HAND)
 def test_layers_that_are_handed_the_same_policy_object_inherit_it(in_hand, when):
@@ -304,6 +308,7 @@ def test_what_a_layer_is_told_by_name_stays_its_own():
     assert model(np.ones((2, 4), "float32")).dtype == "float32"
 
 
+@pytest.mark.quick("float32")
 @pytest.mark.parametrize("other", ["float32", "mixed_float16", "bfloat16"])
 def test_another_policy_is_obeyed_and_the_warning_names_both_remedies(other):
     tfamp.enable("mixed_bfloat16")
@@ -326,6 +331,7 @@ WAYS = {
 }
 
 
+@pytest.mark.quick("clone_model")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_copies_and_files_are_as_without_the_line(way, tmp_path):
     expected = without_old_lines(reviews, "mixed_bfloat16")
@@ -345,6 +351,7 @@ def h5(model, path):
     return keras.saving.load_model(path)
 
 
+@pytest.mark.quick("clone_model-reviews")
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
 @pytest.mark.parametrize(
     "way, build",
@@ -386,6 +393,7 @@ def test_a_copy_keeps_what_a_layer_was_told_by_name():
         assert tfamp.assignment(copy)["not_told"].compute_dtype == "float32"
 
 
+@pytest.mark.quick("mixed_bfloat16")
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_a_sure_and_wrong_answer_is_learned_from(policy):
     tfamp.enable(policy)

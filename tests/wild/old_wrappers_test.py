@@ -165,7 +165,7 @@ def float32_game():
     return found
 
 
-@pytest.mark.anchors("plain-scale_loss-two tapes-*", "ours-scale_loss-one tape-*")
+@pytest.mark.quick("plain-scale_loss-two tapes-*", "ours-scale_loss-one tape-*")
 @pytest.mark.parametrize("way", ["fit", "eager loop", "graph loop"])
 @pytest.mark.parametrize("tapes", TAPES)
 @pytest.mark.parametrize("scaled", ["scale_loss", "true"])
@@ -241,6 +241,7 @@ def test_legacy_names_of_a_wrapper_given_to_compile(exact):
     assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)
 
 
+@pytest.mark.quick("scaled")
 @pytest.mark.parametrize("name", ["scaled", "true"])
 def test_a_step_of_the_models_own_logs_the_scale_of_the_wrapper(name, exact):
     class Logging(keras.Sequential):
@@ -275,6 +276,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.quick("scaled")
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_wrapper_made_ahead_of_the_line(name, exact):
     optimizer = wrapped(sgd(0.1 / TINY))
@@ -283,6 +285,7 @@ def test_a_wrapper_made_ahead_of_the_line(name, exact):
     assert left == pytest.approx(exact, rel=TOLERANCE)
 
 
+@pytest.mark.quick("eager-scaled")
 @pytest.mark.parametrize("name", LOSSES)
 @in_each_way
 def test_an_overflow_skips_its_step_and_halves_the_scale(decorate, name):
@@ -312,6 +315,7 @@ def test_an_overflow_skips_its_step_and_halves_the_scale(decorate, name):
     assert int(optimizer.iterations) == 2
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_clipping_by_value_hides_no_overflow(decorate):
     model, optimizer = network(), wrapped(sgd(0.01), 2.0**20)
@@ -331,6 +335,7 @@ def test_clipping_by_value_hides_no_overflow(decorate):
     assert 1 <= int(optimizer.iterations) < 10
 
 
+@pytest.mark.quick("scaled")
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_added_up_by_hand(name, exact):
     model, optimizer = network(), wrapped(sgd(0.1 / TINY))
@@ -346,6 +351,7 @@ def test_gradients_added_up_by_hand(name, exact):
     assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)
 
 
+@pytest.mark.quick("scaled")
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_persistent_tape_is_asked_again_after_the_first_part_is_applied(name, exact):
     model, optimizer = network(), wrapped(sgd(0.1 / TINY))
@@ -360,6 +366,7 @@ def test_a_persistent_tape_is_asked_again_after_the_first_part_is_applied(name, 
     assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)
 
 
+@pytest.mark.quick("scaled")
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_that_leave_their_function(name, exact):
     model, optimizer = network(), wrapped(sgd(0.1 / TINY))
@@ -377,6 +384,7 @@ def test_gradients_that_leave_their_function(name, exact):
     assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)
 
 
+@pytest.mark.quick("scaled")
 @pytest.mark.parametrize("name", LOSSES)
 def test_two_loops_at_once(name, exact):
     def work(_):
@@ -403,6 +411,7 @@ def test_two_loops_at_once(name, exact):
             assert left == pytest.approx(exact, rel=TOLERANCE)
 
 
+@pytest.mark.quick("<lambda>-scaled")
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("decorate", [DECORATORS["eager"], DECORATORS["graph"]])
 def test_on_replicas(decorate, name, exact):
@@ -440,6 +449,7 @@ def test_a_loop_that_used_the_wrapper_once_may_go_on_with_another(exact):
     assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)
 
 
+@pytest.mark.quick("waits")
 @pytest.mark.parametrize("other", ["waits", "has trained"])
 def test_a_program_without_tfamp_is_left_alone_beside_a_managed_model(other):
     found = []

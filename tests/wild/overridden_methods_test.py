@@ -69,6 +69,7 @@ def trained(policy, make, cls):
     return model.get_weights(), optimizer.calls
 
 
+@pytest.mark.quick("Apply-fit")
 @pytest.mark.parametrize("cls", [keras.Model, OwnStep], ids=["fit", "own step"])
 @pytest.mark.parametrize("make", [Apply, ApplyGradients, UpdateStep])
 def test_it_is_called_as_often_and_does_what_it_does_in_float32(make, cls):

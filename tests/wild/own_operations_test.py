@@ -93,6 +93,7 @@ def managed(make, way, policy):
     return model
 
 
+@pytest.mark.quick("layer-apply-mixed_bfloat16")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", ["enable", "apply"])
 @pytest.mark.parametrize(

@@ -62,12 +62,13 @@ def check_record(line):
     assert any(isinstance(value, float) for value in record.values())
 
 
+@pytest.mark.slow
 def test_a_pasted_recipe_runs_and_runs_again(monkeypatch):
     lines = lines_of_a_cell_run_twice("train_digits.py", monkeypatch)
     check_record(lines[-1])
 
 
-@pytest.mark.whole("one recipe is pasted above; each takes a kernel of its own")
+@pytest.mark.slow("one recipe is pasted above; each takes a kernel of its own")
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "train_digits.py"])
 def test_every_recipe_can_be_pasted(recipe, monkeypatch, tmp_path):
     if recipe in NEEDS:

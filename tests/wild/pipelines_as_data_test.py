@@ -96,6 +96,7 @@ COUNT = {
 }
 
 
+@pytest.mark.quick("elements-arrays")
 @pytest.mark.parametrize("source", ["arrays", "dataset"])
 @pytest.mark.parametrize("make, expected", COUNT.values(), ids=COUNT)
 def test_take_and_repeat_count_what_is_written_before_them(source, make, expected):
@@ -122,6 +123,7 @@ def test_fit_reads_a_pipeline_without_end_by_steps():
     assert int(endless.build().cardinality()) == tf.data.INFINITE_CARDINALITY
 
 
+@pytest.mark.quick("take")
 @pytest.mark.parametrize(
     "make, told",
     [

@@ -47,6 +47,7 @@ def everything(model, optimizer):
     return [v.numpy() for v in (*model.variables, *optimizer.variables)]
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_tiny_losses_train_as_in_float32(decorate):
     exact = losses("float32", decorate=decorate)
@@ -55,6 +56,7 @@ def test_tiny_losses_train_as_in_float32(decorate):
     assert exact[-1] < exact[0] / 5
 
 
+@pytest.mark.quick("schedule")
 @pytest.mark.parametrize(
     "make",
     [
@@ -77,6 +79,7 @@ def test_what_an_optimizer_does_stays_as_it_is(make):
     assert half == pytest.approx(exact, rel=TOLERANCE)
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_accumulation_by_the_optimizer_itself(decorate):
     def train(policy):
@@ -95,6 +98,7 @@ def test_accumulation_by_the_optimizer_itself(decorate):
     assert half[1] > half[2]
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_an_overflow_skips_its_step_and_leaves_all_as_it_was(decorate):
     model, optimizer = network(), keras.optimizers.Adam(0.01)
@@ -111,6 +115,7 @@ def test_an_overflow_skips_its_step_and_leaves_all_as_it_was(decorate):
     assert companion_of(optimizer).skipped_steps == 1
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_the_scale_has_the_settings_of_the_line(decorate):
     model = network(
@@ -135,6 +140,7 @@ def test_a_static_scale_and_no_scale_are_obeyed():
     np.testing.assert_array_equal(before, model.get_weights()[0])  # gradients are 0
 
 
+@pytest.mark.quick("eager-mixed_bfloat16", "graph-mixed_bfloat16")
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 @in_each_way
 def test_other_policies_are_left_alone(policy, decorate):
@@ -148,6 +154,7 @@ def test_other_policies_are_left_alone(policy, decorate):
     assert not elsewhere.built
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_gradients_in_the_loop_are_true(decorate):
     seen = {}
@@ -183,6 +190,7 @@ def test_gradients_added_up_by_hand():
     assert train("mixed_float16") == pytest.approx(train("float32"), rel=TOLERANCE)
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_two_models_with_an_optimizer_each(decorate):
     def train(policy):
@@ -248,6 +256,7 @@ def test_in_a_graph_one_made_ahead_of_the_line_is_told_of():
         trainer(model, optimizer, tf.function)()
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_an_optimizer_that_goes_into_compile(decorate):
     model = network(loss_scale_options={"initial_scale": 64.0})
@@ -264,6 +273,7 @@ def test_an_optimizer_that_goes_into_compile(decorate):
     assert int(optimizer.iterations) == 4
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_an_optimizer_that_goes_into_a_wrapper(decorate):
     weight, optimizer = keras.Variable([1.0, 2.0]), keras.optimizers.SGD(0.5)
@@ -284,6 +294,7 @@ def test_an_optimizer_that_goes_into_a_wrapper(decorate):
     assert companion_of(held) is None
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_keras_own_wrapper_scales_once(decorate):
     def train(policy):
@@ -371,6 +382,7 @@ OWN = {
 }
 
 
+@pytest.mark.quick("update_step-eager")
 @in_each_way
 @pytest.mark.parametrize("make", OWN.values(), ids=OWN)
 def test_optimizers_of_the_users_own(make, decorate):
@@ -442,6 +454,7 @@ def test_the_optimizer_is_the_one_it_was(tmp_path):
     assert names == others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decorate", [DECORATORS["eager"], DECORATORS["graph"]])
 def test_on_replicas(decorate):
     def train(policy, loss_at=None):
@@ -479,6 +492,7 @@ def test_on_replicas(decorate):
     assert optimizer.iterations.numpy() == 4
 
 
+@pytest.mark.quick("<lambda>")
 @pytest.mark.parametrize("decorate", [DECORATORS["eager"], DECORATORS["graph"]])
 def test_two_loops_at_once(decorate):
     exact = losses("float32", decorate=decorate)

@@ -58,6 +58,7 @@ class Block(layers.Layer):
         return x + self.narrow(self.norm(self.widen(x)))
 
 
+@pytest.mark.quick("inherited")
 @pytest.mark.parametrize(
     "options, computes_in",
     [
@@ -137,6 +138,7 @@ def test_configurations_are_made_again_in_and_out_of_tfamp():
     ]
 
 
+@pytest.mark.quick("load_model0")
 @pytest.mark.parametrize("load", [keras.saving.load_model, tfamp.load_model])
 def test_quantized_layers_are_loaded_as_they_were(load, tmp_path):
     model = network(layers.Dense(16, name="quantized"), layers.LayerNormalization())

@@ -40,6 +40,7 @@ def is_it_spam():
     )
 
 
+@pytest.mark.quick("sgd-house_prices")
 @pytest.mark.parametrize("task", [house_prices, digits, is_it_spam])
 @pytest.mark.parametrize(
     "optimizer",

@@ -86,6 +86,7 @@ def folder(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1])
 def test_each_worker_tells_the_rate_of_all(folder, place):
     answers = json.loads((folder / f"{place}.json").read_text())
@@ -100,6 +101,7 @@ def test_each_worker_tells_the_rate_of_all(folder, place):
     assert any("draws its batches itself" in note for note in answers["notes"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_worker_that_is_not_told_the_batch_says_what_to_pass(folder, place):
     answers = json.loads((folder / f"{place}.json").read_text())
@@ -109,6 +111,7 @@ def test_a_worker_that_is_not_told_the_batch_says_what_to_pass(folder, place):
     assert not answers["function"].startswith("tfamp.keras_hooks")
 
 
+@pytest.mark.slow
 def test_the_chief_alone_writes(folder):
     assert not (folder / "1.csv").exists()
     with open(folder / "0.csv", newline="") as file:

@@ -85,6 +85,7 @@ class Diffusion(keras.Model):
         return {"mse": loss}
 
 
+@pytest.mark.quick("True-mixed_bfloat16")
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("eager", [True, False])
 def test_layers_that_a_train_step_calls_give_it_float32(policy, eager):

@@ -62,6 +62,7 @@ HOW = {
 }
 
 
+@pytest.mark.quick("in a graph")
 @pytest.mark.parametrize("how", HOW)
 def test_one_missing_number_is_the_datas_fault_and_cuts_no_rate(how, tmp_path):
     policy, seconds, options = HOW[how]
@@ -104,6 +105,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.quick("dataset")
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_batch_is_found_among_those_since_the_last_good_state(source, tmp_path):
     model = classifier()
@@ -125,6 +127,7 @@ def test_it_is_found_on_two_replicas(tmp_path):
     assert rate_of(model) == pytest.approx(1e-2)
 
 
+@pytest.mark.quick("rare")
 @pytest.mark.parametrize(
     ("seconds", "seed"), [(None, 0), (None, 1), (0, 2)], ids=["rare", "other", "often"]
 )
@@ -190,6 +193,7 @@ def euclidean(pair):
     return tf.sqrt(tf.reduce_sum((pair[0] - pair[1]) ** 2, 1, keepdims=True))
 
 
+@pytest.mark.quick("rare")
 @pytest.mark.parametrize("seconds", [None, 0], ids=["rare", "often"])
 def test_a_root_at_zero_for_one_pair_ends_training_with_its_name(seconds, tmp_path):
     model, x, y = twins(euclidean)

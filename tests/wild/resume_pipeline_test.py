@@ -113,6 +113,7 @@ def halted_and_resumed(make, folder, stop_at, **options):
     return trained(make, folder, **options)
 
 
+@pytest.mark.quick("ramp")
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_training_that_goes_on_is_as_one_that_was_never_stopped(name, tmp_path):
     def make():
@@ -122,6 +123,7 @@ def test_a_training_that_goes_on_is_as_one_that_was_never_stopped(name, tmp_path
     assert halted_and_resumed(make, tmp_path, stop_at) == trained(make)
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("stop_at", [2, 9, 10, 18, 44])
 def test_it_is_so_wherever_it_was_stopped(stop_at, tmp_path):
     resumed = halted_and_resumed(everything, tmp_path, stop_at)
@@ -136,6 +138,7 @@ WAYS = {
 }
 
 
+@pytest.mark.quick("the pipeline itself")
 @pytest.mark.parametrize("way", WAYS)
 def test_it_is_so_however_the_pipeline_reaches_fit(way, tmp_path):
     def make():
@@ -221,6 +224,7 @@ UNSEEDED = {
 }
 
 
+@pytest.mark.quick("shuffle")
 @pytest.mark.parametrize("name", UNSEEDED)
 def test_a_stage_without_a_seed_is_said_not_to_be_to_the_bit(name, tmp_path, caplog):
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])

@@ -127,7 +127,7 @@ PROGRAMS = [
 @pytest.mark.parametrize("make_critic", [critic, Critic])
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("rule, expected", RULES.values(), ids=RULES)
-@pytest.mark.anchors("pattern-*", "callable-one_after_the_other-*")
+@pytest.mark.quick("pattern-*", "callable-one_after_the_other-*")
 def test_a_rule_for_the_second_model_acts_without_a_warning(
     rule, expected, program, make_critic
 ):
@@ -135,6 +135,7 @@ def test_a_rule_for_the_second_model_acts_without_a_warning(
     assert kept(program(make_critic)) == expected  # warnings are errors
 
 
+@pytest.mark.quick("one_after_the_other")
 @pytest.mark.parametrize("program", [one_after_the_other, both_then_compiled])
 def test_a_path_inside_the_second_model(program):
     def nested():
@@ -179,6 +180,7 @@ def own_loop_after_a_look(model):
 USES = [fit, train_on_batch, evaluate, predict, own_loop, own_loop_after_a_look]
 
 
+@pytest.mark.quick("fit")
 @pytest.mark.parametrize("use", USES)
 def test_a_typo_is_said_once_when_the_model_is_put_to_work(use):
     tfamp.enable("mixed_bfloat16", keep_float32=["upp_1", "up_2"])
@@ -228,6 +230,7 @@ def test_a_typo_is_said_where_the_policy_is_measured():
     assert len(told) == 1
 
 
+@pytest.mark.quick("measure")
 @pytest.mark.parametrize("way", ["measure", "apply"])
 def test_other_ways_to_a_policy_ask_no_model_for_the_rules_of_another(way):
     early = generator()

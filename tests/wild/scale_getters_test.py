@@ -96,7 +96,7 @@ def unread():
     return of
 
 
-@pytest.mark.anchors("scale-*", "gradient_norm-graph", "learning_rate-graph")
+@pytest.mark.quick("scale-*", "gradient_norm-graph", "learning_rate-graph")
 @pytest.mark.parametrize("mode", COMPILED)
 @pytest.mark.parametrize("name", NUMBERS + OF_KERAS)
 def test_a_step_of_the_models_own_may_log_anything(name, mode, unread):
@@ -108,12 +108,14 @@ def test_a_step_of_the_models_own_may_log_anything(name, mode, unread):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.quick("nonfinite_variables")
 @pytest.mark.parametrize("name", EAGER_ONLY)
 def test_an_eager_step_may_log_what_is_no_number(name, unread):
     logs, _ = fitted(name, run_eagerly=True)
     assert logs["error"] == unread("eager")[0]["error"]
 
 
+@pytest.mark.quick("nonfinite_variables")
 @pytest.mark.parametrize("name", EAGER_ONLY)
 def test_what_is_no_number_says_so_in_a_graph(name):
     with pytest.raises(RuntimeError, match=f"`{name}`.*tf.function.*callback"):
@@ -169,7 +171,7 @@ CASES += [("stock", name) for name in ("dynamic_scale", "step_counter", "iterati
 CASES += [("plain", name) for name in ("learning_rate", "iterations", "variables")]
 
 
-@pytest.mark.anchors("ours-scale-eager", "ours-scale-graph", "stock-dynamic_scale-*")
+@pytest.mark.quick("ours-scale-eager", "ours-scale-graph", "stock-dynamic_scale-*")
 @in_each_way
 @pytest.mark.parametrize(("make", "name"), CASES, ids=map("-".join, CASES))
 def test_a_loop_may_log_anything(make, name, decorate):

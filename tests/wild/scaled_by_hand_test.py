@@ -45,6 +45,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.quick("ours-eager")
 @in_each_way
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_gradients_divided_by_hand_go_to_the_inner_optimizer(wrap, decorate):
@@ -68,6 +69,7 @@ def test_gradients_divided_by_hand_go_to_the_inner_optimizer(wrap, decorate):
     half_as_good_as_float32(train)
 
 
+@pytest.mark.quick("ours-eager")
 @in_each_way
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_a_scaled_loss_gives_scaled_gradients(wrap, decorate):
@@ -100,6 +102,7 @@ def test_a_loss_is_scaled_inside_a_function_that_a_tape_records():
     half_as_good_as_float32(train)
 
 
+@pytest.mark.quick("function")
 @pytest.mark.parametrize("decorate", [DECORATORS["graph"], DECORATORS["xla"]])
 def test_gradients_of_no_tape_are_scaled_and_divided(decorate):
     def train(model):
@@ -119,6 +122,7 @@ def test_gradients_of_no_tape_are_scaled_and_divided(decorate):
     half_as_good_as_float32(train)
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_an_update_inside_an_update(decorate):
     def train(model):

@@ -56,17 +56,19 @@ def right_of(address, form, side, count):
     return found
 
 
+@pytest.mark.quick("1 KB of bytes")
 @every_form
 def test_one_connection_gets_the_right_answer_each_time(address, form, side):
     assert right_of(address, form, side, count=5) == 5
 
 
-@pytest.mark.whole("test_one_connection_gets_the_right_answer_each_time")
+@pytest.mark.slow("test_one_connection_gets_the_right_answer_each_time")
 @every_form
 def test_200_of_200_requests_get_the_right_answer(address, form, side):
     assert right_of(address, form, side, count=200) == 200
 
 
+@pytest.mark.quick("1 KB of bytes")
 @every_form
 def test_urllib_gets_an_answer_on_a_connection_of_its_own(address, form, side):
     x = photo(side)
@@ -76,6 +78,7 @@ def test_urllib_gets_an_answer_on_a_connection_of_its_own(address, form, side):
         assert is_right(json.load(answer), x)
 
 
+@pytest.mark.quick("1 KB of bytes")
 @every_form
 def test_a_body_in_chunks_is_read_to_its_end(address, form, side):
     x = photo(side)
@@ -112,6 +115,7 @@ def open_connection(address):
     return socket.create_connection((host, int(port)), timeout=served.DEADLINE)
 
 
+@pytest.mark.quick("1 KB of bytes")
 @every_form
 def test_a_slow_body_is_waited_for_while_others_are_answered(address, form, side):
     x = photo(side)
@@ -125,6 +129,7 @@ def test_a_slow_body_is_waited_for_while_others_are_answered(address, form, side
             assert statuses(stream, 1) == [200]
 
 
+@pytest.mark.quick("1 KB of bytes")
 @every_form
 def test_requests_that_do_not_wait_for_answers_get_each_its_own(address, form, side):
     headers, body = form(photo(side))
@@ -136,6 +141,7 @@ def test_requests_that_do_not_wait_for_answers_get_each_its_own(address, form, s
             sent.result()
 
 
+@pytest.mark.quick("1 KB of bytes")
 @every_form
 def test_a_body_that_is_cut_off_leaves_the_server_to_others(address, form, side):
     headers, body = form(photo(side))
@@ -146,6 +152,7 @@ def test_a_body_that_is_cut_off_leaves_the_server_to_others(address, form, side)
         assert served.answered(connection, PATH, body, headers)[0] == 200
 
 
+@pytest.mark.quick("bytes")
 @pytest.mark.parametrize(
     "form", [served.in_bytes, served.in_json], ids=["bytes", "JSON"]
 )

@@ -89,6 +89,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.quick("3-numbers")
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize("megabytes", [3, 50])
 def test_large_json_keeps_nobody_waiting(address, text, megabytes):
@@ -130,6 +131,7 @@ def opened(address, seconds=served.DEADLINE):
     return socket.create_connection((host, int(port)), timeout=seconds)
 
 
+@pytest.mark.quick("nothing")
 @pytest.mark.parametrize(
     "sent", [b"", b"POST /v2/mod", b"GET /v2 HTTP/1.1\r\nHost: a\r\n\r\n"],
     ids=["nothing", "a part of a head", "a request"],
@@ -193,6 +195,7 @@ def raw(address, data):
         return int(connection.makefile("rb").readline().split()[1])
 
 
+@pytest.mark.quick("Inference-Header-Content-Length: '-9999999'")
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
 def test_a_header_that_is_no_length_is_refused(address, header):
     _, body = small()
@@ -224,6 +227,7 @@ PATHS = {
 }
 
 
+@pytest.mark.quick("version of many digits")
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 def test_a_path_that_names_nothing_is_not_found(address, path):
     headers, body = small()
@@ -259,6 +263,7 @@ CONTENTS = {
 }
 
 
+@pytest.mark.quick("data of many digits")
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
 def test_json_that_is_no_request_is_refused_at_once(address, content):
     status, answer = ask(address, PATH, json.dumps(content).encode())
@@ -269,6 +274,7 @@ def test_json_that_is_no_request_is_refused_at_once(address, content):
 SHAPES = {"70": [1] * 70, "1,000 large": [2**47] * 1000, "no examples": [0, 8, 8, 3]}
 
 
+@pytest.mark.quick("70")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_bytes_of_a_shape_that_is_none_are_refused(address, shape):
     content = entry(shape=shape, parameters={"binary_data_size": 4})

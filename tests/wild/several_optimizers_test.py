@@ -123,7 +123,7 @@ def trained(policy, cls=GAN, data=x, epochs=3, **changes):
 HOLDERS = [GAN, InAList, InATuple, InADict]
 
 
-@pytest.mark.anchors("GAN-graph", "InAList-graph")
+@pytest.mark.quick("GAN-graph", "InAList-graph")
 @pytest.mark.parametrize("mode", ["graph", "eager", "xla"])
 @pytest.mark.parametrize("cls", HOLDERS)
 def test_each_gets_a_scale_of_its_own(cls, mode):
@@ -139,6 +139,7 @@ def test_each_gets_a_scale_of_its_own(cls, mode):
     assert isinstance(d.inner_optimizer, keras.optimizers.Adam)
 
 
+@pytest.mark.slow
 def test_the_scales_move_apart():
     class Plain(GAN):
         # Moving statistics would carry the bad batch into the other's step.
@@ -155,6 +156,7 @@ def test_the_scales_move_apart():
     assert model.g_optimizer.scale == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_a_batch_bad_for_one_of_them_leaves_no_trace(jit_compile):
     bad = x.copy()
@@ -166,6 +168,7 @@ def test_a_batch_bad_for_one_of_them_leaves_no_trace(jit_compile):
     assert np.isfinite(float(model.d_loss.result()))
 
 
+@pytest.mark.slow
 def test_float32_and_other_owners_keep_their_optimizers():
     model, _ = trained("float32", epochs=1)
     assert type(model.d_optimizer) is keras.optimizers.Adam
@@ -175,6 +178,7 @@ def test_float32_and_other_owners_keep_their_optimizers():
     assert given.applied_steps == 2
 
 
+@pytest.mark.slow
 def test_one_optimizer_under_two_names_stays_one():
     shared = keras.optimizers.SGD(1e-2)
 
@@ -191,6 +195,7 @@ def test_one_optimizer_under_two_names_stays_one():
     assert model.d_optimizer.applied_steps == 4
 
 
+@pytest.mark.slow
 def test_train_on_batch():
     with tfamp.scope("mixed_float16"):
         model = GAN()
@@ -203,6 +208,7 @@ def test_train_on_batch():
     assert model.d_optimizer.applied_steps == model.g_optimizer.applied_steps == 1
 
 
+@pytest.mark.slow
 def test_on_replicas():
     with two_replicas().scope():
         model, history = trained("mixed_float16", Called, jit_compile=False, epochs=1)
@@ -210,6 +216,7 @@ def test_on_replicas():
     assert np.isfinite(history["d_loss"]).all()
 
 
+@pytest.mark.slow
 def test_back_to_float32_takes_the_scales_off():
     model, _ = trained("mixed_float16", epochs=1)
     inner = model.d_optimizer.inner_optimizer
@@ -219,6 +226,7 @@ def test_back_to_float32_takes_the_scales_off():
     assert int(inner.iterations) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_weights_go_into_a_new_model(policy, tmp_path):
     model, _ = trained(policy, Called, epochs=1)

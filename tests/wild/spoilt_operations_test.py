@@ -137,6 +137,7 @@ def layer_of(operation, dtype):
         return Calls(operation)
 
 
+@pytest.mark.quick("an imported l2_normalize-0.0001-float16")
 @pytest.mark.parametrize("dtype", EPSILON)
 @pytest.mark.parametrize("scale", [1e-4, 300.0, 1e4])
 @pytest.mark.parametrize("operation", SHORT.values(), ids=SHORT)
@@ -146,6 +147,7 @@ def test_an_operation_in_a_layer(operation, scale, dtype):
     check(operation, found, x, dtype)
 
 
+@pytest.mark.quick("softmax-0.0001-float16")
 @pytest.mark.parametrize("dtype", EPSILON)
 @pytest.mark.parametrize("scale", [1e-4, 1.0])
 @pytest.mark.parametrize("operation", LONG.values(), ids=LONG)
@@ -155,6 +157,7 @@ def test_an_operation_over_70000_numbers(operation, scale, dtype):
     check(operation, found, x, dtype)
 
 
+@pytest.mark.quick("binary-float16")
 @pytest.mark.parametrize("dtype", EPSILON)
 @pytest.mark.parametrize("operation", CROSS_ENTROPIES.values(), ids=CROSS_ENTROPIES)
 def test_a_cross_entropy_of_sure_answers(operation, dtype):
@@ -177,6 +180,7 @@ FUNCTIONAL = {
 }
 
 
+@pytest.mark.quick("ops.normalize-0.0001-float16")
 @pytest.mark.parametrize("dtype", EPSILON)
 @pytest.mark.parametrize("scale", [1e-4, 300.0, 1e4])
 @pytest.mark.parametrize("name", FUNCTIONAL)

@@ -166,6 +166,7 @@ def elements(pipeline):
     return [tf.nest.map_structure(lambda t: t.numpy(), e) for e in pipeline.build()]
 
 
+@pytest.mark.quick("names in an array")
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_masks_that_were_drawn_anew_are_seen_or_the_cache_is_refused(folder, program):
     def run():
@@ -183,6 +184,7 @@ def test_masks_that_were_drawn_anew_are_seen_or_the_cache_is_refused(folder, pro
     assert str(first) != str(elements(run())), "masks of yesterday"
 
 
+@pytest.mark.quick("names in an array")
 @pytest.mark.parametrize("name", ["names in an array", "a dataset of names"])
 def test_by_default_what_is_not_noticed_is_logged_and_described(folder, name, caplog):
     pipeline = PROGRAMS[name](folder).cache(folder / "cache")
@@ -211,6 +213,7 @@ SEEN = {
 }
 
 
+@pytest.mark.quick("photos of a folder")
 @pytest.mark.parametrize("program", SEEN.values(), ids=SEEN)
 def test_files_that_are_known_by_name_need_no_warning(folder, program, caplog):
     first = elements(program(folder).cache(folder / "cache", unseen="error"))

@@ -11,7 +11,7 @@ from tests.arrays import assert_close
 
 @pytest.mark.parametrize("way", ["graph", "eager", "xla"])
 @pytest.mark.parametrize("kind", [layers.LSTM, layers.GRU])
-@pytest.mark.anchors("LSTM-graph")
+@pytest.mark.quick("LSTM-graph")
 def test_a_bad_batch_leaves_the_state_as_it_was(kind, way):
     inputs = keras.Input(batch_shape=(4, 6, 3))
     recurrent = kind(5, stateful=True)
@@ -52,7 +52,7 @@ class Recalibrating(keras.Sequential):
 
 
 @pytest.mark.parametrize("way", ["graph", "eager", "xla"])
-@pytest.mark.anchors("eager")
+@pytest.mark.quick("eager")
 def test_statistics_move_in_a_step_without_an_update_after_a_bad_batch(way):
     norm = layers.BatchNormalization(momentum=0.5)
     model = Recalibrating([keras.Input((1,)), norm, layers.Dense(1)])
@@ -68,6 +68,7 @@ def test_statistics_move_in_a_step_without_an_update_after_a_bad_batch(way):
     assert norm.moving_mean.numpy() == 4
 
 
+@pytest.mark.slow
 def test_two_updates_in_a_step_of_which_the_first_is_bad():
     class Twice(keras.Sequential):
         def train_step(self, data):

@@ -69,7 +69,7 @@ def fitted(policy, make=Regression, optimizer=None, data=(x, y), **how):
     return model, history.history
 
 
-@pytest.mark.anchors("graph", "xla")
+@pytest.mark.quick("graph", "xla")
 @pytest.mark.parametrize("mode", MODES)
 def test_an_own_train_step_trains_as_in_float32(mode):
     _, exact = fitted("float32", **MODES[mode])
@@ -82,6 +82,7 @@ def test_an_own_train_step_trains_as_in_float32(mode):
     assert model.optimizer.gradient_norm < 1e-5
 
 
+@pytest.mark.slow
 def test_on_replicas():
     strategy = two_replicas()
     _, exact = fitted("float32", jit_compile=False)
@@ -93,7 +94,7 @@ def test_on_replicas():
     assert 0 < half["loss"][-1] < half["loss"][0]
 
 
-@pytest.mark.anchors("graph-unbuilt", "xla-built")
+@pytest.mark.quick("graph-unbuilt", "xla-built")
 @pytest.mark.parametrize("built", [True, False], ids=["built", "unbuilt"])
 @in_each_way
 def test_an_own_loop_trains_as_in_float32(decorate, built):
@@ -121,6 +122,7 @@ def pair(scale=8.0, **options):
     return weight, tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.5), scale, **options)
 
 
+@pytest.mark.quick("eager-true", "eager-scaled by hand")
 @pytest.mark.parametrize("by_hand", [False, True], ids=["true", "scaled by hand"])
 @in_each_way
 def test_a_persistent_tape_is_asked_twice(decorate, by_hand):
@@ -224,6 +226,7 @@ def test_each_thread_scales_for_itself():
     np.testing.assert_allclose(weight, [0.5, 1.0])
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_a_layer_with_a_gradient_of_its_own_is_not_scaled_again(decorate):
     weight, optimizer = pair(2.0**14)
@@ -280,7 +283,7 @@ class Critic(keras.Model):
         return {"penalty": penalty}
 
 
-@pytest.mark.anchors("graph")
+@pytest.mark.quick("graph")
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_a_gradient_penalty_trains_as_in_float32(mode):
     how = MODES[mode]
@@ -324,7 +327,7 @@ class Adversarial(Regression):
         return {**logs, "moved": tf.reduce_mean(tf.abs(moved - inputs))}
 
 
-@pytest.mark.anchors("graph")
+@pytest.mark.quick("graph")
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_adversarial_examples_of_a_tiny_loss(mode):
     _, exact = fitted("float32", Adversarial, **MODES[mode])
@@ -364,6 +367,7 @@ def clipped_loop(optimizer, weight, decorate, clean):
     return step
 
 
+@pytest.mark.quick("eager")
 @in_each_way
 def test_clipping_by_value_hides_no_overflow(decorate):
     weight, optimizer = pair(2.0**10)
@@ -396,6 +400,7 @@ def test_gradients_that_the_code_makes_finite_are_taken_in_the_end():
     np.testing.assert_allclose(weight, [0.5, 1.5])
 
 
+@pytest.mark.slow
 def test_metrics_forget_a_bad_batch():
     bad = x.copy()
     bad[40] = np.nan
@@ -409,6 +414,7 @@ def test_metrics_forget_a_bad_batch():
     assert float(model.loss_tracker.result()) == pytest.approx(clean["loss"][-1])
 
 
+@pytest.mark.quick("scaled by hand")
 @pytest.mark.parametrize("by_hand", [True, False], ids=["scaled by hand", "true"])
 def test_tools_that_run_a_step_scale_it_once(by_hand):
     class Step(Regression):

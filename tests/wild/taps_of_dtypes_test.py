@@ -57,6 +57,7 @@ def test_a_sum_in_half_on_the_way_to_a_float32_loss_is_seen():
     assert seen.losses == {"Mean in float16"}
 
 
+@pytest.mark.slow
 def test_another_prediction_after_loading_is_seen(tmp_path):
     outcome = corpus.run(Program("classifier", "", "", classifier), "float32")
     path = corpus.save(outcome, "classifier", tmp_path)

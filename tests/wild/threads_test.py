@@ -30,6 +30,7 @@ def compiled_model():
     return model
 
 
+@pytest.mark.slow
 def test_two_compiled_fits_at_once():
     assign = vars(type(tf.Variable(0.0)))["assign"]
     models = [compiled_model() for _ in range(2)]
@@ -46,6 +47,7 @@ def test_two_compiled_fits_at_once():
         assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
+@pytest.mark.slow
 def test_a_counter_of_another_thread_goes_on_while_a_step_is_traced():
     counter, stop, errors, counted = tf.Variable(0.0), threading.Event(), [], [0]
 

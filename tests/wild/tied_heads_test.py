@@ -49,6 +49,7 @@ class MaskedHead(layers.Layer):
         return keras.ops.matmul(self.dense(hidden), table)
 
 
+@pytest.mark.quick("mixed_bfloat16-apply")
 @pytest.mark.parametrize("way", ["enable", "apply"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
@@ -73,6 +74,7 @@ def test_a_head_that_holds_the_embedding_of_another_layer(way, policy):
     assert "default: cannot run in half precision" not in rules
 
 
+@pytest.mark.quick("apply")
 @pytest.mark.parametrize("way", ["enable", "apply"])
 def test_a_tied_head_trains_and_its_output_is_float32(way):
     model = made(lambda: model_of(layers.Dense(8)), way, "mixed_bfloat16")

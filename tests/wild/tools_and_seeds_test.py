@@ -158,6 +158,7 @@ def generators_of_the_suite():
     np.random.set_state(held[1])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*retracing.*")
 @pytest.mark.parametrize("name", QUICK)
 def test_a_program_draws_the_same_with_a_tool_and_without(name, without):
@@ -168,6 +169,7 @@ def test_a_program_draws_the_same_with_a_tool_and_without(name, without):
         np.testing.assert_array_equal(before, after)
 
 
+@pytest.mark.slow
 def test_a_tool_that_fails_leaves_the_seeds_too(without):
     def fail(model):
         flawed = np.full_like(Y, np.nan)
@@ -199,6 +201,7 @@ print(np.random.rand(), float(tf.random.uniform([])), float(keras.random.uniform
 """
 
 
+@pytest.mark.slow
 def test_a_program_without_seeds_still_draws_other_numbers_each_time():
     started = [
         subprocess.Popen(

@@ -49,6 +49,7 @@ class Own(layers.Layer):
 # --- large weights are no fault by themselves
 
 
+@pytest.mark.quick("float32")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_healthy_model_with_large_weights_is_accused_of_nothing(policy):
     x = ingredients()
@@ -65,6 +66,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.quick("log-float32")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_model_is_found_behind_large_weights(fault, policy):
@@ -113,6 +115,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.quick("sgd-float32")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weights_that_ran_away_still_accuse_the_learning_rate(optimizer, policy):
@@ -183,6 +186,7 @@ HUGE = {
 }
 
 
+@pytest.mark.quick("a column")
 @pytest.mark.parametrize("case", HUGE)
 def test_numbers_too_large_for_float32_are_the_datas_fault(case):
     spoil, name = HUGE[case]
@@ -245,6 +249,7 @@ LOOKUPS = {
 }
 
 
+@pytest.mark.quick("embedding-beyond-float32")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("bad", [10, -3], ids=["beyond", "negative"])
 @pytest.mark.parametrize("lookup", LOOKUPS)
@@ -319,6 +324,7 @@ def constrained(where, policy="float32"):
     return model
 
 
+@pytest.mark.quick("kernel-float32")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("where", ["kernel", "bias"])
 def test_a_constraint_that_divides_by_zero_is_the_layers_fault(where, policy):
@@ -398,6 +404,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.quick("quotient-float32")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_arithmetic_of_a_train_step_accuses_no_layer(loss, policy):

@@ -55,6 +55,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.quick("eager-none-mixed_float16")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -72,6 +73,7 @@ def test_a_bare_layer_has_its_effects_once(way, fault, policy, capsys):
         assert layer.count.numpy() == layer.total.numpy() == 2
 
 
+@pytest.mark.quick("none")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_model_in_fit_has_its_effects_once_a_step(fault):
     class Model(keras.Model):
@@ -91,6 +93,7 @@ def test_a_model_in_fit_has_its_effects_once_a_step(fault):
     assert model.counting.count.numpy() == model.counting.total.numpy() == 4
 
 
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
 def test_python_of_a_layer_in_an_eager_loop_runs_as_often_as_in_stock(policy, capsys):
     with tfamp.scope(policy) if policy else contextlib.nullcontext():
@@ -125,6 +128,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.quick("crop")
 @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 def test_an_error_about_a_half_of_something_is_no_error_of_dtypes(error):
     with tfamp.scope("mixed_bfloat16"):
@@ -134,6 +138,7 @@ def test_an_error_about_a_half_of_something_is_no_error_of_dtypes(error):
         assert 1000 - layer.left == 1
 
 
+@pytest.mark.quick("crop")
 @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 def test_an_error_that_passes_leaves_the_layer_as_it_was(error, caplog):
     with tfamp.scope("mixed_bfloat16"):

@@ -46,6 +46,7 @@ def answers(lost, won):
     return x, y
 
 
+@pytest.mark.quick("0-0")
 @pytest.mark.filterwarnings("ignore:.*retracing.*")
 @pytest.mark.parametrize(("lost", "won"), [(0, 0), (11, 0), (7, 6)])
 def test_a_plan_is_at_most_as_much_worse_as_its_changed_answers_allow(lost, won):

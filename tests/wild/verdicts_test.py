@@ -51,6 +51,7 @@ def part(words, report, reports=REPORTS):
 # Power: what is there is said.
 
 
+@pytest.mark.quick("1.3-better")
 @pytest.mark.parametrize(("ratio", "word"), [(1.3, "better"), (1 / 1.3, "worse")])
 def test_a_policy_1_3_times_as_fast_or_slow_is_called_so_with_three_seeds(ratio, word):
     found = part(
@@ -60,6 +61,7 @@ def test_a_policy_1_3_times_as_fast_or_slow_is_called_so_with_three_seeds(ratio,
     assert found >= 0.95
 
 
+@pytest.mark.quick("ratios0")
 @pytest.mark.parametrize("ratios", [[0.24, 0.28, 0.35], [0.31, 0.28, 0.27]])
 def test_a_policy_that_takes_three_and_a_half_times_as_long_is_slower(ratios):
     assert judge(SAME, ratios, tolerance=0.005).answer == "slower"
@@ -107,6 +109,7 @@ LOST = {
 }
 
 
+@pytest.mark.quick("3,300 examples of which 2 % flip")
 @pytest.mark.parametrize("given", LOST.values(), ids=LOST)
 def test_a_policy_that_loses_the_tolerance_is_seldom_called_equivalent(given):
     seeds = given.get("seeds", 3)
@@ -138,6 +141,7 @@ def test_a_loss_that_grows_by_the_tolerance_is_seldom_called_equivalent():
     assert found <= 0.05 + NOISE
 
 
+@pytest.mark.quick("2-0.01")
 @pytest.mark.parametrize("noise", [0.01, 0.05, 0.2])
 @pytest.mark.parametrize("seeds", [2, 3, 5])
 def test_a_policy_as_fast_is_seldom_called_faster_or_slower(noise, seeds):
@@ -191,6 +195,7 @@ def test_a_gain_in_the_noise_says_how_many_seeds():
     assert f"{3 + found.more_seeds} seeds would decide" == found.needs
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("seeds", [2, 3, 5])
 def test_every_undecided_verdict_says_what_would_decide(seeds):
     rng = rng_of("open", seeds)

@@ -96,6 +96,7 @@ NOISY = {
 }
 
 
+@pytest.mark.quick("memory-tf.random")
 @pytest.mark.parametrize("function", NOISY.values(), ids=NOISY)
 @pytest.mark.parametrize("where", ["memory", "files"])
 def test_augmentation_written_after_a_cache_differs_each_epoch(
@@ -107,6 +108,7 @@ def test_augmentation_written_after_a_cache_differs_each_epoch(
     assert changes_by_epoch(given.cache(path).map(function).batch(4).build())
 
 
+@pytest.mark.quick("tf.random-")
 @pytest.mark.parametrize("ahead", ["", "shuffle"])
 @pytest.mark.parametrize("function", NOISY.values(), ids=NOISY)
 def test_a_random_map_written_before_a_cache_is_frozen_by_it(function, ahead):
@@ -201,6 +203,7 @@ class Memory(Pipeline):
         return super().cache(where or "memory", **options)
 
 
+@pytest.mark.quick("arrays-mixup")
 @pytest.mark.parametrize("write", PLAIN.values(), ids=PLAIN)
 @pytest.mark.parametrize("source", ["arrays", "dataset"])
 def test_the_same_calls_give_what_tf_data_gives(write, source):
