@@ -2,6 +2,7 @@
 
 import types
 
+import archspec.cpu
 import pytest
 import tensorflow as tf
 
@@ -260,21 +261,6 @@ def answer(*features):
     return lambda: types.SimpleNamespace(features=set(features))
 
 
-def test_cpu_features_are_those_detected_not_those_of_the_host(monkeypatch):
-    monkeypatch.setattr(hardware, "is_amx_broken", lambda: False)
-    cpu = types.SimpleNamespace(
-        detect=types.SimpleNamespace(detected_info=answer("avx2", "amx-bf16")),
-        host=answer("avx2"),
-    )
-    monkeypatch.setattr(hardware.archspec, "cpu", cpu)
-    assert hardware._cpu_features() == ("amx_bf16", "avx2")
-    # Without the function, or without its answer, the host's features are taken.
-    cpu.detect.detected_info = answer()
-    assert hardware._cpu_features() == ("avx2",)
-    del cpu.detect
-    assert hardware._cpu_features() == ("avx2",)
-
-
 @pytest.mark.parametrize(
     "named, is_broken, features",
     [
@@ -288,7 +274,8 @@ def test_amx_that_ends_the_process_counts_as_absent(
     monkeypatch, named, is_broken, features
 ):
     detect = types.SimpleNamespace(detected_info=answer(*named))
-    cpu = types.SimpleNamespace(detect=detect, host=answer())
-    monkeypatch.setattr(hardware.archspec, "cpu", cpu)
+    monkeypatch.setattr(archspec.cpu, "detect", detect)
     monkeypatch.setattr(hardware, "is_amx_broken", lambda: is_broken)
-    assert hardware._cpu_features() == features
+    hardware._cpu.cache_clear()
+    assert hardware.devices()[-1].features == features
+    hardware._cpu.cache_clear()

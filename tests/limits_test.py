@@ -166,12 +166,6 @@ def test_the_address_space_is_this_processes(tmp_path, monkeypatch):
     assert limits.memory_limits(tmp_path)[1] == MemoryLimit(3 * GIB, "RLIMIT_AS")
 
 
-def test_swap_is_total_and_free_or_unknown(tmp_path):
-    assert limits.swap_bytes(system(tmp_path, {})) is None
-    text = "SwapTotal: 4 kB\nSwapFree: 1 kB\n"
-    assert limits.swap_bytes(system(tmp_path, {"proc/meminfo": text})) == (4096, 1024)
-
-
 SELF, ROOT = "proc/self/cgroup", "sys/fs/cgroup"
 
 

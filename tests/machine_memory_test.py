@@ -4,14 +4,13 @@ import os
 import types
 
 import pytest
-import tensorflow as tf
 
 from tests.doctor_test import CPU, T4, machine, text_of
 from tests.probes_test import Driver, Gpu, NVMLError
 from tfamp.cli.diagnosis import DoctorFinding
 from tfamp.cli.doctor import diagnose
 from tfamp.machine.limits import GpuMemory, Holder, MachineMemory, MemoryLimit
-from tfamp.machine.memory import ALLOCATORS, advice, machine_memory
+from tfamp.machine.memory import advice, machine_memory
 
 MIB, GIB = 2**20, 2**30
 OWN = 42
@@ -38,34 +37,11 @@ class Occupied(Driver):
         return [types.SimpleNamespace(pid=p, usedGpuMemory=b) for p, b in rows]
 
 
-class Config:
-    """Stands for `tf.config` with GPUs: number -> (growth, limits of its parts)."""
-
-    def __init__(self, gpus):
-        self.gpus = gpus
-        self.experimental = self
-
-    def list_physical_devices(self, kind):
-        names = (f"/physical_device:{kind}:{number}" for number in self.gpus)
-        return [types.SimpleNamespace(name=name) for name in names]
-
-    def get_memory_growth(self, gpu):
-        growth = self.gpus[int(gpu.name[-1])][0]
-        if growth is None:
-            raise ValueError("not initialized")
-        return growth
-
-    def get_logical_device_configuration(self, gpu):
-        parts = self.gpus[int(gpu.name[-1])][1]
-        return parts and [types.SimpleNamespace(memory_limit=part) for part in parts]
-
-
 @pytest.fixture
 def gpus_of(monkeypatch, tmp_path):
     """GPUs of a described machine, as this process with number `OWN` sees them."""
 
-    def told(driver, *, seen=((0, ""),), config=None, **environ):
-        monkeypatch.setattr(tf, "config", config or Config({}))
+    def told(driver, *, seen=((0, ""),), **environ):
         monkeypatch.setattr(os, "getpid", lambda: OWN)
         memory = machine_memory(driver, gpus=seen, environ=environ, root=tmp_path)
         assert driver.open == 0
@@ -84,8 +60,7 @@ def test_a_gpu_is_told_with_all_who_hold_its_memory(tmp_path, gpus_of):
         compute=((OWN, 2 * GIB), (7, 6 * GIB), (9, None)),
         graphics=((8, GIB), (7, 6 * GIB)),
     )
-    config = Config({0: (True, (1024, 2048))})
-    (told,) = gpus_of(Occupied(gpu), config=config)
+    (told,) = gpus_of(Occupied(gpu))
     assert told == GpuMemory(
         0,
         "Tesla T4",
@@ -97,8 +72,6 @@ def test_a_gpu_is_told_with_all_who_hold_its_memory(tmp_path, gpus_of):
             Holder(8, "Xorg", GIB),
             Holder(9, "", None),
         ),
-        growth=True,
-        limit_bytes=3 * GIB,
     )
     assert told.free_bytes == 6 * GIB
     assert [holder.pid for holder in told.others] == [7, 8, 9]
@@ -109,7 +82,6 @@ def test_what_a_driver_refuses_is_unknown(gpus_of):
     (told,) = gpus_of(Driver(Gpu("T4", "GPU-t")))
     assert told == GpuMemory(0, "T4")
     assert told.free_bytes is None
-    assert told.unseen_bytes == 0
 
 
 def test_a_slice_is_told_with_its_own_memory_and_processes(gpus_of):
@@ -123,29 +95,13 @@ def test_a_slice_is_told_with_its_own_memory_and_processes(gpus_of):
     assert told.holders == (Holder(7, "python3", 512 * MIB),)
 
 
-TAKING = {
-    "undecided": ((None, None), (None, None)),
-    "all at once": ((False, None), (False, None)),
-    "parts, one unlimited": ((True, (1024, None)), (True, None)),
-}
-
-
-@pytest.mark.parametrize("settings, expected", TAKING.values(), ids=TAKING)
-def test_growth_and_limits_are_those_of_this_process(gpus_of, settings, expected):
-    driver = Driver(Gpu("a", "GPU-a"), Gpu("b", "GPU-b"))
-    config = Config({0: (True, (1,)), 1: settings})
-    (told,) = gpus_of(driver, seen=[(1, "")], config=config)
-    assert (told.index, told.growth, told.limit_bytes) == (1, *expected)
-
-
 def test_without_nvml_there_is_the_cpu(tmp_path):
     (tmp_path / "proc").mkdir()
-    text = "MemTotal: 1024 kB\nMemAvailable: 1 kB\nSwapTotal: 4 kB\nSwapFree: 3 kB\n"
+    text = "MemTotal: 1024 kB\nMemAvailable: 1 kB\n"
     (tmp_path / "proc/meminfo").write_text(text)
     memory = machine_memory(Driver(is_dead=True), gpus=[(0, "")], root=tmp_path)
     assert memory.gpus == ()
     assert memory.limits[0] == MemoryLimit(MIB, "physical memory", 1023 * 1024)
-    assert (memory.swap_bytes, memory.swap_free_bytes) == (4096, 3072)
 
 
 def gpu(used=0, *, total=16 * GIB, **facts):
@@ -177,53 +133,24 @@ PROBLEMS = {
         "End it, or choose another GPU by CUDA_VISIBLE_DEVICES; where both are to "
         "share it, set TF_FORCE_GPU_ALLOW_GROWTH=true for both.",
     ),
-    "another container": (
-        gpu(8 * GIB),
-        {},
-        "8.0 GiB of 16.0 GiB on GPU:0 are held by processes that cannot be seen from "
-        "here, such as those of another container.",
-        "Look with `nvidia-smi` on the host, or choose another GPU by "
-        "CUDA_VISIBLE_DEVICES.",
-    ),
-    "a limit beyond the GPU": (
-        gpu(limit_bytes=20 * GIB),
-        {},
-        "This process may take 20.0 GiB on GPU:0, which has 16.0 GiB.",
-        "Lower the `memory_limit` of its logical devices.",
-    ),
     "unknown allocator": (
         GPU,
         {"TF_GPU_ALLOCATOR": "cuda_async"},
-        "TF_GPU_ALLOCATOR is 'cuda_async', which TensorFlow does not know and ignores.",
-        "Set TF_GPU_ALLOCATOR=cuda_malloc_async, or unset it.",
-    ),
-    "allocator for finding errors": (
-        GPU,
-        {"TF_GPU_ALLOCATOR": "memory_guard"},
-        "TF_GPU_ALLOCATOR is 'memory_guard', which is slow and meant for finding "
-        "errors in TensorFlow.",
+        "TF_GPU_ALLOCATOR is 'cuda_async', which does not help TensorFlow.",
         "Set TF_GPU_ALLOCATOR=cuda_malloc_async, or unset it.",
     ),
     "growth that is not understood": (
         GPU,
         {"TF_FORCE_GPU_ALLOW_GROWTH": "1"},
-        "TF_FORCE_GPU_ALLOW_GROWTH is '1', which TensorFlow ignores: it takes only "
-        "'true' and 'false'.",
+        "TF_FORCE_GPU_ALLOW_GROWTH is '1', which does not help TensorFlow.",
         "Set TF_FORCE_GPU_ALLOW_GROWTH=true.",
     ),
     "a variable of JAX's": (
         GPU,
         {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        "XLA_PYTHON_CLIENT_PREALLOCATE is 'false', which JAX reads and TensorFlow does "
-        "not.",
-        "Set TF_FORCE_GPU_ALLOW_GROWTH=true to have TensorFlow take GPU memory as "
-        "needed.",
-    ),
-    "a limit that is no number": (
-        GPU,
-        {"TF_GPU_HOST_MEM_LIMIT_IN_MB": "8GB"},
-        "TF_GPU_HOST_MEM_LIMIT_IN_MB is '8GB'; expected a whole number of MiB.",
-        "Set another number, as in TF_GPU_HOST_MEM_LIMIT_IN_MB=8192, or unset it.",
+        "XLA_PYTHON_CLIENT_PREALLOCATE is 'false', which does not help TensorFlow.",
+        "JAX reads it; set TF_FORCE_GPU_ALLOW_GROWTH=true to have TensorFlow take "
+        "memory as needed.",
     ),
     "ulimit -v": (
         cpu(MemoryLimit(8 * GIB, "RLIMIT_AS")),
@@ -256,12 +183,8 @@ HARMLESS = {
     "a process of unknown size": (gpu(15 * GIB, holders=(Holder(1, "x"),)), {}),
     "a slice": (gpu(mig_slice="1g.5gb"), {}),
     "nothing told": (gpu(total=None, used=None), {}),
-    "the allocator for training": (GPU, {"TF_GPU_ALLOCATOR": ALLOCATORS[-1]}),
-    "growth": (
-        GPU,
-        {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "0"},
-    ),
-    "numbers": (GPU, {"TF_PER_DEVICE_MEMORY_LIMIT_MB": "4096"}),
+    "the allocator for training": (GPU, {"TF_GPU_ALLOCATOR": "cuda_malloc_async"}),
+    "growth": (GPU, {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}),
     "GPU settings on a CPU": (
         cpu(),
         {"TF_GPU_ALLOCATOR": "x", "TF_FORCE_GPU_ALLOW_GROWTH": "1"},
@@ -290,14 +213,12 @@ def test_the_doctor_shows_memory_and_judges_it():
         15 * GIB,
         mig_slice="1g.5gb",
         holders=holders,
-        growth=True,
-        limit_bytes=2 * GIB,
     )
     limits = (
         MemoryLimit(16 * GIB, "physical memory", 4 * GIB),
         MemoryLimit(3 * GIB, "cgroup v2", GIB),
     )
-    memory = MachineMemory(limits, (row,), 5 * GIB, 4 * GIB)
+    memory = MachineMemory(limits, (row,))
     diagnosis = diagnose(machine(T4, CPU, memory=memory))
     assert diagnosis.memory == memory
     assert [finding.severity for finding in diagnosis.findings] == ["advice"]
@@ -305,11 +226,9 @@ def test_the_doctor_shows_memory_and_judges_it():
     lines = [" ".join(line.split()) for line in text_of(diagnosis, 200).splitlines()]
     for expected in (
         "GPU:0 (MIG 1g.5gb) 16.0 GiB 1.0 GiB python (pid 123) 14.0 GiB, this process "
-        "(pid 42) 1.0 GiB, at most 2.0 GiB for this process, taken as needed (memory "
-        "growth)",
+        "(pid 42) 1.0 GiB",
         "CPU, physical memory 16.0 GiB 12.0 GiB",
         "CPU, cgroup v2 3.0 GiB 2.0 GiB sets the limit",
-        "swap 5.0 GiB 4.0 GiB",
     ):
         assert expected in lines
 

@@ -177,7 +177,6 @@ def test_an_error_in_training_on_a_gpu_is_told_in_full():
         layers=["inner", "inner/up"],
         held={"weights": 256 * MIB, "optimizer slots": 512 * MIB},
         memory=on_gpu(0, 10 * GIB, other),
-        peak_bytes=9 * GIB,
         computes_in="float32",
         environ={},
     )
@@ -199,29 +198,6 @@ def test_an_error_in_training_on_a_gpu_is_told_in_full():
         "6. End the other processes on GPU:1, or set TF_FORCE_GPU_ALLOW_GROWTH=true "
         "for all that share it.",
     ]
-
-
-# Free outside, held by this process, peak of its tensors; 8 GiB were asked for.
-FRAGMENTS = {
-    "free inside our own": (0, 16 * GIB, 7 * GIB, "9.0 GiB"),
-    "free outside too": (6 * GIB, 10 * GIB, 7 * GIB, "9.0 GiB"),
-    "our own not told": (9 * GIB, 0, 7 * GIB, "9.0 GiB"),
-    "as much as was asked for": (0, 16 * GIB, 8 * GIB, None),
-    "a peak beyond what is held": (7 * GIB, 9 * GIB, 10 * GIB, None),
-    "unknown peak": (16 * GIB, 16 * GIB, None, None),
-}
-
-
-@pytest.mark.parametrize("free, own, peak, told", FRAGMENTS.values(), ids=FRAGMENTS)
-def test_fragmentation_is_more_free_than_was_asked_for(free, own, peak, told):
-    text = explain(GRAPH, memory=on_gpu(free, own), peak_bytes=peak, environ={})
-    first = re.search(r"\n1\. (.*)", text).group(1)
-    allocator = "Set TF_GPU_ALLOCATOR=cuda_malloc_async before TensorFlow starts"
-    if told is None:
-        assert "fragmented" not in text and not first.startswith(allocator)
-    else:
-        assert f"At least {told} were free, more than was asked for" in text
-        assert first == f"{allocator}: it joins free pieces."
 
 
 def test_an_allocator_that_is_set_is_not_advised():

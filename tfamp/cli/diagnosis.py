@@ -160,9 +160,6 @@ def _memory_table(memory: MachineMemory) -> Any:
         first = "sets the limit" if limit == memory.limit else ""
         free = None if limit.used_bytes is None else limit.free_bytes
         rows.append((f"CPU, {limit.source}", _size(limit.bytes), _size(free), first))
-    if memory.swap_bytes:
-        sizes = (_size(memory.swap_bytes), _size(memory.swap_free_bytes))
-        rows.append(("swap", *sizes, ""))
     return _table("Memory", ("Of", "Size", "Free", "Held by"), rows)
 
 
@@ -171,15 +168,11 @@ def _size(num_bytes: int | None) -> str:
 
 
 def _holders(gpu: GpuMemory) -> str:
-    """Returns who holds memory of a GPU, and how this process takes it."""
+    """Returns who holds memory of a GPU."""
     found = []
     for holder in gpu.holders:
         name = "this process" if holder.is_own else holder.name or "a process"
         found.append(f"{name} (pid {holder.pid}) {_size(holder.bytes)}".strip())
-    if gpu.limit_bytes is not None:
-        found.append(f"at most {_size(gpu.limit_bytes)} for this process")
-    if gpu.growth:
-        found.append("taken as needed (memory growth)")
     return ", ".join(found) or "nobody to be seen"
 
 

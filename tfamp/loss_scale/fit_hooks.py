@@ -26,7 +26,7 @@ from tfamp.loss_scale.replicas import (
     weights_replicas,
 )
 from tfamp.loss_scale.scales import HERE
-from tfamp.machine.memory import device_peak_bytes, machine_memory
+from tfamp.machine.memory import machine_memory
 from tfamp.machine.out_of_memory import explain, is_out_of_memory
 
 # Under XLA no error can be raised in the graph, so the counter is read every so
@@ -279,13 +279,11 @@ def _add_note(error: Exception, model: keras.Model, *, training: bool) -> None:
         if optimizer is not None:
             held["optimizer slots"] = structure.bytes_of(optimizer.variables)
         layers = [path for path, each, _ in structure.walk(model) if each is not model]
-        has_gpu = bool(tf.config.list_physical_devices("GPU"))
         text = explain(
             str(error),
             layers=layers,
             held=held,
             memory=machine_memory(),
-            peak_bytes=device_peak_bytes() if has_gpu else None,
             training=training,
             computes_in=dtypes.pop() if len(dtypes) == 1 else "",
         )

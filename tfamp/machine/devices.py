@@ -39,21 +39,20 @@ def recommend(
         >>> recommend([Device("gpu", "Tesla P100", (6, 0))]).reason
         'Tesla P100 has no tensor cores (compute capability 6.0, needs 7.0).'
     """
-    computing = _computing(devices)
+    computing = computing_of(devices)
     if not computing:
         return Recommendation("float32", "TensorFlow sees no device.")
-    slow = {policy: _first_slow(policy, computing, onednn) for policy in MIXED_POLICIES}
-    fast = [policy for policy in MIXED_POLICIES if slow[policy] is None]
-    if fast:
-        # Told by the device that stands against a better policy, if one does.
-        teller = slow[MIXED_POLICIES[0]] or computing[0]
-        policy = subject = fast[0]
+    bfloat16, float16 = (_slowest(p, computing, onednn) for p in MIXED_POLICIES)
+    if bfloat16.is_fast:
+        policy, told = MIXED_POLICIES[0], bfloat16
+    elif float16.is_fast:  # told by the device that stands against the better policy
+        policy, told = MIXED_POLICIES[1], bfloat16
+        if len({device.name for device in computing}) == 1:
+            told = float16
     else:
         # Float16 comes with the first tensor cores; a CPU can only do bfloat16.
-        subject = MIXED_POLICIES[0 if computing[0].kind == "cpu" else 1]
-        teller = slow[subject] or computing[0]
-        policy = "float32"
-    reason = _speed(teller, subject, onednn).why
+        policy, told = "float32", bfloat16 if computing[0].kind == "cpu" else float16
+    reason = told.why
     if len({device.name for device in computing}) > 1:
         reason += f", and the policy has to suit all {len(computing)} devices"
     return Recommendation(policy, f"{reason}.")
@@ -77,22 +76,19 @@ def objection(
     if policy in _STORED_IN_HALF:
         # Below 1.0 numbers lie twice as close, so this is the smaller step.
         step = formats.FORMATS[policy].epsilon / 4
-        same = _STORED_IN_HALF[policy]
-        use, also = repr(same if better == "float32" else better), ""
-        if better == "float32":
-            also = ", and 'float32' is the fast one here"
+        use = _STORED_IN_HALF[policy] if better == "float32" else better
+        also = ", and 'float32' is the fast one here" if better == "float32" else ""
         return (
             f"{policy!r} stores the weights in {policy}, where a weight of 1.0 does "
-            f"not move by updates under {step:.1g}; use {use}, which keeps them in "
+            f"not move by updates under {step:.1g}; use {use!r}, which keeps them in "
             f"float32{also}."
         )
     if policy not in MIXED_POLICIES:
         return None
-    slow = _first_slow(policy, _computing(devices), onednn)
-    if slow is None:
+    told = _slowest(policy, computing_of(devices), onednn)
+    if told.is_fast:
         return None
-    reason = _speed(slow, policy, onednn).why
-    return f"{policy!r} will be slow or gain nothing here: {reason}; use {better!r}."
+    return f"{policy!r} will be slow or gain nothing here: {told.why}; use {better!r}."
 
 
 def fast_dtypes(device: Device, *, onednn: bool | None = None) -> tuple[str, ...]:
@@ -119,7 +115,11 @@ def devices() -> tuple[Device, ...]:
     """
     tpus = tf.config.list_physical_devices("TPU")
     gpus = tf.config.get_visible_devices("GPU")
-    memory = _gpu_memory() if gpus else {}
+    nvml = Nvml.open() if gpus else None
+    memory: dict[int, int | None] = {}
+    if nvml is not None:
+        with nvml:
+            memory = {each.index: each.memory_total_bytes for each in nvml.read()}
     return (
         *(Device("tpu", details_of(tpu).get("device_name", "TPU")) for tpu in tpus),
         *(_gpu(details_of(gpu), memory.get(number_of(gpu))) for gpu in gpus),
@@ -129,60 +129,35 @@ def devices() -> tuple[Device, ...]:
 
 def _gpu(details: Mapping[str, Any], memory_bytes: int | None) -> Device:
     name = details.get("device_name", "GPU")
-    capability = details.get("compute_capability")
-    return Device(
-        "gpu",
-        name,
-        compute_capability=tuple(capability) if capability else None,
-        memory_bytes=memory_bytes,
-        # "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
-        partition=" MIG " in f" {name} ",
-    )
-
-
-def _gpu_memory() -> dict[int, int | None]:
-    """Returns the memory of TensorFlow's GPUs and MIG slices, {} without NVML."""
-    nvml = Nvml.open()
-    if nvml is None:
-        return {}
-    with nvml:
-        return {each.index: each.memory_total_bytes for each in nvml.read()}
+    found = details.get("compute_capability")
+    capability = tuple(found) if found else None
+    # "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
+    is_part = " MIG " in f" {name} "
+    return Device("gpu", name, capability, memory_bytes, partition=is_part)
 
 
 @functools.cache
 def _cpu() -> Device:
-    """Returns this machine's CPU."""
+    """Returns this machine's CPU; AMX that ends the process is called `BROKEN_AMX`."""
     try:
         memory = system_bytes()
     except ImportError:  # psutil is missing, on Windows
         memory = None
-    name = archspec.cpu.brand_string() or archspec.cpu.host().name
-    return Device("cpu", name, memory_bytes=memory, features=_cpu_features())
-
-
-def _cpu_features() -> tuple[str, ...]:
-    """Returns `instruction_sets`; AMX that ends the process is called `BROKEN_AMX`."""
-    named = {*instruction_sets()}
-    amx = {feature for feature in named if feature.startswith("amx")}
+    features = {*instruction_sets()}
+    amx = {feature for feature in features if feature.startswith("amx")}
     if amx and is_amx_broken():
-        named = named - amx | {BROKEN_AMX}
-    return tuple(sorted(named))
+        features = features - amx | {BROKEN_AMX}
+    name = archspec.cpu.brand_string() or archspec.cpu.host().name
+    return Device("cpu", name, None, memory, tuple(sorted(features)))
 
 
-def _computing(devices: Sequence[Device]) -> list[Device]:
+def computing_of(devices: Sequence[Device]) -> tuple[Device, ...]:
     """Returns the devices that models run on: the CPU only when it is alone."""
-    accelerators = [device for device in devices if device.kind != "cpu"]
-    return accelerators or list(devices)
+    return tuple(d for d in devices if d.kind != "cpu") or tuple(devices)
 
 
-def _speed(device: Device, policy: str, onednn: bool | None) -> Speed:
-    """Returns the table's word on a device under a mixed policy."""
-    return speed(policy.removeprefix("mixed_"), device, onednn=onednn)
-
-
-def _first_slow(
-    policy: str, devices: Sequence[Device], onednn: bool | None
-) -> Device | None:
-    """Returns the first device that gains nothing from a policy."""
-    slow = (d for d in devices if not _speed(d, policy, onednn).is_fast)
-    return next(slow, None)
+def _slowest(policy: str, devices: Sequence[Device], onednn: bool | None) -> Speed:
+    """Returns the word on the first device that gains nothing from a policy, if any."""
+    dtype = policy.removeprefix("mixed_")
+    told = [speed(dtype, device, onednn=onednn) for device in devices]
+    return min(told, key=lambda each: each.is_fast, default=Speed(True, ""))

@@ -13,6 +13,18 @@ from tfamp.records import checks
 from tfamp.records.record import Record
 from tfamp.records.units import format_bytes
 
+PHYSICAL, ADDRESS_SPACE = "physical memory", "RLIMIT_AS"
+# Version -> its mount, the files of limit and use, and the line of memory.stat with
+# cached files, which the kernel gives up before it kills.
+# Source: kernel.org, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+_CGROUPS = {
+    "cgroup v2": ("", "memory.max", "memory.current", "inactive_file"),
+    "cgroup v1": (
+        *("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        "total_inactive_file",
+    ),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class MemoryLimit(Record):
@@ -45,11 +57,10 @@ class Holder(Record):
 
 @dataclasses.dataclass(frozen=True)
 class GpuMemory(Record):
-    """Memory of a GPU that TensorFlow uses, or of the slice of one.
+    """Memory of a GPU that TensorFlow uses, or of its MIG slice, and who holds it.
 
     `index` is TensorFlow's, as in "GPU:0". `holders` come with the largest first; those
-    of other containers may be missing. `growth` is whether this process takes memory as
-    it needs it, None where that is not decided yet, and `limit_bytes` what it may take.
+    of other containers may be missing.
     """
 
     index: int
@@ -58,8 +69,6 @@ class GpuMemory(Record):
     used_bytes: int | None = None
     mig_slice: str | None = None
     holders: tuple[Holder, ...] = ()
-    growth: bool | None = None
-    limit_bytes: int | None = None
 
     @property
     def free_bytes(self) -> int | None:
@@ -82,14 +91,6 @@ class GpuMemory(Record):
             f"{format_bytes(whole)} on GPU:{self.index}."
         )
 
-    @property
-    def unseen_bytes(self) -> int:
-        """What is in use and no process that can be seen holds."""
-        told = [holder.bytes for holder in self.holders]
-        if self.used_bytes is None or None in told:
-            return 0
-        return max(0, self.used_bytes - sum(each or 0 for each in told))
-
 
 @dataclasses.dataclass(frozen=True)
 class MachineMemory(Record):
@@ -101,8 +102,6 @@ class MachineMemory(Record):
 
     limits: tuple[MemoryLimit, ...] = ()
     gpus: tuple[GpuMemory, ...] = ()
-    swap_bytes: int | None = None
-    swap_free_bytes: int | None = None
 
     @property
     def limit(self) -> MemoryLimit | None:
@@ -110,24 +109,7 @@ class MachineMemory(Record):
         return min(self.limits, key=lambda limit: limit.bytes, default=None)
 
 
-_ROOT = Path("/")
-# Version -> its mount, the files of limit and use, and the line of memory.stat with
-# cached files, which the kernel gives up before it kills.
-# Source: kernel.org, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
-_CGROUPS = {
-    "cgroup v2": ("", "memory.max", "memory.current", "inactive_file"),
-    "cgroup v1": (
-        "memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
-}
-PHYSICAL = "physical memory"
-ADDRESS_SPACE = "RLIMIT_AS"
-
-
-def memory_limits(root: Path = _ROOT) -> tuple[MemoryLimit, ...]:
+def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
     """Returns every limit on the memory of this process, the machine's memory first.
 
     An ImportError says that the system tells nothing (Windows) and psutil is not
@@ -145,26 +127,17 @@ def memory_limits(root: Path = _ROOT) -> tuple[MemoryLimit, ...]:
     return tuple(found)
 
 
-def swap_bytes(root: Path = _ROOT) -> tuple[int, int] | None:
-    """Returns total and free swap of the machine, None where it is not told."""
-    fields = sizes_in(root / "proc/meminfo")
-    if not {"SwapTotal", "SwapFree"} <= fields.keys():
-        return None
-    return fields["SwapTotal"], fields["SwapFree"]
-
-
 def _cgroup_limits(root: Path, version: str) -> list[MemoryLimit]:
     """Returns the tightest limit of this process's cgroup and those around it."""
     mount, limit_file, used_file, cache_line = _CGROUPS[version]
     found = []
     for folder in cgroup_folders(root, mount):
-        used, limit = _number(folder / used_file), _number(folder / limit_file)
-        if used is not None:
-            used -= _numbers(folder / "memory.stat").get(cache_line, 0)
-            used = max(0, used)
+        limit, used = (text_of(folder / f).strip() for f in (limit_file, used_file))
         # Version 1 writes "no limit" as the largest number of pages that there is.
-        if limit is not None and limit < 2**62:
-            found.append(MemoryLimit(limit, version, used))
+        if limit.isdecimal() and int(limit) < 2**62:
+            cached = _numbers(folder / "memory.stat").get(cache_line, 0)
+            held = max(0, int(used) - cached) if used.isdecimal() else None
+            found.append(MemoryLimit(int(limit), version, held))
     return sorted(found, key=lambda limit: limit.bytes)[:1]
 
 
@@ -197,17 +170,7 @@ def sizes_in(path: Path) -> dict[str, int]:
 def _numbers(path: Path) -> dict[str, int]:
     """Returns first word -> number of a file's lines, {} where it cannot be read."""
     words = [line.split() for line in text_of(path).splitlines()]
-    return {
-        each[0]: int(each[1])
-        for each in words
-        if len(each) > 1 and each[1].isascii() and each[1].isdigit()
-    }
-
-
-def _number(path: Path) -> int | None:
-    """Returns the number in a file, None for "max" and where it cannot be read."""
-    text = text_of(path).strip()
-    return int(text) if text.isascii() and text.isdigit() else None
+    return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdecimal()}
 
 
 def text_of(path: Path) -> str:

@@ -15,21 +15,25 @@ import tensorflow as tf
 
 from tfamp.machine import limits
 from tfamp.machine.limits import GpuMemory, Holder, MachineMemory, MemoryLimit
-from tfamp.machine.nvml import Nvml, number_of
+from tfamp.machine.nvml import Nvml
 from tfamp.records import checks
 from tfamp.records.units import format_bytes
 
 _PROC = Path("/proc/self")
-# What resets the peak. Source: man 5 proc_pid_clear_refs, value 5.
-_RESET = "5"
-_ALLOCATOR, _GROWTH = "TF_GPU_ALLOCATOR", "TF_FORCE_GPU_ALLOW_GROWTH"
-_PINNED, _PER_DEVICE = "TF_GPU_HOST_MEM_LIMIT_IN_MB", "TF_PER_DEVICE_MEMORY_LIMIT_MB"
-_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
-# The last is the one for training; the others find errors of TensorFlow's.
+_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+# Variable of GPUs -> values that do what they seem to, and what else to set.
 # Source: TensorFlow, tensorflow/core/common_runtime/gpu, 2026-11-22.
-ALLOCATORS = ("cuda_malloc", "memory_guard", "cuda_malloc_async")
-# TensorFlow asks the C library for smaller blocks.
-_MIB = 2**20
+_VARIABLES = {
+    "TF_GPU_ALLOCATOR": (
+        ("cuda_malloc_async",),
+        "Set TF_GPU_ALLOCATOR=cuda_malloc_async, or unset it.",
+    ),
+    _GROWTH: (("true", "false"), f"Set {_GROWTH}=true."),
+    "XLA_PYTHON_CLIENT_PREALLOCATE": (
+        (),
+        f"JAX reads it; set {_GROWTH}=true to have TensorFlow take memory as needed.",
+    ),
+}
 # Less than this part of a memory, held by others or free, is worth no word.
 _NOTICEABLE, _SCARCE = 0.05, 0.1
 
@@ -49,15 +53,14 @@ def peak_process_bytes(status: Path = _PROC / "status") -> int:
 
     On Linux from the kernel's high-water mark of this process. Not from
     `resource.getrusage` there: that starts at the peak of the process which started
-    this one, so a small child of a large parent reports the parent. On Windows psutil
-    is asked.
+    this one, so a small child of a large parent reports the parent.
     """
     peak = limits.sizes_in(status).get("VmHWM")  # which gVisor does not tell
     if peak is not None:
         return peak
     try:
         import resource
-    except ImportError:
+    except ImportError:  # Windows
         return int(_psutil().Process().memory_info().peak_wset)
     # Source: getrusage(2): kilobytes on Linux and BSD, bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
@@ -73,7 +76,7 @@ def reset_peak(clear_refs: Path = _PROC / "clear_refs") -> bool:
     if not clear_refs.exists():
         return False
     try:
-        clear_refs.write_text(_RESET)
+        clear_refs.write_text("5")  # Source: man 5 proc_pid_clear_refs
     except OSError:
         return False
     return True
@@ -83,12 +86,10 @@ def device_peak_bytes() -> int | None:
     """Returns the peak of TensorFlow's allocator on the fullest GPU, which decides.
 
     It is what tensors took since the start or `reset_device_peak`, not what TensorFlow
-    reserved; NVML tells that. Starts the GPUs if they were not yet in use. None without
-    a GPU, and where the allocator keeps no count.
+    reserved; NVML tells that. None without a GPU, and where no count is kept.
     """
     peaks = []
     for name in _logical_gpus():
-        # Some allocators keep no count.
         with contextlib.suppress(ValueError, tf.errors.OpError):
             peaks.append(int(tf.config.experimental.get_memory_info(name)["peak"]))
     return max(peaks, default=None)
@@ -123,25 +124,42 @@ class Advice(NamedTuple):
 
 
 def machine_memory(
-    pynvml: Any = None,
-    *,
-    environ: Mapping[str, str] = os.environ,
-    root: Path = Path("/"),
-    **options: Any,
+    pynvml: Any = None, *, root: Path = Path("/"), **options: Any
 ) -> MachineMemory:
     """Returns the memory of this machine and who holds it; starts no GPU.
 
-    `proc` and `sys` lie below `root`; `options` are further ones of `Nvml`. An
-    ImportError says that the system does not tell its memory (Windows) and psutil is
-    not installed.
+    `proc` and `sys` lie below `root`; `options` are those of `Nvml`. An ImportError
+    says that the system does not tell its memory (Windows) and psutil is not installed.
     """
-    swap = limits.swap_bytes(root) or (None, None)
-    nvml = Nvml.open(pynvml, environ=environ, **options)
+    nvml = Nvml.open(pynvml, **options)
     gpus: tuple[GpuMemory, ...] = ()
     if nvml is not None:
         with nvml:
-            gpus = tuple(_gpus(nvml, root))
-    return MachineMemory(limits.memory_limits(root), gpus, *swap)
+            gpus = tuple(
+                GpuMemory(
+                    *(each.index, each.name),
+                    *(each.memory_total_bytes, each.memory_used_bytes),
+                    each.mig_slice,
+                    _holders(nvml, nvml.handles[each.index][0], root),
+                )
+                for each in nvml.read()
+            )
+    return MachineMemory(limits.memory_limits(root), gpus)
+
+
+def _holders(nvml: Nvml, part: Any, root: Path) -> tuple[Holder, ...]:
+    """Returns the processes on a GPU or slice, the largest first."""
+    found: dict[int, Holder] = {}
+    # A process that draws and computes is in both lists, with the same figure.
+    for query in ("Compute", "Graphics"):
+        for each in nvml.ask(f"nvmlDeviceGet{query}RunningProcesses", part) or ():
+            held = None if each.usedGpuMemory is None else int(each.usedGpuMemory)
+            name = nvml.ask("nvmlSystemGetProcessName", each.pid)
+            name = name or limits.text_of(root / f"proc/{each.pid}/comm")
+            # A path, with the arguments on some systems.
+            name = name.strip().split(" ")[0].rsplit("/", 1)[-1]
+            found[each.pid] = Holder(each.pid, name, held, each.pid == os.getpid())
+    return tuple(sorted(found.values(), key=lambda each: -(each.bytes or 0)))
 
 
 def advice(
@@ -161,111 +179,24 @@ def advice(
         >>> print(advice(MachineMemory(gpus=(gpu,)), {})[0].message)
         Another process (pid 123, python) holds 14.0 GiB of 15.0 GiB on GPU:0.
     """
-    found = [each for gpu in memory.gpus for each in _of_gpu(gpu)]
+    found = [
+        Advice(
+            gpu.held_by(holder),
+            "End it, or choose another GPU by CUDA_VISIBLE_DEVICES; where both are to "
+            f"share it, set {_GROWTH}=true for both.",
+        )
+        for gpu in memory.gpus
+        for holder in gpu.others
+        if (holder.bytes or 0) >= _NOTICEABLE * (gpu.total_bytes or 1)
+    ]
     if bool(memory.gpus) if has_gpu is None else has_gpu:
-        found += _of_variables(environ)
+        for name, (good, remedy) in _VARIABLES.items():
+            if (value := environ.get(name)) and value not in good:
+                message = f"{name} is {value!r}, which does not help TensorFlow."
+                found.append(Advice(message, remedy))
     for limit in memory.limits:
         found += _of_limit(limit, memory.limits[0])
     return tuple(found)
-
-
-def _gpus(nvml: Nvml, root: Path) -> Iterator[GpuMemory]:
-    physical = {number_of(gpu): gpu for gpu in tf.config.list_physical_devices("GPU")}
-    for reading in nvml.read():
-        part, _ = nvml.handles[reading.index]
-        gpu = physical.get(reading.index)
-        growth, limit = (None, None) if gpu is None else _taking(gpu)
-        yield GpuMemory(
-            reading.index,
-            reading.name,
-            reading.memory_total_bytes,
-            reading.memory_used_bytes,
-            reading.mig_slice,
-            _holders(nvml, part, root),
-            growth,
-            limit,
-        )
-
-
-def _holders(nvml: Nvml, part: Any, root: Path) -> tuple[Holder, ...]:
-    """Returns the processes on a GPU or slice, the largest first."""
-    found: dict[int, Holder] = {}
-    # A process that draws and computes is in both lists, with the same figure.
-    for query in ("Compute", "Graphics"):
-        for each in nvml.ask(f"nvmlDeviceGet{query}RunningProcesses", part) or ():
-            held = None if each.usedGpuMemory is None else int(each.usedGpuMemory)
-            name = nvml.ask("nvmlSystemGetProcessName", each.pid)
-            name = name or limits.text_of(root / f"proc/{each.pid}/comm")
-            # A path, with the arguments on some systems.
-            name = name.strip().split(" ")[0].rsplit("/", 1)[-1]
-            found[each.pid] = Holder(each.pid, name, held, each.pid == os.getpid())
-    return tuple(sorted(found.values(), key=lambda each: -(each.bytes or 0)))
-
-
-def _taking(gpu: Any) -> tuple[bool | None, int | None]:
-    """Returns whether this process takes memory as needed, and how much at most."""
-    growth = limit = None
-    with contextlib.suppress(ValueError, RuntimeError):
-        growth = tf.config.experimental.get_memory_growth(gpu)
-    with contextlib.suppress(ValueError, RuntimeError):
-        logical = tf.config.get_logical_device_configuration(gpu) or ()
-        each = [device.memory_limit for device in logical]
-        if each and None not in each:
-            limit = _MIB * int(sum(each))
-    return growth, limit
-
-
-def _of_gpu(gpu: GpuMemory) -> Iterator[Advice]:
-    where, total = f"GPU:{gpu.index}", gpu.total_bytes
-    if total is None:
-        return
-    for holder in gpu.others:
-        if (holder.bytes or 0) >= _NOTICEABLE * total:
-            yield Advice(
-                gpu.held_by(holder),
-                "End it, or choose another GPU by CUDA_VISIBLE_DEVICES; where both are "
-                f"to share it, set {_GROWTH}=true for both.",
-            )
-    # What the driver itself takes is some hundred MiB on large GPUs.
-    if gpu.unseen_bytes >= _SCARCE * total:
-        yield Advice(
-            f"{format_bytes(gpu.unseen_bytes)} of {format_bytes(total)} on {where} are "
-            "held by processes that cannot be seen from here, such as those of another "
-            "container.",
-            "Look with `nvidia-smi` on the host, or choose another GPU by "
-            "CUDA_VISIBLE_DEVICES.",
-        )
-    if gpu.limit_bytes is not None and gpu.limit_bytes > total:
-        yield Advice(
-            f"This process may take {format_bytes(gpu.limit_bytes)} on {where}, which "
-            f"has {format_bytes(total)}.",
-            "Lower the `memory_limit` of its logical devices.",
-        )
-
-
-def _of_variables(environ: Mapping[str, str]) -> Iterator[Advice]:
-    def advice(name: str, why: str, remedy: str) -> Advice:
-        return Advice(f"{name} is {environ[name]!r}{why}", remedy)
-
-    allocator, growth = environ.get(_ALLOCATOR), environ.get(_GROWTH)
-    if allocator and allocator != ALLOCATORS[-1]:
-        why = ", which is slow and meant for finding errors in TensorFlow."
-        if allocator not in ALLOCATORS:
-            why = ", which TensorFlow does not know and ignores."
-        remedy = f"Set {_ALLOCATOR}={ALLOCATORS[-1]}, or unset it."
-        yield advice(_ALLOCATOR, why, remedy)
-    if growth and growth not in ("true", "false"):
-        why = ", which TensorFlow ignores: it takes only 'true' and 'false'."
-        yield advice(_GROWTH, why, f"Set {_GROWTH}=true.")
-    if environ.get(_PREALLOCATE) and not growth:
-        why = ", which JAX reads and TensorFlow does not."
-        remedy = f"Set {_GROWTH}=true to have TensorFlow take GPU memory as needed."
-        yield advice(_PREALLOCATE, why, remedy)
-    for name in (_PINNED, _PER_DEVICE):
-        value = environ.get(name, "")
-        if value and not value.strip().isdecimal():
-            remedy = f"Set another number, as in {name}=8192, or unset it."
-            yield advice(name, "; expected a whole number of MiB.", remedy)
 
 
 def _of_limit(limit: MemoryLimit, machine: MemoryLimit) -> Iterator[Advice]:

@@ -35,11 +35,6 @@ class GpuReading(Record):
     power_watts: float | None = None
     energy_joules: float | None = None
 
-    @property
-    def energy_source(self) -> str | None:
-        """What tells the energy: the GPU's own "counter", or None."""
-        return None if self.energy_joules is None else "counter"
-
 
 class Nvml:
     """Reads the GPUs that TensorFlow sees in this process; close it, or use `with`.
@@ -67,8 +62,9 @@ class Nvml:
         gpus = visible_gpus() if gpus is None else gpus
         if not gpus:
             raise RuntimeError("TensorFlow sees no GPU, so NVML has nothing to read.")
+        purpose = "Figures of the GPU"
         self._pynvml: Any = pynvml or checks.require(
-            "pynvml", extra="gpu", purpose="Figures of the GPU"
+            "pynvml", extra="gpu", purpose=purpose
         )
         try:
             self._pynvml.nvmlInit()
@@ -77,14 +73,11 @@ class Nvml:
                 f"NVML does not answer ({error}); expected NVIDIA's driver. Run "
                 "`nvidia-smi`, and in a container start it with the GPU's driver files."
             ) from error
-        self._is_open = True
-        listed = environ.get("CUDA_VISIBLE_DEVICES")
-        shown = listed.split(",") if listed is not None else None
-        found = {
-            number: self._handles(str(number) if shown is None else shown[number])
-            for number, _ in gpus
-            if shown is None or number < len(shown)
-        }
+        shown = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        entries = {n: shown[n] if n < len(shown) else "" for n, _ in gpus}
+        if "CUDA_VISIBLE_DEVICES" not in environ:
+            entries = {n: str(n) for n in entries}
+        found = {n: self._handles(entry) for n, entry in entries.items()}
         self.handles = {n: each for n, each in found.items() if each is not None}
         if not self.handles:
             self.close()
@@ -106,10 +99,8 @@ class Nvml:
         return tuple(self._one(index, *both) for index, both in self.handles.items())
 
     def close(self) -> None:
-        """Lets NVML go; a second time does nothing."""
-        if self._is_open:
-            self._is_open = False
-            self.ask("nvmlShutdown")
+        """Lets NVML go."""
+        self.ask("nvmlShutdown")
 
     def __enter__(self) -> "Nvml":
         return self

@@ -1,63 +1,47 @@
 """Errors of memory: which are, what was asked for and where, what holds the rest.
 
 They are judged by the names of their classes and by their text, so that it can be done
-where TensorFlow is not loaded, and for what other libraries raise. `explain` words them
-from plain facts, so that any error and machine can be described.
+where TensorFlow is not loaded, and for what other libraries raise.
 """
 
 import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-from tfamp.machine.limits import GpuMemory, MachineMemory
+from tfamp.machine.limits import MachineMemory
 from tfamp.records.units import format_bytes, join_words
 
-# Names of error classes that mean it by themselves, whoever raises them.
-_EXHAUSTED = frozenset({"ResourceExhaustedError"})
-# Those that may mean it; their text decides. Under XLA, in oneDNN and in the libraries
-# of a GPU a failed allocation comes as one of these.
+# Names of error classes that may mean it; their text decides. Under XLA, in oneDNN and
+# in the libraries of a GPU a failed allocation comes as one of these.
 _PERHAPS = frozenset(
     {"InternalError", "UnknownError", "AbortedError", "XlaRuntimeError", "RuntimeError"}
 )
-_SIGNS = (
-    "out of memory",
-    "out_of_memory",
-    "resource_exhausted",
-    "resourceexhausted",
-    "failed to allocate",
-    "alloc_failed",
-    "oom when allocating",
-    "bad_alloc",
-    "memoryerror",
+_SIGNS = re.compile(
+    "out[ _]of[ _]memory|resource_?exhausted|failed to allocate|alloc_failed"
     # What oneDNN calls `dnnl_out_of_memory`.
-    "exception:status: 1,",
+    "|oom when allocating|bad_alloc|memoryerror|exception:status: 1,"
 )
 # Something else that is exhausted: a disk, a message of the network, open files.
-_OTHER_RESOURCES = (
-    "no space left",
-    "disk quota",
-    "too many open files",
-    "message larger than max",
+_OTHERS = re.compile(
+    "no space left|disk quota|too many open files|message larger than max"
 )
 _TENSOR = re.compile(
     r"OOM when allocating tensor with shape\s*\[([\d,\s]*)\] and type (\w+)"
 )
 # XLA, the driver, and the allocator of GPUs; the last rounds what was asked for up.
-_BYTES = (
-    re.compile(r"out of memory (?:while )?(?:trying to )?allocat(?:e|ing) (\d+) bytes"),
-    re.compile(r"failed to allocate (?:request for )?(\d+) ?b(?:ytes)?\b"),
-    re.compile(r"trying to allocate [\d.]+ ?\w+ \(rounded to (\d+)\)"),
+_BYTES = re.compile(
+    r"(?:out of memory (?:while )?(?:trying to )?allocat(?:e|ing) "
+    r"|failed to allocate (?:request for )?)(\d+) ?b(?:ytes)?\b"
+    r"|trying to allocate [\d.]+ ?\w+ \(rounded to (\d+)"
 )
 # What TensorFlow calls them in errors; others have their name.
-_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
+_DTYPES = {"half": "float16", "float": "float32", "double": "float64", "bool": "bool8"}
 _DEVICE = re.compile(r"device:(\w+:\d+)")
 _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
 _CALLED = re.compile(r"Exception encountered when calling (\w+)\.call")
 _NUMBER = re.compile(r"_\d+$")
-_ALLOCATOR, _ASYNC = "TF_GPU_ALLOCATOR", "cuda_malloc_async"
-_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -71,9 +55,9 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     names = {cls.__name__ for cls in type(error).__mro__}
     text = str(error).lower()
-    if names & _EXHAUSTED:
-        return not any(other in text for other in _OTHER_RESOURCES)
-    return bool(names & _PERHAPS) and any(sign in text for sign in _SIGNS)
+    if "ResourceExhaustedError" in names:
+        return not _OTHERS.search(text)
+    return bool(names & _PERHAPS and _SIGNS.search(text))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +75,14 @@ def requested(error_text: str) -> Request:
     """Returns what an error says was asked for."""
     size: int | None = None
     what = ""
-    tensor = _TENSOR.search(error_text)
-    if tensor is not None:
+    if tensor := _TENSOR.search(error_text):
         shape = tuple(int(n) for n in tensor[1].split(",") if n.strip())
         dtype = _DTYPES.get(tensor[2], tensor[2])
-        bits = re.search(r"\d+", "bool8" if dtype == "bool" else dtype)
+        bits = re.search(r"\d+", dtype)
         what = f"{dtype} {shape}"
         size = math.prod(shape) * int(bits[0]) // 8 if bits else None
-    else:
-        found = [each.search(error_text.lower()) for each in _BYTES]
-        size = next((int(each[1]) for each in found if each), None)
+    elif found := _BYTES.search(error_text.lower()):
+        size = int(found[1] or found[2])
     named = (each.search(error_text) for each in (_DEVICE, _NODE, _CALLED))
     return Request(size, what, *(match[1] if match else "" for match in named))
 
@@ -114,18 +96,12 @@ def layer_of(node: str, layers: Iterable[str]) -> str | None:
         >>> layer_of("gradient_tape/model_1/block_1/up_1/Tile", ["block", "block/up"])
         'block/up'
     """
-    scopes = node.split("/")
-    best: tuple[int, int] = (0, 0)
-    chosen = None
-    for path in layers:
-        parts = path.split("/")
-        for start in range(len(scopes) - len(parts) + 1):
-            pairs = list(zip(parts, scopes[start:], strict=False))
-            if all(part in (scope, _NUMBER.sub("", scope)) for part, scope in pairs):
-                exact = sum(part == scope for part, scope in pairs)
-                if (len(parts), exact) > best:
-                    best, chosen = (len(parts), exact), path
-    return chosen
+    exact = f"/{node}/"
+    bare = "/".join(["", *(_NUMBER.sub("", part) for part in node.split("/")), ""])
+    fitting = [p for p in layers if f"/{p}/" in exact or f"/{p}/" in bare]
+    return max(
+        fitting, key=lambda p: (p.count("/"), f"/{p}/" in exact, len(p)), default=None
+    )
 
 
 def explain(
@@ -134,7 +110,6 @@ def explain(
     layers: Iterable[str] = (),
     held: Mapping[str, int] | None = None,
     memory: MachineMemory | None = None,
-    peak_bytes: int | None = None,
     training: bool = True,
     computes_in: str = "",
     environ: Mapping[str, str] = os.environ,
@@ -146,7 +121,6 @@ def explain(
         layers: Paths of the model's layers.
         held: What the model holds whatever the batch: words -> bytes.
         memory: What `machine_memory` returned; None says nothing of others.
-        peak_bytes: The most that TensorFlow's tensors took on the device so far.
         training: Whether it happened in training.
         computes_in: The dtype of the model's layers, "" if they differ.
         environ: The environment variables.
@@ -160,9 +134,10 @@ def explain(
         1. A smaller batch; `tfamp.find_batch_size` finds the largest that fits.
     """
     asked = requested(error_text)
-    gpu = _gpu_of(asked, memory)
-    free = _free_bytes(gpu, peak_bytes)
-    is_fragmented = bool(free is not None and asked.bytes and free > asked.bytes)
+    gpus = () if memory is None else memory.gpus
+    # XLA does not name the GPU that ran full, so it is the only one there is.
+    full = [gpu for gpu in gpus if asked.device in ("", f"GPU:{gpu.index}")]
+    gpu = full[0] if len(full) == 1 else None
     lines = [_what_happened(asked, layers)]
     if held:
         parts = [f"{words} {format_bytes(size)}" for words, size in held.items()]
@@ -173,20 +148,36 @@ def explain(
     # Where this process cannot be told from others, neither can theirs.
     if gpu is not None and gpu.total_bytes and len(gpu.others) < len(gpu.holders):
         lines += map(gpu.held_by, (each for each in gpu.others if each.bytes))
-    if is_fragmented and free is not None:
-        lines.append(
-            f"At least {format_bytes(free)} were free, more than was asked for, but "
-            "not in one piece: the memory is fragmented."
-        )
     limit = None if memory is None else memory.limit
-    if limit is not None and not asked.device.startswith("GPU"):
+    is_gpu = asked.device.startswith("GPU") or gpu is not None
+    if limit is not None and not is_gpu:
         lines.append(
             f"This process may take {format_bytes(limit.bytes)} ({limit.source}), of "
             f"which {format_bytes(limit.free_bytes)} are free now."
         )
+    remedies = ["A smaller batch; `tfamp.find_batch_size` finds the largest that fits."]
+    if training:
+        remedies += [
+            "The same update from smaller batches: `tfamp.find_batch_size(..., "
+            "target_batch_size=...)` says how many to accumulate.",
+            "Activations computed again in the backward pass: `tfamp.remat(model)`.",
+        ]
+    if computes_in == "float32":
+        remedies.append(
+            "Activations of half the size: `tfamp.apply(model, 'mixed_bfloat16')`, or "
+            "what `tfamp doctor` recommends here."
+        )
+    if is_gpu and environ.get("TF_GPU_ALLOCATOR") != "cuda_malloc_async":
+        remedies.append(
+            "Set TF_GPU_ALLOCATOR=cuda_malloc_async before TensorFlow starts, which "
+            "lessens fragmentation."
+        )
+    if gpu is not None and gpu.others:
+        remedies.append(
+            f"End the other processes on GPU:{gpu.index}, or set "
+            "TF_FORCE_GPU_ALLOW_GROWTH=true for all that share it."
+        )
     lines.append("What to do, in this order:")
-    is_gpu = asked.device.startswith("GPU") or gpu is not None
-    remedies = _remedies(training, computes_in, is_gpu, is_fragmented, gpu, environ)
     lines += [f"{number}. {text}" for number, text in enumerate(remedies, start=1)]
     return "\n".join(lines)
 
@@ -206,60 +197,3 @@ def _what_happened(asked: Request, layers: Iterable[str]) -> str:
     if "gradient_tape" in asked.node:
         text += ", in the backward pass"
     return f"{text}."
-
-
-def _gpu_of(asked: Request, memory: MachineMemory | None) -> GpuMemory | None:
-    """Returns the GPU that ran full; XLA does not name it, so the only one there is."""
-    gpus: Sequence[GpuMemory] = () if memory is None else memory.gpus
-    if not asked.device:
-        return gpus[0] if len(gpus) == 1 else None
-    return next((g for g in gpus if f"GPU:{g.index}" == asked.device), None)
-
-
-def _free_bytes(gpu: GpuMemory | None, peak_bytes: int | None) -> int | None:
-    """Returns what was free on a GPU at least: outside of processes, and in our own.
-
-    TensorFlow reserves more than its tensors take. Where this process is not told from
-    others, what is free inside of it is left out.
-    """
-    if gpu is None or peak_bytes is None or gpu.free_bytes is None:
-        return None
-    own = [holder.bytes for holder in gpu.holders if holder.is_own and holder.bytes]
-    return gpu.free_bytes + max(0, sum(own) - peak_bytes)
-
-
-def _remedies(
-    training: bool,
-    computes_in: str,
-    is_gpu: bool,
-    is_fragmented: bool,
-    gpu: GpuMemory | None,
-    environ: Mapping[str, str],
-) -> list[str]:
-    found = []
-    allocator = f"Set {_ALLOCATOR}={_ASYNC} before TensorFlow starts"
-    can_change = is_gpu and environ.get(_ALLOCATOR) != _ASYNC
-    if is_fragmented and can_change:
-        found.append(f"{allocator}: it joins free pieces.")
-    found.append(
-        "A smaller batch; `tfamp.find_batch_size` finds the largest that fits."
-    )
-    if training:
-        found += [
-            "The same update from smaller batches: `tfamp.find_batch_size(..., "
-            "target_batch_size=...)` says how many to accumulate.",
-            "Activations computed again in the backward pass: `tfamp.remat(model)`.",
-        ]
-    if computes_in == "float32":
-        found.append(
-            "Activations of half the size: `tfamp.apply(model, 'mixed_bfloat16')`, or "
-            "what `tfamp doctor` recommends here."
-        )
-    if can_change and not is_fragmented:
-        found.append(f"{allocator}, which lessens fragmentation.")
-    if gpu is not None and gpu.others:
-        found.append(
-            f"End the other processes on GPU:{gpu.index}, or set {_GROWTH}=true for "
-            "all that share it."
-        )
-    return found

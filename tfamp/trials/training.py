@@ -180,7 +180,7 @@ def _energy_joules(nvml: Nvml | None) -> float | None:
     """Returns what all GPUs have used since some time, None where one does not tell."""
     readings = () if nvml is None else nvml.read()
     # Power between two readings so far apart says little: counters only.
-    each = [r.energy_joules if r.energy_source == "counter" else None for r in readings]
+    each = [reading.energy_joules for reading in readings]
     known = [joules for joules in each if joules is not None]
     return sum(known) if known and len(known) == len(each) else None
 
