@@ -27,7 +27,7 @@ export PYTHONPATH={ROOT}
 """
 SHOW = (
     "import tfamp.distribute as d; c = d.cluster(); "
-    "print(c.source, c.num_workers, c.index, c.local_index)"
+    "print(c.source, c.num_workers, c.index)"
 )
 
 
@@ -55,7 +55,7 @@ def run_script(folder, crashes, *command):
 def test_the_script_of_slurm_starts_workers_again_that_read_their_cluster(tmp_path):
     done = run_script(tmp_path, 1, sys.executable, "-c", SHOW)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "Slurm 8 5 1\n"
+    assert done.stdout == "Slurm 8 5\n"
     assert "Start 1 of 5 ended before its time." in done.stderr
     assert (tmp_path / "starts").read_text() == "2\n"
     arguments = (tmp_path / "arguments").read_text().split()

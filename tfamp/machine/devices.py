@@ -45,10 +45,10 @@ def recommend(
     bfloat16, float16 = (_slowest(p, computing, onednn) for p in MIXED_POLICIES)
     if bfloat16.is_fast:
         policy, told = MIXED_POLICIES[0], bfloat16
-    elif float16.is_fast:  # told by the device that stands against the better policy
-        policy, told = MIXED_POLICIES[1], bfloat16
-        if len({device.name for device in computing}) == 1:
-            told = float16
+    elif float16.is_fast:
+        # Told by the device that stands against the better policy.
+        others = [d for d in computing if not speed("bfloat16", d, onednn=onednn)[0]]
+        policy, told = MIXED_POLICIES[1], speed("float16", others[0], onednn=onednn)
     else:
         # Float16 comes with the first tensor cores; a CPU can only do bfloat16.
         policy, told = "float32", bfloat16 if computing[0].kind == "cpu" else float16
