@@ -13,6 +13,7 @@ PARAMETERS = {  # by position, then by keyword with its default
     "apply": "model policy=None | keep_float32=default",
     "assignment": "model",
     "load_model": "path",
+    "check": "model data=None | policy=auto",
     "compare": "build_model train validation | seeds=3 epochs=1 tolerance",
     "prove": "model data",
     "ranges": "model data",
@@ -47,6 +48,7 @@ RESULTS = {
     "Assignment": "layers",
     "BatchSearch": "batch_size gradient_accumulation_steps trials",
     "Comparison": "verdict ratio table to_json to_html",
+    "Findings": "findings errors warnings notes of table to_json",
     "Export": "parity size_bytes latency kept verdict",
     "LoadedModel": "predict signature runtime __call__",
     "LossScaleOptimizer": "scale applied_steps skipped_steps consecutive_skips "

@@ -4,7 +4,7 @@
     tfamp.enable(policy="auto")    # before the model is built; nothing else changes
 
 Train     enable, disable, scope, status, LossScaleOptimizer, callbacks, training
-See       assignment, lint, prove, ranges, sensitivity, doctor
+See       check, assignment, lint, prove, ranges, sensitivity, doctor
 Compare   compare, measure_policies, tune, PrecisionPlan
 Repair    apply, triage
 Memory    estimate_memory, find_batch_size, remat
@@ -32,6 +32,7 @@ _HOMES = {
     "apply": "tfamp.models",
     "assignment": "tfamp.models",
     "callbacks": "tfamp.callbacks",
+    "check": "tfamp.numerics.check",
     "compare": "tfamp.comparison",
     "data": "tfamp.data",
     "disable": "tfamp.policy",
@@ -64,6 +65,7 @@ _RESULTS = {
     "Comparison": "tfamp.comparison.result",
     "Diagnosis": "tfamp.cli.diagnosis",
     "Export": "tfamp.serving.exports.results",
+    "Findings": "tfamp.records.findings",
     "Latency": "tfamp.serving.latency",
     "LoadedModel": "tfamp.serving.runtimes.signature",
     "Measurement": "tfamp.tuning.measurement",
@@ -161,6 +163,7 @@ if TYPE_CHECKING:
     from tfamp.models import apply as apply
     from tfamp.models import assignment as assignment
     from tfamp.models import load_model as load_model
+    from tfamp.numerics.check import check as check
     from tfamp.numerics.lint import lint as lint
     from tfamp.numerics.magnitudes import ranges as ranges
     from tfamp.numerics.proof import prove as prove
@@ -176,6 +179,7 @@ if TYPE_CHECKING:
     from tfamp.policy import enable as enable
     from tfamp.policy import scope as scope
     from tfamp.policy import status as status
+    from tfamp.records.findings import Findings as Findings
     from tfamp.serving.exports.exporter import export as export
     from tfamp.serving.exports.results import Export as Export
     from tfamp.serving.frozen import freeze as freeze

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from tfamp.dtypes.settings import make_settings
 from tfamp.keras_hooks import structure
 from tfamp.machine import cpus
 from tfamp.numerics.sensitivity.errors import (
@@ -24,7 +25,7 @@ from tfamp.numerics.sensitivity.explanations import (
     explain,
     given_dtypes,
     rules_of,
-    under_default_rules,
+    under_rules,
 )
 from tfamp.numerics.sensitivity.shadow import CANNOT_RUN, Shadow, Suspect
 from tfamp.records import checks
@@ -278,7 +279,9 @@ class _Search:
     def _under_rules(self, scale: float) -> tuple[dict[str, str], dict[str, float]]:
         """Returns the default rules by the paths they keep, and the errors left."""
         with (
-            under_default_rules(self._model, self._dtype, self._given),
+            under_rules(
+                self._model, make_settings(f"mixed_{self._dtype}"), self._given
+            ),
             as_islands(_outermost(self._shadow.random), self._dtype),
         ):
             # A step for nothing: a first call finds the heads of some models.

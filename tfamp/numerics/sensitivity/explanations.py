@@ -2,7 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import keras
@@ -10,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.dtypes import heads, hooks, layer_dtypes, model_dtypes, resolution
-from tfamp.dtypes.settings import make_settings
+from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layers import Kind, policy_of, put
 from tfamp.numerics.magnitudes import first_overflow
@@ -182,15 +183,16 @@ def given_dtypes(model: keras.Model) -> dict[int, keras.DTypePolicy]:
 
 
 @contextlib.contextmanager
-def under_default_rules(
-    model: keras.Model, dtype: str, given: dict[int, keras.DTypePolicy]
+def under_rules(
+    model: keras.Model,
+    settings: PolicySettings,
+    given: Mapping[int, keras.DTypePolicy] = MappingProxyType({}),
 ) -> Iterator[None]:
-    """Has a model that is not managed compute as tfamp has it by default.
+    """Has a model that is not managed compute as tfamp has it under settings.
 
     The model is built; `given` is what `given_dtypes` found before.
     """
     layers = [layer for _, layer, _ in structure.walk(model)]
-    settings = make_settings(f"mixed_{dtype}")
     hooks.install(settings)
     with model_dtypes.restored(model):
         for layer in layers:
@@ -208,7 +210,7 @@ def under_default_rules(
 def rules_of(model: keras.Model, sites: list[Site]) -> dict[str, str]:
     """Returns what keeps layers and operations in float32, by path.
 
-    The model has been called inside `under_default_rules`.
+    The model has been called inside `under_rules`.
     """
     graph = heads.graph_heads(model)
     # The operations of a graph between a head and an output.

@@ -1,0 +1,245 @@
+"""`tfamp.check`: one call on a model as it is, and what its one table tells."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfamp
+
+RNG = np.random.default_rng(5)
+SALES = RNG.normal(size=(48, 6)).astype("float32")
+RETURNED = (SALES.sum(axis=1, keepdims=True) > 0).astype("float32")
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+def shop(*middle, compiled=True):
+    """Predicts whether an order is sent back."""
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(name="shop")
+    model.add(keras.Input((6,)))
+    model.add(layers.Dense(24, activation="relu", name="hidden"))
+    for layer in middle:
+        model.add(layer)
+    model.add(layers.Dense(1, activation="sigmoid", name="returned"))
+    if compiled:
+        model.compile("adam", "binary_crossentropy")
+    return model
+
+
+class Cents(layers.Layer):
+    """Counts in hundredths of a cent for a moment."""
+
+    def call(self, amount):
+        return ops.square(amount * 1e4) * 1e-8
+
+
+def places(found, rule):
+    return [(each.severity, each.layer) for each in found if each.rule == rule]
+
+
+def test_a_healthy_model_has_notes_only():
+    found = tfamp.check(shop(), (SALES, RETURNED), policy="mixed_float16")
+    assert (found.errors, found.warnings, found.skipped) == ((), (), ())
+    assert {note.rule for note in found} == {"in-float32", "half-share", "ranges"}
+    assert "mixed_float16" in found.title
+
+
+def test_a_layer_that_float16_spoils_is_an_error_with_what_keeps_it():
+    model = shop(Cents(name="cents"))
+    found = tfamp.check(model, (SALES, RETURNED), policy="mixed_float16")
+    assert places(found, "guilty-layer") == [("error", "cents")]
+    (guilty,) = found.of(rule="guilty-layer")
+    assert "overflow" in guilty.message
+    assert "keep_float32=['cents']" in guilty.remedy
+    # The range of bfloat16 is that of float32.
+    assert not tfamp.check(model, (SALES, RETURNED), policy="mixed_bfloat16").errors
+
+
+def test_a_spoilt_layer_that_the_user_keeps_already_is_a_note():
+    with tfamp.scope("mixed_float16", keep_float32=["cents"]):
+        model = shop(Cents(name="cents"))
+    found = tfamp.check(model, (SALES, RETURNED))
+    assert places(found, "guilty-layer") == [("note", "cents")]
+    assert "as it was built" in found.title
+
+
+def test_it_tells_what_computes_in_float32_and_why():
+    model = shop(layers.LayerNormalization(name="norm"))
+    found = tfamp.check(model, policy="mixed_bfloat16")
+    told = {each.layer: each.message for each in found.of(rule="in-float32")}
+    assert set(told) == {"norm", "returned"}
+    assert "heads" in told["returned"]
+    assert "1 of 3 layers" in told["norm"]
+
+
+def test_its_numbers_are_those_of_the_single_tools():
+    with tfamp.scope("mixed_float16"):
+        model = shop(Cents(name="cents"))
+    data = SALES[:32], RETURNED[:32]
+    found = tfamp.check(model, data)
+    share, *_ = found.of(rule="half-share")
+    assert share.figure == tfamp.prove(model, data).half_share_of_flops
+    scale = tfamp.ranges(model, data).best_loss_scale
+    assert scale in [each.figure for each in found.of(rule="ranges")]
+    guilty = {each.layer for each in found.of(rule="guilty-layer")}
+    assert guilty == set(tfamp.sensitivity(model, data).guilty)
+    assert set(tfamp.lint(model, data)) <= set(found)
+
+
+def test_a_healthy_model_gets_one_loss_scale_from_every_tool():
+    model = shop()
+    data = (SALES, RETURNED)
+    ranges, layers_of = tfamp.ranges(model, data), tfamp.sensitivity(model, data)
+    low, high = ranges.loss_scales
+    assert low <= layers_of.loss_scale <= high
+
+
+class Regressor(keras.Model):
+    """Written as in Keras's guide, and built by its first call."""
+
+    def __init__(self):
+        super().__init__(name="regressor")
+        self.body = keras.Sequential([layers.Dense(16, "tanh"), Cents(name="cents")])
+        self.out = layers.Dense(1, name="out")
+
+    def call(self, x):
+        return self.out(self.body(x))
+
+
+def test_a_subclassed_model_that_was_never_called_is_checked():
+    model = Regressor()
+    model.compile("sgd", "mse")
+    found = tfamp.check(model, (SALES, RETURNED), policy="mixed_float16")
+    assert [each.layer for each in found.of(rule="guilty-layer")] == [
+        f"{model.body.name}/cents"
+    ]
+
+
+class Sales(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        rows = slice(16 * index, 16 * index + 16)
+        return SALES[rows], RETURNED[rows]
+
+
+def slices():
+    return tf.data.Dataset.from_tensor_slices((SALES, RETURNED))
+
+
+FORMS = {
+    "dataset": lambda: slices().batch(16),
+    "pipeline": lambda: tfamp.data.Pipeline.from_arrays(SALES, RETURNED).batch(16),
+    "generator": lambda: (Sales()[i] for i in itertools.cycle(range(3))),
+    "PyDataset": Sales,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_takes_what_fit_takes(form):
+    found = tfamp.check(shop(), FORMS[form](), policy="mixed_bfloat16")
+    assert found.skipped == ()
+    assert found.of(rule="half-share") and found.of(rule="ranges")
+
+
+def test_without_data_it_says_what_it_could_not_look_at():
+    found = tfamp.check(shop(), policy="mixed_bfloat16")
+    assert {note.rule for note in found} == {"in-float32"}
+    for rule in ("half-share", "ranges", "guilty-layer"):
+        assert f"{rule}: no `data` were passed" in found.skipped
+    assert "Not checked: half-share" in found.table()
+
+
+def test_a_model_that_is_not_compiled_is_judged_as_far_as_that_goes():
+    found = tfamp.check(shop(compiled=False), SALES, policy="mixed_bfloat16")
+    assert "inference" in found.of(rule="half-share")[0].message
+    assert [text for text in found.skipped if text.startswith("ranges: ")]
+
+
+def test_in_float32_it_says_so_and_judges_no_layer():
+    found = tfamp.check(shop(), (SALES, RETURNED), policy="float32")
+    assert "All 2 layers" in found.of(rule="in-float32")[0].message
+    assert found.of(rule="half-share")[0].figure == 0.0
+    assert [text for text in found.skipped if text.startswith("guilty-layer: ")]
+
+
+def test_a_model_made_before_the_policy_is_told_so():
+    model = shop()
+    with tfamp.scope("mixed_bfloat16"):
+        found = tfamp.check(model, (SALES, RETURNED))
+    assert places(found, "late-policy") == [("warning", "hidden")]
+
+
+def test_data_that_fail_in_float32_are_told_with_their_cause():
+    spoilt = SALES.copy()
+    spoilt[4, 2] = np.nan
+    found = tfamp.check(shop(), (spoilt, RETURNED), policy="mixed_bfloat16")
+    (bad,) = found.of(rule="not-finite")
+    assert bad.severity == "error"
+    assert "data" in bad.message and "number 4" in bad.message
+
+
+def test_a_layer_that_fails_in_float32_is_named():
+    model = shop(layers.Lambda(ops.log, name="logarithm"))
+    found = tfamp.check(model, (SALES, RETURNED), policy="mixed_bfloat16")
+    assert places(found, "not-finite") == [("error", "logarithm")]
+
+
+def test_a_plan_is_judged_as_it_says(tmp_path):
+    with tfamp.scope("mixed_float16", keep_float32=["hidden"]):
+        plan = tfamp.PrecisionPlan.from_model(shop())
+    plan.to_json(tmp_path / "plan.json")
+    found = tfamp.check(shop(), (SALES, RETURNED), policy=tmp_path / "plan.json")
+    assert {each.layer for each in found.of(rule="in-float32")} == {
+        "hidden",
+        "returned",
+    }
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_the_model_is_left_as_it_was(policy):
+    model = shop(layers.BatchNormalization(), layers.Dropout(0.3))
+    model.fit(SALES, RETURNED, verbose=0)
+    weights = [w.copy() for w in model.get_weights()]
+    slots = [np.array(v) for v in model.optimizer.variables]
+    before = tfamp.assignment(model), type(model.optimizer)
+    np.random.seed(3)
+    tfamp.check(model, (SALES, RETURNED), policy=policy)
+    drawn = np.random.random()
+    np.random.seed(3)
+    assert drawn == np.random.random()
+    assert (tfamp.assignment(model), type(model.optimizer)) == before
+    for old, new in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    for old, new in zip(slots, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(old, np.array(new))
+    assert np.isfinite(model.train_on_batch(SALES, RETURNED))
+
+
+def test_large_examples_are_cut_to_a_few():
+    pictures = RNG.random((40, 320, 320, 3)).astype("float32")
+    model = keras.Sequential(
+        [keras.Input((320, 320, 3)), layers.AveragePooling2D(32), layers.Flatten()]
+    )
+    model.add(layers.Dense(1))
+    model.compile("sgd", "mse")
+    found = tfamp.check(model, (pictures, np.ones((40, 1))), policy="mixed_bfloat16")
+    assert found.skipped == ()
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="expected a `keras.Model`"):
+        tfamp.check(shop, (SALES, RETURNED))
+    with pytest.raises(ValueError, match="Unknown `policy` 'fp16'"):
+        tfamp.check(shop(), policy="fp16")
+
+
+def test_the_table_is_at_most_as_wide_as_a_terminal():
+    found = tfamp.check(shop(Cents()), (SALES, RETURNED), policy="mixed_float16")
+    assert max(map(len, found.table().splitlines())) <= 110
+    assert tfamp.Findings.from_json(found.to_json()) == found

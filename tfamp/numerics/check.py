@@ -1,0 +1,338 @@
+"""`tfamp.check`: what half precision does to a model, in one table of findings."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.dtypes import planned_layers
+from tfamp.dtypes.in_force import IN_FORCE
+from tfamp.dtypes.settings import choose_policy, make_settings, named_policy
+from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.layers import policy_of
+from tfamp.loss_scale.tape import scaled_by
+from tfamp.models import Assignment, assignment
+from tfamp.numerics.lint import lint
+from tfamp.numerics.magnitudes import ranges
+from tfamp.numerics.proof import prove
+from tfamp.numerics.proof.causes import name_layers
+from tfamp.numerics.proof.result import Proof
+from tfamp.numerics.range_records import Ranges
+from tfamp.numerics.sensitivity import sensitivity
+from tfamp.numerics.sensitivity.errors import Sensitivity
+from tfamp.numerics.sensitivity.explanations import under_rules
+from tfamp.numerics.triage import triage
+from tfamp.plan import PrecisionPlan, read_plan
+from tfamp.records.findings import Finding, Findings
+from tfamp.records.formats import FLOAT16, HALF
+from tfamp.records.units import format_share
+from tfamp.stepping.arguments import dataset_of
+from tfamp.stepping.unchanged import seeds_put_back
+
+# Batches that are looked at, and numbers in one of them: each layer runs several times.
+_NUM_BATCHES = 2
+_MAX_NUMBERS = 2**20
+_MIN_EXAMPLES, _MAX_EXAMPLES = 4, 32
+
+
+def check(
+    model: keras.Model,
+    data: Any = None,
+    *,
+    policy: str | os.PathLike[str] | PrecisionPlan = "auto",
+) -> Findings:
+    """Tells what half precision does to a model: what to change, and what is kept.
+
+    One table of what `tfamp.lint` finds, what computes in float32 and why, the share
+    of half precision in the work of a step, how large the numbers are and which loss
+    scale suits them, and the layers that should stay in float32. Up to two batches of
+    32 examples are looked at, fewer of large ones. Nothing is trained: weights,
+    optimizers, dtypes and seeds are afterwards what they were.
+
+    Args:
+        model: A Keras model, compiled or not; one that is not has no loss, so only
+            what does not need one is judged.
+        data: What `fit` takes: a `tf.data.Dataset` of batches, (x, y) arrays, a
+            `Pipeline`, a `PyDataset` or a generator. Without, only the model itself is
+            read; `skipped` says what that leaves out.
+        policy: As for `tfamp.enable`. A model that was built under a policy is judged
+            as it stands, whatever this says.
+
+    Returns:
+        The `Findings`, worst first; `print` them for the table.
+
+    Raises:
+        TypeError: `model` is no Keras model, or `data` are nothing that `fit` takes.
+        ValueError: The policy is unknown, or the data are empty or single examples.
+
+    Example:
+        >>> layers = [keras.Input((4,)), keras.layers.Rescaling(1e6, name="huge"),
+        ...     keras.layers.Dense(1)]
+        >>> model = keras.Sequential(layers)
+        >>> model.compile("sgd", "mse")
+        >>> x = np.ones((8, 4), "float32")
+        >>> found = check(model, (x, x[:, :1]), policy="mixed_float16")
+        >>> found[0].rule, found[0].layer
+        ('guilty-layer', 'huge')
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"`model` is {model!r}, of type {type(model).__name__}; expected a "
+            "`keras.Model`. Pass the model itself, not a function that builds it."
+        )
+    with seeds_put_back():
+        batches = None if data is None else _batches(data)
+        if batches is not None and not model.built:
+            x = keras.utils.unpack_x_y_sample_weight(batches[0])[0]
+            with contextlib.suppress(Exception), model.distribute_strategy.scope():
+                model(x, training=False)
+        with _judged(model, policy) as why:
+            return _Check(model, batches, why).run()
+
+
+class _Check:
+    """One check, of a model that computes now as it is to be judged."""
+
+    def __init__(self, model: keras.Model, batches: list[Any] | None, why: str) -> None:
+        self._model, self._batches, self._why = model, batches, why
+        self._rows = assignment(model)
+        halves = structure.compute_dtypes(model) & {*HALF}
+        self._dtype = next((dtype for dtype in HALF if dtype in halves), "")
+        self._skipped: list[str] = []
+        self._rules: list[str] = []
+
+    def run(self) -> Findings:
+        linted = lint(self._model, self._dataset())
+        self._skipped += linted.skipped
+        self._rules += linted.rules
+        findings = [*linted, *self._in_float32()]
+        if self._batches is None:
+            for rule in ("half-share", "ranges", "guilty-layer"):
+                self._skipped.append(f"{rule}: no `data` were passed")
+        else:
+            findings += self._of_products()
+            findings += self._of_numbers()
+        policy = self._dtype and f", with {self._dtype}"
+        return Findings(
+            tuple(dict.fromkeys(findings)),
+            title=f"Check of model {self._model.name!r}{policy} ({self._why})",
+            rules=tuple(self._rules),
+            skipped=tuple(self._skipped),
+        )
+
+    def _dataset(self) -> tf.data.Dataset | None:
+        if self._batches is None:
+            return None
+        first, *others = map(tf.data.Dataset.from_tensors, self._batches)
+        for each in others:
+            first = first.concatenate(each)
+        return first
+
+    def _in_float32(self) -> Iterator[Finding]:
+        """Yields what computes in float32, a note for each reason."""
+        self._rules.append("in-float32")
+        yield from in_float32(self._model, self._rows, self._dtype)
+
+    def _of_products(self) -> Iterator[Finding]:
+        try:
+            training = bool(self._model.compiled)
+            with scaled_by(1.0):  # as by hand, for an optimizer without a scale
+                proof = prove(self._model, self._dataset(), training=training)
+        except (TypeError, ValueError) as error:
+            self._skipped.append(f"half-share: {error}")
+            return
+        self._rules.append("half-share")
+        yield from half_share(proof)
+
+    def _of_numbers(self) -> Iterator[Finding]:
+        if not self._model.compiled:
+            for rule in ("ranges", "guilty-layer"):
+                self._skipped.append(f"{rule}: the model is not compiled, so no loss")
+            return
+        try:
+            numbers = ranges(self._model, self._dataset())
+        except (TypeError, ValueError) as error:
+            self._skipped += [f"ranges: {error}", f"guilty-layer: {error}"]
+            return
+        self._rules.append("ranges")
+        yield from magnitudes(numbers, self._dtype)
+        if not self._dtype:
+            self._skipped.append(
+                "guilty-layer: nothing computes in half precision; "
+                "policy='mixed_float16' or 'mixed_bfloat16' judges it in that"
+            )
+            return
+        self._rules.append("guilty-layer")
+        try:
+            found = sensitivity(self._model, self._dataset(), dtype=self._dtype)
+        except ValueError:  # a step that fails in float32 already
+            blamed = triage(self._model, self._batches[0])  # type: ignore[index]
+            yield Finding(
+                "not-finite",
+                "error",
+                f"A step is not finite in float32 either; the cause is {blamed.cause}: "
+                + " ".join(blamed.evidence),
+                blamed.remedy,
+                layer=blamed.layer,
+            )
+            return
+        yield from guilty_layers(found, self._rows)
+
+
+def in_float32(
+    model: keras.Model, rows: Assignment, dtype: str
+) -> Iterator[Finding]:
+    """Yields a note for each reason why layers compute in float32."""
+    layers = {path: layer for path, layer, _ in structure.walk(model)}
+    computing = [
+        row
+        for row in rows
+        if not structure.only_calls_others(layers[row.path])
+        and not isinstance(layers[row.path], keras.layers.InputLayer)
+    ]
+    wide = [row for row in computing if row.compute_dtype == "float32"]
+    if not dtype:
+        yield Finding(
+            "in-float32",
+            "note",
+            f"All {len(wide)} layers compute in float32.",
+            "See the title for why; `policy=` judges the model under another policy.",
+            figure=len(wide),
+        )
+        return
+    reasons: dict[str, list[str]] = {}
+    for row in wide:
+        rule = "a dtype of its own" if row.rule == "not managed" else row.rule
+        why = f"{rule}: {row.reason}" if row.reason else rule
+        reasons.setdefault(why, []).append(row.path)
+    for why, paths in reasons.items():
+        yield Finding(
+            "in-float32",
+            "note",
+            f"{len(paths)} of {len(computing)} layers compute in float32, "
+            f"{name_layers(paths)} ({why}).",
+            "Nothing, unless the share of float32 below is too large.",
+            layer=paths[0],
+            figure=len(paths),
+        )
+
+
+def half_share(proof: Proof) -> Iterator[Finding]:
+    """Yields the share of half precision in a step, and why it is not larger."""
+    step = "training" if proof.step == "train" else "inference"
+    yield Finding(
+        "half-share",
+        "note",
+        f"{format_share(proof.half_share_of_flops)} of the FLOPs of a step of {step} "
+        "run in half precision.",
+        "`tfamp.prove` shows each product and cast.",
+        figure=proof.half_share_of_flops,
+    )
+    for cause in proof.causes:
+        if cause.name == "float32":  # told layer by layer already
+            continue
+        yield Finding(
+            "half-share", "note", cause.message, cause.remedy, figure=cause.figure
+        )
+
+
+def magnitudes(found: Ranges, dtype: str) -> Iterator[Finding]:
+    """Yields how large the numbers are, and which loss scale suits the gradients."""
+    largest = max(found.layers, key=lambda each: each.largest, default=None)
+    if largest is not None:
+        yield Finding(
+            "ranges",
+            "note",
+            f"In float32 the {largest.kind} of {largest.path!r} are largest, up to "
+            f"{largest.largest:.3g}; float16 ends at {FLOAT16.max:.0f}.",
+            "`tfamp.ranges` shows each layer.",
+            layer=largest.path,
+            figure=largest.largest,
+        )
+    low, high = found.loss_scales
+    yield Finding(
+        "ranges",
+        "note",
+        f"Gradients fit float16 best at a loss scale of {found.best_loss_scale:g} "
+        f"(from {low:g} to {high:g}), where {found.lost_gradients[1]:.2%} of them are "
+        f"spoiled; without one {found.lost_gradients[0]:.2%} are.",
+        "`tfamp.enable` scales the loss by itself."
+        if dtype == "float16"
+        else "bfloat16 needs no loss scale."
+        if dtype
+        else "float32 needs no loss scale.",
+        figure=found.best_loss_scale,
+    )
+
+
+def guilty_layers(found: Sensitivity, rows: Assignment) -> Iterator[Finding]:
+    """Yields the layers that half precision spoils, kept ones as notes."""
+    kept = {row.path for row in rows if row.compute_dtype == "float32"}
+    for layer in found.layers:
+        if not layer.is_guilty:
+            continue
+        is_kept = layer.path in kept or bool(layer.rule)
+        yield Finding(
+            "guilty-layer",
+            "note" if is_kept else "error",
+            f"{found.dtype} would spoil this {layer.class_name}, "
+            f"{layer.reason}: {layer.explanation}.",
+            "It is in float32 already." if is_kept else found.advice,
+            layer=layer.path,
+            figure=max(layer.forward_error, layer.backward_error),
+        )
+    if found.verdict not in ("layers", "safe"):
+        is_harmless = found.verdict == "loss scale"
+        yield Finding(
+            "guilty-layer",
+            "note" if is_harmless else "warning",
+            f"In {found.dtype} without rules the verdict is {found.verdict!r}.",
+            found.advice,
+            figure=found.whole_error,
+        )
+
+
+@contextlib.contextmanager
+def _judged(
+    model: keras.Model, policy: str | os.PathLike[str] | PrecisionPlan
+) -> Iterator[str]:
+    """Has a model compute as it is to be judged; yields why so.
+
+    A model that is in half precision somewhere or managed, or that was made beside a
+    policy in force, stays as it is.
+    """
+    plan = read_plan(named_policy(policy))
+    name, why = "", ""
+    if plan is None:
+        name, why, _ = choose_policy(policy)  # type: ignore[arg-type]
+    is_managed = any(policy_of(layer) for _, layer, _ in structure.walk(model))
+    in_force = IN_FORCE.settings is not None and IN_FORCE.settings.is_half
+    if is_managed or in_force or structure.compute_dtypes(model) & {*HALF}:
+        yield "as it was built"
+    elif plan is not None:
+        plan.check(model)
+        with under_rules(model, plan.settings()):
+            planned_layers.put_on(model, plan.settings(), plan.rows, plan.operations)
+            yield plan.why
+    elif name == "float32":
+        yield f"policy float32: {why}"
+    else:
+        with under_rules(model, make_settings(name)):
+            yield f"policy {name}: {why}"
+
+
+def _batches(data: Any) -> list[Any]:
+    """Returns the first batches, cut to a few examples where those are large."""
+    dataset = dataset_of(data, _MAX_EXAMPLES, needs_targets=False)
+    return [_cut(batch) for batch in dataset.take(_NUM_BATCHES)]
+
+
+def _cut(batch: Any) -> Any:
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.Tensor)]
+    numbers = max((int(np.prod(leaf.shape[1:])) for leaf in leaves), default=1)
+    most = int(np.clip(_MAX_NUMBERS // max(numbers, 1), _MIN_EXAMPLES, _MAX_EXAMPLES))
+    return tf.nest.map_structure(lambda leaf: leaf[:most], batch)
