@@ -27,7 +27,7 @@ PAGES = {
     "callbacks": ("Callbacks", ("callbacks",)),
     "data": ("Data", ("data",)),
     "comparing": ("Comparing", ("comparison",)),
-    "numerics": ("Numerics", ("numerics", "stepping")),
+    "numerics": ("Numerics", ("numerics", "stepping", "records")),
     "tuning": ("Tuning", ("tuning",)),
     "memory": ("Memory", ("memory",)),
     "training": ("Learning rates", ("training",)),

@@ -183,9 +183,7 @@ class _Check:
         yield from guilty_layers(found, self._rows)
 
 
-def in_float32(
-    model: keras.Model, rows: Assignment, dtype: str
-) -> Iterator[Finding]:
+def in_float32(model: keras.Model, rows: Assignment, dtype: str) -> Iterator[Finding]:
     """Yields a note for each reason why layers compute in float32."""
     layers = {path: layer for path, layer, _ in structure.walk(model)}
     computing = [
