@@ -64,7 +64,7 @@ train: .venv/.installed  ## train a small CNN on digits in float32, with XLA, in
 
 check: lint  ## lint, and the tests that reach what changed since its last run
 	@echo "Running the tests that reach what changed; the first run is as long as make test."
-	@$(BIN)/python -m pytest -q --testmon -m "not slow" $(ARGS) $(NO_NOTICES)
+	@$(BIN)/python -m pytest -q --testmon --testmon-forceselect -m "not slow" $(ARGS) $(NO_NOTICES)
 
 test: .venv/.installed  ## test every promise on the newest TensorFlow and Keras
 	@echo "Running the tests in $(JOBS) processes: about ten minutes on two cores."
