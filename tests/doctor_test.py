@@ -99,6 +99,12 @@ MACHINES = {
         "`pip install 'tensorflow[and-cuda]'`.",
         "error",
     ),
+    "Keras with a known fault": (
+        machine(CPU, versions={"keras": "3.16.0.dev2026102704"}),
+        "Keras 3.16.0.dev2026102704 brings arrays in one order in all epochs, runs and "
+        "seeds (keras#23046); `fit` is mended while tfamp is enabled.",
+        "Install a version without it: `pip install 'keras==3.15.1'`.",
+    ),
     "GPU that is hidden": (
         machine(CPU, nvidia_gpus=1, CUDA_VISIBLE_DEVICES="-1"),
         "The system has 1 NVIDIA GPU(s); TensorFlow sees none, since "

@@ -162,6 +162,8 @@ def enable(
     rules = len(in_force_now.rules)
     kept = f"; {rules} rules keep layers in float32" if rules else ""
     console.say(f"{in_force_now.policy} ({in_force_now.why}){kept}.")
+    if fault := _versions.keras_fault(in_force_now.versions["keras"]):
+        console.say(" ".join(fault))
     return in_force_now
 
 

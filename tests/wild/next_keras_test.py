@@ -254,6 +254,19 @@ def test_devices_can_be_set_after_enable():
     assert done.stdout == "True False 2\n", done.stderr
 
 
+@pytest.mark.parametrize("version, told", [("2.9.1", 1), ("2.90", 0)])
+def test_enabling_names_the_known_fault_of_a_keras(monkeypatch, caplog, version, told):
+    monkeypatch.setattr(versions, "BAD_KERAS", {"2.9.": "loses every second batch"})
+    installed = {**versions.installed_versions(), "keras": version}
+    monkeypatch.setattr(versions, "installed_versions", lambda: installed)
+    monkeypatch.setattr(versions, "check_environment", lambda: None)
+    with caplog.at_level("INFO", logger="tfamp"):
+        tfamp.enable("float32")
+    assert caplog.text.count("Keras 2.9.1 loses every second batch.") == told
+    assert caplog.text.count("`pip install 'keras==3.15.1'`") == told
+    tfamp.disable()
+
+
 def test_the_same_versions_of_keras_stand_everywhere():
     first, *_, last = versions.TESTED_KERAS
     makefile, setup = ((ROOT / name).read_text() for name in ("Makefile", "setup.cfg"))

@@ -128,6 +128,8 @@ def diagnose(
     versions = {"tfamp": tfamp.__version__, **probes.versions()}
     problems = probes.problems(environ=environ, versions=versions)
     found += [DoctorFinding("error", each.found, each.remedy) for each in problems]
+    if fault := _versions.keras_fault(versions.get("keras")):
+        found.append(DoctorFinding("advice", *fault))
     devices: tuple[Device, ...] = ()
     tf32: bool | None = None
     if versions.get("tensorflow") is not None:

@@ -61,6 +61,11 @@ SUPPORTED = {
 # the variable named here leaves out.
 TESTED_KERAS = ("3.10.0", "3.15.1")
 UNTESTED_KERAS = "TFAMP_UNTESTED_KERAS"
+# How versions of Keras begin that are wrong -> what is wrong there.
+BAD_KERAS = {
+    "3.16.0.dev": "brings arrays in one order in all epochs, runs and seeds "
+    "(keras#23046); `fit` is mended while tfamp is enabled",
+}
 
 # The same library under the names it is published by; the first one found counts.
 _DISTRIBUTIONS = {
@@ -123,6 +128,25 @@ def blame_untested_keras(
         f"{checks.first_line(error)}. Install a version that it was tested with: "
         f"`pip install 'keras=={TESTED_KERAS[-1]}'`."
     )
+
+
+def keras_fault(version: str | None) -> tuple[str, str] | None:
+    """Returns what is known to be wrong with a version of Keras, and the remedy.
+
+    Example:
+        >>> keras_fault("3.15.1") is None
+        True
+        >>> keras_fault("3.16.0.dev2026102704")[1]
+        "Install a version without it: `pip install 'keras==3.15.1'`."
+    """
+    for start, fault in BAD_KERAS.items():
+        if version is not None and version.startswith(start):
+            remedy = f"`pip install 'keras=={TESTED_KERAS[-1]}'`"
+            return (
+                f"Keras {version} {fault}.",
+                f"Install a version without it: {remedy}.",
+            )
+    return None
 
 
 def find_problems(
