@@ -316,8 +316,7 @@ def test_a_gpu_without_the_library_is_said_with_the_line_to_run(monkeypatch):
     watch = DeviceStats()
     fit(compiled(), watch)
     assert watch.notes == (
-        "No figures of the GPU: Figures of the GPU needs nvidia-ml-py, which is not "
-        "installed. Run `pip install 'tfamp[gpu]'`.",
+        "Figures of the GPU needs nvidia-ml-py, which is not installed. Run `pip install 'tfamp[gpu]'`.",
     )
 
 

@@ -118,11 +118,12 @@ def check_data(held: dict[str, Any], feed: Feed, directory: str) -> None:
     now = facts_of(feed)
     changed = [n for n in now if held[n] != now[n] and None not in (held[n], now[n])]
     if changed:
-        was = ", ".join(f"{name} {held[name]}" for name in changed)
-        is_now = ", ".join(f"{name} {now[name]}" for name in changed)
+        told = ", ".join(
+            f"{name} {held[name]}, and now {now[name]}" for name in changed
+        )
         raise ValueError(
-            f"The training in {directory!r} had {was}; this one has {is_now}. Expected "
-            "the same data, in the same batches. Pass them, or another `directory`."
+            f"The training in {directory!r} had {told}. Expected the same data, in the "
+            "same batches. Pass them, or another `directory`."
         )
 
 
@@ -209,14 +210,13 @@ def lost(strategy: Any, error: BaseException | None) -> str | None:
     if not addresses or not isinstance(error, _ABORTS) or "ollective" not in text:
         return None
     named = {(job, int(task)) for job, task in _TASK.findall(text)}
-    places = [i for i, task in enumerate(addresses) if task in named and i != place]
-    if not places and "CoordinationService" in text and place:
-        places = [0]
-    if not places:
-        return "Another worker"
-    hosts = list(addresses.values())
-    names = " and ".join(f"{i} ({hosts[i]!r})" for i in places)
-    return f"Worker {names} of {len(hosts)}"
+    tasks = list(addresses)
+    gone = [task for task in tasks if task in named and task != tasks[place]]
+    if not gone and "CoordinationService" in text and place:
+        gone = tasks[:1]
+    names = [f"{tasks.index(task)} ({addresses[task]!r})" for task in gone]
+    whose = f"Worker {' and '.join(names)} of {len(tasks)}"
+    return whose if gone else "Another worker"
 
 
 def check_same(strategy: Any, step: int, directory: str) -> None:

@@ -15,7 +15,7 @@ from tfamp.records import checks
 _JOIN_SECONDS = 5.0
 # Load over less time than this is a matter of luck.
 _MIN_LOAD_SECONDS = 0.1
-Reader = Callable[[], dict[str, float | None]]
+Figures = dict[str, float | None]
 # The end of the name of a figure that adds up.
 _ENERGY = "_energy_joules"
 # Of a reading of a GPU, what goes into rows, by the name it has there.
@@ -43,8 +43,7 @@ class DeviceStats(FitCallback):
 
     `History` gets the mean and the most of an epoch, as `cpu_percent_mean` and
     `cpu_percent_max`, and of the energy what the epoch took, as `gpu0_energy_joules`.
-    There is one more sample at the end of each epoch. `cpu_percent` is absent where an
-    epoch is over within a tenth of a second.
+    There is one more sample at the end of each epoch.
 
     It never ends training: what cannot be read is said in one line, and if reading or
     writing fails later, one warning is given and the callback is off. The thread ends
@@ -84,7 +83,7 @@ class DeviceStats(FitCallback):
         csv_path: str | os.PathLike[str] | None = None,
         interval_seconds: float = 1.0,
         clock: Callable[[], float] = time.time,
-        readers: tuple[Reader, ...] | None = None,
+        readers: tuple[Callable[[], Figures], ...] | None = None,
     ) -> None:
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir)
@@ -94,9 +93,9 @@ class DeviceStats(FitCallback):
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._readers: list[Reader] = []
+        self._readers: tuple[Callable[[], Figures], ...] = ()
         self._events: EventWriter | None = None
-        self._samples: list[dict[str, float | None]] = []
+        self._samples: list[Figures] = []
         self._num_batches = self._batches_before = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -104,29 +103,24 @@ class DeviceStats(FitCallback):
         self._leave()
         self._num_batches = self._batches_before = 0
         try:
-            given = self._given
-            self._readers = self._found() if given is None else list(given)
-            first = self._read()
+            self._readers = self._found() if self._given is None else self._given
+            self._begun = self._read()
         except Exception as error:  # whatever it is, training begins
             self._turn_off(error)
             return
-        self._names, self._energy = tuple(first), first
-        try:
-            self._events = EventWriter(
-                self.model,
-                ("step", "time", *self._names),
-                csv_path=self.csv_path,
-                log_dir=self.log_dir,
-            )
-        except BaseException:
-            self._close_all()
-            raise
-        self._join()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(self._ended,), name="tfamp-device-stats"
+        self._names, self._energy = tuple(self._begun), dict(self._begun)
+        self._events = EventWriter(
+            self.model,
+            ("step", "time", *self._names),
+            csv_path=self.csv_path,
+            log_dir=self.log_dir,
         )
-        self._thread.daemon = True
+        self._join()
+        ended = self._ended = threading.Event()
+        name = "tfamp-device-stats"
+        self._thread = threading.Thread(
+            target=self._run, args=(ended,), name=name, daemon=True
+        )
         self._thread.start()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -175,13 +169,13 @@ class DeviceStats(FitCallback):
             for opened in (self._events, *self._readers):
                 if close := getattr(opened, "close", None):
                     close()
-            self._events, self._readers = None, []
+            self._events, self._readers = None, ()
 
     def _turn_off(self, error: Exception) -> None:
         self._note(f"DeviceStats is off, since reading or writing failed: {error!r}.")
         self._close_all()
 
-    def _read(self) -> dict[str, float | None]:
+    def _read(self) -> Figures:
         return {name: v for reader in self._readers for name, v in reader().items()}
 
     def _summary(self) -> dict[str, float]:
@@ -200,26 +194,20 @@ class DeviceStats(FitCallback):
                 self._energy[name] = values[-1]
         return found
 
-    def _found(self) -> list[Reader]:
+    def _found(self) -> tuple[Callable[[], Figures], ...]:
         """Returns readers of what is here, and notes what is not."""
-        readers: list[Reader] = []
-        try:
-            readers.append(_process_reader())
-        except ImportError as error:
-            self._note(str(error))
-        if not visible_gpus():
-            return readers
-        try:
-            gpus = _GpuReader()
-        except (ImportError, RuntimeError) as error:
-            self._note(f"No figures of the GPU: {error}")
-            return readers
-        for line in gpus.notes:
-            self._note(line)
-        return [*readers, gpus]
+        readers: list[Callable[[], Figures]] = []
+        makers: list[Callable[..., Callable[[], Figures]]] = [_process_reader]
+        makers += [_GpuReader] if visible_gpus() else []
+        for make in makers:
+            try:
+                readers.append(make(self._note))
+            except (ImportError, RuntimeError) as error:
+                self._note(str(error))
+        return tuple(readers)
 
 
-def _process_reader() -> Reader:
+def _process_reader(note: Callable[[str], None]) -> Callable[[], Figures]:
     """Returns a reader of CPU and memory of this process, by psutil."""
     psutil: Any = checks.require(
         "psutil", extra="report", purpose="CPU and memory of `DeviceStats`"
@@ -228,7 +216,7 @@ def _process_reader() -> Reader:
     process.cpu_percent()  # the first call has nothing to compare with
     last, percent = time.monotonic(), None
 
-    def read() -> dict[str, float | None]:
+    def read() -> Figures:
         nonlocal last, percent
         now = time.monotonic()
         if now - last >= _MIN_LOAD_SECONDS:
@@ -242,30 +230,34 @@ def _process_reader() -> Reader:
 class _GpuReader:
     """Reads the GPUs that TensorFlow uses; energy counts from the first reading on.
 
-    A figure that the driver does not give at the beginning is left out, with a line for
-    its GPU in `notes`.
+    A figure that the driver does not give at the beginning is left out, and said.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str], None]) -> None:
         self._nvml = Nvml()
-        self.close, self.notes = self._nvml.close, list[str]()
-        self._begun = {n: v for n, v in self._figures().items() if v is not None}
+        self.close = self._nvml.close
+        figures = self._figures()
+        self._begun = {n: v for n, v in figures.items() if v is not None}
         for reading in self._nvml.read():
             where = f"GPU:{reading.index}"
             if reading.mig_slice is not None:
-                self.notes.append(
+                note(
                     f"{where} is the MIG slice {reading.mig_slice} of {reading.name}: "
                     "memory is its own; temperature, power and energy, where told, are "
                     "those of the whole GPU."
                 )
-            fields = _GPU_FIGURES.items()
-            if missing := [n for n, f in fields if getattr(reading, f) is None]:
-                self.notes.append(
+            start = f"gpu{reading.index}_"
+            if missing := [
+                n.removeprefix(start)
+                for n in figures
+                if n.startswith(start) and n not in self._begun
+            ]:
+                note(
                     f"{where} does not tell {', '.join(missing)}: its driver refuses "
                     "that here, as under MIG and in some containers."
                 )
 
-    def __call__(self) -> dict[str, float | None]:
+    def __call__(self) -> Figures:
         """Returns the figures now, by name."""
         found = {name: v for name, v in self._figures().items() if name in self._begun}
         for name, value in found.items():
@@ -273,7 +265,7 @@ class _GpuReader:
                 found[name] = value - self._begun[name]
         return found
 
-    def _figures(self) -> dict[str, float | None]:
+    def _figures(self) -> Figures:
         return {
             f"gpu{reading.index}_{name}": None if value is None else float(value)
             for reading in self._nvml.read()

@@ -26,24 +26,19 @@ class PrecisionMonitor(FitCallback):
 
     `History` gets `loss_scale`, `applied_steps`, `skipped_steps`, `consecutive_skips`,
     `gradient_norm` (unscaled, of the last finite step) and `overflow_rate` (skipped
-    steps per 1,000, over the last 1,000 or as many as there were), plain finite
-    numbers, exact at the end of each epoch. During an epoch the progress bar, and
-    callbacks after this one in the list, see the first and the third of them, of the
-    last reading. Keras 3.10 shows means over an epoch in its bar, so there all come at
-    the end of the epoch only.
-
-    Where a step was skipped, a warning names the variables whose gradients were not
-    finite, once for each set of variables.
+    steps per 1,000, over the last 1,000 or as many as there were), exact at the end of
+    each epoch. During an epoch the progress bar, and callbacks after this one in the
+    list, see the first and the third, of the last reading; under Keras 3.10, whose bar
+    shows means, only at its end. A warning names the variables whose gradients were not
+    finite in a skipped step, once for each set of variables.
 
     A second `fit` goes on counting and appends to the CSV. Where an error or Ctrl-C
-    ends `fit`, the last steps before it are written too.
-
-    Where tfamp's policy computes in bfloat16 or float32 no loss is scaled: then `fit`
-    goes on without any of this, and one line says so.
+    ends `fit`, the last steps before it are written too. Where tfamp's policy computes
+    in bfloat16 or float32 no loss is scaled, and one line says so.
 
     Cost: nothing runs in a training step. A reading fetches some numbers from the
-    device, half a millisecond on a CPU, so there is one every `every_steps` batches. No
-    step is missing in the files as long as fewer than 1024 lie between two readings.
+    device, half a millisecond on a CPU. No step is missing in the files as long as
+    fewer than 1024 lie between two readings.
 
     Args:
         log_dir: Folder for TensorBoard scalars of every step, made if need be; a
@@ -90,7 +85,6 @@ class PrecisionMonitor(FitCallback):
         self._next_reading = 0
         self._is_first_epoch = True
         self._is_idle = False
-        self._has_warned_of_loss = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the optimizer and opens the files."""
@@ -182,15 +176,12 @@ class PrecisionMonitor(FitCallback):
 
     def _warn(self, reading: Reading) -> None:
         has_files = self._events is not None and self._events.is_open
-        if reading.num_lost and has_files and not self._has_warned_of_loss:
-            self._has_warned_of_loss = True
-            logging.warning(
-                "%d steps are missing from the files before step %d: more than 1024 "
-                "lay between two readings. Lower `every_steps`, now %d, or "
-                "`steps_per_execution`.",
-                reading.num_lost,
-                reading.steps[0].step,
-                self.every_steps,
+        if reading.num_lost and has_files and not self.notes:
+            self._note(
+                f"{reading.num_lost} steps are missing from the files before step "
+                f"{reading.steps[0].step}: more than 1024 lay between two readings. "
+                f"Lower `every_steps`, now {self.every_steps}, or "
+                "`steps_per_execution`."
             )
         names = reading.nonfinite
         if reading.last_skip is None or frozenset(names) in self._warned:
@@ -207,11 +198,8 @@ class PrecisionMonitor(FitCallback):
             "now. A few skips at the start, or after the scale has grown, are as it "
             "should be; if they go on, lower the learning rate, clip gradients, or "
             "keep the layer in float32.",
-            reading.num_skips,
-            reading.num_lost + len(reading.steps),
-            reading.last_skip,
-            reason,
-            reading.logs["loss_scale"],
+            *(reading.num_skips, reading.num_lost + len(reading.steps)),
+            *(reading.last_skip, reason, reading.logs["loss_scale"]),
         )
 
 

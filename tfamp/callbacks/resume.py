@@ -40,11 +40,9 @@ class Resume(FitCallback):
     The batches of the epoch that were trained are drawn again and left out, and those
     of earlier epochs only with `steps_per_epoch`, where one iterator goes through all;
     else one of each. A `tfamp.data.Pipeline` goes on in the order, and with the changes
-    and the ramp, of the epoch.
-    So the order has to be the same in each process: call `keras.utils.set_random_seed`
-    first, or give `shuffle` a `seed`. Where it is not, one line says that it is not to
-    the bit. (With a global seed, Keras brings arrays in one order in all epochs;
-    `tf.data` and `tfamp.data.Pipeline` have a new one for each.)
+    and the ramp, of the epoch. So the order has to be the same in each process: call
+    `keras.utils.set_random_seed` first, or give `shuffle` a `seed`. Where it is not,
+    one line says that it is not to the bit.
 
     With several workers each writes a file of its own, to a folder that all see, and
     all go on at the newest step that all have. When one dies the others end within
@@ -53,17 +51,18 @@ class Resume(FitCallback):
 
     Not kept: `tf.random` operations inside of the step (`keras.random` with a
     `SeedGenerator` is), state of generators and `PyDataset`s, and, as with
-    `BackupAndRestore`, of other callbacks: what an `EarlyStopping` remembers begins
-    anew, and one line says so.
+    `BackupAndRestore`, of other callbacks.
 
-    Cost: each state is copied and written while training waits, to the disk where it
-    is local. Weights, slots and metrics are in it.
+    Cost: each state is copied and written while training waits.
 
     Args:
         directory: A folder, one for each training: local, or any path that
             `tf.io.gfile` opens, such as "gs://...".
         every_steps: Batches between two states, at least; as many may have to be
             trained again after a crash. The last step of all is kept too.
+
+    Attributes:
+        resumed_at: Epoch and step that the last `fit` went on from, None for none.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -94,11 +93,14 @@ class Resume(FitCallback):
         self.resumed_at: tuple[int, int] | None = None
         EPOCH_HOOKS.install()
         self._feed: Feed | None = None
-        self._folder = Folder(self.directory, "step")
+        self._begin()
+
+    def _begin(self) -> None:
+        self.resumed_at = None
         self._found: State | None = None
+        self._pending: State | None = None
         self._epoch = self._total = self._since = 0
         self._start: dict[str, Any] = {}
-        self._pending: State | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Looks for a training to go on with, and whether it is this one."""
@@ -110,23 +112,25 @@ class Resume(FitCallback):
                 "`model.fit(..., callbacks=[Resume(...)])`. Use it there."
             )
         beside = [x for x in around_training.callbacks_of(self.model) if x is not self]
-        _check_beside(beside)
+        for each in beside:
+            is_backup = isinstance(each, keras.callbacks.BackupAndRestore)
+            if is_backup or getattr(each, "resume", False) is True:
+                raise ValueError(
+                    f"Resume and {type(each).__name__} are in the same `fit`; expected "
+                    "one, since each would begin where it thinks. Leave the other out."
+                )
         if feed.around is not None:
             logging.warning("A second Resume in the same `fit` does nothing: use one.")
             return
         strategy = self.model.distribute_strategy
         place, addresses = states.workers_of(strategy)
-        num_workers = max(1, len(addresses))
-        self._folder = Folder(
-            self.directory, "step", place=place, num_workers=num_workers
-        )
+        self._folder = Folder(self.directory, place, max(1, len(addresses)))
         self._folder.prepare()
         kept = self._folder.newest()
-        if num_workers > 1:
+        if addresses:
             step = -1 if kept is None else kept[0].number
             states.check_same(strategy, step, self.directory)
-        self.resumed_at, self._found, self._pending = None, None, None
-        self._epoch = self._total = self._since = 0
+        self._begin()
         if kept is not None:
             self._go_on(*kept, feed)
         elif not self._folder.is_empty():
@@ -192,15 +196,12 @@ class Resume(FitCallback):
             "Resume: going on behind step %d of epoch %d (from 0), of %r.",
             *(held["step"], epoch, os.path.join(self.directory, kept.name)),
         )
-        why = []
-        if held["seed"] != states.global_seed():
-            why.append(f"its global seed was {held['seed']}")
-        if held["versions"] != states.versions():
-            why.append(f"it ran on {held['versions']}")
-        if why:
+        was = held["seed"], held["versions"]
+        if was != (states.global_seed(), states.versions()):
             self._note(
                 f"Resume: what follows is not to the bit what the training in "
-                f"{self.directory!r} would have been, since {' and '.join(why)}."
+                f"{self.directory!r} would have been, since its global seed was "
+                f"{was[0]} and it ran on {was[1]}."
             )
 
     def _steps_of_epoch(self, executions: Iterator[Execution]) -> Iterator[Execution]:
@@ -302,20 +303,6 @@ class Resume(FitCallback):
                 f"Resume: a state could not be written to {self.directory!r} "
                 f"({error}). Training goes on, the files before it stay, and the next "
                 "one is tried too. Free space there."
-            )
-
-
-def _check_beside(callbacks: list[Any]) -> None:
-    for each in callbacks:
-        if isinstance(each, keras.callbacks.BackupAndRestore):
-            raise ValueError(
-                "Resume and BackupAndRestore are in the same `fit`; expected one, "
-                "since each would begin where it thinks. Leave the other out."
-            )
-        if getattr(each, "resume", False) is True:
-            raise ValueError(
-                f"Resume and {type(each).__name__}(resume=True) are in the same "
-                "`fit`; expected one that goes on. Leave `resume` out."
             )
 
 

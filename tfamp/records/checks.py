@@ -2,10 +2,10 @@
 
 Each message says what came, what was expected and what to do next. It may end with a
 page of the documentation, named by where it stands in docs/, without ".md", and by an
-anchor of it, as "failures/zero-scale" or "lint#half-head". Such a name stays when a
-page is rewritten.
+anchor of it, as "failures/zero-scale" or "lint#half-head".
 """
 
+import contextlib
 import difflib
 import importlib
 import math
@@ -49,30 +49,24 @@ _ON_MEMORY = re.compile(
 def require(module: str, *, extra: str | None, purpose: str) -> types.ModuleType:
     """Imports an optional package; an ImportError says how to install it.
 
-    One that is there and fails while it is imported raises its own error.
-
     Args:
         module: Dotted name to import.
         extra: The extra of tfamp that brings the package; None names the package.
         purpose: Who needs it, as the subject of a sentence with "needs".
     """
     package = module.split(".")[0]
-    pip_name = _PIP_NAMES.get(package, package)
-    line = f"pip install 'tfamp[{extra}]'" if extra else f"pip install {pip_name}"
+    name = _PIP_NAMES.get(package, package)
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        missing = error.name or module
-        if missing.split(".")[0] == package:
-            raise ImportError(
-                f"{purpose} needs {pip_name}, which is not installed. Run `{line}`.",
-                name=module,
-            ) from error
-        raise ImportError(
-            f"{purpose} needs {pip_name}, which is installed but lacks {missing!r}. "
-            f"Run `pip install {_PIP_NAMES.get(missing, missing)}`.",
-            name=missing,
-        ) from error
+        lacking = error.name or module
+        line = f"pip install 'tfamp[{extra}]'" if extra else f"pip install {name}"
+        what = "which is not installed"
+        if lacking.split(".")[0] != package:  # it is there, and not what it needs
+            what = f"which is installed but lacks {lacking!r}"
+            line = f"pip install {_PIP_NAMES.get(lacking, lacking)}"
+        text = f"{purpose} needs {name}, {what}. Run `{line}`."
+        raise ImportError(text, name=lacking) from error
 
 
 def figure(
@@ -109,14 +103,7 @@ def did_you_mean(value: str, options: Iterable[str]) -> str | None:
 
 
 def choice(argument: str, value: object, options: Iterable[str]) -> str:
-    """Returns `value` if it is one of `options`, which are printed in their order.
-
-    Otherwise a TypeError or ValueError names them, and the likely one.
-
-    Example:
-        >>> choice("policy", "float32", ["auto", "float32"])
-        'float32'
-    """
+    """Returns `value` if it is one of `options`; an error names them and the likely."""
     names = list(options)
     expected = join_words([repr(name) for name in names], "or")
     if not isinstance(value, str):
@@ -137,17 +124,16 @@ def positive_int(argument: str, value: object, *, minimum: int = 1) -> int:
     NumPy integers are taken; booleans and floats are not, since `True` and 32.0
     as a batch size are mistakes more often than not.
     """
-    try:
-        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-            raise TypeError("no integer")
-        number = operator.index(value)
-    except TypeError:
-        # An array has `__index__` too, and refuses.
+    number = None
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        with contextlib.suppress(TypeError):  # of an array, which has `__index__` too
+            number = operator.index(value)
+    if number is None:
         raise TypeError(
             f"`{argument}` is {value!r}, of type {type(value).__name__}; expected an "
             f"integer of at least {minimum}. Pass a whole number, as in "
             f"`{argument}={max(minimum, 1)}`."
-        ) from None
+        )
     if number < minimum:
         raise ValueError(
             f"`{argument}` is {number!r}; expected an integer of at least {minimum}. "
@@ -199,11 +185,6 @@ def first_line(error: BaseException) -> str:
 
     That is the first that speaks of memory, which errors of graphs bring far below, or
     else the first after a line of Keras's own.
-
-    Example:
-        >>> text = chr(10).join(["Exception encountered when ...", "", "Is bad.", "x"])
-        >>> first_line(ValueError(text))
-        'Is bad.'
     """
     lines = _lines(error)
     own = [line for line in lines if not line.startswith("Exception encountered")]
@@ -233,12 +214,7 @@ SITE = "https://tfamp.github.io/tfamp"
 
 
 def address(page: str) -> str:
-    """Returns the address of a page, or of a section of it behind "#".
-
-    Example:
-        >>> address("lint#half-head")
-        'https://tfamp.github.io/tfamp/lint.html#half-head'
-    """
+    """Returns the address of a page, or of a section of it behind "#"."""
     path, mark, anchor = page.partition("#")
     return f"{SITE}/{path}.html{mark}{anchor}"
 

@@ -32,13 +32,9 @@ def table(
     title: str | None = None,
     **how: Any,
 ) -> Table:
-    """Returns a table for `text_of`.
+    """Returns a table for `text_of`: heading -> options of rich's columns, and rows.
 
-    Args:
-        columns: Heading -> what `add_column` of rich takes beside it.
-        rows: Texts, which stand as they are ("x[0]" is no markup), or parts of rich.
-        title: Above it, at the left.
-        **how: What rich's `Table` takes besides.
+    Texts in rows stand as they are ("x[0]" is no markup); other cells are rich's.
     """
     heading = None if title is None else Text(title, overflow="fold")
     found = Table(title=heading, title_justify="left", **how)

@@ -1,7 +1,4 @@
-"""What a check found: where, how bad, with which figure, and what to do about it.
-
-`tfamp.data.check` returns `Findings` about columns of data.
-"""
+"""What a check found: where, how bad, with which figure, and what to do about it."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -25,8 +22,7 @@ class Fix(Record):
             subtracts and divides in float64, so serving has to do the same.
         dtype: The column's dtype afterwards.
         reason: Why it is right, with the figure.
-        offset: What "standardize" subtracts, one number for each feature or one
-            for all; empty for "cast".
+        offset: What "standardize" subtracts, a number a feature or one for all.
         scale: What it divides by, likewise.
 
     Example:
@@ -63,11 +59,6 @@ class Finding(Record):
         details: More numbers behind the message; "documentation" is the address of the
             page that explains the rule, where there is one.
         fix: The change that removes the cause, where that takes no decision.
-
-    Example:
-        >>> finding = Finding("nan", "error", "3 of 100 are NaN.", "Fill them.")
-        >>> finding.place
-        ''
     """
 
     rule: str
@@ -94,16 +85,10 @@ class Finding(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Findings(TableRecord):
-    """Everything that one check found, worst first.
+    """Everything that one check found, kept worst first.
 
-    It has a length, can be iterated, and is false when nothing was found. An
-    empty result means that each of `rules` ran and had nothing to say.
-
-    Args:
-        findings: In any order; they are kept worst first.
-        title: What was checked, in one line.
-        rules: The rules that ran.
-        skipped: Rules that could not run, each with the reason.
+    It has a length, can be iterated, and is false when nothing was found. `title` says
+    what was checked, `rules` which ran, `skipped` why others could not.
 
     Example:
         >>> small = Finding("constant", "note", "x/a is 0 everywhere.", "Drop it.")
@@ -167,21 +152,14 @@ class Findings(TableRecord):
         severity: Severity | None = None,
         place: str | None = None,
     ) -> tuple[Finding, ...]:
-        """Returns the findings of a rule, a severity, a layer or column.
+        """Returns the findings of a rule, a severity, a layer or column, or all.
 
-        Args:
-            rule: Only findings of this rule; None for any.
-            severity: Only findings of this severity; None for any.
-            place: Only findings about this layer or column; None for any.
-
-        Raises:
-            ValueError: If `severity` is none of the three, or `rule` neither ran
-                nor fired.
+        A ValueError says that `severity` is none of the three, or no rule has the name.
         """
         if severity is not None:
             checks.choice("severity", severity, SEVERITIES)
-        fired = [finding.rule for finding in self.findings]
-        if rule is not None and self.rules and rule not in (*self.rules, *fired):
+        if rule is not None and self.rules:
+            fired = (finding.rule for finding in self.findings)
             checks.choice("rule", rule, dict.fromkeys((*self.rules, *fired)))
         return tuple(
             finding
@@ -200,31 +178,27 @@ class Findings(TableRecord):
         lines = [f"Not checked: {reason}" for reason in self.skipped]
         if not self.findings:
             count = f" by {len(self.rules)} rules" if self.rules else ""
-            return "\n".join(
-                [f"{self.title or 'Check'}: nothing found{count}.", *lines]
-            )
+            title = f"{self.title or 'Check'}: nothing found{count}."
+            return "\n".join([title, *lines])
         known = (finding.details.get("documentation") for finding in self.findings)
         explained = [f"See {page}" for page in dict.fromkeys(known) if page]
-        return "\n".join([_render(self), *explained, *lines])
-
-
-def _render(findings: Findings) -> str:
-    """Returns a table, where notes that say the same of several places are one row."""
-    groups: dict[tuple[object, ...], list[Finding]] = {}
-    for finding in findings:
-        place = None if finding.severity == "note" else finding.place
-        key = (finding.severity, finding.rule, finding.message, finding.remedy, place)
-        groups.setdefault(key, []).append(finding)
-    rows = []
-    for first, *others in groups.values():
-        place = f"{first.place} and {len(others)} more" if others else first.place
-        rows.append((first.severity, place, first.rule, first.message, first.remedy))
-    columns = {
-        "severity": console.WHOLE,
-        "where": {**console.FOLD, "max_width": 24},
-        "rule": {**console.FOLD, "max_width": 18},
-        "found": {**console.FOLD, "ratio": 3},
-        "remedy": {**console.FOLD, "ratio": 2},
-    }
-    table = console.table(columns, rows, title=findings.title, show_lines=True)
-    return console.text_of(table)
+        groups: dict[tuple[object, ...], list[Finding]] = {}
+        for each in self.findings:
+            place = None if each.severity == "note" else each.place
+            key = (each.severity, each.rule, each.message, each.remedy, place)
+            groups.setdefault(key, []).append(each)
+        rows = []
+        for first, *others in groups.values():
+            where = f"{first.place} and {len(others)} more" if others else first.place
+            rows.append(
+                (first.severity, where, first.rule, first.message, first.remedy)
+            )
+        columns = {
+            "severity": console.WHOLE,
+            "where": {**console.FOLD, "max_width": 24},
+            "rule": {**console.FOLD, "max_width": 18},
+            "found": {**console.FOLD, "ratio": 3},
+            "remedy": {**console.FOLD, "ratio": 2},
+        }
+        table = console.table(columns, rows, title=self.title, show_lines=True)
+        return "\n".join([console.text_of(table), *explained, *lines])

@@ -21,15 +21,10 @@ POLICIES = (
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A binary floating-point format: sign, exponent, mantissa.
+    """A binary floating-point format, by its bits of exponent and mantissa.
 
-    Args:
-        name: The dtype's name in TensorFlow and Keras.
-        exponent_bits: Bits of the exponent.
-        mantissa_bits: Stored bits of the mantissa, without the implicit one.
-        has_infinity: Whether the largest exponent is kept for inf and NaN, as in
-            IEEE 754. Without it only the all-ones pattern is NaN, so the format
-            reaches almost twice as far and an overflow cannot become inf.
+    `mantissa_bits` leaves the implicit one out. Where not `has_infinity` only the
+    all-ones pattern is NaN, so the format reaches almost twice as far.
     """
 
     name: str
@@ -50,9 +45,8 @@ class Format:
     @property
     def max(self) -> float:
         """Largest finite number."""
-        exponent = self.bias if self.has_infinity else self.bias + 1
-        last_mantissa = 1 if self.has_infinity else 2
-        return math.ldexp(2.0 - last_mantissa * self.epsilon, exponent)
+        exponent, last = (self.bias, 1) if self.has_infinity else (self.bias + 1, 2)
+        return math.ldexp(2.0 - last * self.epsilon, exponent)
 
     @property
     def smallest_normal(self) -> float:
@@ -72,10 +66,8 @@ FLOAT8_E5M2 = Format("float8_e5m2", exponent_bits=5, mantissa_bits=2)
 FLOAT8_E4M3 = Format(
     "float8_e4m3fn", exponent_bits=4, mantissa_bits=3, has_infinity=False
 )
-FORMATS = {
-    format.name: format
-    for format in (FLOAT32, BFLOAT16, FLOAT16, FLOAT8_E5M2, FLOAT8_E4M3)
-}
+_ALL = (FLOAT32, BFLOAT16, FLOAT16, FLOAT8_E5M2, FLOAT8_E4M3)
+FORMATS = {format.name: format for format in _ALL}
 
 
 def spacing(format: Format, value: float) -> float:

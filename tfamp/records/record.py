@@ -8,7 +8,6 @@ the annotations say what comes back, so a tuple of records is one again.
 import abc
 import contextlib
 import dataclasses
-import errno
 import html
 import json
 import math
@@ -23,13 +22,15 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 RecordType = TypeVar("RecordType", bound="Record")
 
-# No field can be called "class"; `schema` is refused when a record is read.
+# No field can be called "class"; none of ours is called "schema".
 _CLASS, _SCHEMA = "class", "schema"
 # Characters of a record's `repr`, and of one field in it.
 _MAX_REPR, _MAX_FIELD = 800, 80
 # Lines of a table that a notebook shows; `print` shows all of them.
 _MAX_SHOWN = 30
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+# What ends the name of a file that is being written.
+BESIDE = ".writing"
 
 
 class Record:
@@ -78,10 +79,7 @@ class Record:
         """Returns the class, the schema version and the fields as plain JSON values.
 
         Non-finite floats become "NaN", "Infinity" and "-Infinity", which strict
-        JSON has no numbers for.
-
-        Raises:
-            TypeError: If a field holds something that JSON cannot.
+        JSON has no numbers for. A TypeError says that a field holds something else.
         """
         result: dict[str, Any] = {_CLASS: type(self).__name__, _SCHEMA: self.SCHEMA}
         for name in _hints(type(self)):
@@ -91,46 +89,44 @@ class Record:
 
     @classmethod
     def from_dict(cls: type[RecordType], values: Mapping[str, Any]) -> RecordType:
-        """Returns the record that `to_dict` wrote.
-
-        Args:
-            values: The dictionary. A field that has a default may be left out.
+        """Returns the record that `to_dict` wrote; a field with a default may be left.
 
         Raises:
-            TypeError: If `values` is not a mapping.
-            ValueError: If it is of another class or a later schema, or if a field is
+            TypeError: `values` is not a mapping.
+            ValueError: It is of another class or a later schema, or a field is
                 unknown, missing, or of another type than the record's.
         """
-        name = cls.__name__
+        name, hints = cls.__name__, _hints(cls)
         if not isinstance(values, Mapping):
             raise TypeError(
                 f"`values` is {values!r}; expected a dict of the fields of {name}. "
                 f"Pass what `to_dict` returned."
             )
-        written = values.get(_CLASS, name)
+        written, schema = values.get(_CLASS, name), values.get(_SCHEMA, cls.SCHEMA)
         if written != name:
             raise ValueError(
                 f"Found a record of {written!r}; expected {name!r}. Read it with "
                 f"`{written}.from_json`."
             )
-        schema = values.get(_SCHEMA, cls.SCHEMA)
         if not isinstance(schema, int) or schema > cls.SCHEMA:
             raise ValueError(
                 f"Found schema {schema!r} of {name}; expected {cls.SCHEMA} or earlier. "
                 f"Update tfamp to read it."
             )
-        hints = _hints(cls)
         given = {key: values[key] for key in values if key not in (_CLASS, _SCHEMA)}
-        if unknown := tuple(key for key in given if key not in hints):
-            raise ValueError(
-                f"Unknown fields {unknown!r} of {name}; expected {tuple(hints)!r}. "
-                f"Remove them, or update tfamp if a later version wrote them."
-            )
-        if missing := tuple(key for key in _required(cls) if key not in given):
-            raise ValueError(
-                f"Missing fields {missing!r} of {name}; expected {tuple(hints)!r}. "
-                f"Add them, or write the record again."
-            )
+        needed = {
+            field.name
+            for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+            if field.default is field.default_factory is dataclasses.MISSING
+        }
+        odd = {"Unknown": given.keys() - hints.keys(), "Missing": needed - given.keys()}
+        for what, names in odd.items():
+            if names:
+                raise ValueError(
+                    f"{what} fields {tuple(sorted(names))!r} of {name}; expected "
+                    f"{tuple(hints)!r}. Correct them, or update tfamp if a later "
+                    "version wrote them."
+                )
         decoded = {
             key: _decode(value, hints[key], f"`{key}` of {name}")
             for key, value in given.items()
@@ -138,14 +134,7 @@ class Record:
         return cls(**decoded)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the record as strict JSON and writes it to `path`, if given.
-
-        The file appears whole or not at all: it is written beside its place and
-        moved there.
-
-        Args:
-            path: Where to write; the folder has to exist.
-        """
+        """Returns the record as strict JSON and writes it whole to `path`, if given."""
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
         if path is not None:
             with whole(path) as beside:
@@ -156,14 +145,11 @@ class Record:
     def from_json(
         cls: type[RecordType], path_or_text: str | os.PathLike[str]
     ) -> RecordType:
-        """Returns the record in a file or in a text.
-
-        Args:
-            path_or_text: A path, or the JSON itself, which starts with a brace.
+        """Returns the record in a file, or in a text, which starts with a brace.
 
         Raises:
-            FileNotFoundError: If it is a path and no file is there.
-            ValueError: If the text is not JSON, or as in `from_dict`.
+            FileNotFoundError: It is a path and no file is there.
+            ValueError: The text is not JSON, or as in `from_dict`.
         """
         text, where = str(path_or_text), "The text"
         if not (isinstance(path_or_text, str) and text.lstrip().startswith("{")):
@@ -215,9 +201,8 @@ def _brief(value: Any) -> str:
         return f"{repr(value[: _MAX_FIELD - 5])[:-1]}...'"
     if isinstance(value, (tuple, list)):
         kinds = {type(item).__name__ for item in value}
-        return (
-            f"<{len(value)} of {kinds.pop() if len(kinds) == 1 else 'several types'}>"
-        )
+        kind = kinds.pop() if len(kinds) == 1 else "several types"
+        return f"<{len(value)} of {kind}>"
     if isinstance(value, Mapping):
         return f"<{len(value)} entries>"
     return f"<{type(value).__name__}>"
@@ -225,29 +210,8 @@ def _brief(value: Any) -> str:
 
 def _hints(cls: type[Any]) -> dict[str, Any]:
     """Returns the type of each field of a record, in order."""
-    if "__dataclass_fields__" not in vars(cls):
-        raise TypeError(
-            f"{cls.__name__} is a Record without fields; expected a frozen dataclass. "
-            f"Decorate it with `@dataclasses.dataclass(frozen=True)`."
-        )
     hints = typing.get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]
-    if _SCHEMA in names:
-        raise TypeError(
-            f"{cls.__name__} has a field 'schema'; expected another name, since the "
-            f"file's version stands under it. Rename the field."
-        )
-    return {name: hints[name] for name in names}
-
-
-def _required(cls: type[Any]) -> list[str]:
-    """Returns the fields that have no default."""
-    unset = dataclasses.MISSING
-    return [
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is unset and field.default_factory is unset
-    ]
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def _encode(value: Any, where: str) -> Any:
@@ -278,19 +242,10 @@ def _decode(value: Any, hint: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for option in arguments:
-            try:
+            with contextlib.suppress(ValueError):
                 return _decode(value, option, where)
-            except ValueError:
-                # The next option may fit; a record's own complaint is worth more.
-                if isinstance(value, Mapping) and value.get(_CLASS) == getattr(
-                    option, "__name__", None
-                ):
-                    raise
-    elif hint is Any:
+    elif hint is Any or (origin is Literal and value in arguments):
         return value
-    elif origin is Literal:
-        if value in arguments:
-            return value
     elif isinstance(hint, type) and issubclass(hint, Record):
         if isinstance(value, Mapping):
             return hint.from_dict(value)
@@ -304,11 +259,10 @@ def _decode(value: Any, hint: Any, where: str) -> Any:
     elif isinstance(origin, type) and issubclass(origin, Mapping):
         if isinstance(value, Mapping):
             return {k: _decode(v, arguments[1], where) for k, v in value.items()}
-    elif hint is float:
-        if isinstance(value, str) and value in _NOT_FINITE:
-            return _NOT_FINITE[value]
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
+    elif hint is float and isinstance(value, str) and value in _NOT_FINITE:
+        return _NOT_FINITE[value]
+    elif hint is float and type(value) in (int, float):
+        return float(value)
     elif hint in (int, str, bool, type(None)) and type(value) is hint:
         return value
     expected = hint.__name__ if isinstance(hint, type) else str(hint)
@@ -316,10 +270,6 @@ def _decode(value: Any, hint: Any, where: str) -> Any:
         f"{where} is {value!r}; expected {expected.removeprefix('typing.')}. "
         f"Correct it, or write the record again."
     )
-
-
-# What ends the name of a file that is being written.
-BESIDE = ".writing"
 
 
 @contextlib.contextmanager
@@ -350,28 +300,18 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     An OSError says that the folder is not there, the path a folder, or the disk full.
     """
     target = Path(path)
-    if not target.parent.is_dir():
-        raise FileNotFoundError(
-            f"`path` is {str(target)!r}, and its folder is not there; expected a file "
-            f"in a folder that is. Make it with `mkdir -p {target.parent}`."
-        )
-    if target.is_dir():
-        raise IsADirectoryError(
-            f"`path` is {str(target)!r}, a folder; expected a file. Add a name to it, "
-            f"as in {str(target / 'report.html')!r}."
-        )
     try:
+        if target.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
         with whole(target) as beside:
             beside.write_text(text, encoding="utf-8")
     except OSError as error:
-        # Windows has no quotas to run out of.
-        full = error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None))
-        remedy = "Free some space" if full else "Make the folder writable"
-        raise OSError(
+        raise type(error)(
             error.errno,
             f"`path` is {str(target)!r}, which could not be written "
-            f"({error.strerror}); expected room for {len(text.encode()):,} bytes and "
-            f"the right to write. {remedy}, or pass another path.",
+            f"({error.strerror}); expected a file in a folder that is there and has "
+            f"room for {len(text.encode()):,} bytes. Make the folder with `mkdir -p "
+            f"{target.parent}`, free some space, or pass another path",
         ) from error
 
 

@@ -39,13 +39,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def parse_bytes(argument: str, text: str) -> int:
-    """Returns the number of bytes that a text such as "16GB" or "1.5 GiB" stands for.
-
-    Args:
-        argument: What it was given as, for the message.
-        text: A number above 0, alone or with B, kB, MB, GB, TB (powers of 1000) or KiB,
-            MiB, GiB, TiB (powers of 1024), in any case.
-    """
+    """Returns the bytes that a text such as "16GB" or "1.5 GiB" stands for."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", text.strip().lower())
     factor = _FACTORS.get(found[2]) if found else None
     number = 0 if found is None or factor is None else int(float(found[1]) * factor)
@@ -81,12 +75,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(per_second: float, what: str = "examples") -> str:
-    """Returns a rate; `what` is the plural of what is counted.
-
-    Example:
-        >>> format_rate(4971.3), format_rate(12.34, "steps"), format_rate(2.5e6)
-        ('4,971 examples/s', '12.3 steps/s', '2.5 M examples/s')
-    """
+    """Returns a rate, as in "4,971 examples/s"."""
     for size, prefix in _RATE_UNITS:
         if abs(per_second) >= size and size > 1e3:
             return f"{_three_digits(per_second / size)} {prefix} {what}/s"
@@ -94,24 +83,14 @@ def format_rate(per_second: float, what: str = "examples") -> str:
 
 
 def format_share(fraction: float) -> str:
-    """Returns a fraction of a whole in percent.
-
-    Example:
-        >>> format_share(0.125), format_share(1.0), format_share(0.0004)
-        ('12.5 %', '100.0 %', '< 0.1 %')
-    """
+    """Returns a fraction of a whole in percent, as in "12.5 %"."""
     if 0 < fraction < 0.0005:
         return "< 0.1 %"
     return f"{100 * fraction:.1f} %"
 
 
 def number(value: int | float) -> str:
-    """Returns a number with at most four digits that matter; integers as they are.
-
-    Example:
-        >>> number(2**60 + 1), number(0.123456), number(1e-9)
-        ('1,152,921,504,606,846,977', '0.1235', '1e-09')
-    """
+    """Returns a number with at most four digits that matter; integers as they are."""
     if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):
         return f"{int(value):,}"
     return f"{value:.4g}"

@@ -70,21 +70,12 @@ BAD_KERAS = {
 # The same library under the names it is published by; the first one found counts.
 _DISTRIBUTIONS = {
     "tensorflow": (
-        "tensorflow",
-        "tensorflow-cpu",
-        "tensorflow-intel",
-        "tensorflow-macos",
-        "tensorflow-rocm",
-        "tensorflow-cpu-aws",
-        "intel-tensorflow",
-        "tf-nightly",
-        "tf-nightly-cpu",
+        *("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-macos"),
+        *("tensorflow-rocm", "intel-tensorflow", "tf-nightly", "tf-nightly-cpu"),
     ),
     "keras": ("keras", "keras-nightly"),
     "numpy": ("numpy",),
 }
-# The spellings that TensorFlow itself takes for "yes" in TF_USE_LEGACY_KERAS.
-_TRUE = ("true", "True", "1")
 
 
 class Problem(NamedTuple):
@@ -204,32 +195,24 @@ def _backend_problem(
 ) -> Problem | None:
     # A module that is still being imported has no `config` yet.
     config: Any = getattr(modules.get("keras"), "config", None)
+    remedy = "Set KERAS_BACKEND=tensorflow in the environment before Keras is imported."
     if config is not None:
-        running = config.backend()
-        if running == "tensorflow":
-            return None
-        return Problem(
-            "KERAS_BACKEND",
-            f"Keras is already running on its {running!r} backend; tfamp needs "
-            f"'tensorflow'.",
-            "Set KERAS_BACKEND=tensorflow before the first `import keras`, and "
-            "restart Python.",
-            ValueError,
+        backend = config.backend()
+        where = f"Keras is already running on its {backend!r} backend"
+        remedy = (
+            "Set KERAS_BACKEND=tensorflow before the first `import keras`, and restart "
+            "Python."
         )
-    backend = environ.get("KERAS_BACKEND")
-    where = f"KERAS_BACKEND is {backend!r}"
-    if not backend:
+    elif backend := environ.get("KERAS_BACKEND"):
+        where = f"KERAS_BACKEND is {backend!r}"
+    else:
         path = _keras_home(environ) / "keras.json"
         backend = _configured_backend(path)
         where = f"{path} sets the backend to {backend!r}"
     if backend in (None, "tensorflow"):
         return None
-    return Problem(
-        "KERAS_BACKEND",
-        f"{where}; tfamp needs 'tensorflow'.",
-        "Set KERAS_BACKEND=tensorflow in the environment before Keras is imported.",
-        ValueError,
-    )
+    found = f"{where}; tfamp needs 'tensorflow'."
+    return Problem("KERAS_BACKEND", found, remedy, ValueError)
 
 
 def _keras_home(environ: Mapping[str, str]) -> Path:
@@ -237,8 +220,7 @@ def _keras_home(environ: Mapping[str, str]) -> Path:
     if home := environ.get("KERAS_HOME"):
         return Path(home).expanduser()
     home_folder = Path(environ.get("HOME") or os.path.expanduser("~"))
-    writable = os.access(home_folder, os.W_OK)
-    return (home_folder if writable else Path("/tmp")) / ".keras"
+    return (home_folder if os.access(home_folder, os.W_OK) else Path("/tmp")) / ".keras"
 
 
 def _configured_backend(path: Path) -> str | None:
@@ -246,14 +228,13 @@ def _configured_backend(path: Path) -> str | None:
     try:
         backend = json.loads(path.read_text()).get("backend")
     except (OSError, ValueError, AttributeError):
-        # Keras goes on with its defaults when it cannot read the file.
-        return None
+        return None  # Keras goes on with its defaults when it cannot read the file
     return backend if isinstance(backend, str) else None
 
 
 def _legacy_problem(environ: Mapping[str, str]) -> Problem | None:
     value = environ.get("TF_USE_LEGACY_KERAS")
-    if value not in _TRUE:
+    if value not in ("true", "True", "1"):  # what TensorFlow itself takes for "yes"
         return None
     return Problem(
         "TF_USE_LEGACY_KERAS",

@@ -68,14 +68,6 @@ def write(
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     try:
-        # The model's file holds the variables once more.
-        needed = 2 * sum(array.nbytes for array in state.arrays.values())
-        free = shutil.disk_usage(folder).free
-        if free < needed:
-            raise OSError(
-                f"A bundle of {needed} bytes does not fit in {str(folder)!r}, where "
-                f"{free} bytes are free. Free some space, or pass another `directory`."
-            )
         snapshot_files.write(state, beside / STATE)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of a None in the batch
@@ -118,12 +110,6 @@ def read(path: str | os.PathLike[str]) -> tuple[Bundle, State, Any]:
         raise FileNotFoundError(
             f"Found no bundle in {str(path)!r}: expected a folder with a file "
             f"{RECORD!r}, as `tfamp.callbacks.NanRecovery` writes it. Check the path."
-        )
-    if (folder / "batches.npz").exists():
-        raise ValueError(
-            f"The bundle {str(path)!r} was written by an earlier version of tfamp; "
-            "expected one of this version. Read it with that version, or let "
-            "`tfamp.callbacks.NanRecovery` write it again."
         )
     try:
         record = Bundle.from_json(folder / RECORD)

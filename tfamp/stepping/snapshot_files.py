@@ -10,7 +10,6 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,9 @@ from tfamp.stepping.snapshots import State
 
 # The member of an archive that is no variable: counters, paths and dtypes as JSON.
 _ABOUT = "about"
+# States that all workers have and that stay: a disk may lose what it told to hold.
+_KEPT = 2
+_NAME = re.compile(r"step-(\d+)\.worker-(\d+)-of-(\d+)\.npz")
 
 
 def write(state: State, path: str | os.PathLike[str]) -> None:
@@ -92,48 +94,27 @@ class Kept(NamedTuple):
 class Folder:
     """The numbered states of one training, in a folder that all its workers see.
 
-    A new one is whole in its place before the oldest goes; the last `keep` that all
+    A new one is whole in its place before the oldest goes; the last two that all
     workers have stay. `directory` is local, or any path that `tf.io.gfile` opens, such
-    as "gs://..."; `place` is that of this worker, and `kind` begins the names.
-
-    Raises:
-        TypeError: `directory` is no path.
-        ValueError: It is a file, or cannot be made or written.
+    as "gs://..."; `place` is that of this worker.
     """
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        kind: str,
-        *,
-        keep: int = 2,
-        place: int = 0,
-        num_workers: int = 1,
+        self, directory: str | os.PathLike[str], place: int = 0, num_workers: int = 1
     ) -> None:
-        self.directory, self.kind, self.keep = folder_path(directory), kind, keep
+        self.directory = folder_path(directory)
         self.place, self.num_workers = place, num_workers
         self._is_local = "://" not in self.directory
-        self._pattern = re.compile(
-            rf"{kind}-(\d+)(?:\.worker-(\d+)-of-(\d+))?\.npz"  # the last version: alone
-        )
-        self._passed_over: set[str] = set()
 
     def prepare(self) -> None:
         """Makes the folder, and clears what a killed process left half written."""
-        try:
-            tf.io.gfile.makedirs(self.directory)
-        except (tf.errors.OpError, OSError) as error:
-            why = f"cannot be made: {getattr(error, 'message', error)}"
-            raise _unusable(self.directory, why) from error
-        if self._is_local and not os.access(self.directory, os.W_OK | os.X_OK):
-            raise _unusable(self.directory, "cannot be written")
+        make_folder(self.directory)
         for name in tf.io.gfile.listdir(self.directory):
-            is_mine = name.startswith(f".{self.kind}-") and self._suffix in name
-            if is_mine and name.endswith(BESIDE):
+            if self._suffix in name and name.endswith(BESIDE):
                 tf.io.gfile.remove(self._path(name))
 
-    def load(self) -> Iterator[tuple[Kept, State]]:
-        """Yields the states that all workers have whole, the newest first.
+    def newest(self) -> tuple[Kept, State] | None:
+        """Returns the newest state that all workers have whole, None for none.
 
         A damaged one is passed over with a warning; where there are several workers,
         who have to go on from the same, one that is whole but for its content raises
@@ -144,35 +125,29 @@ class Folder:
                 continue
             mine = files[self.place if self.place < len(files) else 0]
             try:
-                yield mine, read(self._path(mine.name))
+                return mine, read(self._path(mine.name))
             except ValueError as error:
                 if self.num_workers > 1:
                     raise
                 self._pass_over(mine, error)
-
-    def newest(self) -> tuple[Kept, State] | None:
-        """Returns the first that `load` yields, None where there is none."""
-        return next(self.load(), None)
+        return None
 
     def is_empty(self) -> bool:
         """Returns whether no file of any worker is there."""
         return not self._listed()
 
-    def write(self, state: State, number: int | None = None) -> None:
-        """Writes a state under a number, None for the next one, and clears older ones.
+    def write(self, state: State, number: int) -> None:
+        """Writes a state under a number, and clears older ones.
 
         After an OSError what was there before still is.
         """
-        if number is None:
-            number = max((each.number for each in self._listed()), default=-1) + 1
-        path = self._path(f"{self.kind}-{number:09d}{self._suffix}")
+        path = self._path(f"step-{number:09d}{self._suffix}")
         if self._is_local:
             write(state, path)
         else:
-            self._write_far(state, path)
-        # More than one, since a disk may lose what it has told to hold.
+            _write_far(state, path)
         complete = [files[0].number for files in self._complete()]
-        first = complete[self.keep - 1] if len(complete) >= self.keep else -1
+        first = complete[_KEPT - 1] if len(complete) >= _KEPT else -1
         for each in self._listed():
             is_mine = each.place == self.place or each.num_workers != self.num_workers
             if each.number < first and is_mine:
@@ -183,40 +158,23 @@ class Folder:
     def _suffix(self) -> str:
         return f".worker-{self.place}-of-{self.num_workers}.npz"
 
-    def _write_far(self, state: State, path: str) -> None:
-        content, beside = io.BytesIO(), f"{path}{BESIDE}"
-        write_archive(state, content)
-        try:
-            with tf.io.gfile.GFile(beside, "wb") as file:
-                file.write(content.getvalue())
-            tf.io.gfile.rename(beside, path, overwrite=True)
-        except tf.errors.OpError as error:
-            with contextlib.suppress(tf.errors.OpError):
-                tf.io.gfile.remove(beside)
-            raise OSError(error.message) from error
-
     def _complete(self) -> list[list[Kept]]:
         """Returns the files of each number that all workers have, newest first."""
-        found: dict[tuple[int, int], dict[int, Kept]] = {}
+        found: dict[tuple[int, bool, int], dict[int, Kept]] = {}
         for each in self._listed():
-            found.setdefault((each.number, each.num_workers), {})[each.place] = each
-        # Of two trainings with the same step, that with as many workers comes first.
-        newest_first = sorted(
-            found, key=lambda key: (key[0], key[1] == self.num_workers), reverse=True
-        )
+            # Of two trainings with the same step, that with as many workers is first.
+            is_alike = each.num_workers == self.num_workers
+            key = (each.number, is_alike, each.num_workers)
+            found.setdefault(key, {})[each.place] = each
         return [
-            [found[key][place] for place in range(key[1])]
-            for key in newest_first
-            if len(found[key]) == key[1]
+            [files[place] for place in sorted(files)]
+            for key, files in sorted(found.items(), reverse=True)
+            if len(files) == key[2]
         ]
 
     def _listed(self) -> list[Kept]:
-        found = map(self._pattern.fullmatch, tf.io.gfile.listdir(self.directory))
-        return [
-            Kept(int(m[1]), int(m[2] or 0), int(m[3] or 1), m[0])
-            for m in found
-            if m is not None
-        ]
+        found = map(_NAME.fullmatch, tf.io.gfile.listdir(self.directory))
+        return [Kept(int(m[1]), int(m[2]), int(m[3]), m[0]) for m in found if m]
 
     def _is_whole(self, kept: Kept) -> bool:
         """Returns whether a file is there to its end; warns of one that is not."""
@@ -230,13 +188,22 @@ class Folder:
             return False
 
     def _pass_over(self, kept: Kept, error: Exception) -> None:
-        if kept.name not in self._passed_over:
-            self._passed_over.add(kept.name)
-            path = self._path(kept.name)
-            logging.warning("Passed over %r, which is not whole (%s).", path, error)
+        path = self._path(kept.name)
+        logging.warning("Passed over %r, which is not whole (%s).", path, error)
 
     def _path(self, name: str) -> str:
         return os.path.join(self.directory, name)
+
+
+def _write_far(state: State, path: str) -> None:
+    content, beside = io.BytesIO(), f"{path}{BESIDE}"
+    write_archive(state, content)
+    try:
+        with tf.io.gfile.GFile(beside, "wb") as file:
+            file.write(content.getvalue())
+        tf.io.gfile.rename(beside, path, overwrite=True)
+    except tf.errors.OpError as error:
+        raise OSError(error.message) from error
 
 
 def folder_path(path: object) -> str:
@@ -250,8 +217,16 @@ def folder_path(path: object) -> str:
     return text if "://" in text else os.fspath(Path(text).expanduser().absolute())
 
 
-def _unusable(directory: str, why: str) -> ValueError:
-    return ValueError(
+def make_folder(directory: str) -> None:
+    """Makes a folder; a ValueError says that it cannot be made or written."""
+    why = "cannot be written"
+    try:
+        tf.io.gfile.makedirs(directory)
+        if "://" in directory or os.access(directory, os.W_OK | os.X_OK):
+            return
+    except (tf.errors.OpError, OSError) as error:
+        why = f"cannot be made: {getattr(error, 'message', error)}"
+    raise ValueError(
         f"`directory` {directory!r} {why}; expected a folder of yours, or a path where "
         "one can be made. Pass another path, or change its permissions."
     )

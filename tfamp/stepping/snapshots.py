@@ -115,12 +115,7 @@ def built_from(model: keras.Model, batch: Any) -> bool:
 
 
 def bare_name(name: str) -> str:
-    """Returns a name without the number that makes it unique.
-
-    Example:
-        >>> bare_name("seed_generator_state"), bare_name("variable_12")
-        ('seed_generator_state', 'variable')
-    """
+    """Returns a name without the number that makes it unique: "variable_12"."""
     return _NUMBERED.sub("", name)
 
 
@@ -133,14 +128,12 @@ class State:
             process that builds the same model, "weights/3/kernel". What differs
             between replicas, such as moving statistics, has one more dimension in
             front, where there are several.
-        counters: Plain numbers: "iterations", and with a loss scale "loss_scale",
-            "applied_steps", "skipped_steps", "consecutive_skips". Whoever keeps the
-            state may add some.
+        counters: Plain values of whoever keeps the state.
         paths: For each name the path that Keras gave the variable.
     """
 
     arrays: dict[str, np.ndarray]
-    counters: dict[str, Any]
+    counters: dict[str, Any] = dataclasses.field(default_factory=dict)
     paths: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def with_counters(self, **counters: Any) -> "State":
@@ -149,14 +142,11 @@ class State:
 
 
 def take(model: keras.Model) -> State:
-    """Copies every variable that training writes.
+    """Copies every variable that training writes, to the memory of the host.
 
     Weights, moving statistics, states of seed generators, metrics, and all of every
-    optimizer: slots, averages, accumulators, loss scale and counters. One copy of
-    memory a variable, and nothing is copied on the device.
-
-    Not in it: what a model keeps outside of Keras variables, and Python's and NumPy's
-    random generators.
+    optimizer: slots, averages, accumulators, loss scale and counters. Not in it: what a
+    model keeps outside of Keras variables, and Python's and NumPy's generators.
     """
     arrays, paths = {}, {}
     for each in named_variables(model):
@@ -166,7 +156,7 @@ def take(model: keras.Model) -> State:
         is_one = each.is_shared or len(looks) == 1
         arrays[each.name] = np.array(looks[0]) if is_one else np.stack(looks)
         paths[each.name] = each.path
-    return State(arrays, _counters(model), paths)
+    return State(arrays, {}, paths)
 
 
 def put(model: keras.Model, state: State, *, metrics: bool = True) -> None:
@@ -179,28 +169,29 @@ def put(model: keras.Model, state: State, *, metrics: bool = True) -> None:
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and not optimizer.built and model.built:
             optimizer.build(model.trainable_variables)
+    num_replicas = num_local_replicas(model)
     variables = {each.name: each for each in named_variables(model)}
-    expected = {name: _form_of(each, model) for name, each in variables.items()}
-    given = {n: (a.shape, a.dtype.name) for n, a in state.arrays.items()}
-    wrong = [
-        name for name in {**expected, **given} if expected.get(name) != given.get(name)
-    ]
+    expected, given = dict[str, str](), dict[str, str]()
+    for name, each in variables.items():
+        front = () if each.is_shared or num_replicas == 1 else (num_replicas,)
+        shape = (*front, *each.variable.shape)
+        expected[name] = f"{each.path} of shape {shape} in {each.variable.dtype}"
+    for name, array in state.arrays.items():
+        path = variables[name].path if name in variables else state.paths.get(name)
+        given[name] = f"{path} of shape {array.shape} in {array.dtype.name}"
+    wrong = [n for n in {**expected, **given} if expected.get(n) != given.get(n)]
     if problems := [n for n in wrong if not n.startswith(f"{METRICS}/")]:
-        lines = []
-        for name in problems[:_MAX_SHOWN]:
-            held, wanted = given.get(name), expected.get(name)
-            path = variables[name].path if wanted else state.paths.get(name, "?")
-            lines.append(
-                f"{name} ({path}) is {_shape_and_dtype(held)}, "
-                f"in the model {_shape_and_dtype(wanted)}"
-            )
+        lines = [
+            f"{given.get(n, 'nothing')}, in the model {expected.get(n, 'nothing')}"
+            for n in problems[:_MAX_SHOWN]
+        ]
         more = len(problems) - _MAX_SHOWN
         rest = f"; and {more} more" if more > 0 else ""
         raise ValueError(
-            f"`state` is of another model than {model.name!r}: {'; '.join(lines)}"
-            f"{rest}. Expected the variables of this model on "
-            f"{num_local_replicas(model)} replicas. Build and compile the model as it "
-            "was when the state was taken."
+            f"`state` is of another model than {model.name!r}: it has "
+            f"{'; '.join(lines)}{rest}. Expected the variables of this model on "
+            f"{num_replicas} replicas. Build and compile the model as it was when the "
+            "state was taken."
         )
     model.reset_metrics()
     for name, each in variables.items():
@@ -238,31 +229,3 @@ def nonfinite(state: State) -> Iterator[tuple[str, int]]:
                 continue
         if bad := int(array.size - np.count_nonzero(np.isfinite(array))):
             yield state.paths.get(name, name), bad
-
-
-def _counters(model: keras.Model) -> dict[str, Any]:
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        return {}
-    counters: dict[str, Any] = {"iterations": int(optimizer.iterations.numpy())}
-    if (tally := tally_of(optimizer)) is not None:
-        now = tally.numbers()
-        counters["loss_scale"] = now.scale
-        counters["applied_steps"] = now.applied
-        counters["skipped_steps"] = now.skipped
-        counters["consecutive_skips"] = now.streak
-    elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        counters["loss_scale"] = float(optimizer.dynamic_scale.numpy())
-    return counters
-
-
-def _form_of(each: Named, model: keras.Model) -> tuple[tuple[int, ...], str]:
-    """Returns the shape and the dtype of a variable in a state."""
-    shape, num_replicas = tuple(each.variable.shape), num_local_replicas(model)
-    if not each.is_shared and num_replicas > 1:
-        shape = (num_replicas, *shape)
-    return shape, each.variable.dtype
-
-
-def _shape_and_dtype(form: tuple[tuple[int, ...], str] | None) -> str:
-    return "missing" if form is None else f"of shape {form[0]} in {form[1]}"

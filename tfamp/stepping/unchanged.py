@@ -75,14 +75,15 @@ def take_random() -> dict[str, Any]:
     their own that cannot be read.
     """
     kind, keys, *rest = np.random.get_state(legacy=True)
-    of_keras, generator = epochs.global_seed_state(), backend.global_generator()
-    own = None if generator is None else _state_of(generator)
-    return {
+    held: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "keras": None if of_keras is None else np.asarray(of_keras).tolist(),
-        "tensorflow": None if own is None else own.tolist(),
     }
+    for name, state in _variables().items():
+        # Replicas have one each, which cannot be read.
+        with contextlib.suppress(AttributeError, NotImplementedError, ValueError):
+            held[name] = np.array(state.numpy()).tolist()
+    return held
 
 
 def put_random(held: Mapping[str, Any]) -> None:
@@ -91,23 +92,24 @@ def put_random(held: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(keys), gauss))
     kind, keys, *rest = held["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-    state, generator = epochs.global_seed_state(), backend.global_generator()
-    if state is not None and held["keras"] is not None:
-        state.assign(np.array(held["keras"], state.dtype))
-    own, bits = (
-        None if generator is None else _state_of(generator),
-        held.get("tensorflow"),
-    )
-    if own is not None and bits is not None and own.shape == np.shape(bits):
-        generator.state.assign(np.array(bits, own.dtype))
+    for name, state in _variables().items():
+        if name in held:
+            state.assign(np.array(held[name], state.dtype))
+
+
+def _variables() -> dict[str, Any]:
+    """Returns the variables of the generators of Keras and TensorFlow in use."""
+    of_keras, generator = epochs.global_seed_state(), backend.global_generator()
+    found = {"keras": of_keras, "tensorflow": getattr(generator, "state", None)}
+    return {name: state for name, state in found.items() if state is not None}
 
 
 @contextlib.contextmanager
 def seeds_put_back() -> Iterator[None]:
-    """Puts the random generators of the program back, also after an error.
+    """Restores the program's random generators after the block.
 
-    Python's and NumPy's, the seeds of Keras and TensorFlow, and TensorFlow's global
-    generator: the program draws next what it had drawn without the block.
+    The program draws next what it had drawn without the block: from Python, NumPy, the
+    global seeds of Keras and TensorFlow, and TensorFlow's global generator.
     """
     held = take_random()
     try:
@@ -120,10 +122,8 @@ def seeds_put_back() -> Iterator[None]:
 def copied(model: keras.Model, *, instead: str) -> keras.Model:
     """Returns the model as it is after saving and loading, not compiled.
 
-    Where its classes cannot be saved, the copy is made in memory.
-
-    Raises:
-        ValueError: Neither can be done.
+    Where its classes cannot be saved, the copy is made in memory. A ValueError says
+    that neither can be done, or `instead`.
     """
     with seeds_put_back():
         classes = {
@@ -160,16 +160,10 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     variables in the memory of the host.
 
     Not restored: what a model keeps outside of Keras variables, variables that only
-    its train step makes, and the state of a dataset's own seeded shuffle, which goes
-    on from where it is.
+    its train step makes, and the state of a dataset's own seeded shuffle.
     """
-    strategy = model.distribute_strategy
     # Each replica's own, since a sum over them cannot be shared out again exactly.
-    parts = [
-        part
-        for named in named_variables(model)
-        for part in strategy.experimental_local_results(named.variable.value)
-    ]
+    parts = [part for named in named_variables(model) for part in named.parts(model)]
     # Copies: NumPy may look at the very memory that the step writes.
     held = [part.numpy().copy() for part in parts]
     try:
@@ -183,11 +177,3 @@ def unchanged(model: keras.Model) -> Iterator[None]:
         model.reset_metrics()
         for part, bits in zip(parts, held, strict=True):
             part.assign(bits)
-
-
-def _state_of(generator: Any) -> np.ndarray | None:
-    """Returns the state of a generator, None where replicas have one each."""
-    try:
-        return np.array(generator.state.numpy())
-    except (AttributeError, NotImplementedError, ValueError):
-        return None

@@ -1,8 +1,6 @@
 """`NanRecovery`: goes back to the last good state after a failure."""
 
-import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from tfamp.callbacks.nan_recovery.training import WatchedTraining
 from tfamp.keras_hooks import around_training
 from tfamp.records import checks
 from tfamp.stepping import bundles
-from tfamp.stepping.snapshot_files import Folder, folder_path
+from tfamp.stepping.snapshot_files import folder_path, make_folder
 
 
 class NanRecovery(FitCallback):
@@ -39,8 +37,7 @@ class NanRecovery(FitCallback):
       16 times where the triage says raise;
     - "keep in float32": the layer that the triage named, optimizer state kept. What the
       model computes in then stands in `plan.json` in the folder: the next run begins
-      with it by `tfamp.enable(policy="<directory>/plan.json")`, and `tfamp.tune` takes
-      it as its start.
+      with it by `tfamp.enable(policy="<directory>/plan.json")`.
 
     Which one is said by the triage of the failing step; where it says "model", training
     is stopped. Where it finds nothing a batch is dropped, and no learning rate is cut.
@@ -48,13 +45,13 @@ class NanRecovery(FitCallback):
     snapshot are trained again, the oldest first, until a step fails, and that one is
     asked about.
 
-    A snapshot is good once a step after it was finite and applied, the weights after
-    that step were finite, all of the snapshot is, and the loss has not run away. Good
-    ones go to `directory` in the background, an old one goes when a new one is whole:
-    whenever the process is killed, the last good one is whole. An epoch's logs and
-    `History` get `recoveries`, their number so far; `recoveries.jsonl` in the folder
-    gets each of them, and so does `model.history.recoveries`. The batches trained
-    between the snapshot and the failure are not trained again.
+    A snapshot, in the memory of the host, is good once a step after it was finite and
+    applied, the weights after that step were finite, all of the snapshot is, and the
+    loss has not run away. An epoch's logs and `History` get `recoveries`, their number
+    so far; `recoveries.jsonl` in the folder gets each of them, and so does
+    `model.history.recoveries`. The batches trained between the snapshot and the failure
+    are not trained again. Of an epoch that is taken back whole, the logs show those of
+    the snapshot. To go on after a killed process use `Resume` beside it.
 
     The failing step is kept: a folder `failure-<step>-<cause>` in `directory` holds its
     batch, the weights and state from before it and the model, and `tfamp.triage(model,
@@ -62,26 +59,16 @@ class NanRecovery(FitCallback):
     `max_recoveries=0` nothing is mended: training ends with the first failure, and the
     bundle of it.
 
-    Of an epoch that is taken back whole, the logs show those of the snapshot.
-
     Cost: memory of the host for three copies of the weights and optimizer state, and
     for the last 256 MiB of the batches since the snapshot. Snapshots are taken so
     rarely that they cost half a percent of the time; the logs are read after each step,
     as other callbacks make `fit` do. Batches are drawn in Python to be held, so the
-    steps that `steps_per_execution` joins are a call each. A bundle takes twice the
-    size of weights and optimizer state on the disk.
-
-    To go on in a fresh process, nothing is automatic: pass `resume=True`, and
-    `initial_epoch=recovery.initial_epoch` to `fit`. Beside a `BackupAndRestore` leave
-    `resume` out, since each would restore its own.
+    steps that `steps_per_execution` joins are a call each.
 
     Args:
-        directory: Folder for snapshots and the journal, made if need be; one for each
-            run.
-        keep: Snapshots on disk, at least 2.
+        directory: Folder for bundles and the journal, made if need be.
         every_seconds: Time between snapshots; 0 takes one every second step. None
             waits two hundred times as long as the last one took.
-        write_every_seconds: Time between writes to disk, at least.
         max_recoveries: Recoveries in one `fit` after which the next failure stops it.
         remedies: "auto" for all, or those that may be used.
         learning_rate_factor: What a cut leaves of the learning rate, in (0, 1), where
@@ -92,8 +79,6 @@ class NanRecovery(FitCallback):
         on_exhausted: "raise" a `RecoveryError`, or "stop" training and log the report.
             The model is as it was at its last good snapshot either way.
         ignore: Names in the logs that may be NaN or inf.
-        resume: Whether to begin with the newest good snapshot in `directory`.
-        clock: Gives seconds.
 
     Attributes:
         recoveries: What was done in the last `fit`, a `Recovery` each.
@@ -117,36 +102,25 @@ class NanRecovery(FitCallback):
         ... )
         >>> run.history["recoveries"], recovery.recoveries[0].remedy
         ([1], 'drop batch')
-        >>> bool(np.isfinite(run.history["loss"][0]))
-        True
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
         *,
-        keep: int = 2,
         every_seconds: float | None = None,
-        write_every_seconds: float = 60.0,
         max_recoveries: int = 3,
         remedies: str | Sequence[str] = "auto",
         learning_rate_factor: float = 0.5,
         triage: Callable[[Any, Any], Any] | None = None,
         on_exhausted: str = "raise",
         ignore: Sequence[str] = (),
-        resume: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
-        if every_seconds is not None:
-            every_seconds = _not_negative("every_seconds", every_seconds)
-        self.every_seconds, self._clock = every_seconds, clock
         self.directory = folder_path(directory)
-        self.keep = checks.positive_int("keep", keep, minimum=2)
-        self.write_every_seconds = _not_negative(
-            "write_every_seconds", write_every_seconds
-        )
-        self.ignore = _names("ignore", ignore)
+        self.every_seconds = every_seconds
+        if every_seconds:
+            self.every_seconds = checks.positive("every_seconds", every_seconds)
         self.max_recoveries = checks.positive_int(
             "max_recoveries", max_recoveries, minimum=0
         )
@@ -156,36 +130,22 @@ class NanRecovery(FitCallback):
         self.on_exhausted = checks.choice(
             "on_exhausted", on_exhausted, ("raise", "stop")
         )
-        self.remedies = _remedies_of(remedies)
-        self.resume = bool(resume)
+        named = (remedies,) if isinstance(remedies, str) else remedies
+        self.remedies: tuple[str, ...] = REMEDIES
+        if remedies != "auto":
+            self.remedies = tuple(checks.choice("remedies", x, REMEDIES) for x in named)
+        self.ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         self.recoveries: tuple[Recovery, ...] = ()
-        if triage is not None and not callable(triage):
-            raise TypeError(
-                f"`triage` is {triage!r}, of type {type(triage).__name__}; expected a "
-                "function of a model and a batch. Pass `tfamp.triage`, or leave it out."
-            )
         self._triage = triage
         self._training: WatchedTraining | None = None
-        self._attempts: Attempts | None = None
 
     @property
     def bundles(self) -> tuple[str, ...]:
         """Folders of the failing steps of the last `fit`."""
         return tuple(each.bundle for each in self.recoveries if each.bundle)
 
-    @property
-    def initial_epoch(self) -> int:
-        """The epoch to resume with, for `fit`; 0 without `resume` or a snapshot.
-
-        An epoch that was not trained to its end is trained from its start.
-        """
-        if not self.resume:
-            return 0
-        found = self._folder().newest()
-        return 0 if found is None else int(found[1].counters["epoch"])
-
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Opens the folder, and resumes where that was asked for."""
+        """Opens the folder and takes its place around the training function."""
         if isinstance(
             self.model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy
         ):
@@ -197,16 +157,10 @@ class NanRecovery(FitCallback):
                 "which brings all back to one step."
             )
         self._leave()
-        folder = self._folder()
+        make_folder(self.directory)
         bundles.remove_leftovers(Path(self.directory))
         training = WatchedTraining(
-            self.model,
-            folder,
-            every_seconds=self.every_seconds,
-            write_every_seconds=self.write_every_seconds,
-            ignored=self.ignore,
-            clock=self._clock,
-            on_failure=self._recover,
+            self.model, self.every_seconds, self.ignore, self._recover
         )
         place = around_training.Place.NAN_RECOVERY
         if not self._join(place=place, call=training.call):
@@ -219,24 +173,14 @@ class NanRecovery(FitCallback):
         self._attempts = Attempts(
             self.model,
             training,
+            directory=Path(self.directory),
             triage=self._triage,
             remedies=self.remedies,
             max_recoveries=self.max_recoveries,
             factor=self.learning_rate_factor,
             stops_quietly=self.on_exhausted == "stop",
-            clock=self._clock,
         )
         self._list_recoveries()
-        if self.resume:
-            if (found := folder.newest()) is not None:
-                self._attempts.resume(found[1])
-        elif not folder.is_empty():
-            logging.warning(
-                "%r holds good snapshots of an earlier run, which those of this one "
-                "will replace. Pass `resume=True` to go on from them, or another "
-                "folder.",
-                self.directory,
-            )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to count an epoch's batches."""
@@ -245,58 +189,22 @@ class NanRecovery(FitCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Puts the number of recoveries into the logs."""
-        training = self._training
-        if training is None or logs is None:
+        if self._training is None or logs is None:
             return
-        if not training.num_calls_kept:
-            # Metrics of no step at all read 0, which is too good to be true.
-            unknown = dict.fromkeys(self.model.get_metrics_result(), math.nan)
-            known = {**unknown, **training.last_logs}
-            logs.update({name: known[name] for name in known if name in logs})
+        self._training.correct(logs)
         logs["recoveries"] = len(self.recoveries)
 
     def _close(self, error: BaseException | None) -> None:
-        training, self._training, self._attempts = self._training, None, None
-        if training is not None:
-            training.close()
-
-    def _folder(self) -> Folder:
-        folder = Folder(self.directory, "good", keep=self.keep)
-        folder.prepare()
-        return folder
+        self._training = None
 
     def _recover(self, sign: Any) -> None:
-        if self._attempts is None:
-            return
         try:
             self._attempts.recover(sign)
         finally:
             self._list_recoveries()
 
     def _list_recoveries(self) -> None:
-        if self._attempts is not None:
-            self.recoveries = tuple(self._attempts.done)
+        self.recoveries = tuple(self._attempts.done)
         history = getattr(self.model, "history", None)
         if history is not None:
             history.recoveries = self.recoveries
-
-
-def _remedies_of(remedies: str | Sequence[str]) -> tuple[str, ...]:
-    if isinstance(remedies, str):
-        if remedies == "auto":
-            return REMEDIES
-        remedies = (remedies,)
-    return tuple(checks.choice("remedies", each, REMEDIES) for each in remedies)
-
-
-def _names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(names, str):
-        raise TypeError(
-            f"`{argument}` is {names!r}, a string; expected names in a list. Pass "
-            f"`{argument}=[{names!r}]`."
-        )
-    return tuple(names)
-
-
-def _not_negative(argument: str, value: float) -> float:
-    return 0.0 if value == 0 else checks.positive(argument, value)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,13 +22,12 @@ from tfamp.keras_hooks import around_training
 from tfamp.keras_hooks.patches import replaced
 from tfamp.models import assignment
 from tfamp.plan import PrecisionPlan
-from tfamp.records import checks
+from tfamp.records import checks, console
 from tfamp.records.record import Record
 from tfamp.records.versions import installed_versions
 from tfamp.stepping import bundles
 from tfamp.stepping.snapshots import State, put, take
 
-_COLUMNS = ("epoch", "step", "sign", "cause", "layer", "remedy", "back to step")
 # A snapshot that did not help so often is passed over for an older one.
 _MAX_RESTORES = 2
 
@@ -39,16 +39,15 @@ class Recovery(Record):
     Attributes:
         number: Counted from 1 in each `fit`.
         epoch: As `fit` counts them, from 0.
-        step: Batches that were trained before, in this `fit` and those it resumed.
-        sign: How the failure showed, such as "loss is nan".
-        cause: What the triage named, or "" without one.
-        layer: The layer it named, or None.
-        remedy: What was done, such as "drop batch" or "stop".
-        detail: The numbers of the remedy, such as "0.1 -> 0.05".
-        restored_step: Step of the snapshot that the model was put back to.
+        step: Batches that were trained before, in this `fit`.
+        sign: What failed, in words.
+        cause: What the triage named, "" where it was not asked.
+        layer: The layer that it named.
+        remedy: What was done, or "stop".
+        detail: Its numbers, or the layers that were kept.
+        restored_step: The step of the snapshot that training went back to.
         seconds: How long it took.
-        bundle: Folder with the failing step, for `tfamp.triage`; "" where there is
-            none.
+        bundle: Folder of the failing step, "" where none was written.
     """
 
     number: int
@@ -67,33 +66,14 @@ class Recovery(Record):
         """Returns the recovery as a sentence."""
         because = f" (cause: {self.cause}" if self.cause else ""
         because += f", layer {self.layer!r})" if self.layer else ")" if because else ""
-        detail = f" {self.detail}" if self.detail else ""
+        more = f" `tfamp.triage(model, {self.bundle!r})` says more."
         return (
             f"Recovery {self.number} at epoch {self.epoch + 1}, step {self.step}: "
             f"{self.sign}{because}. Back to step {self.restored_step}; remedy: "
-            f"{self.remedy}{detail}."
-        ) + (f" `tfamp.triage(model, {self.bundle!r})` says more." * bool(self.bundle))
-
-
-def table(recoveries: Sequence[Recovery]) -> str:
-    """Returns what was tried, a line each, in columns.
-
-    Example:
-        >>> print(table([Recovery(1, 0, 7, "loss is nan", remedy="drop batch")]))
-        epoch  step  sign         cause  layer  remedy      back to step
-        1      7     loss is nan  -      -      drop batch  0
-    """
-    rows = [_COLUMNS]
-    for each in recoveries:
-        remedy = f"{each.remedy} {each.detail}".rstrip()
-        facts = (each.sign, each.cause or "-", each.layer or "-", remedy)
-        numbers = (str(each.epoch + 1), str(each.step))
-        rows.append((*numbers, *facts, str(each.restored_step)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+            f"{self.remedy} {self.detail}".rstrip()
+            + "."
+            + more * bool(self.bundle)
+        )
 
 
 class RecoveryError(ArithmeticError):
@@ -135,28 +115,27 @@ class Attempts:
         model: keras.Model,
         training: WatchedTraining,
         *,
+        directory: Path,
         triage: Callable[[Any, Any], Any] | None,
         remedies: tuple[str, ...],
         max_recoveries: int,
         factor: float,
         stops_quietly: bool,
-        clock: Callable[[], float],
     ) -> None:
         self.done: list[Recovery] = []
-        self._model, self._training = model, training
+        self._model, self._training, self._directory = model, training, directory
         self._triage, self._remedies = triage, remedies
         self._max_recoveries, self._factor = max_recoveries, factor
-        self._stops_quietly, self._clock = stops_quietly, clock
+        self._stops_quietly = stops_quietly
         self._restores: dict[int, int] = {}
         self._step: Any = None  # the step that a search makes again
-        self._directory = Path(training.folder.directory)
 
     def recover(self, sign: Sign) -> None:
         """Puts the model back and applies a remedy.
 
         A `RecoveryError` says that none is left, where training is not stopped quietly.
         """
-        start, training = self._clock(), self._training
+        start, training = time.perf_counter(), self._training
         held = training.failing_batches()
         state = self._state()
         self._restore(state)
@@ -182,7 +161,7 @@ class Attempts:
             remedy=remedy,
             detail=detail,
             restored_step=int(state.counters["step"]),
-            seconds=self._clock() - start,
+            seconds=time.perf_counter() - start,
             bundle=bundle,
         )
         with open(self._directory / "recoveries.jsonl", "a", encoding="utf-8") as file:
@@ -195,38 +174,17 @@ class Attempts:
         if remedy == _remedies.FLOAT32:
             self._write_plan(recovery)
 
-    def resume(self, state: State) -> None:
-        """Begins with a state from disk, and with what was changed until then."""
-        training, counters = self._training, state.counters
-        needs_trace = bool(self._kept(counters.get("kept_float32", [])))
-        put(self._model, state, metrics=False)
-        training.step, training.run = int(counters["step"]), str(counters["run"])
-        training.rate_factor = float(counters["rate_factor"])
-        training.kept_layers = tuple(counters.get("kept_float32", []))
-        if training.rate_factor != 1:
-            _, has_schedule = _remedies.multiply_rates(
-                self._model, held=1.0, factor=training.rate_factor
-            )
-            needs_trace = needs_trace or has_schedule
-        if needs_trace:
-            self._trace_anew()
-        logging.info("Resumed from the good snapshot of step %d.", training.step)
-
     def _state(self) -> State:
-        """Returns the state to go back to: the good one, or one before it.
+        """Returns the state to go back to: the good one, or the one before it.
 
         One that was gone back to again and again, with no later one that was good,
         may have been on its way to the failure.
         """
         training, state = self._training, self._training.good
-        step = int(state.counters["step"])
-        if self._restores.get(step, 0) >= _MAX_RESTORES:
-            training.finish_write()
-            for _, older in training.folder.load():
-                counters = older.counters
-                if counters.get("run") == training.run and counters["step"] < step:
-                    state, step = older, int(counters["step"])
-                    break
+        step = state.counters["step"]
+        if self._restores.get(step, 0) >= _MAX_RESTORES and training.older is not None:
+            state, training.older = training.older, None
+            step = state.counters["step"]
         self._restores[step] = self._restores.get(step, 0) + 1
         return state
 
@@ -256,11 +214,11 @@ class Attempts:
         state from which they were trained, is left in another one.
         """
         model, ignored = self._model, self._training.ignored
-        batches = [whole(parts_of(model, each.data)) for each in held]
+        pairs = [(each, whole(parts_of(model, each.data))) for each in held]
         with replaced(model, steps_per_execution=1):
             if self._step is None:
                 self._step = around_training.on_batch(model)
-            for number, (each, batch) in enumerate(zip(held, batches, strict=True)):
+            for number, (each, batch) in enumerate(pairs):
                 before = take(model)
                 try:
                     logs = failures.plain(self._step(batch))
@@ -275,7 +233,6 @@ class Attempts:
                         break  # it fails otherwise here: nothing can be said
                 if sign is not None:
                     return _Found(each, batch, sign, before if number else None)
-        pairs = list(zip(held, batches, strict=True))
         bad = [pair for pair in pairs if _holds_nonfinite(pair[1])]
         return _Found(*[*bad, *pairs[-1:], (None, None)][0])
 
@@ -283,7 +240,7 @@ class Attempts:
         """Writes what failed, with the state ahead of it; "" where that cannot be."""
         if found.kept is None:
             return ""
-        model = self._model
+        model, sign = self._model, found.sign or sign
         self._restore(state)
         if found.before is not None:
             put(model, found.before)
@@ -296,8 +253,8 @@ class Attempts:
         if len(parts_of(model, found.kept.data)) > 1:
             notes.append("It was found on one device, with the batch of all replicas.")
         record = bundles.Bundle(
-            cause=(found.sign or sign).kind,
-            message=f"{(found.sign or sign).text}.",
+            cause=sign.kind,
+            message=f"{sign.text}.",
             epoch=self._training.epoch,
             step=found.kept.number + 1,
             model_class=f"{type(model).__module__}.{type(model).__qualname__}",
@@ -311,12 +268,7 @@ class Attempts:
                 bundles.write(self._directory, record, before, found.batch, model.save)
             )
         except Exception as error:  # recovery must go on without it
-            logging.warning(
-                "No bundle of the failure could be written to %r (%s: %s).",
-                str(self._directory),
-                type(error).__name__,
-                checks.first_line(error),
-            )
+            self._warn("No bundle of the failure could be written", error)
             return ""
 
     def _verdict(self, found: _Found, state: State) -> Any:
@@ -347,11 +299,7 @@ class Attempts:
         try:
             return judge(self._model, batch)
         except Exception as error:  # recovery must go on without it
-            logging.warning(
-                "The triage failed (%s: %s), so a batch is dropped.",
-                type(error).__name__,
-                str(error).split("\n")[0],
-            )
+            self._warn("The triage failed, so a batch is dropped", error)
             return None
 
     def _apply(
@@ -367,36 +315,25 @@ class Attempts:
             text, needs_trace = _remedies.multiply_rates(
                 model, held=factor, factor=training.rate_factor * factor
             )
-            if text:
-                training.rate_factor *= factor
+            training.rate_factor *= factor if text else 1.0
             if needs_trace:
                 self._trace_anew()
             return text or None, state
         if remedy == _remedies.SCALE:
-            raises = "raise" in str(getattr(verdict, "remedy", "")).lower()
-            wanted = getattr(verdict, "loss_scale", None)
-            state, text = _remedies.with_other_scale(
-                model, state, raises=raises, wanted=wanted
-            )
+            state, text = _remedies.with_other_scale(model, state, verdict)
             if text:
                 self._restore(state)
             return text or None, state
-        paths = getattr(verdict, "layers", ()) or (getattr(verdict, "layer", None),)
-        changed = self._kept(paths)
-        if not changed:
-            return None, state
-        training.kept_layers = (*training.kept_layers, *changed)
-        self._trace_anew()
-        return ", ".join(map(repr, changed)), state
-
-    def _kept(self, paths: Sequence[Any]) -> list[str]:
-        """Keeps layers in float32; returns the paths of those that were not before."""
-        layers = ((path, _remedies.find_layer(self._model, path)) for path in paths)
-        return [
-            str(path)
+        named = getattr(verdict, "layers", ()) or (getattr(verdict, "layer", None),)
+        layers = ((path, _remedies.find_layer(model, path)) for path in named)
+        changed = [
+            repr(path)
             for path, layer in layers
-            if layer is not None and _remedies.keep_float32(self._model, layer)
+            if layer is not None and _remedies.keep_float32(model, layer)
         ]
+        if changed:
+            self._trace_anew()
+        return ", ".join(changed) or None, state
 
     def _trace_anew(self) -> None:
         self._training.trace_anew()
@@ -405,11 +342,15 @@ class Attempts:
     def _write_plan(self, recovery: Recovery) -> None:
         """Writes what the model computes in now, for the next run."""
         evidence = {"recovery": recovery.to_dict(), "versions": installed_versions()}
-        path = self._directory / "plan.json"
         try:
-            PrecisionPlan.from_model(self._model, evidence=evidence).to_json(path)
+            plan = PrecisionPlan.from_model(self._model, evidence=evidence)
+            plan.to_json(self._directory / "plan.json")
         except (OSError, ValueError) as error:  # training goes on without the file
-            logging.warning("No plan could be written to %s: %s", path, error)
+            self._warn("No plan could be written", error)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        why = f"{type(error).__name__}: {checks.first_line(error)}"
+        logging.warning("%s, in %r (%s).", what, str(self._directory), why)
 
     def _stop(self, last: Recovery, verdict: Any) -> None:
         why = "no remedy is left for it"
@@ -420,11 +361,21 @@ class Attempts:
             f"Look at the failing step with `tfamp.triage(model, {look})`, lower the "
             "learning rate, or clean the data"
         )
+        names = ("epoch", "step", "sign", "cause", "layer", "remedy", "back to step")
+        rows = [
+            (
+                *(str(each.epoch + 1), str(each.step), each.sign, each.cause or "-"),
+                *(each.layer or "-", f"{each.remedy} {each.detail}".rstrip()),
+                str(each.restored_step),
+            )
+            for each in self.done
+        ]
+        table = console.table(dict.fromkeys(names, console.FOLD), rows, box=None)
         text = (
             f"Training was stopped at epoch {last.epoch + 1}, step {last.step}: "
             f"{last.sign}, and {why}; expected a remedy to help. The model is as it "
             f"was at step {last.restored_step}, its last good snapshot. {advice}. "
-            f"{checks.see('triage#recovery')}\n{table(self.done)}"
+            f"{checks.see('triage#recovery')}\n{console.text_of(table)}"
         )
         if not self._stops_quietly:
             raise RecoveryError(text, self.done)

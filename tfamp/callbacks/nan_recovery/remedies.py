@@ -39,14 +39,6 @@ def in_order(cause: str, *, allowed: Sequence[str]) -> list[str]:
 
     Without a cause ("" or "none") a batch is dropped: a learning rate that nothing
     speaks against stays, unless a cut is all that is allowed.
-
-    Example:
-        >>> in_order("precision", allowed=REMEDIES)
-        ['keep in float32', 'move loss scale', 'cut learning rate']
-        >>> in_order("none", allowed=REMEDIES)
-        ['drop batch']
-        >>> in_order("model", allowed=REMEDIES)
-        []
     """
     if cause == "model":
         return []
@@ -157,22 +149,23 @@ def keep_float32(model: keras.Model, layer: Any) -> bool:
 
 
 def with_other_scale(
-    model: keras.Model, state: State, *, raises: bool, wanted: float | None = None
+    model: keras.Model, state: State, verdict: Any
 ) -> tuple[State, str]:
     """Returns a state with another loss scale, and the change for people.
 
-    The scale is `wanted`, or is moved by a factor of 16. The text is "" where the model
-    has no loss scale, or it is at its end.
+    The scale is what the triage found, or is moved by a factor of 16. The text is ""
+    where the model has no loss scale, or it is at its end.
     """
     names = {id(each.variable): each.name for each in named_variables(model)}
     arrays, text = dict(state.arrays), ""
+    raises = "raise" in str(getattr(verdict, "remedy", "")).lower()
+    factor = _SCALE_FACTOR if raises else 1 / _SCALE_FACTOR
     for optimizer in optimizers_of(model):
         if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             continue
         name = names[id(optimizer.dynamic_scale)]
         before = float(arrays[name])
-        scale = before * _SCALE_FACTOR if raises else before / _SCALE_FACTOR
-        scale = scale if wanted is None else wanted
+        scale = getattr(verdict, "loss_scale", None) or before * factor
         if tally_of(optimizer) is not None:
             scale = min(max(scale, optimizer.rule.min_scale), optimizer.rule.max_scale)
         if scale != before:
