@@ -315,9 +315,8 @@ def test_a_gpu_without_the_library_is_said_with_the_line_to_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     watch = DeviceStats()
     fit(compiled(), watch)
-    assert watch.notes == (
-        "Figures of the GPU needs nvidia-ml-py, which is not installed. Run `pip install 'tfamp[gpu]'`.",
-    )
+    (line,) = watch.notes
+    assert line.startswith("Figures of the GPU needs nvidia-ml-py") and "[gpu]" in line
 
 
 def test_without_psutil_there_is_a_line_and_no_figure(monkeypatch):

@@ -426,14 +426,14 @@ def wrong_paths(folder):
     return {
         "no folder": (
             {"csv_path": folder / "none" / "a.csv"},
-            f"there is no folder {str(folder / 'none')!r}",
+            "No such file or directory",
         ),
-        "a folder": ({"csv_path": folder}, "cannot be written (Is a directory)"),
+        "a folder": ({"csv_path": folder}, "Is a directory"),
         "other columns": (
             {"csv_path": folder / "file"},
-            "a file with a first line 'time,loss'; expected a new file",
+            "whose first line is 'time,loss'; expected a new file",
         ),
-        "no text": ({"csv_path": folder / "image"}, "a file with no text"),
+        "no text": ({"csv_path": folder / "image"}, "which cannot be written ("),
         "no place": ({"log_dir": folder / "file" / "b"}, "which cannot be written ("),
     }
 

@@ -157,10 +157,7 @@ def test_examples_and_steps_are_right_however_the_step_runs(settings):
     assert history["examples_per_second"] == pytest.approx([10.0, 22 / 2])
     assert history["step_seconds"] == pytest.approx([1 / 3, 1 / 3])
     assert "input_wait" not in history
-    assert (
-        "No input_wait, since the steps of an execution draw their batches "
-        "themselves: ask `tfamp.data.bottleneck`."
-    ) in rate.notes
+    assert any("No input_wait" in note for note in rate.notes)
 
 
 @pytest.mark.slow

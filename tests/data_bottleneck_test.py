@@ -695,7 +695,7 @@ test_errors = refusals(ERRORS)
 
 def test_an_iterator_is_not_drawn_from():
     iterator = iter(pairs(8))
-    message = "It can be read once only and would be used up: pass what it iterates, or"
+    message = "would be used up: pass what it iterates"
     with pytest.raises(TypeError, match=re.escape(message)):
         bottleneck(make_model(), iterator)
     assert len(list(iterator)) == 2

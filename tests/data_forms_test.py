@@ -134,7 +134,7 @@ def test_a_generator_of_one_batch_is_read_again():
 REFUSED = {
     "a model": (made(), "`data` is of type Sequential; expected what `fit` takes"),
     "an iterator": (iter(BATCHES), "`data` is of type list_iterator; expected what"),
-    "x alone": (X, "`data` is one array of shape (40, 4); expected a tuple (x, y)"),
+    "x alone": (X, "`data` is of type ndarray; expected what `fit` takes"),
 }
 
 

@@ -712,7 +712,7 @@ WRONG = {
     ),
     "one array": (
         {"data": np.zeros((8, 512))},
-        "`data` is one array of shape (8, 512); expected a tuple (x, y)",
+        "expected what `fit` takes",
         TypeError,
     ),
     "a number": (

@@ -340,12 +340,12 @@ WRONG = {
     "another batch size": (
         model_of,
         fewer,
-        "had num_batches 6, batch_size 4; this one has num_batches 3, batch_size 8",
+        "had num_batches 6, and now 3, batch_size 4, and now 8",
     ),
     "steps an execution": (
         lambda: model_of(steps_per_execution=2),
         arrays,
-        "had steps_per_execution 1; this one has steps_per_execution 2",
+        "had steps_per_execution 1, and now 2",
     ),
     "fewer epochs": (
         model_of,

@@ -56,7 +56,6 @@ def parts_of(model: keras.Model, data: Any) -> tuple[Any, ...]:
     """Returns for each replica its part of a batch, as its `train_step` gets it."""
     local = model.distribute_strategy.experimental_local_results
     leaves = [local(leaf) for leaf in tf.nest.flatten(data)]
-    num_parts = max((len(parts) for parts in leaves), default=1)
 
     def part(number: int) -> Any:
         chosen = [parts[number % len(parts)] for parts in leaves]
@@ -64,7 +63,7 @@ def parts_of(model: keras.Model, data: Any) -> tuple[Any, ...]:
         plain = [None if isinstance(x, tf.experimental.Optional) else x for x in chosen]
         return tf.nest.pack_sequence_as(data, plain)
 
-    return tuple(map(part, range(num_parts)))
+    return tuple(map(part, range(max((len(parts) for parts in leaves), default=1))))
 
 
 def whole(parts: tuple[Any, ...]) -> Any:
@@ -86,11 +85,7 @@ def num_rows(model: keras.Model, data: Any) -> int:
     for leaf in tf.nest.flatten(data):
         parts = local(leaf)
         if all(getattr(getattr(part, "shape", None), "rank", 0) for part in parts):
-            sizes = [part.shape[0] for part in parts]
-            return sum(
-                int(tf.shape(part)[0]) if size is None else int(size)
-                for part, size in zip(parts, sizes, strict=True)
-            )
+            return sum(int(part.shape[0] or tf.shape(part)[0]) for part in parts)
     return 0
 
 

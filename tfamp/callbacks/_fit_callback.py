@@ -70,12 +70,7 @@ class FitCallback(keras.callbacks.Callback):
 
 
 def check_path(argument: str, path: object) -> str | None:
-    """Returns a path as text, or None; a TypeError names what is neither.
-
-    Example:
-        >>> check_path("csv_path", "steps.csv")
-        'steps.csv'
-    """
+    """Returns a path as text, or None; a TypeError names what is neither."""
     if path is None or isinstance(path, str):
         return path
     if isinstance(path, os.PathLike):
@@ -151,34 +146,22 @@ class EventWriter:
 
 def _begin_csv(path: str, header: str) -> None:
     """Writes the header of a file that is new; raises where rows cannot follow it."""
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        raise ValueError(
-            f"`csv_path` is {path!r}, but there is no folder {folder!r}; expected "
-            f"a file in a folder that exists. Run `os.makedirs({folder!r})` first."
-        )
     try:
         with open(path, "a+", newline="", encoding="utf-8") as file:
             file.seek(0)
             first = file.readline().rstrip("\r\n")
             if not first:
                 file.write(header + "\n")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"`csv_path` is {path!r}, which cannot be written ({error.strerror}); "
-            "expected a file to write to. Pass another path."
+            f"`csv_path` is {path!r}, which cannot be written ({error}); expected a "
+            "file of text in a folder that exists. Pass another path."
         ) from error
-    except UnicodeDecodeError as error:
-        raise _foreign(path, "no text") from error
     if first not in ("", header):
-        raise _foreign(path, f"a first line {first[:80]!r}")
-
-
-def _foreign(path: str, found: str) -> ValueError:
-    return ValueError(
-        f"`csv_path` is {path!r}, a file with {found}; expected a new file, or one of "
-        "an earlier run. Pass another path."
-    )
+        raise ValueError(
+            f"`csv_path` is {path!r}, whose first line is {first[:80]!r}; expected a "
+            "new file, or one of an earlier run. Pass another path."
+        )
 
 
 def _check_folder(folder: str) -> None:

@@ -41,8 +41,7 @@ class PrecisionMonitor(FitCallback):
     fewer than 1024 lie between two readings.
 
     Args:
-        log_dir: Folder for TensorBoard scalars of every step, made if need be; a
-            tenth of a millisecond a step.
+        log_dir: Folder for TensorBoard scalars of every step, made if need be.
         csv_path: File for a row for every step, appended to. `loss_scale` is the one
             that the step was computed with, and a norm that is not finite an empty
             cell. Steps that are trained again after a restart stand there again.
@@ -84,12 +83,19 @@ class PrecisionMonitor(FitCallback):
         self._warned: set[frozenset[str]] = set()
         self._next_reading = 0
         self._is_first_epoch = True
-        self._is_idle = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the optimizer and opens the files."""
-        self._is_idle = self._has_no_scale()
-        if self._is_idle:
+        self._latest = {}
+        settings = settings_of(self.model)
+        is_scaled = isinstance(self.model.optimizer, LossScaleOptimizer)
+        if not is_scaled and settings and settings.compute_dtype != "float16":
+            self._note(
+                f"PrecisionMonitor shows and writes nothing: {self.model.name} "
+                f"computes in {settings.compute_dtype}, which needs no loss scale. For "
+                "norms of gradients compile with `tfamp.LossScaleOptimizer(optimizer, "
+                "initial_scale=1, dynamic=False)`."
+            )
             return
         _check_optimizer(self.model.optimizer)
         self._join()
@@ -101,9 +107,7 @@ class PrecisionMonitor(FitCallback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to count batches anew, with a reading before the first of all."""
         # Not in `on_train_begin`: another callback may load a checkpoint there.
-        if self._is_idle:
-            return
-        if self._is_first_epoch:
+        if self._events is not None and self._is_first_epoch:
             self.read()
             self._is_first_epoch = False
         self._next_reading = self.every_steps
@@ -112,7 +116,7 @@ class PrecisionMonitor(FitCallback):
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Reads the counters if it is time, and puts the last reading into the logs."""
-        if not self._is_idle and batch + 1 >= self._next_reading:
+        if self._events is not None and batch + 1 >= self._next_reading:
             self.read()
             self._next_reading = batch + 1 + self.every_steps
         if logs is not None and not BAR_AVERAGES:
@@ -120,22 +124,17 @@ class PrecisionMonitor(FitCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads the counters and puts them into the logs."""
-        if self._is_idle:
-            return
-        self.read()
-        if logs is not None:
-            logs.update(self._latest)
+        if self._events is not None:
+            self.read()
+            if logs is not None:
+                logs.update(self._latest)
 
     def read(self) -> dict[str, float | int]:
         """Reads the counters now and writes the steps since the last reading.
 
-        `fit` does it; call it yourself in a loop of your own.
-
-        Returns:
-            The values that go into the logs.
-
-        Raises:
-            TypeError: The optimizer is no `tfamp.LossScaleOptimizer`.
+        `fit` does it; call it yourself in a loop of your own. Returns the values that
+        go into the logs. A TypeError says that the optimizer is no
+        `tfamp.LossScaleOptimizer`.
         """
         optimizer = self.model.optimizer
         if self._reader is None or self._reader.optimizer is not optimizer:
@@ -145,44 +144,27 @@ class PrecisionMonitor(FitCallback):
         self._latest = reading.logs
         if self._events is not None:
             self._events.write(reading.steps)
+            if reading.num_lost and self._events.is_open and not self.notes:
+                self._note(
+                    f"{reading.num_lost} steps are missing from the files before step "
+                    f"{reading.steps[0].step}: more than 1024 lay between two "
+                    f"readings. Lower `every_steps`, now {self.every_steps}."
+                )
         self._warn(reading)
         return dict(reading.logs)
 
-    def _has_no_scale(self) -> bool:
-        """Whether tfamp's policy scales no loss; says so."""
-        if isinstance(self.model.optimizer, LossScaleOptimizer):
-            return False
-        settings = settings_of(self.model)
-        if settings is None or settings.compute_dtype == "float16":
-            return False
-        logging.warning(
-            "PrecisionMonitor shows and writes nothing: %s computes in %s, which needs "
-            "no loss scale. For norms of gradients compile with "
-            "`tfamp.LossScaleOptimizer(optimizer, initial_scale=1, dynamic=False)`.",
-            self.model.name,
-            settings.compute_dtype,
-        )
-        return True
-
     def _close(self, error: BaseException | None) -> None:
         """Closes the files, with the last steps before an error in them."""
+        events = self._events
         try:
             if error is not None and not self._is_first_epoch:
                 self.read()
         finally:
-            if self._events is not None:
-                self._events.close()
             self._events = None
+            if events is not None:
+                events.close()
 
     def _warn(self, reading: Reading) -> None:
-        has_files = self._events is not None and self._events.is_open
-        if reading.num_lost and has_files and not self.notes:
-            self._note(
-                f"{reading.num_lost} steps are missing from the files before step "
-                f"{reading.steps[0].step}: more than 1024 lay between two readings. "
-                f"Lower `every_steps`, now {self.every_steps}, or "
-                "`steps_per_execution`."
-            )
         names = reading.nonfinite
         if reading.last_skip is None or frozenset(names) in self._warned:
             return
@@ -207,9 +189,8 @@ def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, LossScaleOptimizer):
         return
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    inner = "optimizer"
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        inner = "optimizer.inner_optimizer"
+    stock = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    inner = "optimizer.inner_optimizer" if stock else "optimizer"
     raise TypeError(
         f"The model's optimizer is {optimizer!r}, of type {kind}; expected a "
         "`tfamp.LossScaleOptimizer`, whose counters a PrecisionMonitor shows. For "

@@ -42,8 +42,7 @@ class Throughput(FitCallback):
 
     `fit`'s progress bar and `History` get
 
-    - `examples_per_second`: the examples of an epoch over its time, all replicas
-      together, a short last batch as what it is;
+    - `examples_per_second`: of all replicas, a short last batch as what it is;
     - `step_seconds`: the median step;
     - `input_wait`: the part of the time that steps waited for their batch, in
       [0, 1]; what a faster pipeline would gain `tfamp.data.bottleneck` measures;
@@ -54,10 +53,10 @@ class Throughput(FitCallback):
     A value that cannot be had is absent, and one line says why. Keras 3.10 shows means
     over an epoch in its bar, so there they come at the end of the epoch only.
 
-    For the length of `fit` batches are drawn in Python, ahead of the step, where each
-    draw is timed. With `steps_per_execution` above 1, and on several workers, the steps
-    draw their batches themselves, and `input_wait` is absent; on several workers pass
-    `batch_size` to have examples counted. A second Throughput in the same `fit` rests.
+    Batches are drawn in Python, ahead of the step, where each draw is timed. With
+    `steps_per_execution` above 1, and on several workers, the steps draw them
+    themselves, and `input_wait` is absent; on workers pass `batch_size` to have
+    examples counted.
 
     Args:
         log_dir: Folder for TensorBoard scalars of every window, made if need be.
@@ -69,11 +68,6 @@ class Throughput(FitCallback):
     Attributes:
         first_step_seconds: Of the last `fit`, None before.
         notes: What cannot be told and why, a line each.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: A number is below what it may be; or, when training begins, a file
-            cannot be written.
 
     Example:
         >>> import keras, numpy as np
@@ -104,7 +98,6 @@ class Throughput(FitCallback):
         self.first_step_seconds: float | None = None
         self._clock = clock
         self._events: EventWriter | None = None
-        self._ended = -1.0  # below 0: the time until the next call is left out
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Opens the files and takes its place around the training function."""
@@ -125,11 +118,16 @@ class Throughput(FitCallback):
         self._function: Any = None
         self._shapes: set[tuple[str, ...]] = set()
         self._num_batches = 0
-        self._begin_epoch()
+        self.on_epoch_begin(0)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to measure an epoch."""
-        self._begin_epoch()
+        self._windows: list[_Window] = []
+        self._window = _Window()
+        # When the last call ended; None: the time until the next is left out.
+        self._ended: float | None = None
+        self._left = (self.params or {}).get("steps")
+        self._counted = 0.0
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -142,24 +140,22 @@ class Throughput(FitCallback):
         """Ends the window before the validation inside `fit`."""
         if self._events is not None:
             self._end_window()
-            self._ended = -1.0
+            self._ended = None
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Puts the rates of the epoch into the logs."""
         if self._events is None:
             return
         self._end_window()
-        if self._windows and not all(window.examples for window in self._windows):
+        if not all(each.examples for each in self._windows):
             self._note(
                 "No examples_per_second, since the examples of a batch cannot be "
                 "counted: pass `batch_size`."
             )
         if not self._draws:
-            who = "training function draws its batches itself"
-            if self._steps > 1:
-                who = "steps of an execution draw their batches themselves"
             self._note(
-                f"No input_wait, since the {who}: ask `tfamp.data.bottleneck`.",
+                "No input_wait, since the training function draws its batches itself: "
+                "ask `tfamp.data.bottleneck`.",
                 logging.INFO,
             )
         if logs is not None:
@@ -173,19 +169,11 @@ class Throughput(FitCallback):
             self._events.close()
         self._events = None
 
-    def _begin_epoch(self) -> None:
-        self._windows: list[_Window] = []
-        self._window = _Window()
-        self._ended = -1.0
-        self._left = (self.params or {}).get("steps")
-        self._counted = 0.0
-
     def _call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
         """Stands around the training function, once its files are open."""
         if self._events is None:
             return function(iterator)
-        if self._ended < 0:
-            self._ended = self._clock()
+        began = self._clock() if self._ended is None else self._ended
         self._is_new = function is not self._function
         if self._is_new:  # what is made anew is traced anew
             self._function = function
@@ -197,8 +185,8 @@ class Throughput(FitCallback):
         logs = function(source)
         if self._runs_ahead and not logs:  # or `fit` waits, for its logs
             tf.test.experimental.sync_devices()
-        now = self._clock()
-        self._drawn.seconds, self._ended = now - self._ended, now
+        self._ended = self._clock()
+        self._drawn.seconds = self._ended - began
         if not self._draws:
             self._count()
         if self.first_step_seconds is None:
@@ -240,11 +228,9 @@ class Throughput(FitCallback):
 
     def _end_window(self) -> None:
         window, self._window = self._window, _Window()
-        if not window.batches or window.seconds <= 0:
-            return
-        self._windows.append(window)
-        self._latest = self._rates([window])
-        if self._events is not None:
+        if window.batches and window.seconds > 0 and self._events is not None:
+            self._windows.append(window)
+            self._latest = self._rates([window])
             row = (self._num_batches, *map(self._latest.get, _KEYS))
             self._events.write([row])
 

@@ -226,17 +226,12 @@ class Operation:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it computes a gradient: it was traced by a gradient tape."""
+        """Whether it computes a gradient."""
         return is_backward(self.name)
 
 
 def is_backward(name: str) -> bool:
-    """States whether an operation of this name was traced by a gradient tape.
-
-    Example:
-        >>> is_backward("gradient_tape/dense/MatMul"), is_backward("dense/MatMul")
-        (True, False)
-    """
+    """States whether an operation of this name was traced by a gradient tape."""
     parts = name.split("/")
     return any(part.startswith(("gradient_tape", "gradients")) for part in parts)
 

@@ -24,34 +24,18 @@ def _of_vector(function: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "Add": operator.add,
-    "AddV2": operator.add,
-    "Sub": operator.sub,
-    "Mul": operator.mul,
-    "Neg": np.negative,
-    "FloorDiv": np.floor_divide,
-    "FloorMod": np.mod,
-    "Maximum": np.maximum,
-    "Minimum": np.minimum,
-    "Less": np.less,
-    "LessEqual": np.less_equal,
-    "Greater": np.greater,
-    "GreaterEqual": np.greater_equal,
-    "Equal": np.equal,
-    "NotEqual": np.not_equal,
-    "LogicalAnd": np.logical_and,
-    "LogicalOr": np.logical_or,
-    "LogicalNot": np.logical_not,
-    "Identity": np.asarray,
-    "StopGradient": np.asarray,
-    "PreventGradient": np.asarray,
-    "Squeeze": np.squeeze,
-    "Pack": lambda *arrays: np.stack(arrays),
-    "Range": np.arange,
-    "Max": _of_vector(np.max),
-    "Min": _of_vector(np.min),
-    "Prod": _of_vector(np.prod),
-    "Sum": _of_vector(np.sum),
+    **dict.fromkeys(("Add", "AddV2"), operator.add),
+    **{"Sub": operator.sub, "Mul": operator.mul, "Neg": np.negative},
+    **{"FloorDiv": np.floor_divide, "FloorMod": np.mod},
+    **{"Maximum": np.maximum, "Minimum": np.minimum},
+    **{"Less": np.less, "LessEqual": np.less_equal, "Equal": np.equal},
+    **{"Greater": np.greater, "GreaterEqual": np.greater_equal},
+    **{"NotEqual": np.not_equal, "LogicalAnd": np.logical_and},
+    **{"LogicalOr": np.logical_or, "LogicalNot": np.logical_not},
+    **dict.fromkeys(("Identity", "StopGradient", "PreventGradient"), np.asarray),
+    **{"Squeeze": np.squeeze, "Pack": lambda *arrays: np.stack(arrays)},
+    **{"Range": np.arange, "Max": _of_vector(np.max), "Min": _of_vector(np.min)},
+    **{"Prod": _of_vector(np.prod), "Sum": _of_vector(np.sum)},
 }
 
 
@@ -144,12 +128,10 @@ def _count_trips(
     for trips in range(MAX_TRIPS):
         goes_on = evaluate(condition, condition.results[0], values)
         if goes_on is None:
-            return None, {}
+            break
         if not np.all(goes_on):
             return trips, values
-        values = {
-            index: evaluate(step, step.results[index], values) for index in counted
-        }
+        values = {i: evaluate(step, step.results[i], values) for i in counted}
     return None, {}
 
 

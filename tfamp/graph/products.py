@@ -8,21 +8,12 @@ MATRIX_PRODUCTS = frozenset(
     ("MatMul", "SparseMatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
 )
 # Type -> (input that is counted along, or "output"; input that holds the kernel).
+_FORWARD = ("Conv", "Conv2D", "Conv3D", "DepthwiseConv2dNative")
+_BACK = ("Conv2DBackprop", "Conv3DBackprop", "DepthwiseConv2dNativeBackprop")
 _CONVOLUTIONS: dict[str, tuple[int | str, int | str]] = {
-    "Conv": ("output", 1),
-    "Conv2D": ("output", 1),
-    "Conv3D": ("output", 1),
-    "Conv2DBackpropInput": (2, 1),
-    "Conv2DBackpropInputV2": (2, 1),
-    "Conv3DBackpropInput": (2, 1),
-    "Conv3DBackpropInputV2": (2, 1),
-    "Conv2DBackpropFilter": (2, "output"),
-    "Conv2DBackpropFilterV2": (2, "output"),
-    "Conv3DBackpropFilter": (2, "output"),
-    "Conv3DBackpropFilterV2": (2, "output"),
-    "DepthwiseConv2dNative": ("output", 1),
-    "DepthwiseConv2dNativeBackpropInput": (2, 1),
-    "DepthwiseConv2dNativeBackpropFilter": (2, "output"),
+    **dict.fromkeys(_FORWARD, ("output", 1)),
+    **{f"{each}Input{v}": (2, 1) for each in _BACK for v in ("", "V2")},
+    **{f"{each}Filter{v}": (2, "output") for each in _BACK for v in ("", "V2")},
 }
 CONVOLUTIONS = frozenset(_CONVOLUTIONS)
 _RECURRENT = frozenset(
@@ -160,17 +151,7 @@ def sizes_of(operation: Operation) -> Sizes:
     is summed over) and "units" (columns); of a convolution "channels in" (of a group)
     and "channels out". Nothing of a depthwise one, which no matrix unit computes.
 
-    Example:
-        >>> import tensorflow as tf
-        >>> from tfamp.graph import read_operations
-        >>> matmul = tf.function(lambda x, y: tf.matmul(x, y))
-        >>> specs = tf.TensorSpec((32, 27)), tf.TensorSpec((27, 10))
-        >>> _, _, product, _ = read_operations(matmul.get_concrete_function(*specs))
-        >>> sizes_of(product)
-        {'rows': 32, 'inputs': 27, 'units': 10}
-
-    Source: NVIDIA, Matrix Multiplication Background User's Guide, section 4.1, and
-    Convolutional Layers User's Guide, section 3.1 (2023).
+    Source: NVIDIA, Matrix Multiplication Background User's Guide, section 4.1 (2023).
     """
     sizes: dict[str, int | None] = {}
     if operation.op_type in MATRIX_PRODUCTS:

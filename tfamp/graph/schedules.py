@@ -56,17 +56,12 @@ _FLOAT32_BYTES = 4
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """One operation.
+    """One operation: what it reads, and the bytes of what it gives (0 for unknown).
 
-    Attributes:
-        name: Its name, behind those of the calls it is in.
-        op: Its type.
-        inputs: What it reads.
-        after: Steps that have to run before it, beside those that make its inputs.
-        outputs: Bytes of what it gives; 0 where they are not known.
-        node: As it is written down; None for the begin and the end of a call.
-        inner: What a loop or the branches of a condition run.
-        trips: How often a loop runs; 1 where data decide.
+    Its name stands behind those of the calls it is in. `after` are steps that have to
+    run before it, beside those that make its inputs; `node` is None for the begin and
+    the end of a call; `inner` is what a loop, `trips` times, or the branches of a
+    condition run.
     """
 
     name: str
@@ -183,42 +178,30 @@ def _step(
     inputs: list[Tensor],
 ) -> Step:
     """Returns the step of a node that is no call, with what it runs itself."""
-    sizes = output_bytes(node)
-    if None in sizes and not any(functions_of(node)):
-        schedule.unknown.append(name)
+    sizes = [
+        _num_bytes(output_shape(node, index), dtype)
+        for index, (_, dtype) in enumerate(outputs_of(node))
+    ]
     step = Step(name, node.op, inputs, [], [size or 0 for size in sizes], node)
+    is_unknown = None in sizes and not any(functions_of(node))
+    keys = ("body",) if node.op in _LOOPS else _BRANCHES.get(node.op, ())
     if node.op in _LOOPS:
-        step.inner = _inner(schedule, body, node, ("body",), inputs)
         trips = num_trips(body, node)
-        step.trips = trips or 1
-        if trips is None:
-            schedule.unknown.append(name)
-    elif node.op in _BRANCHES:
-        step.inner = _inner(schedule, body, node, _BRANCHES[node.op], inputs[1:])
-    return step
-
-
-def _inner(
-    schedule: Schedule,
-    body: Body,
-    node: tf.compat.v1.NodeDef,
-    keys: tuple[str, ...],
-    inputs: list[Tensor],
-) -> tuple[Schedule, ...]:
-    """Returns the schedules of the functions that a loop or a condition runs."""
+        step.trips, is_unknown = trips or 1, trips is None
+    if is_unknown:
+        schedule.unknown.append(name)
+    if node.op in _BRANCHES:
+        inputs = inputs[1:]
     references = body.inputs(node)[-len(inputs) :] if inputs else []
-    found = []
-    for key in keys:
-        function = body.function(node.attr[key].func.name)
-        if function is None:
-            continue
+    functions = (body.function(node.attr[key].func.name) for key in keys)
+    for function in filter(None, functions):
         for index, reference in enumerate(references):
             function.argument_shapes.setdefault(index, body.shape(reference))
         inner = Schedule(schedule.bytes_of(tensor) for tensor in inputs)
         inner.results, _ = _append(inner, function, "", inner.arguments, [])
-        schedule.unknown += [f"{node.name}/{name}" for name in inner.unknown]
-        found.append(inner)
-    return tuple(found)
+        schedule.unknown += [f"{node.name}/{each}" for each in inner.unknown]
+        step.inner += (inner,)
+    return step
 
 
 def _sorted(body: Body) -> list[tf.compat.v1.NodeDef]:
@@ -246,19 +229,8 @@ def _plain(text: str) -> str:
     return text.lstrip("^").split(":")[0]
 
 
-def output_bytes(node: tf.compat.v1.NodeDef) -> list[int | None]:
-    """Returns the bytes of each output of a node, None where shapes are not known.
-
-    Handles of variables and lists count 0.
-    """
-    return [
-        _num_bytes(output_shape(node, index), dtype)
-        for index, (_, dtype) in enumerate(outputs_of(node))
-    ]
-
-
 def scratch_bytes(
-    node: tf.compat.v1.NodeDef,
+    node: tf.compat.v1.NodeDef | None,
     inputs: list[int],
     outputs: list[int],
     *,
@@ -269,9 +241,9 @@ def scratch_bytes(
     Products of `emulated` dtypes are computed in float32 on this device: it copies the
     factors to float32 and the result back.
     """
-    if node.op == "Einsum":
+    if node is not None and node.op == "Einsum":
         return _transposed(node, inputs)
-    if node.op in _PRODUCTS:
+    if node is not None and node.op in _PRODUCTS:
         dtype = tf.as_dtype(node.attr["T"].type)
         if dtype.name in emulated:
             return (sum(inputs) + sum(outputs)) // dtype.size * _FLOAT32_BYTES

@@ -3,7 +3,7 @@
 import itertools
 import types
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import numpy as np
@@ -34,12 +34,23 @@ def check_model(model: Any) -> None:
         )
 
 
+def check_built(model: Any, verb: str) -> None:
+    """Raises unless a model with weights was given; `verb` says what for."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"Cannot {verb} {model!r}, of type {type(model).__name__}; expected a "
+            "`keras.Model`. Wrap a layer: `keras.Sequential([keras.Input(shape), "
+            "layer])`."
+        )
+    if not model.built:
+        raise ValueError(
+            f"Model {model.name!r} has no weights yet; expected a built one. Call it "
+            "on a batch, or load its weights, first."
+        )
+
+
 def dataset_of(
-    data: Any,
-    batch_size: int = 32,
-    *,
-    needs_targets: bool = True,
-    name: str = "data",
+    data: Any, batch_size: int = 32, *, needs_targets: bool = True, name: str = "data"
 ) -> tf.data.Dataset:
     """Returns a dataset of batches from anything that `fit` takes as data.
 
@@ -58,22 +69,30 @@ def dataset_of(
         TypeError: It is none of these.
         ValueError: It has single examples, or the arrays differ in length.
     """
-    if callable(getattr(data, "build", None)) and not isinstance(
-        data, keras.layers.Layer
-    ):
+    is_pipeline = callable(getattr(data, "build", None))
+    if is_pipeline and not isinstance(data, keras.layers.Layer):
         data = data.build()
     elif isinstance(data, keras.utils.PyDataset):
         data = _of_py_dataset(data)
     elif isinstance(data, types.GeneratorType):
         data = _of_generator(data)
-    else:
-        arrays = arrays_of(data, needs_targets=needs_targets)
-        if arrays is not None:
-            _check_lengths(arrays, name)
-            size = checks.positive_int("batch_size", batch_size)
-            return tf.data.Dataset.from_tensor_slices(arrays).batch(size)
+    elif (arrays := arrays_of(data, needs_targets=needs_targets)) is not None:
+        shapes = tuple(np.shape(leaf) for leaf in tf.nest.flatten(arrays))
+        lengths = {shape[:1] for shape in shapes}
+        if len(lengths) > 1 or () in lengths:
+            raise ValueError(
+                f"`{name}` holds arrays of shapes {shapes}; expected the same number "
+                "of examples in each. Cut them to one length."
+            )
+        size = checks.positive_int("batch_size", batch_size)
+        return tf.data.Dataset.from_tensor_slices(arrays).batch(size)
     if not isinstance(data, tf.data.Dataset):
-        _raise_unusable(data, name)
+        advice = "Pass one batch as (x, y)."
+        if hasattr(data, "__next__"):
+            advice = f"An iterator would be used up: pass what it iterates. {advice}"
+        raise TypeError(
+            f"`{name}` is of type {type(data).__name__}; expected {_FORMS}. {advice}"
+        )
     specs = tf.nest.flatten(data.element_spec)
     if any(getattr(spec, "shape", None) == () for spec in specs):
         raise ValueError(
@@ -101,15 +120,13 @@ def first_batch(dataset: tf.data.Dataset) -> Any:
     """Returns the first batch, or raises if there is none."""
     for batch in dataset.take(1):
         return batch
-    _raise_empty("dataset")
+    raise _empty("dataset")
 
 
 def batch_of(data: Any, *, name: str = "data") -> Any:
     """Returns one batch as `train_step` takes it: arrays as a whole, else the first.
 
-    Raises:
-        TypeError: It is nothing that `fit` takes.
-        ValueError: There is no batch.
+    A TypeError says that it is nothing that `fit` takes, a ValueError that it is empty.
     """
     if isinstance(data, dict) or _is_array(data):
         return _tensors(data)
@@ -117,26 +134,6 @@ def batch_of(data: Any, *, name: str = "data") -> Any:
     if arrays is not None:
         return _tensors(arrays)
     return first_batch(dataset_of(data, name=name))
-
-
-def check_built(model: Any, verb: str) -> None:
-    """Raises unless a model with weights was given, whether compiled or not.
-
-    Raises:
-        TypeError: It is no Keras model; `verb` says what cannot be done with it.
-        ValueError: It has no weights yet.
-    """
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"Cannot {verb} {model!r}, of type {type(model).__name__}; expected a "
-            "`keras.Model`. Wrap a layer: `keras.Sequential([keras.Input(shape), "
-            "layer])`."
-        )
-    if not model.built:
-        raise ValueError(
-            f"Model {model.name!r} has no weights yet; expected a built one. Call it "
-            "on a batch, or load its weights, first."
-        )
 
 
 def build(model: keras.Model, batch: Any) -> None:
@@ -169,15 +166,13 @@ def _of_py_dataset(data: keras.utils.PyDataset) -> tf.data.Dataset:
     """Returns a `PyDataset` as a dataset, read by as many threads as in `fit`."""
     number, workers = data.num_batches, max(1, data.workers)
     num_peeked = _NUM_PEEKED if number is None else min(_NUM_PEEKED, number)
-    first = [_as_batch(data[i]) for i in range(num_peeked)]
-    if not first:
-        _raise_empty("data")
+    spec = _spec([_as_batch(data[i]) for i in range(num_peeked)])
 
     def one(index: Any) -> tf.data.Dataset:
         return tf.data.Dataset.from_generator(
             lambda i: iter([_as_batch(data[int(i)])]),
             args=(index,),
-            output_signature=_spec(first),
+            output_signature=spec,
         )
 
     indices = tf.data.Dataset.range(2**62 if number is None else number)
@@ -192,8 +187,6 @@ def _of_py_dataset(data: keras.utils.PyDataset) -> tf.data.Dataset:
 def _of_generator(generator: Iterator[Any]) -> tf.data.Dataset:
     batches = map(_as_batch, generator)
     first = tuple(itertools.islice(batches, _NUM_PEEKED))
-    if not first:
-        _raise_empty("data")
     num_read, has_ended = len(first), False
 
     def read() -> Iterator[Any]:
@@ -231,6 +224,8 @@ def _spec(batches: Any) -> Any:
         ]
         return tf.TensorSpec([None, *sizes[1:]] if sizes else [], parts[0].dtype)
 
+    if not batches:
+        raise _empty("data")
     return tf.nest.map_structure(spec, *batches)
 
 
@@ -264,35 +259,8 @@ def _is_array(data: Any) -> bool:
     return isinstance(data, np.ndarray) or tf.is_tensor(data)
 
 
-def _check_lengths(arrays: tuple[Any, ...], name: str) -> None:
-    shapes = tuple(np.shape(leaf) for leaf in tf.nest.flatten(arrays))
-    lengths = {shape[:1] for shape in shapes}
-    if len(lengths) > 1 or () in lengths:
-        raise ValueError(
-            f"`{name}` holds arrays of shapes {shapes}; expected the same number of "
-            "examples in each. Cut them to one length."
-        )
-
-
-def _raise_unusable(data: Any, name: str) -> NoReturn:
-    if _is_array(data):
-        raise TypeError(
-            f"`{name}` is one array of shape {tuple(data.shape)}; expected a tuple "
-            "(x, y), or a `tf.data.Dataset` of batches. Pass the targets too."
-        )
-    advice = "Pass one batch as (x, y)."
-    if hasattr(data, "__next__"):
-        advice = (
-            "It can be read once only and would be used up: pass what it iterates, or "
-            "one batch as (x, y)."
-        )
-    raise TypeError(
-        f"`{name}` is of type {type(data).__name__}; expected {_FORMS}. {advice}"
-    )
-
-
-def _raise_empty(name: str) -> NoReturn:
-    raise ValueError(
+def _empty(name: str) -> ValueError:
+    return ValueError(
         f"`{name}` holds no batches; expected at least one. Look at its source: a "
         "wrong path, split or filter leaves nothing."
     )

@@ -38,9 +38,9 @@ class Step(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether the loss and every gradient are finite."""
-        values = [gradient for _, gradient in self.gradients if gradient is not None]
-        values += [] if self.loss is None else [self.loss]
-        return all(bool(tf.reduce_all(tf.math.is_finite(value))) for value in values)
+        values = [self.loss, *(gradient for _, gradient in self.gradients)]
+        known = (value for value in values if value is not None)
+        return all(bool(tf.reduce_all(tf.math.is_finite(value))) for value in known)
 
 
 def run_step(model: keras.Model, batch: Any, *, loss_scale: float = 1.0) -> Step:
@@ -49,9 +49,12 @@ def run_step(model: keras.Model, batch: Any, *, loss_scale: float = 1.0) -> Step
     Layers run as in training, so what they write themselves, such as moving
     statistics, is written; call it inside `unchanged(model)`.
     """
+    before = tf.config.functions_run_eagerly()
     with contextlib.ExitStack() as stack:
         taken = _Taken(stack.enter_context(scaled_by(loss_scale)))
-        stack.enter_context(_eagerly())
+        # Functions that a user compiled run eagerly too.
+        stack.callback(tf.config.run_functions_eagerly, before)
+        tf.config.run_functions_eagerly(True)
         for optimizer in optimizers_of(model):
             stack.enter_context(taken.instead_of(optimizer))
         model.train_step(batch)
@@ -62,22 +65,25 @@ class _Taken:
     """Stands in for optimizers under a loss scale, and keeps what they are given."""
 
     def __init__(self, scale: FixedScale) -> None:
-        self._scale = scale
-        self._factor = scale.factor
+        self._scale, self._factor = scale, scale.factor
         self.loss: tf.Tensor | None = None
         self.gradients: list[tuple[Any, tf.Tensor | None]] = []
-        self.is_scaled = False
+        self.is_scaled = self._already_unscaled = False
 
     @contextlib.contextmanager
     def instead_of(self, optimizer: Any) -> Iterator[None]:
         """Takes what would go to an optimizer, inside the block."""
 
         def apply(grads: Any, trainable_variables: Any = None) -> None:
-            # Left out, they are those that the optimizer was built for.
-            known = getattr(optimizer, "inner_optimizer", optimizer)
             if trainable_variables is None:
+                # Left out, they are those that the optimizer was built for.
+                known = getattr(optimizer, "inner_optimizer", optimizer)
                 trainable_variables = optimizers.trained_by(known)
             self._apply(grads, trainable_variables)
+
+        def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> None:
+            pairs = list(grads_and_vars)
+            self._apply([g for g, _ in pairs], [v for _, v in pairs])
 
         self._already_unscaled = False
         with replaced(
@@ -85,7 +91,7 @@ class _Taken:
             scale_loss=self._scale_loss,
             get_scaled_loss=self._scale_loss,
             get_unscaled_gradients=self._unscale,
-            apply_gradients=self._apply_gradients,
+            apply_gradients=apply_gradients,
             apply=apply,
         ):
             yield
@@ -100,10 +106,6 @@ class _Taken:
         self._already_unscaled = True
         return [_float32(gradient, self._factor) for gradient in gradients]
 
-    def _apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> None:
-        pairs = list(grads_and_vars)
-        self._apply([g for g, _ in pairs], [v for _, v in pairs])
-
     def _apply(self, gradients: Any, variables: Any) -> None:
         is_scaled = self.is_scaled and not self._already_unscaled
         for gradient, variable in zip(gradients, variables, strict=True):
@@ -116,17 +118,6 @@ def _float32(gradient: Any, divisor: Any) -> tf.Tensor | None:
     if gradient is None:
         return None
     return tf.cast(tf.convert_to_tensor(gradient), tf.float32) / divisor
-
-
-@contextlib.contextmanager
-def _eagerly() -> Iterator[None]:
-    """Runs functions that a user compiled eagerly too."""
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(before)
 
 
 def loss_scale_of(model: keras.Model) -> float:
@@ -160,24 +151,21 @@ class Call(NamedTuple):
 
 
 class Observer:
-    """Is told of every call. Each method may be overridden; these ignore it.
-
-    In a graph it is told while the graph is traced, and the tensors are symbolic:
-    what it does with them becomes part of the graph.
+    """Sees the calls of layers; override what is of interest.
 
     Attributes:
         wants_gradients: Whether `on_gradient` is told anything.
-        keeps_logits: Whether a loss may still take the logits behind an output.
+        keeps_logits: Whether losses still find the logits behind a head's output.
     """
 
     wants_gradients = False
     keeps_logits = True
 
     def on_call(self, call: Call) -> None:
-        """Is told of a call ahead of it."""
+        """Is told of a call before it runs."""
 
     def on_outputs(self, call: Call, outputs: Any) -> None:
-        """Is told what a call returned, a tensor or a nested structure."""
+        """Is told what a call returned."""
 
     def on_gradient(
         self, call: Call, of: Literal["inputs", "outputs"], at: int, gradient: tf.Tensor
@@ -200,10 +188,8 @@ def sites(model: keras.layers.Layer) -> list[Site]:
     for path, layer, _ in structure.walk(model):
         found.setdefault(id(layer), Site(path, layer))
         prefix = "" if layer is model else f"{path}/"
-        for operation in structure.operations_of(layer):
-            found.setdefault(
-                id(operation), Site(f"{prefix}{operation.name}", operation)
-            )
+        for each in structure.operations_of(layer):
+            found.setdefault(id(each), Site(f"{prefix}{each.name}", each))
     return list(found.values())
 
 
@@ -214,17 +200,7 @@ def tapped(
     *,
     only: Callable[[Site], bool] = lambda site: True,
 ) -> Iterator[None]:
-    """Tells an observer of every call inside the block.
-
-    Example:
-        >>> class Shapes(Observer):
-        ...     def on_outputs(self, call, outputs):
-        ...         print(call.site.path, outputs.shape)
-        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-        >>> with tapped(model, Shapes(), only=lambda site: site.path == "dense"):
-        ...     _ = model(tf.zeros((5, 3)))  # doctest: +SKIP
-        dense (5, 2)
-    """
+    """Tells an observer of every call inside the block, or of `only` some sites'."""
     with contextlib.ExitStack() as stack:
         for site in sites(model):
             if only(site):

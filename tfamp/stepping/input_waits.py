@@ -27,11 +27,10 @@ Cause = Literal["input", "compute", "contention", "unclear"]
 # Less than this part of the step is not worth a changed pipeline.
 MIN_GAIN = 0.1
 # Bounds of the noise band: 95 % of the resampled medians lie inside.
-_BAND = (2.5, 97.5)
-_NUM_RESAMPLES = 2000
+_BAND, _NUM_RESAMPLES = (2.5, 97.5), 2000
 # Many short rounds rather than few long ones: what disturbs a machine for half a second
-# then spoils a few of all. Below five a noise band means little; a clear verdict after
-# ten ends them. The first finds caches cold and buffers empty.
+# then spoils a few of all. A clear verdict after ten ends them. The first finds caches
+# cold and buffers empty, and is left out.
 _MIN_ROUNDS, _ROUNDS_A_LOOK, _MAX_ROUNDS = 5, 10, 40
 # The part of a turn, and its calls, that do not count: batches that were fetched ahead
 # while something else ran are used up in them.
@@ -46,6 +45,8 @@ _ROWS = {
     "compute": "model alone, batches from memory",
     "input": "pipeline alone",
 }
+# What is timed, and what waits for the device after it.
+Turn = tuple[Callable[[], None], Callable[[], None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +92,7 @@ class Bottleneck(TableRecord):
         """Returns times, verdict and advice as text of at most 110 columns."""
         rows = []
         for name, seconds in self.times.items():
-            middle = float(np.median(seconds))
-            low, high = np.percentile(seconds, (25, 75))
+            low, middle, high = np.percentile(seconds, (25, 50, 75))
             between = f"{format_seconds(low)} to {format_seconds(high)}"
             rate = f"{self.batch_size / middle:,.0f}"
             rows.append((_ROWS[name], format_seconds(middle), between, rate))
@@ -102,14 +102,12 @@ class Bottleneck(TableRecord):
             rows,
             title=f"{len(self.times['real'])} rounds, batches of {self.batch_size}",
         )
-        return "\n".join(
-            [
-                console.text_of(table),
-                f"Verdict: {self.verdict}; {self.reason}.",
-                f"Possible gain: {format_share(self.possible_gain)} of a step "
-                f"({format_share(self.gain_low)} to {format_share(self.gain_high)}).",
-                self.advice,
-            ]
+        gain, *band = map(
+            format_share, (self.possible_gain, self.gain_low, self.gain_high)
+        )
+        return (
+            f"{console.text_of(table)}\nVerdict: {self.verdict}; {self.reason}.\n"
+            f"Possible gain: {gain} of a step ({' to '.join(band)}).\n{self.advice}"
         )
 
 
@@ -124,14 +122,11 @@ def bottleneck(
     """Returns what holds training up, how much there is to gain, and what to change.
 
     Three things are timed in turns, so that what disturbs the machine disturbs all:
-    the model's train step with the real pipeline, the same step with a few batches
-    from memory, and the pipeline alone. The possible gain is 1 - compute / real.
-
-    The step is the one that `fit` runs (`make_train_function`), with its
-    `steps_per_execution` and `jit_compile`. Afterwards weights, optimizers, moving
+    the model's train step (that of `fit`) with the real pipeline, the same step with a
+    few batches from memory, and the pipeline alone. Afterwards weights, optimizers,
     statistics, metrics and seed generators are what they were, bit by bit; what is not
-    built is built. Epochs follow one another, their starts among the steps. A cache
-    inside is empty in the first epoch. Buffers of dozens of batches blur the times.
+    built is built. A cache inside is empty in the first epoch. Buffers of dozens of
+    batches blur the times.
 
     Args:
         model: A compiled model.
@@ -141,9 +136,6 @@ def bottleneck(
             ends after a quarter if the verdict is clear then; slow steps take longer.
         batch_size: Examples in a batch of arrays.
         clock: Gives the time in seconds.
-
-    Returns:
-        The record; `print` it for a table.
 
     Raises:
         TypeError: `model` is no Keras model, or `dataset` is not of these: an iterator
@@ -184,16 +176,10 @@ def bottleneck(
     )
 
 
-Turn = tuple[Callable[[], None], Callable[[], None]]
-
-
 def _turns(
     model: keras.Model, dataset: tf.data.Dataset, batch_bytes: int
 ) -> dict[str, Turn]:
-    """Returns what to time, each as a call and what waits for the device after some.
-
-    A step is run at once, which compiles it.
-    """
+    """Returns what to time; a step is run at once, which compiles it."""
     strategy = model.distribute_strategy
     steps = int(model.steps_per_execution or 1)
     model.make_train_function()
@@ -241,9 +227,7 @@ def _full_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a dataset without batches smaller than its first, if only that varies."""
     specs = tf.nest.flatten(dataset.element_spec)
     is_fixed = all(
-        isinstance(spec, tf.TensorSpec)
-        and spec.shape.rank
-        and spec.shape[1:].is_fully_defined()
+        isinstance(spec, tf.TensorSpec) and spec.shape[1:].is_fully_defined()
         for spec in specs
     )
     if not is_fixed or all(spec.shape[0] is not None for spec in specs):
@@ -263,18 +247,16 @@ def time_in_rounds(
     start = clock()
     with console.progress("Timing the input", _MAX_ROUNDS, unit="rounds") as done:
         for number in range(_MAX_ROUNDS + 1):
-            is_enough = number > _MIN_ROUNDS
-            if is_enough and (clock() - start) * (1 + 0.5 / number) > seconds:
-                break
-            if number and number % _ROUNDS_A_LOOK == 0 and is_enough:
-                if judge(**times)[0] != "unclear":
+            if number > _MIN_ROUNDS:
+                is_late = (clock() - start) * (1 + 0.5 / number) > seconds
+                is_look = number % _ROUNDS_A_LOOK == 0
+                if is_late or (is_look and judge(**times)[0] != "unclear"):
                     break
             for name, (call, wait) in turns.items():
                 _calls(call, wait, clock, length * _WARM_SHARE, _MIN_WARM_CALLS)
                 timed = length * (1 - _WARM_SHARE)
                 figure = _calls(call, wait, clock, timed, _MIN_CALLS)
-                if number:
-                    times[name].append(figure)
+                times[name] += [figure] if number else []
             done(number)
     return times
 
@@ -363,12 +345,8 @@ def _advice(verdict: Cause, dataset: tf.data.Dataset, batch_bytes: int) -> str:
         return "Leave the pipeline as it is: a perfect one would gain less than 10 %."
     if verdict == "unclear":
         return "Measure longer (`seconds=30`) while nothing else runs on this machine."
-    has_float_images = any(
-        spec.dtype.is_floating and (spec.shape.rank or 0) > 3
-        for spec in tf.nest.flatten(inputs_of(dataset.element_spec))
-        if isinstance(spec, tf.TensorSpec)
-    )
-    if has_float_images:
+    inputs = tf.nest.flatten(inputs_of(dataset.element_spec))
+    if any(x.dtype.is_floating and (x.shape.rank or 0) > 3 for x in inputs):
         return (
             "Deliver images as uint8 and scale them in the model: the cast on the CPU "
             "is most of the cost of a decoded batch, and a batch is 4 times smaller."
@@ -378,8 +356,7 @@ def _advice(verdict: Cause, dataset: tf.data.Dataset, batch_bytes: int) -> str:
             "End the pipeline with `.prefetch(2)`; where it does, cache what is the "
             "same each epoch, or give the input fewer threads than there are cores."
         )
-    length = known_length(dataset)
-    size = ""
+    length, size = known_length(dataset), ""
     if length is not None:
         size = f"; an epoch as delivered is {format_bytes(length * batch_bytes)}"
     return (

@@ -23,47 +23,37 @@ class NanRecovery(FitCallback):
 
     A failure is a loss or metric in the logs that is not finite, a weight or moving
     statistic that is not, steps that are skipped without end under a loss scale, or the
-    `tfamp.LossScaleError` that follows. It is caught inside the training function's
-    place, so no other callback sees the bad state, saves it, or stops for it. Then the
-    model is put back to its last good snapshot: weights, statistics, seeds, optimizers,
-    loss scale and metrics, bit by bit. One of these follows, and training goes on with
-    the next batch:
+    `tfamp.LossScaleError` that follows. No other callback sees the bad state. The model
+    is put back to its last good snapshot: weights, statistics, seeds, optimizers, loss
+    scale and metrics, bit by bit. One of these follows, by the triage of the failing
+    step, and training goes on with the next batch:
 
-    - "drop batch": nothing else; the failing batch is not trained on again;
+    - "drop batch": nothing else; also where the triage finds nothing;
     - "cut learning rate": the rates of all optimizers times what the triage found to
       lower the loss, or `learning_rate_factor`, from here on. A
       `LearningRateScheduler` that sets rates by itself undoes it;
-    - "move loss scale": to what the triage found to be finite; else to a sixteenth, or
-      16 times where the triage says raise;
+    - "move loss scale": to what the triage found to be finite; else by a factor of 16;
     - "keep in float32": the layer that the triage named, optimizer state kept. What the
       model computes in then stands in `plan.json` in the folder: the next run begins
       with it by `tfamp.enable(policy="<directory>/plan.json")`.
 
-    Which one is said by the triage of the failing step; where it says "model", training
-    is stopped. Where it finds nothing a batch is dropped, and no learning rate is cut.
-    A failure may show late, as behind a ReLU that makes 0 of NaN: the batches since the
-    snapshot are trained again, the oldest first, until a step fails, and that one is
-    asked about.
+    Where the triage says "model", training is stopped. A failure may show late, as
+    behind a ReLU that makes 0 of NaN: the batches since the snapshot are trained again,
+    the oldest first, until a step fails, and that one is asked about.
 
     A snapshot, in the memory of the host, is good once a step after it was finite and
     applied, the weights after that step were finite, all of the snapshot is, and the
-    loss has not run away. An epoch's logs and `History` get `recoveries`, their number
-    so far; `recoveries.jsonl` in the folder gets each of them, and so does
-    `model.history.recoveries`. The batches trained between the snapshot and the failure
-    are not trained again. Of an epoch that is taken back whole, the logs show those of
-    the snapshot. To go on after a killed process use `Resume` beside it.
-
+    loss has not run away. The logs of an epoch get `recoveries`, their number so far;
+    `recoveries.jsonl` in the folder and `model.history.recoveries` have each of them.
     The failing step is kept: a folder `failure-<step>-<cause>` in `directory` holds its
     batch, the weights and state from before it and the model, and `tfamp.triage(model,
-    folder)` says why it failed, in a later process too (docs/bundles.md). With
-    `max_recoveries=0` nothing is mended: training ends with the first failure, and the
-    bundle of it.
+    folder)` says why it failed, in a later process too (docs/bundles.md). To go on
+    after a killed process use `Resume` beside it.
 
     Cost: memory of the host for three copies of the weights and optimizer state, and
     for the last 256 MiB of the batches since the snapshot. Snapshots are taken so
     rarely that they cost half a percent of the time; the logs are read after each step,
-    as other callbacks make `fit` do. Batches are drawn in Python to be held, so the
-    steps that `steps_per_execution` joins are a call each.
+    and the steps that `steps_per_execution` joins are a call each.
 
     Args:
         directory: Folder for bundles and the journal, made if need be.
@@ -77,12 +67,10 @@ class NanRecovery(FitCallback):
             None; gives an object with `cause`, `layer` and `remedy`, as `tfamp.triage`
             does, which is asked by default.
         on_exhausted: "raise" a `RecoveryError`, or "stop" training and log the report.
-            The model is as it was at its last good snapshot either way.
         ignore: Names in the logs that may be NaN or inf.
 
     Attributes:
         recoveries: What was done in the last `fit`, a `Recovery` each.
-        bundles: Folders of the failing steps of the last `fit`.
 
     Raises:
         TypeError: An argument has the wrong type.

@@ -66,7 +66,7 @@ class WatchedTraining:
         # Calls of this epoch: made, expected (-1 for unknown), and in the metrics.
         self._calls, self._num_calls, self._num_kept = 0, -1, 0
         self._last_logs: dict[str, Any] = {}
-        self._has_begun = self._is_partial = False
+        self._has_begun = self._is_partial = self._is_proven = False
         self._is_checked = True
         self._spent = self._next = self._next_scale = 0.0
         self._reference = self._floor = math.nan
@@ -229,8 +229,9 @@ class WatchedTraining:
         if self._has_run_away(loss):
             self.failing_batches()
         elif self.candidate is not None:
-            self.older = None if self._is_partial else self.good
-            self.good, self.candidate, self._is_partial = self.candidate, None, False
+            self.older = self.good if self._is_proven else None
+            self.good, self.candidate = self.candidate, None
+            self._is_proven, self._is_partial = True, False
             self._let_go(self._mark)
         self._wait()
         return None
