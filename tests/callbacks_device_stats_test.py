@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfamp
 from tests.callbacks_monitor_test import events
 from tests.refusals import refused_arguments
-from tests.replicas import two_replicas
-from tfamp.callbacks import DeviceStats, PrecisionMonitor, Throughput
+from tfamp.callbacks import DeviceStats
 
 NUM_BATCHES = 3
 FIGURES = ("load", "gpu0_energy_joules")
@@ -99,20 +97,6 @@ def test_an_epoch_is_summed_up_over_all_of_its_samples():
     assert history["gpu0_energy_joules"] == [5.0, 4.0]
 
 
-def test_energy_that_is_not_told_at_first_counts_from_where_it_is():
-    told = {"gpu0_energy_joules": None}
-    watch = stats(lambda: dict(told))
-
-    class Tell(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if self.params["epochs"] and batch == NUM_BATCHES - 1:
-                told["gpu0_energy_joules"] = next(values)
-
-    values = iter([None, 5000.0, 5003.0, 5010.0])
-    history = fit(compiled(), Tell(), watch, epochs=4)
-    assert history["gpu0_energy_joules"] == [3.0, 7.0]
-
-
 def test_rows_and_scalars_hold_every_sample(tmp_path):
     reader = Reader()
     watch = stats(reader, csv_path=tmp_path / "stats.csv", log_dir=tmp_path / "events")
@@ -124,18 +108,6 @@ def test_rows_and_scalars_hold_every_sample(tmp_path):
         ["6", "1002", "40.0", "104.0"],
     ]
     assert events(tmp_path / "events")[0][6, "load"] == 40.0
-
-
-@pytest.mark.slow
-def test_it_works_beside_the_other_callbacks_on_two_replicas():
-    strategy = two_replicas()
-    with strategy.scope():
-        model = compiled()
-        model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1), 8.0), "mse")
-    reader = Reader()
-    history = fit(model, PrecisionMonitor(), Throughput(), stats(reader), Begun(reader))
-    assert history["load_max"] == [30.0, 40.0]
-    assert history["applied_steps"] == [3, 6]
 
 
 def test_a_real_fit_reads_this_process_and_leaves_no_thread(tmp_path):
@@ -169,15 +141,6 @@ def test_a_reading_that_fails_ends_the_readings_and_not_the_training():
     assert len(history["loss"]) == 2
     assert "load_mean" not in history
     assert reader.is_closed
-
-
-def test_a_reader_that_fails_from_the_beginning_does_not_end_training():
-    def fail():
-        raise OSError("never there")
-
-    watch = stats(fail)
-    assert set(fit(compiled(), watch)) == {"loss"}
-    assert "OSError('never there')" in watch.notes[0]
 
 
 def test_a_file_that_goes_away_ends_the_readings_and_not_the_training(tmp_path):
@@ -217,19 +180,6 @@ def test_an_error_in_fit_ends_the_readings():
     assert watch.notes == ()
     # And the next training is read again.
     assert len(fit(compiled(), watch)["load_max"]) == 2
-
-
-def test_a_loop_of_ones_own_is_read_until_it_says_that_it_ends():
-    watch = stats(Reader())
-
-    def begin():
-        watch.on_train_begin()
-
-    watch.set_model(compiled())
-    begin()
-    assert watch.sample()
-    watch.on_train_end()
-    assert not watch.sample()
 
 
 def driver(**figures):

@@ -1,7 +1,6 @@
 """`PrecisionMonitor`: what it puts into logs, files and warnings, and what it costs."""
 
 import csv
-import json
 import re
 
 import keras
@@ -14,7 +13,6 @@ from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tfamp.callbacks import PrecisionMonitor
 from tfamp.callbacks._fit_callback import BAR_AVERAGES
-from tfamp.loss_scale.counters import Reading
 
 INF = float("inf")
 BAD_STEP = 3  # of the six steps in an epoch, counted from 1
@@ -133,15 +131,6 @@ def test_two_replicas_are_one(tmp_path):
     assert events(tmp_path / "events")[0][12, "applied_steps"] == 10
 
 
-def test_of_several_workers_one_writes(tmp_path, monkeypatch):
-    model = compiled()
-    extended = type(model.distribute_strategy.extended)
-    monkeypatch.setattr(extended, "should_save_summary", False)
-    history = fit(model, PrecisionMonitor(tmp_path / "events", tmp_path / "steps.csv"))
-    assert history["applied_steps"] == [5, 10]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_scalars_are_those_of_the_rows(tmp_path):
     watch = PrecisionMonitor(tmp_path / "new" / "events", every_steps=4)
     fit(compiled(), watch)
@@ -152,14 +141,6 @@ def test_scalars_are_those_of_the_rows(tmp_path):
         assert [values[step, tag] for step in range(1, 13)] == expected
     with_norm = {step for step, tag in values if tag == "gradient_norm"}
     assert with_norm == set(range(1, 13)) - {3, 9}
-
-
-def test_logs_are_json_where_no_norm_was_finite():
-    x, y = data(1, bad=1)
-    history = fit(compiled(), PrecisionMonitor(), arrays=(x, y), epochs=1)
-    del history["loss"]
-    text = json.dumps(history, allow_nan=False)
-    assert json.loads(text)["gradient_norm"] == [0.0]
 
 
 class Seen(keras.callbacks.Callback):
@@ -191,11 +172,6 @@ def test_progress_bar_shows_the_counters(capsys):
         assert text in printed.splitlines()[-1]
 
 
-def test_validation_has_no_counters():
-    history = fit(compiled(), PrecisionMonitor(), validation_data=data(bad=None))
-    assert set(history) == {"loss", "val_loss", *KEYS}
-
-
 @pytest.mark.quick("100-3")
 @pytest.mark.parametrize("every_steps, readings", [(100, 3), (4, 5), (2, 9)])
 def test_device_is_read_now_and_then(every_steps, readings, monkeypatch):
@@ -208,15 +184,6 @@ def test_device_is_read_now_and_then(every_steps, readings, monkeypatch):
     # Before the first step, every so many batches, after each of two epochs; and
     # once for what the ring holds from before.
     assert len(calls) - 1 == readings
-
-
-def test_reading_is_not_taken_for_scaling_by_hand():
-    model = compiled()
-    watch = PrecisionMonitor()
-    watch.set_model(model)
-    watch.on_train_begin()
-    watch.read()
-    assert not model.optimizer.has_scaled_loss
 
 
 # --- resuming -------------------------------------------------------------------
@@ -245,49 +212,6 @@ def test_steps_before_an_error_are_not_lost(tmp_path):
     fit(model, watch, epochs=1)
     assert rows(path)["step"] == list(range(1, 11))
     assert rows(path)["consecutive_skips"][4:] == [0, 0, 1, 0, 0, 0]
-
-
-def test_a_streak_begins_anew_after_a_stop(tmp_path):
-    model, path = compiled(max_consecutive_skips=2), tmp_path / "steps.csv"
-    watch = PrecisionMonitor(csv_path=path)
-    x, y = data(3, bad=None)
-    y[:] = INF
-    for _ in range(2):
-        with pytest.raises(tfamp.LossScaleError):
-            fit(model, watch, arrays=(x, y))
-    assert rows(path)["consecutive_skips"] == [1, 2, 1, 2]
-    assert model.optimizer.consecutive_skips == 2
-
-
-def test_older_weights_are_gone_on_from(tmp_path):
-    model, path = compiled(), tmp_path / "steps.csv"
-    watch = PrecisionMonitor(csv_path=path)
-    fit(model, watch, epochs=1)
-    weights = [v.numpy() for v in model.optimizer.variables]
-    fit(model, watch, epochs=1)
-    model.optimizer.set_weights(weights)
-    history = fit(model, watch, epochs=1)
-    assert history["applied_steps"] == [10]
-    assert rows(path)["step"] == [*range(1, 13), *range(7, 13)]
-    assert rows(path)["applied_steps"] == [*APPLIED, *APPLIED[6:]]
-
-
-def test_a_new_optimizer_is_counted_from_its_start(tmp_path):
-    model, path = compiled(), tmp_path / "steps.csv"
-    watch = PrecisionMonitor(csv_path=path)
-    fit(model, watch, epochs=1)
-    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.0), 2.0), "mse")
-    history = fit(model, watch, epochs=1)
-    assert history["loss_scale"] == [1.0]
-    assert rows(path)["step"] == [1, 2, 3, 4, 5, 6] * 2
-
-
-def test_windows_count_as_they_are_applied(tmp_path):
-    model, path = compiled(accumulation_steps=2), tmp_path / "steps.csv"
-    history = fit(model, PrecisionMonitor(csv_path=path), epochs=1)
-    # Two make an update; the third is skipped; the sixth is applied alone.
-    assert rows(path)["applied_steps"] == [0, 1, 1, 1, 2, 3]
-    assert history["applied_steps"] == [3]
 
 
 # --- by hand: what is hard to bring about in `fit` ------------------------------
@@ -345,20 +269,6 @@ def test_variables_are_named_once_for_each_set(caplog):
     assert len(caplog.messages) == 3
 
 
-def test_many_variables_are_cut_short(caplog):
-    names = tuple("abcdefghij")
-    ByHand().monitor._warn(Reading([], 0, {"loss_scale": 1.0}, 1, 1, names))
-    assert "gradients of 'a', 'b', " in caplog.text
-    assert "'g', 'h' and 2 more were not finite" in caplog.text
-
-
-def test_a_norm_beyond_float32_names_no_variable(caplog):
-    trained = ByHand()
-    trained.step(1.4e19, 1.4e19)  # squares of 1.96e38; float32 ends at 3.4e38
-    trained.monitor.read()
-    assert "every gradient was finite, but the square of their norm" in caplog.text
-
-
 @pytest.mark.slow
 def test_steps_beyond_the_ring_are_said_to_be_missing(tmp_path, caplog):
     path = tmp_path / "steps.csv"
@@ -372,16 +282,6 @@ def test_steps_beyond_the_ring_are_said_to_be_missing(tmp_path, caplog):
     assert set(steps["skipped_steps"]) == {1}
     assert steps["overflow_rate"][-1] == 0.0
     assert "7 steps are missing from the files before step 8" in caplog.text
-
-
-def test_rate_is_that_of_the_last_thousand():
-    trained = ByHand()
-    for _ in range(3):
-        trained.step(INF, 1.0)
-    trained.many(997)
-    assert trained.monitor.read()["overflow_rate"] == 3.0
-    trained.many(1)
-    assert trained.monitor.read()["overflow_rate"] == 2.0
 
 
 # --- errors ---------------------------------------------------------------------

@@ -276,24 +276,6 @@ def test_validation_and_ends_of_epochs_are_left_out(kind):
         assert history[key] == pytest.approx(EXPECTED[key]), key
 
 
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_the_last_window_is_over_before_validation(tmp_path):
-    path, found = tmp_path / "rates.csv", []
-
-    class Look(keras.callbacks.Callback):
-        def on_test_begin(self, logs=None):
-            found.append(rows(path)[-1][0])
-
-    fit(
-        compiled(),
-        Throughput(csv_path=path),
-        Look(),
-        data=dataset(kind="unknown length"),
-        validation_data=dataset(),
-    )
-    assert found == [6, 12]
-
-
 class Seen(keras.callbacks.Callback):
     """Keeps what a callback later in the list sees."""
 
@@ -374,29 +356,6 @@ def test_batches_that_cannot_be_counted_want_their_size():
     assert history["examples_per_second"] == pytest.approx([5 / STEP] * 2)
 
 
-LEAVES = {
-    "ragged": (tf.ragged.constant([[1.0], [2.0, 3.0, 4.0], []]), 3),
-    "sparse": (tf.sparse.from_dense([[1.0, 0], [0, 1], [1, 1], [0, 0]]), 4),
-    "a number first": ((tf.constant(1.0), tf.zeros((5, 2))), 5),
-}
-
-
-class Nothing(keras.Model):
-    """Trains on whatever comes."""
-
-    def train_step(self, data):
-        return {"loss": 0.0}
-
-
-@pytest.mark.parametrize("batch, rows", LEAVES.values(), ids=LEAVES)
-def test_examples_are_rows_of_the_first_tensor_that_has_some(batch, rows):
-    data = tf.data.Dataset.from_tensors(batch).repeat(4)
-    data = data.apply(tf.data.experimental.assert_cardinality(4))
-    model = compiled(lambda: functional(Nothing))
-    history = fit(model, Throughput(clock=Ticks()), data=data, epochs=1)
-    assert history["examples_per_second"] == pytest.approx([rows / STEP])
-
-
 class Given(keras.Model):
     """Makes the training function itself, and counts on an iterator of TensorFlow."""
 
@@ -416,22 +375,6 @@ def test_a_training_function_of_the_users_own_gets_what_it_counts_on():
     assert history["examples_per_second"] == pytest.approx([4.0, 4.0])
     assert "input_wait" not in history
     assert "draws its batches itself" in rate.notes[0]
-
-
-def test_the_median_step_stands_for_the_steps_of_its_window():
-    clock = Ticks()
-
-    class Slow(keras.callbacks.Callback):
-        """Holds up one step of eleven."""
-
-        def on_train_batch_begin(self, batch, logs=None):
-            clock.now += 1000 if batch == 5 else 0
-
-    rate = Throughput(clock=clock, every_steps=1)
-    data = dataset(drop_remainder=True).repeat(3)
-    history = fit(compiled(), Slow(), rate, data=data, epochs=1)
-    assert history["step_seconds"] == [STEP]
-    assert history["examples_per_second"] == pytest.approx([56 / (14 * STEP + 1000)])
 
 
 test_wrong_arguments_are_named = refused_arguments(

@@ -13,11 +13,6 @@ ENCOUNTERED = "Exception encountered when ..."
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
 
-def test_require_returns_the_module():
-    module = checks.require("json.decoder", extra="data", purpose="This")
-    assert module is sys.modules["json.decoder"]
-
-
 @pytest.mark.parametrize(
     "extra, command",
     [("data", "pip install 'tfamp[data]'"), (None, "pip install scikit-learn")],
@@ -71,16 +66,6 @@ def test_a_choice_that_is_no_text_is_a_type_error():
     )
     with pytest.raises(TypeError, match=re.escape(message)):
         checks.choice("mode", 3, ["a", "b"])
-
-
-def test_what_is_right_is_returned_in_pythons_types():
-    assert checks.choice("policy", "float32", POLICIES) == "float32"
-    for value in (1, 32, np.int64(32)):
-        number = checks.positive_int("batch_size", value)
-        assert number == value and type(number) is int
-    for value in (0, 1, 0.25, np.float32(0.25)):
-        number = checks.fraction("split", value)
-        assert number == value and type(number) is float
 
 
 @pytest.mark.parametrize("value", [32.0, True, "32", None, np.ones(2)], ids=repr)

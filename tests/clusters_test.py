@@ -16,12 +16,11 @@ import tfamp
 from tests import cluster_program
 from tests.cluster_program import slurm_variables
 from tests.linear_training import TOLERANCE, X, Y, one_device
-from tests.replicas import two_replicas
 from tfamp.distribute import strategies
 from tfamp.dtypes import hooks
 from tfamp.loss_scale.replicas import STRATEGIES
 from tfamp.machine import hosts
-from tfamp.machine.clusters import Cluster, cluster_of, expanded_hosts
+from tfamp.machine.clusters import Cluster, cluster_of
 
 ROOT = Path(__file__).parents[1]
 TWO = ["a:2222", "b:2222"]
@@ -192,32 +191,6 @@ def test_half_a_cluster_is_an_error_that_names_the_variable(environ, message):
     assert str(caught.value).endswith(".")
 
 
-LISTS = ["n[1-3]", "a,b", "rack[08-11]", "n1", "gpu-[2,4-5]-ib,m5"]
-
-
-@pytest.mark.parametrize("text", LISTS)
-def test_hosts_of_slurm_are_those_that_tensorflow_reads(text, monkeypatch):
-    try:
-        wanted = tensorflows_hosts(text, monkeypatch)
-    except ValueError:
-        # Its pattern knows no suffix behind a range.
-        wanted = ["gpu-2-ib", "gpu-4-ib", "gpu-5-ib", "m5"]
-    assert sorted(expanded_hosts("SLURM_STEP_NODELIST", text)) == wanted
-
-
-def tensorflows_hosts(text, monkeypatch):
-    num = len(expanded_hosts("x", text))
-    monkeypatch.setenv("SLURM_STEP_NODELIST", text)
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", f"1(x{num})")
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(num))
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
-        gpus_per_node=1, gpus_per_task=1, auto_set_gpu=False
-    )
-    addresses = resolver.cluster_spec().as_dict()["worker"]
-    return [each.split(":")[0] for each in addresses]
-
-
 def test_a_cluster_is_read_without_tensorflow():
     code = (
         "import sys, tfamp; print(tfamp.distribute.cluster().source, "
@@ -227,15 +200,6 @@ def test_a_cluster_is_read_without_tensorflow():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     )
     assert done.stdout == "none False\n", done.stderr
-
-
-def test_workers_of_one_host_are_told_apart():
-    found = Cluster("Slurm", ("a:1", "b:1", "b:2"), 2)
-    assert found.local_workers == 2
-    line = "Worker 2 of 3 (from 0), as Slurm says: a:1, b:1, b:2 (this process)"
-    assert str(found) == line
-    many = Cluster("Slurm", tuple(f"n{i}:1" for i in range(20)), 0)
-    assert str(many).endswith("n7:1, and 12 more")
 
 
 class Made:
@@ -264,20 +228,13 @@ def with_gpus(monkeypatch, num):
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: devices)
 
 
-WORKERS = {
-    "no GPU": (0, "auto", "RING", "Gradients go by ring (no GPU here)."),
-    "a GPU": (1, "auto", "NCCL", "Gradients go by NCCL (1 GPU(s) here)."),
-    "a GPU and a ring": (1, "ring", "RING", "ring (`communication='ring'`)."),
-}
-
-
-@pytest.mark.parametrize("num, asked, wanted, line", WORKERS.values(), ids=WORKERS)
+@pytest.mark.parametrize("num, wanted", [(0, "RING"), (1, "NCCL")])
 def test_several_workers_get_their_resolver_and_nccl_or_ring(
-    lines, monkeypatch, num, asked, wanted, line
+    lines, monkeypatch, num, wanted
 ):
     with_gpus(monkeypatch, num)
     cluster = Cluster("TF_CONFIG", ("c:1", "a:1"), 1, has_chief_job=True)
-    made = tfamp.distribute.strategy(cluster, asked)
+    made = tfamp.distribute.strategy(cluster)
     resolver = made.arguments["cluster_resolver"]
     assert resolver.cluster_spec().as_dict() == {"chief": ["c:1"], "worker": ["a:1"]}
     assert (resolver.task_type, resolver.task_id) == ("worker", 0)
@@ -286,50 +243,29 @@ def test_several_workers_get_their_resolver_and_nccl_or_ring(
     assert made in STRATEGIES
     assert "reduce_per_replica" in " ".join(hooks.installed())
     (found,) = lines
-    assert found.endswith(line)
+    assert f"Gradients go by {wanted}" in found
     assert "Worker 1 of 2 (from 0), as TF_CONFIG says: c:1, a:1" in found
-
-
-def test_workers_that_see_the_same_gpus_are_told(lines, monkeypatch):
-    with_gpus(monkeypatch, 2)
-    tfamp.distribute.strategy(Cluster("Slurm", ("a:1", "a:2"), 1))
-    assert "2 workers share the host of a:2, and this one sees 2 GPUs." in lines[-1]
 
 
 def test_one_process_gets_what_its_gpus_take(lines, monkeypatch):
     alone = Cluster("SageMaker", ("algo-1:8890",), 0)
     with_gpus(monkeypatch, 2)
     assert isinstance(tfamp.distribute.strategy(alone), Made)
-    made = tfamp.distribute.strategy(None, "nccl")
-    assert isinstance(made.arguments["cross_device_ops"], tf.distribute.NcclAllReduce)
-    message = "`communication` is 'ring', with one process and 2 GPUs"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tfamp.distribute.strategy(None, "ring")
     with_gpus(monkeypatch, 1)
     assert tfamp.distribute.strategy(alone) is tf.distribute.get_strategy()
-    assert lines[-1] == (
-        "tfamp.distribute: the default strategy, as there is one process and one GPU; "
-        "nothing is added up."
-    )
+    assert "the default strategy" in lines[-1]
 
 
 REFUSED = {
-    "NCCL": ((None, "nccl"), ValueError, "TensorFlow sees no GPU"),
-    "a word": ((None, "mpi"), ValueError, "Unknown `communication` 'mpi'"),
-    "a name": (("slurm",), ValueError, "Unknown `cluster` 'slurm'"),
-    "a dict": (({},), TypeError, "`cluster` is {}, of type dict"),
+    "a name": ("slurm", ValueError, "Unknown `cluster` 'slurm'"),
+    "a dict": ({}, TypeError, "`cluster` is {}, of type dict"),
 }
 
 
-@pytest.mark.parametrize("arguments, kind, message", REFUSED.values(), ids=REFUSED)
-def test_strategies_that_cannot_be_are_refused(arguments, kind, message):
+@pytest.mark.parametrize("given, kind, message", REFUSED.values(), ids=REFUSED)
+def test_strategies_that_cannot_be_are_refused(given, kind, message):
     with pytest.raises(kind, match=re.escape(message)):
-        tfamp.distribute.strategy(*arguments)
-
-
-def test_a_strategy_inside_of_another_is_refused():
-    with two_replicas().scope(), pytest.raises(RuntimeError, match="expected none"):
-        tfamp.distribute.strategy(None)
+        tfamp.distribute.strategy(given)
 
 
 def test_a_strategy_of_workers_comes_first():

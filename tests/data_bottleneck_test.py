@@ -20,109 +20,6 @@ from tfamp.stepping.unchanged import unchanged
 # Verdicts on times whose truth is set by construction ----------------------------
 
 
-class Machine:
-    """A pipeline that fetches ahead and a model, in simulated time.
-
-    While both work on shared cores each goes at half its speed. Times vary by 10 %
-    from call to call, and for a tenth of the time the machine is twice as slow.
-    """
-
-    def __init__(
-        self, input_seconds, step_seconds, *, shared, depth=2, overhead=1e-4, seed=0
-    ):
-        self.now, self._overhead = 0.0, overhead
-        self._input, self._step, self._depth = input_seconds, step_seconds, depth
-        self._slowdown = 2.0 if shared else 1.0
-        self._ahead = 0.0
-        self._rng = np.random.default_rng(seed)
-        # Spells of half a second.
-        self._spells = self._rng.random(10_000) < 0.1
-
-    def clock(self):
-        return self.now
-
-    def draw(self):
-        """Waits for a batch; nothing else runs meanwhile."""
-        if self._ahead >= 1:
-            self._ahead -= 1
-        else:
-            self._pass((1 - self._ahead) * self._varied(self._input))
-            self._ahead = 0.0
-        self._pass(self._overhead)
-
-    def step(self):
-        """Computes; the pipeline goes on until enough is fetched ahead."""
-        work, batch = self._varied(self._step), self._varied(self._input)
-        while work > 1e-12:
-            speed, last = 1.0, work
-            if self._ahead < self._depth:
-                speed = 1 / self._slowdown
-                last = min(work, (self._depth - self._ahead) * batch)
-                self._ahead = min(self._depth, self._ahead + last / batch)
-            work -= last
-            self._pass(last / speed)
-
-    def real(self):
-        self.draw()
-        self.step()
-
-    def judged(self):
-        """What `bottleneck` would say, given eight seconds."""
-        calls = {"input": self.draw, "real": self.real, "compute": self.step}
-        turns = {name: (call, lambda: None) for name, call in calls.items()}
-        return judge(**time_in_rounds(turns, seconds=8, clock=self.clock))
-
-    def _varied(self, seconds):
-        return seconds * self._rng.lognormal(sigma=0.1)
-
-    def _pass(self, seconds):
-        self.now += seconds * (1 + self._spells[int(self.now * 2) % 10_000])
-
-
-TRUTHS = {
-    "slow map": ((0.010, 0.001), {"shared": False}, "input"),
-    "slow map on the model's cores": ((0.010, 0.001), {"shared": True}, "input"),
-    "slow step": ((0.001, 0.020), {"shared": False}, "compute"),
-    "slow step on the map's cores": ((0.0005, 0.020), {"shared": True}, "compute"),
-    "both, each on cores of its own": ((0.008, 0.010), {"shared": False}, "compute"),
-    "both on the same cores": ((0.010, 0.010), {"shared": True}, "contention"),
-    "neither": ((0.0002, 0.004), {"shared": False}, "compute"),
-    "slow map, many ahead": ((0.010, 0.001), {"shared": False, "depth": 30}, "input"),
-}
-
-
-@pytest.mark.quick("slow step")
-@pytest.mark.parametrize("times, options, truth", TRUTHS.values(), ids=TRUTHS)
-def test_verdict_is_right_in_nine_of_ten_noisy_measurements(times, options, truth):
-    verdicts = [Machine(*times, **options, seed=seed).judged()[0] for seed in range(40)]
-    assert verdicts.count(truth) >= 36
-    # What is not right is unclear, never the opposite.
-    assert set(verdicts) <= {truth, "unclear"}
-
-
-GAINS = {
-    "slow map": ((0.010, 0.002), False, 0.8),
-    "no gain": ((0.001, 0.010), False, 0.0),
-    "halves": ((0.010, 0.010), True, 0.5),
-}
-
-
-@pytest.mark.parametrize("times, shared, gain", GAINS.values(), ids=GAINS)
-def test_possible_gain_is_the_constructed_one(times, shared, gain):
-    _, (found, low, high), _ = Machine(*times, shared=shared, seed=1).judged()
-    # Noise of 10 % over tens of rounds of several calls: some 2 %.
-    assert found == pytest.approx(gain, abs=0.06)
-    assert low <= found <= high
-
-
-def test_a_gain_at_the_threshold_is_unclear():
-    rng = np.random.default_rng(0)
-    real = rng.lognormal(sigma=0.1, size=12)
-    found = judge(real, 0.9 * rng.lognormal(sigma=0.1, size=12), 0.1 * real)
-    assert found[0] == "unclear"
-    assert "10 % is where the input begins to matter" in found[2]
-
-
 # Seconds of real steps, of the model and of the input alone; what they come to.
 JUDGED = {
     "a small gain that may be a large one": (
@@ -148,13 +45,6 @@ def test_times_come_to_a_judgement(times, expected):
     assert 0 <= low <= gain <= high
 
 
-def test_losses_that_are_equal_are_unclear():
-    noise = np.random.default_rng(0).lognormal(sigma=0.05, size=(3, 12))
-    found = judge(15 * noise[0], 5 * noise[1], 10 * noise[2])
-    assert found[0] == "unclear"
-    assert found[1][0] == pytest.approx(2 / 3, abs=0.05)
-
-
 class Clock:
     """A clock that goes on when it is told to."""
 
@@ -176,43 +66,6 @@ class Clock:
 
 def no_wait():
     return None
-
-
-def test_a_device_is_waited_for_after_each_long_call_and_once_for_short_ones():
-    def calls_between_waits(seconds):
-        clock, calls, waits = Clock(), [], []
-
-        def call():
-            clock.now += seconds
-            calls.append(1)
-
-        turn = (call, lambda: waits.append(len(calls)))
-        turns = dict.fromkeys(("real", "compute", "input"), turn)
-        time_in_rounds(turns, seconds=60, clock=clock)
-        return int(np.diff(waits)[-1])
-
-    assert calls_between_waits(0.1) == 1
-    assert calls_between_waits(0.001) == 8
-
-
-def test_first_calls_and_the_first_round_do_not_count():
-    clock = Clock()
-    turns = {"real": (clock.taking(*[1.0] * 7, 0.1), no_wait)}
-    (times,) = time_in_rounds(turns, seconds=3, clock=clock).values()
-    assert times == [pytest.approx(0.1)] * len(times)
-
-
-def test_rounds_end_with_the_time_but_not_before_enough(monkeypatch):
-    monkeypatch.setattr(input_waits, "judge", lambda **times: ("unclear",))
-
-    def num_rounds(seconds):
-        clock = Clock()
-        turns = {"real": (clock.taking(1.0), no_wait)}
-        return len(time_in_rounds(turns, seconds=seconds, clock=clock)["real"])
-
-    # Seven calls of a second in a round, and the first round is left out.
-    assert num_rounds(10) == 5
-    assert num_rounds(70) == 9
 
 
 def test_a_verdict_that_is_clear_ends_the_rounds():
@@ -262,12 +115,6 @@ def make_model(make_optimizer=momentum, *, policy="float32", **options):
             ]
         )
     model.compile(make_optimizer(), "mse", metrics=["mae"], **options)
-    return model
-
-
-def plain_model(**options):
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile("sgd", "mse", **options)
     return model
 
 
@@ -338,27 +185,6 @@ def test_the_step_really_changes_what_is_put_back():
     np.testing.assert_array_equal(np.random.get_state()[1], numpy_state[1])
 
 
-def test_times_are_those_of_a_step_not_of_a_call():
-    def seconds(steps):
-        model = plain_model(steps_per_execution=steps)
-        return measured(model, pairs().repeat()).compute_seconds
-
-    assert seconds(2) == pytest.approx(seconds(1) / 2, rel=0.01)
-
-
-def test_training_goes_on_as_if_nothing_had_been_measured():
-    def train(measure):
-        keras.utils.set_random_seed(1)
-        model = make_model()
-        model.fit(pairs(), verbose=0)
-        if measure:
-            measured(model, pairs())
-        model.fit(pairs(), verbose=0)
-        return [weights.tobytes() for weights in model.get_weights()]
-
-    assert train(measure=True) == train(measure=False)
-
-
 @pytest.mark.slow
 def test_an_unbuilt_model_is_built_and_otherwise_new():
     keras.utils.set_random_seed(1)
@@ -427,28 +253,6 @@ def test_two_replicas_are_measured_and_each_is_left_as_it_was(monkeypatch):
     assert state(model) == before
 
 
-def test_dict_inputs_with_sample_weights():
-    inputs = {"a": keras.Input((1,), name="a"), "b": keras.Input((2,), name="b")}
-    joined = keras.layers.Concatenate()(list(inputs.values()))
-    model = keras.Model(inputs, keras.layers.Dense(1)(joined))
-    model.compile("sgd", "mse", weighted_metrics=["mae"])
-    data = pairs().map(
-        lambda x, y: ({"a": x[:, :1], "b": x[:, 1:]}, y, tf.ones_like(y[:, 0]))
-    )
-    result = measured(model, data)
-    assert result.batch_size == 4
-
-
-SHORT = {"three batches": (12, 1), "less than a call": (4, 3)}
-
-
-@pytest.mark.quick("three batches")
-@pytest.mark.parametrize("examples, steps", SHORT.values(), ids=SHORT)
-def test_a_dataset_of_few_batches(examples, steps):
-    result = measured(plain_model(steps_per_execution=steps), pairs(examples))
-    assert result.batch_size == 4
-
-
 class Pair(keras.Model):
     """Two layers, each with an optimizer, and only a train step."""
 
@@ -472,20 +276,6 @@ class Pair(keras.Model):
                 zip(tape.gradient(loss, weights), weights, strict=True)
             )
         return {"loss": loss}
-
-
-def test_optimizers_that_a_model_holds_itself_are_put_back():
-    model = Pair()
-    model.compile()
-    model.third[0].build([])
-    model.fit(pairs(), verbose=0)
-    before = state(model)
-    measured(model, pairs())
-    after = state(model)
-    for optimizer in model.optimizers.values():
-        assert all(variable.path in before for variable in optimizer.variables)
-    # The optimizer of `compile`, which this step leaves alone, was built meanwhile.
-    assert {name: after[name] for name in before} == before
 
 
 def test_state_that_only_the_train_step_would_make_is_an_error():
@@ -548,62 +338,6 @@ def test_steps_and_batches_are_timed_in_their_places(
     assert result.possible_gain == pytest.approx(gain, abs=1e-6)
     assert result.compute_seconds == pytest.approx(work)
     assert result.input_seconds == pytest.approx(load)
-
-
-def test_ragged_batches_have_a_size():
-    x = tf.RaggedTensor.from_row_lengths(tf.ones((12,)), [1, 2, 3, 4, 1, 1])
-    data = tf.data.Dataset.from_tensor_slices((x, tf.ones((6, 1)))).batch(2)
-
-    class Sums(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-
-        def call(self, x):
-            return self.dense(tf.reduce_sum(x, axis=1)[:, None])
-
-        def train_step(self, data):
-            x, _ = data
-            return {"loss": tf.reduce_mean(self(x))}
-
-    model = Sums()
-    model.dense.build((None, 1))
-    model.built = True
-    model.compile()
-    result = measured(model, data)
-    assert result.batch_size == 2
-
-
-def test_only_full_batches_are_timed(monkeypatch):
-    seen = []
-
-    def timed(turns, **options):
-        for name, (call, _) in turns.items():
-            seen.append(name)
-            for _ in range(25):
-                call()
-        return {name: [1.0] * 6 for name in turns}
-
-    class Sizes(keras.layers.Layer):
-        def call(self, x):
-            size = tf.py_function(lambda n: seen.append(int(n)), [tf.shape(x)[0]], [])
-            with tf.control_dependencies([size]):
-                return tf.identity(x)
-
-    model = keras.Sequential([Sizes(), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    monkeypatch.setattr(input_waits, "time_in_rounds", timed)
-    assert bottleneck(model, pairs(43)).batch_size == 4
-    assert {one for one in seen if isinstance(one, int)} == {4}
-
-
-def test_a_file_cache_is_whole_or_absent_afterwards(tmp_path):
-    cache = str(tmp_path / "cache")
-    measured(plain_model(), pairs().cache(cache))
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert not any("lock" in name for name in left)
-    # Training can use it, or write it anew.
-    assert len(list(pairs().cache(cache))) == 10
 
 
 # Records and advice --------------------------------------------------------------

@@ -167,25 +167,6 @@ def test_batches_of_every_kind_are_explained(tmp_path, build):
     assert tfamp.triage(model, recovery.bundles[0]).cause == "data"
 
 
-def test_batches_of_varying_length_with_sample_weights_are_kept(tmp_path):
-    def make():
-        for length in (1, 2, 3, 2, 5):
-            x = np.full((2, length, 3), length, "float32")
-            y = np.full((2, 1), np.nan if length == 5 else 1.0, "float32")
-            yield x, y, np.array([0.5, 2.0], "float32")
-
-    signature = tuple(tf.TensorSpec(shape) for shape in ((2, None, 3), (2, 1), (2,)))
-    dataset = tf.data.Dataset.from_generator(make, output_signature=signature)
-    pooled = [keras.Input((None, 3)), layers.GlobalAveragePooling1D(), layers.Dense(1)]
-    recovery = keeping(tmp_path)
-    model = compiled(lambda: keras.Sequential(pooled))
-    dataset = dataset.apply(tf.data.experimental.assert_cardinality(5))
-    model.fit(dataset, verbose=0, callbacks=[recovery])
-    x, _, weights = batch_of(recovery.bundles[0])
-    assert tuple(x.shape) == (2, 5, 3)
-    assert weights.numpy().tolist() == [0.5, 2.0]
-
-
 class Ragged(keras.Model):
     """Trains on rows of any length, and on sparse targets."""
 
@@ -214,37 +195,6 @@ def test_ragged_and_sparse_batches_are_kept(tmp_path):
     x, y = batch_of(recovery.bundles[0])
     np.testing.assert_equal(x.to_list(), [[], [np.nan]])
     assert tf.sparse.to_dense(y).numpy().tolist() == [[0, 0], [3, 4]]
-
-
-def guarded(**settings):
-    inner = keras.optimizers.Adam(0.01)
-    return tfamp.LossScaleOptimizer(inner, 1024.0, max_consecutive_skips=3, **settings)
-
-
-@pytest.mark.quick("graph")
-@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "XLA"])
-def test_the_first_of_a_streak_of_skips_is_kept(tmp_path, jit_compile):
-    model = compiled(optimizer=guarded(), jit_compile=jit_compile)
-    x, y = arrays(None)
-    y[40:] = np.nan  # from step 11 on
-    recovery = keeping(tmp_path)
-    fit(model, recovery, data=(x, y))
-    (path,) = recovery.bundles
-    assert os.path.basename(path).startswith("failure-00000011-")
-
-
-def test_every_failure_has_its_bundle_while_training_is_mended(tmp_path):
-    x, y = arrays(5)
-    y[4 * 8] = np.nan
-    recovery = NanRecovery(tmp_path, every_seconds=0)
-    run = fit(compiled(), recovery, data=(x, y))
-    names = [os.path.basename(path) for path in recovery.bundles]
-    assert names == ["failure-00000005-loss", "failure-00000009-loss"]
-    assert run.history["recoveries"] == [2]
-    assert [each.bundle for each in run.recoveries] == list(recovery.bundles)
-    # With the state right ahead of the step: four were trained before the first.
-    model = tfamp.load_model(f"{recovery.bundles[0]}/model.keras")
-    assert int(model.optimizer.iterations.numpy()) == 4
 
 
 class Spoils(keras.callbacks.Callback):
@@ -367,12 +317,6 @@ def test_a_bundle_that_is_not_whole_is_refused(bundle, tmp_path, damage, kind, t
     damage(folder)
     with pytest.raises(kind, match=text):
         tfamp.triage(compiled(), folder)
-
-
-def test_a_bundle_of_another_model_is_refused(bundle):
-    other = compiled(lambda: keras.Sequential([keras.Input((3,)), layers.Dense(2)]))
-    with pytest.raises(ValueError, match="is of another model"):
-        tfamp.triage(other, bundle)
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):

@@ -38,13 +38,6 @@ def test_findings_are_kept_worst_first_and_otherwise_in_order():
     assert len({ERROR, ERROR, NOTE}) == 2, "hashable in spite of details"
 
 
-def test_nothing_found_is_false_and_names_no_worst():
-    nothing = Findings(title="100 examples for float16", rules=("nan", "drift"))
-    assert not nothing and Findings((NOTE,))
-    assert nothing.worst is None
-    assert str(nothing) == "100 examples for float16: nothing found by 2 rules."
-
-
 def test_rules_that_could_not_run_are_printed_with_and_without_findings():
     line = "Not checked: drift, which needs `validation`."
     skipped = ("drift, which needs `validation`.",)

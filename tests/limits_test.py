@@ -1,8 +1,6 @@
 """Cores and memory that this process may take, from files of described systems."""
 
 import os
-import sys
-import types
 from pathlib import PurePosixPath
 
 import pytest
@@ -11,7 +9,6 @@ from tfamp.machine import cpus, limits
 from tfamp.machine.limits import MemoryLimit
 
 MIB, GIB = 2**20, 2**30
-ADDRESS_SPACE = limits._address_space
 # What version 1 writes where there is no limit: the largest number of pages.
 UNLIMITED = 9223372036854771712
 
@@ -122,48 +119,9 @@ def test_the_smallest_limit_decides(tmp_path, monkeypatch, files, space, expecte
     assert smallest(system(tmp_path, files)) == expected
 
 
-def test_all_limits_are_told_the_machine_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "_address_space", lambda: 5)
-    files = {
-        "sys/fs/cgroup/memory.max": f"{GIB}\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{UNLIMITED}\n",
-    }
-    found = limits.memory_limits(system(tmp_path, files))
-    sources = [limit.source for limit in found]
-    assert sources == ["physical memory", "cgroup v2", "RLIMIT_AS"]
-
-
-def test_what_is_free_is_never_below_zero():
-    assert MemoryLimit(10, "cgroup v2", 4).free_bytes == 6
-    assert MemoryLimit(10, "cgroup v2", 14).free_bytes == 0
-    assert MemoryLimit(10, "cgroup v2").free_bytes == 10
-
-
 def test_without_proc_the_system_is_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "system_bytes", lambda: 7)
     assert limits.memory_limits(tmp_path) == (MemoryLimit(7, "physical memory"),)
-
-
-def test_without_proc_and_sysconf_psutil_is_asked(tmp_path, monkeypatch):
-    memory = types.SimpleNamespace(total=9 * MIB)
-    fake = types.SimpleNamespace(virtual_memory=lambda: memory)
-    monkeypatch.setitem(sys.modules, "psutil", fake)
-    monkeypatch.delattr(limits.os, "sysconf", raising=False)
-    assert smallest(tmp_path).bytes == 9 * MIB
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no `resource`")
-def test_the_address_space_is_this_processes(tmp_path, monkeypatch):
-    import resource
-
-    monkeypatch.setattr(limits, "_address_space", ADDRESS_SPACE)
-
-    told = {"soft": resource.RLIM_INFINITY}
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (told["soft"], -1))
-    system(tmp_path, {})
-    assert len(limits.memory_limits(tmp_path)) == 1
-    told["soft"] = 3 * GIB
-    assert limits.memory_limits(tmp_path)[1] == MemoryLimit(3 * GIB, "RLIMIT_AS")
 
 
 SELF, ROOT = "proc/self/cgroup", "sys/fs/cgroup"

@@ -78,12 +78,6 @@ def test_a_gpu_is_told_with_all_who_hold_its_memory(tmp_path, gpus_of):
     assert GpuMemory.from_json(told.to_json()) == told
 
 
-def test_what_a_driver_refuses_is_unknown(gpus_of):
-    (told,) = gpus_of(Driver(Gpu("T4", "GPU-t")))
-    assert told == GpuMemory(0, "T4")
-    assert told.free_bytes is None
-
-
 def test_a_slice_is_told_with_its_own_memory_and_processes(gpus_of):
     part = Gpu(
         "A100 MIG 1g.5gb", "MIG-1", memory=(GIB, 5 * GIB), compute=((7, 512 * MIB),)
@@ -199,11 +193,6 @@ def test_what_does_no_harm_is_not_told(memory, environ):
     assert advice(memory, environ) == ()
 
 
-def test_settings_of_gpus_are_judged_where_nvml_is_missing():
-    environ = {"TF_GPU_ALLOCATOR": "x"}
-    assert len(advice(cpu(), environ, has_gpu=True)) == 1
-
-
 def test_the_doctor_shows_memory_and_judges_it():
     holders = (Holder(123, "python", 14 * GIB), Holder(OWN, "x", GIB, is_own=True))
     row = GpuMemory(
@@ -231,13 +220,6 @@ def test_the_doctor_shows_memory_and_judges_it():
         "CPU, cgroup v2 3.0 GiB 2.0 GiB sets the limit",
     ):
         assert expected in lines
-
-
-def test_the_doctor_says_nothing_of_gpu_settings_on_a_cpu():
-    environ = {"TF_GPU_ALLOCATOR": "x"}
-    assert diagnose(machine(CPU, **environ)).findings == ()
-    (finding,) = diagnose(machine(T4, **environ)).findings
-    assert finding.message.startswith("TF_GPU_ALLOCATOR is 'x'")
 
 
 def test_the_doctor_outlives_memory_that_cannot_be_read():

@@ -15,10 +15,8 @@ import tfamp
 from tests.clocks import Ticks
 from tests.loops import OwnStep
 from tests.refusals import refusals, refused_arguments
-from tests.replicas import two_replicas
 from tests.styles import Subclassed
 from tfamp.callbacks import NanRecovery, Recovery, RecoveryError, Throughput
-from tfamp.callbacks.nan_recovery import failures, remedies
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 STEPS, BATCH, EPOCHS = 8, 4, 4
@@ -119,19 +117,6 @@ def test_a_bad_batch_in_epoch_2_is_dropped_and_quality_is_kept(
     assert quality(model) == pytest.approx(undisturbed, rel=0.01)
 
 
-@pytest.mark.slow
-def test_a_bad_batch_is_dropped_on_two_replicas(undisturbed, tmp_path):
-    with two_replicas().scope():
-        model = linear(run_eagerly=False)
-    recovery = often(tmp_path)
-    run = fit(model, data(STEPS + 3), recovery)
-    assert run.history["recoveries"] == [0, 1, 1, 1]
-    assert quality(model) == pytest.approx(undisturbed, rel=0.01)
-    for variable in model.trainable_variables:
-        parts = model.distribute_strategy.experimental_local_results(variable.value)
-        assert parts[0].numpy().tobytes() == parts[1].numpy().tobytes()
-
-
 def test_the_model_goes_back_bit_by_bit_and_on_with_the_next_batch(tmp_path):
     optimizer = keras.optimizers.Adam(0.05)
     model = linear(optimizer)
@@ -165,18 +150,6 @@ def test_metrics_go_back_with_the_weights(tmp_path):
         twin.reset_metrics()  # Keras 3.10 leaves that to the caller
         errors.append(twin.train_on_batch(X[rows], Y[rows])[1])
     assert run.history["mae"][0] == pytest.approx(np.mean(errors), rel=1e-5)
-
-
-def test_metrics_of_an_earlier_epoch_do_not_come_back(tmp_path):
-    run = fit(linear(), data(STEPS), often(tmp_path), epochs=2)
-    assert run.recoveries[0].restored_step == STEPS - 1
-    twin, losses = linear(), []
-    for i in [*range(STEPS - 1), *range(STEPS + 1, 2 * STEPS)]:
-        rows = slice(i * BATCH, (i + 1) * BATCH)
-        twin.reset_metrics()
-        losses.append(twin.train_on_batch(X[rows], Y[rows]))
-    wanted = np.mean(losses[STEPS - 1 :])
-    assert run.history["loss"][1] == pytest.approx(wanted, rel=1e-4)
 
 
 def test_an_epoch_without_a_finite_step_does_not_read_zero(tmp_path):
@@ -308,24 +281,6 @@ def test_a_schedule_is_cut_and_goes_on(tmp_path):
     assert rate == pytest.approx(0.25 * 0.1 / (1 + updates))
 
 
-def test_a_cut_schedule_survives_its_configuration():
-    schedule = keras.optimizers.schedules.InverseTimeDecay(0.1, 1, 1.0)
-    cut = remedies.CutSchedule(schedule, 0.25)
-    copy = keras.saving.deserialize_keras_object(
-        keras.saving.serialize_keras_object(cut)
-    )
-    assert float(copy(3)) == float(cut(3)) == pytest.approx(0.25 * 0.1 / 4)
-
-
-def test_every_optimizer_of_a_model_is_cut():
-    model = linear()
-    model.second = keras.optimizers.Adam(0.4)
-    _, needs_trace = remedies.multiply_rates(model, held=0.5, factor=0.5)
-    assert not needs_trace
-    assert float(model.second.learning_rate.numpy()) == pytest.approx(0.2)
-    assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.01)
-
-
 def huge_inside():
     """float16 ends at 65504; what makes and what takes 1e6 overflows."""
     layers = [
@@ -358,24 +313,6 @@ def test_a_recovery_leaves_the_plan_that_the_next_run_begins_with(tmp_path):
     assert second.recoveries == ()
     assert not (tmp_path / "next" / "plan.json").exists()
     assert model.get_layer("low").compute_dtype == "float16"
-
-
-def test_a_layer_that_tfamp_does_not_manage_is_kept_with_all_inside():
-    inner = keras.Sequential([keras.layers.Dense(2)], name="inner")
-    model = keras.Sequential([keras.Input((2,)), inner, keras.layers.Dense(1)])
-    for layer in (inner, *inner.layers, model.layers[1]):
-        layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
-    layer = remedies.find_layer(model, "inner")
-    assert remedies.keep_float32(model, layer)
-    assert inner.layers[0].compute_dtype == "float32"
-    assert model.layers[1].compute_dtype == "bfloat16"
-    assert not remedies.keep_float32(model, layer)
-    assert model(np.ones((1, 2))).dtype == "bfloat16"
-
-
-@pytest.mark.parametrize("path", [None, "nowhere", "inner/dense_of_another"])
-def test_a_layer_that_is_not_there_is_not_kept(path):
-    assert remedies.find_layer(linear(), path) is None
 
 
 class Root(keras.layers.Layer):
@@ -470,11 +407,6 @@ def test_the_loss_scale_is_moved_within_its_bounds(
     assert float(optimizer.dynamic_scale.numpy()) == last
 
 
-def test_a_scale_that_cannot_move_gives_way_to_the_learning_rate(tmp_path):
-    (each,) = recoveries(tmp_path, 3, triage="loss scale")
-    assert each.remedy == "cut learning rate"
-
-
 @pytest.mark.quick("a step a call")
 @pytest.mark.parametrize("steps", [1, 4], ids=["a step a call", "several"])
 def test_the_triage_is_asked_with_good_weights_and_the_failing_batch(steps, tmp_path):
@@ -486,17 +418,6 @@ def test_the_triage_is_asked_with_good_weights_and_the_failing_batch(steps, tmp_
     rows = slice(3 * BATCH, 4 * BATCH)
     assert np.isnan(x[0]).all() and np.array_equal(x[1:], X[rows][1:])
     assert np.array_equal(y, Y[rows])
-
-
-def test_what_the_triage_does_to_the_model_is_undone(tmp_path):
-    def spoil(model, batch):
-        for variable in model.variables:
-            variable.assign(variable * 0 + 77.0)
-        return types.SimpleNamespace(cause="data", layer=None, remedy="")
-
-    model = linear()
-    recoveries(tmp_path, 7, model=model, triage=spoil)
-    assert not any(np.any(v.numpy() == 77) for v in model.variables)
 
 
 def test_a_triage_that_fails_has_batches_dropped(tmp_path, caplog):
@@ -550,14 +471,6 @@ def test_a_fault_of_the_model_stops_at_once_with_the_advice_of_the_triage(tmp_pa
     assert len(recovery.recoveries) == 1
 
 
-def test_only_the_remedies_that_were_named_are_used(tmp_path):
-    recovery = often(tmp_path, remedies=["cut learning rate"])
-    with pytest.raises(RecoveryError, match="no remedy is left"):
-        fit(linear(), data(3), recovery)
-    (each,) = recoveries(tmp_path, 3, remedies="cut learning rate", triage="none")
-    assert each.remedy == "cut learning rate"
-
-
 def test_a_snapshot_that_helped_twice_to_nothing_gives_way_to_an_older_one(tmp_path):
     """Snapshots of steps 1, 3 and 5 are proven; later steps fail at once."""
     recovery = often(tmp_path, triage=named("data"), max_recoveries=4)
@@ -596,18 +509,6 @@ def test_other_errors_pass_and_leave_nothing_behind(tmp_path):
     assert np.isfinite(fit(model, data(), often(tmp_path)).history["loss"][-1])
 
 
-def test_a_backup_beside_it_holds_no_bad_weights(tmp_path):
-    """A second run begins with the backup's state, saved at an epoch's end."""
-    seen = Seen()
-    first, second = (
-        keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
-        for _ in range(2)
-    )
-    fit(linear(), data(2 * STEPS - 1), often(tmp_path / "mine"), first, epochs=2)
-    run = fit(linear(), data(), often(tmp_path / "other"), second, seen, epochs=3)
-    assert all(seen.weights) and np.isfinite(run.history["loss"]).all()
-
-
 def test_several_workers_are_refused_with_what_works_there(tmp_path, monkeypatch):
     workers = tf.distribute.MultiWorkerMirroredStrategy
     spread = property(lambda self: workers.__new__(workers))
@@ -641,38 +542,6 @@ def test_names_that_may_be_nan_are_left_alone(tmp_path):
     model = linear(metrics=[undefined])
     run = fit(model, data(), often(tmp_path, ignore=["undefined"]), epochs=1)
     assert run.history["recoveries"] == [0]
-
-
-LOGS = {
-    "nan": ({"loss": float("nan")}, "loss is nan"),
-    "below": ({"loss": 1.0, "mae": float("-inf")}, "mae is -inf"),
-    "nested": ({"out": {"mae": float("inf")}}, "out/mae is inf"),
-    "array": ({"each": np.array([1, np.nan])}, "each has values that are not finite"),
-    "finite": ({"loss": 1.0, "each": np.ones(2), "name": "text"}, None),
-}
-
-
-@pytest.mark.parametrize("logs, text", LOGS.values(), ids=LOGS)
-def test_logs_are_judged(logs, text):
-    sign = failures.of_logs(logs)
-    assert (sign and sign.text) == text
-
-
-def test_the_error_of_a_numeric_check_is_a_sign():
-    message = "dense : Tensor had NaN values"
-    sign = failures.of_error(tf.errors.InvalidArgumentError(None, None, message))
-    assert sign.text == "a checked tensor failed: tensor had nan"
-    assert (
-        failures.of_error(tf.errors.InvalidArgumentError(None, None, "shape")) is None
-    )
-    assert failures.of_error(ValueError("NaN")) is None
-
-
-def test_weights_whose_sum_overflows_are_good():
-    model = linear()
-    model.layers[0].bias.assign(np.full(4, np.finfo(np.float32).max))
-    model.layers[1].bias.assign([np.finfo(np.float32).max])
-    assert failures.of_weights(model) is None
 
 
 def test_a_loss_that_runs_away_proves_nothing_until_it_stays(tmp_path):

@@ -1,6 +1,5 @@
 """Which errors mean that memory could not be had, and what explains them."""
 
-import logging as python_logging
 import re
 
 import keras
@@ -9,9 +8,6 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.dtypes import hooks
-from tfamp.keras_hooks.backend import TensorFlowTrainer
-from tfamp.loss_scale import fit_hooks
 from tfamp.machine.limits import GpuMemory, Holder, MachineMemory, MemoryLimit
 from tfamp.machine.out_of_memory import (
     Request,
@@ -200,25 +196,6 @@ def test_an_error_in_training_on_a_gpu_is_told_in_full():
     ]
 
 
-def test_an_allocator_that_is_set_is_not_advised():
-    environ = {"TF_GPU_ALLOCATOR": "cuda_malloc_async"}
-    assert "cuda_malloc_async" not in explain(GRAPH, environ=environ)
-    assert "cuda_malloc_async" in explain(GRAPH, environ={})
-
-
-@pytest.mark.parametrize("dtype, advised", [("float32", 1), ("float16", 0), ("", 0)])
-def test_half_precision_is_advised_where_all_is_float32(dtype, advised):
-    text = explain(GRAPH, computes_in=dtype, environ={})
-    assert text.count("mixed_bfloat16") == advised
-
-
-def test_processes_are_not_blamed_where_ours_is_not_among_them():
-    # In a container NVML counts as the host does, and ours may be any of them.
-    gpu = GpuMemory(1, "T4", 16 * GIB, 16 * GIB, holders=(Holder(9, "x", GIB),))
-    text = explain(GRAPH, memory=MachineMemory((), (gpu,)), environ={})
-    assert "Another process" not in text
-
-
 def test_xla_means_the_only_gpu():
     text = "Out of memory while trying to allocate 8589934592 bytes."
     memory = on_gpu(0, 16 * GIB, Holder(9, "x", 2 * GIB))
@@ -321,33 +298,3 @@ def test_plain_models_and_other_errors_are_let_be():
     with pytest.raises(ValueError) as caught:
         managed.fit(np.ones((8, 3), "float32"), np.ones((8, 1)), verbose=0)
     assert not hasattr(caught.value, "__notes__")
-
-
-def test_without_notes_it_is_logged(caplog):
-    class Old(MemoryError):
-        add_note = property()  # as if it were not there
-
-    with tfamp.scope("float32"):
-        model = model_of(keras.layers.Dense(4))
-    with caplog.at_level(python_logging.ERROR, "absl"):
-        with pytest.raises(Old), fit_hooks.around_run(model, training=False):
-            raise Old("Unable to allocate")
-    assert "Out of memory: memory could not be had." in caplog.text
-
-
-def test_an_explanation_that_fails_does_not_hide_the_error(monkeypatch):
-    def fail():
-        raise OSError("no driver")
-
-    monkeypatch.setattr(fit_hooks, "machine_memory", fail)
-    with tfamp.scope("float32"):
-        model = model_of(Exhausts())
-    assert notes_of(runs(model)["predict"]) == []
-
-
-def test_a_policy_without_a_loss_scale_is_cared_for_too():
-    # That the hooks go with the last managed model is shown with all others.
-    with tfamp.scope("mixed_bfloat16"):
-        model = model_of(keras.layers.Dense(4))
-    held = {".".join(name.split(".")[-2:]) for name in hooks.installed()}
-    assert {f"{TensorFlowTrainer.__name__}.{name}" for name in runs(model)} <= held

@@ -12,7 +12,6 @@ from tfamp.machine import memory as process_memory
 from tfamp.machine.nvml import GpuReading, Nvml
 
 MIB = 2**20
-STATUS = "Name:\tpython\nVmPeak:\t  99999 kB\nVmHWM:\t   2048 kB\nVmRSS:\t   1024 kB\n"
 
 
 class NVMLError(Exception):
@@ -165,13 +164,6 @@ def test_memory_is_the_slices_and_power_the_whole_gpus_under_mig():
     assert (reading.mig_slice, reading.power_watts) == ("3g.20gb", 90.0)
 
 
-def test_a_slice_without_a_name_of_its_own_is_still_called_one():
-    part = Gpu("NVIDIA A100", "MIG-1")
-    driver = Driver(Gpu("NVIDIA A100", "GPU-a", slices=(part,)))
-    with Nvml(driver, gpus=[(0, "")], environ={}) as nvml:
-        assert nvml.read()[0].mig_slice == "MIG"
-
-
 # What CUDA_VISIBLE_DEVICES shows of a, b, c, and the names of what TensorFlow sees.
 SHOWN = {
     "all": (None, ["a", "b", "c"], {0: "a", 1: "b", 2: "c"}),
@@ -187,13 +179,6 @@ def test_only_the_gpus_that_tensorflow_sees_are_read(listed, seen, expected):
     driver = Driver(*(Gpu(name, f"GPU-{name}") for name in "abc"))
     environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
     assert names(driver, list(enumerate(seen)), **environ) == expected
-
-
-def test_gpus_hidden_inside_tensorflow_are_left_out_and_numbers_kept():
-    driver = Driver(*(Gpu("same", f"GPU-{i}", temperature=i) for i in range(3)))
-    with Nvml(driver, gpus=[(2, "same")], environ={}) as nvml:
-        (reading,) = nvml.read()
-    assert (reading.index, reading.temperature_celsius) == (2, 2.0)
 
 
 UNAVAILABLE = {
@@ -232,18 +217,6 @@ def test_a_missing_library_is_named_with_its_line(monkeypatch):
     assert Nvml.open(gpus=[(0, "")]) is None
 
 
-def test_tensorflow_is_asked_for_its_gpus(monkeypatch):
-    device = tf.config.PhysicalDevice("/physical_device:GPU:3", "GPU")
-    config = tf.config
-    monkeypatch.setattr(config, "get_visible_devices", lambda kind: [device])
-    monkeypatch.setattr(
-        config.experimental, "get_device_details", lambda gpu: {"device_name": "c"}
-    )
-    driver = Driver(*(Gpu("c", f"GPU-{i}", temperature=i) for i in range(4)))
-    with Nvml(driver, environ={}) as nvml:
-        assert [reading.temperature_celsius for reading in nvml.read()] == [3.0]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux")
 def test_the_peak_follows_an_allocation_and_begins_anew():
     size = 96 * MIB
@@ -261,11 +234,6 @@ def test_the_peak_follows_an_allocation_and_begins_anew():
     assert peak - process_memory.peak_process_bytes() > size / 2
 
 
-def test_the_peak_is_the_high_water_mark_in_bytes(tmp_path):
-    (tmp_path / "status").write_text(STATUS)
-    assert process_memory.peak_process_bytes(tmp_path / "status") == 2 * MIB
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no `resource`")
 @pytest.mark.parametrize("text", [None, "Name:\tx\n"], ids=["no file", "no line"])
 def test_the_peak_is_getrusages_where_there_is_no_mark(text, tmp_path, monkeypatch):
@@ -277,30 +245,6 @@ def test_the_peak_is_getrusages_where_there_is_no_mark(text, tmp_path, monkeypat
     monkeypatch.setattr(resource, "getrusage", lambda who: usage)
     expected = 5 * MIB if sys.platform == "darwin" else 5 * MIB * 1024
     assert process_memory.peak_process_bytes(tmp_path / "status") == expected
-
-
-def test_linux_tells_the_present_size_without_psutil(tmp_path, monkeypatch):
-    status = tmp_path / "status"
-    status.write_text("Name:\tpython\nVmHWM:\t    9000 kB\nVmRSS:\t    2048 kB\n")
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    assert process_memory.process_bytes(status) == 2 * 2**20
-
-
-def test_the_peak_is_psutils_on_windows(tmp_path, monkeypatch):
-    info = types.SimpleNamespace(peak_wset=7 * MIB)
-    process = types.SimpleNamespace(memory_info=lambda: info)
-    fake = types.SimpleNamespace(Process=lambda: process)
-    monkeypatch.setitem(sys.modules, "resource", None)
-    monkeypatch.setitem(sys.modules, "psutil", fake)
-    assert process_memory.peak_process_bytes(tmp_path / "no") == 7 * MIB
-
-
-def test_a_reset_that_is_not_to_be_had_says_so(tmp_path):
-    assert not process_memory.reset_peak(tmp_path / "missing")
-    assert not process_memory.reset_peak(tmp_path)  # a folder cannot be written
-    (tmp_path / "clear_refs").write_text("")
-    assert process_memory.reset_peak(tmp_path / "clear_refs")
-    assert (tmp_path / "clear_refs").read_text() == "5"
 
 
 def fake_gpus(monkeypatch, peaks):
@@ -328,12 +272,3 @@ def test_the_peak_of_the_fullest_gpu_counts_and_begins_anew(monkeypatch):
     assert process_memory.device_peak_bytes() == 5 * MIB
     assert process_memory.reset_device_peak()
     assert peaks == [1, 1, 1]
-
-
-def test_without_a_gpu_or_a_count_there_is_no_peak(monkeypatch):
-    fake_gpus(monkeypatch, [])
-    assert process_memory.device_peak_bytes() is None
-    assert not process_memory.reset_device_peak()
-    fake_gpus(monkeypatch, [None])
-    assert process_memory.device_peak_bytes() is None
-    assert not process_memory.reset_device_peak()

@@ -17,8 +17,9 @@ from tests.cluster_program import slurm_variables
 from tfamp.callbacks import _resume_state as resume_workers
 
 ROOT = Path(__file__).parents[1]
-# Ten seconds without a heartbeat end a worker; a busy machine takes longer to see that.
-GONE_SECONDS = 150
+# What is waited for is an event: one worker is lost, then the other has ended. Only
+# where that never comes does a clock end the test.
+HANGS_SECONDS = 1200
 slow = pytest.mark.slow(
     "test_a_worker_whose_other_is_killed_ends_and_says_how_to_go_on has a kill"
 )
@@ -41,8 +42,7 @@ def run(folder, states, *lost):
         *lost: What the program takes: which worker is lost, how and where.
 
     Returns:
-        The statuses, None of one that is still there after `GONE_SECONDS`, and what
-        was written.
+        The statuses, None of one that never ended, and what was written.
     """
     folder.mkdir()
     with socket.socket() as one, socket.socket() as other:
@@ -64,12 +64,10 @@ def run(folder, states, *lost):
                     )
                 )
         first = int(lost[0]) if lost else 0
-        deadline = time.monotonic() + 600
-        while time.monotonic() < deadline and not has_ended(workers[first]):
-            time.sleep(0.05)
-        deadline = time.monotonic() + GONE_SECONDS
-        while time.monotonic() < deadline and workers[1 - first].poll() is None:
-            time.sleep(0.05)
+        hangs = time.monotonic() + HANGS_SECONDS
+        for worker in (workers[first], workers[1 - first]):
+            while not has_ended(worker) and time.monotonic() < hangs:
+                time.sleep(0.05)
         statuses = [worker.poll() for worker in workers]
     finally:
         for worker in workers:

@@ -85,26 +85,6 @@ def test_another_backend_in_the_settings_file_is_an_error(environ, tmp_path, var
         _versions.check_environment(environ, GOOD, {})
 
 
-def test_the_environment_wins_over_the_settings_file(environ, tmp_path):
-    write_config(tmp_path / ".keras", "jax")
-    environ["KERAS_BACKEND"] = "tensorflow"
-    _versions.check_environment(environ, GOOD, {})
-
-
-def test_keras_home_wins_over_the_home_folder(environ, tmp_path):
-    write_config(tmp_path / ".keras", "jax")
-    write_config(tmp_path / "elsewhere", "tensorflow")
-    environ["KERAS_HOME"] = str(tmp_path / "elsewhere")
-    _versions.check_environment(environ, GOOD, {})
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"backend": 3}'])
-def test_a_settings_file_without_a_backend_is_no_error(environ, tmp_path, text):
-    (tmp_path / ".keras").mkdir()
-    (tmp_path / ".keras" / "keras.json").write_text(text)
-    _versions.check_environment(environ, GOOD, {})
-
-
 def imported_keras(backend):
     """A stand-in for the Keras module that runs on a backend."""
     config = types.SimpleNamespace(backend=lambda: backend)
@@ -133,11 +113,6 @@ def test_legacy_keras_is_an_error(environ, value):
     environ["TF_USE_LEGACY_KERAS"] = value
     with pytest.raises(ValueError, match=re.escape(message)):
         _versions.check_environment(environ, GOOD, {})
-
-
-@pytest.mark.parametrize("value", ["0", "", "false"])
-def test_legacy_keras_switched_off_passes(environ, value):
-    _versions.check_environment({**environ, "TF_USE_LEGACY_KERAS": value}, GOOD, {})
 
 
 def test_every_problem_is_found_at_once(environ):

@@ -38,7 +38,8 @@ def take(model: keras.Model, feed: Feed, position: dict[str, Any]) -> State:
         "seed": global_seed(),
         "versions": versions(),
         "random": take_random(),
-        "history": {"epoch": list(history.epoch) if history else [], "logs": logs},
+        "epochs": list(history.epoch) if history else [],
+        "logs": logs,
     }
     return snapshots.take(model).with_counters(**{KEY: counters})
 
@@ -79,11 +80,10 @@ def put(model: keras.Model, state: State, batch: Any, directory: str) -> None:
             f"{model.name!r}: {checks.first_line(error)} Pass another `directory`, or "
             "delete the files in it."
         ) from error
-    history = getattr(model, "history", None)
-    if history is not None:
-        history.epoch[:] = held["history"]["epoch"]
+    if (history := getattr(model, "history", None)) is not None:
+        history.epoch[:] = held["epochs"]
         history.history.clear()
-        history.history.update(held["history"]["logs"])
+        history.history.update(held["logs"])
 
 
 def dtypes_of(model: keras.Model) -> list[list[str]]:
@@ -134,7 +134,7 @@ def unrepeatable(feed: Feed) -> str | None:
     is_seeded = global_seed() is not None
     if feed.kind == "arrays" and feed.shuffles and not is_seeded:
         return "`fit` shuffles arrays without a seed"
-    stages = [] if feed.dataset is None else list(_stages(feed.dataset))
+    stages = list(_stages(feed.dataset))
     if not is_seeded and any(not each.is_seeded for each in _counters_in(stages)):
         return "the dataset has an `augment` without a seed"
     if any(map(_is_unseeded_shuffle, stages)):
@@ -146,14 +146,12 @@ def unrepeatable(feed: Feed) -> str | None:
 
 def take_passes(feed: Feed) -> list[int]:
     """Returns how many whole passes pipelines have counted, by which they augment."""
-    stages = () if feed.dataset is None else _stages(feed.dataset)
-    return [int(each.read()) for each in _counters_in(stages)]
+    return [int(each.read()) for each in _counters_in(_stages(feed.dataset))]
 
 
 def put_passes(feed: Feed, held: Sequence[int]) -> None:
     """Has pipelines count on from what `take_passes` gave."""
-    stages = () if feed.dataset is None else _stages(feed.dataset)
-    for counter, passes in zip(_counters_in(stages), held, strict=False):
+    for counter, passes in zip(_counters_in(_stages(feed.dataset)), held, strict=False):
         counter.go_to(passes)
 
 
@@ -163,10 +161,11 @@ def _counters_in(stages: Iterable[Any]) -> list[EpochCounter]:
 
 
 def _stages(dataset: Any) -> Iterator[Any]:
-    """Yields a dataset, and those that it is made of."""
-    yield dataset
-    for each in getattr(dataset, "_inputs", list)():
-        yield from _stages(each)
+    """Yields a dataset, and those that it is made of; nothing for None."""
+    if dataset is not None:
+        yield dataset
+        for each in getattr(dataset, "_inputs", list)():
+            yield from _stages(each)
 
 
 def _is_unseeded_shuffle(dataset: Any) -> bool:

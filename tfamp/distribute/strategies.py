@@ -13,39 +13,29 @@ from tfamp.machine.clusters import Cluster, alone_in_job
 from tfamp.machine.clusters import cluster as cluster_here
 from tfamp.records import checks
 
-_COMMUNICATIONS = ("auto", "nccl", "ring")
 # What TensorFlow says where its context has started without the workers.
 _IS_LATE = re.compile("at program startup|already configured")
 # Two of one process would take each other's messages, so each cluster has one.
-_OF_WORKERS: dict[tuple[Cluster, bool], tf.distribute.Strategy] = {}
+_OF_WORKERS: dict[Cluster, tf.distribute.Strategy] = {}
 
 
-def strategy(
-    cluster: Cluster | str | None = "auto", communication: str = "auto"
-) -> tf.distribute.Strategy:
+def strategy(cluster: Cluster | str | None = "auto") -> tf.distribute.Strategy:
     """Returns the `tf.distribute.Strategy` that suits the cluster and the devices.
 
     Several workers: `MultiWorkerMirroredStrategy`, which waits for all of them. One
     process with several GPUs: `MirroredStrategy`. Else the default strategy, which
-    changes nothing. One line of log says which, and by what gradients are added up.
-    Call it ahead of any other use of TensorFlow; build and compile the model inside
-    of its `scope()`. Any model trains there as on one device, after `tfamp.enable` or
-    without. With several workers a second call gives the same strategy.
+    changes nothing. Gradients are added up by NCCL on GPUs, else in a ring. One line of
+    log says which. Call it ahead of any other use of TensorFlow; build and compile the
+    model inside of its `scope()`. Any model trains there as on one device, after
+    `tfamp.enable` or without. With several workers a second call gives the same one.
 
     Args:
         cluster: "auto" asks `tfamp.distribute.cluster()`; a `Cluster`; None trains in
             this process alone, whatever the environment says.
-        communication: What adds gradients up: "nccl" (GPUs of NVIDIA), "ring" (sockets,
-            for any device), or "auto": NCCL with GPUs, else a ring. All workers have
-            to use the same. One process with several GPUs takes "auto" or "nccl".
-
-    Returns:
-        The strategy.
 
     Raises:
         TypeError: `cluster` is none of these.
-        ValueError: The environment describes half a cluster, `communication` is
-            unknown, or it asks for GPUs that are not there.
+        ValueError: The environment describes half a cluster.
         RuntimeError: Inside of a strategy's scope, or, with several workers, after
             TensorFlow has run something.
 
@@ -53,7 +43,6 @@ def strategy(
         >>> strategy(cluster=None).num_replicas_in_sync
         1
     """
-    checks.choice("communication", communication, _COMMUNICATIONS)
     if isinstance(cluster, str):
         checks.choice("cluster", cluster, ("auto",))
         cluster = cluster_here()
@@ -75,34 +64,25 @@ def strategy(
         )
     # The physical ones: to list the logical ones would start them.
     num_gpus = len(tf.config.get_visible_devices("GPU"))
-    if communication == "nccl" and not num_gpus:
-        raise ValueError(
-            "`communication` is 'nccl', and TensorFlow sees no GPU; expected a GPU of "
-            "NVIDIA on each worker. Pass 'auto' or 'ring'."
-        )
     if cluster.num_workers > 1:
-        return _of_workers(cluster, communication, num_gpus)
-    if num_gpus > 1:
-        return _of_gpus(communication, num_gpus)
-    device = "one GPU" if num_gpus else "no GPU"
-    logging.info(
-        "tfamp.distribute: the default strategy, as there is one process and %s; "
-        "nothing is added up.",
-        device,
-    )
-    return tf.distribute.get_strategy()
+        made = _OF_WORKERS.get(cluster) or _of_workers(cluster, num_gpus)
+        _OF_WORKERS[cluster] = made
+    elif num_gpus > 1:
+        logging.info("tfamp.distribute: MirroredStrategy, for %d GPUs here.", num_gpus)
+        made = tf.distribute.MirroredStrategy()
+    else:
+        logging.info("tfamp.distribute: the default strategy, for one process here.")
+        return tf.distribute.get_strategy()
+    # Any model trains in it as on one device, managed by tfamp or not.
+    WORKER_HOOKS.install()
+    FIT_HOOKS.install()
+    STRATEGIES.add(made)
+    return made
 
 
-def _of_workers(
-    cluster: Cluster, communication: str, num_gpus: int
-) -> tf.distribute.Strategy:
-    uses_nccl = communication == "nccl" or (communication == "auto" and num_gpus > 0)
-    if (cluster, uses_nccl) in _OF_WORKERS:
-        return _OF_WORKERS[cluster, uses_nccl]
+def _of_workers(cluster: Cluster, num_gpus: int) -> tf.distribute.Strategy:
     kind = tf.distribute.experimental.CommunicationImplementation
-    options = tf.distribute.experimental.CommunicationOptions(
-        implementation=kind.NCCL if uses_nccl else kind.RING
-    )
+    implementation = kind.NCCL if num_gpus else kind.RING
     config = cluster.to_tf_config()
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(config["cluster"]),
@@ -111,27 +91,24 @@ def _of_workers(
         num_accelerators={"GPU": num_gpus},
         rpc_layer="grpc",
     )
-    why = f"`communication={communication!r}`"
-    if communication == "auto":
-        why = f"{num_gpus} GPU(s) here" if num_gpus else "no GPU here"
     logging.info(
-        "tfamp.distribute: MultiWorkerMirroredStrategy, %s. Gradients go by %s (%s).",
-        cluster,
-        "NCCL" if uses_nccl else "ring",
-        why,
+        "tfamp.distribute: MultiWorkerMirroredStrategy, %s. Gradients go by %s (%d "
+        "GPUs here).",
+        *(cluster, implementation.value, num_gpus),
     )
     if num_gpus > 1 and cluster.local_workers > 1:
         logging.warning(
             "%d workers share the host of %s, and this one sees %d GPUs. Where the "
             "others see the same ones, they take each other's memory: give each its "
             "own (`srun --gpus-per-task=1`, or CUDA_VISIBLE_DEVICES).",
-            cluster.local_workers,
-            cluster.address,
-            num_gpus,
+            *(cluster.local_workers, cluster.address, num_gpus),
         )
     try:
-        made = tf.distribute.MultiWorkerMirroredStrategy(
-            cluster_resolver=resolver, communication_options=options
+        return tf.distribute.MultiWorkerMirroredStrategy(
+            cluster_resolver=resolver,
+            communication_options=tf.distribute.experimental.CommunicationOptions(
+                implementation=implementation
+            ),
         )
     except (RuntimeError, ValueError) as error:
         if not _IS_LATE.search(str(error)):
@@ -142,32 +119,3 @@ def _of_workers(
             "thing that it does in this process, once. Move the call to the top of the "
             "program."
         ) from error
-    _OF_WORKERS[cluster, uses_nccl] = _exact(made)
-    return made
-
-
-def _exact(made: tf.distribute.Strategy) -> tf.distribute.Strategy:
-    """Has any model train in a strategy as on one device, managed by tfamp or not."""
-    WORKER_HOOKS.install()
-    FIT_HOOKS.install()
-    STRATEGIES.add(made)
-    return made
-
-
-def _of_gpus(communication: str, num_gpus: int) -> tf.distribute.Strategy:
-    if communication == "ring":
-        raise ValueError(
-            f"`communication` is 'ring', with one process and {num_gpus} GPUs; "
-            "expected 'auto' or 'nccl', as MirroredStrategy takes no ring of real "
-            "GPUs. Pass 'auto'."
-        )
-    logging.info(
-        "tfamp.distribute: MirroredStrategy, as there is one process and %d GPUs. "
-        "Gradients go by %s.",
-        num_gpus,
-        "NCCL, as asked" if communication == "nccl" else "what TensorFlow takes: NCCL",
-    )
-    if communication == "nccl":
-        nccl = tf.distribute.NcclAllReduce()
-        return _exact(tf.distribute.MirroredStrategy(cross_device_ops=nccl))
-    return _exact(tf.distribute.MirroredStrategy())

@@ -53,15 +53,7 @@ def computes_itself(site: Site) -> bool:
 
 
 def how_to_keep(found: Sequence[Site]) -> str:
-    """Returns what keeps layers and operations in float32, as a sentence for people.
-
-    Example:
-        >>> x = keras.Input((3,))
-        >>> dense = keras.layers.Dense(3, name="dense")
-        >>> model = keras.Model(x, dense(x))
-        >>> how_to_keep([Site("dense", dense)])
-        "Keep them in float32: `keep_float32=['dense']`."
-    """
+    """Returns what keeps layers and operations in float32, as a sentence for people."""
     layers = [s for s in found if isinstance(s.layer, keras.layers.Layer)]
     operations = [s for s in found if not isinstance(s.layer, keras.layers.Layer)]
     sentences = []
@@ -205,13 +197,6 @@ def computing_in(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[N
     Operations of Functional graphs have no dtype; they compute in what they get.
     Layers that compute on integers, in float64, or on quantized weights stay as
     they are.
-
-    Example:
-        >>> layer = keras.layers.Dense(2)
-        >>> with computing_in([layer], "float16"):
-        ...     inside = layer.compute_dtype
-        >>> inside, layer.compute_dtype
-        ('float16', 'float32')
     """
     name = dtype if dtype == "float32" else f"mixed_{dtype}"
     policy = keras.DTypePolicy(name)

@@ -1,10 +1,9 @@
 """Traces the step that `fit` or `predict` runs, with the layer and cost of operations.
 
 The model is left as it was. Costs are by a roofline with round numbers: a product takes
-the longer of computing and moving its bytes, all else takes the moving. That needs one
-ratio of a device: floating-point operations in the time of moving a byte. Ratios of
-devices differ by a factor of two or three and caches are left out, so shares order
-causes and foretell no speed.
+the longer of computing and moving its bytes, all else takes the moving. Devices differ
+by a factor of two or three and caches are left out, so shares order causes and foretell
+no speed.
 """
 
 import contextlib
@@ -173,21 +172,22 @@ def trace_step(model: Any, dataset: tf.data.Dataset, *, training: bool) -> Trace
         check_model(model)
     with seeds_put_back():
         batch = first_batch(dataset)
-        _build(model, batch)
+        if model.compiled:
+            build(model, batch)
+            trainer.build_metrics(model, batch)
+        elif not model.built:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            with model.distribute_strategy.scope():
+                model(x, training=False)
     strategy = model.distribute_strategy
-    num_replicas = strategy.num_replicas_in_sync
-    if num_replicas > 1:
+    if strategy.num_replicas_in_sync > 1:
         size = int(tf.nest.flatten(batch)[0].shape[0])
         whole = tf.data.Dataset.from_tensors(batch).unbatch().batch(size)
         argument = next(iter(strategy.experimental_distribute_dataset(whole)))
     else:
         argument = tf.nest.map_structure(tf.type_spec_from_value, batch)
-
-    marks = Marks(model)
     with unchanged(model) if model.compiled else contextlib.nullcontext():
-        with marks.placed():
-            concrete = _traced(model, argument, marks, training=training)
-    return Trace(concrete, marks, batch)
+        return Trace(*trace_specs(model, argument, training=training), batch)
 
 
 def trace_specs(model: keras.Model, specs: Any, *, training: bool) -> TracedSpecs:
@@ -212,16 +212,6 @@ def _traced(model: keras.Model, argument: Any, marks: Marks, *, training: bool) 
             return strategy.run(step, args=(data,))
 
     return tf.function(one_step).get_concrete_function(argument)
-
-
-def _build(model: keras.Model, batch: Any) -> None:
-    if model.compiled:
-        build(model, batch)
-        trainer.build_metrics(model, batch)
-    elif not model.built:
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        with model.distribute_strategy.scope():
-            model(x, training=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,9 +245,8 @@ class Roofline:
         return table["float32"]
 
 
-def computing(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Returns the devices that models run on: the CPU only when it is alone."""
-    return tuple(d for d in devices if d.kind != "cpu") or tuple(devices)
+# The devices that models run on.
+computing = hardware.computing_of
 
 
 def num_bytes(operation: Operation) -> int:
