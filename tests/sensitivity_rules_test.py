@@ -39,8 +39,6 @@ def test_a_guilty_head_is_kept_by_a_default_rule():
     assert (found.verdict, list(found.guilty)) == ("layers", ["head"])
     assert found.layers[-1].rule == "default: heads"
     assert found.left == {}
-    assert set(found.errors_by_rules) == {"gradients", "outputs", "loss"}
-    assert max(found.errors_by_rules.values()) < 0.05
     assert "keeps them in float32 by its default rules" in found.advice
     assert "keep_float32=" not in found.advice
 
@@ -50,7 +48,6 @@ def test_what_no_rule_keeps_is_left():
     found = sensitivity(made(huge, back, L.Dense(1)), (X, Y))
     assert found.left == found.guilty
     assert [layer.rule for layer in found.layers if layer.is_guilty] == ["", ""]
-    assert not found.errors_by_rules["outputs"] < 1
 
 
 def test_advice_names_only_what_is_left():

@@ -72,7 +72,7 @@ _RESULTS = {
     "MemoryEstimate": "tfamp.memory.estimates",
     "Parity": "tfamp.serving.parity",
     "Proof": "tfamp.numerics.proof.result",
-    "Ranges": "tfamp.numerics.range_records",
+    "Ranges": "tfamp.numerics.magnitudes",
     "Sensitivity": "tfamp.numerics.sensitivity.errors",
     "Triage": "tfamp.numerics.triage.result",
     "Status": "tfamp.policy",
@@ -165,10 +165,10 @@ if TYPE_CHECKING:
     from tfamp.models import load_model as load_model
     from tfamp.numerics.check import check as check
     from tfamp.numerics.lint import lint as lint
+    from tfamp.numerics.magnitudes import Ranges as Ranges
     from tfamp.numerics.magnitudes import ranges as ranges
     from tfamp.numerics.proof import prove as prove
     from tfamp.numerics.proof.result import Proof as Proof
-    from tfamp.numerics.range_records import Ranges as Ranges
     from tfamp.numerics.sensitivity import sensitivity as sensitivity
     from tfamp.numerics.sensitivity.errors import Sensitivity as Sensitivity
     from tfamp.numerics.triage import triage as triage

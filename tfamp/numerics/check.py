@@ -17,20 +17,20 @@ from tfamp.keras_hooks.layers import policy_of
 from tfamp.loss_scale.tape import scaled_by
 from tfamp.models import Assignment, assignment
 from tfamp.numerics.lint import lint
-from tfamp.numerics.magnitudes import ranges
+from tfamp.numerics.magnitudes import Ranges, Tallies
+from tfamp.numerics.passes import exactly, record
 from tfamp.numerics.proof import prove
 from tfamp.numerics.proof.causes import name_layers
 from tfamp.numerics.proof.result import Proof
-from tfamp.numerics.range_records import Ranges
-from tfamp.numerics.sensitivity import sensitivity
+from tfamp.numerics.sensitivity import NotFiniteError, Search
 from tfamp.numerics.sensitivity.errors import Sensitivity
-from tfamp.numerics.sensitivity.explanations import under_rules
+from tfamp.numerics.sensitivity.explanations import given_dtypes, under_rules
 from tfamp.numerics.triage import triage
 from tfamp.plan import PrecisionPlan, read_plan
 from tfamp.records.findings import Finding, Findings
 from tfamp.records.formats import FLOAT16, HALF
 from tfamp.records.units import format_share
-from tfamp.stepping.arguments import dataset_of
+from tfamp.stepping.arguments import build, dataset_of
 from tfamp.stepping.unchanged import seeds_put_back
 
 # Batches that are looked at, and numbers in one of them: each layer runs several times.
@@ -115,7 +115,7 @@ class _Check:
                 self._skipped.append(f"{rule}: no `data` were passed")
         else:
             findings += self._of_products()
-            findings += self._of_numbers()
+            findings += self._of_numbers(self._batches)
         policy = self._dtype and f", with {self._dtype}"
         return Findings(
             tuple(dict.fromkeys(findings)),
@@ -148,39 +148,47 @@ class _Check:
         self._rules.append("half-share")
         yield from half_share(proof)
 
-    def _of_numbers(self) -> Iterator[Finding]:
+    def _of_numbers(self, batches: list[Any]) -> Iterator[Finding]:
+        """Yields what one tapped pass tells: magnitudes, then guilty layers."""
         if not self._model.compiled:
             for rule in ("ranges", "guilty-layer"):
                 self._skipped.append(f"{rule}: the model is not compiled, so no loss")
             return
         try:
-            numbers = ranges(self._model, self._dataset())
-        except (TypeError, ValueError) as error:
+            build(self._model, batches[0])
+        except ValueError as error:
             self._skipped += [f"ranges: {error}", f"guilty-layer: {error}"]
             return
-        self._rules.append("ranges")
-        yield from magnitudes(numbers, self._dtype)
-        if not self._dtype:
-            self._skipped.append(
-                "guilty-layer: nothing computes in half precision; "
-                "policy='mixed_float16' or 'mixed_bfloat16' judges it in that"
-            )
-            return
-        self._rules.append("guilty-layer")
-        try:
-            found = sensitivity(self._model, self._dataset(), dtype=self._dtype)
-        except ValueError:  # a step that fails in float32 already
-            blamed = triage(self._model, self._batches[0])  # type: ignore[index]
-            yield Finding(
-                "not-finite",
-                "error",
-                f"A step is not finite in float32 either; the cause is {blamed.cause}: "
-                + " ".join(blamed.evidence),
-                blamed.remedy,
-                layer=blamed.layer,
-            )
-            return
-        yield from guilty_layers(found, self._rows)
+        given = given_dtypes(self._model)
+        with exactly(self._model) as sites:
+            recordings = [record(self._model, sites, batch) for batch in batches]
+            tallies = Tallies(sites)
+            for recording in recordings:
+                tallies.add(recording)
+            self._rules.append("ranges")
+            yield from magnitudes(tallies.ranges(self._model.name), self._dtype)
+            if not self._dtype:
+                self._skipped.append(
+                    "guilty-layer: nothing computes in half precision; "
+                    "policy='mixed_float16' or 'mixed_bfloat16' judges it in that"
+                )
+                return
+            self._rules.append("guilty-layer")
+            search = Search(self._model, sites, recordings, self._dtype, given)
+            try:
+                yield from guilty_layers(search.run(), self._rows)
+                return
+            except NotFiniteError:
+                pass
+        blamed = triage(self._model, batches[0])
+        yield Finding(
+            "not-finite",
+            "error",
+            f"A step is not finite in float32 either; the cause is {blamed.cause}: "
+            + " ".join(blamed.evidence),
+            blamed.remedy,
+            layer=blamed.layer,
+        )
 
 
 def in_float32(model: keras.Model, rows: Assignment, dtype: str) -> Iterator[Finding]:
@@ -251,20 +259,11 @@ def magnitudes(found: Ranges, dtype: str) -> Iterator[Finding]:
             layer=largest.path,
             figure=largest.largest,
         )
-    low, high = found.loss_scales
-    yield Finding(
-        "ranges",
-        "note",
-        f"Gradients fit float16 best at a loss scale of {found.best_loss_scale:g} "
-        f"(from {low:g} to {high:g}), where {found.lost_gradients[1]:.2%} of them are "
-        f"spoiled; without one {found.lost_gradients[0]:.2%} are.",
-        "`tfamp.enable` scales the loss by itself."
-        if dtype == "float16"
-        else "bfloat16 needs no loss scale."
-        if dtype
-        else "float32 needs no loss scale.",
-        figure=found.best_loss_scale,
-    )
+    remedy = f"{dtype or 'float32'} needs no loss scale."
+    if dtype == "float16":
+        remedy = "`tfamp.enable` scales the loss by itself."
+    scale = found.best_loss_scale
+    yield Finding("ranges", "note", found.scale_sentence, remedy, figure=scale)
 
 
 def guilty_layers(found: Sensitivity, rows: Assignment) -> Iterator[Finding]:

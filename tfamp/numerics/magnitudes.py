@@ -1,7 +1,9 @@
-"""`tfamp.ranges`: numbers of a few float32 steps by exponent, and what formats hold."""
+"""`tfamp.ranges`: how large the numbers of a model are, and what float16 holds."""
 
+import dataclasses
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import keras
@@ -9,43 +11,181 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure
-from tfamp.numerics.range_records import (
-    KINDS,
-    LOW_FORMATS,
-    Fit,
-    Kind,
-    LayerRange,
-    Ranges,
-)
-from tfamp.records import checks
+from tfamp.numerics.passes import Recording, batches_of, exactly, record
+from tfamp.records import checks, console
 from tfamp.records.console import progress
-from tfamp.records.formats import FLOAT16, FLOAT32, FORMATS, Format
-from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
-from tfamp.stepping.eager_step import (
-    Call,
-    Observer,
-    Site,
-    floats,
-    run_step,
-    sites,
-    tapped,
-)
-from tfamp.stepping.layer_calls import computes_itself, in_float32
-from tfamp.stepping.unchanged import seeds_put_back, unchanged
+from tfamp.records.formats import FLOAT16, FORMATS, HALF, Format
+from tfamp.records.record import Record, TableRecord
+from tfamp.stepping.eager_step import Site, floats
+from tfamp.stepping.layer_calls import runs_whole
+from tfamp.stepping.unchanged import seeds_put_back
 
-# Numbers are counted by exponent and the first bits of the mantissa, which is as fine
-# as the largest numbers of both float8 formats need.
-_MANTISSA_BITS = 4
-_SHIFT = FLOAT32.mantissa_bits - _MANTISSA_BITS
-_BINS = 2 ** (FLOAT32.exponent_bits + _MANTISSA_BITS)
-_PER_EXPONENT = 2**_MANTISSA_BITS
-_SPECIAL = 255  # exponent of inf and NaN
-# The scales that a loss-scale optimizer may take.
-_SCALES = tuple(2.0**power for power in range(-14, 25))
+Kind = Literal["weights", "activations", "gradients"]
+_COLOURS = {"weights": "#4c78a8", "activations": "#54a24b", "gradients": "#e45756"}
+# The powers of two of float32's numbers, and the scales of a loss-scale optimizer.
+_LOWEST, _HIGHEST = -149, 127
+_SCALES = range(-14, 25)
 # Scales are as good where they spoil this much more of the gradients at most.
 _AS_GOOD = 1e-4
-# A number that keeps some digits is half as bad as one that vanishes.
-_COARSE = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit(Record):
+    """What a format would do to numbers, as parts of those that are finite and not 0.
+
+    Args:
+        overflow: Part that would become inf.
+        zero: Part that would become 0.
+        coarse: Part below the smallest normal number, which loses digits.
+    """
+
+    overflow: float
+    zero: float
+    coarse: float
+
+    @property
+    def total(self) -> float:
+        """Part that would be spoiled in any of these ways."""
+        return self.overflow + self.zero + self.coarse
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRange(Record):
+    """The numbers of one kind in one layer.
+
+    Args:
+        path: The layer, or the operation of a Functional graph.
+        class_name: Its class.
+        kind: "weights", "activations" are its outputs, "gradients" those of the loss by
+            its outputs and weights, without a loss scale.
+        count: How many numbers were seen.
+        zeros: How many of them are 0.
+        nonfinite: How many of them are inf or NaN.
+        smallest: The smallest magnitude that is not 0; inf if there is none.
+        largest: The largest finite magnitude.
+        exponents: How many lie in [2**e, 2**(e+1)), by e as text.
+    """
+
+    path: str
+    class_name: str
+    kind: Kind
+    count: int
+    zeros: int
+    nonfinite: int
+    smallest: float
+    largest: float
+    exponents: dict[str, int] = dataclasses.field(hash=False)
+
+    def fit(self, format: str) -> Fit:
+        """Returns what "float16" or "bfloat16" would do to them."""
+        checks.choice("format", format, HALF)
+        return _fit(_bins([self]), FORMATS[format])
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranges(TableRecord):
+    """How large the numbers of a model are in float32, layer by layer.
+
+    Args:
+        model: The model's name.
+        num_batches: Batches that were looked at.
+        layers: A record for each layer and kind, in the order of the layers.
+        best_loss_scale: The power of two that gradients fit float16 best with.
+        loss_scales: The smallest and the largest power of two that are as good.
+        lost_gradients: Part of the gradients that are not 0 and that float16 would
+            spoil, at scale 1 and at the best one.
+    """
+
+    model: str
+    num_batches: int
+    layers: tuple[LayerRange, ...]
+    best_loss_scale: float
+    loss_scales: tuple[float, float]
+    lost_gradients: tuple[float, float]
+
+    def of(self, kind: Kind) -> tuple[LayerRange, ...]:
+        """Returns the layers' records of one kind."""
+        return tuple(layer for layer in self.layers if layer.kind == kind)
+
+    def table(self) -> str:
+        """Returns a table of at most 110 columns, a line for each layer and kind."""
+        rows = [
+            (
+                layer.path,
+                layer.kind,
+                *(
+                    f"{magnitude:.1e}" if 0 < magnitude < math.inf else "-"
+                    for magnitude in (layer.smallest, layer.largest)
+                ),
+                *(_shares(layer.fit(name)) for name in HALF),
+            )
+            for layer in self.layers
+        ]
+        columns = {
+            "layer": console.FOLD,
+            "kind": console.WHOLE,
+            "smallest": console.RIGHT,
+            "largest": console.RIGHT,
+            **{name: {**console.FOLD, "justify": "right"} for name in HALF},
+        }
+        title = (
+            f"{self.model}: magnitudes in float32 over {self.num_batches} batches; "
+            "what formats would spoil (overflow / to zero / few digits)"
+        )
+        return console.text_of(
+            console.table(columns, rows, title=title), self.scale_sentence
+        )
+
+    @property
+    def scale_sentence(self) -> str:
+        """The best loss scale and what it saves, in one sentence."""
+        (low, high), (before, after) = self.loss_scales, self.lost_gradients
+        return (
+            f"Gradients fit float16 best with a loss scale of {self.best_loss_scale:g} "
+            f"(from {low:g} to {high:g}): {after:.2%} of them are spoiled, without one "
+            f"{before:.2%}."
+        )
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the magnitudes of each layer beside float16's limits.
+
+        Args:
+            path: An image file, whose ending says its kind, such as "ranges.png".
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        height = min(max(3.0, 1.8 + 0.28 * len(self.layers)), 60.0)
+        figure = checks.figure("`Ranges.plot`", 10.0, height)
+        axes = figure.subplots()
+        for row, layer in enumerate(self.layers):
+            counts = {int(exponent): n for exponent, n in layer.exponents.items()}
+            most = max(counts.values(), default=1)
+            # Rare numbers are what overflows: even one of a million is to be seen.
+            heights = [0.15 + 0.7 * n / most for n in counts.values()]
+            axes.bar(
+                [exponent + 0.5 for exponent in counts],
+                heights,
+                bottom=[row + 0.4 - height for height in heights],
+                width=0.9,
+                color=_COLOURS[layer.kind],
+            )
+        for limit in (FLOAT16.smallest_subnormal, FLOAT16.max):
+            axes.axvline(math.log2(limit), color="#555555", linewidth=1.0)
+        names = [f"{layer.path}  {layer.kind}" for layer in self.layers]
+        axes.set_yticks(range(len(self.layers)), names, fontsize="small")
+        axes.invert_yaxis()
+        axes.set_xlabel("magnitude, as a power of 2; lines: the limits of float16")
+        best = f"2^{math.log2(self.best_loss_scale):.0f}"
+        title = f"{self.model}: magnitudes in float32, best loss scale {best}"
+        axes.set_title(title, loc="left")
+        figure.savefig(path, dpi=150)
+
+
+def _shares(fit: Fit) -> str:
+    parts = (fit.overflow, fit.zero, fit.coarse)
+    texts = (f"{p:.1%}" if p >= 0.001 else "<0.1%" if p else "·" for p in parts)
+    return " / ".join(texts) if fit.total else "·"
 
 
 def ranges(
@@ -55,8 +195,8 @@ def ranges(
 
     A few train steps run in float32, eagerly and without rules, at the weights the
     model has; nothing is updated, and weights, optimizers, metrics and seeds are
-    afterwards what they were. What is 0 in float32 is 0 in every format and not
-    counted.
+    afterwards what they were. Gradients by an output that a loss takes as logits are
+    not counted, only those by the weights behind it.
 
     Args:
         model: A compiled model, written in whatever way.
@@ -82,226 +222,123 @@ def ranges(
         >>> found.of("weights")[0].fit("float16").overflow
         0.0
     """
-    checks.positive_int("num_batches", num_batches)
-    check_model(model)
     with seeds_put_back():
-        dataset = dataset_of(data, batch_size)
-        build(model, first_batch(dataset))
-        counted = _Counted(model)
-        seen = 0
+        batches = batches_of(model, data, num_batches, batch_size)
+        what = "Counting magnitudes"
         with (
-            in_float32(model),
-            unchanged(model),
-            tapped(model, counted, only=computes_itself),
-            progress("Counting magnitudes", num_batches, unit="batches") as done,
+            exactly(model) as sites,
+            progress(what, len(batches), unit="batches") as done,
         ):
-            for batch in dataset.take(num_batches):
-                step = run_step(model, batch)
-                counted.add_weight_gradients(step.gradients)
-                seen += 1
-                done(seen)
-            counted.add_weights()
-    layers = tuple(counted.records())
-    every = counted.all_gradients()
-    best, scales = best_loss_scale(every)
-    lost = tuple(every.in_format(FLOAT16, scale).total for scale in (1.0, best))
-    return Ranges(model.name, seen, layers, best, scales, (lost[0], lost[1]))
+            tallies = Tallies(sites)
+            for number, batch in enumerate(batches, start=1):
+                tallies.add(record(model, sites, batch))
+                done(number)
+            return tallies.ranges(model.name)
 
 
-class Exponents:
-    """Numbers counted by magnitude.
+class Tallies:
+    """What was counted of each layer, from recordings of float32 steps."""
 
-    Example:
-        >>> counted = Exponents()
-        >>> counted.add(np.float32([0, 1, 1.5, -3, 70000, np.inf]))
-        >>> counted.by_exponent()
-        {0: 2, 1: 1, 16: 1}
-        >>> counted.zeros, counted.nonfinite, counted.largest
-        (1, 1, 70000.0)
-    """
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self._sites = sites
+        self._counted: dict[tuple[str, Kind], LayerRange] = {}
+        self._owner: dict[int, Site] = {}
+        self._num_batches = 0
+        for site in sites:
+            for weight in _weights_of(site.layer):
+                self._owner[id(weight)] = site
+                if "float" in weight.dtype:
+                    self._count(site, "weights", weight.value)
 
-    def __init__(self) -> None:
-        self._bins = np.zeros(_BINS, np.int64)
-        self.count, self.zeros, self.nonfinite = 0, 0, 0
-        self.smallest, self.largest = math.inf, 0.0
+    def add(self, recording: Recording) -> None:
+        """Counts the calls of a step, and the gradients by weights."""
+        self._num_batches += 1
+        for call in recording.calls:
+            outputs = floats(call.outputs)
+            for output, gradient in zip(outputs, call.output_gradients, strict=True):
+                self._count(call.site, "activations", output)
+                if gradient is not None and not hasattr(output, "_keras_logits"):
+                    self._count(call.site, "gradients", gradient)
+        for variable, gradient in recording.ran.step.gradients:
+            if gradient is not None and id(variable) in self._owner:
+                self._count(self._owner[id(variable)], "gradients", gradient)
 
-    def add(self, values: np.ndarray) -> None:
-        """Counts the numbers of an array; it is read as float32."""
-        flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
-        magnitudes = np.abs(flat)
-        bins = np.bincount(magnitudes.view(np.uint32) >> _SHIFT, minlength=_BINS)
-        bins = bins[:_BINS]
-        special = _SPECIAL * _PER_EXPONENT
-        self.count += flat.size
-        self.nonfinite += int(bins[special:].sum())
-        bins[special:] = 0
-        zeros = flat.size - int(np.count_nonzero(flat))
-        self.zeros += zeros
-        bins[0] -= zeros
-        self._bins += bins
-        if bins.any():
-            usable = magnitudes[(magnitudes > 0) & (magnitudes < math.inf)]
-            self.smallest = min(self.smallest, float(usable.min()))
-            self.largest = max(self.largest, float(usable.max()))
-
-    def merge(self, other: "Exponents") -> None:
-        """Counts what another one has counted, too."""
-        self._bins += other._bins
-        self.count += other.count
-        self.zeros += other.zeros
-        self.nonfinite += other.nonfinite
-        self.smallest = min(self.smallest, other.smallest)
-        self.largest = max(self.largest, other.largest)
-
-    @property
-    def usable(self) -> int:
-        """How many numbers are finite and not 0."""
-        return self.count - self.zeros - self.nonfinite
-
-    def by_exponent(self) -> dict[int, int]:
-        """Returns how many numbers lie in [2**e, 2**(e+1)), by e.
-
-        Numbers below float32's smallest normal one count with 2**-127.
-        """
-        counts = self._bins.reshape(-1, _PER_EXPONENT).sum(axis=1)
-        return {
-            int(exponent) - FLOAT32.bias: int(counts[exponent])
-            for exponent in np.flatnonzero(counts)
-        }
-
-    def in_format(self, format: Format, scale: float = 1.0) -> Fit:
-        """Returns what a format does to the numbers times a scale, a power of two.
-
-        Example:
-            >>> from tfamp.records.formats import FLOAT16
-            >>> counted = Exponents()
-            >>> counted.add(np.float32([1e-9, 1e-6, 1, 1e6]))
-            >>> counted.in_format(FLOAT16)
-            Fit(format='float16', overflow=0.25, zero=0.25, coarse=0.25)
-            >>> counted.in_format(FLOAT16, scale=2.0**10)
-            Fit(format='float16', overflow=0.25, zero=0.0, coarse=0.25)
-        """
-        if not self.usable:
-            return Fit(format.name, 0.0, 0.0, 0.0)
-        over = first_overflow(format) / scale
-        flushed = format.smallest_subnormal / 2 / scale
-        normal = format.smallest_normal / scale
-        num_over = int(self._bins[_bin(over) :].sum()) if self.largest >= over else 0
-        # A half of the smallest number is rounded to 0, the even neighbour: numbers
-        # just above it are taken for it, one sixteenth of a power of two.
-        num_zero = int(self._bins[: _bin(flushed)].sum())
-        num_coarse = int(self._bins[: _bin(normal)].sum()) - num_zero
-        counts = (num_over, num_zero, num_coarse)
-        return Fit(format.name, *(number / self.usable for number in counts))
-
-
-def first_overflow(format: Format) -> float:
-    """Returns the smallest magnitude that a format rounds to inf or NaN.
-
-    Example:
-        >>> from tfamp.records.formats import FLOAT16, FLOAT8_E5M2
-        >>> first_overflow(FLOAT16), first_overflow(FLOAT8_E5M2)
-        (65520.0, 61440.0)
-    """
-    exponent = math.frexp(format.max)[1] - 1
-    return format.max + math.ldexp(format.epsilon, exponent) / 2
-
-
-def _bin(magnitude: float) -> int:
-    """Returns the number of the bin that a magnitude falls into."""
-    within = np.float32(min(max(magnitude, 0.0), FLOAT32.max))
-    return int(within.view(np.uint32) >> _SHIFT)
-
-
-def best_loss_scale(gradients: Exponents) -> tuple[float, tuple[float, float]]:
-    """Returns the scale that float16 holds unscaled gradients best with.
-
-    It lies in the middle of those that are as good, whose limits come with it.
-
-    Example:
-        >>> gradients = Exponents()
-        >>> gradients.add(np.float32([2.0**-40, 2.0**-20]))
-        >>> best_loss_scale(gradients)
-        (1048576.0, (32768.0, 16777216.0))
-    """
-    # What overflows costs the whole step, what vanishes only its own part of it.
-    losses = []
-    for scale in _SCALES:
-        shares = gradients.in_format(FLOAT16, scale)
-        losses.append(shares.zero + _COARSE * shares.coarse + (shares.overflow > 0))
-    least = min(losses)
-    good = [
-        s for s, loss in zip(_SCALES, losses, strict=True) if loss <= least + _AS_GOOD
-    ]
-    low, high = good[0], good[-1]
-    middle = 2.0 ** round((math.log2(low) + math.log2(high) + 0.5) / 2)
-    return min(max(middle, low), high), (low, high)
-
-
-class _Counted(Observer):
-    """Counts what goes through the layers of a model."""
-
-    wants_gradients = True
-
-    def __init__(self, model: keras.Model) -> None:
-        self._sites = sites(model)
-        self._tallies: dict[tuple[str, Kind], Exponents] = {}
-        self._weights = [
-            (weight, site)
+    def ranges(self, name: str) -> Ranges:
+        """Returns the record of all that was counted."""
+        kinds: tuple[Kind, ...] = ("weights", "activations", "gradients")
+        layers = tuple(
+            self._counted[site.path, kind]
             for site in self._sites
-            if isinstance(site.layer, keras.layers.Layer)
-            for weight in structure.own_weights(site.layer)
-        ]
+            for kind in kinds
+            if (site.path, kind) in self._counted
+        )
+        bins = _bins(each for each in layers if each.kind == "gradients")
+        best, scales = _best_loss_scale(bins)
+        lost = [_fit(bins, FLOAT16, round(math.log2(s))).total for s in (1.0, best)]
+        return Ranges(name, self._num_batches, layers, best, scales, (lost[0], lost[1]))
 
-    def on_outputs(self, call: Call, outputs: Any) -> None:
-        for tensor in floats(outputs):
-            self._add(call.site, "activations", tensor)
+    def _count(self, site: Site, kind: Kind, tensor: Any) -> None:
+        values = np.abs(np.asarray(tf.cast(tensor, tf.float32)).ravel())
+        finite = values[np.isfinite(values)]
+        usable = finite[finite > 0]
+        counts = np.bincount(np.frexp(usable)[1] - 1 - _LOWEST)
+        key = site.path, kind
+        new = LayerRange(site.path, site.class_name, kind, 0, 0, 0, math.inf, 0.0, {})
+        before = self._counted.get(key, new)
+        exponents = dict(before.exponents)
+        for place in np.flatnonzero(counts):
+            power = str(place + _LOWEST)
+            exponents[power] = exponents.get(power, 0) + int(counts[place])
+        self._counted[key] = dataclasses.replace(
+            before,
+            count=before.count + values.size,
+            zeros=before.zeros + finite.size - usable.size,
+            nonfinite=before.nonfinite + values.size - finite.size,
+            smallest=min(before.smallest, float(usable.min(initial=math.inf))),
+            largest=max(before.largest, float(usable.max(initial=0.0))),
+            exponents=dict(sorted(exponents.items(), key=lambda pair: int(pair[0]))),
+        )
 
-    def on_gradient(
-        self, call: Call, of: Literal["inputs", "outputs"], at: int, gradient: tf.Tensor
-    ) -> None:
-        if of == "outputs":
-            self._add(call.site, "gradients", gradient)
 
-    def add_weight_gradients(self, gradients: Any) -> None:
-        """Counts the gradients of weights with those of their layer."""
-        owners = {id(weight): site for weight, site in self._weights}
-        for variable, gradient in gradients:
-            if id(variable) in owners and gradient is not None:
-                self._add(owners[id(variable)], "gradients", gradient)
+def _weights_of(layer: Any) -> list[Any]:
+    if not isinstance(layer, keras.layers.Layer):
+        return []
+    is_whole = runs_whole(layer) and structure.children(layer)
+    return list(layer.weights) if is_whole else structure.own_weights(layer)
 
-    def add_weights(self) -> None:
-        """Counts the weights."""
-        for weight, site in self._weights:
-            if "float" in weight.dtype:
-                self._add(site, "weights", weight.value)
 
-    def all_gradients(self) -> Exponents:
-        """Returns the gradients of all layers together."""
-        every = Exponents()
-        for (_, kind), tally in self._tallies.items():
-            if kind == "gradients":
-                every.merge(tally)
-        return every
+def _bins(layers: Iterable[LayerRange]) -> np.ndarray:
+    """Returns how many numbers have which power of two, from `_LOWEST` on."""
+    bins = np.zeros(_HIGHEST - _LOWEST + 1)
+    for layer in layers:
+        for exponent, count in layer.exponents.items():
+            bins[int(exponent) - _LOWEST] += count
+    return bins
 
-    def records(self) -> Iterator[LayerRange]:
-        """Yields a record for each layer and kind that has numbers."""
-        for site in self._sites:
-            for kind in KINDS:
-                if tally := self._tallies.get((site.path, kind)):
-                    yield LayerRange(
-                        site.path,
-                        site.class_name,
-                        kind,
-                        tally.count,
-                        tally.zeros,
-                        tally.nonfinite,
-                        tally.smallest,
-                        tally.largest,
-                        {str(e): count for e, count in tally.by_exponent().items()},
-                        tuple(tally.in_format(FORMATS[name]) for name in LOW_FORMATS),
-                    )
 
-    def _add(self, site: Site, kind: Kind, tensor: Any) -> None:
-        tally = self._tallies.setdefault((site.path, kind), Exponents())
-        tally.add(np.asarray(tf.cast(tensor, tf.float32)))
+def _fit(bins: np.ndarray, format: Format, scale: int = 0) -> Fit:
+    """Returns what a format does to numbers times 2**`scale`.
+
+    Half of the smallest number of a format, a tie, counts as kept; so does what is
+    between the largest one and the next power of two.
+    """
+    powers = np.arange(_LOWEST, _HIGHEST + 1) + scale
+    over = bins[powers > format.bias].sum()
+    zero = bins[powers < math.log2(format.smallest_subnormal) - 1].sum()
+    below = bins[powers < math.log2(format.smallest_normal)].sum()
+    total = max(float(bins.sum()), 1.0)
+    return Fit(*(float(part) / total for part in (over, zero, below - zero)))
+
+
+def _best_loss_scale(bins: np.ndarray) -> tuple[float, tuple[float, float]]:
+    """Returns the scale that float16 holds gradients best with, and those as good.
+
+    What overflows costs the whole step, what vanishes only its own part of it; what
+    keeps some digits is half as bad. It lies in the middle of those that are as good.
+    """
+    fits = [_fit(bins, FLOAT16, scale) for scale in _SCALES]
+    losses = [fit.zero + fit.coarse / 2 + (fit.overflow > 0) for fit in fits]
+    limit = min(losses) + _AS_GOOD
+    good = [s for s, loss in zip(_SCALES, losses, strict=True) if loss <= limit]
+    middle = (good[0] + good[-1] + 1) // 2
+    return 2.0**middle, (2.0 ** good[0], 2.0 ** good[-1])

@@ -11,13 +11,15 @@ import keras
 from tfamp.dtypes.settings import make_settings
 from tfamp.keras_hooks import structure
 from tfamp.machine import cpus
+from tfamp.numerics.magnitudes import Tallies
+from tfamp.numerics.passes import Recording, batches_of, exactly, record, run
 from tfamp.numerics.sensitivity.errors import (
     Errors,
     LayerSensitivity,
     Sensitivity,
     Verdict,
     errors_of,
-    run_with_outputs,
+    is_no_worse,
 )
 from tfamp.numerics.sensitivity.explanations import (
     FIRST_SCALE,
@@ -27,25 +29,21 @@ from tfamp.numerics.sensitivity.explanations import (
     rules_of,
     under_rules,
 )
-from tfamp.numerics.sensitivity.shadow import CANNOT_RUN, Shadow, Suspect
+from tfamp.numerics.sensitivity.reruns import CANNOT_RUN, Suspect
 from tfamp.records import checks
 from tfamp.records.checks import first_line
 from tfamp.records.console import progress
-from tfamp.records.formats import FORMATS, needs_loss_scale
-from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
-from tfamp.stepping.eager_step import run_step
+from tfamp.records.formats import FORMATS, HALF, needs_loss_scale
+from tfamp.stepping.eager_step import Site, run_step
 from tfamp.stepping.layer_calls import (
     adding_in_float32,
     as_islands,
     computing_in,
     giving_unrounded,
-    in_float32,
+    set_state,
 )
-from tfamp.stepping.unchanged import same_draws, seeds_put_back, unchanged
+from tfamp.stepping.unchanged import seeds_put_back
 
-_DTYPES = ("float16", "bfloat16")
-# Those that tfamp's first loss scale may come to.
-_OTHER_SCALES = (2.0**20, 2.0**24, 2.0**10, 2.0**5)
 # Errors above which a layer is guilty: of outputs relative to their spread over the
 # batch, of gradients relative to their size.
 FORWARD_LIMIT = {"float16": 0.1, "bfloat16": 0.25}
@@ -74,8 +72,8 @@ def sensitivity(
     inputs and gradients it had in a float32 step; operations of Functional graphs
     and those in the `call` of a user's own layer count as layers. Verdict and guilt are
     without tfamp's rules; beside them it tells which default rule keeps a guilty layer
-    under `tfamp.enable`, and how far the model is off then. Nothing is trained;
-    weights, optimizers, metrics and seeds are afterwards what they were.
+    under `tfamp.enable`. Nothing is trained; weights, optimizers, metrics and seeds are
+    afterwards what they were.
 
     Args:
         model: A compiled model, written in whatever way.
@@ -106,114 +104,118 @@ def sensitivity(
         >>> sensitivity(model, (x, x[:, :1])).verdict
         'safe'
     """
-    checks.choice("dtype", dtype, _DTYPES)
-    checks.positive_int("num_batches", num_batches)
-    check_model(model)
+    checks.choice("dtype", dtype, HALF)
     cpus.avoid_broken_amx()
     with seeds_put_back():
-        dataset = dataset_of(data, batch_size)
-        build(model, first_batch(dataset))
-        batches = list(dataset.take(num_batches))
+        batches = batches_of(model, data, num_batches, batch_size)
         given = given_dtypes(model)
-        with in_float32(model), unchanged(model), same_draws():
-            return _Search(model, batches, dtype, given).run()
+        with exactly(model) as sites:
+            recordings = [record(model, sites, batch) for batch in batches]
+            return Search(model, sites, recordings, dtype, given).run()
 
 
-class _Search:
-    """The search for guilty layers."""
+class NotFiniteError(ValueError):
+    """Raised where a model fails in float32 already."""
+
+
+class Search:
+    """The search for guilty layers among sites, after recordings inside `exactly`."""
 
     def __init__(
         self,
         model: keras.Model,
-        batches: Sequence[Any],
+        sites: Sequence[Site],
+        recordings: Sequence[Recording],
         dtype: str,
         given: dict[int, keras.DTypePolicy],
     ) -> None:
-        self._model, self._batches, self._dtype = model, batches, dtype
-        self._given = given
-        self._format = FORMATS[dtype]
-        self._shadow = Shadow(model, dtype)
-        self._num_evaluations = 0
+        self._model, self._recordings, self._dtype = model, recordings, dtype
+        self._sites, self._given = sites, given
+        self._suspects = {site.path: Suspect(site) for site in sites}
+        self._limits = FORWARD_LIMIT[dtype], BACKWARD_LIMIT[dtype], WHOLE_LIMIT[dtype]
         self._failure = ""
 
     def run(self) -> Sensitivity:
-        for batch in self._batches:
-            step = self._shadow.record(batch)
-            self._num_evaluations += 1
-            if not step.is_finite:
-                raise ValueError(
-                    f"Loss or gradients of {self._model.name!r} are not finite in "
-                    "float32; expected a healthy step to begin with. Ask "
-                    "`tfamp.triage(model, batch)` for the cause."
-                )
+        """Reruns the layers, verifies those that look guilty, and tells."""
+        if not all(each.ran.step.is_finite for each in self._recordings):
+            raise NotFiniteError(
+                f"Loss or gradients of {self._model.name!r} are not finite in "
+                "float32; expected a healthy step to begin with. Ask "
+                "`tfamp.triage(model, batch)` for the cause."
+            )
         scale = self._best_scale()
         suffering = self._suffering(scale)
-        guilty, error = self._needed(
-            [s for s in self._suspects() if self._spoils_outputs(s) or s in suffering],
-            scale,
-        )
+        looking_bad = [
+            each
+            for each in self._suspects.values()
+            if self._spoils_outputs(each) or each in suffering
+        ]
+        guilty, error = self._needed(looking_bad, scale)
         verdict: Verdict = "layers" if guilty else "safe"
         if not guilty and math.isnan(error):
             verdict = "cannot run"
-        elif not guilty and not error <= WHOLE_LIMIT[self._dtype]:
+        elif not guilty and not error <= self._limits[2]:
             verdict = "amplification"
         elif not guilty and self._suffering(1.0):
             verdict = "loss scale"
-        failure = self._failure
-        rules, by_rules = self._under_rules(scale)
-        layers = tuple(
-            self._layer(suspect, scale, rules, is_guilty=suspect in guilty)
-            for suspect in self._suspects()
-        )
+        failure, rules = self._failure, self._rules()
         found = Sensitivity(
             self._model.name,
             self._dtype,
             verdict,
-            layers,
+            tuple(
+                self._layer(each, scale, rules, is_guilty=each in guilty)
+                for each in self._suspects.values()
+            ),
             scale,
             error,
-            len(self._batches),
-            self._num_evaluations,
+            len(self._recordings),
             advice="",
-            errors_by_rules=by_rules,
         )
         left = [s.site for s in guilty if s.site.path in found.left]
         unscaled = [s.site.path for s in self._suffering(1.0)]
         advice = advice_on(found, left, unscaled=unscaled, failure=failure)
         return dataclasses.replace(found, advice=advice)
 
-    def _suspects(self) -> list[Suspect]:
-        return list(self._shadow.suspects.values())
-
     def _best_scale(self) -> float:
-        """Reruns all layers without a scale, with the first one, and more if need be.
+        """Reruns all layers without a scale and with tfamp's first one.
 
-        It is the scale that the fewest layers suffer at, the first one if in doubt.
+        Where layers suffer at that, the one that `tfamp.ranges` calls best is tried.
         """
-        if not needs_loss_scale(self._format):
-            self._shadow.measure(1.0)
+        if not needs_loss_scale(FORMATS[self._dtype]):
+            self._measure(1.0)
             return 1.0
-        self._shadow.measure(1.0, FIRST_SCALE)
+        self._measure(1.0, FIRST_SCALE)
         if not self._suffering(FIRST_SCALE):
             return FIRST_SCALE
-        self._shadow.measure(*_OTHER_SCALES)
-        scales = (FIRST_SCALE, *_OTHER_SCALES, 1.0)
+        tallies = Tallies(self._sites)
+        for recording in self._recordings:
+            tallies.add(recording)
+        best = tallies.ranges(self._model.name).best_loss_scale
+        self._measure(best)
+        scales = (FIRST_SCALE, best, 1.0)
         return min(scales, key=lambda scale: len(self._suffering(scale)))
+
+    def _measure(self, *loss_scales: float) -> None:
+        calls = [call for recording in self._recordings for call in recording.calls]
+        what = f"Rerunning layers in {self._dtype}"
+        with progress(what, len(calls), unit="calls") as done:
+            for number, call in enumerate(calls, start=1):
+                suspect = self._suspects[call.site.path]
+                suspect.measure(call, self._dtype, loss_scales)
+                done(number)
 
     def _suffering(self, scale: float) -> list[Suspect]:
         """Returns the layers whose gradients are spoiled, and not their outputs."""
-        limit = BACKWARD_LIMIT[self._dtype]
         return [
             suspect
-            for suspect in self._suspects()
+            for suspect in self._suspects.values()
             if not self._spoils_outputs(suspect)
-            and not suspect.backward.get(scale, 0.0) <= limit
+            and not suspect.backward.get(scale, 0.0) <= self._limits[1]
         ]
 
     def _spoils_outputs(self, suspect: Suspect) -> bool:
-        return bool(suspect.failure) or not (
-            suspect.forward <= FORWARD_LIMIT[self._dtype]
-        )
+        return bool(suspect.failure) or not suspect.forward <= self._limits[0]
 
     def _needed(
         self, guilty: Sequence[Suspect], scale: float
@@ -224,11 +226,12 @@ class _Search:
         beyond range to a softmax, or what nothing depends on. With them comes the error
         of all gradients that is left.
         """
+        forward, backward, whole = self._limits
         needed, errors = list(guilty), self._errors(guilty, scale)
         if errors is None:
             return needed, math.nan
-        left = errors.of_all["gradients"]
-        if not left <= WHOLE_LIMIT[self._dtype]:
+        left = errors["gradients"]
+        if not left <= whole:
             return needed, left
         # Those who take bad numbers come after those who make them: they go first.
         tried = guilty[: -_MAX_VERIFIED - 1 : -1]
@@ -236,70 +239,62 @@ class _Search:
             for number, suspect in enumerate(tried):
                 rest = [each for each in needed if each is not suspect]
                 without = self._errors(rest, scale)
-                if without is not None and without.is_no_worse(
-                    errors,
-                    forward=FORWARD_LIMIT[self._dtype],
-                    backward=BACKWARD_LIMIT[self._dtype],
+                if without is not None and is_no_worse(
+                    without, errors, forward=forward, backward=backward
                 ):
-                    needed, left = rest, without.of_all["gradients"]
+                    needed, left = rest, without["gradients"]
                 done(number + 1)
         return needed, left
 
     def _errors(self, guilty: Sequence[Suspect], scale: float) -> Errors | None:
         """Returns how far the model is off, with the guilty layers in float32.
 
-        None where it cannot run so.
+        None where it cannot run so; else the worst over the batches.
         """
         layers = [layer for _, layer, _ in structure.walk(self._model)]
-        kept = _outermost([s.site.layer for s in guilty] + self._shadow.random)
+        kept = [s.site.layer for s in guilty] + self._random()
+        worst: Errors = {}
         with (
             computing_in(layers, self._dtype),
-            as_islands(kept, self._dtype),
+            as_islands(_outermost(kept), self._dtype),
             giving_unrounded(self._model),
             adding_in_float32(layers),
         ):
-            return self._errors_now(scale)
-
-    def _errors_now(self, scale: float) -> Errors | None:
-        """Returns how far the model is off as it computes now."""
-        worst = None
-        for number, exact in enumerate(self._shadow.steps):
-            self._shadow.begin_again(number)
-            try:
-                batch = self._batches[number]
-                low = run_with_outputs(self._model, batch, loss_scale=scale)
-            except CANNOT_RUN as error:
-                self._failure = first_line(error)
-                return None
-            self._num_evaluations += 1
-            errors = errors_of(self._model, low, exact)
-            worst = errors if worst is None else worst.worst(errors)
+            for recording in self._recordings:
+                set_state(recording.state)
+                try:
+                    low = run(self._model, recording.batch, loss_scale=scale)
+                except CANNOT_RUN as error:
+                    self._failure = first_line(error)
+                    return None
+                errors = errors_of(self._model, low, recording.ran)
+                for name, value in errors.items():
+                    worst[name] = max(worst.get(name, 0.0), value)
         return worst
 
-    def _under_rules(self, scale: float) -> tuple[dict[str, str], dict[str, float]]:
-        """Returns the default rules by the paths they keep, and the errors left."""
-        with (
-            under_rules(
-                self._model, make_settings(f"mixed_{self._dtype}"), self._given
-            ),
-            as_islands(_outermost(self._shadow.random), self._dtype),
-        ):
-            # A step for nothing: a first call finds the heads of some models.
-            self._shadow.begin_again(0)
+    def _random(self) -> list[Any]:
+        return [each.site.layer for each in self._suspects.values() if each.is_random]
+
+    def _rules(self) -> dict[str, str]:
+        """Returns the default rules by the paths of the layers that they keep."""
+        settings = make_settings(f"mixed_{self._dtype}")
+        with under_rules(self._model, settings, self._given):
+            # A first call finds the heads of some models.
+            set_state(self._recordings[0].state)
             with contextlib.suppress(*CANNOT_RUN):
-                run_step(self._model, self._batches[0])
-            errors = self._errors_now(scale)
-            rules = rules_of(self._model, [s.site for s in self._suspects()])
-        return rules, {} if errors is None else errors.of_all
+                run_step(self._model, self._recordings[0].batch)
+            return rules_of(self._model, self._sites)
 
     def _layer(
         self, suspect: Suspect, scale: float, rules: dict[str, str], *, is_guilty: bool
     ) -> LayerSensitivity:
         reason = text = ""
         if is_guilty:
-            limit = FORWARD_LIMIT[self._dtype]
             reason, text = explain(
-                suspect, self._format, forward_limit=limit, loss_scale=scale
+                suspect,
+                FORMATS[self._dtype],
+                forward_limit=self._limits[0],
+                loss_scale=scale,
             )
         return LayerSensitivity(
             suspect.site.path,

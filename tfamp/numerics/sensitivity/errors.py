@@ -1,26 +1,27 @@
-"""How far low precision is off: errors of layers and steps, and the record of them.
-
-`Sensitivity` is what `tfamp.sensitivity` returns.
-"""
+"""How far low precision is off, and the record of what `tfamp.sensitivity` found."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure
+from tfamp.numerics.passes import Ran
 from tfamp.records import console
 from tfamp.records.record import Record, TableRecord
-from tfamp.stepping.eager_step import Call, Observer, Step, floats, run_step, tapped
 
 # A spread of less than this part of the magnitude is that of a constant.
 _CONSTANT = 1e-6
 # Errors that are no worse: so many times what is there anyway, or too small to see.
 _NO_WORSE, _NOTICEABLE = 1.5, 0.01
+
+Verdict = Literal["safe", "layers", "loss scale", "amplification", "cannot run"]
+# The "gradients", "outputs" and "loss" of a step, and each layer's gradients by path.
+Errors = dict[str, float]
 
 
 def deviation(values: np.ndarray) -> float:
@@ -29,12 +30,6 @@ def deviation(values: np.ndarray) -> float:
     That root mean square is what the next layers learn from: of values around 1000 that
     differ by 1 an error of 1 is all of it. Where nothing differs, or there is one
     example, it is the magnitude.
-
-    Example:
-        >>> deviation(np.array([[999.0], [1001.0]]))
-        1.0
-        >>> deviation(np.array([[3.0, 4.0]])) == (12.5 ** 0.5)
-        True
     """
     magnitude = _rms(values)
     if values.ndim < 1 or len(values) < 2:
@@ -61,9 +56,8 @@ def forward_error(low: np.ndarray, exact: np.ndarray) -> float:
     if not usable.all():
         low, exact = np.where(usable, low, 0.0), np.where(usable, exact, 0.0)
     scale = deviation(exact)
-    error = _rms(low - exact)
     # Against outputs that are all 0 nothing can be said to be large.
-    return error / scale if scale else 0.0
+    return _rms(low - exact) / scale if scale else 0.0
 
 
 def gradient_error(
@@ -71,16 +65,8 @@ def gradient_error(
 ) -> float:
     """Returns the error of a layer's gradients, all of them together.
 
-    A gradient that is 0 by its nature, such as that of a bias ahead of a
-    normalization, is rounding noise on both sides and counts for nothing beside the
-    others.
-
-    Example:
-        >>> noise, real = np.array([1e-9]), np.array([3.0, 4.0])
-        >>> gradient_error([noise, real], [-noise, real]) < 1e-9
-        True
-        >>> gradient_error([real * np.nan], [real])
-        inf
+    One that is 0 by its nature, such as that of a bias ahead of a normalization, is
+    noise on both sides and counts for nothing beside the others.
     """
     pairs = [
         (a.astype(np.float64), b.astype(np.float64))
@@ -98,111 +84,51 @@ def _rms(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
 
 
-class _Outputs(Observer):
-    """Keeps what the model itself gives."""
-
-    def __init__(self) -> None:
-        self.kept: list[np.ndarray] = []
-
-    def on_outputs(self, call: Call, outputs: Any) -> None:
-        """Keeps the outputs of a call."""
-        self.kept += [np.asarray(tf.cast(x, tf.float32)) for x in floats(outputs)]
-
-
-class StepOutputs(NamedTuple):
-    """A step, and what the model gave in it."""
-
-    step: Step
-    outputs: list[np.ndarray]
-
-
-def run_with_outputs(
-    model: keras.Model, batch: Any, *, loss_scale: float = 1.0
-) -> StepOutputs:
-    """Runs a train step and keeps what the model itself gives."""
-    outputs = _Outputs()
-    with tapped(model, outputs, only=lambda site: site.layer is model):
-        step = run_step(model, batch, loss_scale=loss_scale)
-    return StepOutputs(step, outputs.kept)
-
-
-@dataclasses.dataclass(frozen=True)
-class Errors:
-    """How far a step of the whole model is off, or the worst of several.
-
-    `of_all` has the errors of the "gradients", all together, relative to their size, of
-    the "outputs" relative to their spread over the batch, and of the "loss" relative to
-    it; `of_layers` those of the gradients of each layer's own weights by path.
-    """
-
-    of_all: dict[str, float]
-    of_layers: dict[str, float]
-
-    def worst(self, other: "Errors") -> "Errors":
-        """Returns the larger errors of the two."""
-        return Errors(
-            _larger(self.of_all, other.of_all), _larger(self.of_layers, other.of_layers)
-        )
-
-    def is_no_worse(self, than: "Errors", *, forward: float, backward: float) -> bool:
-        """States whether a step does as well as one with a layer more in float32.
-
-        A layer with a small part of the gradients may be wholly wrong, so it counts by
-        its own, and by what the model gives. Errors of outputs and loss up to
-        `forward`, and of a layer's gradients up to `backward`, do no harm.
-        """
-        before = than.of_all["gradients"]
-        return (
-            self.of_all["gradients"] <= max(_NO_WORSE * before, before + _NOTICEABLE)
-            and all(
-                self.of_all[name] <= max(_NO_WORSE * than.of_all[name], forward)
-                for name in ("outputs", "loss")
-            )
-            and all(
-                error <= max(_NO_WORSE * than.of_layers.get(path, 0.0), backward)
-                for path, error in self.of_layers.items()
-            )
-        )
-
-
-def _larger(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    names = [*one, *(name for name in other if name not in one)]
-    return {name: max(one.get(name, 0.0), other.get(name, 0.0)) for name in names}
-
-
-def errors_of(model: keras.Model, low: StepOutputs, exact: StepOutputs) -> Errors:
-    """Returns how far a step is off."""
+def errors_of(model: keras.Model, low: Ran, exact: Ran) -> Errors:
+    """Returns how far a step of the whole model is off."""
     found = {id(variable): gradient for variable, gradient in low.step.gradients}
     pairs = {
         id(variable): (_array(found.get(id(variable))), _array(gradient))
         for variable, gradient in exact.step.gradients
     }
-    of_layers = {}
+    errors = {
+        "gradients": gradient_error(*_sides(list(pairs.values()))),
+        "outputs": max(map(forward_error, low.outputs, exact.outputs), default=0.0),
+        "loss": 0.0,
+    }
+    if low.step.loss is not None and exact.step.loss is not None:
+        losses = (np.asarray(ran.step.loss) for ran in (low, exact))
+        errors["loss"] = forward_error(*losses)
     for path, layer, _ in structure.walk(model):
         own = [pairs[id(w)] for w in structure.own_weights(layer) if id(w) in pairs]
         if own:
-            of_layers[path] = _gradient_error(own)
-    outputs = map(forward_error, low.outputs, exact.outputs)
-    losses = [each.step.loss for each in (low, exact)]
-    of_all = {
-        "gradients": _gradient_error(list(pairs.values())),
-        "outputs": max(outputs, default=0.0),
-        "loss": 0.0,
-    }
-    if not any(loss is None for loss in losses):
-        of_all["loss"] = forward_error(*map(np.asarray, losses))
-    return Errors(of_all, of_layers)
+            errors[f"layer {path}"] = gradient_error(*_sides(own))
+    return errors
 
 
-def _gradient_error(pairs: list[tuple[np.ndarray | None, np.ndarray | None]]) -> float:
-    return gradient_error([a for a, _ in pairs], [b for _, b in pairs])
+def is_no_worse(
+    these: Errors, than: Errors, *, forward: float, backward: float
+) -> bool:
+    """States whether a step does as well as one with a layer more in float32.
+
+    A layer with a small part of the gradients may be wholly wrong, so it counts by its
+    own, and by what the model gives. Errors of outputs and loss up to `forward`, and of
+    a layer's gradients up to `backward`, do no harm.
+    """
+    limits = {"outputs": forward, "loss": forward}
+    limits["gradients"] = than["gradients"] + _NOTICEABLE
+    return all(
+        error <= max(_NO_WORSE * than.get(name, 0.0), limits.get(name, backward))
+        for name, error in these.items()
+    )
+
+
+def _sides(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    return [a for a, _ in pairs], [b for _, b in pairs]
 
 
 def _array(gradient: Any) -> np.ndarray | None:
     return None if gradient is None else np.asarray(tf.convert_to_tensor(gradient))
-
-
-Verdict = Literal["safe", "layers", "loss scale", "amplification", "cannot run"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,15 +172,12 @@ class Sensitivity(TableRecord):
             fine alone and the whole is not; "cannot run" where the step raises, by no
             layer of its own.
         layers: What was measured of each layer.
-        loss_scale: The scale that gradients were judged at, the best that was tried.
+        loss_scale: The scale that gradients were judged at: tfamp's first one, or that
+            of `tfamp.ranges` where that is better.
         whole_error: Error of the gradients of the whole model in the low precision,
             guilty layers kept in float32; NaN if it cannot run so.
         num_batches: Batches that were looked at.
-        num_evaluations: Steps of the whole model that were run.
         advice: What to do, in one sentence.
-        errors_by_rules: Errors of the "gradients", "outputs" and "loss" of the whole
-            model with what tfamp's default rules keep in float32, in place of the
-            guilty layers; empty if it cannot run so.
     """
 
     model: str
@@ -264,9 +187,7 @@ class Sensitivity(TableRecord):
     loss_scale: float
     whole_error: float
     num_batches: int
-    num_evaluations: int
     advice: str
-    errors_by_rules: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def guilty(self) -> dict[str, str]:
@@ -291,17 +212,12 @@ class Sensitivity(TableRecord):
         title = f"{self.model} in {self.dtype} without tfamp's rules: {self.verdict}"
         rows = []
         for layer in self.layers:
-            because = f"{layer.reason}: {layer.explanation}" if layer.is_guilty else ""
+            because = self.guilty.get(layer.path, "")
             if because and layer.rule:
                 because += f" Kept so already: {layer.rule}."
-            row = (
-                layer.path,
-                layer.class_name,
-                _error_text(layer.forward_error),
-                _error_text(layer.backward_error),
-                because,
-            )
-            rows.append(row)
+            errors = (layer.forward_error, layer.backward_error)
+            texts = ("not finite" if math.isinf(e) else f"{e:.2g}" for e in errors)
+            rows.append((layer.path, layer.class_name, *texts, because))
         columns = {
             "layer": console.FOLD,
             "class": console.FOLD,
@@ -310,9 +226,3 @@ class Sensitivity(TableRecord):
             "float32 because": {**console.FOLD, "ratio": 1},
         }
         return console.text_of(console.table(columns, rows, title=title), self.advice)
-
-
-def _error_text(error: float) -> str:
-    if math.isnan(error):
-        return "-"
-    return "not finite" if math.isinf(error) else f"{error:.2g}"

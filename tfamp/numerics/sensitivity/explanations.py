@@ -1,10 +1,11 @@
-"""What low precision spoils in a layer, which rules keep it, and what to do."""
+"""Why low precision spoils a layer, which default rules keep it, and what to do."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,130 +15,120 @@ from tfamp.dtypes import heads, hooks, layer_dtypes, model_dtypes, resolution
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layers import Kind, policy_of, put
-from tfamp.numerics.magnitudes import first_overflow
 from tfamp.numerics.sensitivity.errors import Sensitivity, deviation, forward_error
-from tfamp.numerics.sensitivity.reruns import rerun
-from tfamp.numerics.sensitivity.shadow import Suspect, arrays
+from tfamp.numerics.sensitivity.reruns import Suspect, rerun
 from tfamp.records.formats import Format, needs_loss_scale
-from tfamp.stepping.eager_step import Site
+from tfamp.stepping.eager_step import Site, is_float
 from tfamp.stepping.layer_calls import Recorded, how_to_keep
 
-Reason = Literal[
-    "overflow",
-    "underflow",
-    "resolution",
-    "accumulation",
-    "cancellation",
-    "backward",
-    "constant",
-    "cannot run",
-]
 # tfamp's first loss scale.
 FIRST_SCALE = 2.0**15
-# Rounding of inputs and weights explains an error where it makes this part of it.
+# Rounding of inputs explains an error where it makes this part of it.
 _EXPLAINS = 0.5
-
-
-# Why a layer is unsafe: in one word, and in one sentence with the figures.
-Explanation = tuple[Reason, str]
 
 
 def explain(
     suspect: Suspect, format: Format, *, forward_limit: float, loss_scale: float
-) -> Explanation:
-    """Returns why a layer that was found guilty is unsafe in a format.
+) -> tuple[str, str]:
+    """Returns why a guilty layer is unsafe: a word, and a sentence with the figures.
 
-    `forward_limit` is the error of outputs from which it is, `loss_scale` that at which
-    its gradients were judged.
+    The word is "overflow", "underflow", "constant", "resolution", "cancellation",
+    "accumulation", "backward" or "cannot run". `forward_limit` is the error of outputs
+    from which a layer is guilty, `loss_scale` that at which its gradients were judged.
     """
     if suspect.failure:
         return "cannot run", f"it cannot run in {format.name}: {suspect.failure}"
     if suspect.worst is not None and not suspect.forward <= forward_limit:
-        return _explain_forward(suspect.worst, suspect.forward, format, forward_limit)
-    return "backward", _explain_backward(suspect, format, loss_scale)
+        return _forward(suspect.worst, suspect.forward, format, forward_limit)
+    error = suspect.backward.get(loss_scale, math.nan)
+    text = f"its gradients are off by {error:.2g} times their size"
+    if suspect.worst_backward is not None:
+        low = rerun(suspect.worst_backward, format.name, loss_scale=loss_scale)
+        found = [
+            g for g in (*low.input_gradients, *low.weight_gradients) if g is not None
+        ]
+        if math.isinf(error) or any(not np.isfinite(each).all() for each in found):
+            text = "its gradients overflow"
+        elif found and all(not each.any() for each in found):
+            text = "its gradients become 0"
+    at = "" if loss_scale == 1 else f" at a loss scale of {loss_scale:g}"
+    return "backward", f"{text} in {format.name}{at}; its outputs are fine"
 
 
-def _explain_forward(
+def _forward(
     recorded: Recorded, error: float, format: Format, limit: float
-) -> Explanation:
-    holds = f"{format.name} holds {format.max:.6g}"
-    inputs = arrays(recorded.float_inputs)
+) -> tuple[str, str]:
+    name, holds = format.name, f"{format.name} holds {format.max:.6g}"
+    # The smallest number that is rounded to inf.
+    too_large = format.max * (1 + format.epsilon / 4)
+    inputs = [np.asarray(each, np.float32) for each in recorded.float_inputs]
     largest = _largest(inputs)
-    if largest >= first_overflow(format):
-        text = f"its inputs reach {largest:.3g}, {holds}"
-        if _is_constant(inputs, format):
-            return "constant", f"a constant input: {text}"
-        return "overflow", text
-    for constant in _constants(recorded):
-        if constant >= first_overflow(format):
-            return "constant", f"a constant of {constant:.3g} is beyond range, {holds}"
-        if 0 < constant <= format.smallest_subnormal / 2:
-            return (
-                "constant",
-                f"a constant of {constant:.3g} becomes 0 in {format.name}",
-            )
-    exact = arrays(rerun(recorded, "float32").outputs)
-    largest = _largest(exact)
+    if largest >= too_large:
+        beyond = np.concatenate([a[np.abs(a) >= too_large].ravel() for a in inputs])
+        if len(np.unique(np.abs(beyond))) == 1:  # as in a mask
+            return "constant", f"a constant input: it is {largest:.3g}, {holds}"
+        return "overflow", f"its inputs reach {largest:.3g}, {holds}"
+    for leaf in structure.flatten((recorded.args, recorded.kwargs)):
+        if isinstance(leaf, bool) or not isinstance(leaf, (int, float)):
+            continue
+        if abs(leaf) >= too_large:
+            text = f"a constant of {abs(leaf):.3g} is beyond range, {holds}"
+            return "constant", text
+        if 0 < abs(leaf) <= format.smallest_subnormal / 2:
+            return "constant", f"a constant of {abs(leaf):.3g} becomes 0 in {name}"
+    exact = rerun(recorded, "float32").outputs
     if math.isinf(error):
-        if largest >= first_overflow(format):
-            return "overflow", f"its outputs reach {largest:.3g}, {holds}"
-        return "overflow", (
-            f"a number on the way to its outputs, which reach {largest:.3g} only, is "
-            f"beyond range: {holds}"
-        )
-    rounded = arrays(rerun(recorded, format.name, rounded_only=True).outputs)
+        reach = _largest(exact)
+        if reach >= too_large:
+            return "overflow", f"its outputs reach {reach:.3g}, {holds}"
+        text = f"a number on the way to its outputs, which reach {reach:.3g} only,"
+        return "overflow", f"{text} is beyond range: {holds}"
+    rounded = rerun(_with_rounded_inputs(recorded, name), "float32").outputs
     by_rounding = max(map(forward_error, rounded, exact), default=0.0)
     if by_rounding >= min(limit, _EXPLAINS * error):
-        return _explain_rounding(inputs, by_rounding, format, limit)
-    low = arrays(rerun(recorded, format.name).outputs)
-    pairs = zip(low, exact, strict=True)
-    vanished = max((_vanished(a, b, limit) for a, b in pairs), default=0.0)
+        return _of_rounding(inputs, by_rounding, format, limit)
+    low = rerun(recorded, name).outputs
+    vanished = max((_vanished(a, b, limit) for a, b in zip(low, exact, strict=True)))
     # A format with float32's range lets nothing vanish that is not rounded away.
     if vanished > limit and needs_loss_scale(format):
-        return "underflow", f"{vanished:.0%} of its outputs become 0 in {format.name}"
+        return "underflow", f"{vanished:.0%} of its outputs become 0 in {name}"
     return "accumulation", (
         f"its own arithmetic is off by {error:.2g} times the spread of its outputs, "
         f"while rounding what goes in costs {by_rounding:.2g} times"
     )
 
 
-def _explain_rounding(
+def _with_rounded_inputs(recorded: Recorded, dtype: str) -> Recorded:
+    def rounded(x: Any) -> Any:
+        if not is_float(x):
+            return x
+        return structure.with_mask_of(x, tf.cast(tf.cast(x, dtype), x.dtype))
+
+    given = structure.map_structure(rounded, (recorded.args, recorded.kwargs))
+    return dataclasses.replace(recorded, args=given[0], kwargs=given[1])
+
+
+def _of_rounding(
     inputs: list[np.ndarray], by_rounding: float, format: Format, limit: float
-) -> Explanation:
+) -> tuple[str, str]:
     for values in inputs:
-        with np.errstate(over="ignore"):
-            low = tf.cast(tf.constant(values), format.name)
-            rounded = np.asarray(tf.cast(low, tf.float32))
+        rounded = np.asarray(tf.cast(tf.cast(values, format.name), tf.float32))
         lost = forward_error(rounded, values)
-        if lost > limit:
-            vanished = np.mean((rounded == 0) & (values != 0))
-            if vanished > limit:
-                text = f"{vanished:.0%} of its inputs become 0 in {format.name}"
-                return "underflow", text
-            return "resolution", (
-                f"its inputs reach {_largest([values]):.4g} and differ by "
-                f"{deviation(values):.3g}: rounding to {format.name} is off by "
-                f"{lost:.2g} times that"
-            )
+        if lost <= limit:
+            continue
+        vanished = np.mean((rounded == 0) & (values != 0))
+        if vanished > limit:
+            text = f"{vanished:.0%} of its inputs become 0 in {format.name}"
+            return "underflow", text
+        return "resolution", (
+            f"its inputs reach {_largest([values]):.4g} and differ by "
+            f"{deviation(values):.3g}: rounding to {format.name} is off by "
+            f"{lost:.2g} times that"
+        )
     return "cancellation", (
         "it takes the difference of numbers that are close: rounding its inputs to "
         f"{format.name} alone moves its outputs by {by_rounding:.2g} times the spread"
     )
-
-
-def _explain_backward(suspect: Suspect, format: Format, loss_scale: float) -> str:
-    error = suspect.backward.get(loss_scale, math.nan)
-    text = f"its gradients are off by {error:.2g} times their size"
-    if suspect.worst_backward is not None:
-        low = rerun(suspect.worst_backward, format.name, loss_scale=loss_scale)
-        gradients = (*low.input_gradients, *low.weight_gradients)
-        found = [np.asarray(each) for each in gradients if each is not None]
-        if math.isinf(error) or any(not np.isfinite(each).all() for each in found):
-            text = "its gradients overflow"
-        elif found and all(not each.any() for each in found):
-            text = "its gradients become 0"
-    at = "" if loss_scale == 1 else f" at a loss scale of {loss_scale:g}"
-    return f"{text} in {format.name}{at}; its outputs are fine"
 
 
 def _vanished(low: np.ndarray, exact: np.ndarray, limit: float) -> float:
@@ -152,25 +143,6 @@ def _vanished(low: np.ndarray, exact: np.ndarray, limit: float) -> float:
 def _largest(values: list[np.ndarray]) -> float:
     finite = [np.abs(each[np.isfinite(each)]) for each in values]
     return max((float(each.max()) for each in finite if each.size), default=0.0)
-
-
-def _is_constant(inputs: list[np.ndarray], format: Format) -> bool:
-    """Whether all that is beyond range is one number, as in a mask."""
-    for values in inputs:
-        beyond = np.abs(values) >= first_overflow(format)
-        if beyond.any() and len(np.unique(np.abs(values[beyond]))) > 1:
-            return False
-    return True
-
-
-def _constants(recorded: Recorded) -> list[float]:
-    """Returns the magnitudes of plain numbers among the arguments."""
-    leaves: list[Any] = structure.flatten((recorded.args, recorded.kwargs))
-    return [
-        abs(float(leaf))
-        for leaf in leaves
-        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
-    ]
 
 
 def given_dtypes(model: keras.Model) -> dict[int, keras.DTypePolicy]:
@@ -207,7 +179,7 @@ def under_rules(
         yield
 
 
-def rules_of(model: keras.Model, sites: list[Site]) -> dict[str, str]:
+def rules_of(model: keras.Model, sites: Sequence[Site]) -> dict[str, str]:
     """Returns what keeps layers and operations in float32, by path.
 
     The model has been called inside `under_rules`.
@@ -246,12 +218,8 @@ def advice_on(
     model, dtype, scale = found.model, found.dtype, found.loss_scale
     off_by = f"{found.whole_error:.2g} times their size"
     if found.verdict == "safe":
-        text = f"Nothing of {model!r} is spoiled by {dtype}: its gradients are off by "
-        if not 1 < scale < FIRST_SCALE:
-            return f"{text}{off_by}."
         return (
-            f"{text}{off_by}. A loss scale of {scale:g} suits it: with a dynamic one "
-            f"that begins at {FIRST_SCALE:g} the first steps are skipped."
+            f"Nothing of {model!r} is spoiled by {dtype}: gradients are off {off_by}."
         )
     if found.verdict == "loss scale" and scale == FIRST_SCALE:
         paths = ", ".join(map(repr, unscaled[:3]))
@@ -264,7 +232,7 @@ def advice_on(
         return (
             f"Gradients fit {dtype} at a loss scale of {scale:g}, not at "
             f"{FIRST_SCALE:g}: pass `loss_scale_options={{'initial_scale': "
-            f"{scale:g}}}` to `tfamp.enable`."
+            f"2.0**{math.log2(scale):.0f}}}` to `tfamp.enable`."
         )
     if found.verdict == "cannot run":
         return (
@@ -280,6 +248,4 @@ def advice_on(
         )
     if left:
         return how_to_keep(left)
-    off = ", ".join(f"{what} by {e:.2g}" for what, e in found.errors_by_rules.items())
-    rest = f" What is off then: {off}." if off else ""
-    return f"`tfamp.enable` keeps them in float32 by its default rules.{rest}"
+    return "`tfamp.enable` keeps them in float32 by its default rules."
