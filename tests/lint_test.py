@@ -13,7 +13,8 @@ import tfamp
 from tests.lint_rules_test import batch, places, sequential, stock
 from tests.refusals import refusals
 from tests.replicas import two_replicas
-from tfamp.numerics.lint import RULE_IDS, RULES, lint
+from tfamp import lint
+from tfamp.numerics.lint import RULE_IDS
 from tfamp.records import checks
 from tfamp.records.findings import Findings
 
@@ -123,15 +124,6 @@ def test_nothing_at_all_is_found_in_float32(build, data):
     assert len(lint(build(), data=data)) == 0
 
 
-def test_a_nested_layer_is_named_by_its_path():
-    with stock("mixed_float16"):
-        norm = L.Normalization(mean=5e4, variance=1.0, name="norm")
-        inner = keras.Sequential([L.Dense(8), norm])
-        inner.name = "inner"
-        model = sequential(inner, L.Dense(8, dtype="float32"))
-    assert places(model, "shifted-normalization") == [("error", "inner/norm")]
-
-
 def test_findings_tell_all_that_a_reader_needs():
     with stock("mixed_float16"):
         model = sequential(L.Dense(8, activation="sigmoid", name="out"))
@@ -189,8 +181,6 @@ def test_what_cannot_be_checked_is_listed_with_the_reason():
     raw = keras.Sequential([keras.Input((4,)), L.Dense(8)])
     skipped = lint(raw).skipped
     assert "half-loss: no `loss` was passed, and the model has none" in skipped
-    missing = "no `optimizer` was passed, and the model has none"
-    assert f"optimizer-epsilon: {missing}" in skipped
     subclassed = Nested()
     reason = (
         "half-head: model 'nested' tells its inputs by its call only, and no `data` "
@@ -242,7 +232,7 @@ def test_several_inputs_are_told_apart():
         model = keras.Model({"a": a, "b": b}, L.Dense(8, dtype="float32")(h))
     (x, y), (large, _) = batch(4), batch(4, mean=70_000.0)
     found = lint(model, data=({"a": x, "b": large}, y)).of(rule="unnormalised-input")
-    assert [(each.layer, each.details["input"]) for each in found] == [("second", 1)]
+    assert [(each.layer, each.message[:7]) for each in found] == [("second", "Input 1")]
 
 
 def test_ragged_inputs_and_texts_are_taken():
@@ -355,37 +345,10 @@ def test_training_goes_on_as_without_lint():
     assert losses(True) == losses(False)
 
 
-def test_silenced_rules_are_listed_with_their_reason():
-    with stock("mixed_float16"):
-        model = sequential(L.Dense(8, activation="sigmoid"))
-    found = lint(model, silence={"half-head": " its loss takes logits "})
-    assert found.of(severity="error") == ()
-    assert "half-head: silenced, its loss takes logits" in found.skipped
-    assert "half-head" not in found.rules
-
-
 WRONG = {
     "model": (
         lambda model: lint("model"),
         "`model` is 'model', of type str; expected a `keras.Model`. Pass the model",
-        TypeError,
-    ),
-    "rule": (
-        lambda model: lint(model, silence={"half_head": "why"}),
-        "Unknown `silence` 'half_head'; expected 'half-head', 'half-loss', ",
-    ),
-    "guess": (
-        lambda model: lint(model, silence={"late-polic": "why"}),
-        "Did you mean 'late-policy'?",
-    ),
-    "reason": (
-        lambda model: lint(model, silence={"half-head": "  "}),
-        "The reason to silence 'half-head' is '  '; expected a sentence that says "
-        "why, for one of ('half-head', 'half-loss', ",
-    ),
-    "no dict": (
-        lambda model: lint(model, silence=["half-head"]),
-        "`silence` is ['half-head'], of type list; expected a dict of rules with",
         TypeError,
     ),
     "data": (
@@ -411,8 +374,5 @@ def test_the_documentation_has_a_whole_section_for_each_rule():
     sections = dict(zip(found[::2], found[1::2], strict=True))
     assert tuple(sections) == RULE_IDS
     for name, section in sections.items():
-        for part in ("**Why.**", "**Remedy.**", "**Silence.**"):
+        for part in ("**Why.**", "**Remedy.**"):
             assert part in section, name
-        assert f'silence={{"{name}": ' in section
-    anchors = [rule.documentation for rule in RULES]
-    assert anchors == [checks.address(f"lint#{name}") for name in RULE_IDS]

@@ -4,13 +4,13 @@ import ast
 import typing
 from pathlib import Path
 
-from tfamp.numerics.lint import RULES
+from tfamp.numerics.lint import RULE_IDS
 from tfamp.numerics.triage.result import Blamed, Triage
 from tfamp.records import checks
 
 ROOT = Path(__file__).parents[1]
 # Where the name of a page is put together, from rules and causes.
-MADE_OF = ("tfamp/numerics/lint/subject.py", "tfamp/numerics/triage/result.py")
+MADE_OF = ("tfamp/numerics/lint/__init__.py", "tfamp/numerics/triage/result.py")
 
 
 def named_pages() -> dict[str, set[str]]:
@@ -41,6 +41,6 @@ def triage_of(cause: str) -> Triage:
 
 USED = {
     *(page for found in named_pages().values() for page in found),
-    *(asked(rule.documentation) for rule in RULES),
+    *(f"lint#{rule}" for rule in RULE_IDS),
     *(asked(triage_of(cause).documentation) for cause in typing.get_args(Blamed)),
 }

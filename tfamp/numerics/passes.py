@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.records import checks
+from tfamp.records.units import join_words
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
 from tfamp.stepping.eager_step import (
     Call,
@@ -28,6 +29,8 @@ from tfamp.stepping.layer_calls import (
     watched_sites,
 )
 from tfamp.stepping.unchanged import same_draws, unchanged
+
+_MAX_NAMED = 4
 
 
 class Ran(NamedTuple):
@@ -97,3 +100,16 @@ def batches_of(
     dataset = dataset_of(data, batch_size)
     build(model, first_batch(dataset))
     return list(dataset.take(num_batches))
+
+
+def name_layers(paths: Sequence[str]) -> str:
+    """Returns the first of some paths in words, and how many more there are.
+
+    Example:
+        >>> name_layers(["a", "b", "c", "d", "e", ""])
+        "'a', 'b', 'c', 'd' and 2 more"
+    """
+    words = [repr(path) if path else "no layer" for path in paths[:_MAX_NAMED]]
+    if len(paths) > _MAX_NAMED:
+        words.append(f"{len(paths) - _MAX_NAMED} more")
+    return join_words(words)

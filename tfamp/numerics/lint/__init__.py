@@ -1,32 +1,17 @@
 """`lint`: what half precision would spoil in a model, before a step is run."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import keras
 
-from tfamp.numerics.lint import arithmetic, environment, layers, weights
-from tfamp.numerics.lint.subject import CannotTellError, LintRule, look
+from tfamp.numerics.lint.rules import RULES
+from tfamp.numerics.lint.subject import CannotTellError, look
 from tfamp.records import checks
 from tfamp.records.console import progress
 from tfamp.records.findings import Finding, Findings
 from tfamp.stepping.arguments import dataset_of
 
-RULES: tuple[LintRule, ...] = (
-    layers.half_head,
-    layers.half_loss,
-    weights.late_policy,
-    weights.half_weights,
-    arithmetic.optimizer_epsilon,
-    weights.rounded_momentum,
-    arithmetic.vanishing_epsilon,
-    arithmetic.constant_range,
-    arithmetic.long_reduction,
-    layers.shifted_normalization,
-    environment.unnormalised_input,
-    environment.float_ids,
-)
-RULE_IDS: tuple[str, ...] = tuple(rule.id for rule in RULES)
+RULE_IDS = tuple(RULES)
 
 
 def lint(
@@ -35,7 +20,6 @@ def lint(
     *,
     loss: Any = None,
     optimizer: Any = None,
-    silence: Mapping[str, str] | None = None,
     batch_size: int = 32,
 ) -> Findings:
     """Returns what half precision would spoil in a model.
@@ -54,19 +38,15 @@ def lint(
             rules on numbers are skipped, and of a subclassed model those on its graph.
         loss: What it is trained with; None takes that of `compile`.
         optimizer: An optimizer or its name; None takes that of `compile`.
-        silence: Rules that are not to run, each with the reason, which is listed
-            with the result.
         batch_size: Examples in a batch where `data` are arrays, as in `fit`.
 
     Returns:
         The findings, worst first; `print` them for a table. `skipped` names the rules
-        that were silenced or could not run, and why.
+        that could not run, and why.
 
     Raises:
-        TypeError: `model` is no Keras model, or `data` or `silence` are nothing of
-            the above.
-        ValueError: `silence` names a rule that does not exist or gives no reason, or
-            the data are empty or single examples.
+        TypeError: `model` is no Keras model, or `data` are nothing of the above.
+        ValueError: The data are empty or single examples.
 
     Example:
         >>> layers = [keras.Input((4,)), keras.layers.Dense(8, dtype="mixed_bfloat16"),
@@ -80,48 +60,41 @@ def lint(
             f"`model` is {model!r}, of type {type(model).__name__}; expected a "
             "`keras.Model`. Pass the model itself, not a function that builds it."
         )
-    silenced = _checked(silence)
     dataset = None
     if data is not None:
         dataset = dataset_of(data, batch_size, needs_targets=False)
-    findings: list[Finding] = []
+    findings: dict[tuple[Any, ...], Finding] = {}
     ran, skipped = [], []
     with progress("Linting the model", len(RULES) + 1, unit="parts") as done:
         subject = look(model, loss=loss, optimizer=optimizer, dataset=dataset)
-        for number, rule in enumerate(RULES, start=1):
+        for number, (name, (need, rule)) in enumerate(RULES.items(), start=1):
             done(number)
-            if rule.id in silenced:
-                skipped.append(f"{rule.id}: silenced, {silenced[rule.id]}")
+            if need in subject.missing:
+                skipped.append(f"{name}: {subject.missing[need]}")
                 continue
             try:
-                findings += rule.findings(subject)
+                found = list(rule(subject))
             except CannotTellError as reason:
-                skipped.append(f"{rule.id}: {reason}")
-            else:
-                ran.append(rule.id)
-    half = {part.dtype for part in subject.half()}
-    computing = " and ".join(sorted(half)) or "no half precision"
+                skipped.append(f"{name}: {reason}")
+                continue
+            ran.append(name)
+            page = {"documentation": checks.address(f"lint#{name}")}
+            for each in found:
+                finding = Finding(
+                    name,
+                    each.severity,
+                    each.message,
+                    each.remedy,
+                    layer=each.layer,
+                    figure=None if each.figure is None else float(each.figure),
+                    details=dict(page),
+                )
+                key = name, each.severity, each.layer, each.about
+                findings.setdefault(key, finding)
+    computing = " and ".join(sorted(subject.half_dtypes)) or "no half precision"
     return Findings(
-        tuple(dict.fromkeys(findings)),
+        tuple(findings.values()),
         title=f"Lint of model {model.name!r}, with {computing}",
         rules=tuple(ran),
         skipped=tuple(skipped),
     )
-
-
-def _checked(silence: Mapping[str, str] | None) -> dict[str, str]:
-    """Returns the reasons by rule, or raises what is wrong with them."""
-    if silence is not None and not isinstance(silence, Mapping):
-        raise TypeError(
-            f"`silence` is {silence!r}, of type {type(silence).__name__}; expected a "
-            "dict of rules with reasons, as in silence={'half-head': 'a test'}."
-        )
-    for name, reason in (silence or {}).items():
-        checks.choice("silence", name, RULE_IDS)
-        if not isinstance(reason, str) or not reason.strip():
-            raise ValueError(
-                f"The reason to silence {name!r} is {reason!r}; expected a sentence "
-                f"that says why, for one of {RULE_IDS!r}. Write down what makes it "
-                "harmless here."
-            )
-    return {name: reason.strip() for name, reason in (silence or {}).items()}

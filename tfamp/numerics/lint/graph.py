@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -18,7 +18,6 @@ from tfamp.graph.bodies import (
     read_bodies,
 )
 from tfamp.graph.constants import evaluate
-from tfamp.keras_hooks import structure
 from tfamp.stepping.step_traces import Marks, plain_name
 
 # What hands numbers on as they are, in another shape or in part.
@@ -74,23 +73,10 @@ class Node(NamedTuple):
 
 
 class Graph:
-    """A traced call of a model, whose arguments are named by `leaf_name`.
+    """A traced call of a model, with so many arguments named by `_leaf_name`."""
 
-    `losses` has path and dtype of each loss that a layer added; `leaves` is the number
-    of arguments.
-    """
-
-    def __init__(
-        self,
-        concrete: Any,
-        marks: Marks,
-        *,
-        losses: Sequence[tuple[str, str]] = (),
-        leaves: int = 0,
-    ) -> None:
+    def __init__(self, concrete: Any, marks: Marks, leaves: int) -> None:
         self.concrete = concrete
-        self.marks = marks
-        self.losses = tuple(losses)
         self._whole = read_bodies(concrete)
         self.nodes = tuple(_walk(self._whole, "", marks, set()))
         self._by_name = {(id(n.body), n.definition.name): n for n in self.nodes}
@@ -99,7 +85,7 @@ class Graph:
             for reference in node.inputs:
                 key = (id(node.body), reference.name)
                 self._readers.setdefault(key, []).append(node)
-        names = {leaf_name(index): index for index in range(leaves)}
+        names = {_leaf_name(index): index for index in range(leaves)}
         self.leaves = {
             names[node.definition.name]: node
             for node in self.nodes
@@ -133,16 +119,13 @@ class Graph:
                 return node
             node = before
 
-    def readers(self, node: Node) -> list[Node]:
-        """Returns the operations that read an output of an operation."""
-        return self._readers.get((id(node.body), node.definition.name), [])
-
     def readers_past(self, node: Node, passing: Iterable[str] = PASSING) -> list[Node]:
         """Returns the readers of an operation, behind those that hand it on."""
         # Names without marks may be alike.
         found, waiting, seen = [], [node], {id(node.definition)}
         while waiting:
-            for reader in self.readers(waiting.pop()):
+            at = waiting.pop()
+            for reader in self._readers.get((id(at.body), at.definition.name), []):
                 if id(reader.definition) in seen:
                     continue
                 seen.add(id(reader.definition))
@@ -159,7 +142,7 @@ def _is_float(node: Node) -> bool:
     return not dtype or bool(tf.as_dtype(dtype).is_floating)
 
 
-def leaf_name(index: int) -> str:
+def _leaf_name(index: int) -> str:
     """Returns the name of an argument of the traced call."""
     return f"tfamp_leaf_{index}"
 
@@ -195,14 +178,13 @@ def trace_call(model: keras.Model, x: Any) -> Graph:
     marks = Marks(model)
     flat = tf.nest.flatten(x)
     specs = [
-        tf.TensorSpec(leaf.shape, leaf.dtype, name=leaf_name(index))
+        tf.TensorSpec(leaf.shape, leaf.dtype, name=_leaf_name(index))
         if isinstance(leaf, (tf.Tensor, tf.TensorSpec))
         else tf.type_spec_from_value(leaf)
         for index, leaf in enumerate(flat)
     ]
     parameters = inspect.signature(model.call).parameters
     options = {"training": True} if "training" in parameters else {}
-    losses: list[tuple[str, str]] = []
 
     @tf.autograph.experimental.do_not_convert
     def forward(*leaves: Any) -> Any:
@@ -210,20 +192,8 @@ def trace_call(model: keras.Model, x: Any) -> Graph:
         # Layers keep the losses that they add, but not those of this call.
         with keras.StatelessScope(collect_losses=True):
             with tf.name_scope(marks.scope):
-                outputs = model(inputs, **options)
-            losses.extend(_added_losses(model))
-        return outputs
+                return model(inputs, **options)
 
     with model.distribute_strategy.scope(), marks.placed():
         concrete = tf.function(forward).get_concrete_function(*specs)
-    return Graph(concrete, marks, losses=losses, leaves=len(flat))
-
-
-def _added_losses(model: keras.Model) -> Iterator[tuple[str, str]]:
-    """Yields (path, dtype) of each loss of a layer, innermost layers only."""
-    rows = list(structure.walk(model))
-    for path, layer, _ in rows:
-        below = {id(x) for child in structure.children(layer) for x in child.losses}
-        for loss in layer.losses:
-            if id(loss) not in below:
-                yield path, keras.backend.standardize_dtype(loss.dtype)
+    return Graph(concrete, marks, len(flat))

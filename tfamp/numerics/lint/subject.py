@@ -1,84 +1,44 @@
-"""What the rules of the linter look at, and how their findings read."""
+"""What the rules of the linter look at: layers, a traced call, the first batches."""
 
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.layers import Policy, policy_of
 from tfamp.numerics.lint.graph import Graph, trace_call
-from tfamp.records import checks
 from tfamp.records.checks import first_line
-from tfamp.records.findings import Finding, Severity
 from tfamp.records.formats import HALF
 from tfamp.stepping.arguments import first_batch
 from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.unchanged import seeds_put_back
 
-# What a rule may have to see besides the layers and the graph.
-Need = Literal["data", "loss", "optimizer"]
 # Batches whose numbers are looked at, and how many of one input in one batch.
-NUM_BATCHES = 8
+_NUM_BATCHES = 8
 _MAX_NUMBERS = 2**22
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One layer of a model: its path is the model's own name for the model itself.
-
-    A graph of layers computes nothing itself.
-    """
-
-    path: str
-    layer: keras.layers.Layer
-    is_graph: bool = False
-
-    @property
-    def dtype(self) -> str:
-        """The dtype it computes in, "" for a graph of layers."""
-        return "" if self.is_graph else str(self.layer.compute_dtype)
-
-    @property
-    def is_half(self) -> bool:
-        """Whether it computes in float16 or bfloat16."""
-        return self.dtype in HALF
-
-    @property
-    def record(self) -> Policy | None:
-        """What tfamp knows of it, None for a layer it does not manage."""
-        return policy_of(self.layer)
-
-    @property
-    def weights(self) -> list[Any]:
-        """The weights it holds itself, not through sublayers."""
-        return structure.own_weights(self.layer)
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
     """A model with all that its rules look at.
 
-    `parts` are the model and every layer in it; `traced` is a call for training, if it
-    could be traced; `leaves` are the values of each input in a few batches, `batch` is
-    the first one as the dataset gave it. Loss and optimizers were passed or are those
-    of `compile`. `missing` says why a need of rules cannot be met, by its name.
+    `layers` are the model and every layer in it by path; `traced` is a call for
+    training, if it could be traced; `leaves` are the values of each input in a few
+    batches. Loss and optimizers were passed or are those of `compile`. `missing` says
+    why a need of rules cannot be met, by its name.
     """
 
-    model: keras.Model
-    parts: tuple[Part, ...]
-    traced: Graph | None = None
-    leaves: tuple[np.ndarray, ...] = ()
-    batch: Any = None
-    loss: Any = None
-    optimizers: tuple[Any, ...] = ()
-    is_compiled: bool = False
-    missing: dict[str, str] = dataclasses.field(default_factory=dict)
+    layers: dict[str, keras.layers.Layer]
+    traced: Graph | None
+    leaves: tuple[np.ndarray, ...]
+    loss: Any
+    optimizers: tuple[Any, ...]
+    missing: dict[str, str]
 
     @property
     def graph(self) -> Graph:
@@ -87,94 +47,29 @@ class Subject:
             raise CannotTellError(self.missing["graph"])
         return self.traced
 
-    def half(self) -> list[Part]:
-        """Returns the layers that compute in float16 or bfloat16."""
-        return [part for part in self.parts if part.is_half]
+    @property
+    def computing(self) -> dict[str, keras.layers.Layer]:
+        """The layers that compute something themselves, by path."""
+        layers = self.layers.items()
+        return {p: each for p, each in layers if structure.graph_of(each) is None}
 
-    def stored_in(self, dtype: str) -> list[Part]:
-        """Returns the layers with trainable weights of a dtype."""
+    @property
+    def half_dtypes(self) -> set[str]:
+        """The dtypes of half precision that layers compute in."""
+        return {each.compute_dtype for each in self.computing.values()} & {*HALF}
+
+    def stored_in(self, dtype: str) -> list[str]:
+        """Returns the paths of the layers with trainable weights of a dtype."""
         return [
-            part
-            for part in self.parts
-            if any(w.trainable and w.dtype == dtype for w in part.weights)
+            path
+            for path, layer in self.layers.items()
+            for weights in [structure.own_weights(layer)]
+            if any(w.trainable and w.dtype == dtype for w in weights)
         ]
-
-    def optimized(self) -> Iterator[tuple[Any, str, list[Part]]]:
-        """Yields each optimizer, a half-precision dtype and the layers stored in it."""
-        for optimizer in self.optimizers:
-            inner = getattr(optimizer, "inner_optimizer", optimizer)
-            for dtype in HALF:
-                if parts := self.stored_in(dtype):
-                    yield inner, dtype, parts
-
-    def layer_at(self, path: str) -> Any:
-        """Returns the layer of a path, None where there is none."""
-        return next((p.layer for p in self.parts if p.path == path), None)
-
-
-class Found(NamedTuple):
-    """What a rule found, without what all its findings share.
-
-    `layer` and `figure` are None where it is about no layer, or no number decided.
-    """
-
-    severity: Severity
-    message: str
-    remedy: str
-    layer: str | None = None
-    figure: float | None = None
-    details: dict[str, int | float | str | None] | None = None
 
 
 class CannotTellError(Exception):
     """Raised by a rule that could not look; its text is the reason."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LintRule:
-    """A rule of the linter, which yields what it finds in a subject.
-
-    Its name is its section in the documentation; `needs` is what it has to see besides
-    the layers and the graph.
-    """
-
-    id: str
-    needs: tuple[Need, ...]
-    check: Callable[[Subject], Iterator[Found]]
-
-    @property
-    def documentation(self) -> str:
-        """Where the rule is explained."""
-        return checks.address(f"lint#{self.id}")
-
-    def findings(self, subject: Subject) -> list[Finding]:
-        """Returns what the rule finds, each with a link to its explanation.
-
-        A `CannotTellError` where something is missing that it has to see.
-        """
-        for need in self.needs:
-            if need in subject.missing:
-                raise CannotTellError(subject.missing[need])
-        page = {"documentation": self.documentation}
-        return [
-            Finding(
-                self.id,
-                found.severity,
-                found.message,
-                found.remedy,
-                layer=found.layer,
-                figure=None if found.figure is None else float(found.figure),
-                details={**(found.details or {}), **page},
-            )
-            for found in self.check(subject)
-        ]
-
-
-def rule(
-    id: str, *, needs: tuple[Need, ...] = ()
-) -> Callable[[Callable[[Subject], Iterator[Found]]], LintRule]:
-    """Makes a rule of the function below it."""
-    return lambda check: LintRule(id, needs, check)
 
 
 def look(
@@ -190,17 +85,14 @@ def look(
     and no step is run.
     """
     missing: dict[str, str] = {}
-    batch: Any = None
     x: Any = None
     leaves: tuple[np.ndarray, ...] = ()
     if dataset is None:
         missing["data"] = "no `data` were passed"
     else:
-        batch, leaves = _read(dataset)
-        x = _x_of(batch)
+        x, leaves = _read(dataset)
     graph = None
-    with contextlib.ExitStack() as stack, warnings.catch_warnings():
-        stack.enter_context(seeds_put_back())
+    with seeds_put_back(), warnings.catch_warnings():
         # What a call warns of, it will warn of in training.
         warnings.simplefilter("ignore")
         if x is not None and not model.built:
@@ -221,46 +113,35 @@ def look(
             except Exception as error:  # the user's own code, which may do anything
                 why = f"{type(error).__name__}: {first_line(error)}"
                 missing["graph"] = f"the model cannot be traced ({why})"
-    loss = getattr(model, "loss", None) if loss is None else loss
-    is_own = optimizer is not None
-    optimizers = [keras.optimizers.get(optimizer)] if is_own else optimizers_of(model)
-    for name, given in (("loss", loss is not None), ("optimizer", optimizers)):
-        if not given:
-            missing[name] = f"no `{name}` was passed, and the model has none"
-    return Subject(
-        model,
-        tuple(
-            Part(path, layer, structure.graph_of(layer) is not None)
-            for path, layer, _ in structure.walk(model)
-        ),
-        traced=graph,
-        leaves=leaves,
-        batch=batch,
-        loss=loss,
-        optimizers=tuple(optimizers),
-        is_compiled=not is_own,
-        missing=missing,
-    )
-
-
-def _x_of(batch: Any) -> Any:
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    # Ragged and sparse tensors stay as they are.
-    return tf.nest.map_structure(
-        lambda leaf: leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf), x
-    )
+    if loss is None:
+        loss = getattr(model, "loss", None)
+    optimizers = optimizers_of(model)
+    if optimizer is not None:
+        optimizers = [keras.optimizers.get(optimizer)]
+    if loss is None:
+        missing["loss"] = "no `loss` was passed, and the model has none"
+    layers = {path: layer for path, layer, _ in structure.walk(model)}
+    return Subject(layers, graph, leaves, loss, tuple(optimizers), missing)
 
 
 def _read(dataset: tf.data.Dataset) -> tuple[Any, tuple[np.ndarray, ...]]:
-    """Returns the first batch, and the numbers of each input in the first batches."""
-    first, rows = None, []
-    for batch in dataset.take(NUM_BATCHES):
-        first = batch if first is None else first
-        rows.append([_as_rows(leaf) for leaf in tf.nest.flatten(_x_of(batch))])
-    if first is None:
-        # It raises what every function says of such a dataset.
-        first_batch(dataset)
-    return first, tuple(np.concatenate(leaves) for leaves in zip(*rows, strict=True))
+    """Returns the first inputs, and the numbers of each input in the first batches."""
+    x: Any = None
+    rows = []
+    for inputs in _inputs(dataset):
+        x = inputs if x is None else x
+        rows.append([_as_rows(leaf) for leaf in tf.nest.flatten(inputs)])
+    return x, tuple(np.concatenate(leaves) for leaves in zip(*rows, strict=True))
+
+
+def _inputs(dataset: tf.data.Dataset) -> Iterator[Any]:
+    first_batch(dataset)  # or it raises what every function says of an empty one
+    for batch in dataset.take(_NUM_BATCHES):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        # Ragged and sparse tensors stay as they are.
+        yield tf.nest.map_structure(
+            lambda leaf: leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf), x
+        )
 
 
 def _as_rows(leaf: Any) -> np.ndarray:
