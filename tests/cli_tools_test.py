@@ -181,7 +181,6 @@ RUNS = {
     "warning": (["linear", STOCK], 0),
     "warning that fails": (["linear", STOCK, "--fail-on=warning"], 1),
     "error that fails": (["build", STOCK, "--fail-on", "error"], 1),
-    "silenced": (["build", STOCK, "--silence", "half-head:it is a test"], 0),
 }
 
 
@@ -189,16 +188,6 @@ RUNS = {
 def test_the_status_tells_how_bad_it_is(case):
     (target, *flags), status = RUNS[case]
     assert main(["lint", f"tool_models:{target}", *flags]) == status
-
-
-def test_silenced_rules_are_printed_with_their_reasons(capsys):
-    first = "--silence=half-head:a test, no more,half-loss: none"
-    argv = ["lint", "tool_models:alone", STOCK, first]
-    assert main([*argv, "--silence=late-policy:b"]) == 0
-    printed = capsys.readouterr().out
-    for words in ("half-head: silenced, a test, no more", "half-loss: silenced, none"):
-        assert f"Not checked: {words}\n" in printed
-    assert "Not checked: late-policy: silenced, b\n" in printed
 
 
 @pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
@@ -222,18 +211,6 @@ FAILURES = {
         "expected (model, train) or (model, train, validation). Return the data",
     ),
     "not compiled": ("prove uncompiled", 1, "Model 'tiny' is not compiled;"),
-    "rule": (
-        *("lint build --silence=half_head:why", 2),
-        "Unknown `--silence` 'half_head'; expected 'half-head'",
-    ),
-    "reason": (
-        *("lint build --silence=half-head", 2),
-        "`--silence` is 'half-head'; expected 'rule:reason', such as 'half-head:its ",
-    ),
-    "twice": (
-        *("lint build --silence=half-head:a --silence=half-head:b", 2),
-        "`--silence` names 'half-head' twice; expected one reason. See `tfamp lint",
-    ),
     "severity": (
         *("lint build --fail-on=note", 2),
         "Unknown `--fail_on` 'note'; expected 'error' or 'warning'.",

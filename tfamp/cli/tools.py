@@ -2,13 +2,11 @@
 
 import contextlib
 import operator
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tfamp
 from tfamp.cli.command import PLOT, STATUS, Call, Command, Flag, Outcome, one_of
-from tfamp.records import checks
 from tfamp.trials import parcel
 from tfamp.trials.variant import Variant
 
@@ -118,33 +116,6 @@ _FAIL_ON = Flag(
 )
 
 
-def _silenced(name: str, texts: Sequence[str]) -> dict[str, str]:
-    """Returns the reasons by rule, of texts such as "rule:reason,rule:reason".
-
-    A comma stands between two rules where the name of one follows, so that reasons
-    may hold commas.
-    """
-    if not texts:
-        return {}
-    from tfamp.numerics.lint import RULE_IDS
-
-    names = "|".join(map(re.escape, RULE_IDS))
-    pairs = [each for text in texts for each in re.split(rf",(?=(?:{names}):)", text)]
-    found: dict[str, str] = {}
-    for pair in pairs:
-        rule, _, reason = pair.partition(":")
-        if not (rule and reason.strip()):
-            raise ValueError(
-                f"`{name}` is {pair!r}; expected 'rule:reason', such as "
-                "'half-head:its loss takes logits'"
-            )
-        checks.choice(name, rule, RULE_IDS)
-        if rule in found:
-            raise ValueError(f"`{name}` names {rule!r} twice; expected one reason")
-        found[rule] = reason.strip()
-    return found
-
-
 def _check(made: Built, *, compute_dtype: str | None, **given: Any) -> Any:
     dtype = compute_dtype or made.policy
     return tfamp.data.check(made.train, made.validation, compute_dtype=dtype, **given)
@@ -172,12 +143,6 @@ _ALL = (
     ),
     _on_model(
         "tfamp.lint",
-        Flag(
-            *("silence", _silenced, []),
-            "Rules that are not to run, each with its reason: rule:reason; may be "
-            "given again, or with a comma between.",
-            again=True,
-        ),
         ask=lambda made, **given: tfamp.lint(made.model, data=made.train, **given),
         policy="mixed_float16",
         needs_data=False,
