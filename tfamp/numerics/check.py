@@ -114,8 +114,8 @@ class _Check:
             for rule in ("half-share", "ranges", "guilty-layer"):
                 self._skipped.append(f"{rule}: no `data` were passed")
         else:
-            findings += self._of_products()
-            findings += self._of_numbers(self._batches)
+            numbers = list(self._of_numbers(self._batches))
+            findings = [*numbers, *findings, *self._of_products()]
         policy = self._dtype and f", with {self._dtype}"
         return Findings(
             tuple(dict.fromkeys(findings)),
