@@ -4,8 +4,6 @@ import dataclasses
 from typing import Any, Literal
 
 from rich import box
-from rich.padding import Padding
-from rich.text import Text
 
 from tfamp.machine import cpus
 from tfamp.machine.clusters import Cluster
@@ -86,71 +84,71 @@ class Diagnosis(TableRecord):
 
     def table(self) -> str:
         """Returns tables of at most 110 columns, and which settings are set."""
-        return console.text_of(*parts(self))
+        return text_of(self)
 
 
-def parts(diagnosis: Diagnosis, *, show_all: bool = False) -> list[Any]:
-    """Returns a diagnosis for rich, the problems last, where the eye ends up.
+def text_of(found: Diagnosis, *, show_all: bool = False) -> str:
+    """Returns a diagnosis as text, the problems last, where the eye ends up.
 
     `show_all` is for settings that are not set, too.
     """
-    found = [_versions_table(diagnosis), _devices_table(diagnosis)]
-    if diagnosis.memory is not None:
-        found.append(_memory_table(diagnosis.memory))
-    if diagnosis.cluster is not None:
-        found += _cluster_table(diagnosis.cluster)
-    found += _settings(diagnosis, show_all=show_all)
-    if diagnosis.recommendation is not None:
-        line = Text("Recommended policy: ", style="bold")
-        line.append(diagnosis.recommendation.policy, style="bold green")
-        reason = Text(diagnosis.recommendation.reason)
-        found += [line, Padding(reason, (0, 0, 1, 2), expand=False)]
-    if not diagnosis.findings:
-        return [*found, Text("No problems found.", style="green")]
-    rows = []
-    for each in diagnosis.findings:
-        style = "bold red" if each.severity == "error" else "yellow"
-        rows.append((Text(each.severity, style=style), each.message, each.remedy))
-    return [*found, _table("Problems", ("", "What", "Remedy"), rows)]
+    versions_ = [
+        (package, version or "missing", versions.SUPPORTED.get(package, ""))
+        for package, version in found.versions.items()
+    ]
+    parts = [_table("Versions", ("Package", "Found", "Supported"), versions_)]
+    devices = [_device(each) for each in found.devices]
+    names = ("Kind", "Name", "Memory", "Can do", "Fast in")
+    nothing = [("none", "TensorFlow does not run here", "", "", "")]
+    parts.append(_table("Devices", names, devices or nothing))
+    if found.memory is not None:
+        rows = _memory(found.memory)
+        parts.append(_table("Memory", ("Of", "Size", "Free", "Held by"), rows))
+    if found.cluster is not None:
+        title = f"Workers, as {found.cluster.cluster.source} says"
+        names = ("Index", "Address", "Role", "Port")
+        parts.append(_table(title, names, _workers(found.cluster)))
+        variables = found.cluster.variables.items()
+        parts.append("\n".join(f"{k}={v}" for k, v in variables) or "")
+    shown = [s for s in found.settings if show_all or s.value is not None]
+    if shown:
+        rows = [
+            (s.name, "unset" if s.value is None else s.value or "''", s.meaning)
+            for s in shown
+        ]
+        parts.append(_table("Settings", ("Name", "Value", "Effect"), rows))
+    if unset := len(found.settings) - len(shown):
+        parts.append(
+            f"{unset} settings are not set; `tfamp doctor --all` lists them.\n"
+        )
+    if found.recommendation is not None:
+        parts.append(f"Recommended policy: {found.recommendation.policy}")
+        parts.append(f"  {found.recommendation.reason}\n")
+    rows = [(each.severity, each.message, each.remedy) for each in found.findings]
+    problems = _table("Problems", ("", "What", "Remedy"), rows)
+    parts.append(problems if rows else "No problems found.")
+    return console.text_of(*filter(None, parts))
 
 
-def _table(title: str, names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Any:
+def _table(title: str, names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Any:
     columns: dict[str, Any] = {name: console.FOLD for name in names}
-    # Names of variables are long, and may break.
-    columns[names[0]] = console.FOLD | {"no_wrap": title != "Settings"}
-    look = {"box": box.SIMPLE_HEAD, "pad_edge": False, "title_style": "bold"}
+    look = {"box": box.SIMPLE_HEAD, "pad_edge": False}
     return console.table(columns, rows, title=title, **look)
 
 
-def _versions_table(diagnosis: Diagnosis) -> Any:
-    missing = Text("missing", style="bold red")
-    rows = [
-        (package, version or missing, versions.SUPPORTED.get(package, ""))
-        for package, version in diagnosis.versions.items()
-    ]
-    return _table("Versions", ("Package", "Found", "Supported"), rows)
+def _device(report: DeviceReport) -> tuple[str, ...]:
+    device = report.device
+    can = [feature for feature in _TELLING if feature in device.features]
+    if device.compute_capability is not None:
+        can.append("compute capability {}.{}".format(*device.compute_capability))
+    if device.partition:
+        can.append("MIG slice")
+    fast = ", ".join(report.fast_dtypes) or "float32"
+    memory = _size(device.memory_bytes or None)
+    return device.kind.upper(), device.name, memory, ", ".join(can), fast
 
 
-def _devices_table(diagnosis: Diagnosis) -> Any:
-    rows: list[tuple[str, ...]] = []
-    for report in diagnosis.devices:
-        device = report.device
-        can = [feature for feature in _TELLING if feature in device.features]
-        if device.compute_capability is not None:
-            major, minor = device.compute_capability
-            can.append(f"compute capability {major}.{minor}")
-        if device.partition:
-            can.append("MIG slice")
-        memory = device.memory_bytes
-        fast = ", ".join(report.fast_dtypes) or "float32"
-        row = (device.kind.upper(), device.name, _size(memory or None))
-        rows.append((*row, ", ".join(can), fast))
-    if not rows:
-        rows.append(("none", "TensorFlow does not run here"))
-    return _table("Devices", ("Kind", "Name", "Memory", "Can do", "Fast in"), rows)
-
-
-def _memory_table(memory: MachineMemory) -> Any:
+def _memory(memory: MachineMemory) -> list[tuple[str, ...]]:
     rows = []
     for gpu in memory.gpus:
         mig = f" (MIG {gpu.mig_slice})" if gpu.mig_slice else ""
@@ -160,7 +158,7 @@ def _memory_table(memory: MachineMemory) -> Any:
         first = "sets the limit" if limit == memory.limit else ""
         free = None if limit.used_bytes is None else limit.free_bytes
         rows.append((f"CPU, {limit.source}", _size(limit.bytes), _size(free), first))
-    return _table("Memory", ("Of", "Size", "Free", "Held by"), rows)
+    return rows
 
 
 def _size(num_bytes: int | None) -> str:
@@ -176,37 +174,10 @@ def _holders(gpu: GpuMemory) -> str:
     return ", ".join(found) or "nobody to be seen"
 
 
-def _cluster_table(report: ClusterReport) -> list[Any]:
-    """Returns the table of workers, and a line on what is set for them."""
-    cluster = report.cluster
+def _workers(report: ClusterReport) -> list[tuple[str, ...]]:
     rows = []
-    for i, address in enumerate(cluster.workers):
-        role = ["chief"] * (i == 0) + ["this process"] * (i == cluster.index)
+    for i, address in enumerate(report.cluster.workers):
+        role = ["chief"] * (i == 0) + ["this process"] * (i == report.cluster.index)
         answer = report.answers.get(address, "not asked")
         rows.append((str(i), address, ", ".join(role), answer))
-    title = f"Workers, as {cluster.source} says"
-    table = _table(title, ("Index", "Address", "Role", "Port"), rows)
-    shown = ", ".join(f"{k}={v}" for k, v in report.variables.items())
-    line = shown or "No variables of NCCL or gRPC are set."
-    line += " `tfamp doctor --all` lists those of NCCL to look at first."
-    return [table, Padding(Text(line), (0, 0, 1, 0), expand=False)]
-
-
-def _settings(diagnosis: Diagnosis, *, show_all: bool) -> list[Any]:
-    """Returns the table of what is set, and a line on what is not."""
-    found: list[Any] = []
-    shown = [s for s in diagnosis.settings if show_all or s.value is not None]
-    if shown:
-        rows = []
-        for setting in shown:
-            value = Text("unset", style="dim")
-            if setting.value is not None:
-                value = Text(setting.value or "''", style="cyan")
-            rows.append((setting.name, value, setting.meaning))
-        found.append(_table("Settings", ("Name", "Value", "Effect"), rows))
-    num_unset = len(diagnosis.settings) - len(shown)
-    if num_unset:
-        more = "more are" if shown else "settings that matter are"
-        line = f"{num_unset} {more} not set; `tfamp doctor --all` lists them."
-        found.append(Padding(Text(line), (0, 0, 1, 0), expand=False))
-    return found
+    return rows

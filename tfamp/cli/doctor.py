@@ -4,28 +4,25 @@ Every look at the machine goes through a `Probes`, so that tests describe a mach
 instead of having it, and each look may fail without taking the others along.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeVar
-
-from rich.console import Group
 
 import tfamp
 from tfamp.cli import findings
-from tfamp.cli.command import Call, Command, Flag, Outcome
 from tfamp.cli.diagnosis import (
     DeviceReport,
     Diagnosis,
     DoctorFinding,
     Setting,
-    parts,
+    text_of,
 )
+from tfamp.cli.shown import held_back, show
 from tfamp.machine import hosts
 from tfamp.machine.limits import MachineMemory
 from tfamp.machine.speeds import Device
@@ -38,33 +35,22 @@ T = TypeVar("T")
 _NVIDIA_VENDOR, _DISPLAY_CLASS = "0x10de", "0x03"
 
 
-def doctor(*, others: Sequence[str | os.PathLike[str]] = ()) -> Diagnosis:
+def doctor() -> Diagnosis:
     """Looks at this machine and this environment, and tells what is wrong with them.
 
     It runs where nothing else of tfamp does: without TensorFlow, with a Keras of
     another backend, with a broken driver. `tfamp doctor` does the same.
-
-    Args:
-        others: Files that `tfamp doctor --json=FILE` wrote on the other workers of a
-            cluster. What differs from here is a finding: versions, the list of
-            workers, settings, devices.
 
     Returns:
         The `Diagnosis`: `.devices`, `.memory`, `.versions`, `.settings`, the
         `.recommendation` of a policy, `.findings`, `.is_broken`, `.to_json(path)`;
         `print` it for tables.
 
-    Raises:
-        FileNotFoundError: One of `others` is missing.
-        ValueError: It holds something else.
-
     Example:
         >>> doctor().devices[0].device.kind in ("cpu", "gpu")
         True
     """
-    return diagnose(
-        Probes(), {os.fspath(each): Diagnosis.from_json(each) for each in others}
-    )
+    return diagnose(Probes())
 
 
 def _devices() -> tuple[Device, ...]:
@@ -95,12 +81,10 @@ def _nvidia_gpus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
     """Returns how many NVIDIA GPUs the system has, by Linux's list of PCI devices."""
     count = 0
     for device in pci.glob("*"):
-        try:
+        with contextlib.suppress(OSError):
             vendor = (device / "vendor").read_text().strip()
             kind = (device / "class").read_text().strip()
-        except OSError:
-            continue
-        count += vendor == _NVIDIA_VENDOR and kind.startswith(_DISPLAY_CLASS)
+            count += vendor == _NVIDIA_VENDOR and kind.startswith(_DISPLAY_CLASS)
     return count
 
 
@@ -119,10 +103,8 @@ class Probes:
     answers: Callable[[Sequence[str]], dict[str, str]] = hosts.answers
 
 
-def diagnose(
-    probes: Probes, others: Mapping[str, Diagnosis] = MappingProxyType({})
-) -> Diagnosis:
-    """Returns what the probes tell, and what is wrong with it, beside other workers."""
+def diagnose(probes: Probes) -> Diagnosis:
+    """Returns what the probes tell, and what is wrong with it."""
     environ = probes.environ
     found: list[DoctorFinding] = []
     versions = {"tfamp": tfamp.__version__, **probes.versions()}
@@ -158,20 +140,17 @@ def diagnose(
         memory = _judged_memory(probes, devices, found)
     cluster, of_cluster = findings.of_cluster(environ, probes.answers)
     found += of_cluster
-    settings += findings.cluster_settings(environ) if cluster is not None else []
-    diagnosis = Diagnosis(
+    # A stable sort: errors first, else in the order they were found.
+    found.sort(key=lambda each: each.severity != "error")
+    return Diagnosis(
         versions=versions,
         devices=reports,
         settings=tuple(settings),
         recommendation=recommendation,
-        findings=(),
+        findings=tuple(found),
         memory=memory,
         cluster=cluster,
     )
-    found += findings.differences(diagnosis, others)
-    # A stable sort: errors first, else in the order they were found.
-    found.sort(key=lambda each: each.severity != "error")
-    return dataclasses.replace(diagnosis, findings=tuple(found))
 
 
 def _judged_memory(
@@ -212,59 +191,12 @@ def _attempt(probe: Callable[[], T], found: list[DoctorFinding], fallback: T) ->
         return fallback
 
 
-@contextlib.contextmanager
-def _held_back() -> Iterator[list[str]]:
-    """Keeps what is written to the error stream, also by C++, out of the tables.
-
-    TensorFlow's first notices heed no log level. On leaving, the list holds the text.
-    """
-    log: list[str] = []
-    try:
-        saved = os.dup(2)
-    except OSError:
-        # There is no error stream.
-        yield log
-        return
-    with tempfile.TemporaryFile() as file:
-        sys.stderr.flush()
-        os.dup2(file.fileno(), 2)
-        try:
-            yield log
-        finally:
-            sys.stderr.flush()
-            os.dup2(saved, 2)
-            os.close(saved)
-            file.seek(0)
-            if text := file.read().decode(errors="replace").strip():
-                log.append(text)
-
-
-def _doctor(call: Call) -> Outcome:
+def main(read: argparse.Namespace) -> int:
+    """Prints the diagnosis; 1 if something is broken."""
     # Whatever a package prints while it is imported must not reach the document.
-    with contextlib.redirect_stdout(sys.stderr), _held_back() as log:
-        diagnosis = doctor(others=call.values["others"])
+    with contextlib.redirect_stdout(sys.stderr), held_back() as log:
+        diagnosis = doctor()
     if diagnosis.is_broken and log:
         print("".join(log), file=sys.stderr)
-    shown = Group(*parts(diagnosis, show_all=call.values["all"]))
-    return Outcome(diagnosis, shown, is_bad=diagnosis.is_broken)
-
-
-COMMANDS = {
-    "doctor": Command(
-        "doctor",
-        "tfamp.doctor",
-        _doctor,
-        (
-            Flag("all", "bool", False, "Show unset settings and old measurements too."),
-            Flag(
-                *("others", "list", []),
-                "Files of --json of other workers, with commas between: what differs "
-                "from here is shown.",
-            ),
-        ),
-        purpose="Shows devices, memory, versions, settings and what was measured of "
-        "policies, recommends a policy and says why, and names problems with their "
-        "remedies.",
-        more="Ends with status 1 if something is broken.",
-    )
-}
+    show(read, diagnosis, text_of(diagnosis, show_all=read.all))
+    return int(diagnosis.is_broken)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tfamp.cli.diagnosis import ClusterReport, Diagnosis, DoctorFinding, Setting
+from tfamp.cli.diagnosis import ClusterReport, DoctorFinding
 from tfamp.machine import cpus, hosts
 from tfamp.machine.clusters import alone_in_job, cluster_of
 from tfamp.machine.speeds import Device
@@ -19,14 +19,6 @@ _ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 _AMP = "TF_ENABLE_AUTO_MIXED_PRECISION"
 _TF32_FROM = (8, 0)
 _NETWORK = re.compile("NCCL_|GRPC_|UCX_|FI_")
-# What to look at first where NCCL is slow, or waits without an end.
-_NCCL = {
-    "NCCL_DEBUG": "WARN has NCCL log its errors, INFO what it chooses too",
-    "NCCL_SOCKET_IFNAME": "network devices of NCCL, as in eth0; unset, it chooses",
-    "NCCL_IB_DISABLE": "1 leaves InfiniBand unused",
-    "NCCL_P2P_DISABLE": "1 leaves copies from GPU to GPU unused",
-    "NCCL_SHM_DISABLE": "1 leaves shared memory of one host unused",
-}
 
 
 def uses_onednn(environ: Mapping[str, str]) -> bool:
@@ -209,64 +201,3 @@ def of_cluster(
             findings.append(_advice(message, remedy))
     variables = {k: v for k, v in environ.items() if _NETWORK.match(k)}
     return ClusterReport(cluster, answers, dict(sorted(variables.items()))), findings
-
-
-def cluster_settings(environ: Mapping[str, str]) -> list[Setting]:
-    """Returns the variables of NCCL that decide how workers exchange gradients."""
-    return [Setting(name, environ.get(name), what) for name, what in _NCCL.items()]
-
-
-def differences(
-    own: Diagnosis, others: Mapping[str, Diagnosis]
-) -> Iterator[DoctorFinding]:
-    """Yields what differs between this worker and others, by file, and should not."""
-    for path, other in others.items():
-        for package in {**own.versions, **other.versions}:
-            here, there = own.versions.get(package), other.versions.get(package)
-            if here != there:
-                yield _error(
-                    f"{package} is {here or 'missing'} here and {there or 'missing'} "
-                    f"in {path}.",
-                    "Install one version on all: others round otherwise, or do not "
-                    "understand each other's messages.",
-                )
-        yield from _differences_of_clusters(own.cluster, other.cluster, path)
-        values = {each.name: each.value for each in other.settings}
-        for setting in own.settings:
-            value = values.get(setting.name)
-            if setting.name in values and value != setting.value:
-                yield _advice(
-                    f"{setting.name} is {_setting_text(setting.value)} here and "
-                    f"{_setting_text(value)} in {path}.",
-                    "Set the same on all, where their machines are the same.",
-                )
-        kinds = [sorted({e.device.name for e in d.devices}) for d in (own, other)]
-        if kinds[0] != kinds[1]:
-            yield _advice(
-                f"Devices are {', '.join(kinds[0])} here and {', '.join(kinds[1])} in "
-                f"{path}.",
-                "Each step takes as long as on the slowest: use machines alike.",
-            )
-
-
-def _differences_of_clusters(
-    own: ClusterReport | None, other: ClusterReport | None, path: str
-) -> Iterator[DoctorFinding]:
-    """Yields where two workers know of other workers, or are the same one."""
-    here = own.cluster.workers if own else ()
-    there = other.cluster.workers if other else ()
-    if here != there:
-        yield _error(
-            f"Workers are {', '.join(here) or 'none'} here and "
-            f"{', '.join(there) or 'none'} in {path}.",
-            "Give all the same list, in one order: else each waits for others.",
-        )
-    elif own and other and own.cluster.index == other.cluster.index:
-        yield _error(
-            f"This is worker {own.cluster.index}, and so is that of {path}.",
-            "Give each worker its own index, and ask the doctor again on each.",
-        )
-
-
-def _setting_text(value: str | None) -> str:
-    return "unset" if value is None else repr(value)

@@ -5,57 +5,18 @@ file. Functions of modules go by name, functions of a script or notebook by thei
 arrays and datasets by their elements.
 """
 
-import importlib
 import inspect
-import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tfamp.records import checks
+from tfamp.trials import targets
 
 _PARCEL = "parcel.pickle"
 _DATASETS = {"train": "train_elements", "validation": "validation_elements"}
 _PURPOSE = "`tfamp.compare`"
-
-
-def load(text: str) -> Callable[..., Any]:
-    """Returns the function that "module:function" names.
-
-    The current folder is looked in first, and the module may import its neighbours, as
-    when it is run as a script.
-    """
-    module_name, colon, name = text.partition(":")
-    if not (module_name and colon and name):
-        raise ValueError(
-            f"`build_model` is {text!r}; expected 'module:function', such as "
-            "'recipes.train_digits:build'."
-        )
-    where = os.getcwd()
-    if where not in sys.path:
-        sys.path.insert(0, where)
-    neighbours = os.path.join(where, *module_name.split(".")[:-1])
-    if neighbours not in sys.path:
-        sys.path.append(neighbours)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and module_name.startswith(error.name):
-            raise ImportError(
-                f"There is no module {error.name!r} for {text!r}; expected one below "
-                f"{where!r} or an installed one. Run from the folder it lies in.",
-                name=error.name,
-            ) from error
-        raise
-    found = getattr(module, name, None)
-    if not callable(found):
-        names = [key for key, value in vars(module).items() if inspect.isroutine(value)]
-        guess = checks.did_you_mean(name, names)
-        advice = f"Did you mean {guess!r}?" if guess else f"It has {tuple(names)!r}."
-        raise ValueError(f"Module {module_name!r} has no function {name!r}. {advice}")
-    return found
 
 
 def call(function: Callable[..., Any], **offered: Any) -> Any:
@@ -168,7 +129,7 @@ def unpack(folder: Path) -> tuple[Callable[..., Any], Any, Any]:
     parcel = read(folder / _PARCEL)
     build_model = parcel["build_model"]
     if isinstance(build_model, str):
-        build_model = load(build_model)
+        build_model = targets.load(build_model)
     data = []
     for name, saved in _DATASETS.items():
         path = folder / saved

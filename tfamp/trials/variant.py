@@ -1,4 +1,8 @@
-"""A policy and how a model runs under it, as one word, and put in force."""
+"""A policy and how a model runs under it, as one word, and put in force.
+
+Reading a word imports neither TensorFlow nor Keras, so that a command line can say
+what is wrong with it at once.
+"""
 
 import contextlib
 import dataclasses
@@ -6,11 +10,6 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 
-import tensorflow as tf
-
-import tfamp
-from tfamp.dtypes.in_force import stock_policy
-from tfamp.machine import cpus
 from tfamp.records import checks
 from tfamp.records.formats import POLICIES
 from tfamp.records.record import Record
@@ -57,7 +56,6 @@ class Variant(Record):
         path, suffix, rest = text.strip().rpartition(_PLAN_SUFFIX)
         word, *options = rest.split("+")
         word = path + suffix + word
-        is_stock = word.startswith(_STOCK)
         policy = word.removeprefix(_STOCK)
         if not policy.endswith(_PLAN_SUFFIX):
             checks.choice(argument, policy, POLICIES)
@@ -65,7 +63,7 @@ class Variant(Record):
             checks.choice(f"{argument} option", option, _OPTIONS)
         found = cls(
             policy,
-            is_stock=is_stock,
+            is_stock=word.startswith(_STOCK),
             jit_compile="xla" in options,
             rewrite="rewrite" in options,
             has_rules="no_rules" not in options,
@@ -75,12 +73,13 @@ class Variant(Record):
                 f"`{argument}` holds {text!r}, but a plan says of every layer what it "
                 "computes in; expected it without 'no_rules'. Leave that out."
             )
-        if is_stock and (policy == "auto" or found.is_plan or not found.has_rules):
-            what = "plan" if found.is_plan else "rules to leave out"
-            what = "policy 'auto'" if policy == "auto" else what
+        if found.is_stock and (
+            policy == "auto" or found.is_plan or not found.has_rules
+        ):
             raise ValueError(
-                f"`{argument}` holds {text!r}, but stock Keras has no {what}; expected "
-                "a policy of Keras after 'keras:'. Leave 'keras:' or the option out."
+                f"`{argument}` holds {text!r}, but stock Keras has no 'auto', no plan "
+                "and no rules; expected a policy of Keras after 'keras:'. Leave "
+                "'keras:' or the option out."
             )
         return found
 
@@ -91,7 +90,7 @@ class Variant(Record):
         if found.is_plan and not os.path.isfile(found.policy):
             raise ValueError(
                 f"`{argument}` is {text!r}; expected the file of a plan, and there is "
-                "none. Make one with `tfamp tune module:build --out=plan.json`."
+                "none. Make one with `tfamp tune script.py --out=plan.json`."
             )
         return found
 
@@ -115,44 +114,39 @@ class Variant(Record):
 def short_names(policies: Sequence[str]) -> dict[str, str]:
     """Returns what policies are called for people: plans by the names of their files.
 
-    Of files with the same name as many folders are told as tell them apart.
-
     Example:
         >>> short_names(["float32", "runs/plan.json+xla"])
         {'float32': 'float32', 'runs/plan.json+xla': 'plan.json+xla'}
-        >>> list(short_names(["a/x/plan.json", "b/x/plan.json"]).values())
-        ['a/x/plan.json', 'b/x/plan.json']
     """
-    split = {policy: policy.rpartition(_PLAN_SUFFIX) for policy in policies}
-    paths = {path + suffix for path, suffix, _ in split.values() if suffix}
-    parts = {path: path.replace("\\", "/").split("/") for path in paths}
-
-    def name(path: str) -> str:
-        own = parts[path]
-        others = [each for other, each in parts.items() if other != path]
-        for number in range(1, len(own)):
-            if all(each[-number:] != own[-number:] for each in others):
-                return "/".join(own[-number:])
-        return path
-
+    short = [
+        os.path.basename(each) if _PLAN_SUFFIX in each else each for each in policies
+    ]
     return {
-        policy: (name(path + suffix) if suffix else "") + rest
-        for policy, (path, suffix, rest) in split.items()
+        policy: name if short.count(name) == 1 else policy
+        for policy, name in zip(policies, short, strict=True)
     }
 
 
 @contextlib.contextmanager
 def in_force(variant: Variant) -> Iterator[tuple[str, str]]:
-    """Puts a variant in force, and afterwards what was in force before."""
+    """Puts a variant in force, and afterwards what was in force before.
+
+    Yields the policy that it comes to, and why.
+    """
+    import tensorflow as tf
+
+    import tfamp
+    from tfamp.dtypes.in_force import stock_policy
+    from tfamp.machine import cpus
+
     if variant.rewrite or variant.is_stock:
         # `tfamp.enable` does so for the policies that need it.
         cpus.avoid_broken_amx()
     with contextlib.ExitStack() as stack:
         if variant.rewrite:
-            tf.config.optimizer.set_experimental_options({_REWRITE: True})
-            stack.callback(
-                tf.config.optimizer.set_experimental_options, {_REWRITE: False}
-            )
+            rewrite = tf.config.optimizer.set_experimental_options
+            rewrite({_REWRITE: True})
+            stack.callback(rewrite, {_REWRITE: False})
         if variant.is_stock:
             stack.enter_context(stock_policy(variant.policy))
             yield variant.policy, "stock Keras"
