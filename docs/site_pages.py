@@ -173,10 +173,9 @@ def command_lines() -> Iterator[str]:
     from tfamp.cli import main
 
     yield from ("# The command line", "", "```text", said(main.main, "--help"), "```")
-    for group in main._GROUPS.values():
-        for name in group:
-            text = said(main.main, name, "--help")
-            yield from ("", f"## `tfamp {name}`", "", "```text", text, "```")
+    for name in main.COMMANDS:
+        text = said(main.main, name, "--help")
+        yield from ("", f"## `tfamp {name}`", "", "```text", text, "```")
 
 
 def said(command: Callable[[list[str]], int], *arguments: str) -> str:

@@ -274,9 +274,9 @@ for name, each in {"trained": model, "frozen": frozen}.items():
 # ## Where to go next
 #
 # - `tfamp memory package.module:build --max_memory=16GB` asks the same on the command
-#   line, `tfamp find_batch_size package.module:build` makes the trials.
+#   line, `tfamp memory package.module:build --find` makes the trials.
 # - A [recipe](REPOSITORY_URL/tree/main/recipes) that is too large:
-#   `tfamp find_batch_size recipes.train_resnet50:build`.
+#   `tfamp memory recipes.train_resnet50:build --find`.
 # - [Is it worth it?](REPOSITORY_URL/blob/main/notebooks/04_is_it_worth_it.ipynb)
 #   compares policies in accuracy, speed and memory.
 # - [Why is my loss NaN?](REPOSITORY_URL/blob/main/notebooks/05_why_nan.ipynb) for what

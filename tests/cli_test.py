@@ -195,7 +195,7 @@ def test_memory_tells_the_largest_batch(capsys):
     assert main([*argv, "--batch-size=8,16", "--max-memory=1GiB"]) == 0
     out = capsys.readouterr().out
     assert "batch 8" in out and "batch 16" in out
-    assert out.count("Largest batch size that fits in 1.00 GiB under") == 2
+    assert out.count("Largest batch size that fits in 1.0 GiB under") == 2
 
 
 def test_data_that_are_missing_are_asked_for(capsys, folder):

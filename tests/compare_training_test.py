@@ -13,7 +13,6 @@ import tensorflow as tf
 
 import tfamp
 from tests.replicas import two_replicas
-from tfamp.cli import main as cli
 from tfamp.trials import batches, measurements, parcel, training, worker
 from tfamp.trials.clock import Window, curve, seconds_per_step, steady
 from tfamp.trials.run_records import Run
@@ -543,47 +542,3 @@ def test_a_few_steps_tell_time_and_memory_of_one_size(tmp_path, disabled):
     assert (run.outcome, run.batch_size) == ("fits", 24)
     assert run.examples_per_second == pytest.approx(24 / run.step.median)
     assert run.memory.training_bytes > 2**26
-
-
-PROGRAM = """
-import keras
-import numpy as np
-import tensorflow as tf
-
-x = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
-y = (x.sum(axis=1) > 0).astype("int32")
-
-
-def build(seed, epochs):
-    model = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(2)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss, metrics=["accuracy"])
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
-    return model, data.shuffle(4, seed=seed), data
-"""
-
-
-@pytest.mark.slow
-def test_the_command_compares_in_fresh_processes_and_leaves_a_report(
-    tmp_path, monkeypatch, capsys
-):
-    (tmp_path / "program_of_mine.py").write_text(PROGRAM)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    command = [
-        *("compare", "program_of_mine:build", "--policies", "float32,mixed_bfloat16"),
-        *("--seeds", "1", "--out", "report", "--fail-on", "failed"),
-        *("--latency-batch-sizes", "1"),
-    ]
-    assert cli.main(command) == 0
-    printed = capsys.readouterr().out
-    assert "[2/2] " in printed
-    assert printed.splitlines()[-1] == "Report: report/report.html"
-    found = json.loads((tmp_path / "report" / "report.json").read_text())
-    before, after = found["runs"]
-    assert (before["policy"], after["policy"]) == ("float32", "mixed_bfloat16")
-    # The same seed begins alike.
-    assert before["losses"][0][1] == pytest.approx(after["losses"][0][1], rel=0.02)
-    assert found["context"]["command"].startswith("tfamp compare program_of_mine:build")
-    assert (tmp_path / "report" / "report.md").exists()
-    assert "<html" in (tmp_path / "report" / "report.html").read_text()

@@ -342,7 +342,7 @@ def test_the_command_writes_a_saved_model_for_a_runtime(tmp_path, capsys):
     found = json.loads(report.read_text())
     assert (found["format"], found["scheme"]) == ("onnx", "dynamic")
     assert tfamp.load_exported(tmp_path / "m").predict(X).shape == (40, 3)
-    assert main(["export", "m.keras", "--format=onxx"]) == 2
+    assert main(["export", str(tmp_path / "m.keras"), "--format=onxx"]) == 2
 
 
 @pytest.mark.slow(why="processes")

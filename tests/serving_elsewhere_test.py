@@ -14,6 +14,7 @@ import pytest
 
 from tests.docs_test import CODE
 from tests.served_models import Scaled
+from tfamp.cli import main as cli
 from tfamp.serving.runtimes.signature import TensorSpec
 
 ROOT = Path(__file__).parents[1]
@@ -127,16 +128,21 @@ def test_a_repository_of_triton_holds_versions_that_load(format, tmp_path, capsy
     assert names == {"1", "2", "config.pbtxt"}
 
 
-def test_manifests_of_kserve_start_what_there_is():
+def flags_of_serve(capsys):
+    """Returns the names of the command's flags."""
+    assert cli.main(["serve", "--help"]) == 0
+    return set(re.findall(r"--(\w+)", capsys.readouterr().out))
+
+
+def test_manifests_of_kserve_start_what_there_is(capsys):
     yaml = pytest.importorskip("yaml")
-    from tfamp.cli.saved import SERVE
 
     ours, other = yaml.safe_load_all((FOLDER / "kserve.yaml").read_text())
     (container,) = ours["spec"]["predictor"]["containers"]
     path, *flags = container["args"]
     assert path.partition("=")[2] == "/mnt/models"
     given = dict(flag.removeprefix("--").split("=") for flag in flags)
-    assert given.keys() <= {flag.name for flag in SERVE.flags}
+    assert given.keys() <= flags_of_serve(capsys)
     (port,) = (each["containerPort"] for each in container["ports"])
     assert int(given["port"]) == port == container["readinessProbe"]["httpGet"]["port"]
     assert given["host"] == "0.0.0.0"
@@ -203,15 +209,13 @@ def test_ray_serve_answers_as_the_server_does(tmp_path):
     assert wrong[0] == 400 and "of shape [1, 1]; expected [-1, 4]" in wrong[1]["error"]
 
 
-def test_the_page_shows_each_way_to_serve():
+def test_the_page_shows_each_way_to_serve(capsys):
     text = PAGE.read_text(encoding="utf-8")
     files = {path.name for path in FOLDER.iterdir() if path.is_file()}
     assert files == set(re.findall(r"\(\.\./deploy/serving/([\w.]+)\)", text))
     for block in CODE.findall(text):
         compile(block, str(PAGE), "exec")
-    from tfamp.cli.saved import SERVE
-
-    known = {flag.name for flag in SERVE.flags}
+    known = flags_of_serve(capsys)
     told = set(re.findall(r"--([a-z]+_[a-z_]+)", text.partition("## On many")[0]))
     assert told <= known and len(told) > 4
 

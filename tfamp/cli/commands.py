@@ -44,16 +44,16 @@ class _Built(NamedTuple):
 def _built(target: str, policy: str | None, data: str | None) -> Iterator[_Built]:
     """Yields what a target names, built under a policy that is in force in the block.
 
-    None is for the policy that the program sets, and "auto" where it sets none. What
-    the program prints goes to the error stream.
+    None is for the policy that the program sets itself. What it prints goes to the
+    error stream.
     """
-    with in_force(Variant.parse(policy or "auto")):
+    with in_force(Variant.parse(policy or "keras:float32")):
         with contextlib.redirect_stdout(sys.stderr):
             if target.endswith(".keras"):
                 sys.path.insert(0, os.getcwd())  # where the model's classes may lie
                 found = tfamp.load_model(target)
             else:
-                build = targets.load(target, own_policy=policy is None)
+                build = targets.load(target, own_policy=policy is None, shuffled=False)
                 found = parcel.call(build, seed=0, epochs=1)
             made = _Built(*parcel.parts(found, of=repr(target)))
             if data is not None:
@@ -271,7 +271,7 @@ def export(read: argparse.Namespace) -> int:
     """Writes a saved model for a runtime."""
     source = Path(read.target)
     sys.path.insert(0, os.getcwd())  # where the model's classes and data may lie
-    given = {
+    given: dict[str, Any] = {
         name: targets.load(text)() if (text := getattr(read, name)) else None
         for name in ("calibration", "validation")
     }

@@ -1,6 +1,7 @@
 """What `tfamp.doctor` found, as a record, and the tables that show it."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from rich import box
@@ -98,16 +99,16 @@ def text_of(found: Diagnosis, *, show_all: bool = False) -> str:
     ]
     parts = [_table("Versions", ("Package", "Found", "Supported"), versions_)]
     devices = [_device(each) for each in found.devices]
-    names = ("Kind", "Name", "Memory", "Can do", "Fast in")
-    nothing = [("none", "TensorFlow does not run here", "", "", "")]
-    parts.append(_table("Devices", names, devices or nothing))
+    devices = devices or [("none", "TensorFlow does not run here", "", "", "")]
+    kinds = ("Kind", "Name", "Memory", "Can do", "Fast in")
+    parts.append(_table("Devices", kinds, devices))
     if found.memory is not None:
-        rows = _memory(found.memory)
-        parts.append(_table("Memory", ("Of", "Size", "Free", "Held by"), rows))
+        names = ("Of", "Size", "Free", "Held by")
+        parts.append(_table("Memory", names, _memory(found.memory)))
     if found.cluster is not None:
         title = f"Workers, as {found.cluster.cluster.source} says"
-        names = ("Index", "Address", "Role", "Port")
-        parts.append(_table(title, names, _workers(found.cluster)))
+        heads = ("Index", "Address", "Role", "Port")
+        parts.append(_table(title, heads, _workers(found.cluster)))
         variables = found.cluster.variables.items()
         parts.append("\n".join(f"{k}={v}" for k, v in variables) or "")
     shown = [s for s in found.settings if show_all or s.value is not None]
@@ -130,7 +131,7 @@ def text_of(found: Diagnosis, *, show_all: bool = False) -> str:
     return console.text_of(*filter(None, parts))
 
 
-def _table(title: str, names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Any:
+def _table(title: str, names: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Any:
     columns: dict[str, Any] = {name: console.FOLD for name in names}
     look = {"box": box.SIMPLE_HEAD, "pad_edge": False}
     return console.table(columns, rows, title=title, **look)
@@ -148,8 +149,8 @@ def _device(report: DeviceReport) -> tuple[str, ...]:
     return device.kind.upper(), device.name, memory, ", ".join(can), fast
 
 
-def _memory(memory: MachineMemory) -> list[tuple[str, ...]]:
-    rows = []
+def _memory(memory: MachineMemory) -> Sequence[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
     for gpu in memory.gpus:
         mig = f" (MIG {gpu.mig_slice})" if gpu.mig_slice else ""
         sizes = (_size(gpu.total_bytes), _size(gpu.free_bytes))
@@ -174,7 +175,7 @@ def _holders(gpu: GpuMemory) -> str:
     return ", ".join(found) or "nobody to be seen"
 
 
-def _workers(report: ClusterReport) -> list[tuple[str, ...]]:
+def _workers(report: ClusterReport) -> Sequence[tuple[str, ...]]:
     rows = []
     for i, address in enumerate(report.cluster.workers):
         role = ["chief"] * (i == 0) + ["this process"] * (i == report.cluster.index)

@@ -1,6 +1,6 @@
 """The `tfamp` command: nine subcommands, read before TensorFlow is imported.
 
-Each line of `_COMMANDS` is a subcommand: what it is for, an example, its flags, and
+Each line of `COMMANDS` is a subcommand: what it is for, an example, its flags, and
 the function that does it, given what was read.
 """
 
@@ -128,7 +128,7 @@ def _doctor(parser: Parser) -> None:
 
 def _check(parser: Parser) -> None:
     parser.target()
-    parser.policy(None, " (default: what the program sets, else auto)")
+    parser.policy(None, " (default: what the program sets)")
     parser.data()
     help = "severity that ends the command with status 1: error or warning"
     parser.flag("--fail_on", help, choices=("error", "warning"), default="error")
@@ -200,7 +200,7 @@ def _memory(parser: Parser) -> None:
 
 def _triage(parser: Parser) -> None:
     parser.target("what to look at, see below, or the folder of a failure's bundle")
-    parser.policy(None, " (default: what the program sets, else auto)")
+    parser.policy(None, " (default: what the program sets)")
     parser.data()
     parser.flag("--bundle", "the folder of a failure's bundle; else a batch is taken")
     parser.count("--batch", "which batch of the data, from 0", 0, default=0)
@@ -265,7 +265,7 @@ class _Command(NamedTuple):
 
 
 _GATED = _STATUS.format(" or --fail_on applies")
-_COMMANDS = {
+COMMANDS = {
     "doctor": _Command(
         "what is here: devices, versions, settings, the policy that suits, problems",
         "tfamp doctor",
@@ -356,16 +356,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-V", "--version"):
         print(f"tfamp {tfamp.__version__}")
         return 0
-    if name not in _COMMANDS:
-        print(
-            f"tfamp: {_unknown(name, _COMMANDS)} See `tfamp --help`.", file=sys.stderr
-        )
+    if name not in COMMANDS:
+        print(f"tfamp: {_unknown(name, COMMANDS)} See `tfamp --help`.", file=sys.stderr)
         return WRONG_CALL
     try:
         read = (_read_run if name == "run" else _read)(_parser(name), rest)
     except SystemExit as stop:
         return int(stop.code or 0)
-    if name == "run":  # a program of the user's shows what it shows without tfamp
+    if name == "run":  # a program's errors are its own
+        _start_tensorflow()
         return int(_work(name)(read))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     return _done(name, read, rest)
@@ -385,7 +384,7 @@ def _start_tensorflow() -> None:
 
 
 def _parser(name: str) -> Parser:
-    command = _COMMANDS[name]
+    command = COMMANDS[name]
     parser = Parser(
         prog=f"tfamp {name}",
         description=f"{command.purpose[:1].upper()}{command.purpose[1:]}.",
@@ -437,7 +436,7 @@ def _read(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _work(name: str) -> Callable[[Any], int]:
-    module, _, function = _COMMANDS[name].work.partition(":")
+    module, _, function = COMMANDS[name].work.partition(":")
     found: Callable[[Any], int] = getattr(
         importlib.import_module(f"tfamp.cli.{module}"), function
     )
@@ -473,7 +472,7 @@ def _done(name: str, read: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _usage() -> str:
     """Returns the help, with a line for each command."""
-    lines = [f"  {name:<9}{command.purpose}" for name, command in _COMMANDS.items()]
+    lines = [f"  {name:<9}{command.purpose}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: tfamp [--help] [--version] <command> [flags]",

@@ -15,7 +15,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,8 @@ FORMS = (
     "'script.py', a program as it is; 'module:build', a function that returns (model, "
     "train) or (model, train, validation); or 'model.keras', a saved model"
 )
+# Of a script's arrays, the examples that are shuffled at a time.
+_SHUFFLED = 2**14
 
 
 class ProgramError(RuntimeError):
@@ -54,16 +56,14 @@ def checked(text: str) -> str:
     return text
 
 
-def load(text: str, *, own_policy: bool = False) -> Callable[..., Any]:
+def load(text: str, **how: Any) -> Callable[..., Any]:
     """Returns the function that builds what a target names.
 
-    Args:
-        text: "module:function", whose module may import its neighbours, or a script.
-        own_policy: Whether a script may set the policy itself; else what it sets is
-            left out, and it computes under what is in force.
+    It is "module:function", whose module may import its neighbours, or a script; `how`
+    is for `first_fit`.
     """
     if text.endswith(".py"):
-        return functools.partial(first_fit, text, own_policy=own_policy)
+        return functools.partial(first_fit, text, **how)
     module_name, colon, name = text.partition(":")
     if not (module_name and colon and name):
         raise ValueError(
@@ -108,15 +108,16 @@ def first_fit(
     *,
     seed: int = 0,
     own_policy: bool = False,
-    arguments: Sequence[str] = (),
+    shuffled: bool = True,
 ) -> tuple[Any, Any, Any]:
     """Runs a script up to its first `fit` or `train_on_batch`.
 
     Args:
         path: The script.
         seed: Added to the seeds that it sets.
-        own_policy: Whether it may set the policy.
-        arguments: Its command line.
+        own_policy: Whether it may set the policy; else what it sets is left out, and
+            it computes under what is in force.
+        shuffled: Whether batches of its arrays are shuffled, as `fit` does.
 
     Returns:
         Model, training data and validation data; data are None where the script ends
@@ -137,17 +138,19 @@ def first_fit(
         return stop
 
     trained = ("fit", "train_on_batch")
-    stops = {name: stopping(getattr(keras.Model, name)) for name in trained}
+    stops: dict[str, Any] = {
+        name: stopping(getattr(keras.Model, name)) for name in trained
+    }
     with (
         mock.patch.multiple(keras.Model, **stops),
         _seeds_shifted(seed),
         contextlib.nullcontext() if own_policy else _policy_left_alone(),
-        as_main(path, arguments),
+        _as_main(path),
     ):
         try:
             names = runpy.run_path(path, run_name="__main__")
         except _Fit as found:
-            return found.model, *_data(found.given)
+            return found.model, *_data(found.given, shuffled)
         except (Exception, SystemExit) as error:
             if isinstance(error, SystemExit) and not error.code:
                 names = {}
@@ -168,7 +171,7 @@ def first_fit(
     return models[-1], None, None
 
 
-def _data(given: dict[str, Any]) -> tuple[Any, Any]:
+def _data(given: dict[str, Any], shuffled: bool) -> tuple[Any, Any]:
     """Returns the training and validation data of a call of `fit`."""
     import tensorflow as tf
 
@@ -196,17 +199,18 @@ def _data(given: dict[str, Any]) -> tuple[Any, Any]:
         return train, validation
     if arrays_of(validation) is not None:
         validation = dataset_of(validation, size)
-    return tf.data.Dataset.from_tensor_slices(train).shuffle(2**14).batch(
-        size
-    ), validation
+    dataset = tf.data.Dataset.from_tensor_slices(train)
+    if shuffled:
+        dataset = dataset.shuffle(_SHUFFLED)
+    return dataset.batch(size), validation
 
 
 @contextlib.contextmanager
-def as_main(path: str, arguments: Sequence[str]) -> Iterator[None]:
+def _as_main(path: str) -> Iterator[None]:
     """Has a script see its own command line, and its folder first among modules."""
     folder = os.path.dirname(os.path.realpath(path))
     with (
-        mock.patch.object(sys, "argv", [path, *arguments]),
+        mock.patch.object(sys, "argv", [path]),
         mock.patch.object(sys, "path", [folder, *sys.path]),
     ):
         yield
@@ -253,8 +257,11 @@ def _policy_left_alone() -> Iterator[None]:
     def nothing(*args: Any, **kwargs: Any) -> Any:
         return tfamp.status()
 
-    policies = {"set_dtype_policy": nothing}
-    old_names = {"set_global_policy": nothing, "set_dtype_policy": nothing}
+    policies: dict[str, Any] = {"set_dtype_policy": nothing}
+    old_names: dict[str, Any] = {
+        "set_global_policy": nothing,
+        "set_dtype_policy": nothing,
+    }
     with (
         mock.patch.object(tfamp, "enable", nothing),
         mock.patch.multiple(keras.config, **policies),
