@@ -74,7 +74,8 @@ def _needed(made: _Built, target: str) -> Any:
 def check(read: argparse.Namespace) -> int:
     """Prints what half precision would spoil; 1 if that is as bad as --fail_on."""
     with _built(read.target, read.policy, read.data) as made:
-        found = tfamp.lint(made.model, made.train)
+        policy = "auto" if read.policy is None else Variant.parse(read.policy).policy
+        found = tfamp.check(made.model, made.train, policy=policy)
     show(read, found)
     return int(bool(found.errors or (read.fail_on == "warning" and found.warnings)))
 
