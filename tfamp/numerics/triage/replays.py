@@ -6,15 +6,13 @@ import math
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure
-from tfamp.numerics.triage import suspicions
+from tfamp.numerics.triage import evidence
+from tfamp.numerics.triage.evidence import Suspicion, Update
 from tfamp.numerics.triage.first_nonfinite import Examined, examine
 from tfamp.numerics.triage.result import Blamed, Replay, Triage
-from tfamp.numerics.triage.suspicions import Large, Suspicion
-from tfamp.numerics.triage.updates import Update
 from tfamp.records.formats import FORMATS, HALF
 from tfamp.stepping.arguments import batch_of, build
 from tfamp.stepping.eager_step import Site, loss_scale_of
@@ -45,14 +43,7 @@ _GONE = (
     "Put weights from before it back: the step that wrote them is gone. A fused ReLU "
     "may have hidden it, so watch weights, not the loss alone."
 )
-_CHANGE_LOSS = (
-    "Change the loss: a log, a root or a division in it meets 0. Losses of Keras that "
-    "take logits do not."
-)
-_CHANGE_STEP = (
-    "Change what it computes beside its layers: a log, a root or a quotient in it "
-    "meets 0, or the slope of a root or a norm does."
-)
+_CHANGE = "Change {}: a log, a root or a quotient in it meets 0, or its slope does."
 _CHANGE_SCHEDULE = (
     "Mend the learning rate's schedule, which gives a number that is not finite at "
     "this step."
@@ -78,7 +69,7 @@ def inquire(model: keras.Model, batch: Any) -> Triage:
         try:
             return inquiry.run()
         except tf.errors.InvalidArgumentError as error:
-            found = suspicions.without_a_row(error)
+            found = evidence.without_a_row(error)
             if found is None:
                 raise
             is_label = "label" in found.sentence
@@ -94,11 +85,10 @@ class _Inquiry:
     def __init__(self, model: keras.Model, batch: Any, rate: float | None) -> None:
         self._model, self._batch, self._rate = model, batch, rate
         self._replays: list[Replay] = []
-        self._exact: Examined | None = None
         self._scale = loss_scale_of(model)
         halves = sorted(structure.compute_dtypes(model) & {*HALF})
-        self._is_half = bool(halves)
         self._dtype = halves[0] if halves else "float16"
+        self._is_exact = not halves and self._scale == 1
         self._policy = model.dtype_policy.name
         self._state = state_of(model)
         self._masks: frozenset[str] | None = None
@@ -106,136 +96,126 @@ class _Inquiry:
     def run(self) -> Triage:
         """Replays as often as it takes, and answers."""
         model, batch = self._model, self._batch
-        if lost := suspicions.bad_ids(model, batch):
+        if lost := evidence.bad_ids(model, batch):
             return self.answer("data", lost, _RENUMBER)
-        found = list(suspicions.bad_data(batch))
-        if found and self._is_spoiled_by_data():
+        weights = list(evidence.bad_weights(model))
+        found = list(evidence.bad_data(batch))
+        if found and (weights or self._is_mended_by(evidence.mended(batch))):
             return self.answer("data", found, _DROP)
-        if found := list(suspicions.bad_weights(model)):
-            return self._of_bad_weights(found)
-        if found := list(suspicions.bad_slots(model)):
+        if weights:
+            # Of a learning rate that would throw fresh weights as far.
+            return self._of_thrown(weights[:3]) or self.answer(
+                "model", [*weights, *self._large()], _GONE
+            )
+        if found := list(evidence.bad_slots(model)):
             return self.answer("optimizer", found, _RESTORE)
-        if found := list(suspicions.bad_labels(model, batch)):
+        if found := list(evidence.bad_labels(model, batch)):
             return self.answer("data", found, _RELABEL)
-        place = len(self._replays)
-        own = self._replay(self._policy, self._scale)
-        exact = self._in_float32() if self._is_half or self._scale != 1 else own
-        if exact is not own and exact.step.is_finite and not own.step.is_finite:
+        own = None if self._is_exact else self._examine(self._scale)
+        exact = self._in_float32(quiet=True)
+        if own is not None and exact.step.is_finite and not own.step.is_finite:
             # -inf that is there in float32, too, is meant; any other overflowed.
             self._masks = exact.health.masks
-            own = own.knowing(model, self._masks)
-            self._replays[place] = _replay_of(self._replays[place].name, own)
+            own = self._examine(self._scale)
+        if own is not None:
+            self._tell(self._policy, own, self._scale)
+        self._tell("float32", exact)
         if not exact.step.is_finite:
             return self._of_float32(exact)
-        if not own.step.is_finite:
+        if own is not None and not own.step.is_finite:
             return self._of_precision(own, exact)
         return self._of_the_update(exact)
 
-    def _of_bad_weights(self, found: list[Suspicion]) -> Triage:
-        """Blames the learning rate where it would throw fresh weights as far."""
-        large = suspicions.large_weights(self._model)
-        thrown = self._thrown(large)
-        if thrown is not None:
-            return self._of_the_rate([*found[:3], thrown], large)
-        return self.answer("model", [*found, *_beside(large)], _GONE)
+    def _examine(self, scale: float = 1.0, batch: Any = None) -> Examined:
+        """Runs the step on the state that the model had: with the same dropout."""
+        with state_restored(self._state):
+            return examine(
+                self._model,
+                self._batch if batch is None else batch,
+                loss_scale=scale,
+                is_exact=not structure.compute_dtypes(self._model) & {*HALF},
+                masks=self._masks,
+            )
 
-    def _is_spoiled_by_data(self) -> bool:
-        """States whether bad numbers in the batch are to blame.
+    def _tell(self, name: str, found: Examined, scale: float = 1.0) -> None:
+        """Adds a replay to the answer."""
+        name = name if scale == 1 else f"{name}, loss scale {scale:g}"
+        is_finite, origin = found.step.is_finite, found.origin
+        if is_finite or origin is None:
+            way = "" if is_finite else "loss"
+            replay = Replay(name, is_finite, found.loss, None, way)  # type: ignore[arg-type]
+        else:
+            replay = Replay(name, False, found.loss, origin.path, origin.way)
+        self._replays.append(replay)
+
+    def _in_float32(
+        self, batch: Any = None, what: str = "", *, quiet: bool = False
+    ) -> Examined:
+        with in_float32(self._model):
+            found = self._examine(1.0, batch)
+        if not quiet:
+            self._tell(f"float32{what}", found)
+        return found
+
+    def _is_mended_by(self, batch: Any, what: str = "means for what is not") -> bool:
+        """States whether the step is finite with another batch, and not with its own.
 
         A model may take NaN for what is missing, and mean it.
         """
-        if next(suspicions.bad_weights(self._model), None) is not None:
-            return True  # by the step, it seems; there is nothing left to try
-        if self._in_float32().step.is_finite:
+        if self._in_float32(quiet=True).step.is_finite:
             return False
-        with in_float32(self._model):
-            mended = suspicions.mended(self._batch)
-            again = self._replay("float32, means for what is not finite", 1.0, mended)
-        return again.step.is_finite
+        return self._in_float32(batch, f", {what} finite").step.is_finite
 
-    def _in_float32(self) -> Examined:
-        if self._exact is None:
-            with in_float32(self._model):
-                self._exact = self._replay("float32", 1.0)
-        return self._exact
+    def _large(self) -> list[Suspicion]:
+        """Returns sentences on large weights: evidence beside a cause, never one."""
+        found = evidence.large_weights(self._model).values()
+        return [Suspicion(None, each.sentence) for _, each in [*found][:3]]
 
-    def _replay(self, policy: str, scale: float, batch: Any = None) -> Examined:
-        found = self._examine(self._batch if batch is None else batch, scale)
-        name = policy if scale == 1 else f"{policy}, loss scale {scale:g}"
-        self._replays.append(_replay_of(name, found))
-        return found
-
-    def _examine(self, batch: Any, scale: float) -> Examined:
-        """Runs the step on the state that the model had: with the same dropout."""
-        with state_restored(self._state):
-            is_exact = not structure.compute_dtypes(self._model) & {*HALF}
-            found = examine(self._model, batch, loss_scale=scale, is_exact=is_exact)
-        masks = self._masks
-        return found if masks is None else found.knowing(self._model, masks)
-
-    def _thrown(self, large: list[Large]) -> Suspicion | None:
-        """Returns what an update does to weights as small as fresh ones, if too much.
+    def _of_thrown(self, found: list[Suspicion]) -> Triage | None:
+        """Blames the learning rate where an update throws weights of a fresh size.
 
         Large weights may be meant. Where this learning rate throws fresh ones away, it
         has made them large; where weights are large already, a rise that a lower rate
         does not make is enough.
         """
-        if self._rate is None:
+        large = evidence.large_weights(self._model)
+        if self._rate is None or not (found or large):
             return None
-        with suspicions.tamed(self._model):
-            with in_float32(self._model):
-                exact = self._examine(self._batch, 1.0)
-            if not exact.step.is_finite or exact.step.loss is None:
+        with evidence.tamed(self._model):
+            exact = self._in_float32(quiet=True)
+            before = exact.loss
+            if not exact.step.is_finite or before is None:
                 return None
-            update = Update.of(
-                self._model, self._batch, exact, self._rate, is_fresh=True
-            )
-            if update is None:
+            update = Update(self._model, self._batch, exact, self._rate)
+            if not (update.is_all and update.begin_anew()):
                 return None
-            before, after = float(exact.step.loss), update.loss_after()
-            if after is None or not (
-                update.is_jump(before, after)
-                or (large and update.overshoots(before, after))
-            ):
+            after = update.loss_after()
+            if after is None:
                 return None
-        return Suspicion(
+            if not update.is_jump(before, after):
+                rises = not after - before <= max(abs(before), 1e-3)
+                if not (large and rises and update.softer(before)):
+                    return None
+        thrown = Suspicion(
             None,
             "With weights of the size that initializers make, one update takes the "
             f"loss from {before:.4g} to {after:.4g}.",
         )
-
-    def _of_the_rate(self, found: list[Suspicion], large: list[Large]) -> Triage:
-        layers = [Suspicion(each.path, each.sentence) for each in large[:3]]
-        return self.answer("learning rate", [*found, *layers], _CUT)
+        layers = [each for _, each in [*large.values()][:3]]
+        return self.answer("learning rate", [*found, thrown, *layers], _CUT)
 
     def _of_float32(self, exact: Examined) -> Triage:
         """Blames what fails in float32 too: precision is out of it."""
-        left_out = suspicions.outliers(self._batch)
-        if left_out.any() and not left_out.all():
-            rest = suspicions.without(self._batch, left_out)
-            with in_float32(self._model):
-                again = self._replay("float32 without outliers", 1.0, rest)
-            if again.step.is_finite:
-                rows = ", ".join(map(str, np.flatnonzero(left_out)[:5]))
-                outlying = Suspicion(
-                    None,
-                    f"Without {int(left_out.sum())} examples (number {rows}) that are "
-                    "a thousand times as large as the others the step is finite.",
-                )
-                return self.answer("data", [outlying], _DROP)
-        if huge := list(suspicions.huge(self._batch)):
-            small = suspicions.shrunk(self._batch)
-            with in_float32(self._model):
-                name = "float32, numbers of size one for huge ones"
-                again = self._replay(name, 1.0, small)
-            if again.step.is_finite:
+        if huge := list(evidence.huge(self._batch)):
+            small = evidence.shrunk(self._batch)
+            what = ", numbers of size one for huge ones"
+            if self._in_float32(small, what).step.is_finite:
                 return self.answer("data", huge, _SCALE_DATA)
-        large = suspicions.large_weights(self._model)
-        if large and (thrown := self._thrown(large)) is not None:
-            return self._of_the_rate([thrown], large)
-        if exact.origin is None:
-            return self._of_the_loss(exact, large)
+        if thrown := self._of_thrown([]):
+            return thrown
         origin = exact.origin
+        if origin is None:
+            return self._of_the_loss(exact)
         of_layer = Suspicion(
             origin.path,
             f"{origin.path!r} makes a number that is not finite of finite ones in "
@@ -245,37 +225,35 @@ class _Inquiry:
             f"Change {origin.path!r}: keep what it takes the log, root or quotient of "
             "away from 0, as by adding a small constant, and clip what it raises."
         )
-        return self.answer("model", [of_layer, *_beside(large)], remedy, exact)
+        return self.answer("model", [of_layer, *self._large()], remedy, exact)
 
-    def _of_the_loss(self, exact: Examined, large: list[Large]) -> Triage:
+    def _of_the_loss(self, exact: Examined) -> Triage:
         """Blames what is computed past all layers."""
-        beside = _beside(large)
-        added = suspicions.bad_losses(self._model)
+        added = evidence.bad_losses(self._model)
         if added is not None:
-            remedy = f"Change what {added.layer!r} adds to the loss: a log, a root or "
-            remedy += "a division in it meets 0."
-            return self.answer("model", [added, *beside], remedy)
-        loss = exact.step.loss
-        is_slope = loss is not None and bool(tf.math.is_finite(loss))
+            remedy = _CHANGE.format(f"what {added.layer!r} adds to the loss")
+            return self.answer("model", [added, *self._large()], remedy)
+        is_slope = exact.loss is not None and math.isfinite(exact.loss)
         what = "The gradient of the loss" if is_slope else "The loss"
-        sentence = (
-            f"{what} is not finite in float32, while all that the layers give is."
-        )
-        remedy, source, step = _CHANGE_LOSS, "", type(self._model).train_step
+        sentence = f"{what} is not finite in float32, while all that the layers give is"
+        remedy = _CHANGE.format("the loss")
+        remedy += " Losses of Keras that take logits do not."
+        source, step = "", type(self._model).train_step
         if step is not keras.Model.train_step:
             name = f"`{type(self._model).__name__}.train_step`"
-            sentence = f"{sentence[:-1]}: {name} makes it so, beside its layers."
-            remedy, source = _CHANGE_STEP, _place(step)
-        answer = self.answer("model", [Suspicion(None, sentence), *beside], remedy)
-        return dataclasses.replace(answer, source=source)
+            sentence += f": {name} makes it so, beside its layers"
+            remedy = _CHANGE.format("what it computes beside its layers")
+            source = _place(step)
+        found = [Suspicion(None, f"{sentence}."), *self._large()]
+        return dataclasses.replace(self.answer("model", found, remedy), source=source)
 
     def _of_precision(self, own: Examined, exact: Examined) -> Triage:
         """Blames the loss scale or the precision: float32 is finite."""
-        large = suspicions.large_weights(self._model)
-        if large and (thrown := self._thrown(large)) is not None:
-            return self._of_the_rate([thrown], large)
+        if thrown := self._of_thrown([]):
+            return thrown
         if self._scale != 1:
-            once = self._replay(self._policy, 1.0)
+            once = self._examine()
+            self._tell(self._policy, once)
             if once.step.is_finite:
                 return self._of_loss_scale(own)
             own = once
@@ -286,42 +264,35 @@ class _Inquiry:
             if any(site.layer is origin.layer for site in kept):
                 break
             kept.append(Site(origin.path, origin.layer))
-            shown = ", ".join(repr(site.path) for site in kept)
             with as_islands([site.layer for site in kept], self._dtype):
-                found = self._replay(f"{self._policy}, {shown} in float32", 1.0)
+                found = self._examine()
+            shown = ", ".join(repr(site.path) for site in kept)
+            self._tell(f"{self._policy}, {shown} in float32", found)
             if found.step.is_finite:
                 break
         paths = tuple(site.path for site in kept)
-        sentence = f"The step is finite in float32 and not in {self._policy}."
-        sentences = [Suspicion(paths[0] if paths else None, sentence)]
-        if paths:
-            sentences.append(self._range_of(own, exact))
-        if found.step.is_finite:
-            remedy = how_to_keep(kept)
-        else:
+        text = f"The step is finite in float32 and not in {self._policy}."
+        sentences = [Suspicion(paths[0] if paths else None, text)]
+        if own.origin is not None:
+            path, way = own.origin.path, own.origin.way
+            what = "outputs" if way == "forward" else "gradients"
+            largest = exact.health.largest.get((path, way), math.nan)
+            text = f"In float32 the {what} of {path!r} reach {largest:.4g}; "
+            text += f"{self._dtype} holds {FORMATS[self._dtype].max:.6g}."
+            sentences.append(Suspicion(path, text))
+        remedy = how_to_keep(kept)
+        if not found.step.is_finite:
             remedy = (
                 "Train it in float32: keeping the layers found so far "
                 f"({', '.join(map(repr, paths)) or 'none'}) was not enough."
             )
         return self.answer("precision", sentences, remedy, own, layers=paths)
 
-    def _range_of(self, own: Examined, exact: Examined) -> Suspicion:
-        origin = own.origin
-        path = origin.path if origin is not None else ""
-        seen, what = exact.health.largest_gradient, "gradients"
-        if origin is not None and origin.way == "forward":
-            seen, what = exact.health.largest, "outputs"
-        return Suspicion(
-            path,
-            f"In float32 the {what} of {path!r} reach {seen.get(path, math.nan):.4g}; "
-            f"{self._dtype} holds {FORMATS[self._dtype].max:.6g}.",
-        )
-
     def _of_loss_scale(self, own: Examined) -> Triage:
         scale = self._scale
         while scale > 1:
-            scale /= 2.0**3 if scale >= 2.0**3 else scale
-            if self._examine(self._batch, scale).step.is_finite:
+            scale /= min(2.0**3, scale)
+            if self._examine(scale).step.is_finite:
                 break
         found = Suspicion(
             None if own.origin is None else own.origin.path,
@@ -340,8 +311,10 @@ class _Inquiry:
         if self._rate is not None and not math.isfinite(self._rate):
             at = Suspicion(None, f"The learning rate of this step is {self._rate:g}.")
             return self.answer("learning rate", [at], _CHANGE_SCHEDULE)
-        update = Update.of(self._model, self._batch, exact, self._rate)
-        if update is not None:
+        update = None
+        if self._rate is not None:
+            update = Update(self._model, self._batch, exact, self._rate)
+        if update is not None and update.is_all:
             bad = update.bad_weight()
             if bad is not None and (constrained := update.bad_constraint()) is not None:
                 remedy = (
@@ -351,15 +324,14 @@ class _Inquiry:
                 return self.answer("model", [constrained], remedy)
             if bad is not None:
                 return self.answer("optimizer", [bad], _RAISE_EPSILON)
-            before = math.inf if exact.step.loss is None else float(exact.step.loss)
+            before = math.inf if exact.loss is None else exact.loss
             after = update.loss_after()
             if after is not None and update.is_jump(before, after):
                 return self._of_a_jump(update, before, after)
-        large = suspicions.large_weights(self._model)
-        if large and (thrown := self._thrown(large)) is not None:
-            return self._of_the_rate([thrown], large)
+        if thrown := self._of_thrown([]):
+            return thrown
         nothing = "Nothing is wrong with this step: loss and gradients are finite."
-        return self.answer("none", _beside(large), nothing)
+        return self.answer("none", self._large(), nothing)
 
     def _of_a_jump(self, update: Update, before: float, after: float) -> Triage:
         """Blames the learning rate, and names one that lowers the loss."""
@@ -367,15 +339,16 @@ class _Inquiry:
         softer = update.softer(before)
         remedy, factor = _CUT, None
         if softer is not None:
-            factor = softer.factor
+            factor, loss = softer
             remedy = (
                 "Go back to weights from before and cut the learning rate from "
                 f"{update.rate:.3g} to {update.rate * factor:.3g}, at which one "
-                f"update takes the loss to {softer.loss:.4g}; or warm it up."
+                f"update takes the loss to {loss:.4g}; or warm it up."
             )
-        large = suspicions.large_weights(self._model)
-        answer = self._of_the_rate([Suspicion(None, found)], large)
-        return dataclasses.replace(answer, remedy=remedy, rate_factor=factor)
+        large = [each for _, each in evidence.large_weights(self._model).values()]
+        told = [Suspicion(None, found), *large[:3]]
+        answer = self.answer("learning rate", told, remedy)
+        return dataclasses.replace(answer, rate_factor=factor)
 
     def answer(
         self,
@@ -386,13 +359,15 @@ class _Inquiry:
         *,
         layers: tuple[str, ...] = (),
     ) -> Triage:
+        """Returns the answer, with the layer of the evidence or of the first number."""
         layer = next((each.layer for each in found if each.layer is not None), None)
         origin = None if examined is None else examined.origin
         source = ""
         if origin is not None:
             layer = origin.path if layer is None else layer
-            if layer == origin.path:
-                source = _source(origin.layer)
+            is_keras = type(origin.layer).__module__.split(".")[0] == "keras"
+            if layer == origin.path and not is_keras:
+                source = _place(getattr(type(origin.layer), "call", None))
         return Triage(
             self._model.name,
             cause,
@@ -403,27 +378,6 @@ class _Inquiry:
             tuple(self._replays),
             source,
         )
-
-
-def _beside(large: list[Large]) -> list[Suspicion]:
-    """Returns what is told of large weights where they are not to blame."""
-    return [Suspicion(None, each.sentence) for each in large[:3]]
-
-
-def _replay_of(name: str, found: Examined) -> Replay:
-    loss = None if found.step.loss is None else float(found.step.loss)
-    if found.step.is_finite:
-        return Replay(name, True, loss)
-    if found.origin is None:
-        return Replay(name, False, loss, on_the_way="loss")
-    return Replay(name, False, loss, found.origin.path, found.origin.way)
-
-
-def _source(layer: Any) -> str:
-    """Returns file and line of a layer's `call`, "" for layers of Keras's own."""
-    if type(layer).__module__.split(".")[0] == "keras":
-        return ""
-    return _place(getattr(type(layer), "call", None))
 
 
 def _place(function: Any) -> str:
