@@ -15,36 +15,30 @@ from tests.refusals import refused_arguments
 from tfamp.callbacks import DeviceStats
 
 NUM_BATCHES = 3
-FIGURES = ("load", "gpu0_energy_joules")
 
 
-class Reader:
-    """Gives 10, 20, 30, … as a load, and a joule more for each ten."""
+class Process:
+    """Stands for `psutil.Process`: a load of 10, 20, 30, ... or an error at one."""
 
-    def __init__(self):
-        self.value = 0.0
-        self.is_closed = False
-        self.has_begun = threading.Event()
+    def __init__(self, fails_at=None):
+        self.load, self.fails_at = 0.0, fails_at
 
-    def __call__(self):
-        self.value += 10
-        if self.value >= 20:
-            self.has_begun.set()
-        return dict(zip(FIGURES, (self.value, 100 + self.value / 10), strict=True))
+    def cpu_percent(self):
+        self.load += 10
+        if self.load == self.fails_at:
+            raise OSError("the system does not tell")
+        return self.load
 
-    def close(self):
-        self.is_closed = True
+    def memory_info(self):
+        return types.SimpleNamespace(rss=2**20)
 
 
-class Begun(keras.callbacks.Callback):
-    """Waits until the thread of a reader has taken its first sample."""
-
-    def __init__(self, reader):
-        super().__init__()
-        self.reader = reader
-
-    def on_train_begin(self, logs=None):
-        assert self.reader.has_begun.wait(60)
+@pytest.fixture
+def process(monkeypatch):
+    found = Process()
+    fake = types.SimpleNamespace(Process=lambda: found)
+    monkeypatch.setitem(sys.modules, "psutil", fake)
+    return found
 
 
 def compiled(**settings):
@@ -59,95 +53,48 @@ def fit(model, *callbacks, epochs=2, **settings):
     return model.fit(x, y, epochs=epochs, callbacks=list(callbacks), **settings).history
 
 
-def stats(reader, **settings):
-    """A callback with a fake reader and a clock; its thread takes one sample."""
-    ticks = iter(range(1000, 2000))
-    settings = {"clock": lambda: next(ticks), "interval_seconds": 1e6} | settings
-    return DeviceStats(readers=(reader,), **settings)
-
-
 def rows(path):
     with open(path, newline="") as file:
         return list(csv.reader(file))
 
 
-# The columns are found by a first reading. Then one sample when training begins,
-# before its first epoch, and one at the end of each: 20, 30, 40.
-def test_mean_and_most_of_each_epoch_are_in_the_history():
-    reader = Reader()
-    history = fit(compiled(), stats(reader), Begun(reader))
-    assert history["load_mean"] == [30.0, 40.0]
-    assert history["load_max"] == [30.0, 40.0]
-    assert reader.is_closed
-
-
-def test_an_epoch_is_summed_up_over_all_of_its_samples():
-    reader = Reader()
-    watch = stats(reader)
-
-    class More(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            watch.sample()
-
-    history = fit(compiled(), More(), watch, Begun(reader))
-    # 30, 40, 50 and at the end 60; then 70, 80, 90, 100.
-    assert history["load_mean"] == [45.0, 85.0]
-    assert history["load_max"] == [60.0, 100.0]
-    # From 101 when training began to 106, then to 110.
-    assert history["gpu0_energy_joules"] == [5.0, 4.0]
-
-
-def test_rows_and_scalars_hold_every_sample(tmp_path):
-    reader = Reader()
-    watch = stats(reader, csv_path=tmp_path / "stats.csv", log_dir=tmp_path / "events")
-    fit(compiled(), watch, Begun(reader))
-    assert rows(tmp_path / "stats.csv") == [
-        ["step", "time", *FIGURES],
-        ["0", "1000", "20.0", "102.0"],
-        ["3", "1001", "30.0", "103.0"],
-        ["6", "1002", "40.0", "104.0"],
-    ]
-    assert events(tmp_path / "events")[0][6, "load"] == 40.0
+def test_every_sample_is_in_the_files_and_epochs_are_summed_up(process, tmp_path):
+    files = {"csv_path": tmp_path / "stats.csv", "log_dir": tmp_path / "events"}
+    history = fit(compiled(), DeviceStats(**files, interval_seconds=1e-3), epochs=3)
+    header, *lines = rows(tmp_path / "stats.csv")
+    assert header == ["step", "time", "cpu_percent", "process_bytes"]
+    loads = [float(line[2]) for line in lines]
+    # Two readings before, at the beginning; then each sample has a row of its own.
+    assert loads == [30.0 + 10 * i for i in range(len(loads))]
+    ends = [max(float(x[2]) for x in lines if int(x[0]) <= 3 * e) for e in (1, 2, 3)]
+    assert history["cpu_percent_max"][2] == ends[2] == process.load
+    assert all(a <= b for a, b in zip(history["cpu_percent_mean"], ends, strict=True))
+    assert history["process_bytes_mean"] == [2.0**20] * 3
+    assert events(tmp_path / "events")[0][9, "cpu_percent"] == process.load
 
 
 def test_a_real_fit_reads_this_process_and_leaves_no_thread(tmp_path):
     watch = DeviceStats(csv_path=tmp_path / "stats.csv")
     history = fit(compiled(), watch)
     assert all(value > 2**20 for value in history["process_bytes_max"])
-    header, *lines = rows(tmp_path / "stats.csv")
-    assert header[:4] == ["step", "time", "cpu_percent", "process_bytes"]
-    assert len(lines) >= 2
+    assert len(rows(tmp_path / "stats.csv")) >= 3
     assert "tfamp-device-stats" not in {t.name for t in threading.enumerate()}
 
 
-class Failing(Reader):
-    """Fails at its third reading."""
-
-    def __call__(self):
-        if self.value == 20:
-            raise OSError("the driver went away")
-        return super().__call__()
-
-
-def test_a_reading_that_fails_ends_the_readings_and_not_the_training():
-    reader = Failing()
-    watch = stats(reader)
-    history = fit(compiled(), watch, Begun(reader))
-    text = (
-        "DeviceStats is off, since reading or writing failed: "
-        "OSError('the driver went away')."
-    )
-    assert watch.notes == (text,)
+@pytest.mark.parametrize("load", [20, 30, 40], ids=["first", "second", "third"])
+def test_a_reading_that_fails_ends_the_readings_and_not_the_training(process, load):
+    process.fails_at = load
+    watch = DeviceStats(interval_seconds=1e6)
+    history = fit(compiled(), watch)
     assert len(history["loss"]) == 2
-    assert "load_mean" not in history
-    assert reader.is_closed
+    (note,) = watch.notes
+    assert note.startswith("DeviceStats is off, since reading or writing failed: OSE")
 
 
 def test_a_file_that_goes_away_ends_the_readings_and_not_the_training(tmp_path):
     folder = tmp_path / "logs"
     folder.mkdir()
-    reader = Reader()
-    watch = stats(reader, csv_path=folder / "stats.csv")
+    watch = DeviceStats(csv_path=folder / "stats.csv", interval_seconds=1e6)
 
     class Remove(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -155,7 +102,7 @@ def test_a_file_that_goes_away_ends_the_readings_and_not_the_training(tmp_path):
                 (folder / "stats.csv").unlink()
                 folder.rmdir()
 
-    history = fit(compiled(), watch, Begun(reader), Remove(), epochs=3)
+    history = fit(compiled(), watch, Remove(), epochs=3)
     assert len(history["loss"]) == 3
     assert len(watch.notes) == 1 and "FileNotFoundError" in watch.notes[0]
 
@@ -169,17 +116,14 @@ class Raising(keras.callbacks.Callback):
         raise Bad
 
 
-def test_an_error_in_fit_ends_the_readings():
-    reader = Reader()
-    watch = stats(reader)
+def test_an_error_in_fit_ends_the_readings(process):
+    watch = DeviceStats(interval_seconds=1e-3)
     with pytest.raises(Bad):
         fit(compiled(), watch, Raising())
-    value = reader.value
-    assert not watch.sample()
-    assert (reader.value, reader.is_closed) == (value, True)
+    assert "tfamp-device-stats" not in {t.name for t in threading.enumerate()}
     assert watch.notes == ()
     # And the next training is read again.
-    assert len(fit(compiled(), watch)["load_max"]) == 2
+    assert len(fit(compiled(), watch)["cpu_percent_max"]) == 2
 
 
 def driver(**figures):
@@ -287,12 +231,8 @@ test_wrong_arguments_are_named = refused_arguments(
 )
 
 
-@pytest.mark.slow
 def test_a_file_that_cannot_be_written_ends_training_before_it_begins(tmp_path):
-    reader = Reader()
-    watch = stats(reader, csv_path=tmp_path / "no" / "stats.csv")
     model = compiled()
-    with pytest.raises(ValueError, match="there is no folder"):
-        fit(model, watch)
+    with pytest.raises(ValueError, match="No such file or directory"):
+        fit(model, DeviceStats(csv_path=tmp_path / "no" / "stats.csv"))
     assert int(model.optimizer.iterations) == 0
-    assert reader.is_closed

@@ -10,9 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.refusals import refused_arguments
-from tests.replicas import two_replicas
 from tfamp.callbacks import PrecisionMonitor
-from tfamp.callbacks._fit_callback import BAR_AVERAGES
 
 INF = float("inf")
 BAD_STEP = 3  # of the six steps in an epoch, counted from 1
@@ -118,19 +116,6 @@ def test_logs_and_rows_hold_every_step(compiling, every_steps, tmp_path):
     assert steps["overflow_rate"] == rates
 
 
-@pytest.mark.slow
-def test_two_replicas_are_one(tmp_path):
-    strategy = two_replicas()
-    with strategy.scope():
-        model = compiled()
-    watch = PrecisionMonitor(tmp_path / "events", tmp_path / "steps.csv", every_steps=4)
-    history = fit(model, watch)
-    assert history["applied_steps"] == [5, 10]
-    assert history["skipped_steps"] == [1, 2]
-    assert rows(tmp_path / "steps.csv")["applied_steps"] == APPLIED
-    assert events(tmp_path / "events")[0][12, "applied_steps"] == 10
-
-
 def test_scalars_are_those_of_the_rows(tmp_path):
     watch = PrecisionMonitor(tmp_path / "new" / "events", every_steps=4)
     fit(compiled(), watch)
@@ -141,28 +126,6 @@ def test_scalars_are_those_of_the_rows(tmp_path):
         assert [values[step, tag] for step in range(1, 13)] == expected
     with_norm = {step for step, tag in values if tag == "gradient_norm"}
     assert with_norm == set(range(1, 13)) - {3, 9}
-
-
-class Seen(keras.callbacks.Callback):
-    """Keeps what it is given at the end of each batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.batches = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.batches.append(dict(logs))
-
-
-def test_callbacks_after_it_see_the_last_reading():
-    if BAR_AVERAGES:
-        pytest.skip("this Keras would show a mean over the epoch")
-    seen = Seen()
-    fit(compiled(), PrecisionMonitor(every_steps=2), seen, epochs=1)
-    assert [logs["skipped_steps"] for logs in seen.batches] == [0, 0, 0, 1, 1, 1]
-    # The bar has room for two numbers; all are there when the epoch ends.
-    names = {"loss", "loss_scale", "skipped_steps"}
-    assert all(set(logs) == names for logs in seen.batches)
 
 
 def test_progress_bar_shows_the_counters(capsys):

@@ -219,20 +219,6 @@ def test_rows_and_scalars_hold_every_window(tmp_path):
     assert len(found) == 5 * 3
 
 
-def test_a_second_fit_traces_nothing_anew(tmp_path):
-    model = compiled(lambda: functional(TracedSlowly))
-    rate = Throughput(csv_path=tmp_path / "rates.csv", clock=Ticks())
-    fit(model, rate, epochs=1)
-    traced = model.num_traces
-    again = fit(model, rate, epochs=1)
-    fit(model, Throughput(), epochs=1)
-    assert model.num_traces == traced
-    assert [row[0] for row in rows(tmp_path / "rates.csv")] == [6, 6]
-    # The first step of every `fit` is told apart.
-    assert again["examples_per_second"] == pytest.approx(PER_SECOND[:1])
-    assert again["first_step_seconds"] == [STEP]
-
-
 def test_tracing_is_told_apart_and_left_out_of_the_rates_now_and_later():
     model = compiled(lambda: functional(TracedSlowly))
     model.clock = clock = Ticks()
@@ -274,30 +260,6 @@ def test_validation_and_ends_of_epochs_are_left_out(kind):
     )
     for key in KEYS:
         assert history[key] == pytest.approx(EXPECTED[key]), key
-
-
-class Seen(keras.callbacks.Callback):
-    """Keeps what a callback later in the list sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.batches, self.epochs = [], []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.batches.append(set(logs))
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.epochs.append(set(logs))
-
-
-def test_callbacks_after_it_see_the_rates():
-    seen = Seen()
-    fit(compiled(), Throughput(every_steps=2, clock=Ticks()), seen, epochs=1)
-    assert set(KEYS) <= seen.epochs[0]
-    assert not set(KEYS) & seen.batches[0]  # no window is over yet
-    # Older bars average over an epoch what batches log.
-    is_old = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 11)
-    assert set(KEYS) <= seen.batches[-1] or is_old
 
 
 def test_the_second_of_two_rests_and_says_so():

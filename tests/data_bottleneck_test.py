@@ -1,6 +1,5 @@
 """`tfamp.data.bottleneck`: verdicts on known truths, and a model left as it was."""
 
-import random
 import re
 
 import keras
@@ -11,11 +10,9 @@ import tensorflow as tf
 import tfamp
 from tests.clocks import Ticks
 from tests.refusals import refusals
-from tests.replicas import two_replicas
 from tfamp.stepping import input_waits
 from tfamp.stepping.input_waits import Bottleneck, bottleneck, judge, time_in_rounds
 from tfamp.stepping.snapshots import named_variables
-from tfamp.stepping.unchanged import unchanged
 
 # Verdicts on times whose truth is set by construction ----------------------------
 
@@ -164,47 +161,6 @@ def test_a_trained_model_is_left_as_it_was_bit_by_bit(make_optimizer, options):
     assert rounds == len(result.times["compute"]) == len(result.times["input"]) >= 1
 
 
-def test_the_step_really_changes_what_is_put_back():
-    model = make_model(keras.optimizers.Adam)
-    model.fit(pairs(), verbose=0)
-    before = state(model)
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with unchanged(model):
-        model.train_function(iter(pairs()))
-        random.random()
-        np.random.random()
-        seen = state(model)
-    changed = {name for name in before if before[name] != seen[name]}
-    # Moving statistics, seed, slots, counters, metrics; weights stay, at rate 0.
-    for word in ("moving_mean", "seed", "momentum", "iteration", "total"):
-        assert any(word in name for name in changed), word
-    assert changed.isdisjoint(weight.path for weight in model.trainable_variables)
-    assert state(model) == before
-    assert random.getstate() == python_state
-    assert np.random.get_state()[2] == numpy_state[2]
-    np.testing.assert_array_equal(np.random.get_state()[1], numpy_state[1])
-
-
-@pytest.mark.slow
-def test_an_unbuilt_model_is_built_and_otherwise_new():
-    keras.utils.set_random_seed(1)
-    model = make_model()
-    measured(model, pairs())
-    assert model.built
-    assert model.optimizer.built
-    assert int(model.optimizer.iterations) == 0
-    slots = [v for v in model.optimizer.variables if "momentum" in v.path]
-    assert slots
-    assert all(not np.any(slot) for slot in slots)
-    assert float(model.optimizer.learning_rate) == pytest.approx(0.01)
-    assert all(not np.any(v) for v in model.metrics_variables)
-    keras.utils.set_random_seed(1)
-    other = make_model()
-    other.build((None, 3))
-    for mine, new in zip(model.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, new)
-
-
 class Failing(keras.layers.Layer):
     """Raises in the step once the limit of calls is reached."""
 
@@ -227,29 +183,6 @@ def test_a_step_that_fails_leaves_the_model_as_it_was():
     before = state(model)
     with pytest.raises(tf.errors.InvalidArgumentError, match="enough"):
         measured(model, pairs())
-    assert state(model) == before
-
-
-@pytest.mark.slow
-def test_two_replicas_are_measured_and_each_is_left_as_it_was(monkeypatch):
-    strategy = two_replicas()
-    with strategy.scope():
-        model = make_model()
-    model.fit(pairs(), verbose=0)
-    before = state(model)
-    # Their statistics come from examples of their own.
-    assert any(parts[0] != parts[1] for parts in before.values())
-    distribute, shared = strategy.experimental_distribute_dataset, []
-
-    def spy(dataset):
-        shared.append(dataset)
-        return distribute(dataset)
-
-    monkeypatch.setattr(strategy, "experimental_distribute_dataset", spy)
-    result = measured(model, pairs())
-    # The batches from memory, and at least one epoch: a half for each replica.
-    assert len(shared) >= 2
-    assert result.batch_size == 4
     assert state(model) == before
 
 

@@ -116,15 +116,6 @@ def test_the_recommended_policy_is_never_objected_to(devices):
         assert hardware.objection(policy, devices, onednn=onednn) is None
 
 
-@pytest.mark.parametrize("cpu", [AMX_CPU, BF16_CPU], ids=lambda cpu: cpu.name)
-def test_bfloat16_is_slow_on_a_cpu_without_onednn(cpu):
-    advice = hardware.recommend([cpu], onednn=False)
-    assert advice.policy == "float32"
-    assert "oneDNN is off (TF_ENABLE_ONEDNN_OPTS=0)" in advice.reason
-    objection = hardware.objection("mixed_bfloat16", [cpu], onednn=False)
-    assert "oneDNN is off" in objection
-
-
 @pytest.mark.parametrize(
     "value, policy",
     [(None, "mixed_bfloat16"), ("1", "mixed_bfloat16"), ("0", "float32")],
@@ -137,25 +128,6 @@ def test_onednn_is_asked_of_the_environment(monkeypatch, value, policy):
     slow = policy == "float32"
     assert (hardware.objection("mixed_bfloat16", [AMX_CPU]) is not None) is slow
     assert ("bfloat16" in hardware.fast_dtypes(AMX_CPU)) is not slow
-
-
-# A weight of 1.0 stays when the step is under half the distance to the number below
-# it: 2**-12 in float16, 2**-9 in bfloat16.
-STORED = {
-    "float16 on T4": ("float16", T4, "0.0002; use 'mixed_float16', "),
-    "float16 on A100": ("float16", A100, "0.0002; use 'mixed_bfloat16', "),
-    "bfloat16 on A100": ("bfloat16", A100, "0.002; use 'mixed_bfloat16', "),
-    "bfloat16 on T4": ("bfloat16", T4, "0.002; use 'mixed_float16', "),
-    "float16 on P100": ("float16", P100, "and 'float32' is the fast one here."),
-}
-
-
-@pytest.mark.parametrize("policy, device, phrase", STORED.values(), ids=STORED)
-def test_weights_stored_in_half_are_objected_to(policy, device, phrase):
-    objection = hardware.objection(policy, [device], onednn=True)
-    start = f"{policy!r} stores the weights in {policy}, where a weight of 1.0 does"
-    assert objection.startswith(start)
-    assert phrase in objection
 
 
 @pytest.mark.parametrize("policy, exponent", [("float16", -12), ("bfloat16", -9)])

@@ -94,20 +94,6 @@ def test_mlflow_logs_what_the_monitor_shows(tmp_path):
         assert logged[name] == pytest.approx(history[name][-1])
 
 
-def test_weights_and_biases_log_what_the_monitor_shows(tmp_path):
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-    from wandb.integration.keras import WandbMetricsLogger
-
-    with wandb.init(mode="offline", dir=tmp_path) as run:
-        callbacks = [tfamp.callbacks.PrecisionMonitor(), WandbMetricsLogger()]
-        model = built()
-        history = model.fit(X, Y, epochs=2, verbose=0, callbacks=callbacks).history
-        logged = dict(run.summary)
-    assert is_mixed(model)
-    for name in ("loss", "loss_scale", "skipped_steps"):
-        assert logged[f"epoch/{name}"] == pytest.approx(history[name][-1])
-
-
 def test_the_keras_tuner_searches_among_mixed_models(tmp_path):
     tuner = pytest.importorskip("keras_tuner", reason="keras-tuner is not installed")
     search = tuner.RandomSearch(

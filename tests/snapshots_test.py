@@ -1,10 +1,7 @@
 """Snapshots: states taken and put bit by bit, whole files, the last few, kill -9."""
 
 import os
-import random
 import re
-import subprocess
-import sys
 
 import keras
 import ml_dtypes
@@ -359,89 +356,3 @@ FOLDERS = {
 def test_folders_are_checked(given, error, text):
     with pytest.raises(error, match=re.escape(text)):
         folder(given)
-
-
-# Writes states with the present count until it is killed. With a number, it kills
-# itself at that call to the system; without, its parent does, at no particular moment.
-KILLED = """
-import os, signal, sys, zipfile
-import numpy as np
-import tensorflow as tf
-from tfamp.stepping.snapshots import State
-from tfamp.stepping.snapshot_files import Folder
-folder, end = sys.argv[1], int(sys.argv[2])
-kept = Folder(folder)
-kept.prepare()
-newest = lambda: kept.newest()[1].counters["step"]
-
-def work():
-    count = 0
-    def counted(function):
-        def call(*args, **kwargs):
-            nonlocal count
-            count += 1
-            if count == deadline:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-        return call
-    kept.prepare()
-    step = newest()
-    if deadline:
-        os.fsync, os.replace = counted(os.fsync), counted(os.replace)
-        tf.io.gfile.remove = counted(tf.io.gfile.remove)
-        zipfile.ZipFile.open = counted(zipfile.ZipFile.open)
-    while True:
-        step += 1
-        arrays = {str(i): np.full(20000, step, np.float32) for i in range(4)}
-        kept.write(State(arrays, {"step": step}), step)
-        os.write(1, b"%d\\n" % step)
-
-kept.write(State({}, {"step": 1}), 1)
-for deadline in range(1, end + 1):
-    child = os.fork()
-    if not child:
-        work()
-    os.waitpid(child, 0)
-    kept.prepare()
-    state = kept.newest()[1]
-    wanted = np.full(20000, state.counters["step"], np.float32)
-    good = all((array == wanted).all() for array in state.arrays.values())
-    os.write(1, b"deadline %d read %d %d\\n" % (deadline, state.counters["step"], good))
-deadline = 0
-os.write(1, b"free\\n")
-work()
-"""
-
-
-@pytest.mark.slow
-def test_kill_9_at_any_moment_leaves_the_last_good_state(tmp_path):
-    script, target = tmp_path / "killed.py", tmp_path / "run"
-    script.write_text(KILLED)
-    # Two saves: each writes 5 parts, syncs twice, moves a file and removes two.
-    command = [sys.executable, str(script), str(target), "20"]
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    saved, deadlines, num_free = 0, 0, 0
-    stop_after = random.Random(0).randrange(20, 40)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-    ) as process:
-        is_free = False
-        for line in process.stdout:
-            words = line.decode().split()
-            if words == ["free"]:
-                is_free = True
-            elif words[0] == "deadline":
-                deadlines += 1
-                # What was announced as saved is there, or what came after it.
-                assert int(words[3]) in (saved, saved + 1) or saved == 0
-                assert words[4] == "1"
-            else:
-                saved = int(words[0])
-                num_free += is_free
-                if num_free == stop_after:
-                    process.kill()
-    assert deadlines == 20 and num_free >= stop_after
-    _, state = folder(target).newest()
-    assert state.counters["step"] in (saved, saved + 1)
-    wanted = np.full(20000, state.counters["step"], np.float32)
-    assert all((array == wanted).all() for array in state.arrays.values())

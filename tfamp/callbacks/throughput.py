@@ -1,11 +1,10 @@
 """`Throughput`: how fast a model trains, and how much of the time it waits for data."""
 
-import dataclasses
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from absl import logging
@@ -26,15 +25,13 @@ _KEYS = ("examples_per_second", "step_seconds", "input_wait")
 _MAX_SHAPES = 8
 
 
-@dataclasses.dataclass
-class _Window:
-    """Some steps in a row; examples are 0 where they cannot be counted."""
+class _Call(NamedTuple):
+    """A call of the training function; examples are 0 where they are not counted."""
 
-    calls: int = 0
-    batches: int = 0
-    seconds: float = 0.0
-    examples: int = 0
-    waited: float = 0.0
+    batches: int
+    seconds: float
+    examples: int
+    waited: float
 
 
 class Throughput(FitCallback):
@@ -122,8 +119,9 @@ class Throughput(FitCallback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to measure an epoch."""
-        self._windows: list[_Window] = []
-        self._window = _Window()
+        # Calls of the epoch, and how many of them have a row already.
+        self._calls: list[_Call] = []
+        self._num_written = 0
         # When the last call ended; None: the time until the next is left out.
         self._ended: float | None = None
         self._left = (self.params or {}).get("steps")
@@ -147,7 +145,7 @@ class Throughput(FitCallback):
         if self._events is None:
             return
         self._end_window()
-        if not all(each.examples for each in self._windows):
+        if not all(each.examples for each in self._calls):
             self._note(
                 "No examples_per_second, since the examples of a batch cannot be "
                 "counted: pass `batch_size`."
@@ -159,7 +157,7 @@ class Throughput(FitCallback):
                 logging.INFO,
             )
         if logs is not None:
-            logs.update(self._rates(self._windows))
+            logs.update(self._rates(self._calls))
             if self._is_first_epoch and self.first_step_seconds is not None:
                 logs["first_step_seconds"] = self.first_step_seconds
         self._is_first_epoch = False
@@ -178,27 +176,27 @@ class Throughput(FitCallback):
         if self._is_new:  # what is made anew is traced anew
             self._function = function
             self._shapes.clear()
-        self._drawn = _Window(1)
-        source = iterator
+        source, self._waited, self._examples = iterator, 0.0, 0
         if self._draws:
             source = Draws(lambda: self._draw(iterator), iterator)
         logs = function(source)
         if self._runs_ahead and not logs:  # or `fit` waits, for its logs
             tf.test.experimental.sync_devices()
         self._ended = self._clock()
-        self._drawn.seconds = self._ended - began
-        if not self._draws:
-            self._count()
-        if self.first_step_seconds is None:
-            self.first_step_seconds = self._drawn.seconds
-        self._num_batches += self._drawn.batches
+        batches = self._steps
         if self._left is not None:
-            self._left -= self._steps
-        if not self._is_new:
-            for name, value in vars(self._drawn).items():
-                setattr(self._window, name, getattr(self._window, name) + value)
-        is_last = self._left is not None and self._left <= 0
-        if is_last or self._window.calls >= max(1, self.every_steps // self._steps):
+            batches, self._left = min(batches, self._left), self._left - batches
+        if not self._draws:
+            self._count(batches)
+        self._num_batches += batches
+        seconds = self._ended - began
+        if self.first_step_seconds is None:
+            self.first_step_seconds = seconds
+        if not self._is_new and batches > 0:
+            call = _Call(batches, seconds, self._examples, self._waited)
+            self._calls.append(call)
+        is_full = (len(self._calls) - self._num_written) * batches >= self.every_steps
+        if is_full or (self._left is not None and self._left <= 0):
             self._end_window()
         return logs
 
@@ -206,8 +204,8 @@ class Throughput(FitCallback):
         """Returns the next batch, timed and counted."""
         start = self._clock()
         data = next(iterator)
-        self._drawn.waited, self._drawn.batches = self._clock() - start, 1
-        self._drawn.examples = self.batch_size or num_rows(self.model, data)
+        self._waited = self._clock() - start
+        self._examples = self.batch_size or num_rows(self.model, data)
         if len(self._shapes) < _MAX_SHAPES:
             leaves = tf.nest.flatten(data, expand_composites=True)
             shape = tuple(str(getattr(leaf, "shape", "")) for leaf in leaves)
@@ -215,37 +213,36 @@ class Throughput(FitCallback):
             self._shapes.add(shape)
         return data
 
-    def _count(self) -> None:
+    def _count(self, batches: int) -> None:
         """Counts what the call has drawn by itself, as the loss has counted it."""
-        left = self._steps if self._left is None else max(0, self._left)
-        self._drawn.batches = min(self._steps, left)
         if self.batch_size is not None:
-            self._drawn.examples = self.batch_size * self._drawn.batches
+            self._examples = self.batch_size * batches
         elif not has_workers(self.model):  # whose counts they would have to add up
             counted = trainer.examples_recorded(self.model)
-            self._drawn.examples = max(0, round(counted - self._counted))
+            self._examples = max(0, round(counted - self._counted))
             self._counted = counted
 
     def _end_window(self) -> None:
-        window, self._window = self._window, _Window()
-        if window.batches and window.seconds > 0 and self._events is not None:
-            self._windows.append(window)
-            self._latest = self._rates([window])
+        """Writes a row of the calls that have none yet."""
+        calls = self._calls[self._num_written :]
+        self._num_written = len(self._calls)
+        if calls and self._events is not None:
+            self._latest = self._rates(calls)
             row = (self._num_batches, *map(self._latest.get, _KEYS))
             self._events.write([row])
 
-    def _rates(self, windows: Sequence[_Window]) -> dict[str, float]:
-        """Returns what windows come to, without what is not known."""
-        if not windows:
+    def _rates(self, calls: Sequence[_Call]) -> dict[str, float]:
+        """Returns what calls come to, without what is not known."""
+        seconds = sum(each.seconds for each in calls)
+        if seconds <= 0:
             return {}
-        seconds = sum(each.seconds for each in windows)
         rates = {}
-        if all(each.examples for each in windows):
-            rates[_KEYS[0]] = sum(each.examples for each in windows) / seconds
-        # Of a window only the mean is known, which stands for each of its steps.
+        if all(each.examples for each in calls):
+            rates[_KEYS[0]] = sum(each.examples for each in calls) / seconds
+        # Of a call only the mean is known, which stands for each of its steps.
         rates[_KEYS[1]] = statistics.median_low(
-            each.seconds / each.batches for each in windows for _ in range(each.batches)
+            each.seconds / each.batches for each in calls for _ in range(each.batches)
         )
         if self._draws:
-            rates[_KEYS[2]] = min(1.0, sum(each.waited for each in windows) / seconds)
+            rates[_KEYS[2]] = min(1.0, sum(each.waited for each in calls) / seconds)
         return rates

@@ -119,26 +119,20 @@ def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
     total, free = fields.get("MemTotal"), fields.get("MemAvailable")
     used = None if total is None or free is None else total - free
     found = [MemoryLimit(system_bytes() if total is None else total, PHYSICAL, used)]
-    for version in _CGROUPS:
-        found += _cgroup_limits(root, version)
+    for version, (mount, limit_file, used_file, cache_line) in _CGROUPS.items():
+        groups = []
+        for folder in cgroup_folders(root, mount):
+            limit, now = (text_of(folder / f).strip() for f in (limit_file, used_file))
+            # Version 1 writes "no limit" as the largest number of pages that there is.
+            if limit.isdecimal() and int(limit) < 2**62:
+                cached = _numbers(folder / "memory.stat").get(cache_line, 0)
+                held = max(0, int(now) - cached) if now.isdecimal() else None
+                groups.append(MemoryLimit(int(limit), version, held))
+        found += sorted(groups, key=lambda each: each.bytes)[:1]
     if (space := _address_space()) is not None:
         used = sizes_in(root / "proc/self/status").get("VmSize")
         found.append(MemoryLimit(space, ADDRESS_SPACE, used))
     return tuple(found)
-
-
-def _cgroup_limits(root: Path, version: str) -> list[MemoryLimit]:
-    """Returns the tightest limit of this process's cgroup and those around it."""
-    mount, limit_file, used_file, cache_line = _CGROUPS[version]
-    found = []
-    for folder in cgroup_folders(root, mount):
-        limit, used = (text_of(folder / f).strip() for f in (limit_file, used_file))
-        # Version 1 writes "no limit" as the largest number of pages that there is.
-        if limit.isdecimal() and int(limit) < 2**62:
-            cached = _numbers(folder / "memory.stat").get(cache_line, 0)
-            held = max(0, int(used) - cached) if used.isdecimal() else None
-            found.append(MemoryLimit(int(limit), version, held))
-    return sorted(found, key=lambda limit: limit.bytes)[:1]
 
 
 def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
@@ -154,8 +148,7 @@ def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controller not in controllers.split(","):
             continue
-        parts = (part for part in path.split("/") if part != "..")
-        group = PurePosixPath(*filter(None, parts))
+        group = PurePosixPath(*(part for part in path.split("/") if part.strip(".")))
         for mount in dict.fromkeys((controllers, controller)):
             yield from (mounts / mount / one for one in (group, *group.parents))
     yield mounts / controller

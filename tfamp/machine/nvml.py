@@ -40,12 +40,9 @@ class Nvml:
     """Reads the GPUs that TensorFlow sees in this process; close it, or use `with`.
 
     A query that fails gives None. An ImportError says that nvidia-ml-py is not
-    installed, a RuntimeError that no GPU answers.
-
-    Args:
-        pynvml: The module of nvidia-ml-py; None imports it.
-        gpus: Number and name of each GPU; None asks TensorFlow, without starting one.
-        environ: Where CUDA_VISIBLE_DEVICES stands, which says what CUDA counts.
+    installed, a RuntimeError that no GPU answers. `pynvml` is its module, None imports
+    it; `gpus` are number and name of each GPU, None asks TensorFlow without starting
+    one; `environ` has CUDA_VISIBLE_DEVICES, which says what CUDA counts.
 
     Attributes:
         handles: Number in TensorFlow -> NVML's handle of what it computes on, and of
@@ -62,9 +59,8 @@ class Nvml:
         gpus = visible_gpus() if gpus is None else gpus
         if not gpus:
             raise RuntimeError("TensorFlow sees no GPU, so NVML has nothing to read.")
-        purpose = "Figures of the GPU"
         self._pynvml: Any = pynvml or checks.require(
-            "pynvml", extra="gpu", purpose=purpose
+            "pynvml", extra="gpu", purpose="Figures of the GPU"
         )
         try:
             self._pynvml.nvmlInit()
@@ -73,12 +69,15 @@ class Nvml:
                 f"NVML does not answer ({error}); expected NVIDIA's driver. Run "
                 "`nvidia-smi`, and in a container start it with the GPU's driver files."
             ) from error
-        shown = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        entries = {n: shown[n] if n < len(shown) else "" for n, _ in gpus}
-        if "CUDA_VISIBLE_DEVICES" not in environ:
-            entries = {n: str(n) for n in entries}
-        found = {n: self._handles(entry) for n, entry in entries.items()}
-        self.handles = {n: each for n, each in found.items() if each is not None}
+        shown = environ.get("CUDA_VISIBLE_DEVICES")
+        self.handles: dict[int, tuple[Any, Any]] = {}
+        for number, _ in gpus:
+            entries = (
+                str(number).split() if shown is None else shown.split(",")[number:]
+            )
+            handles = self._handles(entries[0].strip()) if entries else None
+            if handles is not None:
+                self.handles[number] = handles
         if not self.handles:
             self.close()
             raise RuntimeError(
@@ -89,10 +88,9 @@ class Nvml:
     @classmethod
     def open(cls, pynvml: Any = None, **options: Any) -> "Nvml | None":
         """Returns a reader, or None where it cannot be had (no GPU, no NVML)."""
-        try:
+        with contextlib.suppress(ImportError, RuntimeError):
             return cls(pynvml, **options)
-        except (ImportError, RuntimeError):
-            return None
+        return None
 
     def read(self) -> tuple[GpuReading, ...]:
         """Returns the figures now, a reading for each GPU; about a millisecond each."""
@@ -123,7 +121,6 @@ class Nvml:
 
         Source: NVIDIA, MIG User Guide, section "CUDA Visible Devices".
         """
-        entry = entry.strip()
         if not entry.isdecimal():
             part = self.ask("nvmlDeviceGetHandleByUUID", entry)
             whole = self.ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", part)
