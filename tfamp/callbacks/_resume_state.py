@@ -38,8 +38,7 @@ def take(model: keras.Model, feed: Feed, position: dict[str, Any]) -> State:
         "seed": global_seed(),
         "versions": versions(),
         "random": take_random(),
-        "epochs": list(history.epoch) if history else [],
-        "logs": logs,
+        "history": {"epoch": list(history.epoch) if history else [], "logs": logs},
     }
     return snapshots.take(model).with_counters(**{KEY: counters})
 
@@ -81,9 +80,9 @@ def put(model: keras.Model, state: State, batch: Any, directory: str) -> None:
             "delete the files in it."
         ) from error
     if (history := getattr(model, "history", None)) is not None:
-        history.epoch[:] = held["epochs"]
+        history.epoch[:] = held["history"]["epoch"]
         history.history.clear()
-        history.history.update(held["logs"])
+        history.history.update(held["history"]["logs"])
 
 
 def dtypes_of(model: keras.Model) -> list[list[str]]:

@@ -1,7 +1,8 @@
 """Whether the hosts that train together can be reached."""
 
-import concurrent.futures
 import socket
+import threading
+import time
 from collections.abc import Sequence
 
 _MAX_ASKED = 32
@@ -17,11 +18,22 @@ REMEDIES = {
 
 
 def answers(addresses: Sequence[str], *, seconds: float = 3.0) -> dict[str, str]:
-    """Returns for each "host:port", of the first 32, what came of a connection."""
-    asked = list(addresses[:_MAX_ASKED])
-    with concurrent.futures.ThreadPoolExecutor(len(asked) or 1) as threads:
-        found = threads.map(lambda address: _ask(address, seconds), asked)
-        return dict(zip(asked, found, strict=True))
+    """Returns for each "host:port", of the first 32, what came of a connection to it.
+
+    A name server may keep a thread for minutes: those are left to themselves.
+    """
+    found = dict.fromkeys(addresses[:_MAX_ASKED], SILENT)
+
+    def ask(address: str) -> None:
+        found[address] = _ask(address, seconds)
+
+    threads = [threading.Thread(target=ask, args=(a,), daemon=True) for a in found]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(found)
 
 
 def _ask(address: str, seconds: float) -> str:

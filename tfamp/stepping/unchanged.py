@@ -93,7 +93,7 @@ def put_random(held: Mapping[str, Any]) -> None:
     kind, keys, *rest = held["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
     for name, state in _variables().items():
-        if name in held:
+        if held.get(name) is not None:
             state.assign(np.array(held[name], state.dtype))
 
 
