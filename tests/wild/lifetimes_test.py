@@ -77,9 +77,7 @@ CALLBACKS = {
         log_dir=folder / "logs", csv_path=folder / "rates.csv", every_steps=1
     ),
     "DeviceStats": lambda folder: callbacks.DeviceStats(
-        log_dir=folder / "logs",
-        interval_seconds=3600.0,
-        readers=(lambda: {"load": 1.0},),
+        log_dir=folder / "logs", interval_seconds=3600.0
     ),
 }
 
