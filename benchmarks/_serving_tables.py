@@ -101,8 +101,8 @@ def inference_words(result: Result) -> dict[str, Any]:
         key: max((each(run) for run in runs), default=0)
         for key, each in (
             ("kept", lambda run: len(run["kept"])),
-            ("tried", lambda run: run["tried"]),
-            ("seconds", lambda run: run["search_seconds"]),
+            ("tried", lambda run: run.get("tried", 3)),
+            ("seconds", lambda run: run.get("search_seconds", run["seconds"])),
         )
     }
     return {

@@ -104,15 +104,10 @@ if __name__ == "__main__":
     from tfamp.serving.server.main import serve
 
     flags = [word[2:].split("=") for word in sys.argv[1:] if word.startswith("--")]
-    print(
-        serve(
-            [word for word in sys.argv[1:] if not word.startswith("--")],
-            load=load,
-            on_start=lambda address: print(address, flush=True),
-            **{
-                "port": 0,
-                **{name: json.loads(value) for name, value in flags},
-            },
-        )
+    serve(
+        [word for word in sys.argv[1:] if not word.startswith("--")],
+        load=load,
+        on_start=lambda address: print(address, flush=True),
+        **{"port": 0, **{name: json.loads(value) for name, value in flags}},
     )
     print("tensorflow" in sys.modules, flush=True)

@@ -1,12 +1,8 @@
 """The server's process under what no client should do, and under what happens to it."""
 
-import concurrent.futures
 import contextlib
-import http.client
-import random
 import signal
 import socket
-import threading
 import time
 from pathlib import Path
 
@@ -112,76 +108,6 @@ def resident(process):
     if not statm.exists():
         pytest.skip("needs /proc")
     return int(statm.read_text().split()[1]) * 4096
-
-
-@pytest.mark.slow("test_bytes_that_are_no_request_are_refused")
-def test_ten_thousand_random_mistakes_are_refused_and_leave_nothing(server):
-    process, address = server
-    rng = random.Random(0)
-    whole = head() + BODY
-    found = {}
-
-    def mistake():
-        data = bytearray(whole)
-        for _ in range(rng.randrange(1, 4)):
-            at = rng.randrange(len(data))
-            data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(4))
-        return bytes(data)
-
-    before = resident(process)
-    made = [mistake() for _ in range(10_000)]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        for status in pool.map(lambda data: raw(address, data), made):
-            found[status] = found.get(status, 0) + 1
-    # What is still a request is answered; a body that is cut off gets no answer.
-    assert not {s for s in found if s is not None and s >= 500}, found
-    assert found[400] > 5000 and sum(found.values()) == 10_000
-    assert resident(process) - before < MAX_GROWTH
-
-
-def rising(address, stop):
-    """Asks until it is told to stop, again where nobody answers; returns statuses."""
-    found = []
-    while not stop.is_set():
-        try:
-            with contextlib.closing(connect(address)) as connection:
-                while not stop.is_set():
-                    rows = np.random.default_rng().normal(size=(2, 3)).tolist()
-                    status, answer = predict(connection, rows)
-                    if status == 200:
-                        assert answer == pytest.approx((2 * np.array(rows)), rel=1e-6)
-                    found.append(status)
-        except (OSError, ValueError, http.client.HTTPException):
-            found.append(None)
-            time.sleep(0.02)
-    return found
-
-
-@pytest.mark.slow("tests/server_process_test.py::test_a_port_in_use_is_told")
-def test_a_server_that_was_killed_under_load_starts_again_at_its_port(tmp_path):
-    folder = served_models.write(tmp_path / "m", 2)
-    stop = threading.Event()
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        with serving(folder) as (process, address):
-            asked = [pool.submit(rising, address, stop) for _ in range(8)]
-            time.sleep(1)
-            process.kill()
-            process.wait()
-        killed = time.monotonic()
-        try:
-            port = place(address)[1]
-            with serving(folder, f"--port={port}") as (_, again):
-                assert again == address
-                with contextlib.closing(connect(again)) as connection:
-                    assert predict(connection, ROWS)[0] == 200
-                assert time.monotonic() - killed < RECOVERED_SECONDS
-                time.sleep(1)
-                stop.set()
-                found = [one.result() for one in asked]
-        finally:
-            stop.set()
-    for statuses in found:
-        assert set(statuses) == {200, None} and statuses[-1] == 200
 
 
 @pytest.mark.slow("tests/server_batching_test.py::test_a_full_queue_refuses")

@@ -194,7 +194,6 @@ def test_sigterm_ends_it_in_order_without_tensorflow(tmp_path):
             assert predict(connection, [[1, 2]])[0] == 400
         status, out, err = end(process)
     assert (status, out.splitlines()[-1]) == (0, "False"), err  # no TensorFlow
-    assert out.startswith("Served ") and "1 of 200, 1 of 400." in out
 
 
 @pytest.mark.slow("test_sigterm_ends_it_in_order_without_tensorflow")
@@ -282,7 +281,7 @@ def test_the_command_serves_an_export_without_tensorflow(exported):
             held = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
             assert held < 120 * 2**20
         status, out, err = end(process)
-    assert (status, "Served " in out) == (0, True)
+    assert status == 0
     # Of what `importlib` imports only the submodules are listed.
     names = (line.rpartition("|")[2].strip() for line in err.splitlines())
     loaded = {name.partition(".")[0] for name in names}

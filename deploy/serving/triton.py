@@ -34,7 +34,7 @@ def config(model: tfamp.LoadedModel, name: str) -> str:
     signature = model.signature
     specs = (*signature.inputs, *signature.outputs)
     has_batch = all(spec.shape and spec.shape[0] is None for spec in specs)
-    joins = has_batch and warm_up(model).joins
+    joins = has_batch and not warm_up(model).alone
     lines = [
         f"name: {json.dumps(name)}",
         f"backend: {json.dumps(BACKENDS[model.runtime])}",

@@ -297,5 +297,5 @@ def serve(read: argparse.Namespace) -> int:
 
     own = ("paths", "argv", "complain")
     given = {name: value for name, value in vars(read).items() if name not in own}
-    print(serve(read.paths, on_start=say, **given))
+    serve(read.paths, on_start=say, **given)
     return 0

@@ -138,24 +138,6 @@ def output_shape(node: tf.compat.v1.NodeDef, index: int = 0) -> Shape:
     return _shape(shapes[index]) if index < len(shapes) else None
 
 
-def has_texts(graph: tf.Graph) -> bool:
-    """States whether an operation of a graph, or of a function in it, handles texts.
-
-    XLA refuses most of them, but constants of texts pass, and then TensorFlow ends the
-    whole process at the next compilation, whatever model it is of ("Check failed:
-    DataTypeCanUseMemcpy").
-    """
-    found = graph.as_graph_def()
-    bodies = [found.node, *(each.node_def for each in found.library.function)]
-    return any(
-        tf.string.as_datatype_enum
-        in (attribute.type, attribute.tensor.dtype, *attribute.list.type)
-        for nodes in bodies
-        for node in nodes
-        for attribute in node.attr.values()
-    )
-
-
 def read_bodies(concrete: Any) -> Body:
     """Returns the graph of a traced, concrete function, ready to be walked."""
     graph = concrete.graph.as_graph_def(add_shapes=True)

@@ -5,14 +5,12 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from tfamp.keras_hooks import structure, trainer, variables
 from tfamp.models import apply
 from tfamp.records import checks
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
-from tfamp.records.units import format_bytes
 from tfamp.stepping.arguments import check_built
 from tfamp.stepping.unchanged import copied
 
@@ -80,28 +78,16 @@ def freeze(
             for weight in frozen.weights
             if reads.get(id(weight)) == {dtype} and weight.dtype != dtype
         ]
-        before = structure.bytes_of(frozen.weights)
         for weight in lowered:
             variables.store_in(weight, dtype)
     trainer.drop_traced_functions(frozen)
-    logging.info(
-        "tfamp.freeze: %d of %d weights of %r are stored in %s now, %s instead of %s; "
-        "the others are read in float32.",
-        len(lowered),
-        len(frozen.weights),
-        frozen.name,
-        dtype,
-        format_bytes(structure.bytes_of(frozen.weights)),
-        format_bytes(before),
-    )
     return frozen
 
 
 def _check_range(model: keras.Model, dtype: str) -> None:
     largest = float(tf.as_dtype(dtype).max)
-    for weight in model.weights:
-        if not _is_float(weight) or weight.dtype == dtype or dtype == "bfloat16":
-            continue
+    floats = (x for x in model.weights if keras.backend.is_float_dtype(x.dtype))
+    for weight in floats if dtype == "float16" else ():
         size = float(np.max(np.abs(np.asarray(weight)), initial=0.0))
         if np.isfinite(size) and size > largest:
             raise ValueError(
@@ -113,16 +99,20 @@ def _check_range(model: keras.Model, dtype: str) -> None:
 def _reads(model: keras.Model, sample: Any) -> dict[int, set[str]]:
     """Returns the dtypes in which inference reads each weight."""
     graph = structure.graph_of(model)
-    args: tuple[Any, ...] = ()
     if sample is not None:
-        args = (structure.map_structure(tf.convert_to_tensor, sample),)
+        args = [structure.map_structure(tf.convert_to_tensor, sample)]
     elif graph is not None:
-        args = (structure.inputs_of(graph),)
+        args = [structure.inputs_of(graph)]
     else:
-        args = _remembered_inputs(model)
+
+        def tensor(shape: tuple[int | None, ...]) -> keras.KerasTensor:
+            return keras.KerasTensor(shape, model.input_dtype)
+
+        shapes = structure.built_shapes(model).values()
+        args = [structure.map_shapes(tensor, shape) for shape in shapes]
     with variables.noting_reads() as found:
         try:
-            structure.trace_call(model, args, {"training": False})
+            structure.trace_call(model, tuple(args), {"training": False})
         except Exception as error:
             if graph is not None or sample is not None:
                 raise
@@ -131,22 +121,3 @@ def _reads(model: keras.Model, sample: Any) -> dict[int, set[str]]:
                 f"built with: {first_line(error)}. Pass some inputs as `sample=`."
             ) from error
     return found
-
-
-def _remembered_inputs(model: keras.Model) -> tuple[Any, ...]:
-    """Returns the arguments of a call, of the shapes that a model was built with."""
-    shapes = structure.built_shapes(model)
-    if not shapes:
-        raise ValueError(
-            f"Cannot tell the inputs of {model.name!r}: Keras remembers no shapes of "
-            "it. Pass some inputs as `sample=`."
-        )
-
-    def tensor(shape: tuple[int | None, ...]) -> keras.KerasTensor:
-        return keras.KerasTensor(shape, model.input_dtype)
-
-    return tuple(structure.map_shapes(tensor, shape) for shape in shapes.values())
-
-
-def _is_float(weight: Any) -> bool:
-    return keras.backend.is_float_dtype(weight.dtype)

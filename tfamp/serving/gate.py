@@ -4,32 +4,23 @@ Both answer the same examples, so each example is its own control: only those on
 the two differ tell anything.
 """
 
+import bisect
 import dataclasses
 import math
 import types
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.keras_hooks import structure
-from tfamp.numerics.sensitivity.errors import forward_error
-from tfamp.serving.parity import (
-    MetricChange,
-    OutputDifference,
-    Parity,
-    Verdict,
-)
+from tfamp.serving.parity import MetricChange, Parity, Verdict
 from tfamp.serving.runtimes.signature import LoadedModel
-from tfamp.stepping.arguments import dataset_of
 from tfamp.trials import statistics
 from tfamp.tuning import scores
 from tfamp.tuning.scores import Score
 
-BATCH = 32
 Outputs = dict[str, np.ndarray]
 # How far a row of probabilities may be off a sum of 1.
 _SUM_IS_OFF = 1e-3
@@ -38,6 +29,8 @@ _SUM_IS_OFF = 1e-3
 _BROKEN = 0.1
 # Nobody labels more examples than this to settle half a percent.
 _MOST_EXAMPLES = 10**6
+# A mean that differs by less than this part of the magnitude is a constant.
+_CONSTANT = 1e-6
 
 
 class Reference(NamedTuple):
@@ -49,20 +42,14 @@ class Reference(NamedTuple):
 
 
 def reference_of(
-    model: keras.Model,
-    validation: Any,
-    names: Sequence[str],
-    batch_size: int | None = None,
+    model: keras.Model, dataset: tf.data.Dataset, names: Sequence[str]
 ) -> Reference:
     """Returns what a float32 model answers, read and predicted once."""
-    dataset = dataset_of(
-        validation, batch_size or BATCH, needs_targets=False, name="validation"
-    )
     batches = []
     for batch in dataset:
         x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        x, y = (each if each is None else _arrays(each) for each in (x, y))
-        batches.append((x, y))
+        x, y = (x, y) if y is None else tf.nest.map_structure(np.asarray, (x, y))
+        batches.append((tf.nest.map_structure(np.asarray, x), y))
     if not batches:
         raise ValueError(
             "`validation` holds no batches; expected at least one. Look at its source: "
@@ -82,26 +69,17 @@ def check_parity(
 ) -> Parity:
     """Compares an exported model with the float32 one it came from, but for speed.
 
-    Args:
-        reference: What float32 answers.
-        candidate: The exported model.
-        metric: Name of a Keras metric, a loss, or a function of targets and outputs
-            that returns a value for each example. None takes the accuracy where labels
-            are classes, else the loss that the model was compiled with.
-        tolerance: By how much the metric may be worse: in its own points for a rate
-            such as an accuracy (0.005 is half a percent), as a part of float32's mean
-            for a loss.
-
-    Raises:
-        ValueError: The outputs of the two are others.
+    Arguments are as for `tfamp.export`; the tolerance is in points of a rate such as an
+    accuracy (0.005 is half a percent), and a part of float32's mean for a loss.
     """
     model, batches, exact = reference
     names = list(exact[0])
     exported = [_named(candidate.predict(x), names) for x, _ in batches]
     labels = _labels([y for _, y in batches], names)
-    differences, metrics, untold = [], [], []
+    metrics, untold = [], []
     for name in names:
-        before, after = (_joined([b[name] for b in side]) for side in (exact, exported))
+        sides = [[batch[name] for batch in side] for side in (exact, exported)]
+        before, after = map(_joined, sides)
         if before.shape != after.shape:
             raise ValueError(
                 f"Output {name!r} has shape {before.shape} in float32 and "
@@ -111,59 +89,48 @@ def check_parity(
         ys = labels[name]
         loss = _loss_of(model, name, names)
         classes = has_classes(loss, before, None if ys is None else _joined(ys))
-        found = _difference(name, after, before, classes=classes)
-        differences.append(found)
-        change = None
-        if ys is not None:
-            outputs = [[b[name] for b in side] for side in (exact, exported)]
-            compiled = types.SimpleNamespace(loss=loss, name=model.name)
-            score = _score(compiled, metric, classes, before, outputs[0][0], ys[0])
-            if score is not None:
-                of_each = [_values(score, ys, side) for side in outputs]
-                why = at_chance(score, name, ys, outputs[0], of_each[0])
-                if why:
-                    untold.append(why)
-                else:
-                    exact_ones, others = of_each
-                    change = change_of(score, name, exact_ones, others, tolerance)
-        metrics.append(change or _of_outputs(found, after, before, tolerance))
-    verdict, reason = judged(differences, metrics, untold=untold)
+        found = _of_outputs(name, before, after, classes, tolerance)
+        score = ys and _score(model, loss, metric, classes, before, sides[0][0], ys[0])
+        if score:
+            values = [_values(score, ys, side) for side in sides]
+            if why := at_chance(score, name, ys, sides[0], values[0]):
+                untold.append(why)
+            else:
+                change = change_of(score, name, values[0], values[1], tolerance)
+                found = dataclasses.replace(
+                    change, difference=found.difference, flipped=found.flipped
+                )
+        metrics.append(found)
+    verdict, reason = judged(metrics, untold=untold)
+    is_labelled = any(y is not None for y in labels.values())
     return Parity(
         *(verdict, reason, candidate.runtime),
         num_examples=sum(len(tf.nest.flatten(x)[0]) for x, _ in batches),
-        outputs=tuple(differences),
         metrics=tuple(metrics),
-        size_bytes=size_of(candidate.path),
-        reference_bytes=int(structure.bytes_of(model.weights)),
-        notes=()
-        if any(y is not None for y in labels.values())
-        else ("No labels: only outputs are compared.",),
+        notes=() if is_labelled else ("No labels: only outputs are compared.",),
     )
 
 
 def judged(
-    differences: Sequence[OutputDifference],
-    metrics: Sequence[MetricChange],
-    *,
-    untold: Sequence[str] = (),
+    metrics: Sequence[MetricChange], *, untold: Sequence[str] = ()
 ) -> tuple[Verdict, str]:
     """Returns the verdict of all outputs together, and why in a sentence.
 
     `untold` says of which outputs labels tell nothing, and why: by them nothing is "as
     good", and only outputs that are far off show it to be "worse".
     """
-    broken = [d.name for d in differences if not np.isfinite(d.relative)]
+    broken = [each.output for each in metrics if not np.isfinite(each.difference)]
     if broken:
         return "worse", (
             f"Outputs {tuple(broken)!r} hold numbers that are not finite, which are so "
             "in float32, or that differ where float32's are all alike."
         )
-    for found in metrics:
-        if found.fails:
+    for each in metrics:
+        if each.fails:
             return "worse", (
-                f"The {found.name} of {found.output!r} is worse by "
-                f"{found.worsening:.3%}, and by more than {found.low:.3%} with "
-                f"certainty; allowed are {found.tolerance:.3%}."
+                f"The {each.name} of {each.output!r} is worse by {each.worsening:.3%}, "
+                f"and by more than {each.low:.3%} with certainty; allowed are "
+                f"{each.tolerance:.3%}."
             )
     if untold:
         return "undecided", " ".join(untold)
@@ -180,14 +147,6 @@ def judged(
         f"most {found.bound:.3%} on {found.num_examples} examples; allowed are "
         f"{found.tolerance:.3%}. {advice}"
     )
-
-
-def size_of(path: Path | None) -> int | None:
-    """Returns the bytes of a file or of all files in a folder; None without any."""
-    if path is None or not path.exists():
-        return None
-    files = [path] if path.is_file() else path.rglob("*")
-    return sum(each.stat().st_size for each in files if each.is_file())
 
 
 def has_classes(loss: Any, outputs: np.ndarray, y: Any) -> bool:
@@ -235,9 +194,8 @@ def at_chance(
     """Returns why labels tell nothing about a model, "" where they do.
 
     They don't where the model's answers are not shown to be better than one answer
-    for all examples: the most frequent class, or the mean of what the model gives.
-    Labels in another order than the examples or than the outputs do that, and so does
-    a metric that a rare class hardly moves. Any export is "as good" by them.
+    for all examples, the most frequent class or the mean of what the model gives, as
+    where labels are in another order. Any export is "as good" by them.
     """
     if score.more_is_better is None or len({each.shape[1:] for each in outputs}) > 1:
         return ""
@@ -278,118 +236,122 @@ def change_of(
     """
     with np.errstate(invalid="ignore"):
         worse = score.worsening(exported, exact)
-    inf = math.inf
+    number, inf = len(worse), math.inf
     means = float(np.mean(exact)), float(np.mean(exported))
-    found = MetricChange(
-        score.name, output, *means, inf, inf, inf, tolerance, len(worse)
-    )
+    found = MetricChange(score.name, output, *means, inf, inf, inf, tolerance, number)
     if not np.isfinite(worse).all():
         return found
     both = np.concatenate([exact, exported])
-    is_rate = not score.is_relative and 0 <= both.min() and both.max() <= 1
-    if is_rate:
+    mean, needed = float(np.mean(worse)), None
+    if not score.is_relative and 0 <= both.min() and both.max() <= 1:
         low, bound = -statistics.change_limit(-worse), statistics.change_limit(worse)
+        if mean < tolerance < bound:
+            # If all that are added are answered alike.
+            changed = worse[worse != 0]
+
+            def shows(many: int) -> bool:
+                alike = np.zeros(many - len(changed))
+                limit = statistics.change_limit(np.concatenate([changed, alike]))
+                return limit <= tolerance
+
+            counts = range(number, _MOST_EXAMPLES)
+            needed = number + bisect.bisect_left(counts, True, key=shows)
+            needed = needed if needed < _MOST_EXAMPLES else None
     else:
         between = statistics.interval(worse)
         low, bound = between.low, between.high
-    needed = None
-    if low <= tolerance < bound:
-        needed = _examples_needed(worse, tolerance, is_rate=is_rate)
-    mean = float(np.mean(worse))
+        if mean < tolerance < bound < math.inf:
+            # The interval shrinks with the root of the number.
+            reach = (bound - mean) / (tolerance - mean)
+            needed = math.ceil(number * reach**2)
     return dataclasses.replace(
         found, worsening=mean, low=low, bound=bound, num_needed=needed
     )
 
 
-def _examples_needed(
-    worse: np.ndarray, tolerance: float, *, is_rate: bool
-) -> int | None:
-    """Returns how many examples would show a metric to be within a tolerance.
-
-    Those that are added count as answered alike where examples are lost or won, and as
-    scattered as those that are there otherwise. None where what was seen is beyond the
-    tolerance, so that more would show the opposite.
-    """
-    number, room = len(worse), tolerance - float(np.mean(worse))
-    if room < 0 or (not is_rate and (room == 0 or number < 2)):
-        return None
-    if not is_rate:
-        reach = statistics.student_quantile(statistics.ERROR_RATE, 1000)
-        spread = float(np.std(worse, ddof=1))
-        return max(number + 1, math.ceil((reach * spread / room) ** 2))
-
-    def shows(many: int) -> bool:
-        alike = np.zeros(many - number)
-        return statistics.change_limit(np.concatenate([worse, alike])) <= tolerance
-
-    low, high = number, 2 * number
-    while not shows(high):
-        low, high = high, 2 * high
-        if high > _MOST_EXAMPLES:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if shows(middle) else (middle, high)
-    return high
-
-
 def _of_outputs(
-    found: OutputDifference,
-    exported: np.ndarray,
-    exact: np.ndarray,
-    tolerance: float,
+    name: str, exact: np.ndarray, exported: np.ndarray, classes: bool, tolerance: float
 ) -> MetricChange:
     """Returns what outputs alone say: predictions that flip bound what is lost.
 
     Beyond the tolerance nobody knows what a difference costs, so it counts as worse
     from `_BROKEN` on only.
     """
-    number, nan, off = len(exact), math.nan, found.relative
-    if not found.num_answers:  # one figure of all examples: nothing is counted
-        low = off if off > _BROKEN else 0.0
-        name = "difference over spread"
-        return MetricChange(
-            name, found.name, nan, nan, off, low, off, tolerance, number
-        )
+    number, nan = len(exact), math.nan
+    if exact.dtype.kind in "fiub":
+        off = relative_error(exported.astype(np.float64), exact.astype(np.float64))
+    else:
+        off = float(np.mean(exported != exact)) if exact.size else 0.0
+    if not classes:  # one figure of all examples: nothing is counted
+        low, what = (off if off > _BROKEN else 0.0), "difference over spread"
+        figures = (nan, nan, off, low, off, tolerance, number)
+        return MetricChange(what, name, *figures, difference=off)
     logits = _are_logits(exact)
-    of_each = [classes_of(each, are_logits=logits) for each in (exact, exported)]
-    same = (of_each[0] == of_each[1]).reshape(number, -1).mean(axis=1)
+    before, after = (classes_of(x, are_logits=logits) for x in (exact, exported))
+    same = (before == after).reshape(number, -1).mean(axis=1)
     score = Score("agreement with float32", np.equal, True, False)
-    whole = change_of(score, found.name, np.ones(number), same, tolerance)
+    whole = change_of(score, name, np.ones(number), same, tolerance)
     low = whole.low if whole.low > _BROKEN else min(whole.low, tolerance)
-    return dataclasses.replace(whole, low=low, reference=nan)
+    flipped = int((before != after).sum())
+    return dataclasses.replace(
+        whole, low=low, reference=nan, difference=off, flipped=flipped
+    )
 
 
-def _difference(
-    name: str, exported: np.ndarray, exact: np.ndarray, *, classes: bool
-) -> OutputDifference:
-    """Returns how far an output is from the reference's.
+def relative_error(low: np.ndarray, exact: np.ndarray) -> float:
+    """Returns the error of numbers, relative to their spread over the batch.
 
-    Numbers that are not finite in float32 are left out.
+    It is a root mean square. inf where a number is not finite that is so in `exact`, or
+    where one differs and all of those are 0.
+
+    Example:
+        >>> exact = np.array([[999.0], [1001.0]])
+        >>> relative_error(exact + 0.5, exact), relative_error(exact * np.inf, exact)
+        (0.5, inf)
     """
-    num_answers = flipped = 0
-    if classes:
-        logits = _are_logits(exact)
-        of_each = [classes_of(each, are_logits=logits) for each in (exported, exact)]
-        num_answers, flipped = of_each[0].size, int((of_each[0] != of_each[1]).sum())
-    if exact.dtype.kind not in "fiub":
-        changed = float(np.mean(exported != exact)) if exact.size else 0.0
-        return OutputDifference(name, float(changed > 0), changed, changed)
-    low, high = exported.astype(np.float64), exact.astype(np.float64)
-    relative = forward_error(low, high)
-    off = np.abs(np.where(np.isfinite(high), low - high, 0.0))
-    largest = mean = 0.0
-    if off.size:
-        largest, mean = float(off.max()), float(off.mean())
-    if not math.isfinite(relative):
-        largest = mean = math.inf
-    if largest and not relative:  # where float32 gives 0 for all
-        relative = math.inf
-    return OutputDifference(name, largest, mean, relative, num_answers, flipped)
+    held = np.isfinite(exact)
+    if not np.isfinite(low[held]).all():
+        return math.inf
+    exact = np.where(held, exact, 0.0)
+    error = _rms(np.where(held, low, 0.0) - exact)
+    magnitude = _rms(exact)
+    spread = _rms(exact - exact.mean(axis=0)) if len(exact) > 1 else 0.0
+    if spread <= _CONSTANT * magnitude:
+        spread = magnitude
+    return error / spread if spread else (math.inf if error else 0.0)
+
+
+def largest_difference(wanted: Outputs, found: Outputs) -> float:
+    """Returns an output's largest difference over its spread, inf if not finite.
+
+    Example:
+        >>> largest_difference({"y": np.array([0.0, 2.0])}, {"y": np.array([0.0, 1.9])})
+        0.1
+    """
+    largest = 0.0
+    for name, exact in wanted.items():
+        other = np.asarray(found[name])
+        if exact.dtype.kind not in "fiub":
+            same = np.array_equal(exact.astype(str), other.astype(str))
+            largest = max(largest, 0.0 if same else math.inf)
+            continue
+        exact, other = exact.astype(np.float64), other.astype(np.float64)
+        held = np.isfinite(exact)
+        if exact.shape != other.shape or (held != np.isfinite(other)).any():
+            return math.inf
+        if held.any():
+            spread = exact[held].std() or abs(exact[held]).max() or 1.0
+            largest = max(largest, float(abs(exact - other)[held].max() / spread))
+    return round(largest, 12)
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
 
 
 def _score(
-    compiled: Any,
+    model: keras.Model,
+    loss: Any,
     metric: Any,
     classes: bool,
     values: np.ndarray,
@@ -407,8 +369,9 @@ def _score(
             return np.asarray(ids.reshape(found.shape) == found)
 
         return Score("accuracy", is_right, True, False)
-    if metric is None and not compiled.loss:
+    if metric is None and not loss:
         return None
+    compiled: Any = types.SimpleNamespace(loss=loss, name=model.name)
     return scores.score_of(compiled, metric, first, y)
 
 
@@ -463,16 +426,11 @@ def _named(answer: Any, names: Sequence[str]) -> Outputs:
             f"{len(values)} were answered. Compare it with the model that it was "
             "exported from."
         )
-    return {n: _widened(np.asarray(v)) for n, v in zip(names, values, strict=True)}
-
-
-def _arrays(values: Any) -> Any:
-    return tf.nest.map_structure(np.asarray, values)
-
-
-def _widened(values: np.ndarray) -> np.ndarray:
-    is_half = values.dtype.itemsize < 4 and values.dtype.kind in "fV"
-    return values.astype(np.float32) if is_half else values
+    arrays = dict(zip(names, map(np.asarray, values), strict=True))
+    return {
+        name: x.astype(np.float32) if x.dtype.kind in "fV" else x
+        for name, x in arrays.items()
+    }
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

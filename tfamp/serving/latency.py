@@ -9,7 +9,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import http.client
 import json
 import math
@@ -17,7 +16,7 @@ import os
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,8 +27,8 @@ from tfamp.serving.runtimes import load_exported
 from tfamp.serving.runtimes.signature import (
     DATATYPES,
     LoadedModel,
-    Signature,
     TensorSpec,
+    prepared,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ _DTYPES = {text: dtype for dtype, text in DATATYPES.items() if dtype != "string"
 # Requests that may be under way at once at a given rate; more wait, and it counts.
 _MOST_AT_ONCE = 64
 _WARM_UP = 10
-_SCHEMES = ("http://", "https://")
 # Share of the answers, and how many it takes to tell it from the slowest few.
 _QUANTILES = {"p50": (0.5, 1), "p90": (0.9, 10), "p99": (0.99, 100)}
 
@@ -71,12 +69,8 @@ class Latency(TableRecord):
 
     def table(self) -> str:
         """Returns a line."""
-        quantiles = {"p50": self.p50, "p90": self.p90, "p99": self.p99}
-        told = [
-            f"{name} {units.format_seconds(value)}"
-            for name, value in quantiles.items()
-            if value is not None
-        ]
+        found = ((name, getattr(self, name)) for name in _QUANTILES)
+        told = [f"{name} {units.format_seconds(x)}" for name, x in found if x]
         how = f"{self.clients} at a time" if self.clients else f"{self.rate:g}/s due"
         told.append(f"{self.answers_per_second:,.0f} answers/s, {how}")
         told += [f"{count:,} times {what}" for what, count in self.errors.items()]
@@ -125,10 +119,8 @@ def latency_check(
     if rate is not None:
         checks.positive("rate", rate)
     with contextlib.ExitStack() as stack:
-        if isinstance(model_or_url, str) and model_or_url.startswith(_SCHEMES):
-            endpoint = _Endpoint(model_or_url, token, timeout_seconds)
-            stack.callback(endpoint.close)
-            ask = endpoint.asking(endpoint.prepared(x), binary=binary)
+        if isinstance(model_or_url, str) and "://" in model_or_url:
+            ask = _asking(model_or_url, x, binary, token, timeout_seconds, stack)
         else:
             is_loaded = isinstance(model_or_url, LoadedModel)
             model: Any = model_or_url if is_loaded else load_exported(model_or_url)
@@ -144,13 +136,11 @@ def latency_check(
                     f"{model_or_url!r} answers {error} to `x`; expected an answer. "
                     "Compare it with what the model takes."
                 )
-        if rate is None:
-            found, took = _asked(ask, clients, seconds, None)
-        else:
-            rng = np.random.default_rng(seed)
-            gaps = rng.exponential(1 / rate, size=int(2 * rate * seconds) + 20)
-            due = np.cumsum(gaps)
-            found, took = _asked(ask, _MOST_AT_ONCE, seconds, due[due < seconds])
+        due, threads = None, clients
+        if rate is not None:
+            rng, threads = np.random.default_rng(seed), _MOST_AT_ONCE
+            due = np.cumsum(rng.exponential(1 / rate, int(2 * rate * seconds) + 20))
+        found, took = _asked(ask, threads, seconds, due)
     taken = [each for each, error in found if not error]
     quantiles = {
         name: float(np.quantile(taken, share)) if len(taken) >= least else None
@@ -194,104 +184,79 @@ def _asked(
     return found, time.perf_counter() - start
 
 
-class _Endpoint(LoadedModel):
-    """A model behind an address, asked on one connection for each thread."""
+def _asking(
+    url: str, x: Any, binary: bool, token: str | None, timeout: float, stack: Any
+) -> Callable[[], str]:
+    """Returns what sends one request to an address; it gives "", or what is wrong.
 
-    def __init__(self, url: str, token: str | None, timeout_seconds: float) -> None:
-        parts = urllib.parse.urlsplit(url)
-        kinds = {
-            "http": http.client.HTTPConnection,
-            "https": http.client.HTTPSConnection,
-        }
-        kind = kinds.get(parts.scheme, http.client.HTTPConnection)
-        self._connect = functools.partial(kind, parts.netloc, timeout=timeout_seconds)
-        self._connections: list[http.client.HTTPConnection] = []
-        self._of_thread = threading.local()
-        self._path = parts.path.rstrip("/").removesuffix("/infer")
-        self._headers = {"Content-Type": "application/json"}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
+    `stack` closes the connections, of which each thread has one.
+    """
+    parts = urllib.parse.urlsplit(url)
+    is_plain = parts.scheme == "http"
+    kind = http.client.HTTPConnection if is_plain else http.client.HTTPSConnection
+    path = parts.path.rstrip("/").removesuffix("/infer")
+    headers = {"Content-Type": "application/json"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    own = threading.local()
+
+    def answer(method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        if not hasattr(own, "connection"):
+            own.connection = kind(parts.netloc, timeout=timeout)
+            stack.callback(own.connection.close)
         try:
-            status, text = self._answer("GET", self._path, None, self._headers)
-        except (OSError, http.client.HTTPException) as error:
-            self.close()
-            raise OSError(
-                f"{url!r} cannot be reached: {error}. Start the server, or correct the "
-                "address."
-            ) from error
-        try:
-            inputs = json.loads(text)["inputs"]
-            specs = [
-                TensorSpec(
-                    each["name"],
-                    tuple(None if n < 0 else int(n) for n in each["shape"]),
-                    _DTYPES[each["datatype"]],
-                )
-                for each in inputs
-            ]
-        except (ValueError, KeyError, TypeError) as error:
-            self.close()
-            said = text[:200].decode(errors="replace")
-            raise ValueError(
-                f"{url!r} answers {status}, {said!r}; expected the metadata of a model "
-                "by the Open Inference Protocol v2. Write an address such as "
-                f"http://{parts.netloc}/v2/models/digits."
-            ) from error
-        super().__init__(None, Signature(tuple(specs), ()))
-
-    def asking(
-        self, inputs: Mapping[str, np.ndarray], *, binary: bool
-    ) -> Callable[[], str]:
-        """Returns what sends one request; it gives "", or what is wrong."""
-        entries, raw = [], b""
-        for name, array in inputs.items():
-            is_text = array.dtype.kind == "O"
-            entry: dict[str, Any] = {"name": name, "shape": list(array.shape)}
-            entry["datatype"] = DATATYPES["object" if is_text else array.dtype.name]
-            if binary and not is_text:
-                entry["parameters"] = {"binary_data_size": array.nbytes}
-                raw += array.tobytes()
-            else:
-                entry["data"] = array.ravel().tolist()
-            entries.append(entry)
-        content = {"inputs": entries, "parameters": {"binary_data_output": binary}}
-        head = json.dumps(content).encode()
-        headers, body = dict(self._headers), head + raw
-        if raw:
-            headers["Inference-Header-Content-Length"] = str(len(head))
-
-        def ask() -> str:
-            try:
-                status, _ = self._answer("POST", f"{self._path}/infer", body, headers)
-            except TimeoutError:
-                return "timeout"
-            except (OSError, http.client.HTTPException) as error:
-                return type(error).__name__
-            return "" if status == 200 else str(status)
-
-        return ask
-
-    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Asks once; what is answered is of no interest here."""
-        self.asking(inputs, binary=True)()
-        return {}
-
-    def close(self) -> None:
-        """Closes the connections of all threads."""
-        for each in self._connections:
-            each.close()
-
-    def _answer(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
-    ) -> tuple[int, bytes]:
-        connection = getattr(self._of_thread, "connection", None)
-        if connection is None:
-            connection = self._of_thread.connection = self._connect()
-            self._connections.append(connection)
-        try:
-            connection.request(method, path, body, headers)
-            with connection.getresponse() as answer:
-                return answer.status, answer.read()
+            own.connection.request(method, path, body, headers)
+            with own.connection.getresponse() as response:
+                return response.status, response.read()
         except (OSError, http.client.HTTPException):
-            connection.close()  # It is opened again for the next request.
+            own.connection.close()  # It is opened again for the next request.
             raise
+
+    try:
+        status, text = answer("GET", path, None)
+    except (OSError, http.client.HTTPException) as error:
+        raise OSError(
+            f"{url!r} cannot be reached: {error}. Start the server, or correct the "
+            "address."
+        ) from error
+    try:
+        specs = tuple(
+            TensorSpec(
+                each["name"],
+                tuple(None if n < 0 else int(n) for n in each["shape"]),
+                _DTYPES[each["datatype"]],
+            )
+            for each in json.loads(text)["inputs"]
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        said = text[:200].decode(errors="replace")
+        raise ValueError(
+            f"{url!r} answers {status}, {said!r}; expected the metadata of a model by "
+            "the Open Inference Protocol v2. Write an address such as "
+            f"http://{parts.netloc}/v2/models/digits."
+        ) from error
+    entries, raw = [], b""
+    for spec, array in zip(specs, prepared(x, specs).values(), strict=True):
+        entry: dict[str, Any] = {"name": spec.name, "shape": list(array.shape)}
+        entry["datatype"] = DATATYPES[spec.dtype]
+        if binary and array.dtype != object:
+            entry["parameters"] = {"binary_data_size": array.nbytes}
+            raw += array.tobytes()
+        else:
+            entry["data"] = array.ravel().tolist()
+        entries.append(entry)
+    content = {"inputs": entries, "parameters": {"binary_data_output": binary}}
+    head = json.dumps(content).encode()
+    if raw:
+        headers["Inference-Header-Content-Length"] = str(len(head))
+
+    def ask() -> str:
+        try:
+            status, _ = answer("POST", f"{path}/infer", head + raw)
+        except TimeoutError:
+            return "timeout"
+        except (OSError, http.client.HTTPException) as error:
+            return type(error).__name__
+        return "" if status == 200 else str(status)
+
+    return ask

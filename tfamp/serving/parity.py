@@ -14,57 +14,21 @@ Verdict = Literal["as good and faster", "as good, not faster", "worse", "undecid
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputDifference(Record):
-    """How far one output is from the reference's, over all validation examples.
-
-    Args:
-        name: The output.
-        largest: The largest difference of two numbers; inf where one is not finite
-            that is so in float32.
-        mean: The mean of the magnitudes of the differences.
-        relative: Root mean square of the differences over the spread of the
-            reference's numbers over the examples.
-        num_answers: Predicted classes that were compared; 0 where it has none.
-        flipped: Those that are others than the reference's.
-    """
-
-    name: str
-    largest: float
-    mean: float
-    relative: float
-    num_answers: int = 0
-    flipped: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
 class MetricChange(Record):
-    """A metric under both models, example by example.
-
-    Args:
-        name: The metric.
-        output: The output it is of.
-        reference: Its mean in float32; NaN where there are no labels.
-        exported: Its mean of the exported model.
-        worsening: By how much it is worse: in its own points for a rate such as an
-            accuracy, as a part of float32's mean for a loss.
-        low: The true worsening is above, but for a chance of 5 %.
-        bound: The true worsening is below, but for a chance of 5 %.
-        tolerance: What `bound` may be.
-        num_examples: Examples, each answered by both.
-        num_needed: Examples that would settle it, if those that are added are answered
-            as these; None where it is settled or more cannot show it to hold.
-    """
+    """A metric of an output under both models, example by example."""
 
     name: str
     output: str
-    reference: float
+    reference: float  # its mean in float32; NaN where there are no labels
     exported: float
-    worsening: float
-    low: float
-    bound: float
+    worsening: float  # in points of a rate, as a part of float32's mean for a loss
+    low: float  # the true worsening is above, but for a chance of 5 %
+    bound: float  # the true worsening is below, but for a chance of 5 %
     tolerance: float
     num_examples: int
-    num_needed: int | None = None
+    num_needed: int | None = None  # examples, alike, that would show it to hold
+    difference: float = 0.0  # root mean square of the outputs' over their spread
+    flipped: int = 0  # predicted classes that are others than float32's
 
     @property
     def holds(self) -> bool:
@@ -79,37 +43,20 @@ class MetricChange(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Speedup(Record):
-    """Seconds of a call of another model over those of the exported one, in turns.
-
-    Args:
-        against: The other model.
-        batch_size: Examples in a call.
-        p50: The ratio of medians within a turn, and its interval over the turns.
-        p90: That of the calls that nine of ten are faster than.
-        p99: That of ninety-nine of a hundred; of the longest where there were fewer.
-    """
+    """How many times as fast as another model the exported one is, in turns."""
 
     against: str
     batch_size: int
-    p50: Interval
-    p90: Interval
-    p99: Interval
+    ratio: Interval  # of the median seconds of a call, over the turns
 
 
 @dataclasses.dataclass(frozen=True)
 class FreshProcess(Record):
-    """What a model costs a process that does nothing else.
-
-    Args:
-        name: The model.
-        cold_start_seconds: From the start of the process to the first answer, one
-            example.
-        peak_bytes: The most that it held (resident set size).
-    """
+    """What a model costs a process that does nothing else, until its first answer."""
 
     name: str
     cold_start_seconds: float
-    peak_bytes: int
+    peak_bytes: int  # resident set size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,13 +70,10 @@ class Parity(TableRecord):
         reason: Why, in a sentence or two.
         runtime: What ran it.
         num_examples: Validation examples.
-        outputs: How far the outputs are apart.
-        metrics: One for each output that has one.
+        metrics: One for each output.
         latencies: Of the exported model at batch 1 and at the user's batch.
         speedups: Against each other model at these sizes.
         processes: Cold start and memory of the exported model.
-        size_bytes: Of its files; None where it has none.
-        reference_bytes: Of the float32 weights; None where they are not known.
         notes: What was not measured, and why.
     """
 
@@ -137,31 +81,17 @@ class Parity(TableRecord):
     reason: str
     runtime: str
     num_examples: int
-    outputs: tuple[OutputDifference, ...]
     metrics: tuple[MetricChange, ...] = ()
     latencies: tuple[Latency, ...] = ()
     speedups: tuple[Speedup, ...] = ()
     processes: tuple[FreshProcess, ...] = ()
-    size_bytes: int | None = None
-    reference_bytes: int | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def is_as_good(self) -> bool:
-        """Whether it is shown to be as good as float32."""
-        return self.verdict.startswith("as good")
-
-    @property
-    def flipped(self) -> int:
-        """Predicted classes that are others than float32's."""
-        return sum(each.flipped for each in self.outputs)
 
     @property
     def num_needed(self) -> int | None:
         """Examples that would settle an "undecided"; None where none would."""
         needed = [each.num_needed for each in self.metrics if not each.holds]
-        known = [number for number in needed if number is not None]
-        return max(known) if known and len(known) == len(needed) else None
+        return None if None in needed else max(filter(None, needed), default=None)
 
     def timed(
         self, latencies: Sequence[Latency], speedups: Sequence[Speedup]
@@ -171,14 +101,25 @@ class Parity(TableRecord):
         It is faster where it is so against all others at some batch size, and slower
         than none at the other.
         """
-        told = f"{self.reason} {speed_text(speedups)}".rstrip()
+        sizes = sorted({each.batch_size for each in speedups})
+        effects, told = [], []
+        for size in sizes:
+            here = [each for each in speedups if each.batch_size == size]
+            effects.append(
+                {effect_of_ratio(each.ratio, more_is_better=True) for each in here}
+            )
+            times = (f"{x.ratio.estimate:.2g} times {x.against}" for x in here)
+            told.append(f"at batch {size} is {' and '.join(times)}")
+        is_slower = any("worse" in each for each in effects)
+        is_faster = not is_slower and {"better"} in effects
         verdict = self.verdict
-        if self.is_as_good and is_faster(speedups):
+        if verdict.startswith("as good") and is_faster:
             verdict = "as good and faster"
+        reason = f"{self.reason} Its speed {', '.join(told)}." if told else self.reason
         return dataclasses.replace(
             self,
             verdict=verdict,
-            reason=told,
+            reason=reason,
             latencies=tuple(latencies),
             speedups=tuple(speedups),
         )
@@ -187,87 +128,31 @@ class Parity(TableRecord):
         """Returns verdict, differences, latencies and costs, at most 110 columns."""
         title = f"Exported to {self.runtime}: {self.verdict}"
         columns = {"what": console.FOLD, "found": {**console.FOLD, "ratio": 1}}
-        parts = [console.table(columns, self._rows(), title=title), self.reason]
-        return console.text_of(*parts, *self.notes)
-
-    def _rows(self) -> list[tuple[str, str]]:
         rows = []
-        for each in self.outputs:
-            text = f"at most {each.largest:.3g}, mean {each.mean:.3g}, "
-            text += f"{each.relative:.2g} of the spread"
-            if each.num_answers:
-                text += f"; {each.flipped} of {each.num_answers} predictions flipped"
-            rows.append((f"difference of {each.name}", text))
-        for change in self.metrics:
-            text = f"worse by {change.worsening:.3%}, at most {change.bound:.3%} "
-            text += f"(allowed: {change.tolerance:.3%}) on {change.num_examples} "
-            if math.isfinite(change.reference):
-                text = f"{change.reference:.5g} -> {change.exported:.5g}; {text}"
-            rows.append((f"{change.name} of {change.output}", f"{text}examples"))
+        for each in self.metrics:
+            text = f"worse by {each.worsening:.3%}, at most {each.bound:.3%} "
+            text += f"(allowed: {each.tolerance:.3%}) on {each.num_examples} examples; "
+            if math.isfinite(each.reference):
+                text = f"{each.reference:.5g} -> {each.exported:.5g}; {text}"
+            text += f"{each.flipped} predictions flipped, outputs off by "
+            text += f"{each.difference:.2g} of their spread"
+            rows.append((f"{each.name} of {each.output}", text))
         for latency in self.latencies:
             seconds = (latency.p50_seconds, latency.p90_seconds, latency.p99_seconds)
             texts = " / ".join(map(units.format_seconds, seconds))
             rows.append((f"batch {latency.batch_size}, p50 / p90 / p99", texts))
         for speed in self.speedups:
-            what = f"batch {speed.batch_size}, times {speed.against}"
-            found = (speed.p50, speed.p90, speed.p99)
-            rows.append((what, " / ".join(map(_interval_text, found))))
-        if self.size_bytes is not None:
-            size = units.format_bytes(self.size_bytes)
-            if self.reference_bytes:
-                size += f", {self.size_bytes / self.reference_bytes:.2f} of float32"
-            rows.append(("size", size))
+            text = f"{speed.ratio.estimate:.2f}"
+            text += f" [{speed.ratio.low:.2f}, {speed.ratio.high:.2f}]"
+            rows.append((f"batch {speed.batch_size}, times {speed.against}", text))
         for process in self.processes:
             taken = units.format_seconds(process.cold_start_seconds)
-            peak = units.format_bytes(process.peak_bytes)
-            text = f"first answer after {taken}, peak {peak}"
-            rows.append((f"fresh process, {process.name}", text))
-        return rows
-
-
-def is_faster(speedups: Sequence[Speedup]) -> bool:
-    """Whether a model is faster than all others at some size, and slower at none.
-
-    Example:
-        >>> def at(size, low, middle, high):
-        ...     return Speedup("x", size, *[Interval(middle, low, high)] * 3)
-        >>> is_faster((at(1, 1.8, 2.0, 2.2), at(64, 0.9, 1.0, 1.1)))
-        True
-        >>> is_faster((at(1, 1.8, 2.0, 2.2), at(64, 0.7, 0.8, 0.9)))
-        False
-    """
-    by_size: dict[int, list[str]] = {}
-    for each in speedups:
-        effect = effect_of_ratio(each.p50, more_is_better=True)
-        by_size.setdefault(each.batch_size, []).append(effect)
-    effects = [effect for found in by_size.values() for effect in found]
-    return "worse" not in effects and any(
-        set(found) == {"better"} for found in by_size.values()
-    )
-
-
-def speed_text(speedups: Sequence[Speedup]) -> str:
-    """Returns a sentence on what a model was timed against, at each batch size.
-
-    Example:
-        >>> once = Interval(3.1, 3.0, 3.2), Interval(1.4, 1.3, 1.5)
-        >>> speed_text((Speedup("SavedModel", 1, *once[:1] * 3),
-        ...             Speedup("the best float32 (onnx)", 1, *once[1:] * 3)))
-        'Its speed at batch 1 is 3.1 times SavedModel and 1.4 times the best float32 \
-(onnx).'
-    """
-    told = []
-    for size in sorted({each.batch_size for each in speedups}):
-        times = [
-            f"{each.p50.estimate:.2g} times {each.against}"
-            for each in speedups
-            if each.batch_size == size
-        ]
-        told.append(f"at batch {size} is {' and '.join(times)}")
-    return f"Its speed {', '.join(told)}." if told else ""
-
-
-def _interval_text(found: Interval) -> str:
-    if not math.isfinite(found.high):
-        return f"{found.estimate:.2f}"
-    return f"{found.estimate:.2f} [{found.low:.2f}, {found.high:.2f}]"
+            text = f"first answer after {taken}, peak "
+            rows.append(
+                (
+                    f"fresh process, {process.name}",
+                    text + units.format_bytes(process.peak_bytes),
+                )
+            )
+        parts = [console.table(columns, rows, title=title), self.reason]
+        return console.text_of(*parts, *self.notes)

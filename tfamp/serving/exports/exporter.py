@@ -1,59 +1,82 @@
 """`tfamp.export`: a model as files that are smaller, faster, and still right."""
 
 import dataclasses
-import functools
+import importlib.metadata
 import itertools
-import math
 import os
+import platform
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
+from absl import logging
 
-from tfamp.machine.cpus import num_usable_cpus
+from tfamp.machine.cpus import instruction_sets, num_usable_cpus
 from tfamp.records import checks
 from tfamp.records.checks import short_error
-from tfamp.serving.exports import int8_layers
-from tfamp.serving.exports.candidates import Candidate, write_sparing
-from tfamp.serving.exports.folders import check_target, place, said_if_full
+from tfamp.serving.exports import int8_layers, writers
+from tfamp.serving.exports.folders import check_target, place
 from tfamp.serving.exports.request import (
     DTYPES,
+    PACKAGES,
     POSSIBLE,
     SCHEMES,
     Request,
+    check_possible,
     missing,
-    scheme_for,
 )
 from tfamp.serving.exports.results import Export, Tried
 from tfamp.serving.exports.source import (
-    BATCH,
     Source,
     calibration_batches,
-    first_inputs,
     float32_copy,
+    inputs_in,
     spread_text,
-    tried_inputs,
 )
-from tfamp.serving.gate import check_parity, reference_of
-from tfamp.serving.parity import Parity
-from tfamp.serving.runtimes.manifest import RUNTIMES
+from tfamp.serving.gate import check_parity, largest_difference, reference_of
+from tfamp.serving.parity import FreshProcess, Parity
+from tfamp.serving.runtimes import fresh_process, open_model
+from tfamp.serving.runtimes.manifest import RUNTIMES, Manifest, digests
 from tfamp.serving.runtimes.signature import LoadedModel
-from tfamp.serving.runtimes.tensorflow_models import TensorFlowModel
-from tfamp.serving.turns import median, raced, slowdowns, speedup
+from tfamp.serving.runtimes.tensorflow_models import of_trace
+from tfamp.serving.turns import Turns, median, pace, raced, speedup
 from tfamp.stepping.arguments import check_built, dataset_of
 from tfamp.trials.run_records import Latency
 from tfamp.trials.statistics import MIN_GAIN
 
+BATCH = 32
 _AUTO = "auto"
-# The part of the budget that timing may take, and the most of it.
-_PART_FOR_TIMING, _MOST_SECONDS = 0.3, 10.0
-# For one thread against all of one candidate, and for the chosen one against others.
-_THREADS_SECONDS, _GATE_SECONDS = 0.6, 3.0
-_NO_TIME = "the budget was used up"
+# The part of the budget that timing may take, and the most of it; and for one thread
+# against all, where there is nothing else to time.
+_PART_FOR_TIMING, _MOST_SECONDS, _THREADS_SECONDS = 0.3, 10.0, 0.6
+# Of the spread of an output: what float32 sums in another order come to, and more.
+_MAX_FLOAT32_DIFFERENCE = 1e-2
+_SAVED_MODEL = ("saved_model float32", None)
+Compare = Callable[[LoadedModel], Parity]
+
+
+@dataclasses.dataclass
+class Candidate:
+    """An export that was written and runs."""
+
+    request: Request
+    folder: Path  # where it lies until it is chosen
+    manifest: Manifest
+    difference: float  # the largest from the float32 model's outputs, over their spread
+    cost: FreshProcess  # what it took a fresh process
+    size_bytes: int
+    parity: Parity | None = None  # None without validation data
+    threads: int | None = None  # of a prediction; None for all cores
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """Returns what it is called where it is timed."""
+        return self.request.name, self.threads
 
 
 def export(
@@ -88,15 +111,15 @@ def export(
             most exact one of those within 5 % of it.
         dtype: "float32", "float16", "bfloat16" or "int8" for the weights; inputs and
             outputs stay as they are. "auto" tries float32 and int8.
-        scheme: For integers: "weights" rounds only them, "dynamic" measures the range
-            of activations at each call, "static" once, on `calibration`. None takes
-            the one that suits the format, or tries all of them under "auto".
+        scheme: For integers: "dynamic" measures the range of activations at each call,
+            "static" once, on `calibration`. None takes the first that the format has,
+            or tries all under "auto".
         calibration: Inputs for "static": x, (x, y), or a dataset of batches; at most
             512 examples are read. Float inputs must be finite.
         validation: (x, y) or a dataset of batches, on which the metric is compared; or
             x alone, for the outputs. Without it the verdict is "undecided".
-        metric: As in `tfamp.compare`'s gate: a Keras metric's name or a function of
-            targets and outputs; None takes the accuracy where labels are classes.
+        metric: A Keras metric's name or a function of targets and outputs; None takes
+            the accuracy where labels are classes, else the loss of `compile`.
         tolerance: By how much the metric may be worse.
         keep_float32: Paths of layers that stay in float32, beside the head and those
             that integers spoil, which are found where there is validation data.
@@ -138,15 +161,13 @@ def export(
     checks.positive("budget_seconds", budget_seconds)
     if batch_size is not None:
         checks.positive_int("batch_size", batch_size)
-    check_target(target)
     if _AUTO not in (format, dtype):
-        scheme = scheme_for(format, dtype, scheme)
+        check_possible(format, dtype, scheme)
+        scheme = scheme or POSSIBLE[format][dtype][0]
     check_built(model, "export")
+    check_target(target)
     formats = RUNTIMES if format == _AUTO else (format,)
     dtypes = ("float32", "int8") if dtype == _AUTO else (dtype,)
-    sizes = [weight.value.shape.num_elements() or 0 for weight in model.weights]
-    ends = time.monotonic() + budget_seconds * (1 - _PART_FOR_TIMING)
-    seconds = min(_MOST_SECONDS, budget_seconds * _PART_FOR_TIMING)
     # Read more than once, and a generator cannot be begun again.
     validation, calibration = (
         None if data is None else dataset_of(data, size, needs_targets=False, name=name)
@@ -155,54 +176,62 @@ def export(
             (calibration, BATCH, "calibration"),
         )
     )
+    given = [each for each in (validation, calibration) if each is not None]
+    ends = time.monotonic() + budget_seconds * (1 - _PART_FOR_TIMING)
+    seconds = min(_MOST_SECONDS, budget_seconds * _PART_FOR_TIMING)
+    notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="tfamp-export-") as scratch:
-        with said_if_full(4 * sum(sizes)):
-            copy = float32_copy(model)
-            copy.loss = getattr(model, "loss", None)  # what the gate compares by
-            source = Source(copy, first_inputs(validation, calibration))
-            requests = _requests(
-                *(source, formats, dtypes, scheme, calibration, keep_float32),
-                is_judged=validation is not None,
-            )
-            source.check_runs()
-            compare = None
-            if validation is not None:
-                names = [spec.name for spec in source.traced.signature.outputs]
-                reference = reference_of(copy, validation, names, batch_size)
-                compare = functools.partial(
-                    check_parity, reference, metric=metric, tolerance=tolerance
+        copy = float32_copy(model)
+        copy.loss = getattr(model, "loss", None)  # what the gate compares by
+        source = Source(copy, inputs_in(next(iter(given[0]))) if given else None)
+        requests = _requests(
+            *(source, formats, dtypes, scheme, calibration, keep_float32),
+            is_judged=validation is not None,
+        )
+        source.check_runs()
+        compare = None
+        if validation is not None:
+            names = [spec.name for spec in source.traced.signature.outputs]
+            reference = reference_of(copy, validation, names)
+
+            def compare(loaded: LoadedModel) -> Parity:
+                return check_parity(
+                    reference, loaded, metric=metric, tolerance=tolerance
                 )
-            passed, tried = _written(
-                source, requests, Path(scratch), ends, compare, may_fail=write_failed
+
+        passed, tried = _written(
+            source, requests, Path(scratch), ends, compare, may_fail=write_failed
+        )
+        others: list[Candidate] = []
+        if compare is not None and dtypes == ("int8",):
+            asked = [Request(each, "float32") for each in formats if not missing(each)]
+            others, left = _written(
+                *(source, asked, Path(scratch), ends, None), is_needed=False
             )
-            best = _fastest(source, passed, batch_size, seconds)
-            parity = best.parity
-            if parity is not None:
-                others = [each for each in passed if each.request.dtype == "float32"]
-                notes: list[str] = []
-                if not others:
-                    names = [each for each in formats if each != "saved_model"]
-                    asked = [Request(each, "float32") for each in names]
-                    others, left = _written(
-                        source, asked, Path(scratch), ends, None, is_needed=False
-                    )
-                    notes = [
-                        f"{each.name} was not timed beside it: {each.reason}."
-                        for each in left.values()
-                        if each.outcome != "passed"
-                    ]
-                    if others:
-                        others = [_fastest(source, others, batch_size, seconds)]
-                used = best.request.calibration
+            notes += [
+                f"{each.name} was not timed beside it: {each.reason}."
+                for each in left
+                if each.outcome != "passed"
+            ]
+        best, turns = _fastest(
+            source, passed, others, batch_size, seconds, is_judged=compare is not None
+        )
+        parity = best.parity
+        if parity is not None:
+            used = best.request.calibration
+            if used:
                 inputs = [x for x, _ in reference.batches]
-                if used and source.share_among(used, inputs) > 0.5:
+                if source.share_among(used, inputs) > 0.5:
                     notes.append(
                         "Most validation examples are among those of `calibration`, "
                         "which gave the integers their ranges: others may fare worse. "
                         "Pass other examples."
                     )
-                parity = _timed(source, best, others, batch_size)
-                parity = dataclasses.replace(parity, notes=(*parity.notes, *notes))
+            parity = dataclasses.replace(
+                _timed(parity, best, [*passed, *others], turns),
+                notes=(*parity.notes, *notes),
+                processes=(best.cost,),
+            )
         verdict = parity.verdict if parity else "undecided"
         found = parity.to_dict() if parity else None
         gate = {"verdict": verdict, "difference": best.difference, "parity": found}
@@ -210,25 +239,31 @@ def export(
             best.folder
         )
         place(best.folder, target)
-        return Export(
-            *(str(target), best.request.format, best.request.dtype),
-            scheme=best.request.scheme,
-            verdict=verdict,
-            difference=best.difference,
-            size_bytes=best.size_bytes,
-            float32_bytes=4 * sum(sizes),
-            kept=dict(best.request.keep),
-            int8=best.kept,
-            parity=parity,
-            tried=_outcomes(tried, passed, best),
-            threads=best.threads,
-            advice=tuple(
-                f"{each} was not tried: {', '.join(lacking)} is not installed. Run "
-                f"`pip install 'tfamp[{each}]'`."
-                for each in formats
-                if (lacking := missing(each))
-            ),
-        )
+    seconds_of = {each.request.name: turns.get((each.key, 1)) for each in passed}
+    return Export(
+        *(str(target), best.request.format, best.request.dtype, best.request.scheme),
+        verdict=verdict,
+        difference=best.difference,
+        size_bytes=best.size_bytes,
+        float32_bytes=4 * sum(x.value.shape.num_elements() or 0 for x in model.weights),
+        kept=dict(best.request.keep),
+        parity=parity,
+        tried=tuple(
+            dataclasses.replace(
+                each,
+                outcome="chosen" if each.name == best.request.name else each.outcome,
+                seconds=median(taken) if (taken := seconds_of.get(each.name)) else None,
+            )
+            for each in tried
+        ),
+        threads=best.threads,
+        advice=tuple(
+            f"{each} was not tried: {', '.join(lacking)} is not installed. Run "
+            f"`pip install 'tfamp[{each}]'`."
+            for each in formats
+            if (lacking := missing(each))
+        ),
+    )
 
 
 def _requests(
@@ -251,31 +286,25 @@ def _requests(
         batches = calibration_batches(calibration, source.traced)
         text = spread_text(batches)
         if not is_judged:
-            batches = source.held_out(batches)
+            batches = source.hold_out(batches)
     keep = int8_layers.layers_kept(source.model, keep_float32)
-    found = []
-    for dtype, format in itertools.product(dtypes, formats):
-        for way in POSSIBLE[format].get(dtype, ()):
-            is_open = scheme is None and (way != "static" or batches)
-            if not (is_open or way in ("", scheme)):
-                continue
-            kept = dict(keep) if way else {}
-            if (format, way) == ("onnx", "dynamic"):
-                kept |= int8_layers.convolutions(source.model)
-            found.append(
-                Request(
-                    *(format, dtype, way),
-                    calibration=batches if way == "static" else (),
-                    keep=kept,
-                    products_only=int8_layers.has_attention(source.model),
-                    reduces_range=int8_layers.reduces_range(),
-                )
-            )
+    products_only = int8_layers.has_attention(source.model)
+    found = [
+        Request(
+            *(format, dtype, way),
+            calibration=batches if way == "static" else (),
+            keep=keep if way else {},
+            products_only=products_only,
+        )
+        for dtype, format in itertools.product(dtypes, formats)
+        for way in POSSIBLE[format].get(dtype, ())
+        if way in ("", scheme) or (scheme is None and (way != "static" or batches))
+    ]
     is_static = any(request.scheme == "static" for request in found)
     if is_static and text:
         warnings.warn(text, stacklevel=3)
         if not is_judged:  # else they would be tried on themselves
-            source.tried = tried_inputs(source.traced)
+            source.tried = source.made_up()
     if is_static and not batches:
         raise ValueError(
             "`scheme` is 'static', and there is no `calibration`; expected inputs that "
@@ -294,11 +323,11 @@ def _written(
     requests: Sequence[Request],
     scratch: Path,
     ends: float,
-    compare: Callable[[LoadedModel], Parity] | None,
+    compare: Compare | None,
     *,
     is_needed: bool = True,
     may_fail: bool = False,
-) -> tuple[list[Candidate], dict[str, Tried]]:
+) -> tuple[list[Candidate], list[Tried]]:
     """Writes candidates until the budget ends; returns those that pass, and all tried.
 
     Where they are needed, the only one is written whatever it takes, and what is wrong
@@ -306,26 +335,22 @@ def _written(
     """
     is_alone = is_needed and len(requests) == 1
     passed: list[Candidate] = []
-    tried: dict[str, Tried] = {}
+    tried: list[Tried] = []
     for request in requests:
         name = request.name
         lacking = () if is_alone else missing(request.format)
-        if lacking and not is_needed:
-            continue
         why = f"{', '.join(lacking)} is missing" if lacking else ""
         if time.monotonic() > ends and (passed or not is_needed):
-            why = _NO_TIME
+            why = "the budget was used up"
         if why:
-            tried[name] = Tried(name, "left out", why)
+            tried.append(Tried(name, "left out", why))
             continue
-        folder = scratch / str(len(os.listdir(scratch)))
-        folder.mkdir()
         try:
-            found = write_sparing(source, request, folder, compare)
+            found = _sparing(source, request, scratch, compare)
         except Exception as error:  # converters raise anything
             if is_alone:
                 raise
-            tried[name] = Tried(name, "failed", short_error(error))
+            tried.append(Tried(name, "failed", short_error(error)))
             continue
         is_worse = found.parity is not None and found.parity.verdict == "worse"
         why = found.parity.reason if found.parity is not None and is_worse else ""
@@ -337,100 +362,152 @@ def _written(
             )
         outcome = "failed" if is_worse else "passed"
         size, off = found.size_bytes, found.difference
-        tried[name] = Tried(name, outcome, why, size_bytes=size, difference=off)
+        tried.append(Tried(name, outcome, why, size_bytes=size, difference=off))
         if not is_worse or is_alone:
             passed.append(found)
     if is_needed and not passed:
-        lines = "; ".join(f"{each.name}: {each.reason}" for each in tried.values())
+        lines = "; ".join(f"{each.name}: {each.reason}" for each in tried)
         raise ValueError(f"No candidate could be exported: {lines}.")
     return passed, tried
 
 
+def _sparing(
+    source: Source, request: Request, scratch: Path, compare: Compare | None
+) -> Candidate:
+    """Writes an export, of integers with as many layers in float as the gate asks for.
+
+    Layers that the request keeps stay kept. `compare` is the gate, None without
+    validation data.
+    """
+    written: list[Candidate] = []
+
+    def evaluate(keep: dict[str, str]) -> Parity:
+        asked = dataclasses.replace(request, keep={**request.keep, **keep})
+        found = _write(source, asked, Path(tempfile.mkdtemp(dir=scratch)))
+        written.append(found)
+        if compare is not None:
+            found.parity = compare(open_model(found.folder, found.manifest))
+        return found.parity  # type: ignore[return-value]  # of the one call without
+
+    if compare is None or request.dtype != "int8":
+        evaluate({})
+        return written[0]
+    kept = int8_layers.spoilt(
+        *(source.model, source.sample, evaluate),
+        scheme=request.scheme,
+        fixed=request.keep,
+    )
+    if kept:
+        logging.info("%s keeps %s in float32.", request.name, tuple(kept))
+    keep = {**request.keep, **kept}
+    return next(each for each in written if each.request.keep == keep)
+
+
+def _write(source: Source, request: Request, folder: Path) -> Candidate:
+    """Writes an export with `export.json` into an empty folder, and runs it."""
+    traced = source.trace_for(request.format, request.dtype)
+    writers.write(traced, folder, request)
+    packages = ("tensorflow", "keras", "numpy", *PACKAGES[request.format])
+    names = ("tfamp", *(package.replace("_", "-") for package in packages))
+    manifest = Manifest(
+        *(request.format, request.dtype, request.scheme),
+        signature=source.traced.signature,
+        files=digests(folder),
+        versions={name: _version(name) for name in names},
+        processor={"name": platform.processor(), "flags": list(instruction_sets())},
+        kept=dict(request.keep),
+    )
+    manifest.write(folder)
+    inputs = source.tried_inputs()
+    answered = fresh_process.ask(folder, inputs)
+    difference = largest_difference(source.traced.call(inputs), answered.outputs)
+    is_wrong = request.dtype == "float32" and difference > _MAX_FLOAT32_DIFFERENCE
+    if is_wrong or not np.isfinite(difference):
+        raise ValueError(
+            f"The exported file answers otherwise than the model, by {difference:.1e} "
+            "of the outputs' spread. Export another format or dtype."
+        )
+    cost = FreshProcess(request.format, answered.seconds, answered.peak_bytes)
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return Candidate(request, folder, manifest, difference, cost, size)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def _fastest(
     source: Source,
-    candidates: Sequence[Candidate],
+    passed: Sequence[Candidate],
+    others: Sequence[Candidate],
     batch_size: int | None,
     seconds: float,
-) -> Candidate:
-    """Returns the fastest candidate, each on one thread where that is faster.
+    *,
+    is_judged: bool,
+) -> tuple[Candidate, dict[tuple[Any, int], Turns]]:
+    """Returns the fastest candidate, and the seconds of all by name, threads and size.
 
-    Steps of a recurrent layer, and of any small model, are over before other threads
-    have woken up. The threads of TensorFlow are those of the whole process. Of those
-    that are within 5 % of the fastest it is the most exact one: a gain that is not
-    shown is none.
+    Each is timed on all cores and on one thread, which it gets where that is faster by
+    5 %: small models are over before other threads have woken up. Of those that are
+    within 5 % of the fastest it is the most exact one: a gain that is not shown is
+    none. `others` are timed, and not taken.
     """
     models: dict[tuple[str, int | None], LoadedModel] = {}
-    for each in candidates:
-        name = each.request.name
-        models[name, None] = each.load()
-        if num_usable_cpus() > 1 and each.request.format != "saved_model":
-            models[name, 1] = each.load(threads=1)
-    if len(models) == 1:
-        return candidates[0]
-    if len(candidates) == 1:
+    for each in (*passed, *others):
+        models[each.key] = open_model(each.folder, each.manifest)
+        # The threads of TensorFlow are those of the whole process.
+        if each.request.format != "saved_model" and num_usable_cpus() > 1:
+            models[each.request.name, 1] = open_model(each.folder, each.manifest, 1)
+    if is_judged and _SAVED_MODEL not in models:
+        models[_SAVED_MODEL] = of_trace(source.traced)
+    if len(models) == 1 and not is_judged:
+        return passed[0], {}
+    if len(passed) == 1 and not is_judged:
         seconds = min(seconds, _THREADS_SECONDS)
     sizes = {1, batch_size or 1}
-    turns = raced(models, source.tried_inputs(), sizes, seconds=seconds)
-    paces = slowdowns(turns, sizes)
-    for each in candidates:
-        name = each.request.name
-        gain = paces[name, None] / paces.get((name, 1), math.inf)
-        each.threads = 1 if gain > MIN_GAIN else None
-        each.slowdown = paces[name, each.threads]
-        each.seconds = median(turns[(name, each.threads), 1])
-    least = min(each.slowdown for each in candidates)
-    close = [each for each in candidates if each.slowdown < MIN_GAIN * least]
-    return min(close, key=lambda each: each.difference)
+    timed = sizes | ({batch_size or BATCH} if is_judged else set())
+    turns = raced(models, source.tried_inputs(), timed, seconds=seconds)
+    paces = {key: pace(turns, key, sizes) for key in models}
+    for each in (*passed, *others):
+        one = paces.get((each.request.name, 1))
+        if one is not None and paces[each.key] / one > MIN_GAIN:
+            each.threads = 1
+    least = min(paces[each.key] for each in passed)
+    close = [each for each in passed if paces[each.key] < MIN_GAIN * least]
+    return min(close, key=lambda each: each.difference), turns
 
 
 def _timed(
-    source: Source,
+    parity: Parity,
     best: Candidate,
-    float32: Sequence[Candidate],
-    batch_size: int | None,
+    others: Sequence[Candidate],
+    turns: dict[tuple[Any, int], Turns],
 ) -> Parity:
-    """Returns the gate's comparison, with the speed over a SavedModel and float32."""
-    models = {"": best.load(threads=best.threads)}
-    if (best.request.format, best.request.dtype) != ("saved_model", "float32"):
-        traced = source.traced
-        models["SavedModel"] = TensorFlowModel(None, traced.signature, traced.function)
-    others = [
+    """Returns the gate's comparison with the speed over a SavedModel and float32."""
+    sizes = sorted({size for _, size in turns})
+    against: dict[str, Any] = {}
+    if best.key != _SAVED_MODEL:
+        against["SavedModel"] = _SAVED_MODEL
+    rivals = [
         each
-        for each in float32
-        if each is not best and each.request.format != "saved_model"
+        for each in others
+        if each.request.dtype == "float32"
+        and each.request.format != "saved_model"
+        and each is not best
     ]
-    if others:
-        other = min(others, key=lambda each: each.slowdown)
-        name = f"best float32 ({other.request.format})"
-        models[name] = other.load(threads=other.threads)
-    sizes = sorted({1, batch_size or BATCH})
-    turns = raced(models, source.tried_inputs(), sizes, seconds=_GATE_SECONDS)
+    if rivals:
+        rival = min(rivals, key=lambda each: pace(turns, each.key, {1}))
+        against[f"best float32 ({rival.request.format})"] = rival.key
     latencies = [
-        Latency.of(size, [s for turn in turns["", size] for s in turn])
+        Latency.of(size, list(itertools.chain(*turns[best.key, size])))
         for size in sizes
     ]
     speedups = [
-        speedup(turns[name, size], turns["", size], against=name, batch_size=size)
+        speedup(turns[key, size], turns[best.key, size], against=name, batch_size=size)
         for size in sizes
-        for name in models
-        if name
+        for name, key in against.items()
     ]
-    parity = best.parity
-    if parity is None:
-        raise RuntimeError(f"{best.request.name} was not compared.")
-    found = parity.timed(latencies, speedups)
-    return dataclasses.replace(found, processes=(best.cost,))
-
-
-def _outcomes(
-    tried: Mapping[str, Tried], passed: Sequence[Candidate], best: Candidate
-) -> tuple[Tried, ...]:
-    """Returns all that was tried, with the seconds of those that passed."""
-    found = dict(tried)
-    for each in passed:
-        name = each.request.name
-        outcome = "chosen" if each is best else "passed"
-        found[name] = dataclasses.replace(
-            found[name], outcome=outcome, seconds=each.seconds
-        )
-    return tuple(found.values())
+    return parity.timed(latencies, speedups)

@@ -1,50 +1,29 @@
 """The folder of an export: whole or not at all, in the place of a former one only."""
 
-import contextlib
 import errno
+import glob
 import os
-import secrets
 import shutil
-import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
-from tfamp.records.checks import short_error
 from tfamp.records.record import BESIDE
 from tfamp.records.units import format_bytes
-from tfamp.serving.runtimes.manifest import READ_FOLDERS, written_in
+from tfamp.serving.runtimes.manifest import SAVED_MODEL_FOLDERS, written_in
 
-# Of a model's weights: as converters read them, and before and after lowering.
-_COPIES = 4
+_FORMER = ".former"
 
 
 def check_target(path: Path) -> None:
-    """Raises unless a folder may be written at `path`, or take an export's place."""
+    """Raises unless a folder may be written at `path`, or take an export's place.
+
+    What exports of this name left behind that were killed is put in order first.
+    """
     above = path.absolute().parent
     if not above.is_dir():
         raise FileNotFoundError(
             f"`path` is {str(path)!r}, and its folder is not there; expected a name in "
             f"a folder that is. Make it with `mkdir -p {above}`."
-        )
-    if path.is_symlink():
-        raise FileExistsError(
-            f"`path` is {str(path)!r}, a link to {os.readlink(path)!r}; expected the "
-            "name of a folder. Pass what the link points to, or another path and move "
-            "the link there."
-        )
-    if path.exists() and path.resolve() in (here := Path.cwd(), *here.parents):
-        raise FileExistsError(
-            f"`path` is {str(path)!r}, in which this process works; expected another "
-            "folder, as a former export is moved away. Change to the folder above, and "
-            "pass its name."
-        )
-    is_export = path.is_dir() and written_in(path) is not None
-    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    if not (is_free or is_export):
-        raise FileExistsError(
-            f"`path` is {str(path)!r}, where something else is than an export; "
-            "expected a new name, an empty folder or a former export, which is "
-            "replaced. Pass another path."
         )
     for folder in (above, path):
         if folder.exists() and not os.access(folder, os.W_OK):
@@ -53,6 +32,20 @@ def check_target(path: Path) -> None:
                 f"`path` is {str(path)!r}, and {str(folder)!r} is read-only; expected "
                 "the right to write. Make it writable, or pass another path.",
             )
+    _clean(path.absolute())
+    why = ""
+    if path.is_symlink():
+        why = f"a link to {os.readlink(path)!r}. Pass what the link points to"
+    elif path.exists() and path.resolve() in (here := Path.cwd(), *here.parents):
+        why = "in which this process works. Change to the folder above"
+    elif path.exists() and written_in(path) is None:
+        if not path.is_dir() or any(path.iterdir()):
+            why = "where something else is than an export. Take it away"
+    if why:
+        raise FileExistsError(
+            f"`path` is {str(path)!r}, {why}, or pass another path; expected a new "
+            "name, an empty folder or a former export, which is replaced."
+        )
 
 
 def place(source: Path, path: Path) -> None:
@@ -63,37 +56,33 @@ def place(source: Path, path: Path) -> None:
 
     What was there stays as it was if the disk is full, Ctrl-C comes at whatever moment,
     or the process is killed. Killed between the two moves at the end, which take
-    microseconds, it lies beside as `.NAME.TOKEN.former`.
+    microseconds, it lies beside, and the next export of that name puts it back.
     """
     target = path.absolute()
-    token = secrets.token_hex(4)
-    beside = target.with_name(f".{target.name}.{token}{BESIDE}")
-    former = target.with_name(f".{target.name}.{token}.former")
+    beside, former = (
+        target.with_name(f".{target.name}.{os.getpid()}{end}")
+        for end in (BESIDE, _FORMER)
+    )
     files = [file for file in sorted(source.rglob("*")) if file.is_file()]
     new = [file.relative_to(source).as_posix() for file in files]
-    others = _others(target, new)
+    kept = _own_files(target, new)
     try:
         beside.mkdir()
-        for folder, names in ((source, new), (target, others)):
-            for name in names:
-                copy = beside / name
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                if folder is source:
-                    shutil.copyfile(folder / name, copy)
-                else:
-                    shutil.copy2(folder / name, copy, follow_symlinks=False)
+        for folder, name in [*((source, n) for n in new), *((target, n) for n in kept)]:
+            copy = beside / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(folder / name, copy, follow_symlinks=False)
         if target.exists():
             shutil.copymode(target, beside)
             os.replace(target, former)
         os.replace(beside, target)
     except OSError as error:
-        remedy = "Free some space" if _is_full(error) else "Make its folder writable"
         size = format_bytes(sum(file.stat().st_size for file in files))
         raise OSError(
             error.errno,
             f"`path` is {str(path)!r}, which could not be written ({error.strerror}); "
             f"expected room for {size} and the right to write. What was there is as it "
-            f"was. {remedy}, or pass another path.",
+            "was. Free some space, or pass another path.",
         ) from error
     finally:
         if former.exists() and not target.exists():
@@ -102,7 +91,7 @@ def place(source: Path, path: Path) -> None:
         shutil.rmtree(former, ignore_errors=True)
 
 
-def _others(target: Path, new: Collection[str]) -> list[str]:
+def _own_files(target: Path, new: Collection[str]) -> list[str]:
     """Returns the files in a former export's folder that are not of the export."""
     former = written_in(target) or ()
     found = []
@@ -112,7 +101,7 @@ def _others(target: Path, new: Collection[str]) -> list[str]:
         found += [path.as_posix() for path in paths if path.as_posix() not in former]
     # A SavedModel is all that lies in its folders.
     is_saved_model = "saved_model.pb" in new
-    read = tuple(f"{name}/" for name in READ_FOLDERS["saved_model"] if is_saved_model)
+    read = tuple(f"{name}/" for name in SAVED_MODEL_FOLDERS if is_saved_model)
     taken = [path for path in found if path in new or path.startswith(read)]
     if taken:
         raise FileExistsError(
@@ -123,30 +112,24 @@ def _others(target: Path, new: Collection[str]) -> list[str]:
     return found
 
 
-@contextlib.contextmanager
-def said_if_full(size_bytes: int) -> Iterator[None]:
-    """Says that the disk of temporary files is too full where that may be the cause.
+def _clean(target: Path) -> None:
+    """Removes, or puts back, what killed exports of this name left beside it."""
+    for end in (_FORMER, BESIDE):
+        for left in target.parent.glob(f".{glob.escape(target.name)}.*{end}"):
+            process = left.name[len(target.name) + 2 : -len(end)]
+            if not process.isdigit() or _is_alive(int(process)):
+                continue
+            if end == _FORMER and not target.exists():
+                os.replace(left, target)
+            shutil.rmtree(left, ignore_errors=True)
 
-    Libraries say so each in their own words, or not at all.
-    """
+
+def _is_alive(process: int) -> bool:
+    """States whether there is another process of a number."""
     try:
-        yield
-    except Exception as error:
-        where = tempfile.gettempdir()
-        free, needed = shutil.disk_usage(where).free, _COPIES * size_bytes
-        is_told = isinstance(error, (ImportError, OSError, TypeError, ValueError))
-        if not _is_full(error) and (is_told or free >= needed):
-            raise
-        raise OSError(
-            errno.ENOSPC,
-            f"Writing the model failed in {where!r}, where {format_bytes(free)} are "
-            f"free: {short_error(error)}; expected room for {_COPIES} times its "
-            f"weights, {format_bytes(needed)}. Free some space there, or set TMPDIR "
-            "to a folder that has more.",
-        ) from error
-
-
-def _is_full(error: Exception) -> bool:
-    """States whether an error says that a disk or a quota is full."""
-    number = error.errno if isinstance(error, OSError) else None
-    return number in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return process != os.getpid()

@@ -4,16 +4,15 @@ import dataclasses
 from typing import Any
 
 from tfamp.records import console
-from tfamp.records.record import TableRecord
+from tfamp.records.record import Record, TableRecord
 from tfamp.records.units import format_bytes, format_seconds
-from tfamp.serving.exports.int8_layers import Kept
 from tfamp.serving.parity import Parity
 from tfamp.serving.runtimes import load_exported
 from tfamp.serving.runtimes.signature import LoadedModel
 from tfamp.trials.run_records import Latency
 
 _COLUMNS: dict[str, dict[str, Any]] = {
-    "candidate": {"no_wrap": True},
+    "candidate": console.WHOLE,
     "size": console.RIGHT,
     "batch 1": console.RIGHT,
     "largest difference": console.RIGHT,
@@ -22,7 +21,7 @@ _COLUMNS: dict[str, dict[str, Any]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Tried(TableRecord):
+class Tried(Record):
     """A file that was written to see how good and how fast it is.
 
     Attributes:
@@ -41,21 +40,6 @@ class Tried(TableRecord):
     seconds: float | None = None
     difference: float | None = None
 
-    def table(self) -> str:
-        """Returns one line."""
-        return " ".join(self.row())
-
-    def row(self) -> tuple[str, str, str, str, str]:
-        """Returns the cells of a table."""
-        told = f"{self.outcome}: {self.reason}" if self.reason else self.outcome
-        return (
-            self.name,
-            "" if self.size_bytes is None else format_bytes(self.size_bytes),
-            "" if self.seconds is None else format_seconds(self.seconds),
-            "" if self.difference is None else f"{self.difference:.1e}",
-            told,
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class Export(TableRecord):
@@ -65,14 +49,13 @@ class Export(TableRecord):
         path: The folder.
         format: "saved_model", "litert", "onnx" or "openvino".
         dtype: "float32", "float16", "bfloat16" or "int8".
-        scheme: "weights", "dynamic" or "static"; "" for floats.
+        scheme: "dynamic" or "static"; "" for floats.
         verdict: "as good and faster", "as good, not faster", "worse" or "undecided".
         difference: The largest difference of an output from the float32 model's, over
             the spread of that output in the batch that was tried.
         size_bytes: Of all files.
         float32_bytes: Of the model's weights in float32.
         kept: Layer that stays in float32 -> why.
-        int8: The search for layers that integers spoil; None where there was none.
         parity: The comparison on validation data; None without any.
         tried: All that was written to be compared.
         threads: Of a prediction, 1 where that was faster here; None for all cores.
@@ -88,7 +71,6 @@ class Export(TableRecord):
     size_bytes: int
     float32_bytes: int
     kept: dict[str, str] = dataclasses.field(default_factory=dict)
-    int8: Kept | None = None
     parity: Parity | None = None
     tried: tuple[Tried, ...] = ()
     threads: int | None = None
@@ -105,26 +87,27 @@ class Export(TableRecord):
 
     def table(self) -> str:
         """Returns what was tried, what was written, and the verdict."""
-        name = " ".join(filter(None, (self.format, self.dtype, self.scheme)))
+        rows = [
+            (
+                each.name,
+                "" if each.size_bytes is None else format_bytes(each.size_bytes),
+                "" if each.seconds is None else format_seconds(each.seconds),
+                "" if each.difference is None else f"{each.difference:.1e}",
+                ": ".join(filter(None, (each.outcome, each.reason))),
+            )
+            for each in self.tried
+        ]
         told = [
-            f"{self.path}: {name}, {format_bytes(self.size_bytes)} for "
-            f"{format_bytes(self.float32_bytes)} of float32 weights; {self.verdict}. "
-            f"Largest difference {self.difference:.1e} of the outputs' spread."
+            f"{self.path}: {format_bytes(self.size_bytes)} for "
+            f"{format_bytes(self.float32_bytes)} of float32 weights; {self.verdict}."
         ]
         told += [f"{path} stays in float32: {why}." for path, why in self.kept.items()]
         if self.threads is not None:
-            told.append(
-                "A prediction takes one thread, which was faster here than all cores; "
-                "`load_exported(threads=)` takes more."
-            )
+            told.append("One thread was faster here than all cores, and is taken.")
         if self.parity is None:
             told.append(
                 "Only outputs were compared: pass `validation=(x, y)` for a verdict."
             )
         else:
             told.append(str(self.parity))
-        parts = []
-        if len(self.tried) > 1:
-            rows = [each.row() for each in self.tried]
-            parts.append(console.table(_COLUMNS, rows, title="Candidates"))
-        return console.text_of(*parts, *told, *self.advice)
+        return console.text_of(console.table(_COLUMNS, rows), *told, *self.advice)

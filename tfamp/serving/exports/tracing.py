@@ -2,21 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.graph.bodies import has_texts
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.patches import Patch, like
 from tfamp.records.checks import first_line
@@ -44,23 +36,17 @@ class Served(tf.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A model as a function of named tensors.
+    """A model as a function of named tensors."""
 
-    Attributes:
-        module: Holds the function, `module.serve`, and the variables it reads.
-        specs: The inputs in the order of `signature`, by their names in files.
-        signature: What an exported model takes and gives.
-        scopes: What operations' names begin with -> the path of their layer.
-        flatten: Turns what the model itself takes into a list of `specs`.
-        converted: Format -> what was made of it in float32, from which integers are
-            made as well.
-    """
-
-    module: Served
+    module: Served  # holds the function, `serve`, and the variables it reads
+    # The inputs in the order of `signature`, by their names in files.
     specs: tuple[tf.TensorSpec, ...]
     signature: Signature
+    # What operations' names begin with -> the path of their layer.
     scopes: Mapping[str, str]
+    # Turns what the model itself takes into a list of `specs`.
     flatten: Callable[[Any], list[Any]]
+    # What was made of it in floats, from which integers are made.
     converted: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
     @property
@@ -68,29 +54,19 @@ class Traced:
         """The concrete function."""
         return self.module.serve.get_concrete_function()
 
-    def elsewhere(self) -> str:
-        """Returns which formats a message may advise in place of another one."""
-        graph = self.function.graph
-        looks_up = any("LookupTable" in each.type for each in graph.get_operations())
-        if looks_up or has_texts(graph):
-            return "'saved_model', as TensorFlow alone has texts and tables"
-        return "'onnx' or 'saved_model'"
-
-    def path_of(self, operation: str) -> str | None:
-        """Returns the path of the layer that an operation of a graph belongs to."""
-        name = operation.rpartition(f"{_INSIDE}/")[2]  # as a whole without one
-        parts = _CALLS.sub("", name.lstrip("/")).split("/")
-        for end in range(len(parts), 0, -1):
-            if (found := self.scopes.get("/".join(parts[:end]))) is not None:
-                return found
-        return None
-
     def is_in(self, layers: Collection[str], operations: Iterable[str]) -> bool:
         """States whether one of some operations is of a layer, or of one inside it."""
         paths = filter(None, map(self.path_of, operations if layers else ()))
         return any(
             f"{path}/".startswith(f"{each}/") for path in paths for each in layers
         )
+
+    def path_of(self, operation: str) -> str | None:
+        """Returns the path of the layer that an operation of a graph belongs to."""
+        name = operation.rpartition(f"{_INSIDE}/")[2]  # as a whole without one
+        parts = _CALLS.sub("", name.lstrip("/")).split("/")
+        starts = ("/".join(parts[:end]) for end in range(len(parts), 0, -1))
+        return next((self.scopes[each] for each in starts if each in self.scopes), None)
 
     def by_name(self, x: Any) -> dict[str, np.ndarray]:
         """Returns inputs as the model takes them, as arrays by name."""
@@ -100,8 +76,9 @@ class Traced:
     def call(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the model's own answers, by name."""
         pairs = zip(self.signature.inputs, self.specs, strict=True)
-        tensors = [tf.cast(inputs[told.name], spec.dtype) for told, spec in pairs]
-        found = self.module.serve(*tensors)
+        found = self.module.serve(
+            *(tf.cast(inputs[told.name], spec.dtype) for told, spec in pairs)
+        )
         return {
             spec.name: found[spec.in_file].numpy() for spec in self.signature.outputs
         }
@@ -111,7 +88,16 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
     """Traces a model's inference, with a free batch."""
     _check_stateless(model)
     wanted = _inputs(model, sample)
-    specs, inputs = _specs(wanted)
+    leaves = tf.nest.flatten(wanted)
+    is_dict = isinstance(wanted, dict)
+    inputs = _unique(
+        path if is_dict else (leaf.name or (path and f"input_{path}") or "input")
+        for path, leaf in zip(_paths(wanted), leaves, strict=True)
+    )
+    specs = tuple(
+        tf.TensorSpec(leaf.shape, leaf.dtype, name=name)
+        for leaf, name in zip(leaves, _plain(inputs), strict=True)
+    )
     names: list[str] = []
     tensors_of: list[str] = []
     placed = [(path, layer) for path, layer, _ in structure.walk(model)][1:]
@@ -126,8 +112,12 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
             outputs = model(packed, training=False)
         finally:
             patch.remove()
-        names[:], values = _outputs(model, outputs)
+        names[:] = _output_names(model, outputs)
         tensors_of[:] = _plain(names)
+        values = [
+            tf.cast(x, tf.float32) if x.dtype.is_floating else x
+            for x in tf.nest.flatten(outputs)
+        ]
         return {
             name: tf.identity(value, name=name)
             for name, value in zip(tensors_of, values, strict=True)
@@ -202,52 +192,30 @@ def _in_scopes(scopes: dict[int, str], graph: tf.Graph) -> Callable[..., Any]:
 
 
 def _inputs(model: keras.Model, sample: Any) -> Any:
-    """Returns tensors that tell a model's inputs, in the structure of its call."""
+    """Returns specs that tell a model's inputs, in the structure of its call."""
+
+    def spec(shape: Sequence[int | None], dtype: Any, name: Any = None) -> Any:
+        return tf.TensorSpec([None, *shape[1:]], dtype, name)
+
+    def widened(dtype: Any) -> Any:
+        return tf.float32 if tf.as_dtype(dtype).is_floating else dtype
+
     graph = structure.graph_of(model)
     if graph is not None:
-        return tf.nest.map_structure(_spec, structure.inputs_of(graph))
+        inputs = structure.inputs_of(graph)
+        return tf.nest.map_structure(lambda x: spec(x.shape, x.dtype, x.name), inputs)
     if sample is not None:
-        return tf.nest.map_structure(_free_batch, sample)
+        tensors = tf.nest.map_structure(tf.convert_to_tensor, sample)
+        return tf.nest.map_structure(lambda x: spec(x.shape, widened(x.dtype)), tensors)
     shapes = structure.built_shapes(model)
     if len(shapes) != 1:
         raise ValueError(
-            f"Cannot tell the inputs of {model.name!r}: Keras remembers "
-            f"{'no shapes' if not shapes else f'shapes of {list(shapes)}'}; expected "
-            "those of one argument. Pass inputs as `calibration=` or `validation=`."
+            f"Cannot tell the inputs of {model.name!r}: Keras remembers shapes of "
+            f"{list(shapes)}; expected those of one argument. Pass inputs as "
+            "`calibration=` or `validation=`."
         )
-
-    def spec(shape: Sequence[int | None]) -> tf.TensorSpec:
-        dtype = tf.as_dtype(model.input_dtype)
-        dtype = tf.float32 if dtype.is_floating else dtype
-        return tf.TensorSpec([None, *shape[1:]], dtype)
-
-    return structure.map_shapes(spec, next(iter(shapes.values())))
-
-
-def _spec(tensor: Any) -> tf.TensorSpec:
-    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype, name=tensor.name)
-
-
-def _free_batch(value: Any) -> tf.TensorSpec:
-    tensor = tf.convert_to_tensor(value)
-    dtype = tf.float32 if tensor.dtype.is_floating else tensor.dtype
-    return tf.TensorSpec([None, *tensor.shape[1:]], dtype)
-
-
-def _specs(wanted: Any) -> tuple[tuple[tf.TensorSpec, ...], list[str]]:
-    """Returns the flat inputs, and what Keras calls them: keys of a dict, or names."""
-    leaves = tf.nest.flatten(wanted)
-    is_dict = isinstance(wanted, dict)
-    chosen = [
-        path if is_dict else (leaf.name or (path and f"input_{path}") or "input")
-        for path, leaf in zip(_paths(wanted), leaves, strict=True)
-    ]
-    names = _unique(chosen)
-    specs = (
-        tf.TensorSpec(leaf.shape, leaf.dtype, name=name)
-        for leaf, name in zip(leaves, _plain(names), strict=True)
-    )
-    return tuple(specs), names
+    (shape,) = shapes.values()
+    return structure.map_shapes(lambda x: spec(x, widened(model.input_dtype)), shape)
 
 
 def _paths(nested: Any, *above: Any) -> Iterator[str]:
@@ -262,19 +230,16 @@ def _paths(nested: Any, *above: Any) -> Iterator[str]:
         yield ".".join(map(str, above))
 
 
-def _outputs(model: keras.Model, outputs: Any) -> tuple[list[str], list[Any]]:
-    """Returns Keras's names and the tensors of what a call gave."""
-    values = tf.nest.flatten(outputs)
-    names: list[str] = []
+def _output_names(model: keras.Model, outputs: Any) -> list[str]:
+    """Returns Keras's names of what a call gave."""
+    number = len(tf.nest.flatten(outputs))
+    graph = structure.graph_of(model)
+    names = list(graph.output_names) if graph is not None else []
     if isinstance(outputs, dict):
         names = list(_paths(outputs))
-    elif (graph := structure.graph_of(model)) is not None:
-        names = list(graph.output_names)
-    if len(names) != len(values):
-        names = [f"output_{i}" for i in range(len(values))]
-    return _unique(names), [
-        tf.cast(x, tf.float32) if x.dtype.is_floating else x for x in values
-    ]
+    if len(names) != number:
+        names = [f"output_{i}" for i in range(number)]
+    return _unique(names)
 
 
 def _plain(names: Sequence[str]) -> list[str]:
@@ -286,7 +251,7 @@ def _plain(names: Sequence[str]) -> list[str]:
     return _unique(found)
 
 
-def _unique(names: Sequence[str]) -> list[str]:
+def _unique(names: Iterable[str]) -> list[str]:
     """Returns names with numbers behind those that were there already."""
     found: list[str] = []
     for name in names:
@@ -305,25 +270,17 @@ def _record(name: str, tensor: Any, in_file: str) -> TensorSpec:
 
 def _tables(model: keras.Model) -> list[Any]:
     """Returns the look-up tables of preprocessing layers."""
-    kind = tf.saved_model.experimental.TrackableResource
-    held = (
-        value
-        for _, layer, _ in structure.walk(model)
-        for each in vars(layer).values()
-        for value in _leaves(each)
-    )
-    return list({id(each): each for each in held if isinstance(each, kind)}.values())
 
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yields what containers hold; `tf.nest` sorts keys, which may be layers."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _leaves(each)
-    else:
+    def leaves(value: Any) -> Iterator[Any]:  # `tf.nest` sorts keys, maybe layers
+        if isinstance(value, dict):
+            value = list(value.values())
+        for each in value if isinstance(value, (list, tuple)) else ():
+            yield from leaves(each)
         yield value
+
+    kind = tf.saved_model.experimental.TrackableResource
+    held = (x for _, layer, _ in structure.walk(model) for x in leaves(vars(layer)))
+    return list({id(each): each for each in held if isinstance(each, kind)}.values())
 
 
 def _flattened(x: Any, wanted: Any, names: Sequence[str]) -> list[Any]:

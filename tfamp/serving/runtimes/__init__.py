@@ -1,4 +1,4 @@
-"""Exported models run: one file a runtime, one way to ask any of them."""
+"""Exported models run: one way to ask any of the runtimes."""
 
 import contextlib
 import importlib
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import keras
 
 
-_KERAS_FILE = ".keras"
 _ERRORS_ONLY = 3
 
 
@@ -59,10 +58,10 @@ def load_exported(
     if threads is not None:
         checks.positive_int("threads", threads)
     source = Path(path) if isinstance(path, (str, os.PathLike)) else None
-    if source is None or (source.suffix == _KERAS_FILE and not source.is_dir()):
-        from tfamp.serving.runtimes.tensorflow_models import KerasModel
+    if source is None or (source.suffix == ".keras" and not source.is_dir()):
+        from tfamp.serving.runtimes.tensorflow_models import keras_model
 
-        return KerasModel(source or path, _threads(threads))
+        return keras_model(source or path, _threads(threads))
     found = manifest.read(source)
     manifest.verify(source, found)
     return open_model(source, found, threads)
@@ -74,9 +73,9 @@ def open_model(
     """Loads a folder of which `export.json` says what is in it."""
     threads = _threads(threads or found.threads)
     if found.runtime == "saved_model":
-        from tfamp.serving.runtimes.tensorflow_models import SavedModel
+        from tfamp.serving.runtimes.tensorflow_models import saved_model
 
-        return SavedModel(folder, found, threads)
+        return saved_model(folder, found, threads)
     return _WITHOUT_TENSORFLOW[found.runtime](folder, found, threads)
 
 
@@ -120,23 +119,20 @@ def _threads(threads: int | None) -> int:
     return threads or num_usable_cpus()
 
 
-class LiteRTModel(LoadedModel):
+class _LiteRT(LoadedModel):
     """A model that LiteRT runs, one batch at a time: an interpreter is not shared."""
 
     runtime = "litert"
 
     def __init__(self, folder: Path, found: manifest.Manifest, threads: int) -> None:
         super().__init__(folder, found.signature)
-        interpreter = checks.require(
-            "ai_edge_litert.interpreter",
-            extra="litert",
-            purpose=f"Running {str(folder)!r}",
+        package = checks.require(
+            "ai_edge_litert.interpreter", extra="litert", purpose=f"{str(folder)!r}"
         )
-        made = interpreter.Interpreter(
+        self._interpreter = package.Interpreter(
             model_path=str(folder / manifest.FILES["litert"]), num_threads=threads
         )
-        self._interpreter = made
-        self._runner = made.get_signature_runner()
+        self._runner = self._interpreter.get_signature_runner()
         self._lock = threading.Lock()
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -149,14 +145,14 @@ class LiteRTModel(LoadedModel):
             }
 
 
-class OnnxModel(LoadedModel):
+class _Onnx(LoadedModel):
     """A model that ONNX Runtime runs."""
 
     runtime = "onnx"
 
     def __init__(self, folder: Path, found: manifest.Manifest, threads: int) -> None:
         super().__init__(folder, found.signature)
-        onnxruntime = require_onnxruntime(purpose=f"Running {str(folder)!r}")
+        onnxruntime = require_onnxruntime(purpose=f"{str(folder)!r}")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
@@ -177,41 +173,34 @@ class OnnxModel(LoadedModel):
         return dict(zip(self._names, found, strict=True))
 
 
-class OpenVINOModel(LoadedModel):
+class _OpenVINO(LoadedModel):
     """A model that OpenVINO runs, with a request of its own in each thread."""
 
     runtime = "openvino"
 
     def __init__(self, folder: Path, found: manifest.Manifest, threads: int) -> None:
         super().__init__(folder, found.signature)
-        openvino = require_openvino(purpose=f"Running {str(folder)!r}")
-        self._compiled = openvino.Core().compile_model(
-            str(folder / manifest.FILES["openvino"]),
-            "CPU",
-            {
-                "INFERENCE_NUM_THREADS": threads,
-                "PERFORMANCE_HINT": "LATENCY",
-                "INFERENCE_PRECISION_HINT": "f32",
-            },
-        )
-        self._requests = threading.local()
+        settings = {
+            "INFERENCE_NUM_THREADS": threads,
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_PRECISION_HINT": "f32",
+        }
+        package = require_openvino(purpose=f"{str(folder)!r}")
+        file = str(folder / manifest.FILES["openvino"])
+        self._compiled = package.Core().compile_model(file, "CPU", settings)
+        self._of_thread = threading.local()
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the outputs by name for one batch of all inputs by name."""
-        found = self._request().infer(self.in_file(inputs))
-        return {
-            spec.name: np.array(found[spec.in_file]) for spec in self.signature.outputs
-        }
-
-    def _request(self) -> Any:
-        request = getattr(self._requests, "request", None)
-        if request is None:
-            request = self._requests.request = self._compiled.create_infer_request()
-        return request
+        if not hasattr(self._of_thread, "request"):
+            self._of_thread.request = self._compiled.create_infer_request()
+        found = self._of_thread.request.infer(self.in_file(inputs))
+        outputs = self.signature.outputs
+        return {spec.name: np.array(found[spec.in_file]) for spec in outputs}
 
 
 _WITHOUT_TENSORFLOW: dict[str, Callable[..., LoadedModel]] = {
-    "litert": LiteRTModel,
-    "onnx": OnnxModel,
-    "openvino": OpenVINOModel,
+    "litert": _LiteRT,
+    "onnx": _Onnx,
+    "openvino": _OpenVINO,
 }

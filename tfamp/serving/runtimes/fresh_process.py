@@ -5,6 +5,7 @@ exporters report success on files that no runtime can load. The process imports 
 program that only predicts does, so that memory and cold start are those of such a one.
 """
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -14,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 import tfamp
-from tfamp.machine.limits import sizes_in
 from tfamp.records.checks import short_error
 
 _DEADLINE_SECONDS = 180
@@ -35,27 +35,29 @@ def ask(folder: Path, inputs: Mapping[str, np.ndarray]) -> Answered:
     import subprocess
     import tempfile
 
-    from tfamp.trials import processes
-
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     with tempfile.TemporaryDirectory(prefix="tfamp-fresh-") as scratch:
         asked, answered = Path(scratch, "in.npz"), Path(scratch, "out.npz")
-        log = Path(scratch, "log")
         _save(asked, inputs)
         began = time.monotonic()
-        process = processes.start(__name__, [*map(str, (folder, asked, answered))], log)
         try:
-            status = process.wait(_DEADLINE_SECONDS)
+            done = subprocess.run(
+                [sys.executable, "-m", __name__, *map(str, (folder, asked, answered))],
+                env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "PYTHONPATH": paths},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                timeout=_DEADLINE_SECONDS,
+                start_new_session=True,  # Ctrl-C is for this process, which ends it
+            )
         except subprocess.TimeoutExpired as error:
             raise ValueError(
                 f"The exported file gave no answer in {_DEADLINE_SECONDS} s in a fresh "
                 "process. Export another format."
             ) from error
-        finally:
-            processes.close_input(process)
-            processes.end(process)
-        if status:
-            lines = log.read_text(errors="replace").strip().splitlines()
-            told = lines[-1] if lines else processes.why_ended(status)
+        if done.returncode:
+            lines = done.stderr.decode(errors="replace").strip().splitlines()
+            told = lines[-1] if lines else f"it ended with status {done.returncode}."
             raise ValueError(
                 f"The exported file does not run in a fresh process: {told} Export "
                 "another format."
@@ -74,7 +76,7 @@ def main(folder: str, asked: str, answered: str) -> int:
         model = tfamp.load_exported(folder)
         prepared = model.prepared(_read(Path(asked)))
         model.run({name: value[:1] for name, value in prepared.items()})
-        cost = f"{time.monotonic()} {peak_bytes()}"
+        cost = f"{time.monotonic()} {_peak_bytes()}"
         Path(answered).with_suffix(_COST).write_text(cost)
         # Of another batch than the first.
         _save(Path(answered), model.run(prepared))
@@ -84,24 +86,21 @@ def main(folder: str, asked: str, answered: str) -> int:
     return 0
 
 
-def peak_bytes(status: Path = Path("/proc/self/status")) -> int:
+def _peak_bytes() -> int:
     """Returns the most memory that this process held."""
-    peak = sizes_in(status).get("VmHWM")
-    if peak is None:
+    from tfamp.machine.limits import sizes_in
+
+    peak = sizes_in(Path("/proc/self/status")).get("VmHWM")
+    if peak is None:  # on macOS, in bytes
         import resource
 
-        # Source: getrusage(2): kilobytes on Linux and BSD, bytes on macOS.
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak
 
 
 def _save(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes arrays as files hold them without pickle: texts in place of objects."""
-    plain = [
-        value.astype("S") if value.dtype == object else value
-        for value in arrays.values()
-    ]
+    plain = [x.astype("S") if x.dtype == object else x for x in arrays.values()]
     np.savez(file, np.array(list(arrays)), *plain)  # a name may be that of an argument
 
 

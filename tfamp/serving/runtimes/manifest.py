@@ -15,45 +15,26 @@ FORMAT_VERSION = 1
 RUNTIMES = ("saved_model", "litert", "onnx", "openvino")
 # Runtime -> the file that it is pointed to, where that is not the folder itself.
 FILES = {"litert": "model.tflite", "onnx": "model.onnx", "openvino": "model.xml"}
-# Runtime -> where it looks for files that are not named to it one by one.
-READ_FOLDERS: Mapping[str, tuple[str, ...]] = {
-    "saved_model": ("variables", "assets", "assets.extra"),
-    **dict.fromkeys(FILES, ()),
-}
-_CHUNK_BYTES = 2**20
+# Where a SavedModel looks for files that are not named to it one by one.
+SAVED_MODEL_FOLDERS = ("variables", "assets", "assets.extra")
 _EXPORT_AGAIN = "Export the model again with `tfamp.export`."
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What `export.json` says.
-
-    Attributes:
-        runtime: "saved_model", "litert", "onnx" or "openvino".
-        dtype: "float32", "float16", "bfloat16" or "int8".
-        scheme: How activations of an integer export come about: "weights", "dynamic"
-            or "static"; "" for the others.
-        signature: Inputs and outputs.
-        files: File, with "/" between folders -> its SHA-256.
-        versions: Package -> version that wrote the folder.
-        processor: Name and instruction sets of the processor it was tested on.
-        kept: Layer that stays in float32 -> why.
-        gate: What the comparison with the float32 model found.
-        plan: The dtypes of layers, where one was followed.
-        threads: Of a prediction, where fewer than all cores were faster; None for all.
-    """
+    """What `export.json` says."""
 
     runtime: str
     dtype: str
     scheme: str
     signature: Signature
-    files: Mapping[str, str]
-    versions: Mapping[str, str]
-    processor: Mapping[str, Any]
+    files: Mapping[str, str]  # file, with "/" between folders -> its SHA-256
+    versions: Mapping[str, str]  # of the packages that wrote the folder
+    processor: Mapping[str, Any]  # that it was tested on
+    # Layer that stays in float32 -> why.
     kept: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    gate: Mapping[str, Any] | None = None
-    plan: Mapping[str, Any] | None = None
-    threads: int | None = None
+    gate: Mapping[str, Any] | None = None  # what the comparison with float32 found
+    threads: int | None = None  # of a prediction; None for all cores
 
     def write(self, folder: Path) -> None:
         """Writes `export.json` into a folder."""
@@ -67,34 +48,30 @@ class Manifest:
 
 def read(path: Path) -> Manifest:
     """Returns what `export.json` of a folder says; its files are not looked at."""
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"`path` is {str(path)!r}, which is no folder; expected one that "
-            "`tfamp.export` wrote."
-        )
     file = path / NAME
     if not file.is_file():
+        what = f"has no {NAME}" if path.is_dir() else "is no folder"
         raise FileNotFoundError(
-            f"{str(path)!r} has no {NAME}; expected a folder that `tfamp.export` wrote."
+            f"`path` is {str(path)!r}, which {what}; expected a folder that "
+            "`tfamp.export` wrote. Correct the path, or export there."
         )
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        version = record.pop("format_version")
-        is_known = isinstance(version, int) and version <= FORMAT_VERSION
-        if is_known:
-            record.pop("execution", None)  # of earlier versions
-            signature = Signature.from_dict(record.pop("signature"))
-            manifest = Manifest(signature=signature, **record)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        version = record["format_version"]
+        if not isinstance(version, int) or version > FORMAT_VERSION:
+            raise ValueError(
+                f"{str(file)!r} is of format version {version!r}; expected at most "
+                f"{FORMAT_VERSION}. Update tfamp, or export with this version."
+            )
+        signature = Signature.from_dict(record["signature"])
+        known = {field.name for field in dataclasses.fields(Manifest)}
+        told = {name: value for name, value in record.items() if name in known}
+        manifest = Manifest(**(told | {"signature": signature}))
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{str(file)!r} is damaged: {type(error).__name__}: {error}. "
             f"{_EXPORT_AGAIN}"
         ) from error
-    if not is_known:
-        raise ValueError(
-            f"{str(file)!r} is of format version {version!r}; expected at most "
-            f"{FORMAT_VERSION}. Update tfamp, or export the model with this version."
-        )
     if manifest.runtime not in RUNTIMES:
         raise ValueError(
             f"{str(file)!r} names the runtime {manifest.runtime!r}; expected one of "
@@ -128,21 +105,20 @@ def verify(path: Path, manifest: Manifest) -> None:
                 f"{NAME} names {name!r}, which lies outside of {str(path)!r}; expected "
                 f"files inside. {_EXPORT_AGAIN}"
             )
-        found = sha256(file) if file.is_file() else "missing"
-        if found != digest:
+        if not file.is_file():
+            raise ValueError(f"{str(file)!r} is missing. Copy the folder again.")
+        if (found := sha256(file)) != digest:
             raise ValueError(
-                f"{str(file)!r} is {'missing' if found == 'missing' else 'changed'}: "
-                f"its SHA-256 is {found}; expected {digest}. Copy the folder again, or "
-                "export the model again with `tfamp.export`."
+                f"{str(file)!r} is changed: its SHA-256 is {found}; expected {digest}. "
+                f"Copy the folder again. {_EXPORT_AGAIN}"
             )
-    for folder in READ_FOLDERS[manifest.runtime]:
-        for file in (path / folder).rglob("*"):
-            name = file.relative_to(path).as_posix()
-            if file.is_file() and name not in manifest.files:
-                raise ValueError(
-                    f"{str(file)!r} is not named by {NAME}; expected no other files "
-                    "where the runtime reads. Take it away."
-                )
+    folders = SAVED_MODEL_FOLDERS if manifest.runtime == "saved_model" else ()
+    for file in (file for folder in folders for file in (path / folder).rglob("*")):
+        if file.is_file() and file.relative_to(path).as_posix() not in manifest.files:
+            raise ValueError(
+                f"{str(file)!r} is not named by {NAME}; expected no other files where "
+                "the runtime reads. Take it away."
+            )
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -159,6 +135,6 @@ def sha256(file: Path) -> str:
     """Returns the SHA-256 of a file, read in parts."""
     digest = hashlib.sha256()
     with open(file, "rb") as stream:
-        while part := stream.read(_CHUNK_BYTES):
+        while part := stream.read(2**20):
             digest.update(part)
     return digest.hexdigest()

@@ -45,15 +45,13 @@ class Signature(NamedTuple):
 
     def to_dict(self) -> dict[str, list[dict[str, Any]]]:
         """Returns what `from_dict` takes, of JSON's types."""
-
-        def plain(specs: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
-            told = [{**spec._asdict(), "shape": list(spec.shape)} for spec in specs]
-            for each in told:
-                if not each["tensor"]:
-                    del each["tensor"]
-            return told
-
-        return {"inputs": plain(self.inputs), "outputs": plain(self.outputs)}
+        return {
+            name: [
+                {key: value for key, value in spec._asdict().items() if value != ""}
+                for spec in specs
+            ]
+            for name, specs in self._asdict().items()
+        }
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "Signature":
@@ -67,12 +65,7 @@ class Signature(NamedTuple):
 
         def specs(entries: Sequence[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
             return tuple(
-                TensorSpec(
-                    str(each["name"]),
-                    tuple(None if n is None else int(n) for n in each["shape"]),
-                    str(each["dtype"]),
-                    str(each.get("tensor", "")),
-                )
+                TensorSpec(**{**each, "shape": tuple(each["shape"])})
                 for each in entries
             )
 
@@ -134,39 +127,39 @@ class LoadedModel(abc.ABC):
 
     def prepared(self, x: Any) -> dict[str, np.ndarray]:
         """Returns inputs by name as `run` takes them, checked against the signature."""
-        specs = self.signature.inputs
-        given = _by_name(x, [spec.name for spec in specs])
-        arrays = {spec.name: _checked(given[spec.name], spec) for spec in specs}
-        sizes = {name: len(array) for name, array in arrays.items()}
-        if len({*sizes.values()}) > 1:
-            raise ValueError(
-                f"Inputs have batches of {sizes}; expected one number of examples. "
-                "Pass as many of each."
-            )
-        return arrays
+        return prepared(x, self.signature.inputs)
 
 
-def _by_name(x: Any, names: list[str]) -> dict[str, Any]:
-    """Returns inputs by name, whichever way they were passed."""
+def prepared(x: Any, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
+    """Returns inputs by name, whichever way they were passed, checked."""
+    names = [spec.name for spec in specs]
     if isinstance(x, Mapping):
-        missing = [name for name in names if name not in x]
-        unknown = [name for name in x if name not in names]
-        if missing or unknown:
+        if {*x} != {*names}:
+            add = [name for name in names if name not in x]
+            leave = [name for name in x if name not in names]
             raise ValueError(
-                f"Inputs are named {list(x)}; expected {names}. "
-                + (f"Add {missing}. " if missing else "")
-                + (f"Leave out {unknown}." if unknown else "")
+                f"Inputs are named {list(x)}; expected {names}. Add {add}. Leave out "
+                f"{leave}."
             )
-        return dict(x)
-    # A list of numbers is one input; a list of arrays is one each.
-    is_each = isinstance(x, (list, tuple)) and all(hasattr(one, "shape") for one in x)
-    values = list(x) if is_each else [x]
-    if len(values) != len(names):
+        given = dict(x)
+    else:
+        # A list of numbers is one input; a list of arrays is one each.
+        is_each = isinstance(x, (list, tuple)) and all(hasattr(v, "shape") for v in x)
+        values = list(x) if is_each else [x]
+        if len(values) != len(names):
+            raise ValueError(
+                f"The model takes {len(names)} inputs, {names}, and got {len(values)}. "
+                "Pass a dict of arrays by these names."
+            )
+        given = dict(zip(names, values, strict=True))
+    arrays = {spec.name: _checked(given[spec.name], spec) for spec in specs}
+    sizes = {name: len(array) for name, array in arrays.items()}
+    if len({*sizes.values()}) > 1:
         raise ValueError(
-            f"The model takes {len(names)} inputs, {names}, and got {len(values)}. "
-            "Pass a dict of arrays by these names."
+            f"Inputs have batches of {sizes}; expected one number of examples. Pass as "
+            "many of each."
         )
-    return dict(zip(names, values, strict=True))
+    return arrays
 
 
 def _checked(value: Any, spec: TensorSpec) -> np.ndarray:
@@ -178,54 +171,46 @@ def _checked(value: Any, spec: TensorSpec) -> np.ndarray:
             f"Input {spec.name!r} is no array: {error}. Pass rows of one length."
         ) from error
     wanted = dtype_named(spec.dtype)
-    if array.dtype != wanted and not _casts(array, wanted):
-        if array.dtype.kind in "iu" and wanted.kind == "f":
-            other = array[_rounded(array, wanted)][0]
+    if array.dtype != wanted:
+        changed = _changed(array, wanted)
+        if changed is not None and array.dtype.kind in "iu" and wanted.kind == "f":
             raise TypeError(
-                f"Input {spec.name!r} holds {other}, which {spec.dtype} rounds to "
-                f"{int(other.astype(wanted))}; expected integers that it holds as they "
-                f"are. Round them by `.astype({spec.dtype!r})` if that will do, or "
-                "export a model whose input is of an integer dtype."
+                f"Input {spec.name!r} holds {changed}, which {spec.dtype} rounds to "
+                f"{int(changed.astype(wanted))}; expected integers that it holds as "
+                f"they are. Round them by `.astype({spec.dtype!r})` if that will do, "
+                "or export a model whose input is of an integer dtype."
             )
-        raise TypeError(
-            f"Input {spec.name!r} is of dtype {array.dtype}; expected {spec.dtype}. "
-            f"Cast it with `.astype({spec.dtype!r})`."
-        )
+        if changed is not None:
+            raise TypeError(
+                f"Input {spec.name!r} is of dtype {array.dtype}; expected {spec.dtype}."
+                f" Cast it with `.astype({spec.dtype!r})`."
+            )
     if not has_shape(array, spec.shape):
+        is_one = array.ndim == len(spec.shape) - 1
+        advice = "One example is a batch of 1: `x[np.newaxis]`." if is_one else ""
         raise ValueError(
-            f"Input {spec.name!r} is of shape {array.shape}; expected "
-            f"{spec.shape}, where None is free and the first is the batch. "
-            + (
-                "One example is a batch of 1: `x[np.newaxis]`."
-                if array.ndim == len(spec.shape) - 1
-                else "Reshape it."
-            )
+            f"Input {spec.name!r} is of shape {array.shape}; expected {spec.shape}, "
+            f"where None is free and the first is the batch. {advice or 'Reshape it.'}"
         )
     return np.ascontiguousarray(array.astype(wanted, copy=False))
 
 
-def _casts(array: np.ndarray, wanted: np.dtype) -> bool:
-    """States whether an array may silently become one of another dtype."""
-    kinds = array.dtype.kind, wanted.kind
-    if wanted.kind == "O":
-        return array.dtype.kind in "OSU"
-    if kinds in (("f", "f"), ("b", "f")):
-        return True
-    if kinds in (("i", "f"), ("u", "f")):
-        return not _rounded(array, wanted).any()
-    if array.dtype.kind in "iub" and wanted.kind in "iu":
-        # Numbers of another width, as Python's integers are, where all of them fit.
-        return bool(np.array_equal(array.astype(wanted), array))
-    return False
+def _changed(array: np.ndarray, wanted: np.dtype) -> Any:
+    """Returns a value that another dtype would change, None where it holds them all.
 
-
-def _rounded(array: np.ndarray, wanted: np.dtype) -> np.ndarray:
-    """Returns which integers a float dtype does not hold."""
+    Floats may become other floats, and texts objects.
+    """
+    kinds = array.dtype.kind + wanted.kind
+    if kinds in ("ff", "bf", "OO", "SO", "UO") or not array.size:
+        return None
+    if kinds[0] not in "iub" or kinds[1] not in "iuf":
+        return array.flat[0]
     with np.errstate(invalid="ignore", over="ignore"):  # beyond what it holds
         there = array.astype(wanted)
-        back = there.astype(array.dtype)
-    end = float(np.iinfo(array.dtype).max + 1)  # where casting back is undefined
-    return (back != array) | (there.astype(np.float64) >= end)
+        differs = there.astype(array.dtype) != array
+        if wanted.kind == "f":  # the largest integers are undefined on the way back
+            differs |= there >= float(np.iinfo(array.dtype).max + 1)
+    return array[differs][0] if differs.any() else None
 
 
 def has_shape(array: np.ndarray, shape: Sequence[int | None]) -> bool:

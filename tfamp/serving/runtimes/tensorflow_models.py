@@ -18,69 +18,64 @@ class TensorFlowModel(LoadedModel):
 
     def __init__(
         self,
+        runtime: str,
         path: Path | None,
         signature: Signature,
-        call: Callable[..., Mapping[str, Any]],
+        call: Callable[[dict[str, Any]], Mapping[str, Any]],
+        owner: Any = None,
     ) -> None:
         super().__init__(path, signature)
+        self.runtime = runtime
         self._call = call
-        self._names = [spec.name for spec in signature.inputs]
-        self._answers = {spec.name: spec.in_file for spec in signature.outputs}
+        self._owner = owner  # of the weights, which would go with it
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the outputs by name for one batch of all inputs by name."""
-        tensors = [tf.constant(inputs[name]) for name in self._names]
-        found = self._call(*tensors)
-        return {name: found[key].numpy() for name, key in self._answers.items()}
+        given = self.in_file(inputs)
+        found = self._call({name: tf.constant(x) for name, x in given.items()})
+        outputs = self.signature.outputs
+        return {spec.name: found[spec.in_file].numpy() for spec in outputs}
 
 
-class SavedModel(TensorFlowModel):
-    """A SavedModel, by its concrete function.
+def saved_model(folder: Path, found: Manifest, threads: int) -> TensorFlowModel:
+    """Loads a SavedModel, by its concrete function."""
+    _set_threads(threads)
+    loaded = tf.saved_model.load(str(folder))
+    function = loaded.signatures[_SIGNATURE]
 
-    The threads of TensorFlow are those of the whole process: they are set where
-    TensorFlow has not started yet.
-    """
+    def call(given: dict[str, Any]) -> Mapping[str, Any]:
+        return function(**given)
 
-    runtime = "saved_model"
-
-    def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
-        _set_threads(threads)
-        loaded = tf.saved_model.load(str(folder))
-        function = loaded.signatures[_SIGNATURE]
-        names = [spec.in_file for spec in manifest.signature.inputs]
-
-        def call(*tensors: Any, owner: Any = loaded) -> Any:  # its weights go with it
-            return function(**dict(zip(names, tensors, strict=True)))
-
-        super().__init__(folder, manifest.signature, call)
+    return TensorFlowModel("saved_model", folder, found.signature, call, loaded)
 
 
-class KerasModel(TensorFlowModel):
-    """A Keras model in memory, such as `tfamp.freeze` returns, or of a `.keras` file.
+def keras_model(model: Any, threads: int) -> TensorFlowModel:
+    """Traces a Keras model, in memory or of a `.keras` file."""
+    # Not above: a SavedModel is loaded without Keras.
+    from tfamp.models import load_model
+    from tfamp.serving.exports.tracing import trace
+    from tfamp.stepping.arguments import check_built
 
-    It answers by one concrete function.
-    """
+    _set_threads(threads)
+    path = model if isinstance(model, Path) else None
+    if path is not None:
+        model = load_model(path)
+    check_built(model, "load")
+    return of_trace(trace(model), path)
 
-    runtime = "keras"
 
-    def __init__(self, model: Any, threads: int) -> None:
-        # Not above: a SavedModel is loaded without Keras.
-        from tfamp.models import load_model
-        from tfamp.serving.exports.tracing import trace
-        from tfamp.stepping.arguments import check_built
+def of_trace(traced: Any, path: Path | None = None) -> TensorFlowModel:
+    """Returns a `Traced` model to be asked as exported ones are."""
+    function = traced.function
 
-        _set_threads(threads)
-        path = model if isinstance(model, Path) else None
-        if path is not None:
-            model = load_model(path)
-        check_built(model, "load")
-        traced = trace(model)
-        super().__init__(path, traced.signature, traced.function)
-        self._traced = traced  # holds the variables
+    def call(given: dict[str, Any]) -> Mapping[str, Any]:
+        return function(*given.values())
+
+    return TensorFlowModel("keras", path, traced.signature, call, traced)
 
 
 def _set_threads(threads: int) -> None:
-    """Sets the threads of TensorFlow, unless that was done or it runs already."""
+    """Sets the threads of the whole process, unless it has some or runs already."""
     try:
         if not tf.config.threading.get_intra_op_parallelism_threads():
             tf.config.threading.set_intra_op_parallelism_threads(threads)

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import functools
 import hmac
 import time
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 import anyio
 import orjson
+import prometheus_client as prometheus
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 import tfamp
 from tfamp.records.checks import short_error
 from tfamp.serving.server import protocol
-from tfamp.serving.server.models import Limits, Metrics, Served
+from tfamp.serving.server.models import Limits, Served
 from tfamp.serving.server.protocol import Refusal, quoted, unknown
 
 # Bodies together may hold so many times the largest of them.
@@ -30,6 +32,9 @@ _AT_ONCE = 4
 _MAX_REFUSED_BYTES = 2**28
 # JSON below this takes as long as handing it to a thread.
 _SMALL = 2**15
+# From a tenth of a millisecond, what a small model takes, to ten seconds.
+_SECONDS = (*(n * 10.0**e for e in range(-4, 1) for n in (1, 2.5, 5)), 10.0)
+_EXAMPLES = tuple(2.0**n for n in range(11))
 T = TypeVar("T")
 
 
@@ -40,34 +45,53 @@ class App:
         self,
         models: Mapping[str, Served],
         limits: Limits,
-        metrics: Metrics,
         *,
         token: str | None = None,
     ) -> None:
-        self.models, self.metrics = models, metrics
-        self._limits = limits
+        self.models, self.limits = models, limits
+        self._registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=self._registry)
+
+        def metric(kind: Any, name: str, text: str, *labels: str, **how: Any) -> Any:
+            labels = ("model", *labels)
+            return kind(f"tfamp_{name}", text, labels, registry=self._registry, **how)
+
+        # By the name of a model, "" where a request names none.
+        text = "Answers by HTTP status."
+        self._requests = metric(prometheus.Counter, "requests", text, "status")
+        text = "From the last byte of a request to its answer."
+        histogram = prometheus.Histogram
+        self._seconds = metric(histogram, "request_seconds", text, buckets=_SECONDS)
+        text = "Examples in a run."
+        examples = metric(histogram, "batch_examples", text, buckets=_EXAMPLES)
+        text = "Requests that wait or are computed."
+        waiting = metric(prometheus.Gauge, "queue_requests", text)
+        for name, model in models.items():
+            model.batcher.on_run = examples.labels(name).observe
+            of_model = functools.partial(getattr, model.batcher, "num_waiting")
+            waiting.labels(name).set_function(of_model)
         self._token = None if token is None else f"Bearer {token}".encode()
         self._held_bytes = 0
         # One thread: several would take turns with the event loop, a large body each.
         self._parser = concurrent.futures.ThreadPoolExecutor(1)
         name = "/v2/models/{name}"
-        version = name + "/versions/{version}"
+        # The first that fits is taken; `infer` is asked for most.
+        routes = [
+            Route(f"{each}{end}", answer, methods=[method])
+            for end, answer, method in (
+                ("/infer", self._infer, "POST"),
+                ("/ready", self._model_ready, "GET"),
+                ("", self._metadata, "GET"),
+            )
+            for each in (name, f"{name}/versions/{{version}}")
+        ]
         self._routes = Starlette(
             routes=[
-                # The first that fits is taken; this one is asked for most.
-                *(
-                    Route(f"{each}/infer", self._infer, methods=["POST"])
-                    for each in (name, version)
-                ),
+                *routes,
                 Route("/v2/health/live", self._live),
                 Route("/v2/health/ready", self._ready),
                 Route("/v2", self._server),
                 Route("/metrics", self._metrics),
-                *(
-                    Route(f"{each}/ready", self._model_ready)
-                    for each in (name, version)
-                ),
-                *(Route(each, self._metadata) for each in (name, version)),
             ],
             exception_handlers={HTTPException: self._refused, Exception: self._failed},
         )
@@ -81,24 +105,21 @@ class App:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 name, status = scope.get("model", ""), str(message["status"])
-                self.metrics.requests.labels(name, status).inc()
+                self._requests.labels(name, status).inc()
             await send(message)
 
-        path: str = scope["path"]
-        if not path.startswith("/v2/health/") and not self._is_allowed(scope):
-            refusal = Refusal(
-                401,
-                "The header Authorization bears no valid token; expected 'Bearer' and "
-                "the server's token. Send it.",
-            )
-            answer = await self._refused(Request(scope), refusal)
-            await answer(scope, receive, counted)
-            return
-        await self._routes(scope, receive, counted)
-
-    def _is_allowed(self, scope: Scope) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")
-        return self._token is None or hmac.compare_digest(given, self._token)
+        if (
+            self._token is None
+            or scope["path"].startswith("/v2/health/")
+            or hmac.compare_digest(given, self._token)
+        ):
+            await self._routes(scope, receive, counted)
+            return
+        message = "The header Authorization bears no valid token; expected 'Bearer' and"
+        refusal = Refusal(401, f"{message} the server's token. Send it.")
+        answer = await self._refused(Request(scope), refusal)
+        await answer(scope, receive, counted)
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         """Returns the answer that says what is wrong with a request."""
@@ -111,8 +132,7 @@ class App:
             expected = "POST" if headers.get("Allow") == "POST" else "GET"
             message = (
                 f"The method is {quoted(request.method)}; expected {expected}. "
-                "Predictions are asked for by POST at "
-                "/v2/models/NAME/infer."
+                "Predictions are asked for by POST at /v2/models/NAME/infer."
             )
         elif not isinstance(error, Refusal):
             message = (
@@ -136,13 +156,12 @@ class App:
         return _json({"ready": ready}, 200 if ready else 503)
 
     async def _server(self, request: Request) -> Response:
-        extensions = ["binary_tensor_data"]
         about = {"name": "tfamp", "version": tfamp.__version__}
-        return _json({**about, "extensions": extensions})
+        return _json({**about, "extensions": ["binary_tensor_data"]})
 
     async def _metrics(self, request: Request) -> Response:
         encoder, kind = choose_encoder(request.headers.get("accept", ""))
-        text = encoder(self.metrics.registry)
+        text = encoder(self._registry)
         return Response(text, headers={"content-type": kind})
 
     async def _model_ready(self, request: Request) -> Response:
@@ -151,19 +170,18 @@ class App:
         return _json({"name": model.name, "ready": ready}, 200 if ready else 503)
 
     async def _metadata(self, request: Request) -> Response:
-        one = self._named(request)
-        return _json(protocol.metadata(one.name, one.version, one.model))
+        model = self._named(request)
+        return _json(protocol.metadata(model.name, model.model))
 
     def _named(self, request: Request) -> Served:
         name = request.path_params["name"]
         if name not in self.models:
             raise unknown("model", name, self.models)
-        model = self.models[name]
-        version = request.path_params.get("version", model.version)
-        if version != model.version:
-            raise unknown(f"version of {name!r}", version, [model.version])
+        version = request.path_params.get("version", protocol.VERSION)
+        if version != protocol.VERSION:
+            raise unknown(f"version of {name!r}", version, [protocol.VERSION])
         request.scope["model"] = name
-        return model
+        return self.models[name]
 
     async def _infer(self, request: Request) -> Response:
         """Answers a request for predictions."""
@@ -173,25 +191,19 @@ class App:
             body = await self._body(request, held)
             start = time.perf_counter()
             marked = request.headers.get(protocol.HEADER)
-            length = len(body)
-            if marked is not None:
-                length = protocol.length_of(marked, length)
-            if length > self._limits.max_json:
+            if (length := protocol.json_length(body, marked)) > self.limits.max_json:
                 raise self._too_large(length, is_json=True)
             asked = await self._beside(
-                length, lambda: protocol.read(body, length, model.model.signature)
+                length, lambda: protocol.read(body, marked, model.model.signature)
             )
             outputs = await model.ask(asked.inputs)
-            numbers = sum(
-                outputs[x].size for x, raw in asked.outputs.items() if not raw
-            )
+            texts = [outputs[x].size for x, raw in asked.outputs.items() if not raw]
             text, json_length = await self._beside(
-                4 * numbers,
-                lambda: protocol.write(asked, outputs, model.name, model.version),
+                4 * sum(texts), lambda: protocol.write(asked, outputs, model.name)
             )
         finally:
             self._held_bytes -= sum(held)
-        self.metrics.seconds.labels(model.name).observe(time.perf_counter() - start)
+        self._seconds.labels(model.name).observe(time.perf_counter() - start)
         if json_length is None:
             return Response(text, media_type="application/json")
         headers = {protocol.HEADER: str(json_length)}
@@ -205,26 +217,23 @@ class App:
 
     async def _body(self, request: Request, held: list[int]) -> bytes:
         """Returns the body of a request; `held` gets the bytes of its parts."""
-        headers = request.headers
+        headers, seconds = request.headers, self.limits.timeout_seconds
         coding = headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
-            raise Refusal(
-                415,
-                f"The body is encoded by {quoted(coding)}; expected plain bytes. Send "
-                "it without compression.",
-                close=True,
-            )
+            text = f"The body is encoded by {quoted(coding)}; expected plain bytes."
+            raise Refusal(415, f"{text} Send it without compression.", close=True)
         is_json = protocol.HEADER not in headers
-        most = self._limits.max_body
+        most = self.limits.max_body
         if is_json:
-            most = min(most, self._limits.max_json)
+            most = min(most, self.limits.max_json)
         declared = int(headers.get("content-length", 0))  # checked by the server
         if declared > (most if "expect" in headers else _MAX_REFUSED_BYTES):
             raise self._too_large(declared, is_json=is_json)
         parts: list[bytes] = []
         found = 0
+
         try:
-            with anyio.fail_after(self._limits.timeout_seconds):
+            with anyio.fail_after(seconds):
                 async for part in request.stream():
                     found += len(part)
                     if max(found, declared) <= most:
@@ -233,12 +242,9 @@ class App:
                     elif found > _MAX_REFUSED_BYTES:
                         break
         except TimeoutError:
-            raise Refusal(
-                408,
-                f"The body did not come within {self._limits.timeout_seconds:g} s; "
-                "expected all of it. Send it faster, or in smaller requests.",
-                close=True,
-            ) from None
+            text = f"The body did not come within {seconds:g} s; expected all of it."
+            advice = "Send it faster, or in smaller requests."
+            raise Refusal(408, f"{text} {advice}", close=True) from None
         except ClientDisconnect:
             raise Refusal(400, "The client went away.") from None
         if max(found, declared) > most:
@@ -248,28 +254,23 @@ class App:
     def _hold(self, num_bytes: int, held: list[int]) -> None:
         held.append(num_bytes)
         self._held_bytes += num_bytes
-        if self._held_bytes > _AT_ONCE * self._limits.max_body:
-            raise Refusal(
-                503,
-                "The bodies of all requests together are larger than the server "
-                "holds. Try again.",
-                retry=True,
-                close=True,
-            )
+        if self._held_bytes > _AT_ONCE * self.limits.max_body:
+            text = "The bodies of all requests together are larger than the server"
+            raise Refusal(503, f"{text} holds. Try again.", retry=True, close=True)
 
     def _too_large(self, found: int, *, is_json: bool) -> Refusal:
-        if is_json and found <= self._limits.max_body:
+        if is_json and found <= self.limits.max_body:
             return Refusal(
                 413,
                 f"The JSON has {found} bytes; expected at most "
-                f"{self._limits.max_json}. Send tensors as bytes behind it, with "
+                f"{self.limits.max_json}. Send tensors as bytes behind it, with "
                 "`binary_data_size` and the header Inference-Header-Content-Length, "
                 "as tritonclient does; or start the server with a larger --max_json.",
             )
         return Refusal(
             413,
             f"The body has {found} bytes or more; expected at most "
-            f"{self._limits.max_body}. Send fewer examples at once.",
+            f"{self.limits.max_body}. Send fewer examples at once.",
             close=True,
         )
 
@@ -277,5 +278,4 @@ class App:
 def _json(
     content: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    kind: dict[str, Any] = {"media_type": "application/json"}
-    return Response(orjson.dumps(content), status, headers, **kind)
+    return Response(orjson.dumps(content), status, headers, "application/json")

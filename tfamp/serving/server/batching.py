@@ -8,6 +8,7 @@ load that is a batch, alone it is the one request, at once. The first runs of a 
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import queue
 import threading
 import time
@@ -21,26 +22,30 @@ from tfamp.serving.runtimes.signature import LoadedModel, TensorSpec, dtype_name
 from tfamp.serving.server.protocol import Refusal
 
 Arrays = Mapping[str, np.ndarray]
+# Examples of a batch, where nobody says.
+DEFAULT_BATCH_SIZE = 64
+# Lengths that are tried for dimensions that the signature leaves open.
+_LENGTHS = (16, 32, 64, 1, 224)
+# How much larger the other example of a batch is, and the part of the largest output
+# that an answer may move by. Sums in another order move it by far less, one scale of
+# int8 for both examples by far more.
+_LARGER = 100.0
+_MAX_CHANGE = 0.02
 
 
 class ModelError(RuntimeError):
     """A run of the model failed; the message says how."""
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class _Waiting:
     """A request in the queue."""
 
-    __slots__ = ("inputs", "future", "num_examples", "key", "since", "timer")
-
-    def __init__(self, inputs: Arrays, future: "asyncio.Future[Arrays]") -> None:
-        self.inputs = inputs
-        self.future = future
-        shapes = [array.shape for array in inputs.values()]
-        self.num_examples = shapes[0][0] if shapes and shapes[0] else 1
-        # Those of one key differ in the number of examples alone.
-        self.key = tuple(shape[1:] for shape in shapes)
-        self.since = time.perf_counter()
-        self.timer: asyncio.TimerHandle | None = None
+    inputs: Arrays
+    num_examples: int
+    key: tuple[tuple[int, ...], ...]  # those of one key differ in examples alone
+    future: "asyncio.Future[Arrays]"
+    timer: asyncio.TimerHandle
 
 
 class Batcher:
@@ -53,18 +58,15 @@ class Batcher:
         max_batch_size: int,
         max_queue: int,
         timeout_seconds: float,
-        on_run: Callable[[int, list[float], float], None] | None = None,
     ) -> None:
         self._model = model
-        self._max_batch_size = max_batch_size
-        self._max_queue = max_queue
+        self._max_batch_size, self._max_queue = max_batch_size, max_queue
         self._timeout_seconds = timeout_seconds
-        self._on_run = on_run
-        self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        # Is called with the number of examples of a run.
+        self.on_run: Callable[[int], object] = lambda num_examples: None
+        self._queue: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._run_since: float | None = None
-        self._is_stopped = False
         self.num_waiting = 0
 
     @property
@@ -76,8 +78,6 @@ class Batcher:
 
     def ask(self, inputs: Arrays) -> "asyncio.Future[Arrays]":
         """Returns the future outputs of a request; called in the event loop."""
-        if self._is_stopped:
-            raise Refusal(503, "The server ends. Ask another one.", retry=True)
         if self.num_waiting >= self._max_queue:
             raise Refusal(
                 503,
@@ -85,58 +85,51 @@ class Batcher:
                 "may. Try again, or ask another server.",
                 retry=True,
             )
-        self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True)
             self._thread.start()
-        waiting = _Waiting(inputs, self._loop.create_future())
-        waiting.timer = self._loop.call_later(
-            self._timeout_seconds, self._expire, waiting
+        shapes = [array.shape for array in inputs.values()]
+        future: asyncio.Future[Arrays] = loop.create_future()
+        waiting = _Waiting(
+            inputs,
+            shapes[0][0] if shapes and shapes[0] else 1,
+            tuple(shape[1:] for shape in shapes),
+            future,
+            loop.call_later(self._timeout_seconds, self._expire, future),
         )
         self.num_waiting += 1
         self._queue.put(waiting)
-        return waiting.future
+        return future
 
-    def stop(self) -> None:
-        """Lets the thread end when it has answered what is queued."""
-        self._is_stopped = True
-        self._queue.put(None)
-
-    def _expire(self, waiting: _Waiting) -> None:
-        if not waiting.future.done():
-            waiting.future.set_exception(
-                Refusal(
-                    504,
-                    f"No answer within {self._timeout_seconds:g} s. The server has "
-                    "more to do than it can; try again later.",
-                )
+    def _expire(self, future: "asyncio.Future[Arrays]") -> None:
+        if not future.done():
+            text = f"No answer within {self._timeout_seconds:g} s. The server has more "
+            future.set_exception(
+                Refusal(504, f"{text}to do than it can; try again later.")
             )
 
     def _work(self) -> None:
-        """Runs the model on what is queued until it is told to end."""
+        """Runs the model on what is queued until the process ends."""
         waiting: collections.deque[_Waiting] = collections.deque()
-        is_stopping = False
-        while waiting or not is_stopping:
-            taken = [] if waiting else [self._queue.get()]
+        while True:
+            if not waiting:
+                waiting.append(self._queue.get())
             with contextlib.suppress(queue.Empty):
                 while True:
-                    taken.append(self._queue.get_nowait())
-            is_stopping |= None in taken
-            waiting.extend(each for each in taken if each is not None)
-            if waiting:
-                self._answer(self._next(waiting))
+                    waiting.append(self._queue.get_nowait())
+            self._answer(self._next(waiting))
 
     def _next(self, waiting: collections.deque[_Waiting]) -> list[_Waiting]:
         """Takes the oldest request and those that fit into a batch with it."""
         batch = [waiting.popleft()]
-        num_examples = batch[0].num_examples
+        room = self._max_batch_size - batch[0].num_examples
         others: list[_Waiting] = []
-        while waiting and num_examples < self._max_batch_size:
+        while waiting and room > 0:
             each = waiting.popleft()
-            fits = num_examples + each.num_examples <= self._max_batch_size
-            if fits and each.key == batch[0].key:
+            if each.num_examples <= room and each.key == batch[0].key:
                 batch.append(each)
-                num_examples += each.num_examples
+                room -= each.num_examples
             else:
                 others.append(each)
         waiting.extendleft(reversed(others))
@@ -144,22 +137,18 @@ class Batcher:
 
     def _answer(self, batch: list[_Waiting]) -> None:
         """Runs the model and hands each request its own part of the outputs."""
-        start = self._run_since = time.perf_counter()
+        self._run_since = time.perf_counter()
         # Those that ran out of time are not worth a run.
         asked = [each for each in batch if not each.future.done()]
-        results: list[Arrays | Exception] | None = None
-        if len(asked) > 1:
-            results = self._together(asked)
+        results = self._together(asked) if len(asked) > 1 else None
         if results is None:
             results = [self._alone(each) for each in asked]
         self._run_since = None
-        seconds = time.perf_counter() - start
 
         def deliver() -> None:
             self.num_waiting -= len(batch)
             for each in batch:
-                if each.timer is not None:
-                    each.timer.cancel()
+                each.timer.cancel()
             for each, result in zip(asked, results, strict=True):
                 if each.future.done():
                     continue
@@ -167,14 +156,11 @@ class Batcher:
                     each.future.set_exception(result)
                 else:
                     each.future.set_result(result)
-            if asked and self._on_run is not None:
-                num_examples = sum(each.num_examples for each in asked)
-                waited = [start - each.since for each in asked]
-                self._on_run(num_examples, waited, seconds)
+            if asked:
+                self.on_run(sum(each.num_examples for each in asked))
 
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # The loop has ended.
-                self._loop.call_soon_threadsafe(deliver)
+        with contextlib.suppress(RuntimeError):  # The loop has ended.
+            batch[0].future.get_loop().call_soon_threadsafe(deliver)
 
     def _together(self, asked: list[_Waiting]) -> list[Arrays | Exception] | None:
         """Returns the outputs of each request; None where one run cannot give them.
@@ -183,6 +169,7 @@ class Batcher:
         there is.
         """
         ends = np.cumsum([each.num_examples for each in asked]).tolist()
+        starts = [0, *ends[:-1]]
         try:
             inputs = {
                 name: np.concatenate([each.inputs[name] for each in asked])
@@ -193,7 +180,6 @@ class Batcher:
                 return None
         except BaseException:  # Of extensions too: nobody else would end the thread.
             return None
-        starts = [0, *ends[:-1]]
         return [
             {name: array[start:end] for name, array in outputs.items()}
             for start, end in zip(starts, ends, strict=True)
@@ -203,77 +189,50 @@ class Batcher:
         try:
             return self._model.run(one.inputs)
         except MemoryError:
-            return Refusal(
-                503,
-                f"There is no memory for {one.num_examples} examples at once. Send "
-                "fewer, or try again.",
-                retry=True,
-            )
+            text = f"There is no memory for {one.num_examples} examples at once."
+            return Refusal(503, f"{text} Send fewer, or try again.", retry=True)
         except BaseException as error:  # as above
             return ModelError(short_error(error))
 
 
-# Lengths that are tried for dimensions that the signature leaves open.
-_LENGTHS = (16, 32, 64, 1, 224)
-# How much larger the other example of a batch is, and the part of the largest output
-# that an answer may move by. Sums in another order move it by far less, one scale of
-# int8 for both examples by far more.
-_LARGER = 100.0
-_MAX_CHANGE = 0.02
-# Examples of a batch, where nobody says.
-DEFAULT_BATCH_SIZE = 64
-
-
 class WarmUp(NamedTuple):
-    """What the first runs showed."""
+    """Inputs that a model answers, and why requests may not share a run, "" if they do.
+
+    The inputs are None where none were found.
+    """
 
     inputs: dict[str, np.ndarray] | None
-    joins: bool
-    why: str
+    alone: str
 
 
 def warm_up(model: LoadedModel) -> WarmUp:
     """Runs a model and finds out whether requests may share a run."""
     specs = model.signature.inputs
     is_open = any(None in spec.shape[1:] for spec in specs)
-    inputs, failure = None, None
     for length in _LENGTHS if is_open else (1,):
+        inputs = {spec.name: _example(spec, length, 0) for spec in specs}
         try:
-            example = {spec.name: _example(spec, length, 0) for spec in specs}
-            alone = model.run(example)
-        except Exception as error:
-            failure = error
-            continue
-        inputs = example
-        break
-    if inputs is None:
-        if failure is not None and not is_open:
-            raise failure
-        return WarmUp(None, False, "no example was found that it answers")
+            alone = model.run(inputs)
+            break
+        except Exception:
+            if not is_open:
+                raise
+    else:
+        return WarmUp(None, "no example was found that it answers")
     if any(not spec.shape or spec.shape[0] is not None for spec in specs):
-        return WarmUp(inputs, False, "its number of examples is fixed")
+        return WarmUp(inputs, "its number of examples is fixed")
     try:
-        both = model.run(
-            {
-                spec.name: np.concatenate(
-                    [inputs[spec.name], _example(spec, length, 1)]
-                )
-                for spec in specs
-            }
-        )
+        others = {spec.name: _example(spec, length, 1) for spec in specs}
+        both = model.run({n: np.concatenate([inputs[n], others[n]]) for n in inputs})
     except Exception as error:
-        return WarmUp(inputs, False, f"two examples fail together: {error}")
+        return WarmUp(inputs, f"two examples fail together: {error}")
     for name, array in alone.items():
         if both[name].shape[:1] != (2,) or array.shape[:1] != (1,):
-            return WarmUp(inputs, False, f"output {name!r} has no row for each example")
+            return WarmUp(inputs, f"output {name!r} has no row for each example")
         if _change(array[:1], both[name][:1]) > _MAX_CHANGE:
-            return WarmUp(
-                inputs,
-                False,
-                f"output {name!r} of an example changes with the others of its batch, "
-                "as where int8 has one scale for a whole batch",
-            )
-    return WarmUp(inputs, True, "")
+            why = "changes with the others of its batch, as where int8 has one scale"
+            return WarmUp(inputs, f"output {name!r} of an example {why} for a batch")
+    return WarmUp(inputs, "")
 
 
 def _example(spec: TensorSpec, length: int, number: int) -> np.ndarray:

@@ -3,20 +3,17 @@
 `application` is the same without the process around it, for servers that bring theirs.
 """
 
-import dataclasses
 import functools
 import gc
 import logging
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfamp.records import checks
-from tfamp.records.record import TableRecord
 from tfamp.serving.runtimes.signature import LoadedModel
 
 if TYPE_CHECKING:
@@ -25,72 +22,31 @@ if TYPE_CHECKING:
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerRun(TableRecord):
-    """What a server did from its start to its end.
-
-    Args:
-        address: Where it was asked, such as "http://127.0.0.1:8000".
-        models: The names of its models.
-        seconds: How long it served.
-        answers: HTTP status -> number of answers.
-    """
-
-    address: str
-    models: tuple[str, ...]
-    seconds: float
-    answers: dict[str, int]
-
-    def table(self) -> str:
-        """Returns a line."""
-        counts = ", ".join(f"{n:,} of {status}" for status, n in self.answers.items())
-        return f"Served {self.seconds:,.0f} s: {counts or 'no requests'}."
-
-
 def serve(
     paths: Sequence[str],
     *,
-    threads: int | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
     token_file: str | None = None,
-    max_batch_size: int | None = None,
-    max_queue: int = 256,
-    max_body: int = 64 * 2**20,
-    max_json: int = 4 * 2**20,
     max_connections: int | None = None,
-    timeout_seconds: float = 10.0,
-    load: Callable[..., LoadedModel] | None = None,
-    on_start: Callable[[str], None] | None = None,
-) -> ServerRun:
+    on_start: Callable[[str], object] = lambda address: None,
+    **options: Any,
+) -> None:
     """Serves exported models over HTTP until SIGTERM or SIGINT.
 
     Args:
         paths: Exported folders, or folders of several; "name=path" names one.
-        threads: Threads that a run of a model may use; None takes all cores.
         host: Address to listen at; other machines reach "0.0.0.0".
         port: Port to listen at; 0 takes a free one.
         token_file: File with what requests have to bear as a token; None asks for none.
-        max_batch_size: Examples in one run of a model; None takes 64 where the answer
-            to one does not depend on the others of a batch, else 1.
-        max_queue: Requests of a model that may wait; more are answered by 503.
-        max_body: Bytes of the largest request.
-        max_json: Bytes of the largest JSON; tensors may come as bytes behind it.
         max_connections: Connections at a time; a new one takes the place of the one
             that was idle for longest. None takes 1,000, or what the process may open.
-        timeout_seconds: How long an answer, and a body on its way, may take.
-        load: Reads an exported folder in the place of `tfamp.load_exported`.
         on_start: Called with the address when it can be asked.
-
-    Returns:
-        What was answered.
+        **options: As for `application`.
 
     Raises:
-        FileNotFoundError: A path holds no exported model.
-        ImportError: A package of tfamp[serve] is not installed.
         OSError: The address is in use.
-        RuntimeError: A model cannot be loaded.
-        ValueError: An argument is out of its range, or a name came twice.
+        ValueError: An argument is out of its range.
     """
     if not 0 <= port < 2**16:
         raise ValueError(
@@ -100,27 +56,13 @@ def serve(
         checks.positive_int("max_connections", max_connections)
     token = None if token_file is None else _token(Path(token_file))
     logging.basicConfig(format="tfamp serve: %(message)s")
-    start = time.monotonic()
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _interrupt) if is_main else None
-    address = ""
-    names: tuple[str, ...] = ()
-    answers: dict[str, int] = {}
     try:
         with _bound(host, port) as listener:
-            address = _address(listener)
-            app = application(
-                paths,
-                threads=threads,
-                token=token,
-                load=load,
-                max_batch_size=max_batch_size,
-                max_queue=max_queue,
-                max_body=max_body,
-                max_json=max_json,
-                timeout_seconds=timeout_seconds,
-            )
-            names = tuple(app.models)
+            name, number = listener.getsockname()[:2]
+            address = f"http://{f'[{name}]' if ':' in name else name}:{number}"
+            app = application(paths, token=token, **options)
             if token is None and host not in _LOCAL:
                 logging.getLogger("tfamp.serve").warning(
                     "Everybody who reaches %s may ask. Ask for a token with "
@@ -132,25 +74,15 @@ def serve(
             # Looking through what stands for garbage would take milliseconds.
             gc.collect()
             gc.freeze()
-            server = Process(
-                app,
-                on_start=lambda: on_start and on_start(address),
-                max_connections=max_connections,
-                timeout_seconds=timeout_seconds,
+            Process(app, max_connections, on_start=lambda: on_start(address)).run(
+                sockets=[listener]
             )
-            try:
-                server.run(sockets=[listener])
-            finally:
-                gc.unfreeze()
-                answers = app.metrics.counts()
-                for model in app.models.values():
-                    model.batcher.stop()
     except KeyboardInterrupt:  # uvicorn has ended, and raises its signal again.
         pass
     finally:
+        gc.unfreeze()
         if is_main:
             signal.signal(signal.SIGTERM, before)
-    return ServerRun(address, names, time.monotonic() - start, answers)
 
 
 def application(
@@ -159,28 +91,48 @@ def application(
     threads: int | None = None,
     token: str | None = None,
     load: Callable[..., LoadedModel] | None = None,
-    **limits: Any,
+    max_batch_size: int | None = None,
+    max_queue: int = 256,
+    max_body: int = 64 * 2**20,
+    max_json: int = 4 * 2**20,
+    timeout_seconds: float = 10.0,
 ) -> "App":
     """Returns exported models as an ASGI application, for a process that is not ours.
 
     Ray Serve, gunicorn and others run it; `serve` has its own process, which bounds
-    connections, too. `token` is what requests have to bear, `limits` are
-    `max_batch_size`, `max_queue`, `max_body`, `max_json` and `timeout_seconds`; they
-    and what is raised are as for `serve`.
+    connections, too.
+
+    Args:
+        paths: Exported folders, or folders of several; "name=path" names one.
+        threads: Threads that a run of a model may use; None takes all cores.
+        token: What requests have to bear; None asks for none.
+        load: Reads an exported folder in the place of `tfamp.load_exported`.
+        max_batch_size: Examples in one run of a model; None takes 64 where the answer
+            to one does not depend on the others of a batch, else 1.
+        max_queue: Requests of a model that may wait; more are answered by 503.
+        max_body: Bytes of the largest request.
+        max_json: Bytes of the largest JSON; tensors may come as bytes behind it.
+        timeout_seconds: How long an answer, and a body on its way, may take.
+
+    Raises:
+        FileNotFoundError: A path holds no exported model.
+        ImportError: A package of tfamp[serve] is not installed.
+        RuntimeError: A model cannot be loaded.
+        ValueError: An argument is out of its range, or a name came twice.
     """
     for package in ("starlette", "uvicorn", "orjson", "prometheus_client"):
         checks.require(package, extra="serve", purpose="`tfamp serve`")
     from tfamp.serving.runtimes import load_exported
     from tfamp.serving.server.app import App
-    from tfamp.serving.server.models import Limits, Metrics, Served, named_places
+    from tfamp.serving.server.models import Limits, Served, named_folders
 
-    held_to, metrics = Limits(**limits), Metrics()
+    limits = Limits(max_batch_size, max_queue, max_body, max_json, timeout_seconds)
     read = load or functools.partial(load_exported, threads=threads)
     models = {
-        name: Served(name, place, read, held_to, metrics)
-        for name, place in named_places(paths).items()
+        name: Served(name, folder, read, limits)
+        for name, folder in named_folders(paths).items()
     }
-    return App(models, held_to, metrics, token=token)
+    return App(models, limits, token=token)
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -205,14 +157,13 @@ def _token(path: Path) -> str:
 def _bound(host: str, port: int) -> socket.socket:
     """Returns a socket at an address, which nobody reaches before it listens."""
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        kinds = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ValueError(
             f"`host` is {host!r}, which is no address of this machine ({error}); "
             "expected one such as '127.0.0.1', '::1' or '0.0.0.0'. Correct it."
         ) from error
+    family, kind, protocol, _, where = kinds[0]
     found = socket.socket(family, kind, protocol)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -224,8 +175,3 @@ def _bound(host: str, port: int) -> socket.socket:
             "`port`, or 0 for a free one."
         ) from error
     return found
-
-
-def _address(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,7 +1,6 @@
 """The process under uvicorn: how many connections there are, and which has to go."""
 
 import asyncio
-import functools
 import resource
 import socket
 import time
@@ -15,9 +14,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tfamp.serving.server.app import App
 from tfamp.serving.server.protocol import RETRY_SECONDS
 
-# How long a connection may be open without a whole request, and how long a client may
-# take to read an answer.
-_IDLE_SECONDS = 75.0
+_IDLE_SECONDS = 75
+# How long a client may take to read an answer.
 _READING_SECONDS = 30.0
 _MAX_CONNECTIONS = 1000
 # New ones that wait in the kernel: where there is no room a client tries again, only
@@ -27,30 +25,31 @@ _MAX_CONNECTIONS = 1000
 _WAITING = 4096
 _BACKLOG = 128
 _OTHER_FILES = 48
-# uvicorn's ticks, ten in a second.
-_TICKS = 10
 
 
 class Process(uvicorn.Server):
-    """uvicorn with what it leaves to others: connections that hang are closed.
+    """uvicorn with a bound on connections, which it leaves to others.
 
     A client may open connections and send nothing, or a part of a head, and it need not
-    read its answer. uvicorn waits for ever.
+    read its answer; uvicorn waits for ever. Here they go where there are too many.
     """
 
     def __init__(
         self,
         app: App,
-        *,
-        on_start: Callable[[], Any],
         max_connections: int | None,
-        timeout_seconds: float,
+        *,
+        on_start: Callable[[], object],
     ) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         backlog = max(1, min(_BACKLOG, files // 8))
-        if max_connections is None:
-            most = files - 3 * backlog - _OTHER_FILES
-            max_connections = max(1, min(_MAX_CONNECTIONS, most))
+        room = max(1, min(_MAX_CONNECTIONS, files - 3 * backlog - _OTHER_FILES))
+        self._most = max_connections or room
+        self._on_start = on_start
+        # A body and an answer may take so long each.
+        seconds = 2 * app.limits.timeout_seconds
+        self._busy_seconds = seconds + _READING_SECONDS
+        self._open: set[_Connection] = set()
         super().__init__(
             uvicorn.Config(
                 app,
@@ -65,77 +64,60 @@ class Process(uvicorn.Server):
                 date_header=False,
                 proxy_headers=False,
                 backlog=backlog,
-                timeout_keep_alive=int(_IDLE_SECONDS),
-                timeout_graceful_shutdown=int(2 * timeout_seconds) + 1,
+                timeout_keep_alive=_IDLE_SECONDS,
+                timeout_graceful_shutdown=int(seconds) + 1,
             )
         )
-        self._max_connections = max_connections
-        self._on_start = on_start
-        self._answer_seconds = 2 * timeout_seconds
-        # Connection -> its last request, whether that was answered, and since when.
-        self._since: dict[Any, tuple[Any, bool, float]] = {}
-        # Taken, and counted among the connections from the event loop's next round on.
-        self._coming: list[Any] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to listen."""
         await super().startup(sockets=sockets)
-        for server in self.servers:
-            for listening in server.sockets:
-                with listening.dup() as same:
-                    same.listen(_WAITING)
+        for listening in sockets or ():
+            listening.listen(_WAITING)
         self._on_start()
-
-    async def on_tick(self, counter: int) -> bool:
-        """Closes connections that hang, once a second."""
-        if counter % _TICKS == 0:
-            now = time.monotonic()
-            self._look(now)
-            for connection, (_, is_idle, start) in self._since.items():
-                most = _IDLE_SECONDS
-                if not is_idle:
-                    most = self._answer_seconds + _READING_SECONDS
-                if now - start > most:
-                    connection.transport.abort()
-        return await super().on_tick(counter)
-
-    def _look(self, now: float) -> None:
-        """Notes of each connection whether it is idle, and since when."""
-        before, self._since = self._since, {}
-        for connection in self.server_state.connections:
-            cycle = connection.cycle
-            is_idle = cycle is None or cycle.response_complete
-            last = before.get(connection)
-            is_same = last is not None and last[:2] == (cycle, is_idle)
-            start = last[2] if last is not None and is_same else now
-            self._since[connection] = (cycle, is_idle, start)
 
     def _connection(self, **options: Any) -> asyncio.Protocol:
         """Returns what a new connection is answered by, in the place of an idle one."""
-        connections = self.server_state.connections
-        self._coming = [new for new in self._coming if new.transport is None]
-        if len(connections) + len(self._coming) >= self._max_connections:
-            self._look(time.monotonic())
-            idle = [
-                (start, number, connection)
-                for number, (connection, (_, is_idle, start)) in enumerate(
-                    self._since.items()
-                )
-                if is_idle
-            ]
-            if idle:
-                _, _, oldest = min(idle)
-                oldest.transport.abort()
-                # It would count until the event loop comes round to it.
-                connections.discard(oldest)
-            elif self._coming:
-                oldest = self._coming.pop(0)
-                asyncio.get_running_loop().call_soon(lambda: oldest.transport.abort())
-            else:
-                return _Full(self._max_connections)
-        new = H11Protocol(**options)
-        self._coming.append(new)
+        if len(self._open) >= self._most:
+            late = time.monotonic() - self._busy_seconds
+            idle = (each for each in self._open if not each.is_busy(late))
+            oldest = min(idle, key=lambda each: each.since, default=None)
+            if oldest is None:
+                return _Full(self._most)
+            self._open.discard(oldest)
+            # One that was taken in this round of the event loop has no transport yet.
+            asyncio.get_running_loop().call_soon(lambda: oldest.transport.abort())
+        new = _Connection(**options)
+        new.among = self._open
+        self._open.add(new)
         return new
+
+
+class _Connection(H11Protocol):
+    """A connection that knows since when nothing was heard of it."""
+
+    among: set["_Connection"]
+    since = 0.0
+
+    def is_busy(self, late: float) -> bool:
+        """States whether a request of a moment that is not too late is answered."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        return not is_idle and self.since > late
+
+    def connection_made(self, transport: Any) -> None:
+        """Is called by asyncio."""
+        self.since = time.monotonic()
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Is called by asyncio."""
+        self.among.discard(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Is called by asyncio."""
+        self.since = time.monotonic()
+        super().data_received(data)
 
 
 class _Full(asyncio.Protocol):
@@ -156,5 +138,4 @@ class _Full(asyncio.Protocol):
         """Tells it."""
         transport.write(self._answer)  # type: ignore[attr-defined]
         # Closed at once, a request on its way would take the answer with it.
-        close = functools.partial(transport.close)
-        asyncio.get_running_loop().call_later(RETRY_SECONDS, close)
+        asyncio.get_running_loop().call_later(RETRY_SECONDS, transport.close)

@@ -11,7 +11,7 @@ import json
 import math
 import reprlib
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,14 +29,16 @@ from tfamp.serving.runtimes.signature import (
 
 # Header with the length of the JSON, where raw bytes follow it.
 HEADER = "inference-header-content-length"
+VERSION = "1"
 # How long a client waits before it tries again, where the server is full.
 RETRY_SECONDS = 1
 _FIELDS = {str: "text", bool: "true or false", dict: "an object"}
-# What a number of JSON has to be to become one of a dtype, by the dtype's kind.
+# Kind of a dtype -> the kinds that numbers of JSON may be of.
 _KINDS = {"f": "iuf", "i": "iu", "u": "iu", "b": "b"}
-_WORDS = {"f": "numbers", "i": "integers", "u": "integers", "b": "booleans"}
+_WORDS = {"f": "numbers", "b": "booleans"}  # the others are integers
 # An extra dtype of NumPy, as bfloat16 is, has this kind; texts have one of those.
 _EXTRA, _TEXTS = "V", "OSU"
+Bad = Callable[[str, str], "Refusal"]
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlevel = 3
@@ -71,7 +73,7 @@ def unknown(what: str, name: str, known: Iterable[str], status: int = 404) -> Re
 
 
 def quoted(value: object) -> str:
-    """Returns what came, for a message: its beginning, however much it is.
+    """Returns the beginning of what came, however much it is.
 
     Example:
         >>> quoted([1, "a"]), len(quoted("x" * 1000))
@@ -81,32 +83,22 @@ def quoted(value: object) -> str:
 
 
 class Asked(NamedTuple):
-    """What a request asks for."""
+    """What a request asks for: outputs by name, each as raw bytes or not."""
 
     inputs: dict[str, np.ndarray]
     outputs: dict[str, bool]
     identity: str | None
 
 
-def length_of(text: str, most: int) -> int:
-    """Returns the length of the JSON that a header gives."""
-    is_number = text.isascii() and text.isdigit() and len(text) < 20
-    if not is_number or not 0 < int(text) <= most:
-        raise _bad(
-            f"Inference-Header-Content-Length is {quoted(text)}; expected the bytes "
-            f"of the JSON, from 1 to {most}. Correct it."
-        )
-    return int(text)
-
-
-def read(body: bytes, length: int, signature: Signature) -> Asked:
+def read(body: bytes, marked: str | None, signature: Signature) -> Asked:
     """Returns what an `infer` request of JSON and raw bytes behind it asks for."""
+    length = json_length(body, marked)
     content = _object(body[:length])
     binary = memoryview(body)[length:]
     inputs: dict[str, np.ndarray] = {}
     specs = {spec.name: spec for spec in signature.inputs}
     for entry in _objects(content, "inputs"):
-        name = _field(entry, "name", str, "an input", is_needed=True)
+        name = _field(entry, "name", str, is_needed=True)
         if name not in specs:
             raise unknown("input", name, specs, 400)
         if name in inputs:
@@ -121,27 +113,34 @@ def read(body: bytes, length: int, signature: Signature) -> Asked:
         raise _bad(f"Inputs are {list(inputs)}; expected {list(specs)}. Add {missing}.")
     lengths = {name: array.shape[0] for name, array in inputs.items() if array.ndim}
     if len({*lengths.values()}) > 1:
-        raise _bad(
-            f"Inputs have {lengths} examples; expected one number. Send as many of "
-            "each."
-        )
+        raise _bad(f"Inputs have {lengths} examples; send as many of each.")
     ordered = {name: inputs[name] for name in specs}
     return Asked(ordered, _wanted(content, signature), _field(content, "id", str))
 
 
+def json_length(body: bytes, marked: str | None) -> int:
+    """Returns the length of the JSON in a body, which a header may mark."""
+    if marked is None:
+        return len(body)
+    is_number = marked.isascii() and marked.isdigit() and len(marked) < 20
+    if not is_number or not 0 < int(marked) <= len(body):
+        raise _bad(
+            f"Inference-Header-Content-Length is {quoted(marked)}; expected the bytes "
+            f"of the JSON, from 1 to {len(body)}. Correct it."
+        )
+    return int(marked)
+
+
 def write(
-    asked: Asked, outputs: Mapping[str, np.ndarray], name: str, version: str
+    asked: Asked, outputs: Mapping[str, np.ndarray], name: str
 ) -> tuple[bytes, int | None]:
     """Returns the body of an answer, and the length of its JSON if bytes follow."""
     entries, raw, is_finite = [], [], True
     for output, binary in asked.outputs.items():
         array = outputs[output]
         dtype = "object" if array.dtype.kind in _TEXTS else array.dtype.name
-        entry: dict[str, Any] = {
-            "name": output,
-            "datatype": DATATYPES[dtype],
-            "shape": list(array.shape),
-        }
+        entry: dict[str, Any] = {"name": output, "datatype": DATATYPES[dtype]}
+        entry["shape"] = list(array.shape)
         if binary:
             raw.append(_to_bytes(array))
             entry["parameters"] = {"binary_data_size": len(raw[-1])}
@@ -150,7 +149,7 @@ def write(
             if isinstance(data, np.ndarray) and data.dtype.kind == "f":
                 is_finite &= bool(np.isfinite(data).all())
         entries.append(entry)
-    content: dict[str, Any] = {"model_name": name, "model_version": version}
+    content: dict[str, Any] = {"model_name": name, "model_version": VERSION}
     if asked.identity is not None:
         content["id"] = asked.identity
     content["outputs"] = entries
@@ -161,26 +160,17 @@ def write(
     return b"".join((text, *raw)), len(text) if raw else None
 
 
-def metadata(name: str, version: str, model: LoadedModel) -> dict[str, Any]:
+def metadata(name: str, model: LoadedModel) -> dict[str, Any]:
     """Returns what the protocol tells of a model."""
-
-    def described(specs: Iterable[TensorSpec]) -> list[dict[str, Any]]:
-        return [
-            {
-                "name": spec.name,
-                "datatype": DATATYPES[spec.dtype],
-                "shape": _pattern(spec),
-            }
-            for spec in specs
+    inputs, outputs = (
+        [
+            {"name": x.name, "datatype": DATATYPES[x.dtype], "shape": _pattern(x)}
+            for x in specs
         ]
-
-    return {
-        "name": name,
-        "versions": [version],
-        "platform": model.runtime,
-        "inputs": described(model.signature.inputs),
-        "outputs": described(model.signature.outputs),
-    }
+        for specs in model.signature
+    )
+    about = {"name": name, "versions": [VERSION], "platform": model.runtime}
+    return {**about, "inputs": inputs, "outputs": outputs}
 
 
 def _bad(message: str) -> Refusal:
@@ -195,25 +185,18 @@ def _pattern(spec: TensorSpec) -> list[int]:
 def _object(text: bytes) -> dict[str, Any]:
     """Returns the object that JSON holds; NaN and Infinity are taken, too."""
     try:
-        found = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        found = error
-        if b"NaN" in text or b"Infinity" in text:
-            try:
-                found = json.loads(text)
-                # What no answer could repeat, such as a half of a character.
-                orjson.dumps(found.get("id") if isinstance(found, dict) else None)
-            except (ValueError, TypeError, RecursionError) as other:
-                found = other
-        if isinstance(found, Exception):
-            raise _bad(
-                f"The body is not JSON ({found}); expected an object. Correct it."
-            ) from error
+        try:
+            found = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            if b"NaN" not in text and b"Infinity" not in text:
+                raise
+            found = json.loads(text)
+            orjson.dumps(found)  # no answer repeats a half of a character
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _bad(f"The body is not JSON ({error}). Send an object.") from error
     if not isinstance(found, dict):
-        raise _bad(
-            f"The body is a JSON {type(found).__name__}; expected an object. Put what "
-            "you send between braces, under the names of the protocol."
-        )
+        what = type(found).__name__
+        raise _bad(f"The body is a JSON {what}; expected an object. Add braces.")
     return found
 
 
@@ -221,57 +204,49 @@ def _tensor(
     entry: Mapping[str, Any], spec: TensorSpec, binary: memoryview
 ) -> tuple[np.ndarray, memoryview]:
     """Returns an input, and the raw bytes that are left for those behind it."""
-    expected = DATATYPES[spec.dtype]
-    if entry.get("datatype") != expected:
-        raise _bad(
-            f"Input {spec.name!r} is of datatype {quoted(entry.get('datatype'))}; "
-            f"expected {expected!r}. Cast it and name that."
-        )
-    shape: Any = entry.get("shape")
-    fits = isinstance(shape, list) and len(shape) == len(spec.shape)
-    if not fits or not all(
-        _is_length(length) and length > 0 and wanted in (None, length)
-        for length, wanted in zip(shape, spec.shape, strict=True)
+
+    def bad(came: str, expected: str) -> Refusal:
+        return _bad(f"Input {spec.name!r} {came}; expected {expected}")
+
+    dtype, shape = entry.get("datatype"), entry.get("shape")
+    if dtype != DATATYPES[spec.dtype]:
+        wanted = f"{DATATYPES[spec.dtype]!r}. Cast it and name that."
+        raise bad(f"is of datatype {quoted(dtype)}", wanted)
+    if (
+        not isinstance(shape, list)
+        or len(shape) != len(spec.shape)
+        or not all(map(_is_length, shape, spec.shape))
     ):
-        raise _bad(
-            f"Input {spec.name!r} is of shape {quoted(shape)}; expected "
-            f"{_pattern(spec)}, where -1 is any length above 0 and the first is the "
-            "number of examples. Reshape it."
-        )
-    parameters = _field(entry, "parameters", dict, f"input {spec.name!r}") or {}
+        wanted = f"{_pattern(spec)}, where -1 is any length above 0. Reshape it."
+        raise bad(f"is of shape {quoted(shape)}", wanted)
+    parameters = _field(entry, "parameters", dict) or {}
     if any(name.startswith("shared_memory") for name in parameters):
-        raise _bad(
-            f"Input {spec.name!r} lies in shared memory, which this server does not "
-            "read. Send the tensor as bytes, with `binary_data_size`."
-        )
-    size, data = parameters.get("binary_data_size"), entry.get("data")
-    count = math.prod(shape)
-    if size is not None:
-        if "data" in entry or not _is_length(size) or size > len(binary):
-            beside = " and `data` beside it" if "data" in entry else ""
-            raise _bad(
-                f"Input {spec.name!r} has the `binary_data_size` {quoted(size)} where "
-                f"{len(binary)} bytes are left{beside}; expected as many bytes behind "
-                "the JSON and no `data`. Set Inference-Header-Content-Length to the "
-                "length of the JSON."
+        raise bad("lies in shared memory", "bytes, with `binary_data_size`.")
+    size, data, count = parameters.get("binary_data_size"), None, math.prod(shape)
+    if size is None:
+        data = entry.get("data")
+        if not isinstance(data, list):
+            raise bad(
+                "has neither `data` in a list nor the parameter `binary_data_size`",
+                "one of them. Send the tensor.",
             )
-        array = _from_bytes(binary[:size], count, spec)
-        return array.reshape(shape), binary[size:]
-    if not isinstance(data, list):
-        raise _bad(
-            f"Input {spec.name!r} has neither `data` in a list nor the parameter "
-            "`binary_data_size`; expected one of them. Send the tensor."
+        array = _from_json(data, spec, bad)
+        if array.size != count or array.ndim != 1 and list(array.shape) != shape:
+            wanted = f"{count} numbers, as its shape is {shape}. Correct one of them."
+            raise bad(f"has data of shape {list(array.shape)}", wanted)
+        return array.reshape(shape), binary
+    if "data" in entry or not _is_length(size, None, 0) or size > len(binary):
+        beside = " and `data` is beside it" if "data" in entry else ""
+        raise bad(
+            f"has the `binary_data_size` {quoted(size)} where {len(binary)} bytes are "
+            f"left{beside}",
+            "as many bytes behind the JSON and no `data`. Set "
+            "Inference-Header-Content-Length to the length of the JSON.",
         )
-    array = _from_json(data, spec)
-    if array.size != count or array.ndim != 1 and list(array.shape) != shape:
-        raise _bad(
-            f"Input {spec.name!r} has data of shape {list(array.shape)}; expected "
-            f"{count} numbers, as its shape is {shape}. Correct one of them."
-        )
-    return array.reshape(shape), binary
+    return _from_bytes(binary[:size], count, spec, bad).reshape(shape), binary[size:]
 
 
-def _from_json(data: list[Any], spec: TensorSpec) -> np.ndarray:
+def _from_json(data: list[Any], spec: TensorSpec, bad: Bad) -> np.ndarray:
     """Returns lists of JSON, nested or flat, as an array of an input's dtype."""
     wanted = dtype_named(spec.dtype)
     kind = "f" if wanted.kind == _EXTRA else wanted.kind
@@ -281,51 +256,40 @@ def _from_json(data: list[Any], spec: TensorSpec) -> np.ndarray:
         found = np.array(None)
     if kind == "O":
         if not all(isinstance(each, str) for each in found.flat):
-            raise _bad(
-                f"Input {spec.name!r} is {quoted(data)}; expected texts in lists. "
-                "Send nothing else."
-            )
+            raise bad(f"is {quoted(data)}", "texts in lists.")
         return found
     if found.dtype.kind not in _KINDS[kind]:
-        raise _bad(
-            f"Input {spec.name!r} is {quoted(data)}; expected {_WORDS[kind]} for "
-            f"{spec.dtype} in nested lists, those of a level all of one length. Send "
-            "neither null nor text, and no other kind of number."
+        raise bad(
+            f"is {quoted(data)}",
+            f"{_WORDS.get(kind, 'integers')} for {spec.dtype} in nested lists, those "
+            "of a level all of one length, with neither null nor text.",
         )
     with np.errstate(over="ignore", invalid="ignore"):
         array = found.astype(wanted)
     fits = np.isfinite(array) | ~np.isfinite(found) if kind == "f" else array == found
     if not np.all(fits):
-        raise _bad(
-            f"Input {spec.name!r} has {found[~fits][0]!s}, which is beyond what "
-            f"{spec.dtype} holds. Send numbers within its range."
-        )
+        raise bad(f"has {found[~fits][0]!s}", f"what {spec.dtype} holds.")
     return array
 
 
-def _from_bytes(data: memoryview, count: int, spec: TensorSpec) -> np.ndarray:
+def _from_bytes(data: memoryview, count: int, spec: TensorSpec, bad: Bad) -> np.ndarray:
     """Returns raw little-endian bytes, or texts behind their lengths, as an array."""
     wanted = dtype_named(spec.dtype)
-    if wanted.kind == "O":
+    expected = f"{count * wanted.itemsize}, for {count} elements of {spec.dtype}."
+    if wanted.kind != "O":
+        if len(data) == count * wanted.itemsize:
+            # A copy stands where the runtime wants it, and lets go of the body.
+            return np.frombuffer(data, wanted).copy()
+    else:
+        expected = f"{count} texts, each behind its length as four bytes."
         texts, place = [], 0
         while place + 4 <= len(data):
             (length,) = struct.unpack_from("<I", data, place)
             texts.append(bytes(data[place + 4 : place + 4 + length]))
             place += 4 + length
-        if place != len(data) or len(texts) != count:
-            raise _bad(
-                f"Input {spec.name!r} has {len(data)} bytes; expected {count} texts, "
-                "each behind its length as four bytes. Correct `shape` or the data."
-            )
-        return np.array(texts, dtype=object)
-    if len(data) != count * wanted.itemsize:
-        raise _bad(
-            f"Input {spec.name!r} has {len(data)} bytes; expected "
-            f"{count * wanted.itemsize}, for {count} elements of {spec.dtype} with "
-            f"{wanted.itemsize} each. Correct `shape` or `binary_data_size`."
-        )
-    # A copy stands where the runtime wants it, and does not keep the body alive.
-    return np.frombuffer(data, wanted).copy()
+        if place == len(data) and len(texts) == count:
+            return np.array(texts, dtype=object)
+    raise bad(f"has {len(data)} bytes", expected)
 
 
 def _to_bytes(array: np.ndarray) -> bytes:
@@ -359,22 +323,16 @@ def _wanted(content: Mapping[str, Any], signature: Signature) -> dict[str, bool]
     """Returns the outputs that are wanted, and whether each as raw bytes."""
     names = [spec.name for spec in signature.outputs]
     parameters = _field(content, "parameters", dict) or {}
-    by_default = _field(parameters, "binary_data_output", bool)
+    by_default = bool(_field(parameters, "binary_data_output", bool))
     if not content.get("outputs"):
-        return dict.fromkeys(names, bool(by_default))
+        return dict.fromkeys(names, by_default)
     found = {}
     for entry in _objects(content, "outputs"):
-        name = _field(entry, "name", str, "an output", is_needed=True)
+        name = _field(entry, "name", str, is_needed=True)
         if name not in names:
             raise unknown("output", name, names, 400)
-        parameters = _field(entry, "parameters", dict, f"output {name!r}") or {}
-        for strange in parameters.keys() - {"binary_data"}:
-            raise _bad(
-                f"Output {name!r} has the parameter {quoted(strange)}; expected "
-                "'binary_data' alone. Leave it out."
-            )
-        own = _field(parameters, "binary_data", bool)
-        found[name] = bool(by_default if own is None else own)
+        own = _field(_field(entry, "parameters", dict) or {}, "binary_data", bool)
+        found[name] = by_default if own is None else own
     return found
 
 
@@ -389,19 +347,15 @@ def _objects(content: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _field(
-    entry: Mapping[str, Any],
-    key: str,
-    kind: type,
-    what: str = "the request",
-    *,
-    is_needed: bool = False,
+    entry: Mapping[str, Any], key: str, kind: type, *, is_needed: bool = False
 ) -> Any:
-    """Returns a field of `what`; None where it is not there."""
+    """Returns a field of JSON; None where it is not there."""
     value = entry.get(key)
     if not (isinstance(value, kind) or (value is None and not is_needed)):
-        raise _bad(f"`{key}` of {what} is {quoted(value)}; expected {_FIELDS[kind]}.")
+        raise _bad(f"`{key}` is {quoted(value)}; expected {_FIELDS[kind]}.")
     return value
 
 
-def _is_length(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**48
+def _is_length(value: Any, wanted: int | None, least: int = 1) -> bool:
+    is_length = type(value) is int and least <= value < 2**48
+    return is_length and wanted in (None, value)
