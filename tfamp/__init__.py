@@ -71,7 +71,7 @@ _RESULTS = {
     "Measurement": "tfamp.tuning.measurement",
     "MemoryEstimate": "tfamp.memory.estimates",
     "Parity": "tfamp.serving.parity",
-    "Proof": "tfamp.numerics.proof.result",
+    "Proof": "tfamp.numerics.proof",
     "Ranges": "tfamp.numerics.magnitudes",
     "Sensitivity": "tfamp.numerics.sensitivity.errors",
     "Triage": "tfamp.numerics.triage.result",
@@ -167,8 +167,8 @@ if TYPE_CHECKING:
     from tfamp.numerics.lint import lint as lint
     from tfamp.numerics.magnitudes import Ranges as Ranges
     from tfamp.numerics.magnitudes import ranges as ranges
+    from tfamp.numerics.proof import Proof as Proof
     from tfamp.numerics.proof import prove as prove
-    from tfamp.numerics.proof.result import Proof as Proof
     from tfamp.numerics.sensitivity import sensitivity as sensitivity
     from tfamp.numerics.sensitivity.errors import Sensitivity as Sensitivity
     from tfamp.numerics.triage import triage as triage

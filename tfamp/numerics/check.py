@@ -18,10 +18,8 @@ from tfamp.loss_scale.tape import scaled_by
 from tfamp.models import Assignment, assignment
 from tfamp.numerics.lint import lint
 from tfamp.numerics.magnitudes import Ranges, Tallies
-from tfamp.numerics.passes import exactly, record
-from tfamp.numerics.proof import prove
-from tfamp.numerics.proof.causes import name_layers
-from tfamp.numerics.proof.result import Proof
+from tfamp.numerics.passes import exactly, name_layers, record
+from tfamp.numerics.proof import Proof, prove
 from tfamp.numerics.sensitivity import NotFiniteError, Search
 from tfamp.numerics.sensitivity.errors import Sensitivity
 from tfamp.numerics.sensitivity.explanations import given_dtypes, under_rules
