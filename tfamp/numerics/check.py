@@ -28,7 +28,7 @@ from tfamp.plan import PrecisionPlan, read_plan
 from tfamp.records.findings import Finding, Findings
 from tfamp.records.formats import FLOAT16, HALF
 from tfamp.records.units import format_share
-from tfamp.stepping.arguments import build, dataset_of
+from tfamp.stepping.arguments import build, dataset_of, first_batch
 from tfamp.stepping.unchanged import seeds_put_back
 
 # Batches that are looked at, and numbers in one of them: each layer runs several times.
@@ -83,8 +83,8 @@ def check(
             "`keras.Model`. Pass the model itself, not a function that builds it."
         )
     with seeds_put_back():
-        batches = None if data is None else _batches(data)
-        if batches is not None and not model.built:
+        batches = [] if data is None else _batches(data)
+        if batches and not model.built:
             x = keras.utils.unpack_x_y_sample_weight(batches[0])[0]
             with contextlib.suppress(Exception), model.distribute_strategy.scope():
                 model(x, training=False)
@@ -95,7 +95,7 @@ def check(
 class _Check:
     """One check, of a model that computes now as it is to be judged."""
 
-    def __init__(self, model: keras.Model, batches: list[Any] | None, why: str) -> None:
+    def __init__(self, model: keras.Model, batches: list[Any], why: str) -> None:
         self._model, self._batches, self._why = model, batches, why
         self._rows = assignment(model)
         halves = structure.compute_dtypes(model) & {*HALF}
@@ -104,81 +104,74 @@ class _Check:
         self._rules: list[str] = []
 
     def run(self) -> Findings:
-        linted = lint(self._model, self._dataset())
+        model, dataset = self._model, None
+        for batch in map(tf.data.Dataset.from_tensors, self._batches):
+            dataset = batch if dataset is None else dataset.concatenate(batch)
+        linted = lint(model, dataset)
         self._skipped += linted.skipped
-        self._rules += linted.rules
-        findings = [*linted, *self._in_float32()]
-        if self._batches is None:
-            for rule in ("half-share", "ranges", "guilty-layer"):
-                self._skipped.append(f"{rule}: no `data` were passed")
+        self._rules += [*linted.rules, "in-float32"]
+        findings = [*linted, *in_float32(model, self._rows, self._dtype)]
+        if dataset is None:
+            self._skip("no `data` were passed", "half-share", "ranges", "guilty-layer")
         else:
-            numbers = list(self._of_numbers(self._batches))
-            findings = [*numbers, *findings, *self._of_products()]
+            findings = [*self._of_numbers(), *findings, *self._of_products(dataset)]
         policy = self._dtype and f", with {self._dtype}"
         return Findings(
             tuple(dict.fromkeys(findings)),
-            title=f"Check of model {self._model.name!r}{policy} ({self._why})",
+            title=f"Check of model {model.name!r}{policy} ({self._why})",
             rules=tuple(self._rules),
             skipped=tuple(self._skipped),
         )
 
-    def _dataset(self) -> tf.data.Dataset | None:
-        if self._batches is None:
-            return None
-        first, *others = map(tf.data.Dataset.from_tensors, self._batches)
-        for each in others:
-            first = first.concatenate(each)
-        return first
+    def _skip(self, why: Any, *rules: str) -> None:
+        self._skipped += [f"{rule}: {why}" for rule in rules]
 
-    def _in_float32(self) -> Iterator[Finding]:
-        """Yields what computes in float32, a note for each reason."""
-        self._rules.append("in-float32")
-        yield from in_float32(self._model, self._rows, self._dtype)
-
-    def _of_products(self) -> Iterator[Finding]:
+    def _of_products(self, dataset: tf.data.Dataset) -> Iterator[Finding]:
+        training = bool(self._model.compiled)
         try:
-            training = bool(self._model.compiled)
             with scaled_by(1.0):  # as by hand, for an optimizer without a scale
-                proof = prove(self._model, self._dataset(), training=training)
+                proof = prove(self._model, dataset, training=training)
         except (TypeError, ValueError) as error:
-            self._skipped.append(f"half-share: {error}")
+            self._skip(error, "half-share")
             return
         self._rules.append("half-share")
         yield from half_share(proof)
 
-    def _of_numbers(self, batches: list[Any]) -> Iterator[Finding]:
+    def _of_numbers(self) -> Iterator[Finding]:
         """Yields what one tapped pass tells: magnitudes, then guilty layers."""
-        if not self._model.compiled:
-            for rule in ("ranges", "guilty-layer"):
-                self._skipped.append(f"{rule}: the model is not compiled, so no loss")
+        model, batches = self._model, self._batches
+        if not model.compiled:
+            why = "the model is not compiled, so no loss"
+            self._skip(why, "ranges", "guilty-layer")
             return
         try:
-            build(self._model, batches[0])
+            build(model, batches[0])
         except ValueError as error:
-            self._skipped += [f"ranges: {error}", f"guilty-layer: {error}"]
+            self._skip(error, "ranges", "guilty-layer")
             return
-        given = given_dtypes(self._model)
-        with exactly(self._model) as sites:
-            recordings = [record(self._model, sites, batch) for batch in batches]
+        given = given_dtypes(model)
+        with exactly(model) as sites:
+            recordings = [record(model, sites, batch) for batch in batches]
             tallies = Tallies(sites)
             for recording in recordings:
                 tallies.add(recording)
             self._rules.append("ranges")
-            yield from magnitudes(tallies.ranges(self._model.name), self._dtype)
+            yield from magnitudes(tallies.ranges(model.name), self._dtype)
             if not self._dtype:
-                self._skipped.append(
-                    "guilty-layer: nothing computes in half precision; "
-                    "policy='mixed_float16' or 'mixed_bfloat16' judges it in that"
+                self._skip(
+                    "nothing computes in half precision; policy='mixed_float16' or "
+                    "'mixed_bfloat16' judges it in that",
+                    "guilty-layer",
                 )
                 return
             self._rules.append("guilty-layer")
-            search = Search(self._model, sites, recordings, self._dtype, given)
+            search = Search(model, sites, recordings, self._dtype, given)
             try:
                 yield from guilty_layers(search.run(), self._rows)
                 return
             except NotFiniteError:
                 pass
-        blamed = triage(self._model, batches[0])
+        blamed = triage(model, batches[0])
         yield Finding(
             "not-finite",
             "error",
@@ -323,6 +316,7 @@ def _judged(
 def _batches(data: Any) -> list[Any]:
     """Returns the first batches, cut to a few examples where those are large."""
     dataset = dataset_of(data, _MAX_EXAMPLES, needs_targets=False)
+    first_batch(dataset)  # or it raises what every function says of an empty one
     return [_cut(batch) for batch in dataset.take(_NUM_BATCHES)]
 
 

@@ -32,8 +32,8 @@ def explain(
 ) -> tuple[str, str]:
     """Returns why a guilty layer is unsafe: a word, and a sentence with the figures.
 
-    The word is "overflow", "underflow", "constant", "resolution", "cancellation",
-    "accumulation", "backward" or "cannot run". `forward_limit` is the error of outputs
+    The word is "overflow", "underflow", "resolution", "cancellation", "accumulation",
+    "backward" or "cannot run". `forward_limit` is the error of outputs
     from which a layer is guilty, `loss_scale` that at which its gradients were judged.
     """
     if suspect.failure:
@@ -62,82 +62,59 @@ def _forward(
     # The smallest number that is rounded to inf.
     too_large = format.max * (1 + format.epsilon / 4)
     inputs = [np.asarray(each, np.float32) for each in recorded.float_inputs]
-    largest = _largest(inputs)
-    if largest >= too_large:
-        beyond = np.concatenate([a[np.abs(a) >= too_large].ravel() for a in inputs])
-        if len(np.unique(np.abs(beyond))) == 1:  # as in a mask
-            return "constant", f"a constant input: it is {largest:.3g}, {holds}"
-        return "overflow", f"its inputs reach {largest:.3g}, {holds}"
-    for leaf in structure.flatten((recorded.args, recorded.kwargs)):
-        if isinstance(leaf, bool) or not isinstance(leaf, (int, float)):
-            continue
-        if abs(leaf) >= too_large:
-            text = f"a constant of {abs(leaf):.3g} is beyond range, {holds}"
-            return "constant", text
-        if 0 < abs(leaf) <= format.smallest_subnormal / 2:
-            return "constant", f"a constant of {abs(leaf):.3g} becomes 0 in {name}"
     exact = rerun(recorded, "float32").outputs
+    if _largest(inputs) >= too_large:
+        return "overflow", f"its inputs reach {_largest(inputs):.3g}, {holds}"
     if math.isinf(error):
-        reach = _largest(exact)
-        if reach >= too_large:
-            return "overflow", f"its outputs reach {reach:.3g}, {holds}"
-        text = f"a number on the way to its outputs, which reach {reach:.3g} only,"
-        return "overflow", f"{text} is beyond range: {holds}"
-    rounded = rerun(_with_rounded_inputs(recorded, name), "float32").outputs
+        reach = f"its outputs reach {_largest(exact):.3g}"
+        if _largest(exact) < too_large:
+            reach = f"a number on the way is beyond range, while {reach} only"
+        return "overflow", f"{reach}, {holds}"
+    args, kwargs = structure.map_structure(
+        lambda x: _rounded(x, name), (recorded.args, recorded.kwargs)
+    )
+    of_rounded = dataclasses.replace(recorded, args=args, kwargs=kwargs)
+    rounded = rerun(of_rounded, "float32").outputs
     by_rounding = max(map(forward_error, rounded, exact), default=0.0)
-    if by_rounding >= min(limit, _EXPLAINS * error):
-        return _of_rounding(inputs, by_rounding, format, limit)
+    is_by_rounding = by_rounding >= min(limit, _EXPLAINS * error)
     low = rerun(recorded, name).outputs
     vanished = max((_vanished(a, b, limit) for a, b in zip(low, exact, strict=True)))
     # A format with float32's range lets nothing vanish that is not rounded away.
-    if vanished > limit and needs_loss_scale(format):
+    if vanished > limit and needs_loss_scale(format) and not is_by_rounding:
         return "underflow", f"{vanished:.0%} of its outputs become 0 in {name}"
-    return "accumulation", (
-        f"its own arithmetic is off by {error:.2g} times the spread of its outputs, "
-        f"while rounding what goes in costs {by_rounding:.2g} times"
-    )
-
-
-def _with_rounded_inputs(recorded: Recorded, dtype: str) -> Recorded:
-    def rounded(x: Any) -> Any:
-        if not is_float(x):
-            return x
-        return structure.with_mask_of(x, tf.cast(tf.cast(x, dtype), x.dtype))
-
-    given = structure.map_structure(rounded, (recorded.args, recorded.kwargs))
-    return dataclasses.replace(recorded, args=given[0], kwargs=given[1])
-
-
-def _of_rounding(
-    inputs: list[np.ndarray], by_rounding: float, format: Format, limit: float
-) -> tuple[str, str]:
+    if not is_by_rounding:
+        return "accumulation", (
+            f"its own arithmetic is off by {error:.2g} times the spread of its "
+            f"outputs, while rounding what goes in costs {by_rounding:.2g} times"
+        )
     for values in inputs:
-        rounded = np.asarray(tf.cast(tf.cast(values, format.name), tf.float32))
-        lost = forward_error(rounded, values)
-        if lost <= limit:
+        low_values = np.asarray(_rounded(tf.constant(values), name))
+        if (lost := forward_error(low_values, values)) <= limit:
             continue
-        vanished = np.mean((rounded == 0) & (values != 0))
-        if vanished > limit:
-            text = f"{vanished:.0%} of its inputs become 0 in {format.name}"
-            return "underflow", text
+        if (gone := _vanished(low_values, values, limit)) > limit:
+            return "underflow", f"{gone:.0%} of its inputs become 0 in {name}"
         return "resolution", (
             f"its inputs reach {_largest([values]):.4g} and differ by "
-            f"{deviation(values):.3g}: rounding to {format.name} is off by "
-            f"{lost:.2g} times that"
+            f"{deviation(values):.3g}: rounding to {name} is off by {lost:.2g} times "
+            "that"
         )
     return "cancellation", (
         "it takes the difference of numbers that are close: rounding its inputs to "
-        f"{format.name} alone moves its outputs by {by_rounding:.2g} times the spread"
+        f"{name} alone moves its outputs by {by_rounding:.2g} times the spread"
     )
+
+
+def _rounded(x: Any, dtype: str) -> Any:
+    if not is_float(x):
+        return x
+    return structure.with_mask_of(x, tf.cast(tf.cast(x, dtype), x.dtype))
 
 
 def _vanished(low: np.ndarray, exact: np.ndarray, limit: float) -> float:
     """Returns which part becomes 0, or 0.0 where the rest is wrong too."""
     is_gone = (low == 0) & (exact != 0)
-    if is_gone.all():
-        return 1.0
-    rest = forward_error(low[~is_gone], exact[~is_gone])
-    return float(np.mean(is_gone)) if rest <= limit else 0.0
+    is_rest_fine = forward_error(low[~is_gone], exact[~is_gone]) <= limit
+    return float(np.mean(is_gone)) if is_rest_fine else 0.0
 
 
 def _largest(values: list[np.ndarray]) -> float:
@@ -217,35 +194,26 @@ def advice_on(
     """
     model, dtype, scale = found.model, found.dtype, found.loss_scale
     off_by = f"{found.whole_error:.2g} times their size"
-    if found.verdict == "safe":
-        return (
-            f"Nothing of {model!r} is spoiled by {dtype}: gradients are off {off_by}."
-        )
-    if found.verdict == "loss scale" and scale == FIRST_SCALE:
-        paths = ", ".join(map(repr, unscaled[:3]))
-        return (
-            f"It needs a loss scale, and tfamp's first one, {scale:g}, does: without "
-            f"one the gradients of {paths} are spoiled. Under `tfamp.enable` it is "
-            "there."
-        )
-    if found.verdict == "loss scale":
+    if left:
+        return how_to_keep(left)
+    if found.verdict == "loss scale" and scale != FIRST_SCALE:
         return (
             f"Gradients fit {dtype} at a loss scale of {scale:g}, not at "
             f"{FIRST_SCALE:g}: pass `loss_scale_options={{'initial_scale': "
             f"2.0**{math.log2(scale):.0f}}}` to `tfamp.enable`."
         )
-    if found.verdict == "cannot run":
-        return (
-            f"The step of {model!r} raises in {dtype}: {failure}. `tfamp.enable` keeps "
-            "a layer in float32 whose `call` does; a `train_step` is to cast to the "
-            "dtype of the outputs."
-        )
-    if found.verdict == "amplification":
-        return (
-            f"Each layer is fine alone, but the model as a whole turns rounding to "
-            f"{dtype} into gradients that are off by {off_by}: keeping single layers "
-            "does not help. Train it in float32, or normalize between its layers."
-        )
-    if left:
-        return how_to_keep(left)
-    return "`tfamp.enable` keeps them in float32 by its default rules."
+    paths = ", ".join(map(repr, unscaled[:3]))
+    return {
+        "layers": "`tfamp.enable` keeps them in float32 by its default rules.",
+        "safe": f"Nothing of {model!r} is spoiled by {dtype}: gradients are off by "
+        f"{off_by}.",
+        "loss scale": f"It needs a loss scale, and tfamp's first one, {scale:g}, does: "
+        f"without one the gradients of {paths} are spoiled. Under `tfamp.enable` it is "
+        "there.",
+        "cannot run": f"The step of {model!r} raises in {dtype}: {failure}. "
+        "`tfamp.enable` keeps a layer in float32 whose `call` does; a `train_step` is "
+        "to cast to the dtype of the outputs.",
+        "amplification": "Each layer is fine alone, but the model as a whole turns "
+        f"rounding to {dtype} into gradients that are off by {off_by}: keeping single "
+        "layers does not help. Train it in float32, or normalize between its layers.",
+    }[found.verdict]
