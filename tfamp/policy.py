@@ -6,7 +6,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import keras
 
@@ -26,7 +26,7 @@ from tfamp.loss_scale.arguments import check_loss_scale
 from tfamp.machine import devices as hardware
 from tfamp.machine.speeds import Device
 from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
-from tfamp.records import console
+from tfamp.records import checks, console
 from tfamp.records import versions as _versions
 from tfamp.records.record import Record, as_html
 
@@ -108,6 +108,7 @@ def enable(
     keep_float32: KeepFloat32 = "default",
     loss_scale: str | float | None = "dynamic",
     loss_scale_options: Mapping[str, Any] | None = None,
+    check: Literal["keep", "warn"] | None = "keep",
 ) -> Status:
     """Makes every layer built from now on compute in the cheapest right dtype.
 
@@ -134,6 +135,11 @@ def enable(
         loss_scale_options: Further arguments of the loss-scale optimizer. With
             `reduce_dtype` optimizers of models without float16 are wrapped too, at a
             scale of 1 unless float16 is sent.
+        check: What the first `fit` of a model does with layers of your own that half
+            precision spoils, which no rule can know: it runs some examples of the
+            first batch through them, and keeps them in float32 ("keep"), warns
+            ("warn"), or does not look (None). It says so in one line. Data that only
+            training can read, such as a generator's, is not looked at.
 
     Returns:
         The `Status` after the call.
@@ -158,7 +164,7 @@ def enable(
         >>> keras.layers.Dense(4).compute_dtype
         'float32'
     """
-    in_force_now = _enable(policy, keep_float32, loss_scale, loss_scale_options)
+    in_force_now = _enable(policy, keep_float32, loss_scale, loss_scale_options, check)
     rules = len(in_force_now.rules)
     kept = f"; {rules} rules keep layers in float32" if rules else ""
     console.say(f"{in_force_now.policy} ({in_force_now.why}){kept}.")
@@ -172,8 +178,11 @@ def _enable(
     keep_float32: KeepFloat32,
     loss_scale: str | float | None,
     loss_scale_options: Mapping[str, Any] | None,
+    check: str | None,
 ) -> Status:
     _versions.check_environment()
+    if check is not None:
+        checks.choice("check", check, ("keep", "warn"))
     named = named_policy(policy)
     planned = read_plan(named)
     if planned is not None:
@@ -195,6 +204,10 @@ def _enable(
             warnings.warn(objection, UserWarning, stacklevel=3)
     elif named == MEASURE:
         choose_at_fit(settings)
+    if check is not None and planned is None and (settings.is_half or named == MEASURE):
+        settings.check = check
+        # By name, as it stands above this file: it adds itself to what `fit` does.
+        importlib.import_module("tfamp.numerics.first_check")
     _put_in_force(settings, reason)
     return status()
 
@@ -230,6 +243,7 @@ def scope(
     keep_float32: KeepFloat32 = "default",
     loss_scale: str | float | None = "dynamic",
     loss_scale_options: Mapping[str, Any] | None = None,
+    check: Literal["keep", "warn"] | None = "keep",
 ) -> Iterator[Status]:
     """Enables tfamp for the models built inside a `with` block.
 
@@ -247,7 +261,7 @@ def scope(
         ('bfloat16', 'float32')
     """
     with IN_FORCE.block():
-        yield _enable(policy, keep_float32, loss_scale, loss_scale_options)
+        yield _enable(policy, keep_float32, loss_scale, loss_scale_options, check)
 
 
 def status() -> Status:

@@ -193,6 +193,9 @@ class PolicySettings:
     is_measured: bool = False
     # Whether `compile` uses XLA where it is not told; None leaves it.
     jit_compile: bool | None = None
+    # What the first training does with layers of the user's that half precision
+    # spoils: "keep" in float32, "warn", or None.
+    check: str | None = None
     # What was measured before this was decided, as plain JSON values.
     evidence: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Tells settings apart when they are gone.
@@ -275,6 +278,7 @@ class PolicySettings:
             policy, self.keep_float32, self.loss_scale, self.loss_scale_options
         )
         made.leave_open(made.rules_of_user)
+        made.check = self.check
         return made
 
 

@@ -41,6 +41,7 @@ BEFORE_TRAINING: list[Callable[[keras.Model], None]] = []
 BEFORE_RUN: list[Callable[[keras.Model], None]] = []
 # The same of `fit` of a managed model, with its arguments by name.
 BEFORE_FIT: list[Callable[[keras.Model, Mapping[str, Any]], None]] = []
+BEFORE_TRAIN_ON_BATCH: list[Callable[[keras.Model, Mapping[str, Any]], None]] = []
 
 
 def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,6 +197,9 @@ def _guarded_run(
         prepare_run(model)
     with contextlib.ExitStack() as stack:
         if name == "train_on_batch":
+            is_managed = policy_of(model) is not None
+            for prepare in BEFORE_TRAIN_ON_BATCH if is_managed else ():
+                prepare(model, arguments)
             _prepare(model)
             stack.enter_context(around_training.running(model))
             stack.enter_context(_our_errors(model))

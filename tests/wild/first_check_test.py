@@ -1,0 +1,233 @@
+"""The first `fit` looks at a user's own layers, and keeps those that half spoils."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.wild import own_layers
+from tests.wild.own_layers import HEALTHY, SPOILT, Own, model_of, numbers, rms_norm
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_.*float16' will be slow")
+# Where the right outputs themselves are below what float16 holds, and what it stands.
+LEFT = {"harmonic mean"}
+
+
+def fitted(layer, x, policy="mixed_float16", **options):
+    with tfamp.scope(policy, **options):
+        model, y = model_of(layer, x)
+        model.fit(x, y, batch_size=32, verbose=0)
+    return model
+
+
+def row_of(model, path="own"):
+    (row,) = [row for row in tfamp.assignment(model).layers if row.path == path]
+    return row
+
+
+@pytest.mark.quick("rms norm", "softmax", "rotary embedding", "step counter")
+@pytest.mark.parametrize("name", sorted(SPOILT.keys() - LEFT))
+def test_a_spoilt_layer_computes_in_float32_and_trains_as_there(name):
+    layer, x = SPOILT[name]
+    model = fitted(layer, x)
+    assert row_of(model).rule == "check"
+    assert row_of(model).compute_dtype == "float32"
+    exact, y = model_of(layer, x)
+    exact.fit(x, y, batch_size=32, verbose=0)
+    want, found = (m.predict(x, verbose=0) for m in (exact, model))
+    assert np.abs(found - want).max() < 0.1 * max(np.abs(want).max(), want.std())
+
+
+@pytest.mark.quick("rms norm", "softmax", "swish", "running mean")
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_layer_stays_in_half_precision(name):
+    layer, x = HEALTHY[name]
+    assert row_of(fitted(layer, x)).compute_dtype == "float16"
+
+
+def test_the_line_names_the_layer_the_figure_and_the_way_back(caplog):
+    fitted(*SPOILT["rms norm"])
+    (line,) = [text for text in caplog.messages if "'own'" in text]
+    assert line.startswith("Layer 'own' computes in float32: in float16 its outputs")
+    assert "off by" in line and "check=None" in line
+
+
+def test_it_can_warn_or_be_left_out():
+    layer, x = SPOILT["rms norm"]
+    with pytest.warns(UserWarning, match=r"keep_float32=\['own'\]"):
+        model = fitted(layer, x, check="warn")
+    assert row_of(model).compute_dtype == "float16"
+    assert row_of(fitted(layer, x, check=None)).compute_dtype == "float16"
+    with pytest.raises(ValueError, match="check"):
+        tfamp.enable("mixed_float16", check="always")
+
+
+def datasets(x, y):
+    pairs = tf.data.Dataset.from_tensor_slices((x, y))
+    many = tf.data.Dataset.from_tensor_slices(
+        (np.repeat(x, 9000, 0), np.repeat(y, 9000))
+    )
+    return {
+        "shuffled": pairs.shuffle(64).batch(32).prefetch(2),
+        "cached in a file": pairs.map(lambda a, b: (a * 1.0, b)).batch(32),
+        "large": many.shuffle(64).batch(32).take(2),
+    }
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "cached in a file", "large"])
+def test_a_dataset_is_read_without_moving_its_shuffle(kind):
+    layer, x = SPOILT["rms norm"]
+    orders = []
+    for check in (None, "keep"):
+        tf.random.set_seed(3)
+        with tfamp.scope("mixed_float16", check=check):
+            model, y = model_of(layer, x)
+            data = datasets(x, y[:, 0])[kind]
+            model.fit(data, verbose=0)
+        orders.append(np.concatenate([batch for batch, _ in data.take(1)]))
+    assert row_of(model).rule == "check"
+    np.testing.assert_array_equal(*orders)
+
+
+def test_code_of_the_users_that_gives_data_runs_as_often():
+    layer, x = SPOILT["rms norm"]
+    drawn = []
+
+    def examples():
+        for each in x:
+            drawn.append(1)
+            yield each, each[:1]
+
+    signature = tuple(tf.TensorSpec((size,), tf.float32) for size in (16, 1))
+    data = tf.data.Dataset.from_generator(examples, output_signature=signature)
+    with tfamp.scope("mixed_float16"):
+        model, _ = model_of(layer, x)
+        model.fit(data.batch(32), verbose=0)
+    assert len(drawn) == len(x)
+
+
+class Block(keras.layers.Layer):
+    """Keras's layers around a few operations of its own, without a `build`."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.first = keras.layers.Dense(16, name="first")
+        self.second = keras.layers.Dense(16, name="second")
+        self.num_calls = 0
+
+    def call(self, x):
+        self.num_calls += 1
+        print("called")
+        return self.second(rms_norm(self.first(x) * 300.0))
+
+
+class Net(keras.Model):
+    """Blocks in a subclassed model that nobody has built."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block(name="block")
+        self.head = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.head(self.block(x))
+
+
+@pytest.mark.parametrize("way", ["fit", "train_on_batch", "xla", "eager"])
+def test_a_blocks_own_operations_are_kept_and_its_products_stay(way, capsys):
+    x = numbers()
+    counts = []
+    for enabled in (False, True):
+        keras.utils.set_random_seed(0)
+        policy = "mixed_float16" if enabled else "float32"
+        with tfamp.scope(policy):
+            model = Net()
+            options = {"jit_compile": way == "xla", "run_eagerly": way == "eager"}
+            model.compile("sgd", "mse", **options)
+            if way == "train_on_batch":
+                model.train_on_batch(x, x[:, :1])
+            else:
+                model.fit(x, x[:, :1], verbose=0)
+        counts.append((model.block.num_calls, capsys.readouterr().out.count("called")))
+    assert row_of(model, "block").rule == "check"
+    assert row_of(model, "block/first").compute_dtype == "float16"
+    assert counts[0] == counts[1]
+
+
+def test_nothing_else_of_the_model_moves():
+    x = numbers()
+
+    def weights(check):
+        keras.utils.set_random_seed(0)
+        with tfamp.scope("mixed_bfloat16", check=check):
+            layers = [
+                keras.layers.Dense(16),
+                Own(lambda x: x * keras.ops.sigmoid(x), name="own"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(1),
+            ]
+            model = keras.Sequential(layers)
+            model.compile("adam", "mse")
+            model.fit(x, x[:, :1], epochs=2, verbose=0)
+        return model.get_weights()
+
+    for one, other in zip(weights(None), weights("keep"), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_file_holds_what_was_kept(tmp_path):
+    model = fitted(*SPOILT["rms norm"])
+    objects = {"Own": Own}
+    functions = {"rms_norm": own_layers.rms_norm}
+    Own.get_config = lambda self: {"function": rms_norm, "name": self.name}
+    try:
+        model.save(tmp_path / "model.keras")
+        loaded = tfamp.load_model(
+            tmp_path / "model.keras", custom_objects={**objects, **functions}
+        )
+    finally:
+        del Own.get_config
+    assert row_of(loaded).rule == "check"
+    assert row_of(loaded).compute_dtype == "float32"
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_models_without_layers_of_ones_own_are_not_run(policy, monkeypatch):
+    called = []
+    monkeypatch.setattr(
+        "tfamp.numerics.first_check._Check", lambda *_, **__: called.append(1)
+    )
+    x = numbers()
+    with tfamp.scope(policy):
+        model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(x, x[:, :1], verbose=0)
+    assert not called
+
+
+def test_a_model_that_cannot_be_called_so_trains_as_ever(caplog):
+    class Gan(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.maker = keras.Sequential(
+                [Own(lambda z: z * 2.0), keras.layers.Dense(1)]
+            )
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self.maker(data[0], training=True) ** 2)
+            weights = self.maker.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    caplog.set_level("INFO")
+    with tfamp.scope("mixed_float16"), warnings.catch_warnings():
+        model = Gan()
+        model.compile("sgd")
+        history = model.fit(numbers(), numbers(shape=(1,)), verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+    assert "not checked at its first training" in caplog.text

@@ -1,0 +1,356 @@
+"""Layers as users write them: some that half precision spoils, some that stand it.
+
+Each is a function of a tensor that becomes the `call` of a layer, with the numbers
+that it is given; the README of none of them says a word of precision.
+"""
+
+import keras
+import numpy as np
+
+ops = keras.ops
+
+
+class Own(keras.layers.Layer):
+    """A layer of somebody's own."""
+
+    def __init__(self, function, **kwargs):
+        super().__init__(**kwargs)
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+def numbers(scale=1.0, shift=0.0, shape=(16,), count=64):
+    """Returns the same inputs each time."""
+    draws = np.random.default_rng(0).standard_normal((count, *shape))
+    return (draws * scale + shift).astype("float32")
+
+
+def total(x, power, **kwargs):
+    return ops.sum(x**power, axis=-1, keepdims=True, **kwargs)
+
+
+def rms_norm(x):
+    return x * ops.rsqrt(total(x, 2) / x.shape[-1] + 1e-6)
+
+
+def tiny_norm(x):
+    return x * ops.rsqrt(total(x, 2) / x.shape[-1] + 1e-10)
+
+
+def layer_norm(x):
+    x = x - total(x, 1) / x.shape[-1]
+    return x / ops.sqrt(total(x, 2) / x.shape[-1] + 1e-5)
+
+
+def unit_norm(x):
+    return x / ops.sqrt(total(x, 2) + 1e-12)
+
+
+def batch_norm(x):
+    mean = ops.sum(x, axis=0) / ops.cast(ops.shape(x)[0], x.dtype)
+    square = ops.sum(x * x, axis=0) / ops.cast(ops.shape(x)[0], x.dtype)
+    return (x - mean) / ops.sqrt(ops.maximum(square - mean * mean, 1e-6))
+
+
+def softmax(x):
+    e = ops.exp(x)
+    return e / ops.sum(e, axis=-1, keepdims=True)
+
+
+def cold_softmax(x):
+    e = ops.exp(x / 0.05)
+    return e / ops.sum(e, axis=-1, keepdims=True)
+
+
+def log_sum_exp(x):
+    return x - ops.log(ops.sum(ops.exp(x), axis=-1, keepdims=True))
+
+
+def soft_plus(x):
+    return ops.log(1.0 + ops.exp(x))
+
+
+def masked_attention(x):
+    mask = ops.cast(ops.arange(x.shape[-1]) < 12, x.dtype)
+    return ops.softmax(x + (1.0 - mask) * -1e9)
+
+
+def masked_mean(x):
+    mask = ops.cast(x > 0, x.dtype)
+    count = ops.sum(mask * 1e-8, -1, keepdims=True)
+    return 1e-8 * ops.sum(x * mask, -1, keepdims=True) / (count + 1e-9)
+
+
+def squared_distances(x):
+    return ops.sqrt(ops.sum((x[:, :8] - x[:, 8:]) ** 2, axis=-1, keepdims=True))
+
+
+def expanded_distances(x):
+    a, b = x[:, :8], x[:, 8:]
+    return total(a, 2) + total(b, 2) - 2.0 * ops.sum(a * b, -1, keepdims=True)
+
+
+def radial_basis(x):
+    centers = ops.cast(ops.linspace(299.0, 301.0, 16), x.dtype)
+    return ops.exp(-((x - centers) ** 2))
+
+
+def rotary(x):
+    angle = ops.cast(ops.arange(16) * 401, x.dtype) * 0.7
+    return x * ops.cos(angle) + ops.roll(x, 1, -1) * ops.sin(angle)
+
+
+def fourier(x):
+    return ops.sin(6.2832 * 300.0 * x)
+
+
+def polynomial(x):
+    return ops.concatenate([x, x**2, x**4 / 1e6], axis=-1)
+
+
+def generalized_mean(x):
+    return (ops.sum(x**3, axis=1) / x.shape[1]) ** (1 / 3)
+
+
+def sum_pool(x):
+    return ops.sum(x, axis=1) / 1000.0
+
+
+def deviation_pool(x):
+    mean = ops.mean(x, axis=-1, keepdims=True)
+    square = ops.mean(x * x, axis=-1, keepdims=True)
+    return ops.sqrt(ops.maximum(square - mean**2, 0.0) + 1e-3)
+
+
+def gram(x):
+    return ops.einsum("bpi,bpj->bij", x, x) / x.shape[1]
+
+
+def signed_root(x):
+    return ops.sign(x) * ops.sqrt(ops.abs(x) + 1e-10)
+
+
+def entropy(x):
+    p = ops.softmax(x * 20.0)
+    return -ops.sum(p * ops.log(p + 1e-10), -1, keepdims=True)
+
+
+def log_chance(x):
+    return ops.log(ops.softmax(x) + 1e-12)
+
+
+def gaussian_likelihood(x):
+    mean, log_variance = x[:, :8], x[:, 8:]
+    return ops.tanh(1e-5 * (mean**2 * ops.exp(-log_variance) + log_variance))
+
+
+def squash(x):
+    size = ops.sqrt(total(x, 2))
+    return size**2 / (1 + size**2) * x / (size + 1e-9)
+
+
+def scaled_features(x):
+    return (x - 100000.0) / 1000.0
+
+
+def seconds_of_a_day(x):
+    return ops.sin(x * (6.2832 / 86400.0))
+
+
+def temperature(x):
+    return ops.tanh((x * 1000.0) ** 2 / 1e6)
+
+
+def long_dot(x):
+    return ops.matmul(x * x, ops.ones((x.shape[-1], 1), x.dtype)) / x.shape[-1]
+
+
+def product_of_chances(x):
+    return ops.log(ops.prod(ops.sigmoid(x), axis=-1, keepdims=True) + 1e-30)
+
+
+def harmonic_mean(x):
+    return x.shape[-1] / ops.sum(1.0 / (x + 1e-8), -1, keepdims=True)
+
+
+def power_law(x):
+    return ops.sqrt(ops.sqrt(ops.abs(x) ** 5 + 1e-12))
+
+
+def logit(x):
+    p = ops.sigmoid(x)
+    return ops.log(p / (1.0 - p))
+
+
+def contrast(x):
+    low, high = ops.min(x, -1, keepdims=True), ops.max(x, -1, keepdims=True)
+    return (x - low) / (high - low + 1e-8)
+
+
+def log_scale(x):
+    return ops.log(x * 1e4 + 1.0)
+
+
+def mixture(x):
+    return ops.log(ops.sum(ops.exp(-0.5 * x**2), -1, keepdims=True) + 1e-20)
+
+
+def arc(x):
+    unit = unit_norm(x)
+    near = ops.clip(ops.sum(unit[:, :8], -1, keepdims=True) / 4, -1 + 1e-7, 1 - 1e-7)
+    return ops.sqrt(1.0 - near**2)
+
+
+def decay(x):
+    steps = ops.cast(ops.arange(x.shape[1]), x.dtype)
+    return ops.sum(x * 1.01 ** steps[:, None], axis=1) / 1e4
+
+
+class RunningMean(keras.layers.Layer):
+    """Follows the mean of its inputs by a thousandth each step."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(
+            shape=(shape[-1],), initializer="ones", trainable=False
+        )
+
+    def call(self, x, training=False):
+        if training:
+            moved = self.mean * 0.999 + ops.mean(x, 0) * 0.001
+            self.mean.assign(moved)
+        return x - ops.cast(self.mean, x.dtype)
+
+
+class RunningSquares(keras.layers.Layer):
+    """Divides by the root of squares that it follows."""
+
+    def build(self, shape):
+        self.squares = self.add_weight(
+            shape=(shape[-1],), initializer="zeros", trainable=False
+        )
+
+    def call(self, x, training=False):
+        if training:
+            self.squares.assign_add((ops.mean(x * x, 0) - self.squares) * 0.1)
+        return x / ops.cast(ops.sqrt(self.squares) + 1e-3, x.dtype)
+
+
+class StepCounter(keras.layers.Layer):
+    """Warms up over 4000 steps, counted in a weight."""
+
+    def build(self, shape):
+        self.steps = self.add_weight(
+            shape=(), initializer=keras.initializers.Constant(3000.0), trainable=False
+        )
+
+    def call(self, x, training=False):
+        if training:
+            self.steps.assign(ops.cast(self.steps, x.dtype) + ops.cast(0.5, x.dtype))
+        return x * ops.cast(self.steps / 4000.0, x.dtype)
+
+
+# Layer -> what it is given.
+SPOILT = {
+    "rms norm": (rms_norm, numbers(300.0)),
+    "rms norm of little": (tiny_norm, numbers(1e-4)),
+    "layer norm": (layer_norm, numbers(300.0, 500.0)),
+    "unit norm": (unit_norm, numbers(1e-4)),
+    "batch norm": (batch_norm, numbers(1.0, 300.0)),
+    "softmax": (softmax, numbers(6.0)),
+    "cold softmax": (cold_softmax, numbers(1.0)),
+    "log-sum-exp": (log_sum_exp, numbers(6.0)),
+    "softplus": (soft_plus, numbers(6.0)),
+    "masked attention": (masked_attention, numbers()),
+    "masked mean": (masked_mean, numbers()),
+    "squared distances": (squared_distances, numbers(200.0)),
+    "expanded distances": (expanded_distances, numbers(1.0, 30.0)),
+    "radial basis": (radial_basis, numbers(0.3, 300.0)),
+    "rotary embedding": (rotary, numbers()),
+    "fourier features": (fourier, numbers()),
+    "polynomial": (polynomial, numbers(20.0)),
+    "generalized mean": (generalized_mean, np.abs(numbers(50.0, 5.0, (12, 8)))),
+    "sum pooling": (sum_pool, np.abs(numbers(300.0, 0.0, (512, 4)))),
+    "deviation pooling": (deviation_pool, numbers(1.0, 100.0)),
+    "gram matrix": (gram, numbers(60.0, 0.0, (64, 6))),
+    "signed root": (signed_root, numbers(1e-9)),
+    "entropy": (entropy, numbers(2.0)),
+    "log of a chance": (log_chance, numbers(15.0)),
+    "gaussian likelihood": (gaussian_likelihood, numbers(8.0)),
+    "squash": (squash, numbers(150.0)),
+    "scaled features": (scaled_features, numbers(500.0, 100000.0)),
+    "seconds of a day": (seconds_of_a_day, numbers(20000.0, 43200.0)),
+    "temperature": (temperature, numbers()),
+    "long dot product": (long_dot, numbers(8.0, 0.0, (2048,))),
+    "product of chances": (product_of_chances, numbers(2.0)),
+    "harmonic mean": (harmonic_mean, np.abs(numbers(1e-8))),
+    "power law": (power_law, numbers(20.0)),
+    "logit": (logit, numbers(4.0)),
+    "contrast": (contrast, numbers(1e-9)),
+    "log scale": (log_scale, np.abs(numbers(10.0))),
+    "mixture": (mixture, numbers(1.0, 7.0)),
+    "decay": (decay, numbers(1.0, 0.0, (1400, 2))),
+    "running squares": (RunningSquares, numbers(1e-4)),
+    "step counter": (StepCounter, numbers()),
+}
+HEALTHY = {
+    name: (function, numbers(*scale))
+    for name, function, *scale in (
+        ("running mean", RunningMean),
+        ("rms norm", rms_norm),
+        ("layer norm", layer_norm),
+        ("unit norm", unit_norm),
+        ("batch norm", batch_norm),
+        ("softmax", softmax),
+        ("log-sum-exp", log_sum_exp),
+        ("softplus", soft_plus),
+        ("squared distances", squared_distances),
+        ("expanded distances", expanded_distances),
+        ("polynomial", polynomial),
+        ("deviation pooling", deviation_pool),
+        ("signed root", signed_root, 1.0, 3.0),
+        ("gaussian likelihood", gaussian_likelihood),
+        ("squash", squash),
+        ("contrast", contrast),
+        ("mixture", mixture),
+        ("gelu by hand", lambda x: 0.5 * x * (1 + ops.tanh(0.8 * (x + 0.04 * x**3)))),
+        ("swish", lambda x: x * ops.sigmoid(x)),
+        ("residual", lambda x: x + ops.relu(x)),
+        ("mean", lambda x: ops.mean(x, axis=-1, keepdims=True)),
+        ("gate", lambda x: x[:, :8] * ops.sigmoid(x[:, 8:])),
+        ("scaling", lambda x: x * 100.0),
+        ("clip", lambda x: ops.clip(x, -1.0, 1.0)),
+        ("difference", lambda x: x[:, 1:] - x[:, :-1]),
+        ("roll", lambda x: ops.roll(x, 3, axis=-1)),
+        ("signs", lambda x: ops.sign(x)),
+        ("maximum", lambda x: ops.max(x, axis=-1, keepdims=True)),
+        ("outer", lambda x: x[:, :, None] * x[:, None]),
+        ("sine", lambda x: ops.sin(3.0 * x)),
+        ("exponential", lambda x: ops.exp(-(x**2))),
+        ("log of one more", lambda x: ops.log(1.0 + x**2)),
+        ("absolute root", lambda x: ops.sqrt(ops.abs(x) + 0.01)),
+        ("normal likelihood", lambda x: -0.5 * x**2 - 0.919),
+        ("threshold", lambda x: ops.where(x > 0.0, x, 0.1 * x)),
+        ("quantile", lambda x: ops.sort(x, axis=-1)),
+        ("blend", lambda x: 0.3 * x + 0.7 * ops.mean(x, axis=0, keepdims=True)),
+        ("product", lambda x: x[:, :8] * x[:, 8:]),
+        ("fourier features", lambda x: ops.concatenate([ops.sin(x), ops.cos(x)], -1)),
+        ("distance to one", lambda x: ops.abs(x - 1.0)),
+    )
+}
+
+
+def model_of(layer, x, *, before=False):
+    """Returns a compiled model with a layer of somebody's own in it, and targets."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input(x.shape[1:])
+    own = layer(name="own") if isinstance(layer, type) else Own(layer, name="own")
+    y = own(inputs)
+    y = keras.layers.Flatten()(y)
+    y = keras.layers.Dense(8, activation="relu")(y)
+    model = keras.Model(inputs, keras.layers.Dense(1)(y))
+    model.compile(keras.optimizers.SGD(1e-3), "mse")
+    return model, np.random.default_rng(1).standard_normal((len(x), 1)).astype(
+        "float32"
+    )

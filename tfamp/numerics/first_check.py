@@ -1,0 +1,369 @@
+"""Checks a user's own layers at a model's first `fit`, and keeps what half spoils.
+
+Rules know Keras's layers and operations; what a layer of the user's computes itself can
+only be tried. On some examples of the first batch the model runs eagerly in float32,
+then each such layer again, as it is managed, on the inputs and with the gradients it
+had there; layers inside it hand over what they gave. Outputs, gradients and variables
+that it assigns are compared. Nothing of it is left but the layers that are kept.
+"""
+
+import contextlib
+import math
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfamp.dtypes import layer_dtypes, own_operations
+from tfamp.dtypes.rules import Rule
+from tfamp.keras_hooks import backend, structure, trainer, trials
+from tfamp.keras_hooks.layers import Kind, policy_of
+from tfamp.keras_hooks.patches import like, replaced
+from tfamp.loss_scale.fit_hooks import BEFORE_FIT, BEFORE_TRAIN_ON_BATCH
+from tfamp.loss_scale.tape import scaled_by
+from tfamp.numerics.sensitivity import BACKWARD_LIMIT, FORWARD_LIMIT
+from tfamp.numerics.sensitivity.errors import forward_error, gradient_error
+from tfamp.records.checks import first_line
+from tfamp.records.formats import HALF
+from tfamp.stepping.eager_step import floats, is_float, tapped
+from tfamp.stepping.first_examples import first_examples
+from tfamp.stepping.layer_calls import (
+    Recorded,
+    Recorder,
+    children_of,
+    computing_in,
+    in_float32,
+    runs_whole,
+    state_restored,
+    units,
+    watched_sites,
+)
+from tfamp.stepping.unchanged import same_draws, seeds_put_back
+
+RULE = "check"
+_NUM_EXAMPLES = 8
+_NUM_CALLS = 2  # of each layer
+# Error of what a layer assigns, relative to how far the variable moves.
+_STATE_LIMIT = 0.5
+# Largest gradients that are sent back: a layer may stand one and not the other.
+_SIZES = (1.0, 2.0**-8)
+# Reruns in float32 that differ by more come from a layer that draws past Keras's seeds.
+_REPEATED = 1e-3
+# The settings under which a model has been through this.
+_ASKED: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
+
+
+class _Error(NamedTuple):
+    """How far a layer is off: outputs, gradients, variables, each over its limit."""
+
+    outputs: float = 0.0
+    gradients: float = 0.0
+    variables: float = 0.0
+
+    @property
+    def is_guilty(self) -> bool:
+        return max(self) > 1.0
+
+    def text(self, dtype: str) -> str:
+        """Returns what is wrong, in words."""
+        limits = (FORWARD_LIMIT[dtype], BACKWARD_LIMIT[dtype], _STATE_LIMIT)
+        place = max(range(3), key=self.__getitem__)
+        off = self[place] * limits[place]
+        what = (
+            ("outputs", "their spread over the batch"),
+            ("gradients", "their size"),
+            ("assigned variables", "how far they move"),
+        )[place]
+        if math.isinf(off):
+            return f"in {dtype} its {what[0]} are not finite, on the first batch"
+        return (
+            f"in {dtype} its {what[0]} are off by {off:.0%} of {what[1]}, on the first "
+            "batch"
+        )
+
+
+def check_first(model: keras.Model, arguments: Mapping[str, Any]) -> None:
+    """Keeps layers in float32, or warns of them, ahead of a model's first training.
+
+    `arguments` are those of `fit` or `train_on_batch`, by name.
+    """
+    policy = policy_of(model)
+    settings = None if policy is None else policy.settings
+    if (
+        settings is None
+        or settings.check is None
+        or not settings.has_defaults
+        or _ASKED.get(model) == settings.number
+    ):
+        return
+    _ASKED[model] = settings.number
+    if not any(_is_own(layer) for _, layer, _ in structure.walk(model)):
+        return
+    try:
+        examples = first_examples(arguments, _NUM_EXAMPLES)
+        if examples is None:
+            _not_checked(model, "its data can be read by training alone")
+            return
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(examples)
+        with _without_a_trace(model):
+            guilty = _Check(model, x, is_kept=settings.check == "keep").run()
+    except Exception as error:  # of a user's code on examples past its `train_step`
+        _not_checked(model, f"{type(error).__name__}: {first_line(error)}")
+        return
+    if guilty:
+        trainer.drop_traced_functions(model)
+    for layer, reason in guilty.items():
+        _tell(model, layer, reason, is_kept=settings.check == "keep")
+
+
+BEFORE_FIT.append(check_first)
+BEFORE_TRAIN_ON_BATCH.append(check_first)
+
+
+def _is_own(layer: keras.layers.Layer) -> bool:
+    """States whether a layer runs code of the user's in half precision."""
+    policy = policy_of(layer)
+    return (
+        policy is not None
+        and not trials.is_of_keras(layer)
+        and not structure.only_calls_others(layer)
+        and policy.kind in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
+        and layer.compute_dtype in HALF
+    )
+
+
+def _not_checked(model: keras.Model, because: str) -> None:
+    logging.info(
+        "The layers of model %r are not checked at its first training: %s. Call "
+        "`tfamp.check(model, data)`.",
+        model.name,
+        because.rstrip("."),
+    )
+
+
+def _tell(model: keras.Model, layer: Any, reason: str, *, is_kept: bool) -> None:
+    if is_kept:
+        logging.warning(
+            "Layer %r computes in float32: %s. Name it in `keep_float32`, or pass "
+            "`check=None` to leave it.",
+            layer.name,
+            reason,
+        )
+        return
+    message = (
+        f"Layer {layer.name!r} is spoiled by half precision: {reason}. Keep it by "
+        f"`keep_float32=[{layer.name!r}]`, or by `check='keep'`."
+    )
+    warnings.warn(message, UserWarning, stacklevel=2)
+
+
+@contextlib.contextmanager
+def _without_a_trace(model: keras.Model) -> Iterator[None]:
+    """Puts back what running a model's layers changes, and drops what they print."""
+    with (
+        model.distribute_strategy.scope(),
+        trials.without_python_effects(model),
+        warnings.catch_warnings(),
+        own_operations.switched_off(),
+        seeds_put_back(),
+        same_draws(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _Check:
+    """The check of one model on some examples."""
+
+    def __init__(self, model: keras.Model, x: Any, *, is_kept: bool) -> None:
+        self._model, self._is_kept = model, is_kept
+        self._x = tf.nest.map_structure(backend.convert_to_tensor, x)
+        self._exact_inputs = {id(leaf) for leaf in floats(self._x)}
+
+    def run(self) -> dict[keras.layers.Layer, str]:
+        """Returns the layers that are spoiled, with what is wrong."""
+        if not self._model.built:
+            structure.trace_call(self._model, (self._x,), {"training": True})
+        chosen = [s for s in units(self._model) if _is_own_site(s.layer)]
+        if not chosen:
+            return {}
+        calls = self._recorded(chosen)
+        guilty = {}
+        # Those inside began later, and come first.
+        for layer in reversed(list(calls)):
+            error, dtype = self._error(calls[layer]), layer.compute_dtype
+            if not error.is_guilty:
+                continue
+            reason = error.text(dtype)
+            before = layer_dtypes.Before(part for _, part, _ in structure.walk(layer))
+            policy = policy_of(layer)
+            rule = Rule(RULE, reason, applies_to="own")
+            own_operations.take(layer, policy.settings, rule)
+            is_cured = not self._error(calls[layer], dtype).is_guilty
+            if not (is_cured and self._is_kept):
+                before.put_back()
+            if is_cured:
+                guilty[layer] = reason
+        return guilty
+
+    def _recorded(self, chosen: Sequence[Any]) -> dict[Any, list[Recorded]]:
+        """Returns the first calls of each chosen layer in a float32 run."""
+        recorder, variables = Recorder(), self._model.variables
+        watched = watched_sites(self._model, chosen)
+        held = tuple((v, np.asarray(v.value).copy()) for v in variables)
+        with (
+            state_restored(held),
+            in_float32(self._model),
+            tapped(self._model, recorder, only=lambda s: id(s.layer) in watched),
+            scaled_by(1.0),
+        ):
+            with tf.GradientTape() as tape:
+                outputs = floats(self._model(self._x, training=True))
+                seeds = [_signs(output) for output in outputs]
+            tape.gradient(outputs, self._model.trainable_variables, seeds)
+        ids = {id(site.layer) for site in chosen}
+        calls: dict[Any, list[Recorded]] = {}
+        for each in recorder.calls:
+            if id(each.site.layer) in ids:
+                calls.setdefault(each.site.layer, []).append(each)
+        return {layer: found[:_NUM_CALLS] for layer, found in calls.items()}
+
+    def _error(self, calls: Sequence[Recorded], dtype: str | None = None) -> _Error:
+        """Returns how far a layer as it computes now is from float32."""
+        found = [self._error_of(call, dtype) for call in calls]
+        return _Error(*map(max, zip(*found, strict=True)))
+
+    def _error_of(self, call: Recorded, dtype: str | None) -> _Error:
+        layer = call.site.layer
+        dtype = dtype or layer.compute_dtype
+        errors = []
+        for size in _SIZES:
+            with computing_in([layer], "float32"):
+                exact = self._rerun(call, "float32", size)
+            recorded = [*floats(call.outputs)]
+            pairs = zip(exact.outputs, recorded, strict=False)
+            if any(forward_error(a, _array(b)) > _REPEATED for a, b in pairs):
+                return _Error()
+            low = self._rerun(call, dtype, size)
+            errors.append(_compared(low, exact, dtype))
+        return min(errors, key=max)
+
+    def _rerun(self, call: Recorded, dtype: str, size: float) -> "_Result":
+        """Runs a recorded call again, given and giving `dtype`."""
+        layer, tape = call.site.layer, tf.GradientTape()
+        sources: list[tf.Tensor] = []
+        given: list[tuple[tf.Tensor, tf.Tensor | None]] = []
+        numbers: dict[int, int] = {}
+
+        def low(x: Any) -> Any:
+            if not is_float(x):
+                return x
+            if id(x) in self._exact_inputs:
+                return x
+            source = tf.identity(x)
+            tape.watch(source)
+            sources.append(source)
+            return structure.with_mask_of(x, tf.cast(source, dtype))
+
+        def stand_in(child: Any) -> Any:
+            calls = [each for each in call.inside if each.site.layer is child]
+
+            original = child.call
+
+            @like(original)
+            def hand_over(*args: Any, **kwargs: Any) -> Any:
+                if not _is_eager((args, kwargs)):  # a trace that finds heads
+                    return original(*args, **kwargs)
+                number = numbers.get(id(child), 0)
+                numbers[id(child)] = number + 1
+                given.extend(
+                    zip(
+                        floats((args, kwargs)),
+                        calls[number].input_gradients,
+                        strict=True,
+                    )
+                )
+                return structure.map_structure(low, calls[number].outputs)
+
+            return hand_over
+
+        with contextlib.ExitStack() as stack:
+            for child in () if runs_whole(layer) else children_of(layer):
+                stack.enter_context(replaced(child, call=stand_in(child)))
+            stack.enter_context(state_restored(call.state))
+            stack.enter_context(scaled_by(1.0)).is_by_hand = True
+            with tape:
+                args, kwargs = structure.map_structure(low, (call.args, call.kwargs))
+                outputs = floats(layer(*args, **kwargs))
+            weights = [w for w in structure.own_weights(layer) if w.trainable]
+            given += zip(outputs, call.output_gradients, strict=True)
+            gradients = _gradients(tape, given, [*sources, *weights], size)
+            states = [np.asarray(v.value).copy() for v, _ in call.state]
+        results = [_array(result) for result, _ in given]
+        outputs_first = results[len(given) - len(outputs) :]
+        rest = results[: len(given) - len(outputs)]
+        moved = [(a, b) for a, (_, b) in zip(states, call.state, strict=True)]
+        return _Result([*outputs_first, *rest], gradients, moved)
+
+
+class _Result(NamedTuple):
+    outputs: list[np.ndarray]
+    gradients: list[np.ndarray | None]
+    states: list[tuple[np.ndarray, np.ndarray]]  # after and before
+
+
+def _is_own_site(layer: Any) -> bool:
+    return isinstance(layer, keras.layers.Layer) and _is_own(layer)
+
+
+def _is_eager(values: Any) -> bool:
+    return not any(
+        isinstance(leaf, keras.KerasTensor) or tf.is_symbolic_tensor(leaf)
+        for leaf in structure.flatten(values)
+    )
+
+
+def _gradients(
+    tape: tf.GradientTape,
+    given: Sequence[tuple[tf.Tensor, tf.Tensor | None]],
+    sources: Sequence[Any],
+    size: float,
+) -> list[np.ndarray | None]:
+    """Returns gradients, where the largest that is sent back is `size`."""
+    sent = [(result, g) for result, g in given if g is not None]
+    sent = [(r, g) for r, g in sent if bool(tf.reduce_all(tf.math.is_finite(g)))]
+    sizes = (float(tf.reduce_max(tf.abs(g))) for _, g in sent if tf.size(g))
+    largest = max(sizes, default=0.0)
+    if not largest:
+        return [None] * len(sources)
+    seeds = [tf.cast(g * (size / largest), r.dtype) for r, g in sent]
+    found = tape.gradient([r for r, _ in sent], list(sources), seeds)
+    return [None if g is None else _array(tf.convert_to_tensor(g)) for g in found]
+
+
+def _compared(low: _Result, exact: _Result, dtype: str) -> _Error:
+    outputs = map(forward_error, low.outputs, exact.outputs)
+    moved = [0.0]
+    for (after, before), (aim, _) in zip(low.states, exact.states, strict=True):
+        if np.issubdtype(before.dtype, np.floating) and not np.array_equal(aim, before):
+            moved.append(gradient_error([after - before], [aim - before]))
+    return _Error(
+        max(outputs, default=0.0) / FORWARD_LIMIT[dtype],
+        gradient_error(low.gradients, exact.gradients) / BACKWARD_LIMIT[dtype],
+        max(moved) / _STATE_LIMIT,
+    )
+
+
+def _signs(x: tf.Tensor) -> tf.Tensor:
+    """Returns numbers like a loss's gradients: of both signs, the same each time."""
+    draws = np.random.default_rng(0).standard_normal(x.shape)
+    return tf.cast(draws, x.dtype)
+
+
+def _array(x: tf.Tensor) -> np.ndarray:
+    return np.asarray(tf.cast(x, tf.float32))
