@@ -138,8 +138,8 @@ def enable(
         check: What the first `fit` of a model does with layers of your own that half
             precision spoils, which no rule can know: it runs some examples of the
             first batch through them, and keeps them in float32 ("keep"), warns
-            ("warn"), or does not look (None). It says so in one line. Data that only
-            training can read, such as a generator's, is not looked at.
+            ("warn"), or does not look (None). It says so in one line. Models on
+            several replicas are not looked at.
 
     Returns:
         The `Status` after the call.

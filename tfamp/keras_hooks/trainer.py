@@ -240,13 +240,17 @@ def compile_patches(
     return [Patch(SharedTrainer, "compile", wrap)]
 
 
-def drop_traced_functions(model: keras.layers.Layer) -> None:
+def drop_traced_functions(
+    model: keras.layers.Layer, *, but_training: bool = False
+) -> None:
     """Makes `model` trace anew at its next fit, evaluate and predict.
 
-    A traced function keeps the dtypes it was traced with.
+    A traced function keeps the dtypes it was traced with. `but_training` leaves the one
+    of a `fit` that runs.
     """
     if isinstance(model, SharedTrainer):
-        model.train_function = None
+        if not but_training:
+            model.train_function = None
         model.test_function = None
         model.predict_function = None
 

@@ -5,6 +5,7 @@ again, on the same batch, at a lower one; a batch for which no scale is low enou
 skipped at the first one, as any later batch is. A scale of the user's own is obeyed.
 """
 
+import contextlib
 import functools
 import itertools
 import types
@@ -15,7 +16,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfamp.keras_hooks import trainer
+from tfamp.keras_hooks import trainer, trials
 from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.loss_scale.replicas import ours_of
 from tfamp.loss_scale.rule import DEFAULT_SCALE
@@ -35,13 +36,12 @@ def taken(
     model: keras.Model, function: Callable[..., Any], iterator: Iterator[Any]
 ) -> Any:
     """Calls a training function, and gives what it returns for the last batch."""
-    kinds = (tf.data.Iterator, types.GeneratorType)
     runs_eagerly = model.run_eagerly or tf.config.functions_run_eagerly()
-    if runs_eagerly or not isinstance(iterator, kinds):
+    if runs_eagerly or not may_be_drawn(iterator):
         return function(iterator)
     logs = None
     for batch in itertools.islice(iterator, model.steps_per_execution):
-        again = functools.partial(_repeating, batch, iterator)
+        again = functools.partial(repeating, batch, iterator)
         logs = _until_applied(model, function, batch, again)
     return function(iterator) if logs is None else logs
 
@@ -50,8 +50,12 @@ def build(model: keras.Model, optimizers: list[Any], data: Any) -> None:
     """Builds what is not built, so that its variables can be held from the start."""
     if model.built and all(o.built for o in optimizers):
         return
+    hidden = contextlib.nullcontext()
+    if model.run_eagerly:  # where Keras builds no model ahead of its first step
+        hidden = trials.without_python_effects(model)
     try:
-        trainer.build_from(model, data)
+        with hidden:
+            trainer.build_from(model, data)
     except Exception:  # a model that only runs on tensors is built by its first call
         return
 
@@ -63,10 +67,15 @@ def _is_unproven(optimizer: Any) -> bool:
     return not (is_given or now.is_frozen) and now.judged < NUM_STEPS
 
 
-def _repeating(batch: Any, iterator: Any) -> Any:
+def may_be_drawn(iterator: Any) -> bool:
+    """Returns whether a batch can be drawn, and given back by `repeating`."""
+    return isinstance(iterator, tf.data.Iterator | types.GeneratorType)
+
+
+def repeating(batch: Any, iterator: Any) -> Any:
     """Returns an iterator over one batch, of the type of another one."""
     if not isinstance(iterator, tf.data.Iterator):
-        return iter([batch])
+        return (each for each in [batch])
     made = iter(tf.data.Dataset.from_tensors(batch))
     parts = tf.nest.flatten(made, expand_composites=True)
     like = tf.nest.pack_sequence_as(iterator, parts, expand_composites=True)

@@ -7,6 +7,7 @@ of a managed model are explained in `fit`, `evaluate` and `predict`.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -41,7 +42,9 @@ BEFORE_TRAINING: list[Callable[[keras.Model], None]] = []
 BEFORE_RUN: list[Callable[[keras.Model], None]] = []
 # The same of `fit` of a managed model, with its arguments by name.
 BEFORE_FIT: list[Callable[[keras.Model, Mapping[str, Any]], None]] = []
-BEFORE_TRAIN_ON_BATCH: list[Callable[[keras.Model, Mapping[str, Any]], None]] = []
+# Called with a managed model and the first batch that it trains on, as `train_step` is
+# given it, ahead of the first trace; with None where that cannot be had.
+BEFORE_FIRST_BATCH: list[Callable[[keras.Model, Any], None]] = []
 
 
 def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,6 +88,8 @@ def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., 
     In the first steps, for a scale that is too high; under XLA now and then, for a
     training that was stopped.
     """
+    if BEFORE_FIRST_BATCH and policy_of(model) is not None:
+        function = _looking_first(model, function)
     if not ours_of(model):
         return function
     calls, is_proven = 0, False
@@ -105,6 +110,34 @@ def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., 
         return outputs
 
     return call
+
+
+def _looking_first(model: keras.Model, function: Callable[..., Any]) -> Any:
+    """Returns a training function whose first batch is looked at ahead of it."""
+    is_first = True
+
+    @functools.wraps(function)
+    def call(iterator: Any) -> Any:
+        nonlocal is_first
+        if not (is_first and tf.executing_eagerly()):
+            return function(iterator)
+        is_first = False
+        if not first_steps.may_be_drawn(iterator):
+            _look(model, None)
+            return function(iterator)
+        logs = None
+        for batch in itertools.islice(iterator, model.steps_per_execution):
+            if logs is None:
+                _look(model, batch)
+            logs = function(first_steps.repeating(batch, iterator))
+        return function(iterator) if logs is None else logs
+
+    return call
+
+
+def _look(model: keras.Model, batch: Any) -> None:
+    for look in BEFORE_FIRST_BATCH:
+        look(model, batch)
 
 
 def _raise_if_stopped(model: keras.Model) -> None:
@@ -197,9 +230,6 @@ def _guarded_run(
         prepare_run(model)
     with contextlib.ExitStack() as stack:
         if name == "train_on_batch":
-            is_managed = policy_of(model) is not None
-            for prepare in BEFORE_TRAIN_ON_BATCH if is_managed else ():
-                prepare(model, arguments)
             _prepare(model)
             stack.enter_context(around_training.running(model))
             stack.enter_context(_our_errors(model))

@@ -11,7 +11,7 @@ import contextlib
 import math
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -24,14 +24,13 @@ from tfamp.dtypes.rules import Rule
 from tfamp.keras_hooks import backend, structure, trainer, trials
 from tfamp.keras_hooks.layers import Kind, policy_of
 from tfamp.keras_hooks.patches import like, replaced
-from tfamp.loss_scale.fit_hooks import BEFORE_FIT, BEFORE_TRAIN_ON_BATCH
+from tfamp.loss_scale.fit_hooks import BEFORE_FIRST_BATCH
 from tfamp.loss_scale.tape import scaled_by
 from tfamp.numerics.sensitivity import BACKWARD_LIMIT, FORWARD_LIMIT
 from tfamp.numerics.sensitivity.errors import forward_error, gradient_error
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
 from tfamp.stepping.eager_step import floats, is_float, tapped
-from tfamp.stepping.first_examples import first_examples
 from tfamp.stepping.layer_calls import (
     Recorded,
     Recorder,
@@ -87,10 +86,10 @@ class _Error(NamedTuple):
         )
 
 
-def check_first(model: keras.Model, arguments: Mapping[str, Any]) -> None:
-    """Keeps layers in float32, or warns of them, ahead of a model's first training.
+def check_first(model: keras.Model, batch: Any) -> None:
+    """Keeps layers in float32, or warns of them, ahead of a model's first step.
 
-    `arguments` are those of `fit` or `train_on_batch`, by name.
+    `batch` is as `train_step` is given it, None where it cannot be had.
     """
     policy = policy_of(model)
     settings = None if policy is None else policy.settings
@@ -104,25 +103,24 @@ def check_first(model: keras.Model, arguments: Mapping[str, Any]) -> None:
     _ASKED[model] = settings.number
     if not any(_is_own(layer) for _, layer, _ in structure.walk(model)):
         return
+    if batch is None:
+        _not_checked(model, "its batches are on several replicas")
+        return
     try:
-        examples = first_examples(arguments, _NUM_EXAMPLES)
-        if examples is None:
-            _not_checked(model, "its data can be read by training alone")
-            return
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(examples)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        x = tf.nest.map_structure(lambda part: part[:_NUM_EXAMPLES], x)
         with _without_a_trace(model):
             guilty = _Check(model, x, is_kept=settings.check == "keep").run()
     except Exception as error:  # of a user's code on examples past its `train_step`
         _not_checked(model, f"{type(error).__name__}: {first_line(error)}")
         return
     if guilty:
-        trainer.drop_traced_functions(model)
+        trainer.drop_traced_functions(model, but_training=True)
     for layer, reason in guilty.items():
         _tell(model, layer, reason, is_kept=settings.check == "keep")
 
 
-BEFORE_FIT.append(check_first)
-BEFORE_TRAIN_ON_BATCH.append(check_first)
+BEFORE_FIRST_BATCH.append(check_first)
 
 
 def _is_own(layer: keras.layers.Layer) -> bool:
