@@ -9,6 +9,7 @@ that it assigns are compared. Nothing of it is left but the layers that are kept
 
 import contextlib
 import math
+import re
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,9 @@ _STATE_LIMIT = 0.5
 _SIZES = (1.0, 2.0**-8)
 # Reruns in float32 that differ by more come from a layer that draws past Keras's seeds.
 _REPEATED = 1e-3
+_EFFECTS = re.compile(
+    "Print|PyFunc|Summary|WriteFile|Save|Generator|Queue|Lookup.*Insert"
+)
 # The settings under which a model has been through this.
 _ASKED: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
 
@@ -106,18 +110,21 @@ def check_first(model: keras.Model, batch: Any) -> None:
     if batch is None:
         _not_checked(model, "its batches are on several replicas")
         return
-    try:
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        x = tf.nest.map_structure(lambda part: part[:_NUM_EXAMPLES], x)
-        with _without_a_trace(model):
-            guilty = _Check(model, x, is_kept=settings.check == "keep").run()
-    except Exception as error:  # of a user's code on examples past its `train_step`
-        _not_checked(model, f"{type(error).__name__}: {first_line(error)}")
+    is_kept, guilty, failure = settings.check == "keep", {}, ""
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    with _without_a_trace(model):
+        try:
+            x = tf.nest.map_structure(lambda part: part[:_NUM_EXAMPLES], x)
+            guilty = _Check(model, x, is_kept=is_kept).run()
+        except Exception as error:  # a `call` that is never called so, for one
+            failure = f"{type(error).__name__}: {first_line(error)}"
+    if failure:
+        _not_checked(model, failure)
         return
     if guilty:
         trainer.drop_traced_functions(model, but_training=True)
     for layer, reason in guilty.items():
-        _tell(model, layer, reason, is_kept=settings.check == "keep")
+        _tell(layer, reason, is_kept=is_kept)
 
 
 BEFORE_FIRST_BATCH.append(check_first)
@@ -144,7 +151,7 @@ def _not_checked(model: keras.Model, because: str) -> None:
     )
 
 
-def _tell(model: keras.Model, layer: Any, reason: str, *, is_kept: bool) -> None:
+def _tell(layer: Any, reason: str, *, is_kept: bool) -> None:
     if is_kept:
         logging.warning(
             "Layer %r computes in float32: %s. Name it in `keep_float32`, or pass "
@@ -167,7 +174,6 @@ def _without_a_trace(model: keras.Model) -> Iterator[None]:
         model.distribute_strategy.scope(),
         trials.without_python_effects(model),
         warnings.catch_warnings(),
-        own_operations.switched_off(),
         seeds_put_back(),
         same_draws(),
     ):
@@ -186,7 +192,21 @@ class _Check:
     def run(self) -> dict[keras.layers.Layer, str]:
         """Returns the layers that are spoiled, with what is wrong."""
         if not self._model.built:
-            structure.trace_call(self._model, (self._x,), {"training": True})
+            trials.trace_ahead(self._model, (self._x,), {"training": True})
+        with own_operations.switched_off():
+            function = tf.function(self._model, autograph=False)
+            graph = function.get_concrete_function(self._x, training=True).graph
+            effects = _effects_in(graph)
+            if effects:
+                raise ValueError(f"its layers run {', '.join(effects)} in their `call`")
+            held = [(v, v.numpy()) for v in graph.variables]
+            try:
+                return self._guilty()
+            finally:
+                for variable, value in held:
+                    variable.assign(value)
+
+    def _guilty(self) -> dict[keras.layers.Layer, str]:
         chosen = [s for s in units(self._model) if _is_own_site(s.layer)]
         if not chosen:
             return {}
@@ -211,11 +231,9 @@ class _Check:
 
     def _recorded(self, chosen: Sequence[Any]) -> dict[Any, list[Recorded]]:
         """Returns the first calls of each chosen layer in a float32 run."""
-        recorder, variables = Recorder(), self._model.variables
+        recorder = Recorder()
         watched = watched_sites(self._model, chosen)
-        held = tuple((v, np.asarray(v.value).copy()) for v in variables)
         with (
-            state_restored(held),
             in_float32(self._model),
             tapped(self._model, recorder, only=lambda s: id(s.layer) in watched),
             scaled_by(1.0),
@@ -317,6 +335,14 @@ class _Result(NamedTuple):
 
 def _is_own_site(layer: Any) -> bool:
     return isinstance(layer, keras.layers.Layer) and _is_own(layer)
+
+
+def _effects_in(graph: Any) -> list[str]:
+    """Returns the operations of a graph that are seen outside of the model."""
+    written = graph.as_graph_def()
+    functions = [node for f in written.library.function for node in f.node_def]
+    names = {node.op for node in [*written.node, *functions]}
+    return sorted(name for name in names if _EFFECTS.search(name))
 
 
 def _is_eager(values: Any) -> bool:
