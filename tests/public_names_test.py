@@ -8,7 +8,7 @@ import pytest
 import tfamp
 
 PARAMETERS = {  # by position, then by keyword with its default
-    "enable": ("policy=auto | keep_float32=default loss_scale=dynamic"),
+    "enable": ("policy=auto | keep_float32=default loss_scale=dynamic check=keep"),
     "scope": ("policy=auto | keep_float32=default loss_scale=dynamic"),
     "apply": "model policy=None | keep_float32=default",
     "assignment": "model",

@@ -88,7 +88,7 @@ def test_commits_are_judged_by_the_tools_of_the_lint_target():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[1]
     tools = {
-        name.removeprefix("$(BIN)/") for name in re.findall(r"\$\(BIN\)/\w+", recipe)
+        name.removeprefix("$(BIN)/") for name in re.findall(r"\$\(BIN\)/[\w-]+", recipe)
     }
     assert {Path(entry[0]).name for entry in entries} == tools
 

@@ -50,7 +50,7 @@ def build(model: keras.Model, optimizers: list[Any], data: Any) -> None:
     """Builds what is not built, so that its variables can be held from the start."""
     if model.built and all(o.built for o in optimizers):
         return
-    hidden = contextlib.nullcontext()
+    hidden: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if model.run_eagerly:  # where Keras builds no model ahead of its first step
         hidden = trials.without_python_effects(model)
     try:

@@ -22,6 +22,7 @@ from absl import logging
 
 from tfamp.dtypes import layer_dtypes, own_operations
 from tfamp.dtypes.rules import Rule
+from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import backend, structure, trainer, trials
 from tfamp.keras_hooks.layers import Kind, policy_of
 from tfamp.keras_hooks.patches import like, replaced
@@ -115,7 +116,7 @@ def check_first(model: keras.Model, batch: Any) -> None:
     with _without_a_trace(model):
         try:
             x = tf.nest.map_structure(lambda part: part[:_NUM_EXAMPLES], x)
-            guilty = _Check(model, x, is_kept=is_kept).run()
+            guilty = _Check(model, x, settings).run()
         except Exception as error:  # a `call` that is never called so, for one
             failure = f"{type(error).__name__}: {first_line(error)}"
     if failure:
@@ -184,8 +185,8 @@ def _without_a_trace(model: keras.Model) -> Iterator[None]:
 class _Check:
     """The check of one model on some examples."""
 
-    def __init__(self, model: keras.Model, x: Any, *, is_kept: bool) -> None:
-        self._model, self._is_kept = model, is_kept
+    def __init__(self, model: keras.Model, x: Any, settings: PolicySettings) -> None:
+        self._model, self._settings = model, settings
         self._x = tf.nest.map_structure(backend.convert_to_tensor, x)
         self._exact_inputs = {id(leaf) for leaf in floats(self._x)}
 
@@ -219,11 +220,10 @@ class _Check:
                 continue
             reason = error.text(dtype)
             before = layer_dtypes.Before(part for _, part, _ in structure.walk(layer))
-            policy = policy_of(layer)
             rule = Rule(RULE, reason, applies_to="own")
-            own_operations.take(layer, policy.settings, rule)
+            own_operations.take(layer, self._settings, rule)
             is_cured = not self._error(calls[layer], dtype).is_guilty
-            if not (is_cured and self._is_kept):
+            if not (is_cured and self._settings.check == "keep"):
                 before.put_back()
             if is_cured:
                 guilty[layer] = reason
