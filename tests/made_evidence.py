@@ -21,8 +21,6 @@ CONTEXT = Context(
     versions={"tfamp": "0.1", "tensorflow": "2.21.0", "keras": "3.15.1"},
     system="Linux 6.1, Python 3.11.2",
     num_cores=2,
-    intra_op_threads=0,
-    inter_op_threads=0,
     tf32=False,
     onednn=True,
     variables={"TF_ENABLE_ONEDNN_OPTS": "1"},
@@ -53,7 +51,6 @@ def run(policy: str, seed: int, *, speed: float = 1.0, metric: float = 0.9) -> R
         examples_per_second=1000 * speed * wave,
         step=Spread(step, 0.97 * step, 1.05 * step, 290),
         warmup_steps=10,
-        build_seconds=0.4,
         first_step_seconds=2.0 + speed,
         history={
             "loss": (1.0, 0.6, 0.4),

@@ -87,7 +87,7 @@ def compare(read: argparse.Namespace) -> int:
     for module in ("jinja2", "matplotlib.figure"):  # not after hours of training
         checks.require(module, extra="report", purpose="The report")
     out = Path(read.out or time.strftime("tfamp-report-%Y%m%d-%H%M%S"))
-    total = None if read.resume else len(read.policies) * read.seeds
+    total = len(read.policies) * read.seeds
     found = tfamp.compare(
         read.target,
         policies=read.policies,
@@ -125,11 +125,8 @@ def _failures(found: "Comparison", fail_on: Sequence[str]) -> list[str]:
     return problems
 
 
-def _run_lines(policies: Sequence[str], total: int | None) -> Callable[[Run], None]:
-    """Returns what prints a line for each finished run, if no bar on a terminal does.
-
-    Where the `total` of runs is known, it is told how long the rest takes.
-    """
+def _run_lines(policies: Sequence[str], total: int) -> Callable[[Run], None]:
+    """Returns what prints a line for each run, where no terminal shows a bar."""
     names, began, numbers = short_names(policies), time.monotonic(), itertools.count(1)
 
     def tell(run: Run) -> None:
@@ -140,13 +137,11 @@ def _run_lines(policies: Sequence[str], total: int | None) -> Callable[[Run], No
         if run.is_finished:
             metrics = "  ".join(f"{k} {v:.4f}" for k, v in run.final_metrics.items())
             text = f"{units.format_rate(run.examples_per_second)}  {metrics}"
-        place = f"[{number}]"
-        if total is not None:
-            seconds = (time.monotonic() - began) / number
-            left = units.format_seconds(seconds * (total - number))
-            place, text = f"[{number}/{total}]", f"{text}  ({left} left)"
-        name = names.get(run.policy, run.policy)
-        print(f"{place} {name}, seed {run.seed}: {text}", file=sys.stderr, flush=True)
+        seconds = (time.monotonic() - began) / number
+        left = units.format_seconds(seconds * (total - number))
+        name = f"[{number}/{total}] {names.get(run.policy, run.policy)}"
+        line = f"{name}, seed {run.seed}: {text}  ({left} left)"
+        print(line, file=sys.stderr, flush=True)
 
     return tell
 

@@ -1,5 +1,6 @@
 """`tfamp.compare`: float32 against a policy, measured, judged and written up."""
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -13,30 +14,13 @@ from tfamp.comparison.judgement import (
 from tfamp.comparison.result import Comparison, conclude
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
-from tfamp.trials import measurements, parcel, tasks
-from tfamp.trials.run_records import Run
+from tfamp.trials import parcel, tasks
+from tfamp.trials.examples import differences
+from tfamp.trials.run_records import Context, Run
 from tfamp.trials.runner import run_all
-from tfamp.trials.tasks import Job, checked_policies, checked_seeds, fingerprint
+from tfamp.trials.tasks import Task, checked_policies, checked_seeds
 
 
-def _with_plans_as_files(function: Callable[..., Comparison]) -> Callable[..., Any]:
-    """Hands plans over as files, which other processes can read."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **arguments: Any) -> Comparison:
-        policies = arguments.get("policies", ())
-        if isinstance(policies, str) or not any(
-            isinstance(policy, PrecisionPlan) for policy in policies
-        ):
-            return function(*args, **arguments)
-        with tasks.opened(arguments.get("directory")) as folder:
-            words = [tasks.plan_file(folder, policy) for policy in policies]
-            return function(*args, **{**arguments, "policies": words})
-
-    return call
-
-
-@_with_plans_as_files
 def compare(
     build_model: Callable[..., Any] | str,
     train: Any = None,
@@ -53,7 +37,6 @@ def compare(
     directory: str | os.PathLike[str] | None = None,
     resume: bool = False,
     timeout_seconds: float | None = None,
-    title: str | None = None,
     command: str = "",
     on_run: Callable[[Run], None] | None = None,
 ) -> Comparison:
@@ -99,9 +82,9 @@ def compare(
         latency_batch_sizes: Sizes of the timed calls of the trained model; the size
             of a training batch is always timed too.
         directory: Where records and logs of the runs are kept; None keeps none.
-        resume: Go on in a `directory` that has runs already.
+        resume: Take the finished runs of `directory`, of the same settings, and do
+            what is missing.
         timeout_seconds: The most that a run may take; None for no end.
-        title: What the report is called; None takes the function's name.
         command: How to repeat it from a shell, for the report.
         on_run: Gets each run as it ends.
 
@@ -123,60 +106,60 @@ def compare(
         Interval(estimate=1.92, low=1.85, high=1.99)
     """
     name = parcel.name_of(build_model)
-    job = Job(
-        policies=checked_policies(policies),
-        seeds=checked_seeds(seeds),
-        epochs=checks.positive_int("epochs", epochs),
-        batch_size=None
-        if batch_size is None
-        else checks.positive_int("batch_size", batch_size),
-        latency_batch_sizes=tuple(
-            checks.positive_int("latency_batch_sizes", size)
-            for size in latency_batch_sizes
-        ),
-        source="" if isinstance(build_model, str) else fingerprint(build_model),
-    )
+    chosen = checked_seeds(seeds)
+    checks.positive_int("epochs", epochs)
+    for size in (*latency_batch_sizes, 1 if batch_size is None else batch_size):
+        checks.positive_int("batch_size", size)
     if tolerance is not None:
         tolerance = checks.positive("tolerance", tolerance)
     if better is not None:
         checks.choice("better", better, ("max", "min"))
     elif metric is not None:
         direction(metric.removeprefix("val_"))
-    if timeout_seconds is not None:
-        timeout_seconds = checks.positive("timeout_seconds", timeout_seconds)
     if resume and directory is None:
         raise ValueError(
             "`resume` is True without a `directory`; expected the folder that has the "
             "finished runs. Pass it, and keep it from the first call on."
         )
+    if timeout_seconds is not None:
+        timeout_seconds = checks.positive("timeout_seconds", timeout_seconds)
     for module in ("cloudpickle", "psutil"):
         checks.require(module, extra="report", purpose="`tfamp.compare`")
+    given = [policies] if isinstance(policies, str) else policies
     with tasks.opened(directory) as folder:
-        kept = tasks.begin(folder, job, resume=resume)
+        # Other processes read a plan as a file.
+        words = checked_policies([tasks.plan_file(folder, each) for each in given])
+        task = Task(
+            "",
+            epochs=epochs,
+            batch_size=batch_size,
+            latency_batch_sizes=tuple(latency_batch_sizes),
+        )
+        tasks.begin(folder, task, resume=resume)
         notes = parcel.pack(folder, build_model, train, validation)
-        runs, was_stopped = run_all(
+        runs = run_all(
             folder,
-            job,
-            kept,
-            command=command,
+            words,
+            chosen,
+            dataclasses.replace(task, command=command),
             check=functools.partial(_check_metric, metric=metric, better=better),
             on_run=on_run or (lambda run: None),
             timeout_seconds=timeout_seconds,
         )
+        context = folder / tasks.CONTEXT
         comparison = conclude(
             runs,
-            title=title or name,
-            policies=job.policies,
-            seeds=job.seeds,
+            title=name,
+            policies=words,
+            seeds=chosen,
             metric=metric,
             better=better,
             tolerance=tolerance,
-            context=tasks.context(folder),
+            context=Context.from_json(context) if context.is_file() else None,
             notes=notes,
-            examples=functools.partial(measurements.differences, folder),
+            examples=functools.partial(differences, folder),
         )
-        if not was_stopped:
-            parcel.discard(folder)
+        parcel.discard(folder)
     return comparison
 
 

@@ -138,10 +138,6 @@ class Comparison(TableRecord):
         """
         return page.to_html(self, path)
 
-    def to_markdown(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns a summary in Markdown, and writes it where a path is given."""
-        return page.to_markdown(self, path)
-
     def __repr__(self) -> str:
         """Returns what it comes to in a line."""
         found = {p: verdict.answer for p, verdict in self.verdicts.items()}

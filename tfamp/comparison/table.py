@@ -1,15 +1,13 @@
-"""The figures of a comparison as rows, and what they come to in sentences."""
+"""The figures of a comparison, a row a policy, and what they come to in sentences."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from tfamp.comparison.judgement import are_same
 from tfamp.records import checks, console
-from tfamp.records.units import join_words
 from tfamp.trials import tasks
 from tfamp.trials.run_records import Run
 from tfamp.trials.statistics import Effect, Interval, effect_of_ratio
@@ -18,13 +16,10 @@ from tfamp.trials.variant import Variant
 # That of result.py, which imports this file.
 Comparison: TypeAlias = Any
 
-# Policies beside the reference that fit into the width of a terminal.
-_IN_A_TABLE = 2
-_CELL = 44  # letters of a cell in one line
-_MAX_ERROR = 300  # of an error in a sentence
+_MAX_ERROR = 300  # letters of an error in a sentence
 _SIGNS = {"better": "+", "worse": "-", "as good": "=", "same": "=", "": ""}
-_LEGEND = (
-    "+ better, - worse, = the same, ? not clear; means over seeds, their ratios, and "
+LEGEND = (
+    "+ better, - worse, = the same, ? not clear; means over seeds, ratios to {}, and "
     "where these may lie with 5 % error on each side"
 )
 # What each answer says to do, in the words of a table.
@@ -44,76 +39,63 @@ _UNITS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Measure:
-    """One figure of a run: all that tables, the page and `ratio` know of it.
-
-    `of` gives the value of a finished run, None where it was not measured.
-    `answered_by` names the measure that answers the same question for it.
-    """
+class Measure(NamedTuple):
+    """One figure of a run: all that tables, the page and `ratio` know of it."""
 
     name: str
     label: str
     unit: str
-    of: Callable[[Run], float | None]
+    of: Callable[[Run], float | None]  # None where it was not measured
     more_is_better: bool = False
-    answered_by: str = ""
 
 
-def _memory(name: str) -> Callable[[Run], float | None]:
-    """Returns what gives a peak, of a process above the some 500 MiB of its start."""
-
-    def of(run: Run) -> float | None:
-        found = None if run.memory is None else getattr(run.memory, name)
-        if found is None or run.memory is None or name.startswith("device"):
-            return found
-        return float(max(found - run.memory.start_bytes, 0))
-
-    return of
+def _memory(run: Run) -> float | None:
+    """Returns the peak above the some 500 MiB that a process starts with."""
+    if run.memory is None or run.memory.training_bytes is None:
+        return None
+    return float(max(run.memory.training_bytes - run.memory.start_bytes, 0))
 
 
-SPEED = "examples_per_second"
-MEASURES = (
-    Measure(SPEED, "training", "examples/s", lambda r: r.examples_per_second, True),
-    Measure(
-        *("step_seconds", "training step", "s", lambda r: r.step and r.step.median),
-        answered_by=SPEED,
-    ),
-    Measure(
-        "first_step_seconds", "time to first step", "s", lambda r: r.first_step_seconds
-    ),
-    Measure("training_bytes", "peak memory", "bytes", _memory("training_bytes")),
-    Measure("device_bytes", "peak GPU memory", "bytes", _memory("device_bytes")),
-    Measure("energy_joules", "energy", "J", lambda r: r.energy_joules),
-    Measure("file_bytes", "saved model", "bytes", lambda r: r.file_bytes),
+SPEED = Measure(
+    *("examples_per_second", "training", "examples/s"),
+    *(lambda run: run.examples_per_second, True),
 )
 # Without ratio, and only where there were any.
 _COUNTS = (
-    Measure("skipped_steps", "skipped steps", "", lambda r: r.skipped_steps),
-    Measure("nonfinite", "NaN in weights", "", lambda r: r.num_nonfinite_weights),
+    Measure("skipped_steps", "skipped steps", "", lambda run: run.skipped_steps),
+    Measure("nonfinite", "NaN in weights", "", lambda run: run.num_nonfinite_weights),
 )
-
-
-def _of_latency(size: int) -> Iterator[Measure]:
-    def of(field: str) -> Callable[[Run], float | None]:
-        return lambda run: getattr(run.latency(size), field, None)
-
-    median = f"latency_p50_batch_{size}"
-    for name in ("p50", "p90", "p99"):
-        label = f"latency {name}, batch {size}"
-        by = "" if name == "p50" else median
-        given = (f"latency_{name}_batch_{size}", label, "s", of(f"{name}_seconds"))
-        yield Measure(*given, answered_by=by)
-    rate = f"inference_{SPEED}_batch_{size}", f"inference, batch {size}", "examples/s"
-    yield Measure(*rate, of(SPEED), True, median)
 
 
 def measures_of(runs: Sequence[Run]) -> list[Measure]:
     """Returns the measures that at least one of the runs has."""
-    sizes = sorted({each.batch_size for run in runs for each in run.latencies})
-    every = [*MEASURES, *(each for size in sizes for each in _of_latency(size))]
+    every = [
+        SPEED,
+        Measure("training_bytes", "peak memory", "bytes", _memory),
+        Measure(
+            *("device_bytes", "peak GPU memory", "bytes"),
+            lambda run: None if run.memory is None else run.memory.device_bytes,
+        ),
+        Measure("energy_joules", "energy", "J", lambda run: run.energy_joules),
+        Measure(
+            *("step_seconds", "step", "s", lambda run: run.step and run.step.median)
+        ),
+        Measure(
+            *("first_step_seconds", "first step", "s"),
+            lambda run: run.first_step_seconds,
+        ),
+        Measure("file_bytes", "saved model", "bytes", lambda run: run.file_bytes),
+    ]
+    for size in sorted({each.batch_size for run in runs for each in run.latencies}):
+        for part in ("p50", "p90", "p99"):
+
+            def of(run: Run, size: int = size, part: str = part) -> float | None:
+                return getattr(run.latency(size), f"{part}_seconds", None)
+
+            name = f"latency_{part}_batch_{size}"
+            every.append(Measure(name, f"latency, batch {size}", "s", of))
     finished = [run for run in runs if run.is_finished]
-    return [m for m in every if any(m.of(run) for run in finished)]
+    return [each for each in every if any(each.of(run) for run in finished)]
 
 
 def find(name: str, runs: Sequence[Run]) -> Measure:
@@ -127,8 +109,7 @@ def find(name: str, runs: Sequence[Run]) -> Measure:
     return by_name[checks.choice("measure", name, by_name)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A figure of a policy, its change against the reference and where that may lie."""
 
     value: str
@@ -142,25 +123,28 @@ class Cell:
         return _SIGNS.get(self.effect, "?")
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Column(NamedTuple):
     """A measure under every policy."""
 
-    name: str
     heading: str
     cells: dict[str, Cell]
 
 
-def rows(found: Comparison) -> list[Row]:
-    """Returns the rows of the table: quality, measures, what went wrong in numbers.
+def columns(found: Comparison) -> list[Column]:
+    """Returns the columns of the table: speed, quality, memory, latency, trouble.
 
     Quality is the mean over seeds and its difference from the reference's, all else the
     geometric mean and its ratio, so that a ratio is that of the figures beside it;
     where a run failed, and its pair is left out, it says "paired".
     """
-    measured = [_measure_row(found, each) for each in measures_of(found.runs)]
-    counts = [_measure_row(found, m) for m in _COUNTS if any(map(m.of, found.runs))]
-    return [_quality_row(found), *measured, *counts]
+    by_name = {each.name: each for each in measures_of(found.runs)}
+    latencies = [name for name in by_name if name.startswith("latency_p50")][:1]
+    names = ("training_bytes", "device_bytes", *latencies, "energy_joules")
+    shown = [by_name[name] for name in names if name in by_name]
+    counts = [each for each in _COUNTS if any(map(each.of, found.runs))]
+    speed = [_measured(found, SPEED)] if SPEED.name in by_name else []
+    rest = [_measured(found, each) for each in (*shown, *counts)]
+    return [*speed, _quality(found), *rest]
 
 
 def mean(found: Comparison, policy: str, measure: Measure) -> float:
@@ -173,32 +157,29 @@ def mean(found: Comparison, policy: str, measure: Measure) -> float:
     return float(np.exp(np.mean(np.log(values))))
 
 
-def _measure_row(found: Comparison, measure: Measure) -> Row:
+def _measured(found: Comparison, measure: Measure) -> Column:
     means = {policy: mean(found, policy, measure) for policy in found.policies}
     unit, texts = scaled(measure.unit, list(means.values()))
     cells = {}
     for policy, text in zip(means, texts, strict=True):
-        ratios = found.ratios(measure, policy) if measure.label else []
-        cell = Cell(text)
-        if policy != found.reference and ratios and measure not in _COUNTS:
+        cells[policy] = Cell(text)
+        is_count = measure in _COUNTS or policy == found.reference
+        if not is_count and found.ratios(measure, policy):
             ratio = found.ratio(measure.name, policy)
-            more = measure.more_is_better
-            effect = effect_of_ratio(ratio, more_is_better=more)
-            if _are_all_same(found, policy):
+            effect = effect_of_ratio(ratio, more_is_better=measure.more_is_better)
+            if all(are_same(*pair) for pair in found.pairs(policy)):
                 effect = "same"
-            cell = Cell(
-                text,
-                f"{_digits(ratio.estimate)}x{_paired(found, policy)}",
-                _between(ratio, _digits),
-                "" if measure.answered_by else effect,
-            )
-        cells[policy] = cell
-    heading = f"{measure.label} ({unit})" if unit else measure.label
-    return Row(measure.name, heading, cells)
+            change = f"{_digits(ratio.estimate)}x{_paired(found, policy)}"
+            cells[policy] = Cell(text, change, _between(ratio, _digits), effect)
+    return Column(f"{measure.label} ({unit})" if unit else measure.label, cells)
 
 
-def _quality_row(found: Comparison) -> Row:
+def _quality(found: Comparison) -> Column:
     decimals = metric_decimals(found.tolerance)
+
+    def signed(value: float) -> str:
+        return f"{round(value, decimals) + 0.0:+,.{decimals}f}"
+
     cells = {}
     for policy in found.policies:
         values = [
@@ -208,25 +189,17 @@ def _quality_row(found: Comparison) -> Row:
         text = f"{np.mean(values):,.{decimals}f}" if values else "-"
         if values and not np.isfinite(values).all():
             text = "not a number"
+        cells[policy] = Cell(text)
         verdict = found.verdicts.get(policy)
-        cell = Cell(text)
         if verdict is not None and math.isfinite(verdict.quality.estimate):
             change = verdict.quality
             if found.better == "min":
                 change = Interval(-change.estimate, -change.high, -change.low)
-
-            def signed(value: float) -> str:
-                return f"{round(value, decimals) + 0.0:+,.{decimals}f}"
-
-            cell = Cell(
-                text,
-                signed(change.estimate) + _paired(found, policy),
-                _between(change, signed),
-                verdict.quality_effect or "unclear",
-            )
-        cells[policy] = cell
+            told = signed(change.estimate) + _paired(found, policy)
+            effect: Effect = verdict.quality_effect or "unclear"
+            cells[policy] = Cell(text, told, _between(change, signed), effect)
     where = "validation" if found.on_validation else "training"
-    return Row("metric", f"{found.metric}, {where}", cells)
+    return Column(f"{found.metric}, {where}", cells)
 
 
 def metric_decimals(tolerance: float, digits: int = 2) -> int:
@@ -254,9 +227,7 @@ def scaled(unit: str, values: Sequence[float]) -> tuple[str, list[str]]:
 
 
 def _digits(ratio: float) -> str:
-    if abs(ratio) < 0.095:
-        return f"{ratio:.3f}"
-    return f"{ratio:.2f}" if abs(ratio) < 99.5 else f"{ratio:,.0f}"
+    return f"{ratio:.2f}" if 0.095 <= abs(ratio) < 99.5 else f"{ratio:,.3g}"
 
 
 def _between(found: Interval, text: Callable[[float], str]) -> str:
@@ -270,17 +241,11 @@ def _paired(found: Comparison, policy: str) -> str:
     return "" if seeds[0] == seeds[1] else " paired"
 
 
-def _are_all_same(found: Comparison, policy: str) -> bool:
-    pairs = found.pairs(policy)
-    return bool(pairs) and all(are_same(*pair) for pair in pairs)
-
-
-# Sentences
-
-
-def verdict_sentence(found: Comparison) -> str:
-    """Returns what the comparison comes to: the sentence on the best policy."""
-    return policy_sentence(found, found.best)
+def word_of(found: Comparison, policy: str) -> str:
+    """Returns the verdict on a policy in the words of the table."""
+    if policy == found.reference:
+        return "reference"
+    return WORDS[found.verdicts[policy].answer]
 
 
 def policy_sentence(found: Comparison, policy: str) -> str:
@@ -322,16 +287,17 @@ def policy_sentence(found: Comparison, policy: str) -> str:
 def advice(found: Comparison, policy: str) -> str:
     """Returns what to do about a policy, in one sentence."""
     verdict, reference = found.verdicts[policy], found.label(found.reference)
-    if not found.pairs(policy):
+    pairs = found.pairs(policy)
+    if not pairs:
         return "Look at the errors of the runs, and measure again."
     if verdict.answer == "equivalent and faster":
         return f"Use it: {how_to_use(policy)}."
-    if verdict.answer == "equivalent, not faster" and _are_all_same(found, policy):
-        name = found.label(policy)
-        return f"{name} costs nothing here, and pays on machines that can do more."
+    if verdict.answer == "equivalent, not faster":
+        if all(are_same(*pair) for pair in pairs):
+            name = found.label(policy)
+            return f"{name} costs nothing here, and pays on machines that can do more."
+        return f"Stay with {reference}, unless it is memory or size that you need."
     return {
-        "equivalent, not faster": f"Stay with {reference}, unless it is memory or size "
-        "that you need.",
         "worse": f"Stay with {reference}, or keep the layers that lose it in float32 "
         "(keep_float32=).",
         "slower": f"Stay with {reference}.",
@@ -350,10 +316,8 @@ def how_to_use(policy: str) -> str:
     if variant.is_stock:
         call = f"keras.config.set_dtype_policy({variant.policy!r})"
     steps = [f"{call} before the model is built"]
-    if variant.jit_compile:
-        steps.append("compile(jit_compile=True)")
-    if variant.rewrite:
-        steps.append("TensorFlow's graph rewrite for bfloat16")
+    steps += ["compile(jit_compile=True)"] * variant.jit_compile
+    steps += ["TensorFlow's graph rewrite for bfloat16"] * variant.rewrite
     return ", ".join(steps)
 
 
@@ -365,11 +329,9 @@ def reference_sentence(found: Comparison) -> str:
         return f"Compared with {name}, the first policy, since none is float32."
     if len(plain) == 1:
         return f"Compared with {name}."
-    _, texts = scaled("examples/s", [mean(found, each, MEASURES[0]) for each in plain])
-    each = [f"{policy} {text}" for policy, text in zip(plain, texts, strict=True)]
     return (
-        f"Compared with {name}, the fastest of {len(plain)} ways to train in float32 "
-        f"({join_words(each)} examples/s); a gain over a slower one would be none."
+        f"Compared with {name}, the fastest of {len(plain)} ways to train in float32; "
+        "a gain over a slower one would be none."
     )
 
 
@@ -399,40 +361,32 @@ def shortened(error: str) -> str:
 
 
 def table(found: Comparison) -> str:
-    """Returns each measure under each policy as text, and the verdict last."""
-    lines = rows(found)
-    parts: list[object] = []
-    for start in range(0, len(found.candidates), _IN_A_TABLE):
-        chosen = found.candidates[start : start + _IN_A_TABLE]
-        names = [named(found, policy) for policy in (found.reference, *chosen)]
-        right = {"justify": "right", "overflow": "fold"}
-        columns = {"": {**console.FOLD, "max_width": 29}, **dict.fromkeys(names, right)}
-        texts = [
-            (
-                row.heading,
-                row.cells[found.reference].value,
-                *(_text(row.cells[policy], len(chosen)) for policy in chosen),
-            )
-            for row in lines
-        ]
-        parts.append(console.table(columns, texts, title=found.title, box=None))
+    """Returns a row for each policy as text, and the verdict last."""
+    shown = columns(found)
+    lines = []
+    for policy in (found.reference, *found.candidates):
+        texts = []
+        for column in shown:
+            cell = column.cells[policy]
+            between = f"({cell.interval})" if cell.interval else ""
+            change = f"{cell.change} {cell.sign}".strip()
+            texts.append("\n".join(filter(None, (cell.value, change, between))))
+        name = f"{named(found, policy)}\n{word_of(found, policy)}"
+        lines.append((name, *texts))
+    right = {"justify": "right", "overflow": "fold"}
+    heads: dict[str, Any] = {"policy": console.FOLD}
+    heads |= dict.fromkeys((column.heading for column in shown), right)
     others = [p for p in found.candidates if p != found.best]
     sentences = [
-        _LEGEND,
+        LEGEND.format(found.label(found.reference)),
         reference_sentence(found),
         failures(found),
         *(policy_sentence(found, policy) for policy in others),
         advice(found, found.best),
         # Last, where the eye ends up.
-        f"Verdict: {verdict_sentence(found)}",
+        f"Verdict: {policy_sentence(found, found.best)}",
     ]
-    return console.text_of(*parts, *filter(None, sentences))
-
-
-def _text(cell: Cell, number: int) -> str:
-    """Returns "1,903 1.90x (1.88 to 1.92) +", on two lines where it is longer."""
-    between = f"({cell.interval})" if cell.interval else ""
-    line = f"{cell.value} {cell.change:>6} {between} {cell.sign:1}".rstrip()
-    if not cell.change or len(line) <= _CELL / number + 8 * (number > 1):
-        return line
-    return f"{cell.value} {cell.change:>6} {cell.sign}\n{between}  "
+    text = console.table(
+        heads, lines, title=found.title, box=None, padding=(0, 2, 1, 0)
+    )
+    return console.text_of(text, *filter(None, sentences))

@@ -54,13 +54,10 @@ class Latency(Record):
             >>> Latency.of(8, [0.1, 0.2, 0.1]).p50_seconds
             0.1
         """
-        p50, p90, p99 = np.percentile(
-            np.asarray(seconds, np.float64), (50, 90, 99), method="higher"
-        )
-        rate = batch_size * len(seconds) / sum(seconds)
-        return cls(
-            batch_size, float(p50), float(p90), float(p99), float(rate), len(seconds)
-        )
+        values = np.asarray(seconds, np.float64)
+        p50, p90, p99 = np.percentile(values, (50, 90, 99), method="higher").tolist()
+        rate = batch_size * len(values) / float(values.sum())
+        return cls(batch_size, p50, p90, p99, rate, len(values))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +68,6 @@ class Memory(Record):
     training_bytes: int | None = None
     inference_bytes: int | None = None
     device_bytes: int | None = None
-    device_used_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +85,7 @@ class LayerDtype(Record):
 class Run(Record):
     """One training run, in a process of its own."""
 
-    SCHEMA: ClassVar[int] = 2
+    SCHEMA: ClassVar[int] = 3
 
     policy: str
     seed: int
@@ -104,7 +100,6 @@ class Run(Record):
     examples_per_second: float = 0.0
     step: Spread | None = None
     warmup_steps: int = 0
-    build_seconds: float = 0.0
     first_step_seconds: float = 0.0
     history: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     final_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -140,8 +135,6 @@ class Context(Record):
     versions: dict[str, str | None]
     system: str
     num_cores: int
-    intra_op_threads: int
-    inter_op_threads: int
     tf32: bool
     onednn: bool
     variables: dict[str, str]

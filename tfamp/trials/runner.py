@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfamp.records.console import progress
-from tfamp.trials import processes
+from tfamp.trials import processes, tasks
 from tfamp.trials.run_records import Run
-from tfamp.trials.tasks import Job, Task, file_name
+from tfamp.trials.tasks import Task
 from tfamp.trials.variant import short_names
 
 WORKER = "tfamp.trials.worker"
@@ -26,8 +26,8 @@ def do(
 ) -> Run:
     """Does a task in a fresh process; returns what it recorded, or how it failed.
 
-    The exit status of a process without a record is in the error; that of one that took
-    too long has the outcome "too slow", of one that a signal ended "ended by signal".
+    The exit status of a process without a record is in the outcome, as "status -9";
+    that of one that took too long has the outcome "too slow".
     """
     record, log = folder / f"{task.name}.json", folder / f"{task.name}.log"
     record.unlink(missing_ok=True)
@@ -46,74 +46,75 @@ def do(
 
 def run_all(
     folder: Path,
-    job: Job,
-    kept: Sequence[Run],
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    task: Task,
     *,
-    command: str,
     check: Callable[[Run], None],
     on_run: Callable[[Run], None],
     timeout_seconds: float | None,
-) -> tuple[list[Run], bool]:
-    """Runs what is missing of a comparison; returns all and whether Ctrl-C ended it.
+) -> list[Run]:
+    """Trains under each policy from each seed; Ctrl-C ends it with what is there.
 
-    `check` may refuse a finished run, before others are run.
+    Finished runs that the folder has are taken. `check` may refuse the first run,
+    before others are run.
     """
-    runs = {(run.policy, run.seed): run for run in kept}
-    total, names = len(job.order()), short_names(job.policies)
-    for run in kept[:1]:
-        check(run)
+    pairs, names = tasks.order(policies, seeds), short_names(policies)
+    runs: list[Run] = []
     try:
-        unit = f"of {total} runs"
-        with progress("Starting", total, unit=unit, decimals=1) as show:
-            for policy, seed in job.order():
-                if (policy, seed) in runs:
-                    continue
+        unit = f"of {len(pairs)} runs"
+        with progress("Starting", len(pairs), unit=unit, decimals=1) as show:
+            for policy, seed in pairs:
                 name, done = f"{names[policy]}, seed {seed}", len(runs)
-                show(done, name)
-                own = [run.is_finished for run in runs.values() if run.policy == policy]
+
+                def tell(part: float, done: int = done, name: str = name) -> None:
+                    show(done + part, name)
+
+                tell(0.0)
+                own = [run.is_finished for run in runs if run.policy == policy]
+                record = folder / f"{tasks.file_name(policy, seed)}.json"
+                kept = Run.from_json(record) if record.is_file() else None
+                if kept is not None and kept.is_finished:
+                    runs.append(kept)
+                    continue
                 if own and not any(own):
                     why = "left out, since the first run under this policy failed"
                     run = Run(policy, seed, "failed", why)
                 else:
-
-                    def tell(part: float, done: int = done, name: str = name) -> None:
-                        show(done + part, name)
-
-                    run = _trained(
-                        *(folder, job, Task(policy, seed, command=command)),
-                        timeout_seconds=timeout_seconds,
-                        on_progress=tell,
+                    given = dataclasses.replace(
+                        task,
+                        policy=policy,
+                        seed=seed,
+                        keeps_batches=seed == seeds[0],
                     )
+                    run = _trained(folder, given, timeout_seconds, tell)
                 if not run.is_finished and not runs:
-                    log = folder / f"{file_name(policy, seed)}.log"
+                    log = folder / f"{tasks.file_name(policy, seed)}.log"
                     raise RuntimeError(
                         f"The first run, {policy!r} with seed {seed}, failed: "
                         f"{run.error}. Expected it to train; mend what its log ends "
                         f"with:\n{processes.tail(log)}"
                     )
-                runs[policy, seed] = run
+                runs.append(run)
                 on_run(run)
-                if run.is_finished:
+                if len(runs) == 1:
                     check(run)
     except KeyboardInterrupt:
-        seeds = [run.seed for run in runs.values() if run.is_finished]
-        if len(seeds) == len(set(seeds)):  # no two can be compared
+        finished = [run.seed for run in runs if run.is_finished]
+        if len(finished) == len(set(finished)):  # no two can be compared
             raise
         warnings.warn(
-            f"Stopped after {len(runs)} of {total} runs; the comparison is of "
-            "these. `resume=True` with the same `directory` does the rest.",
+            f"Stopped after {len(runs)} of {len(pairs)} runs; the comparison is of "
+            "these.",
             UserWarning,
             stacklevel=3,
         )
-        return list(runs.values()), True
-    return list(runs.values()), False
+    return runs
 
 
 def _trained(
     folder: Path,
-    job: Job,
     task: Task,
-    *,
     timeout_seconds: float | None,
     on_progress: Callable[[float], None],
 ) -> Run:
@@ -122,14 +123,6 @@ def _trained(
     These run in a process of their own: no data are there, and nothing that went before
     has left memory that they would hide in.
     """
-    is_first = task.seed == job.seeds[0]
-    task = dataclasses.replace(
-        task,
-        epochs=job.epochs,
-        batch_size=job.batch_size,
-        latency_batch_sizes=job.latency_batch_sizes,
-        keeps_batches=is_first,
-    )
     run = do(folder, task, timeout_seconds=timeout_seconds, on_progress=on_progress)
     batches = folder / f"{task.name}.batches"
     if run.is_finished and batches.is_dir():
@@ -137,13 +130,9 @@ def _trained(
             task, steps=_MEMORY_STEPS, batch_size=run.batch_size, is_fresh=True
         )
         found = do(folder, few, timeout_seconds=timeout_seconds)
-        if found.memory is not None and run.memory is not None:
-            memory = dataclasses.replace(
-                run.memory,
-                start_bytes=found.memory.start_bytes,
-                training_bytes=found.memory.training_bytes,
-                inference_bytes=found.memory.inference_bytes,
-            )
+        if found.memory is not None:
+            device = None if run.memory is None else run.memory.device_bytes
+            memory = dataclasses.replace(found.memory, device_bytes=device)
             run = dataclasses.replace(run, memory=memory)
         else:
             note = f"The memory of the model is not known: {found.error}"

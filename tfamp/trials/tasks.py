@@ -1,9 +1,8 @@
-"""What trials are asked, and the folder that they share: settings, records, plans."""
+"""What trials are asked, and the folder that they share."""
 
 import contextlib
 import dataclasses
 import hashlib
-import inspect
 import os
 import re
 import tempfile
@@ -14,12 +13,13 @@ from typing import Any
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.records.record import Record
-from tfamp.trials.run_records import Context, Run
 from tfamp.trials.variant import Variant
 
-# In the folder: a comparison's settings, where it was measured, and pickled settings
-# that hold in the trials in place of those of their policy.
-JOB, CONTEXT, SETTINGS = "job.json", "context.json", "settings.pickle"
+# In the folder: where runs were measured, and pickled settings that hold in the trials
+# in place of those of their policy.
+CONTEXT, SETTINGS = "context.json", "settings.pickle"
+# What all runs of a comparison share.
+_JOB = "job.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,37 +84,22 @@ class Facts(Record):
         return -(-size // self.replicas) * self.replicas
 
 
-@dataclasses.dataclass(frozen=True)
-class Job(Record):
-    """The settings of a comparison, which its runs have to share.
+def order(policies: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
+    """Returns policies and seeds in the order they are run.
 
-    Policies and seeds may be others when it goes on: their runs stand for themselves.
-    `source` is the fingerprint of the file that the model is built by.
+    All policies of a seed follow one another, so that a machine that gets slower slows
+    them alike, and each goes first in its turn.
+
+    Example:
+        >>> order(("a", "b"), (0, 1))
+        [('a', 0), ('b', 0), ('b', 1), ('a', 1)]
     """
-
-    policies: tuple[str, ...]
-    seeds: tuple[int, ...]
-    epochs: int
-    batch_size: int | None = None
-    latency_batch_sizes: tuple[int, ...] = (1, 8, 32)
-    source: str = ""
-
-    def order(self) -> tuple[tuple[str, int], ...]:
-        """Returns policies and seeds in the order they are run.
-
-        All policies of a seed follow one another, so that a machine that gets slower
-        slows them alike, and each goes first in its turn.
-
-        Example:
-            >>> Job(("a", "b"), (0, 1), 1).order()
-            (('a', 0), ('b', 0), ('b', 1), ('a', 1))
-        """
-        count = len(self.policies)
-        return tuple(
-            (self.policies[(turn + place) % count], seed)
-            for turn, seed in enumerate(self.seeds)
-            for place in range(count)
-        )
+    count = len(policies)
+    return [
+        (policies[(turn + place) % count], seed)
+        for turn, seed in enumerate(seeds)
+        for place in range(count)
+    ]
 
 
 def file_name(policy: str, seed: int) -> str:
@@ -127,28 +112,13 @@ def file_name(policy: str, seed: int) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.+-]', '-', policy)}_seed{seed}"
 
 
-def fingerprint(function: Any) -> str:
-    """Returns a digest of the file that a function stands in, "" where there is none.
-
-    Notebooks and prompts have no file, so there the function's own text is taken.
-    """
-    function, text = inspect.unwrap(function), b""
-    with contextlib.suppress(OSError, TypeError):
-        text = Path(inspect.getsourcefile(function) or "").read_bytes()
-    if not text:
-        with contextlib.suppress(OSError, TypeError):
-            text = inspect.getsource(function).encode()
-    return hashlib.sha256(text).hexdigest()[:16] if text else ""
-
-
-def checked_policies(policies: Sequence[Any] | str) -> tuple[str, ...]:
+def checked_policies(policies: Sequence[Any]) -> tuple[str, ...]:
     """Returns at least two different policies as they are written in full."""
-    given = [policies] if isinstance(policies, str) else list(policies)
-    found = tuple(str(Variant.named(policy)) for policy in given)
+    found = tuple(str(Variant.named(policy)) for policy in policies)
     if len(found) < 2 or len(set(found)) < len(found):
         raise ValueError(
-            f"`policies` is {tuple(given)!r}; expected at least two different ones to "
-            "compare. Pass for example ('float32', 'auto')."
+            f"`policies` is {tuple(policies)!r}; expected at least two different ones "
+            "to compare. Pass for example ('float32', 'auto')."
         )
     return found
 
@@ -185,6 +155,25 @@ def opened(directory: str | os.PathLike[str] | None) -> Iterator[Path]:
     yield path.absolute()
 
 
+def begin(folder: Path, task: Task, *, resume: bool) -> None:
+    """Notes in a folder what all its runs share.
+
+    A ValueError where there are runs and `resume` is False, or they are of another
+    comparison.
+    """
+    path = folder / _JOB
+    if not path.exists():
+        task.to_json(path)
+        return
+    is_other = Task.from_json(path) != task
+    if not resume or is_other:
+        what = "other settings" if is_other else "an earlier comparison"
+        raise ValueError(
+            f"`directory` is {str(folder)!r}, which has runs of {what}; expected an "
+            "empty folder, or the same settings and `resume=True`. Pass another."
+        )
+
+
 def plan_file(folder: Path, policy: Any) -> Any:
     """Returns the path of a plan's file in a folder; any other policy as it is."""
     if not isinstance(policy, PrecisionPlan):
@@ -198,41 +187,3 @@ def plan_file(folder: Path, policy: Any) -> Any:
 def is_plan_file(path: str) -> bool:
     """States whether a plan's file is one that `plan_file` wrote."""
     return re.fullmatch(r"plan-[0-9a-f]{8}\.json", os.path.basename(path)) is not None
-
-
-def begin(folder: Path, job: Job, *, resume: bool) -> list[Run]:
-    """Writes the job into the folder and returns the finished runs it has.
-
-    A ValueError where there are runs and `resume` is False, or they are of another
-    comparison.
-    """
-    path = folder / JOB
-    if path.exists() and not resume:
-        raise ValueError(
-            f"`directory` is {str(folder)!r}, which has runs of an earlier comparison; "
-            "expected an empty folder. Pass `resume=True` to go on with them, or "
-            "another folder."
-        )
-    if path.exists():
-        before, now = Job.from_json(path).to_dict(), job.to_dict()
-        shown = [
-            f"{name} was {before[name]!r} and is {value!r}"
-            for name, value in now.items()
-            if name not in ("policies", "seeds") and before[name] != value
-        ]
-        if shown:
-            raise ValueError(
-                f"The runs in {str(folder)!r} cannot go on: {'; '.join(shown)}. "
-                "Expected the same settings and source. Set them as they were, or "
-                "begin in another folder."
-            )
-    job.to_json(path)
-    records = (folder / f"{file_name(*each)}.json" for each in job.order())
-    runs = [Run.from_json(record) for record in records if record.is_file()]
-    return [run for run in runs if run.is_finished]
-
-
-def context(folder: Path) -> Context | None:
-    """Returns where the runs were measured, None if no run got so far."""
-    path = folder / CONTEXT
-    return Context.from_json(path) if path.is_file() else None

@@ -17,7 +17,6 @@ import platform
 import re
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,7 +36,7 @@ from tfamp.records import checks, versions
 from tfamp.records.checks import short_error
 from tfamp.records.versions import VARIABLES
 from tfamp.stepping.arguments import dataset_of
-from tfamp.trials import measurements, parcel, tasks, training
+from tfamp.trials import examples, parcel, tasks, training
 from tfamp.trials.batches import as_fit_takes_it, batch_of, rows
 from tfamp.trials.processes import end_with_parent
 from tfamp.trials.run_records import Context, LayerDtype, Memory, Run
@@ -64,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     tell(0.0)
     try:
         with _in_force(folder, task) as (variant, resolved, reason):
-            _watch(folder, task, over)
+            _watch(record, task, over)
             run = Run(task.policy, task.seed, resolved_policy=resolved, reason=reason)
             measure = _few_steps if task.steps else _whole
             run = measure(folder, task, variant, run, tell)
@@ -114,7 +113,7 @@ def _in_force(folder: Path, task: Task) -> Iterator[tuple[Variant, str, str]]:
         yield variant, resolved, reason
 
 
-def _watch(folder: Path, task: Task, over: threading.Event) -> None:
+def _watch(record: Path, task: Task, over: threading.Event) -> None:
     """Ends this process as soon as it holds more than it may; a GPU has its own limit.
 
     The system's way to say that memory is short may hit another program.
@@ -131,7 +130,7 @@ def _watch(folder: Path, task: Task, over: threading.Event) -> None:
                     *(task.policy, task.seed, "failed"),
                     outcome="over the limit",
                     memory=Memory(0, training_bytes=held),
-                ).to_json(folder / f"{task.name}.json")
+                ).to_json(record)
                 os._exit(1)
 
     threading.Thread(target=look, daemon=True).start()
@@ -144,31 +143,25 @@ def _whole(
     if not (folder / tasks.CONTEXT).exists():
         _context(task.command).to_json(folder / tasks.CONTEXT)
     process_memory.reset_device_peak()
-    started = time.perf_counter()
     model, data, validation = build(folder, task, variant)
-    build_seconds = time.perf_counter() - started
-    size = task.batch_size
-    run, used, inputs = training.train(
+    run, inputs = training.train(
         *(model, data, validation),
         run=run,
         epochs=task.epochs,
-        batch_size=size,
+        batch_size=task.batch_size,
         tell=tell,
     )
     memory = Memory(
         start_bytes=process_memory.process_bytes(),
         device_bytes=process_memory.device_peak_bytes(),
-        device_used_bytes=used,
     )
-    notes, num_examples = list(run.notes), run.num_examples
+    size, notes, num_examples = task.batch_size or 32, list(run.notes), run.num_examples
     if validation is not None:
         num_examples = 0
         with _noted("The metric of single examples is not known", notes):
-            examples = measurements.measure_examples(
-                model, validation, run.final_metrics, batch_size=size
+            num_examples = examples.write_examples(
+                folder / task.name, model, validation, run.final_metrics, size
             )
-            examples.write(folder / f"{task.name}{measurements.SUFFIX}")
-            num_examples = examples.number
     latencies, why = training.latencies(
         model,
         inputs,
@@ -178,7 +171,7 @@ def _whole(
     notes += why
     if task.keeps_batches:
         with _noted("The memory of the model is not known", notes):
-            dataset = dataset_of(data, size or 32, needs_targets=False)
+            dataset = dataset_of(data, size, needs_targets=False)
             dataset.take(_KEPT_BATCHES).save(str(_batches_of(folder, task)))
     file_bytes, path = None, folder / f"{task.name}.keras"
     with _noted("The model cannot be saved", notes):
@@ -190,7 +183,6 @@ def _whole(
     return dataclasses.replace(
         run,
         num_parameters=model.count_params(),
-        build_seconds=build_seconds,
         num_examples=num_examples,
         num_nonfinite_weights=int(sum((~np.isfinite(w)).sum() for w in weights)),
         latencies=latencies,
@@ -227,37 +219,39 @@ def _few_steps(
     if not task.is_fresh:
         size = facts.possible(size)
     dataclasses.replace(facts, batch_size=size).to_json(folder / f"{task.name}.facts")
-    start = inference = None
+    start, inference = 0, None
     if task.is_fresh:
-        gc.collect()
-        with contextlib.suppress(OSError, AttributeError):  # only glibc has it
-            ctypes.CDLL(None).malloc_trim(0)
-        # Weights that are there already count as the model's.
-        start = process_memory.process_bytes() - structure.bytes_of(model.variables)
-        can_reset = process_memory.reset_peak()
-        function = tf.function(
-            lambda x: model(x, training=False), jit_compile=variant.jit_compile
-        )
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch.parts)
-        for each in sorted({1, *task.latency_batch_sizes, size}):
-            of_size = tf.nest.map_structure(functools.partial(rows, size=each), inputs)
-            tf.nest.map_structure(np.asarray, function(of_size))
-        inference = process_memory.peak_process_bytes() if can_reset else None
+        start, inference = _inference(model, batch.parts, task, variant, size)
     held = _accumulators(model) if size < (task.target_batch_size or 0) else []
     run = training.train_steps(model, batch.parts, run=run, size=size, steps=task.steps)
     del held
     device = process_memory.device_peak_bytes()
     peak = process_memory.peak_process_bytes()
-    memory = Memory(
-        start_bytes=max(start or 0, 0),
-        # Kernels count both to some pages only, and a small model needs few more.
-        training_bytes=max(start or 0, peak),
-        inference_bytes=inference,
-        device_bytes=device,
-    )
+    # Kernels count both to some pages only, and a small model needs few more.
+    memory = Memory(start, max(start, peak), inference, device)
     over = task.allowed_bytes is not None and (device or peak) > task.allowed_bytes
     outcome = "over the limit" if over else "fits"
     return dataclasses.replace(run, memory=memory, outcome=outcome)
+
+
+def _inference(
+    model: keras.Model, batch: Any, task: Task, variant: Variant, size: int
+) -> tuple[int, int | None]:
+    """Returns what is held before the model, and the peak of calls of it."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+    # Weights that are there already count as the model's.
+    start = process_memory.process_bytes() - structure.bytes_of(model.variables)
+    can_reset = process_memory.reset_peak()
+    function = tf.function(
+        lambda x: model(x, training=False), jit_compile=variant.jit_compile
+    )
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    for each in sorted({1, *task.latency_batch_sizes, size}):
+        of_size = tf.nest.map_structure(functools.partial(rows, size=each), inputs)
+        tf.nest.map_structure(np.asarray, function(of_size))
+    return max(start, 0), process_memory.peak_process_bytes() if can_reset else None
 
 
 @contextlib.contextmanager
@@ -332,7 +326,6 @@ def _accumulators(model: keras.Model) -> list[tf.Variable]:
 
 def _context(command: str) -> Context:
     """Returns the machine, versions and settings of this process."""
-    threading_ = tf.config.threading
     onednn = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1").lower()
     return Context(
         devices=devices.devices(),
@@ -343,8 +336,6 @@ def _context(command: str) -> Context:
         num_cores=len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count() or 1,
-        intra_op_threads=threading_.get_intra_op_parallelism_threads(),
-        inter_op_threads=threading_.get_inter_op_parallelism_threads(),
         tf32=bool(tf.config.experimental.tensor_float_32_execution_enabled()),
         onednn=onednn not in ("0", "false"),
         variables={k: os.environ[k] for k in VARIABLES if k in os.environ},
@@ -357,14 +348,12 @@ def _driver() -> str:
     """Returns the version of NVIDIA's driver, "" without one."""
     try:
         pynvml: Any = checks.require("pynvml", extra="gpu", purpose="The driver")
-    except ImportError:
-        return ""
-    with contextlib.suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
-        version = pynvml.nvmlSystemGetDriverVersion()
+        found = pynvml.nvmlSystemGetDriverVersion()
         pynvml.nvmlShutdown()
-        return version.decode() if isinstance(version, bytes) else str(version)
-    return ""
+    except Exception:  # not installed, or no GPU: its errors are its own
+        return ""
+    return found.decode() if isinstance(found, bytes) else str(found)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.records.checks import first_line
-from tfamp.trials.measurements import of_each_example, of_rank
+from tfamp.trials.examples import of_each_example, of_rank
 from tfamp.trials.statistics import difference_limit, student_quantile
 
 _HIGHER = ("accuracy", "acc", "precision", "recall", "auc", "cosine", "iou", "f1")
