@@ -30,8 +30,8 @@ def test_a_variant_says_what_is_done():
 REFUSED = {
     "policy": ("fp16", "Unknown `policies` 'fp16'; expected 'auto', 'float32'"),
     "option": ("auto+jit", "Unknown `policies option` 'jit'; expected 'xla'"),
-    "stock auto": ("keras:auto", "stock Keras has no policy 'auto'"),
-    "stock rules": ("keras:float32+no_rules", "stock Keras has no rules to leave out"),
+    "stock auto": ("keras:auto", "stock Keras has no 'auto', no plan"),
+    "stock rules": ("keras:float32+no_rules", "stock Keras has no 'auto', no plan"),
 }
 
 
@@ -347,7 +347,7 @@ def test_a_plan_under_a_policy_is_not_that_policy():
 NAMES = {
     "options stay": (["a/p.json+xla", "a/p.json"], ["p.json+xla", "p.json"]),
     "folders differ": (["a/x/p.json", "b/x/p.json"], ["a/x/p.json", "b/x/p.json"]),
-    "one is deeper": (["p.json", "/runs/p.json"], ["p.json", "runs/p.json"]),
+    "one is deeper": (["p.json", "/runs/p.json"], ["p.json", "/runs/p.json"]),
 }
 
 

@@ -43,12 +43,9 @@ def test_rules_scale_numbers_and_schedules(rule, factor):
         )
 
 
-@pytest.mark.parametrize(
-    "warmup", [{"warmup_steps": 10}, {"warmup_epochs": 2.5, "steps_per_epoch": 4}]
-)
-def test_a_warm_up_goes_evenly_from_the_old_rate_to_the_new(warmup):
+def test_a_warm_up_goes_evenly_from_the_old_rate_to_the_new():
     rate = tfamp.training.scale_learning_rate(
-        0.1, batch_size=512, base_batch_size=64, **warmup
+        0.1, batch_size=512, base_batch_size=64, warmup_steps=10
     )
     expected = [0.1 * (1 + 7 * min(step / 10, 1)) for step in range(15)]
     np.testing.assert_allclose([float(rate(s)) for s in range(15)], expected, rtol=1e-6)
@@ -81,8 +78,6 @@ def test_a_model_trains_with_it_and_a_file_keeps_it(tmp_path):
         ({"batch_size": 0}, "batch_size"),
         ({"rule": "cubic"}, "rule"),
         ({"warmup_steps": -1}, "warmup_steps"),
-        ({"warmup_epochs": 2}, "expected both or neither"),
-        ({"warmup_steps": 2, "warmup_epochs": 2}, "expected one of them"),
         ({"learning_rate": 0.0}, "learning_rate"),
     ],
 )
@@ -177,7 +172,7 @@ def test_what_cannot_be_tried_is_told():
         tfamp.training.lr_find(model, DATA, num_steps=3)
     with pytest.raises(ValueError, match="not compiled"):
         tfamp.training.lr_find(keras.Sequential([keras.Input((8,)), L.Dense(1)]), DATA)
-    with pytest.raises(TypeError, match="expected a"):
+    with pytest.raises(TypeError, match="expected what"):
         tfamp.training.lr_find(model, X)
     bad = DATA.map(lambda x, y: (x, y * np.nan))
     with pytest.raises(ValueError, match="first loss of .* is not finite"):

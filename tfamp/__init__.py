@@ -61,7 +61,7 @@ _HOMES = {
 # What the functions above return, for annotations; editors do not list them.
 _RESULTS = {
     "Assignment": "tfamp.models",
-    "BatchSearch": "tfamp.memory.batch_search.records",
+    "BatchSearch": "tfamp.memory.batch_records",
     "Comparison": "tfamp.comparison.result",
     "Diagnosis": "tfamp.cli.diagnosis",
     "Export": "tfamp.serving.exports.results",
@@ -154,8 +154,8 @@ if TYPE_CHECKING:
     from tfamp.comparison.result import Comparison as Comparison
     from tfamp.loss_scale.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from tfamp.loss_scale.stops import LossScaleError as LossScaleError
+    from tfamp.memory.batch_records import BatchSearch as BatchSearch
     from tfamp.memory.batch_search import find_batch_size as find_batch_size
-    from tfamp.memory.batch_search.records import BatchSearch as BatchSearch
     from tfamp.memory.estimates import MemoryEstimate as MemoryEstimate
     from tfamp.memory.estimator import estimate_memory as estimate_memory
     from tfamp.memory.rematerialisation import remat as remat

@@ -10,15 +10,13 @@ import keras
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure, trainer
-from tfamp.memory.batch_search import processes
-from tfamp.memory.batch_search.processes import Settings
+from tfamp.memory.batch_search import policy_in_force, try_size
 from tfamp.records import checks
 from tfamp.trials import parcel
 from tfamp.trials.tasks import Task
 
 _PURPOSE = "`tfamp.estimate_memory(..., measure=True)`"
 _STEPS = 3
-_TIMEOUT_SECONDS = 600.0
 # The larger of two sizes is four times the other.
 _TIMES = 4
 
@@ -67,14 +65,11 @@ def measured_line(
     with tempfile.TemporaryDirectory(prefix="tfamp-memory-") as name:
         folder = Path(name)
         # The rows of a batch are repeated, so that the data set no limit.
-        settings = Settings.present(policy)
-        settings.write(folder)
+        policy = policy or policy_in_force(folder)
         parcel.pack(folder, build, tf.data.Dataset.from_tensors(batch), None)
         for each in (small, large):
-            task = Task(
-                settings.policy, steps=_STEPS, batch_size=each, data_batch_size=large
-            )
-            trial = processes.try_size(folder, task, timeout_seconds=_TIMEOUT_SECONDS)
+            task = Task(policy, steps=_STEPS, batch_size=each, data_batch_size=large)
+            trial, _ = try_size(folder, task)
             if trial.peak_bytes is None:
                 raise MemoryError(
                     f"A batch of {each} was to be measured, and its process ended by "

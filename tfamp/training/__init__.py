@@ -1,4 +1,4 @@
-"""What training takes: memory traded for time, learning rates for batch sizes."""
+"""Learning rates: one that suits, by trying, and one for another batch size."""
 
 import math
 from typing import Any, Literal, TypeAlias
@@ -9,8 +9,6 @@ from tfamp.records import checks
 from tfamp.training.rate_search import LearningRates as LearningRates
 from tfamp.training.rate_search import lr_find as lr_find
 
-_Rule = Literal["linear", "sqrt"]
-RULES: tuple[_Rule, ...] = ("linear", "sqrt")
 Rate: TypeAlias = Any  # a number or a schedule of Keras, which has no types
 
 
@@ -19,35 +17,29 @@ def scale_learning_rate(
     *,
     batch_size: int,
     base_batch_size: int,
-    rule: _Rule = "linear",
-    warmup_steps: int | None = None,
-    warmup_epochs: float | None = None,
-    steps_per_epoch: int | None = None,
+    rule: Literal["linear", "sqrt"] = "linear",
+    warmup_steps: int = 0,
 ) -> "ScaledSchedule":
     """Returns the learning rate for another batch size, as a Keras schedule.
 
     "linear" multiplies the rate by the ratio of the batch sizes, as suits SGD; "sqrt"
     by its square root, as suits Adam and others that divide by the gradients' size. In
-    a warm-up the factor grows from 1 to that evenly, since large rates at the very
-    first steps are what diverges.
+    the warm-up the factor grows evenly from 1, since the first steps of a large batch
+    are the ones that diverge. Both rules hold up to some size only: measure.
 
     Args:
-        learning_rate: What was right for `base_batch_size`: a number or a schedule,
-            whose own shape is kept.
+        learning_rate: A number or schedule that is right for the base batch size.
         batch_size: Examples of one update now, of all replicas and micro-batches.
         base_batch_size: Examples of one update before.
         rule: "linear" or "sqrt".
         warmup_steps: Updates of the warm-up.
-        warmup_epochs: The same in epochs, with `steps_per_epoch`.
-        steps_per_epoch: Updates of an epoch.
 
     Returns:
         A schedule that optimizers take, and that files keep.
 
     Raises:
         TypeError: An argument is no number of its kind.
-        ValueError: One is out of range, the rule is unknown, or the warm-up is given
-            twice or in epochs without their length.
+        ValueError: One is out of range, or the rule is unknown.
 
     Example:
         >>> rate = scale_learning_rate(0.1, batch_size=1024, base_batch_size=256,
@@ -61,32 +53,10 @@ def scale_learning_rate(
     """
     checks.positive_int("batch_size", batch_size)
     checks.positive_int("base_batch_size", base_batch_size)
-    checks.choice("rule", rule, RULES)
+    checks.choice("rule", rule, ("linear", "sqrt"))
     ratio = batch_size / base_batch_size
     factor = ratio if rule == "linear" else math.sqrt(ratio)
-    steps = _warmup(warmup_steps, warmup_epochs, steps_per_epoch)
-    return ScaledSchedule(learning_rate, factor, steps)
-
-
-def _warmup(
-    steps: int | None, epochs: float | None, steps_per_epoch: int | None
-) -> int:
-    if steps is not None and epochs is not None:
-        raise ValueError(
-            f"`warmup_steps` is {steps} and `warmup_epochs` is {epochs}; expected one "
-            "of them. Leave one out."
-        )
-    if (epochs is None) != (steps_per_epoch is None):
-        raise ValueError(
-            f"`warmup_epochs` is {epochs} and `steps_per_epoch` is {steps_per_epoch}; "
-            "expected both or neither. Pass the updates of an epoch, or `warmup_steps`."
-        )
-    if steps is not None:
-        return checks.positive_int("warmup_steps", steps, minimum=0)
-    if epochs is None or steps_per_epoch is None:
-        return 0
-    checks.positive_int("steps_per_epoch", steps_per_epoch)
-    return round(checks.positive("warmup_epochs", epochs) * steps_per_epoch)
+    return ScaledSchedule(learning_rate, factor, warmup_steps)
 
 
 @keras.saving.register_keras_serializable(package="tfamp")

@@ -65,7 +65,6 @@ class LearningRates(Record):
         Args:
             rows: How many at most.
         """
-        checks.positive_int("rows", rows)
         every = max(1, -(-len(self.rates) // rows))
         columns = (self.rates, self.losses, self.smoothed)
         shown = [

@@ -15,9 +15,8 @@ from tfamp.records import checks
 from tfamp.records.record import Record
 from tfamp.trials.variant import Variant
 
-# In the folder: where runs were measured, and pickled settings that hold in the trials
-# in place of those of their policy.
-CONTEXT, SETTINGS = "context.json", "settings.pickle"
+# In the folder: where runs were measured.
+CONTEXT = "context.json"
 # What all runs of a comparison share.
 _JOB = "job.json"
 

@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     record, over = folder / f"{task.name}.json", threading.Event()
     tell(0.0)
     try:
-        with _in_force(folder, task) as (variant, resolved, reason):
+        with _in_force(task) as (variant, resolved, reason):
             _watch(record, task, over)
             run = Run(task.policy, task.seed, resolved_policy=resolved, reason=reason)
             measure = _few_steps if task.steps else _whole
@@ -96,15 +96,12 @@ def outcome_of(error: BaseException) -> str | None:
 
 
 @contextlib.contextmanager
-def _in_force(folder: Path, task: Task) -> Iterator[tuple[Variant, str, str]]:
-    """Puts in force what the caller had, or the policy; yields it, its name and why."""
-    if (folder / tasks.SETTINGS).is_file():
-        settings = parcel.read(folder / tasks.SETTINGS)
-        has_gpu = bool(tf.config.get_visible_devices("GPU"))
-        settings.prepare_devices(task.allowed_bytes if has_gpu else None)
-        with settings.in_force():
-            yield settings.variant, settings.policy, ""
-        return
+def _in_force(task: Task) -> Iterator[tuple[Variant, str, str]]:
+    """Puts the policy in force; yields it, its name and why. A GPU gets its limit."""
+    if task.allowed_bytes is not None:
+        part = tf.config.LogicalDeviceConfiguration(task.allowed_bytes // 2**20)
+        for gpu in tf.config.get_visible_devices("GPU"):
+            tf.config.set_logical_device_configuration(gpu, [part])
     variant = Variant.parse(task.policy)
     with in_force(variant) as (resolved, reason):
         plan = read_plan(variant.policy) if variant.is_plan else None
