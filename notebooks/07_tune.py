@@ -191,62 +191,6 @@ for policy, found in accuracies.items():
 # is, `tfamp.compare` says with `policies=("float32", "plan.json")`, and its report
 # shows how the plan was found.
 #
-# ## Are the default rules needed?
-#
-# They are careful, as they know no model. With `relax_rules` what they keep may move as
-# well, if that is measured to do no harm. And a model that only predicts has no
-# gradients to lose.
-
-# %%
-for options in ({"relax_rules": True}, {"training": False, "relax_rules": True}):
-    found = tfamp.tune(
-        model,
-        train,
-        policy="mixed_float16",
-        tolerance=0.02,
-        validation=test,
-        **options,
-    )
-    print(options, "keeps", found.kept)
-
-# %% [markdown]
-# **What to see.** The normalisation may go to float16 in this model. The head stays: a
-# loss is never taken of rounded probabilities.
-#
-# ## What if the run has begun already?
-#
-# `NanRecovery` takes a run whose steps fail back to where it was good, and keeps what
-# failed in float32. It sees what fails, not what is silently 0: this layer, the squash
-# of capsule networks, divides infinity by infinity. What the run ended with is a plan
-# too: the next run begins with it, and `tune` takes it as a start.
-
-
-# %%
-class Squash(keras.layers.Layer):
-    """Shortens each example to a length below 1."""
-
-    def call(self, x):
-        """Returns examples that are the shorter the shorter they were."""
-        squares = keras.ops.sum(keras.ops.square(x), axis=-1, keepdims=True)
-        return x * squares / (squares + 1.0) / keras.ops.sqrt(squares + 1e-3)
-
-
-# %%
-with tfamp.scope("mixed_float16"):
-    guarded = build_model(unit_length=Squash)
-runs = pathlib.Path(tempfile.mkdtemp())
-recovery = tfamp.callbacks.NanRecovery(runs, every_seconds=0)
-guarded.fit(*train, batch_size=32, epochs=EPOCHS, verbose=0, callbacks=[recovery])
-for each in recovery.recoveries:
-    print(each.line())
-
-# %%
-written = runs / "plan.json"
-again = tfamp.tune(guarded, train, policy=written, tolerance=0.02, validation=test)
-print("the run kept ", tfamp.PrecisionPlan.from_json(written).kept)
-print("tune kept    ", again.kept)
-
-# %% [markdown]
 # ## Where to go next
 #
 # - In a shell: `tfamp tune module:build --tolerance=0.005 --out=plan.json`, then

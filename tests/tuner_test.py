@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfamp
 from tests.styles import STYLES, assembled
 from tfamp import tuning
-from tfamp.tuning import candidates, judges, scores
+from tfamp.tuning import judges, scores
 
 layers = keras.layers
 GENERATOR = np.random.default_rng(0)
@@ -108,47 +108,6 @@ def test_operations_of_a_graph_are_kept_as_well():
     assert tfamp.PrecisionPlan.from_model(model).operations == ()
     assert plan.policy == "mixed_float16"
     assert "Square" in {operation.class_name for operation in plan.operations}
-
-
-@pytest.mark.slow
-def test_a_plan_is_a_start_and_gives_back_what_is_not_needed():
-    model = trained((1,))
-    base = tfamp.PrecisionPlan.from_model(tfamp.apply(model, "mixed_float16") and model)
-    tfamp.apply(model, "float32")
-    wide = candidates.with_float32(
-        base, {"dense_1_": "NaN in step 7", "squares_1_": "NaN"}, rule="NanRecovery"
-    )
-    plan = tuned(model, policy=wide)
-    assert plan.layers["dense_1_"] == "float16"
-    assert plan.layers["squares_1_"] == "float32"
-
-
-def test_a_layer_inside_one_in_float32_hands_on_float32_although_it_is_chosen_too():
-    x = keras.Input((4, 8))
-    attended = layers.MultiHeadAttention(2, 4, name="attention")(x, x)
-    model = keras.Model(x, layers.Dense(2)(attended))
-    tfamp.apply(model, "mixed_float16")
-    base = tfamp.PrecisionPlan.from_model(model)
-    outer = {"attention": "overflow"}
-    both = candidates.with_float32(base, {**outer, "attention/value": "overflow"})
-    assert both == candidates.with_float32(base, outer)
-
-
-@pytest.mark.slow
-def test_rules_that_are_not_needed_go_where_they_may():
-    keras.utils.set_random_seed(1)
-    parts = [layers.Dense(16), layers.LayerNormalization(), layers.Dense(2)]
-    model = assembled(parts, "sequential", (8,))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01), loss)
-    model.fit(X, Y, batch_size=256, verbose=0)
-    strict = tuned(model, policy="mixed_bfloat16")
-    (norm,) = [r for r in strict.rows if r.class_name == "LayerNormalization"]
-    assert norm.compute_dtype == "float32"
-    relaxed = tuned(model, policy="mixed_bfloat16", relax_rules=True)
-    (norm,) = [r for r in relaxed.rows if r.class_name == "LayerNormalization"]
-    assert norm.compute_dtype == "bfloat16"
-    assert norm.rule == "tune"
 
 
 @pytest.mark.slow
@@ -295,16 +254,7 @@ WRONG = {
         lambda: tuned(unequal(), metric=None),
         "returns another model each time",
     ),
-    "a plan of another model": (
-        lambda: tuned(made(), policy=plan_of_another()),
-        "made for another model",
-    ),
 }
-
-
-def plan_of_another():
-    with tfamp.scope("mixed_float16"):
-        return tfamp.PrecisionPlan.from_model(made((0, 1, 2)))
 
 
 @pytest.mark.quick("tolerance", "one batch", "no half policy", "no model")

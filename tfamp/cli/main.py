@@ -161,8 +161,11 @@ def _compare(parser: Parser) -> None:
 
 def _tune(parser: Parser) -> None:
     parser.target()
-    help = "auto, mixed_float16, mixed_bfloat16, or the file of a plan to start from"
-    parser.flag("--policy", help, type=_told(_tuned), default="auto")
+    parser.flag(
+        *("--policy", "what the plan is for"),
+        choices=("auto", *_HALF),
+        default="auto",
+    )
     parser.data()
     parser.flag("--metric", "a metric of Keras by name (default: the loss)")
     help = "loss of the metric that counts as none: of accuracies as it is, of losses "
@@ -170,12 +173,6 @@ def _tune(parser: Parser) -> None:
     parser.flag("--tolerance", help, type=float, default=0.005)
     parser.count("--max_evaluations", "plans to try at most", 2, default=12)
     parser.flag("--out", "file that gets the plan", default="plan.json")
-
-
-def _tuned(text: str) -> str:
-    if text.endswith(".json"):
-        return _variant(text)
-    return checks.choice("--policy", text, ("auto", *_HALF))
 
 
 def _memory(parser: Parser) -> None:

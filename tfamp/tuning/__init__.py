@@ -1,10 +1,9 @@
 """Chooses policies and layers' dtypes by measuring the user's own model."""
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -16,10 +15,9 @@ from tfamp.dtypes.settings import make_settings
 from tfamp.machine import cpus, devices
 from tfamp.models import put_under
 from tfamp.numerics.sensitivity import sensitivity
-from tfamp.plan import PrecisionPlan, read_plan
+from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.records.console import progress
-from tfamp.records.formats import HALF
 from tfamp.records.versions import installed_versions
 from tfamp.stepping.arguments import build, dataset_of, first_batch
 from tfamp.stepping.unchanged import seeds_put_back, unchanged
@@ -45,15 +43,12 @@ def tune(
     build_model_or_model: Callable[[], keras.Model] | keras.Model,
     data: Any,
     *,
-    policy: str | os.PathLike[str] | PrecisionPlan = "auto",
+    policy: Literal["auto", "mixed_float16", "mixed_bfloat16"] = "auto",
     tolerance: float = 0.005,
     metric: Any = None,
     max_evaluations: int = 12,
     validation: Any = None,
-    relax_rules: bool = False,
-    training: bool = True,
     batch_size: int = 32,
-    num_batches: int = 3,
     seeds: int = 3,
     num_steps: int = 50,
 ) -> PrecisionPlan:
@@ -70,9 +65,8 @@ def tune(
             gives for each example. Or a function without arguments that returns a
             compiled model: then short trainings of equal seeds are compared.
         data: As `fit` takes it. Ranks the layers, and trains what the function builds.
-        policy: "mixed_float16" or "mixed_bfloat16"; or a plan, or its file, to start
-            from. "auto" takes what is enabled, or else suits the devices here;
-            "mixed_bfloat16" where that is float32.
+        policy: "mixed_float16" or "mixed_bfloat16"; "auto" takes what is enabled, or
+            else suits the devices here, "mixed_bfloat16" where that is float32.
         tolerance: By how much the metric may be worse: of accuracies and the like as
             it is, 0.005 for half a percent; of losses and errors relative to float32.
         metric: None for the model's loss; the name of a metric of Keras that is a mean
@@ -82,11 +76,7 @@ def tune(
         validation: Examples that the metric is taken of, as `fit` takes them; None
             takes `data`. Every second batch is left for the judgement at the end; of
             more than 1,000 the first are used.
-        relax_rules: Whether layers that default rules keep may go to half precision
-            where that is measured to do no harm.
-        training: Whether the plan is to train; else gradients do not count.
         batch_size: Examples in a batch of arrays.
-        num_batches: Batches of the pass that ranks.
         seeds: Trainings a plan, where a function is given.
         num_steps: Steps of each of them.
 
@@ -96,8 +86,8 @@ def tune(
     Raises:
         TypeError: It is neither a model nor a function that returns one.
         ValueError: The data is empty, the metric is missing or not finite in float32,
-            the function builds another model each time, the plan is another model's,
-            or there are fewer examples than could show the tolerance.
+            the function builds another model each time, or there are fewer examples
+            than could show the tolerance.
 
     Example:
         >>> import numpy as np
@@ -111,25 +101,14 @@ def tune(
     """
     checks.positive("tolerance", tolerance)
     checks.positive_int("max_evaluations", max_evaluations, minimum=2)
-    start = read_plan(policy)
-    if start is not None:
-        name = start.policy
-    else:
-        name = checks.choice("policy", policy, ("auto", *POLICIES))
-        name = _half_policy() if name == "auto" else name
-    if keras.DTypePolicy(name).compute_dtype not in HALF:
-        raise ValueError(
-            f"The plan to start from has policy {name!r}; expected one of {POLICIES}. "
-            "There is nothing to tune in float32."
-        )
+    name = checks.choice("policy", policy, ("auto", *POLICIES))
+    name = _half_policy() if name == "auto" else name
     with seeds_put_back():
         cpus.avoid_broken_amx()
         is_model = isinstance(build_model_or_model, keras.Model)
         model = model_of(build_model_or_model)
         dataset = dataset_of(data, batch_size)
         build(model, first_batch(dataset))
-        if start is not None:
-            start.check(model)
         held_out = dataset if validation is None else dataset_of(validation, batch_size)
         examples = list(held_out.take(_MAX_BATCHES))
         halves = examples[::2], examples[1::2]
@@ -148,19 +127,13 @@ def tune(
             )
         began = time.perf_counter()
         dtype = keras.DTypePolicy(name).compute_dtype
-        found = sensitivity(model, dataset, dtype=dtype, num_batches=num_batches)
-        base = start if start is not None else _plan_under(model, name)
+        found = sensitivity(model, dataset, dtype=dtype)
+        base = _plan_under(model, name)
         with unchanged(model), put_back(model):
             put_under(model, make_settings("float32"))
-            saved = savings_of(model, dataset, dtype, training=training)
+            saved = savings_of(model, dataset, dtype)
         candidates = Candidates(
-            model,
-            base,
-            found,
-            saved,
-            relax_rules=relax_rules,
-            training=training,
-            judges_gradients=not is_model,
+            model, base, found, saved, judges_gradients=not is_model
         )
 
         def judged(float32: tuple[str, ...], half: int, rate: float) -> Evaluation:
