@@ -36,7 +36,7 @@ def trained(policy, *, micro_batches, with_trades):
     with strategy.scope() if with_trades else strategy:
         model = build(policy, accumulation_steps=micro_batches)
     if with_trades:
-        tfamp.remat(model, segments=2)
+        tfamp.remat(model)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(BATCH * STEPS, 16)).astype(np.float32)
     y = x[:, :1] - x[:, 1:2]
@@ -72,6 +72,6 @@ def test_the_trades_are_in_the_estimate():
     plain = tfamp.estimate_memory(with_ema, 2**14)
     # Momentum, averages and accumulators.
     assert plain.by_kind["optimizer slots"] >= 3 * weights
-    tfamp.remat(with_ema, segments=2)
+    tfamp.remat(with_ema)
     again = tfamp.estimate_memory(with_ema, 2**14)
     assert again.peak_bytes < 0.9 * plain.peak_bytes

@@ -81,8 +81,10 @@ def trained(make, policy, options, *, again, data=(X, Y), epochs=2):
         model.compile(optimizer, "mse", **options)
     x, y = data
     model(x[:1])
-    if again:
-        assert tfamp.remat(model, **({} if again is True else again)) is model
+    if again is True:
+        assert tfamp.remat(model) is model
+    elif again:
+        tfamp.remat([layer for layer in model.layers if layer.name in again])
     history = model.fit(x, y, 8, epochs, shuffle=False, verbose=0)
     return history.history["loss"], [np.asarray(w) for w in model.variables], model
 
@@ -120,7 +122,7 @@ def test_training_is_the_same(policy, way, style):
 )
 def test_attention_with_masks_and_keyword_arguments(policy, way):
     ids = RNG.integers(0, 20, (32, 6))
-    again = {"only": ["attend", "block"]}
+    again = ["attend", "block"]
     assert_same(Attending, policy, WAYS[way], again=again, data=(ids, Y))
 
 
@@ -187,15 +189,8 @@ def test_what_needs_weights_alone_waits_for_its_turn():
     assert casts(again=True) < whole / 3
 
 
-def test_layers_and_names_are_segments_of_their_own():
-    model = deep()
-    plain = matmuls(model)
-    tfamp.remat(model, only=["dense_3", "dense_4"])
-    assert matmuls(model) == plain + 2
-    tfamp.remat(model, only=L.Dense)
-    # With the gradient by the inputs, which a run leaves out.
-    assert matmuls(model) == plain + 10 + 1
-    other = deep()
+def test_layers_are_segments_of_their_own():
+    plain, other = matmuls(deep()), deep()
     assert tfamp.remat(other.layers[2:4]) == other.layers[2:4]
     assert matmuls(other) == plain + 2
     assert tfamp.remat(other.layers[2], enabled=False) is other.layers[2]
@@ -263,7 +258,7 @@ def test_what_would_differ_a_second_time_is_refused(eager):
     layer = Own(lambda x: x + tf.random.normal(tf.shape(x)))
     model = keras.Sequential([keras.Input((8,)), L.Dense(8), layer, L.Dense(3)])
     model.compile("sgd", "mse", run_eagerly=eager)
-    tfamp.remat(model, only=Own)
+    tfamp.remat(layer)
     why = "the second time" if eager else "draws random numbers"
     with pytest.raises(ValueError, match=rf"Cannot compute '{layer.name}' .* {why}"):
         model.fit(X, Y, verbose=0)
@@ -276,7 +271,7 @@ def test_recurrent_layers_and_their_state():
         layers = [L.Reshape((4, 2)), both, L.Dense(3)]
         return keras.Sequential([keras.Input((8,)), *layers])
 
-    assert_same(make, "float32", {}, again={"only": ["both"]})
+    assert_same(make, "float32", {}, again=["both"])
 
 
 def test_a_write_past_keras_is_refused():
@@ -290,25 +285,14 @@ def test_a_write_past_keras_is_refused():
 
     model = keras.Sequential([keras.Input((8,)), Counting(), L.Dense(3)])
     model.compile("sgd", "mse")
-    tfamp.remat(model, only="counting")
+    tfamp.remat(model.layers[0])
     with pytest.raises(ValueError, match="writes to a variable"):
         model.fit(X, Y, verbose=0)
 
 
-def test_bad_arguments_are_told():
-    model = deep()
+def test_what_is_no_layer_is_refused():
     with pytest.raises(TypeError, match="expected a Keras model, a layer, or a list"):
         tfamp.remat("model")
-    with pytest.raises(ValueError, match="`only` names 'dense_99'"):
-        tfamp.remat(model, only="dense_99")
-    with pytest.raises(ValueError, match="Leave one out"):
-        tfamp.remat(model, only="dense", segments=2)
-    with pytest.raises(ValueError, match="came with layers"):
-        tfamp.remat(model.layers, segments=2)
-    with pytest.raises(ValueError, match="no graph to cut"):
-        tfamp.remat(assembled(blocks(), "subclassed", (8,)), segments=2)
-    with pytest.raises(ValueError, match="segments"):
-        tfamp.remat(model, segments=0)
 
 
 def test_kerass_own_still_fails_where_ours_works():

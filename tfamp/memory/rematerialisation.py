@@ -1,6 +1,6 @@
 """`tfamp.remat`: activations computed again in the backward pass, not kept."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -10,7 +10,6 @@ from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.optimizers import in_xla
 from tfamp.keras_hooks.recompute import recomputed
 from tfamp.memory.segments import Segment, cut
-from tfamp.records import checks
 
 # A graph with fewer nodes is computed again as a whole, if at all.
 _MIN_NODES = 4
@@ -19,8 +18,6 @@ _MIN_NODES = 4
 def remat(
     model_or_layers: Any,
     *,
-    only: str | type | Iterable[str | type] | None = None,
-    segments: int | None = None,
     enabled: bool = True,
 ) -> Any:
     """Computes activations again in the backward pass, in place, and keeps fewer.
@@ -37,10 +34,6 @@ def remat(
 
     Args:
         model_or_layers: A model, a layer, or several layers; each layer is one segment.
-        only: Of a model, the layers to compute again, one by one: names, paths or
-            classes.
-        segments: Of a Functional or Sequential model, how many to cut it into; None for
-            the square root of the number of its nodes.
         enabled: False gives everything its own way to compute back.
 
     Returns:
@@ -48,8 +41,7 @@ def remat(
 
     Raises:
         TypeError: It is no model, layer or sequence of layers.
-        ValueError: `only` names no layer of the model, or comes with layers or with
-            `segments`. At the first step: a layer draws random numbers or writes to
+        ValueError: At the first step, a layer draws random numbers or writes to
             variables past Keras.
 
     Example:
@@ -61,20 +53,18 @@ def remat(
 
     Source: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
-    model = model_or_layers if isinstance(model_or_layers, keras.Model) else None
-    _check(model, only, segments)
-    if model is None:
-        layers = _layers_of(model_or_layers)
-        for layer in layers:
+    if not isinstance(model_or_layers, keras.Model):
+        for layer in _layers_of(model_or_layers):
             _set(layer, enabled=enabled)
         return model_or_layers
-    chosen = None if only is None else _chosen_layers(model, only)
+    model = model_or_layers
     graph = structure.graph_of(model)
     _clear(model)
-    if enabled and chosen is None and graph is not None:
-        _tell(model, _cut_graph(model, graph, segments), "segments")
+    if enabled and graph is not None:
+        _tell(model, _cut_graph(model, graph), "segments")
     elif enabled:
-        chosen = _parts(model) if chosen is None else chosen
+        children = structure.children(model)
+        chosen = [layer for layer in children if structure.children(layer)] or children
         for layer in chosen:
             _set(layer, enabled=True)
         _tell(model, len(chosen), "layers")
@@ -116,12 +106,6 @@ def _again(
     )
 
 
-def _parts(model: keras.Model) -> list[keras.layers.Layer]:
-    """Returns the layers of a model without a graph that are a segment each."""
-    children = structure.children(model)
-    return [layer for layer in children if structure.children(layer)] or children
-
-
 def _tell(model: keras.Model, count: int, what: str) -> None:
     logging.info(
         "tfamp.remat: %d %s of %r are computed again in the backward pass.",
@@ -131,7 +115,7 @@ def _tell(model: keras.Model, count: int, what: str) -> None:
     )
 
 
-def _cut_graph(model: Any, graph: Any, count: int | None) -> int:
+def _cut_graph(model: Any, graph: Any) -> int:
     """Makes a model's graph run in segments; returns how many are computed again."""
     nodes = structure.nodes_of(graph)
     inner = {
@@ -141,13 +125,13 @@ def _cut_graph(model: Any, graph: Any, count: int | None) -> int:
         and len(structure.nodes_of(found)) >= _MIN_NODES
     }
     steps: list[tuple[Segment, bool]] = []
-    num_inner = sum(_cut_graph(*each, count) for each in inner.values())
+    num_inner = sum(_cut_graph(*each) for each in inner.values())
     start = 0
     for place in (*(i for i, n in enumerate(nodes) if id(n) in inner), len(nodes)):
         results = _needed(nodes[place:], graph.outputs)
         if place > start:
             part = nodes[start:place]
-            found = cut(part, results, count)
+            found = cut(part, results)
             is_end = place == len(nodes)
             steps += [
                 (segment, not (is_end and segment is found[-1])) for segment in found
@@ -191,27 +175,6 @@ def _run_again(
         tensors[id(x)] = y
 
 
-def _check(model: keras.Model | None, only: Any, segments: int | None) -> None:
-    """Raises if settings don't go together or lack what they act on."""
-    if segments is not None:
-        checks.positive_int("segments", segments)
-    if only is not None and segments is not None:
-        raise ValueError(
-            "`only` came with `segments`; expected one of them, as each layer named is "
-            "a segment. Leave one out."
-        )
-    if model is None and (only is not None or segments is not None):
-        raise ValueError(
-            "`only` or `segments` came with layers; expected them with a model, since "
-            "each layer is a segment. Pass the model, or the layers alone."
-        )
-    if segments is not None and model is not None and structure.graph_of(model) is None:
-        raise ValueError(
-            f"`segments` came with {model.name!r}, which has no graph to cut; expected "
-            "a built Functional or Sequential model. Name layers by `only`."
-        )
-
-
 def _layers_of(given: Any) -> list[keras.layers.Layer]:
     """Returns one layer or several as a list."""
     layers = [given] if isinstance(given, keras.layers.Layer) else given
@@ -222,28 +185,3 @@ def _layers_of(given: Any) -> list[keras.layers.Layer]:
         f"Cannot rematerialise {given!r}; expected a Keras model, a layer, or a list "
         "of layers. Pass what `keras.Model(...)` gave, or `model.layers[1:-1]`."
     )
-
-
-def _chosen_layers(model: keras.Model, only: Any) -> list[keras.layers.Layer]:
-    """Returns the layers that names, paths or classes stand for."""
-    wanted = [only] if isinstance(only, str | type) else list(only)
-    found: dict[int, keras.layers.Layer] = {}
-    rows = [row[:2] for row in structure.walk(model) if row[2] is not None]
-    for each in wanted:
-        matching = [
-            layer
-            for path, layer in rows
-            if (
-                isinstance(layer, each)
-                if isinstance(each, type)
-                else each in (path, layer.name, type(layer).__name__)
-            )
-        ]
-        if not matching:
-            raise ValueError(
-                f"`only` names {each!r}, and model {model.name!r} has no such layer; "
-                f"expected one of {tuple(path for path, _ in rows)}, or a class. Check "
-                "the name."
-            )
-        found |= {id(layer): layer for layer in matching}
-    return list(found.values())
