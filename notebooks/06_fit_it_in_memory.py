@@ -99,25 +99,17 @@ print(estimate)
 #
 # ## Which batch size fits?
 #
-# Several sizes and policies at once are estimated beside one another. From the sizes
-# around each one it knows how memory grows, and so the largest batch for any limit of
-# what a step holds, as on a GPU. `measure=True` runs small steps instead, and tells of
-# the whole process, as a container's limit does.
+# From the sizes around the one that it is asked for an estimate knows how memory grows,
+# and so the largest batch for any limit of what a step holds, as on a GPU.
+# `measure=True` runs small steps instead, and tells of the whole process, as a
+# container's limit does.
 
 # %%
-sizes, policies = [32, 256], ["float32", POLICY]
-estimates = tfamp.estimate_memory(model, sizes, policy=policies, data=(x, y))
-print(estimates)
-
-# %%
-from IPython.display import Image, display
-
-estimates.plot(folder / "estimates.png")
-display(Image(folder / "estimates.png"))
-for each in estimates:
-    if each.batch_size == max(sizes):
-        largest = each.largest_batch(16 * 10**9, multiple_of=8)
-        print(f"{each.policy:15} a memory of 16 GB holds batches of {largest:,}")
+for policy in ("float32", POLICY):
+    each = tfamp.estimate_memory(model, 256, policy=policy, data=(x, y))
+    largest = each.largest_batch(16 * 10**9, multiple_of=8)
+    print(f"{policy:15} batch 256 takes {each.peak_bytes / 2**20:,.0f} MiB, ", end="")
+    print(f"a memory of 16 GB holds batches of {largest:,}")
 
 # %% [markdown]
 # **What to see.** Half precision halves activations, not everything: weights and slots
@@ -139,14 +131,10 @@ for each in estimates:
 found = tfamp.find_batch_size(build_model, (x, y), max_batch_size=MAX_BATCH_SIZE)
 print(found)
 
-# %%
-found.plot(folder / "found.png")
-display(Image(folder / "found.png"))
-
 # %% [markdown]
 # **What to see.** Speed grows with the batch as long as the device has room, then bends
 # at the knee. The search ends there, or where memory ends. On a machine that does other
-# things too, the curve is ragged: run it when nothing else does.
+# things too, speeds scatter: run it when nothing else does.
 #
 # ## What if an update should be larger?
 #
@@ -187,6 +175,7 @@ for n in measured:
     print(f"{n:6} {growth[0] / 2**20:12,.0f} {growth[1] / 2**20:12,.0f}")
 
 # %%
+from IPython.display import Image, display
 from matplotlib.figure import Figure
 
 figure = Figure(figsize=(8, 4.5), layout="constrained")

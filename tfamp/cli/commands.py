@@ -192,32 +192,26 @@ def tune(read: argparse.Namespace) -> int:
 
 
 def memory(read: argparse.Namespace) -> int:
-    """Prints what a step holds under each policy, or searches for a batch size."""
+    """Prints what a step holds, or searches for a batch size."""
     if read.find:
         found = tfamp.find_batch_size(
             read.target,
-            policy=read.policy[0],
+            policy=read.policy,
             max_memory_bytes=read.max_memory,
             target_batch_size=read.target_batch_size,
         )
         show(read, found)
         return 0
-    from tfamp.memory.estimates import MemoryEstimates
-
-    estimates: list[Any] = []
-    for policy in read.policy:
-        with _built(read.target, policy, None) as made:
-            estimates += _estimates(read, made)
-    all_of_them = MemoryEstimates(tuple(estimates))
-    lines = [all_of_them.table()]
+    with _built(read.target, read.policy, None) as made:
+        estimate = _estimate(read, made)
+    lines = [estimate.table()]
     if read.max_memory is not None:
-        largest = {each.policy: each for each in estimates}
-        lines += [_largest(each, read.max_memory) for each in largest.values()]
-    show(read, all_of_them, "\n".join(lines))
+        lines.append(_largest(estimate, read.max_memory))
+    show(read, estimate, "\n".join(lines))
     return 0
 
 
-def _estimates(read: argparse.Namespace, made: _Built) -> Any:
+def _estimate(read: argparse.Namespace, made: _Built) -> Any:
     from tfamp.trials.batches import batch_of
 
     data, size = None, _BATCH_SIZE
@@ -228,7 +222,7 @@ def _estimates(read: argparse.Namespace, made: _Built) -> Any:
         data = data[:1] if read.inference else data
     return tfamp.estimate_memory(
         made.model,
-        read.batch_size or [size],
+        read.batch_size or size,
         training=not read.inference,
         measure=read.measure,
         data=data,
@@ -242,8 +236,7 @@ def _largest(estimate: Any, limit: int) -> str:
         size = f"{estimate.largest_batch(limit):,}"
     except ValueError as error:
         size = str(error)
-    fits = f"fits in {units.format_bytes(limit)} under {estimate.policy}"
-    return f"Largest batch size that {fits}: {size}"
+    return f"Largest batch size that fits in {units.format_bytes(limit)}: {size}"
 
 
 def triage(read: argparse.Namespace) -> int:

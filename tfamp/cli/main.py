@@ -107,13 +107,6 @@ def _variants(text: str) -> list[str]:
     return [_variant(word) for word in text.split(",")]
 
 
-def _sizes(text: str) -> list[int]:
-    words = text.split(",")
-    if not all(word.isdigit() and int(word) for word in words):
-        raise ValueError(f"{text!r} holds no whole numbers; write for example 32,64")
-    return [int(word) for word in words]
-
-
 def _some_of(*options: str) -> Callable[[str], list[str]]:
     def read(text: str) -> list[str]:
         words = text.replace("-", "_").split(",")
@@ -177,11 +170,8 @@ def _tune(parser: Parser) -> None:
 
 def _memory(parser: Parser) -> None:
     parser.target()
-    auto = ["auto"]
-    help = "policies to build under, with commas between"
-    parser.flag("--policy", help, type=_told(_variants), default=auto)
-    help = "sizes, with commas between (default: that of the data, else 32)"
-    parser.flag("--batch_size", help, type=_told(_sizes), metavar="N,N")
+    parser.policy()
+    parser.count("--batch_size", "examples of a step (default: of the data, else 32)")
     parser.size("--max_memory", "memory there is; tells the largest batch that fits")
     help = "train two small sizes in fresh processes, and predict the whole process"
     parser.flag("--measure", help, action="store_true")

@@ -1,17 +1,14 @@
-"""The answers of `estimate_memory`: bytes by kind and layer, tables and pictures."""
+"""The answer of `estimate_memory`: bytes by kind and layer, and their table."""
 
 import bisect
 import collections
 import dataclasses
 import itertools
-import os
 import textwrap
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 from rich import box
-from rich.table import Table
 
 from tfamp.graph.bodies import is_backward
 from tfamp.graph.liveness import Held, Peak
@@ -37,7 +34,6 @@ KINDS = (
 )
 # What belongs to no layer: the loss, the optimizer, the train step itself.
 _OUTSIDE = "(outside layers)"
-_COLOURS = ("#4c78a8", "#e45756", "#54a24b", "#f58518", "#72b7b2")
 _MAX_LAYERS = 8
 # Batches are not looked for beyond it.
 _LARGEST = 2**40
@@ -127,92 +123,22 @@ class MemoryEstimate(TableRecord):
 
     def table(self) -> str:
         """Returns the bytes by kind, and those of the largest layers, as text."""
-        return MemoryEstimates((self,)).table()
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws memory against batch size into a PNG, SVG or PDF file."""
-        MemoryEstimates((self,)).plot(path)
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryEstimates(TableRecord):
-    """Estimates of several batch sizes and policies.
-
-    Args:
-        estimates: One for each, policies in the order given and sizes within them.
-    """
-
-    estimates: tuple[MemoryEstimate, ...]
-
-    def __iter__(self) -> Iterator[MemoryEstimate]:
-        return iter(self.estimates)
-
-    def __len__(self) -> int:
-        return len(self.estimates)
-
-    def __getitem__(self, index: int) -> MemoryEstimate:
-        return self.estimates[index]
-
-    def table(self) -> str:
-        """Returns the estimates beside one another, as text of at most 110 columns."""
-        first, *others = self.estimates
-        step = "training step" if first.training else "step of predict"
-        parts = [f"Memory of a {step} of {first.model!r}", self._kinds()]
-        lines = []
-        if not others:
-            parts.append(_layers(first.by_layer))
-            lines.append(f"Peak at {first.at}.")
-        notes = dict.fromkeys(note for each in self for note in each.notes)
-        lines += [f"Note: {note}" for note in notes]
-        parts += ["\n".join(textwrap.wrap(line, console.WIDTH)) for line in lines]
-        return console.text_of(*parts)
-
-    def _kinds(self) -> Table:
-        """Returns a row for each kind of bytes, a column for each estimate."""
-        found = Table(box=box.SIMPLE, show_edge=False)
-        found.add_column("")
-        for each in self:
-            heading = f"{each.policy}\nbatch {each.batch_size:,}"
-            found.add_column(heading, justify="right")
-
-        def add(name: str, sizes: list[int | None]) -> None:
-            found.add_row(name, *(format_bytes(n) if n else "-" for n in sizes))
-
-        for kind in KINDS:
-            if any(kind in each.by_kind for each in self):
-                add(kind, [each.by_kind.get(kind) for each in self])
-        found.add_section()
-        add("peak", [each.peak_bytes for each in self])
-        add("of which the step makes", [each.step_bytes for each in self])
-        return found
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws memory against batch size into a file.
-
-        There is a line for each policy, and a dot for each size that was asked for.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        figure = checks.figure("`MemoryEstimate.plot`", 8.0, 5.0)
-        axes = figure.subplots()
-        for number, policy in enumerate(dict.fromkeys(each.policy for each in self)):
-            own = [each for each in self if each.policy == policy]
-            colour = _COLOURS[number % len(_COLOURS)]
-            curve = sorted({point for each in own for point in each.curve})
-            axes.plot(*zip(*curve, strict=True), color=colour, label=policy)
-            asked = [(each.batch_size, each.peak_bytes) for each in own]
-            axes.plot(*zip(*asked, strict=True), "o", color=colour)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
-        axes.set_xlabel("batch size")
-        axes.set_ylabel("peak memory")
-        axes.set_title(f"Memory of a step of {self.estimates[0].model}")
-        axes.grid(alpha=0.3)
-        axes.legend(title="policy")
-        figure.savefig(path)
+        step = "training step" if self.training else "step of predict"
+        title = (
+            f"Memory of a {step} of {self.model!r}, {self.policy}, batch "
+            f"{self.batch_size:,}"
+        )
+        rows = [(k, format_bytes(self.by_kind[k])) for k in KINDS if k in self.by_kind]
+        rows += [
+            ("peak", format_bytes(self.peak_bytes)),
+            ("of which the step makes", format_bytes(self.step_bytes)),
+        ]
+        look: dict[str, Any] = {"box": box.SIMPLE, "show_edge": False}
+        columns = {"": console.WHOLE, "bytes": console.RIGHT}
+        kinds = console.table(columns, rows, **look)
+        lines = [f"Peak at {self.at}.", *(f"Note: {note}" for note in self.notes)]
+        lines = ["\n".join(textwrap.wrap(line, console.WIDTH)) for line in lines]
+        return console.text_of(title, kinds, _layers(self.by_layer), *lines)
 
 
 def _layers(by_layer: dict[str, int]) -> Any:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,7 +18,6 @@ from tfamp.memory.estimates import (
     KINDS,
     PROCESS,
     MemoryEstimate,
-    MemoryEstimates,
     by_kind,
     by_layer,
 )
@@ -41,15 +40,15 @@ _TELLING_BYTES, _MOST_TIMES = 2**28, 8
 
 def estimate_memory(
     model_or_build: keras.Model | Callable[[], keras.Model],
-    batch_size: int | Sequence[int],
+    batch_size: int,
     *,
     optimizer: Any = None,
-    policy: str | Sequence[str] | None = None,
+    policy: str | None = None,
     training: bool = True,
     measure: bool = False,
     data: Any = None,
     sequence_length: int | None = None,
-) -> Any:
+) -> MemoryEstimate:
     """Predicts the most memory that a step will hold, and nothing is run here.
 
     The step is traced, with the loss, the optimizer, its loss scale, accumulation and
@@ -70,11 +69,10 @@ def estimate_memory(
             `optimizer`, or a function that returns one. Where it is measured a model
             is built anew from its config, so pass the function where that is not all
             of it, as with `tfamp.remat`.
-        batch_size: Examples of a step, of all replicas; or several sizes.
+        batch_size: Examples of a step, of all replicas.
         optimizer: Another optimizer than the model's: an object or a Keras name. A
             model without a loss gets the mean squared error.
-        policy: Another policy than the model's, or several; a copy of the model is
-            made for each.
+        policy: Another policy than the model's; a copy of the model is made for it.
         training: False for a step of `predict`.
         measure: Whether to train at two sizes, in processes of their own.
         data: A batch (x, y), x alone, as an array or a dict, or whatever else `fit`
@@ -84,7 +82,8 @@ def estimate_memory(
             models of text do; or pass an example as `data`.
 
     Returns:
-        A `MemoryEstimate`; for several sizes or policies `MemoryEstimates`.
+        The `MemoryEstimate`: `.peak_bytes`, `.by_kind`, `.by_layer`,
+        `.largest_batch(limit_bytes)`; `print` it for a table.
 
     Raises:
         TypeError: `model_or_build` is no Keras model and returns none, or cannot go to
@@ -104,7 +103,7 @@ def estimate_memory(
     Source: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016,
     section 3, for what a step keeps.
     """
-    sizes = _sizes(batch_size)
+    size = checks.positive_int("batch_size", batch_size)
     if sequence_length is not None:
         checks.positive_int("sequence_length", sequence_length)
     is_model = isinstance(model_or_build, keras.Model) or not callable(model_or_build)
@@ -116,45 +115,32 @@ def estimate_memory(
             "`measure` came with `training=False`; expected one of them, as training "
             "steps are measured. Leave one out."
         )
-    policies = [policy] if policy is None or isinstance(policy, str) else list(policy)
-    found: list[MemoryEstimate] = []
-    for name in policies:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(seeds_put_back())
-            stack.enter_context(model.distribute_strategy.scope())
-            given = model
-            if name is not None:  # a copy that computes under it
-                instead = "apply the policy to the model yourself, by `tfamp.apply`"
-                given = copied(model, instead=instead)
-                apply(given, name)
-            if training and (optimizer is not None or given is not model):
-                chosen = model.optimizer if optimizer is None else optimizer
-                if not isinstance(chosen, str):
-                    # Without state, and without a loss scale of its own.
-                    chosen = type(chosen).from_config(chosen.get_config())
-                arguments = {"loss": "mse", **trainer.compile_arguments(model)}
-                arguments |= {"optimizer": chosen, "run_eagerly": False}
-                stack.enter_context(trainer.compiled_as(given, **arguments))
-            steps = StepMemory(
-                given,
-                data,
-                training=training,
-                sequence_length=sequence_length,
-            )
-            own = list(map(steps.estimate, sizes))
-            if measure:
-                is_whole = build_model is not None and optimizer is None
-                line = measured_line(
-                    build_model if is_whole else rebuilding(given),  # type: ignore[arg-type]
-                    steps.zeros(1),
-                    _telling(own[-1]),
-                    name,
-                )
-                own = [_on_line(each, line) for each in own]
-            found += own
-    if len(found) == 1 and not isinstance(batch_size, Sequence):
-        return found[0]
-    return MemoryEstimates(tuple(found))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(seeds_put_back())
+        stack.enter_context(model.distribute_strategy.scope())
+        given = model
+        if policy is not None:  # a copy that computes under it
+            instead = "apply the policy to the model yourself, by `tfamp.apply`"
+            given = copied(model, instead=instead)
+            apply(given, policy)
+        if training and (optimizer is not None or given is not model):
+            chosen = model.optimizer if optimizer is None else optimizer
+            if not isinstance(chosen, str):
+                # Without state, and without a loss scale of its own.
+                chosen = type(chosen).from_config(chosen.get_config())
+            arguments = {"loss": "mse", **trainer.compile_arguments(model)}
+            arguments |= {"optimizer": chosen, "run_eagerly": False}
+            stack.enter_context(trainer.compiled_as(given, **arguments))
+        steps = StepMemory(
+            given, data, training=training, sequence_length=sequence_length
+        )
+        found = steps.estimate(size)
+        if not measure:
+            return found
+        if build_model is None or optimizer is not None:
+            build_model = rebuilding(given)
+        line = measured_line(build_model, steps.zeros(1), _telling(found), policy)
+        return _on_line(found, line)
 
 
 def _telling(estimate: MemoryEstimate) -> int:
@@ -183,16 +169,6 @@ def _on_line(estimate: MemoryEstimate, line: Line) -> MemoryEstimate:
         curve=tuple((size, line.at(size)) for size in sorted(sizes)),
         notes=(*estimate.notes, words),
     )
-
-
-def _sizes(batch_size: Any) -> list[int]:
-    is_one = isinstance(batch_size, str) or not isinstance(batch_size, Sequence)
-    given = [batch_size] if is_one else batch_size
-    if not given:
-        raise ValueError(
-            "`batch_size` is empty; expected a size or several. Pass 32, or [32, 64]."
-        )
-    return [checks.positive_int("batch_size", each) for each in given]
 
 
 def _check_model(model: Any, *, training: bool, optimizer: Any) -> None:

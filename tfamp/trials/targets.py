@@ -186,6 +186,10 @@ def _data(given: dict[str, Any], shuffled: bool) -> tuple[Any, Any]:
         )
     validation, size = given.get("validation_data"), given.get("batch_size")
     if y is None:
+        if isinstance(validation, tf.data.Dataset) and given.get("validation_steps"):
+            validation = validation.take(given["validation_steps"])
+        if isinstance(x, tf.data.Dataset) and given.get("steps_per_epoch"):
+            x = x.take(given["steps_per_epoch"])
         data = x if arrays_of(x, needs_targets=False) is None else (x,)
         return data, validation
     weights = given.get("sample_weight")
