@@ -44,11 +44,17 @@ def ran(*words, cwd, tool=("-m", "tfamp", "run"), **environ):
 @pytest.mark.parametrize(
     "words",
     [
-        ("--policy=mixed_bfloat16", "prog.py", "--lr", "3", "--policy=own"),
-        ("--policy", "mixed_bfloat16", "prog.py", "--lr", "3", "--policy=own"),
         ("prog.py", "--policy=mixed_bfloat16", "--lr", "3", "--policy=own"),
+        pytest.param(
+            ("--policy=mixed_bfloat16", "prog.py", "--lr", "3", "--policy=own"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--policy", "mixed_bfloat16", "prog.py", "--lr", "3", "--policy=own"),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["policy first", "two words", "policy behind"],
+    ids=["policy behind", "policy first", "two words"],
 )
 def test_a_script_sees_its_own_command_line_and_neighbours(folder, words):
     done = ran(*words, cwd=folder)
@@ -69,6 +75,7 @@ def test_a_module_runs_as_python_dash_m_does(folder):
     assert rest == ["7 True", "bfloat16 mixed_bfloat16"]
 
 
+@pytest.mark.slow
 def test_the_environment_says_the_policy_where_no_flag_does(folder):
     done = ran("prog.py", cwd=folder, TFAMP_POLICY="mixed_bfloat16")
     assert done.stdout.endswith("bfloat16 mixed_bfloat16\n")
@@ -85,7 +92,13 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("text", ENDINGS.values(), ids=ENDINGS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, marks=[] if name == "error" else pytest.mark.slow, id=name)
+        for name, text in ENDINGS.items()
+    ],
+)
 def test_a_program_ends_as_under_plain_python(tmp_path, text):
     (tmp_path / "prog.py").write_text(text)
     plain = ran("prog.py", cwd=tmp_path, tool=())
@@ -96,6 +109,7 @@ def test_a_program_ends_as_under_plain_python(tmp_path, text):
     assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_as_plain_python(tmp_path):
     text = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\n"
     (tmp_path / "prog.py").write_text(f"{text}time.sleep(60)\n")

@@ -122,9 +122,7 @@ def test_wrong_calls_are_told_in_a_line_with_status_2(capsys, line, told):
     assert (out, told in err) == ("", True)
 
 
-@pytest.mark.parametrize(
-    "line", ["--help", "compare --help", "check train.py --zzz", "run nowhere.py"]
-)
+@pytest.mark.parametrize("line", ["--help", "compare --help", "check train.py --zzz"])
 def test_help_and_typos_load_nothing_heavy(line):
     command = [sys.executable, "-X", "importtime", "-m", "tfamp", *line.split()]
     done = subprocess.run(command, capture_output=True, text=True)
