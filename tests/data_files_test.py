@@ -8,71 +8,54 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.file_sources import RAISE, read, skip, write
+from tests.file_sources import careful, elements, told, write
 from tfamp.data import Pipeline
-from tfamp.data.sources import _files, tfrecord
-from tfamp.data.sources._files import find_files
-from tfamp.data.sources.csv import csv_source
-from tfamp.data.sources.images import folder_source
-from tfamp.data.sources.text import text_source
-from tfamp.data.sources.tfrecord import tfrecord_source
 
 
 def fill(folder, *names):
     for name in names:
-        write(folder / name, "x,y\n1,2\n")
+        write(folder / name, f"{name}\n")
     return folder
 
 
-def below(folder, paths):
-    return [os.path.relpath(path, folder) for path in paths]
+def lines(paths):
+    return [line.item().decode() for line in elements(Pipeline.from_text(paths))]
 
 
 @pytest.mark.parametrize("name", ["run[1]", "a*b", "what?"], ids=str)
 def test_signs_of_patterns_in_an_existing_folder_are_its_name(tmp_path, name):
-    folder = fill(tmp_path / name, "b.csv", "a.csv", "deep/c.csv")
-    fill(tmp_path, "run1/x.csv", "aXb/x.csv", "whats/x.csv")
-    assert below(folder, find_files(str(folder / "*.csv"))) == ["a.csv", "b.csv"]
-    found = find_files(str(folder / "*" / "*.csv"))
-    assert below(folder, found) == ["deep/c.csv"]
+    folder = fill(tmp_path / name, "b.txt", "a.txt", "deep/c.txt")
+    fill(tmp_path, "run1/x.txt", "aXb/x.txt", "whats/x.txt")
+    assert lines(str(folder / "*.txt")) == ["a.txt", "b.txt"]
+    assert lines(str(folder / "*" / "*.txt")) == ["deep/c.txt"]
 
 
-def test_a_pattern_is_looked_for_where_the_program_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(fill(tmp_path / "run[1]", "a.csv"))
-    assert below(tmp_path, find_files("*.csv")) == ["run[1]/a.csv"]
-
-
-def test_folders_may_be_a_pattern(tmp_path):
-    fill(tmp_path, "run1/a.csv", "run2/a.csv", "run3/a.csv")
-    found = find_files(str(tmp_path / "run[12]" / "*.csv"))
-    assert below(tmp_path, found) == ["run1/a.csv", "run2/a.csv"]
+def test_folders_may_be_a_pattern_looked_for_where_the_program_runs(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(fill(tmp_path, "run1/a.txt", "run2/a.txt", "run3/a.txt"))
+    assert lines("run[12]/*.txt") == ["run1/a.txt", "run2/a.txt"]
 
 
 WRONG_PATHS = {
     "missing": ("none", "in `paths` does not exist."),
-    "nearly right": ("train.cvs", "Did you mean 'FOLDER/train.csv'?"),
+    "nearly right": ("train.tx", "Did you mean 'FOLDER/train.txt'?"),
     "no match": ("*.none", "in `paths` matches no file; expected at least one."),
-    "twice": (["train.csv", "*.csv"], "`paths` names 'FOLDER/train.csv' twice;"),
-    "empty": ("empty.txt", "in `paths` has 0 bytes; expected at least one element."),
+    "twice": (["train.txt", "t*.txt"], "`paths` names 'FOLDER/train.txt' twice;"),
+    "empty": ("empty.md", "in `paths` has 0 bytes; expected at least one element."),
 }
 
 
 @pytest.mark.parametrize("paths, message", WRONG_PATHS.values(), ids=WRONG_PATHS)
 def test_wrong_paths_are_refused_at_once(tmp_path, paths, message):
-    fill(tmp_path, "train.csv")
-    write(tmp_path / "empty.txt", "")
+    fill(tmp_path, "train.txt")
+    write(tmp_path / "empty.md", "")
     names = paths if isinstance(paths, list) else [paths]
     message = message.replace("FOLDER", str(tmp_path))
     with pytest.raises(ValueError, match=re.escape(message)):
-        find_files([tmp_path / name for name in names])
-
-
-def test_addresses_and_nothing_are_refused():
+        Pipeline.from_text([tmp_path / name for name in names])
     with pytest.raises(ValueError, match=re.escape("`paths` is []; expected at least")):
-        find_files([])
-    message = "`paths` holds 'gs://bucket/train', an address; expected files on this"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        find_files("gs://bucket/train")
+        Pipeline.from_text([])
 
 
 def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
@@ -80,18 +63,18 @@ def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
     (tmp_path / "cat/here").symlink_to(tmp_path / "cat")
     (tmp_path / "cat/deep/up").symlink_to(tmp_path)
     (tmp_path / "dog/more").symlink_to(tmp_path / "more")
-    source = folder_source(tmp_path, class_names=["cat", "dog"])
-    expected = ["cat/1.png", "cat/deep/2.png", "dog/3.png", "dog/more/4.png"]
-    assert below(tmp_path, source.paths) == expected
-    assert "2 links to a folder above" in source.explain(None)[1]
-
-
-NOT_UTF_8 = os.fsdecode(b"caf\xe9.txt")
+    (tmp_path / "more/back").symlink_to(tmp_path / "dog")
+    pipeline = Pipeline.from_images(tmp_path, class_names=["cat", "dog"])
+    found = [
+        os.path.relpath(x.item().decode(), tmp_path) for x, _ in elements(pipeline)
+    ]
+    assert found == ["cat/1.png", "cat/deep/2.png", "dog/3.png", "dog/more/4.png"]
+    assert "3 links to a folder above" in told(pipeline)
 
 
 @pytest.mark.parametrize("begin", [Pipeline.from_images, Pipeline.from_text], ids=str)
 def test_a_name_that_is_no_utf_8_is_told(tmp_path, begin):
-    name = os.path.join(tmp_path, NOT_UTF_8)
+    name = os.path.join(tmp_path, os.fsdecode(b"caf\xe9.txt"))
     try:
         with open(name, "w") as file:
             file.write("text\n")
@@ -113,44 +96,48 @@ def records(path, numbers):
     return write(path, head + "".join(f"{number},0\n" for number in numbers))
 
 
-MAKERS = {".csv": csv_source, ".txt": text_source, ".tfrecord": tfrecord_source}
+MAKERS = {
+    ".csv": Pipeline.from_csv,
+    ".txt": Pipeline.from_text,
+    ".tfrecord": Pipeline.from_tfrecord,
+}
 OTHERS = {
     "label": (".csv", {"label": "a"}),
     "dtypes": (".csv", {"dtypes": {"a": "float32"}}),
-    "by": (".txt", {"by": "file"}),
     "labels": (".txt", {"labels": [1]}),
 }
 
 
+def num_caches(folder):
+    return sum(path.is_dir() for path in folder.iterdir())
+
+
 @pytest.mark.parametrize("ending", MAKERS)
-def test_a_changed_file_changes_the_identity(tmp_path, ending):
-    path = records(tmp_path / f"a{ending}", range(3))
-    before = MAKERS[ending](path).identity()
-    assert MAKERS[ending](path).identity() == before
-    records(tmp_path / f"a{ending}", range(4))
-    assert MAKERS[ending](path).identity() != before
+def test_a_changed_file_has_another_cache(tmp_path, ending):
+    for numbers, expected in ((3, 1), (3, 1), (4, 2)):
+        if numbers == 4 or not num_caches(tmp_path):
+            path = records(tmp_path / f"a{ending}", range(numbers))
+        cached = MAKERS[ending](path).cache(tmp_path / "cache", unseen="error").build()
+        assert len(list(cached)) == numbers
+        assert num_caches(tmp_path) == expected
 
 
 @pytest.mark.parametrize("ending, options", OTHERS.values(), ids=OTHERS)
-def test_other_arguments_change_the_identity(tmp_path, ending, options):
+def test_other_arguments_have_another_cache(tmp_path, ending, options):
     path = records(tmp_path / f"a{ending}", range(3))
-    make = MAKERS[ending]
-    assert make([path], **options).identity() != make([path]).identity()
+    for given in ({}, options):
+        MAKERS[ending]([path], **given).cache(tmp_path / "cache").build()
+    assert num_caches(tmp_path) == 2
 
 
-@pytest.mark.quick(".csv", ".tfrecord")
 @pytest.mark.parametrize("ending", MAKERS)
-def test_length_is_known_where_it_was_counted(tmp_path, ending, monkeypatch):
+def test_length_is_known_where_it_was_counted(tmp_path, ending):
     make, path = MAKERS[ending], records(tmp_path / f"a{ending}", range(4))
-    assert int(make(path).dataset(RAISE).cardinality()) == 4
-    assert int(make(path).dataset(skip()).cardinality()) == -2
-    assert make(path, num_examples=None).dataset(RAISE).cardinality() == -2
-    assert make(path, num_examples=3).dataset(RAISE).cardinality() == 3
-    monkeypatch.setattr(_files, "MAX_COUNTED_BYTES", 5)
-    monkeypatch.setattr(tfrecord, "MAX_WALKED_RECORDS", 2)
-    assert make(path).num_examples is None
-    assert "length unknown (`num_examples`)" in make(path).explain(None)[0]
-    assert make(path, num_examples="count").num_examples == 4
+    assert int(make(path).build().cardinality()) == 4
+    assert int(make(path).on_error("skip").build().cardinality()) == -2
+    assert make(path, num_examples=None).build().cardinality() == -2
+    assert "length unknown" in told(make(path, num_examples=None))
+    assert make(path, num_examples=3).build().cardinality() == 3
 
 
 @pytest.mark.parametrize("ending", [".csv", ".txt"])
@@ -161,7 +148,7 @@ def test_a_cut_gzip_file_is_an_error_that_names_it(tmp_path, ending):
     path = write(tmp_path / f"a{ending}", packed[: len(packed) // 2])
     message = f"File {path!r} is damaged: its gzip stream breaks near byte"
     with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
-        read(MAKERS[ending](path))
+        elements(MAKERS[ending](path))
 
 
 def damaged(path, count, every):
@@ -180,24 +167,12 @@ def damaged(path, count, every):
     return write(path, bytes(data) if isinstance(data, bytearray) else data)
 
 
-@pytest.mark.quick(".tfrecord")
 @pytest.mark.parametrize("ending", MAKERS)
 def test_beyond_the_fraction_it_stops(tmp_path, ending):
     path = damaged(tmp_path / f"a{ending}", 2000, every=50)
-    source = MAKERS[ending](path, num_examples=None)
-    match = "cannot be read; expected"
-    with pytest.raises(tf.errors.InvalidArgumentError, match=match):
-        read(source, skip(max_fraction=0.01))
-    assert len(read(source, skip(max_fraction=0.03))) == 1960
-
-
-@pytest.mark.quick(".csv")
-@pytest.mark.parametrize("ending", MAKERS)
-def test_reading_can_be_traced(tmp_path, ending):
-    source = MAKERS[ending](records(tmp_path / f"a{ending}", range(4)))
-
-    @tf.function
-    def count():
-        return source.dataset(RAISE).reduce(0, lambda count, _: count + 1)
-
-    assert int(count()) == 4
+    pipeline = MAKERS[ending](path, num_examples=None)
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="cannot be read; expected"
+    ):
+        careful(pipeline, 0.01)
+    assert len(careful(pipeline, 0.03)[0]) == 1960

@@ -1,4 +1,4 @@
-"""`tfamp.data.health`: every rule where it must fire and where it must not.
+"""`tfamp.data.check`: every rule where it must fire and where it must not.
 
 Also the forms of data, the pass over them, the statistics of drift, and the fixes.
 """
@@ -12,11 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tests.refusals import refusals
-from tfamp.data import Pipeline
-from tfamp.data._examples import Column, read
-from tfamp.data._figures import RowSample
-from tfamp.data.health import check, splits
-from tfamp.data.health.profile import Profile, rounding_for
+from tfamp.data import Pipeline, check
 
 N = 2000
 DTYPES = ("float32", "float16", "bfloat16")
@@ -121,10 +117,7 @@ RULES = {
     "targets beyond float16": ("overflow", LARGE_TARGETS, "warning y"),
     "targets in bfloat16": ("overflow", LARGE_TARGETS, "", "bfloat16"),
     "tiny values in bfloat16": ("underflow", TINY, "", "bfloat16"),
-    "zeros": ("underflow subnormal", where(slice(N // 2), 0, NORMAL), ""),
-    "all subnormal": (
-        *("subnormal", np.full(N, 1e-5) * NORMAL, "warning x standardize"),
-    ),
+    "zeros": ("underflow", where(slice(N // 2), 0, NORMAL), ""),
     "a constant feature": ("constant", FLAT, "note x[0]"),
     "a constant column": (
         *("constant", {"a": FLAT[:, 0], "b": FLAT[:, 1]}, "warning x/a"),
@@ -134,8 +127,6 @@ RULES = {
     "squares that overflow": ("unnormalized", NORMAL * 1000, "warning x standardize"),
     "squares in bfloat16": ("unnormalized", NORMAL * 1000, "", "bfloat16"),
     "float images": ("unnormalized", rng().uniform(0, 255, N), ""),
-    # A note until rounding costs too much.
-    "an offset": (*("unnormalized resolution", 20 + NORMAL, "note x standardize"),),
     "a small offset": ("unnormalized", 5 + NORMAL, ""),
     "weights of 0": ("weights", (PAIR, NORMAL, np.zeros(N)), "error sample_weight"),
     "negative weights": (
@@ -152,15 +143,6 @@ RULES = {
         *("ids", {"user_id": rng().permutation(5000)}, "note x/user_id"),
     ),
     "ids below 2 to the 24": ("ids", {"id": np.arange(N)}, "", "float32"),
-    "measurements": ("merged", rng().uniform(32, 42, 20_000), ""),
-    "float64 that float32 holds": ("float64", rng().normal(size=N), "note x cast"),
-    "noisy in float32": ("float64", 1.7e9 + rng().normal(size=N), "note x"),
-    "integers float32 lacks": ("float64", 1.7e9 + np.arange(N) * 1e4, "note x"),
-    "0 in float32": ("float64", np.full(N, 1e-50), "note x"),
-    "narrow dtypes": (
-        *("int64 float64", {"a": NORMAL, "b": np.arange(N, dtype=np.int32)}, ""),
-    ),
-    "int64 targets": ("int64", (PAIR, rng().integers(0, 3, N)), ""),
     "soft labels": (
         *("one_hot", (PAIR, np.eye(4)[np.arange(N) % 4] * 0.9 + 0.025), ""),
     ),
@@ -168,13 +150,6 @@ RULES = {
 }
 
 
-@pytest.mark.quick(
-    "NaN in a target",
-    "NaN in a weight",
-    "a large index",
-    "large tokens",
-    "targets beyond float16",
-)
 @pytest.mark.parametrize("row", RULES.values(), ids=RULES)
 def test_rules_fire_where_they_must_and_nowhere_else(row):
     rules, data, expected, dtype = (*row, "float16")[:4]
@@ -189,7 +164,7 @@ def test_nan_and_inf_are_counted_and_hide_nothing():
     nan, inf = only(findings, "nan"), only(findings, "inf")
     assert (nan.severity, nan.column, nan.figure) == ("error", "x[1]", 0.01)
     assert "20 of 2,000 values (1.0 %)" in nan.message
-    assert (inf.severity, inf.column, inf.details["num_values"]) == ("error", "x[2]", 2)
+    assert (inf.severity, inf.column, inf.figure) == ("error", "x[2]", 0.001)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +182,9 @@ def test_nan_and_inf_are_counted_and_hide_nothing():
 def test_overflow_counts_what_becomes_inf(dtype, value, count):
     overflows = found(where(7, -value, rng().normal(size=N)), dtype=dtype)
     overflows = overflows.of(rule="overflow")
-    assert [f.details["num_values"] for f in overflows] == [1] * count
+    assert [f"{count} of 2,000 values" in f.message for f in overflows] == [
+        True
+    ] * count
 
 
 def test_timestamps_overflow_float16_and_get_a_fix():
@@ -219,14 +196,12 @@ def test_timestamps_overflow_float16_and_get_a_fix():
     assert finding.fix.scale == pytest.approx((seconds.std(),), rel=1e-9)
 
 
-def test_values_that_become_zero_or_subnormal_are_counted():
+def test_values_that_become_zero_are_counted():
     finding = only(found(TINY), "underflow")
     expected = np.mean(TINY.astype(np.float16) == 0)
     assert (finding.severity, finding.figure) == ("warning", pytest.approx(expected))
     # Below float16's 6.1e-5, above its 6e-8.
-    findings = found(where(slice(N // 10), 1e-5, NORMAL))
-    assert only(findings, "subnormal").figure == pytest.approx(0.1)
-    assert "underflow" not in fired(findings)
+    assert "underflow" not in fired(found(where(slice(N // 10), 1e-5, NORMAL)))
 
 
 def test_several_features_share_one_finding():
@@ -267,28 +242,9 @@ def test_ids_that_become_equal_are_counted():
     expected = (1024 + 904 * 3 / 4) / 5000
     assert said(finding) == "warning x/user"
     assert finding.figure == pytest.approx(expected, abs=0.01)
-    assert "(2,048 and 2,049)" in finding.message
     # Beyond 2**24 they merge in float32 too.
     ids = (2**24 + np.arange(N)).astype(np.int32)
     assert only(found({"id": ids}, dtype="float32"), "ids").figure > 0.3
-
-
-def test_recurring_values_that_merge_are_a_note():
-    finding = only(found(np.round(rng().uniform(32, 42, 20_000), 2)), "merged")
-    # Steps of 0.03125 hold about a third of steps of 0.01.
-    assert finding.severity == "note"
-    assert finding.figure == pytest.approx(2 / 3, abs=0.05)
-
-
-def test_int64_gets_a_cast_where_it_fits_and_its_range_is_exact():
-    finding = only(found({"a": np.arange(-5, N)}), "int64")
-    assert (finding.severity, finding.fix.dtype) == ("note", "int32")
-    assert "[-5, 1,999]" in finding.message
-    finding = only(found({"a": np.array([0, 2**62 + 1])}), "int64")
-    assert finding.fix is None
-    assert "4,611,686,018,427,387,905" in finding.message
-    edge = found({"a": np.array([-(2**31), 2**31 - 1])})
-    assert only(edge, "int64").fix is not None
 
 
 # Labels --------------------------------------------------------------------------
@@ -308,7 +264,7 @@ LABELS = {
     "-1 for ignore": (np.arange(N) % 5 - 1, None, "error"),
     "-1 and 1": (np.arange(N) % 2 * 2 - 1, None, "note"),
     "temperatures": (np.arange(N) % 50 - 20, None, "note"),
-    "whole floats": ((np.arange(N) % 5).astype(np.float32), None, "note"),
+    "whole floats": ((np.arange(N) % 5).astype(np.float32), None, None),
     "0.0 and 1.0": ((np.arange(N) % 2).astype(np.float32), None, None),
     "prices": (rng().integers(1000, 10**6, N), None, None),
     "quantities": (normal(N), None, None),
@@ -363,7 +319,7 @@ def test_a_class_that_only_validation_has_is_an_error():
 
 def test_classes_may_be_text():
     y = np.array(["cat", "dog"])[np.repeat([0, 1], [N - 5, 5])]
-    assert "class 'dog' has 5 of 2,000" in only(labelled(y), "balance").message
+    assert "class 'dog' in 5 of 2,000" in only(labelled(y), "balance").message
 
 
 # Duplicates ----------------------------------------------------------------------
@@ -378,16 +334,6 @@ def test_duplicates_in_train_are_counted():
     assert "duplicates" not in fired(found(normal(N, 4)))
 
 
-def test_equal_inputs_with_other_targets_are_a_conflict():
-    x, y = normal(N, 4), normal(N, 1)
-    x[:30] = x[30:60]
-    y[10:30] = y[40:60]  # of 30 pairs, 10 differ
-    finding = only(found(x, y), "conflict")
-    assert (finding.figure, finding.details["num_groups"]) == (20 / N, 10)
-    y[:30] = y[30:60]
-    assert "conflict" not in fired(found(x, y))
-
-
 @pytest.mark.parametrize(
     "shared, severity", [(0, None), (1, "note"), (20, "warning"), (300, "error")]
 )
@@ -395,8 +341,8 @@ def test_validation_examples_that_are_in_train_leak(shared, severity):
     train, validation = normal(N, 4), normal(N, 4, seed=1)
     validation[:shared] = train[:shared]
     leaks = check32(train, validation).of(rule="leak")
-    told = [(leak.severity, leak.details["num_examples"]) for leak in leaks]
-    assert told == [(severity, shared)] * bool(severity)
+    told = [(leak.severity, leak.figure) for leak in leaks]
+    assert told == [(severity, shared / N)] * bool(severity)
 
 
 def test_few_distinct_inputs_make_duplicates_a_note():
@@ -412,31 +358,8 @@ def test_rows_are_compared_over_all_columns_and_all_bytes():
     assert "duplicates" in fired(found({"a": a, "b": b % 1900}))
     words = np.array(["ab", "a"])[np.arange(N) % 2]
     ends = np.array(["", "b"])[np.arange(N) % 2]
-    hashes = splits.RowHashes()
-    hashes.update([words, ends], [])
-    assert len(np.unique(hashes.keys)) == 2  # "ab" + "" is not "a" + "b"
-
-
-def test_beyond_its_memory_the_share_is_estimated_from_a_part():
-    x = np.repeat(np.arange(20_000), 2)  # each row twice
-    hashes = splits.RowHashes(max_held=10_000)
-    for start in range(0, len(x), 500):
-        hashes.update([x[start : start + 500]], [])
-    assert hashes.skipped_bits >= 2
-    assert len(hashes.keys) <= 10_000
-    (finding, *_) = splits.find_equal(hashes, None)
-    # Rows of equal hash stay or go together, so the share is exact here.
-    assert finding.figure == 0.5
-    assert finding.message.startswith("about 50.0 %")
-
-
-def test_a_leak_is_found_when_only_one_set_was_thinned():
-    train, validation = splits.RowHashes(1000), splits.RowHashes(1000)
-    train.update([np.arange(4000)], [])
-    validation.update([np.arange(3800, 4400)], [])
-    finding = [f for f in splits.find_equal(train, validation) if f.rule == "leak"][0]
-    # 200 of 600; from about 150 held rows the standard error is 0.04.
-    assert finding.figure == pytest.approx(1 / 3, abs=0.12)
+    finding = only(found({"a": words, "b": ends}), "duplicates")
+    assert finding.figure == 1 - 2 / N  # "ab" + "" is not "a" + "b"
 
 
 # Drift ---------------------------------------------------------------------------
@@ -453,29 +376,16 @@ def test_a_shifted_column_drifts_and_an_equal_one_does_not():
 
 def test_a_significant_trifle_is_no_drift():
     train, validation = normal(40_000), normal(40_000, seed=1) + 0.1
-    assert splits.kolmogorov_smirnov(train, validation)[1] < 1e-6
+    stats = pytest.importorskip("scipy.stats")
+    assert stats.ks_2samp(train, validation).pvalue < 1e-6
     assert "drift" not in fired(check32(train, validation))
 
 
 def test_a_large_difference_of_few_examples_is_no_drift():
     train, validation = normal(N), normal(25, seed=5)
-    difference = splits.kolmogorov_smirnov(train, validation)[0]
-    assert difference > splits.MIN_DIFFERENCE
+    stats = pytest.importorskip("scipy.stats")
+    assert stats.ks_2samp(train, validation).statistic > 0.1
     assert "drift" not in fired(check32(train, validation))
-
-
-@pytest.mark.slow
-def test_false_alarms_over_many_columns_stay_below_the_rate():
-    alarms = 0
-    for seed in range(20):
-        generator = rng(seed)
-        tests = map(splits.kolmogorov_smirnov, *generator.normal(size=(2, 100, 60)))
-        comparisons = [splits.Comparison("x", *test, "moved") for test in tests]
-        alarms += bool(list(splits.find_drift(comparisons)))
-    # 20 draws at 1 %: more than 2 alarms have a chance of 0.1 %.
-    assert alarms <= 2
-    # Without the correction nearly every draw of 100 columns would alarm.
-    assert 1 - (1 - splits.ERROR_RATE) ** 100 > 0.6
 
 
 def test_without_scipy_drift_is_left_out_and_said(monkeypatch):
@@ -485,14 +395,6 @@ def test_without_scipy_drift_is_left_out_and_said(monkeypatch):
         "drift: scipy is not installed; `pip install tfamp[data]`.",
     )
     assert "drift" not in findings.rules and not findings.of(severity="warning")
-
-
-def test_chi_square_by_hand():
-    # 60 and 40 against 40 and 60: each of 4 cells is 10 off 50, so 4 * 2 = 8 with
-    # one degree of freedom, erfc(sqrt(8 / 2)) = erfc(2).
-    difference, p_value = splits.chi_square(np.array([60, 40]), np.array([40, 60]))
-    assert difference == pytest.approx(0.2)
-    assert p_value == pytest.approx(0.00467773, rel=1e-5)
 
 
 def test_labels_text_and_codes_drift_by_category():
@@ -537,7 +439,7 @@ def test_every_form_of_data_gives_the_same_findings(form):
     x[5, 1] = np.nan
     findings = check(as_forms(x, y)[form], compute_dtype="bfloat16")
     expected = check((x, y), compute_dtype="bfloat16")
-    rules = {"nan", "resolution", "float64", "labels"}
+    rules = {"nan", "resolution", "labels"}
     assert fired(findings) == fired(expected) == rules
     assert findings.title == "600 training examples, 2 columns, for bfloat16"
     for rule in ("nan", "labels"):
@@ -559,13 +461,6 @@ SINGLE = {
 }
 
 
-@pytest.mark.parametrize("make", SINGLE.values(), ids=SINGLE)
-def test_stages_of_a_pipeline_tell_batches_from_examples(make):
-    examples = read("train", make(normal(12, 5, 5, 3)))
-    assert examples.columns[0].shape == (5, 5, 3)
-    assert sum(len(chunk["x"]) for chunk in examples.chunks()) == 12
-
-
 def test_nested_columns_have_paths():
     x = {"a": np.full(N, np.nan), "b": (normal(N), np.full(N, np.inf))}
     findings = check32((x, {"out": np.zeros(N)}))
@@ -577,10 +472,6 @@ def test_examples_of_different_shapes_are_read_one_by_one():
     data = tf.data.Dataset.range(1, 6).map(
         lambda n: (tf.fill((n, 2), tf.cast(n, tf.float32)), n)
     )
-    examples = read("train", data)
-    assert [chunk["x"].shape for chunk in examples.chunks()] == [
-        (1, n, 2) for n in range(1, 6)
-    ]
     assert check(data, compute_dtype="float16").title.startswith("5 training examples")
 
 
@@ -627,7 +518,7 @@ def test_another_dtype_in_validation_is_a_warning():
 
 def test_what_could_not_be_compared_is_said():
     findings = found(normal(N))
-    assert findings.skipped == ("leak, unseen_class, drift: no `validation`.",)
+    assert findings.skipped[0] == "leak: no `validation`."
     assert not {"leak", "unseen_class", "drift"} & set(findings.rules)
     assert check32(normal(N), normal(N)).skipped == ()
 
@@ -712,50 +603,6 @@ def test_policies_stand_for_their_compute_dtype(dtype):
 
 
 # The pass ------------------------------------------------------------------------
-
-
-def profile_of(values, *, dtype="float16", chunks=7):
-    column = Column("x", "input", values.dtype.name, values.shape[1:])
-    profile = Profile(column, rounding_for(dtype))
-    for part in np.array_split(values, chunks):
-        profile.update(part)
-    return profile
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, bool], ids=str)
-@pytest.mark.parametrize("shape", [(20,), (4, 4, 3)], ids=["vector", "image"])
-def test_bytes_are_counted_as_other_numbers_are(dtype, shape):
-    values = rng().integers(-100, 100, (50, *shape)).astype(dtype)
-    fast, slow = profile_of(values), profile_of(values.astype(np.int32))
-    for name in ("count", "low", "high", "num_nonzero", "num_finite"):
-        assert getattr(fast, name).tolist() == getattr(slow, name).tolist(), name
-    np.testing.assert_allclose(fast.mean, slow.mean, rtol=1e-13, atol=1e-13)
-    np.testing.assert_allclose(fast.std, slow.std, rtol=1e-12)
-
-
-def test_non_finite_values_are_left_out_of_the_moments():
-    values = normal(1000, 2).astype(np.float64)
-    values[::3, 0], values[1, 0], values[:, 1] = np.nan, np.inf, np.nan
-    profile = profile_of(values)
-    kept = values[np.isfinite(values[:, 0]), 0]
-    assert profile.num_finite.tolist() == [len(kept), 0]
-    assert profile.mean[0] == pytest.approx(kept.mean(), abs=1e-12)
-    assert profile.std[0] == pytest.approx(kept.std(), rel=1e-12)
-    assert (profile.low[0], profile.high[0]) == (kept.min(), kept.max())
-
-
-def test_a_sample_is_uniform_over_the_stream():
-    counts = np.zeros(100)
-    for seed in range(400):
-        sample = RowSample(10, seed)
-        for part in np.array_split(np.arange(100), 13):
-            sample.add(part[sample.choose(len(part))])
-        counts[sample.rows()] += 1
-    # 40 expected with a deviation of 6; the largest of 100 stays below 4.5 of them.
-    assert counts.sum() == 4000
-    assert np.abs(counts - 40).max() < 27
-    # By thirds of the stream: deviation of a third's sum below 30.
-    assert abs(counts[:33].sum() - 33 * 40) < 120
 
 
 # Fixes ---------------------------------------------------------------------------

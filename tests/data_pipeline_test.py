@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from tests.refusals import refusals
-from tfamp.data import Pipeline, stages
-from tfamp.data.stages import Settings
+from tfamp.data import Pipeline
+from tfamp.data.stages import Settings, batches
 
 STAGES = {
     "map": lambda p: p.map(double),
@@ -78,7 +78,7 @@ def test_a_stage_given_twice_is_an_error(name):
 @pytest.mark.parametrize("by_position", [False, True], ids=["buffer", "position"])
 def test_cardinality_and_spec_are_kept(by_position, monkeypatch):
     if by_position:
-        monkeypatch.setattr(stages, "SHUFFLE_BUFFER_BYTES", 1)
+        monkeypatch.setattr(batches, "SHUFFLE_BUFFER_BYTES", 1)
     images = np.zeros((10, 8, 8, 1), np.uint8)
     pipeline = Pipeline.from_arrays(images, np.arange(10)).shuffle(seed=1)
     assert ("gather" in table_stages(pipeline.batch(4).describe())) is by_position
@@ -94,7 +94,7 @@ def test_cardinality_and_spec_are_kept(by_position, monkeypatch):
 def test_order_by_position_equals_order_by_buffer(names, monkeypatch):
     buffered = written("shuffle", *names).build()
     expected = [rows(buffered), rows(buffered)]
-    monkeypatch.setattr(stages, "SHUFFLE_BUFFER_BYTES", 1)
+    monkeypatch.setattr(batches, "SHUFFLE_BUFFER_BYTES", 1)
     by_position = written("shuffle", *names)
     assert "gather" in table_stages(by_position.describe())
     dataset = by_position.build()
@@ -104,7 +104,7 @@ def test_order_by_position_equals_order_by_buffer(names, monkeypatch):
 @pytest.mark.parametrize("by_position", [False, True], ids=["buffer", "position"])
 def test_each_epoch_is_a_new_order_of_all_elements(by_position, monkeypatch):
     if by_position:
-        monkeypatch.setattr(stages, "SHUFFLE_BUFFER_BYTES", 1)
+        monkeypatch.setattr(batches, "SHUFFLE_BUFFER_BYTES", 1)
     dataset = numbers(50).shuffle(seed=7).build()
     epochs = [[x for x, _ in rows(dataset)] for _ in range(3)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(50))] * 3
@@ -185,7 +185,7 @@ def generated(size, count, pulled):
 @pytest.mark.parametrize("size, held", [(900, 250), (10_000, 64)], ids=["many", "few"])
 def test_elements_of_varying_size_are_held_by_their_bytes(monkeypatch, size, held):
     # 300 bytes of the tensor itself beside the text: 250 of 1,200 fit 300,000.
-    monkeypatch.setattr("tfamp.data.stages.SHUFFLE_BUFFER_BYTES", 300_000)
+    monkeypatch.setattr("tfamp.data.stages.batches.SHUFFLE_BUFFER_BYTES", 300_000)
     pulled = []
     dataset = Pipeline.from_dataset(generated(size, 2000, pulled)).shuffle(seed=1)
     dataset = dataset.build()

@@ -6,10 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests.refusals import refusals
-from tfamp.data import Pipeline
-from tfamp.data._figures import Numbers, rank_error
-from tfamp.data.statistics import Statistics, fit_statistics
-from tfamp.data.statistics.record import Column
+from tfamp.data import Pipeline, Statistics, fit_statistics
 
 
 def batches(*parts, size=7):
@@ -34,20 +31,17 @@ def rank_errors(values, feature):
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e8, -1e12], ids=["0", "1e8", "-1e12"])
-@pytest.mark.parametrize("size", [3, 1000], ids=["small chunks", "large chunks"])
+@pytest.mark.parametrize("size", [30, 1000], ids=["small chunks", "large chunks"])
 def test_variance_keeps_its_digits_beside_a_large_mean(mean, size):
     values = np.random.default_rng(0).normal(mean, 1.0, (6000, 2))
-    moments = Numbers(2)
-    for start in range(0, len(values), size):
-        moments.add(values[start : start + size])
+    column = fit_statistics(batches(values, size=size), batched=True).columns[0]
     exact = values.astype(np.longdouble)
-    np.testing.assert_allclose(
-        moments.variance, exact.var(axis=0).astype(np.float64), rtol=1e-9
-    )
-    # Half a spacing of float64 at the mean is all that the result itself can hold.
-    np.testing.assert_allclose(
-        moments.mean, exact.mean(axis=0).astype(np.float64), rtol=1e-15, atol=1e-15
-    )
+    variance = exact.var(axis=0).astype(np.float64)
+    # At a mean of 1e12 values themselves are 1e-4 apart.
+    rtol = max(1e-9, abs(mean) * 1e-15)
+    np.testing.assert_allclose(column.array("variance"), variance, rtol=rtol)
+    means = exact.mean(axis=0).astype(np.float64)
+    np.testing.assert_allclose(column.array("mean"), means, rtol=1e-14, atol=1e-15)
 
 
 def test_one_nan_changes_nothing_but_the_count_of_missing_values():
@@ -121,9 +115,8 @@ STREAMS = {
 def test_ranks_of_quantiles_are_off_by_what_a_sample_leaves_open(make):
     values = make(np.random.default_rng(3))
     feature = only(fit_statistics(values))
-    # Of 100,000 rows: 3.29 standard errors of the median, and what thinning adds.
-    assert feature.rank_error == pytest.approx(3.29 * 0.5 / np.sqrt(100_000), rel=1e-3)
-    assert rank_errors(values, feature).max() < feature.rank_error
+    # Of 100,000 rows: 3.29 standard errors of the median.
+    assert rank_errors(values, feature).max() < 3.29 * 0.5 / np.sqrt(100_000)
     assert (feature.quantile(0), feature.quantile(1)) == (values.min(), values.max())
     assert sum(feature.weights) == feature.count == LARGE
 
@@ -138,63 +131,15 @@ EXACT = {
 def test_quantiles_are_exact_of(make):
     values = make(np.random.default_rng(4))
     feature = only(fit_statistics(batches(values, size=4_000)))
-    assert (feature.rank_error, sum(feature.weights)) == (0.0, len(values))
-    assert feature.distinct == len(np.unique(values))
+    assert sum(feature.weights) == len(values)
     for q in (0.0, 1e-5, 0.1, 0.5, 0.999, 1.0):
         assert feature.quantile(q) == np.quantile(values, q, method="inverted_cdf")
-
-
-@pytest.fixture
-def small_samples(monkeypatch):
-    monkeypatch.setattr("tfamp.data.statistics._SAMPLE_ROWS", 2_000)
-    monkeypatch.setattr("tfamp.data.statistics._MIN_SAMPLE_ROWS", 1_000)
-    monkeypatch.setattr("tfamp.data.statistics._MAX_TEXTS", 20)
-
-
-def test_mode_stands_out_of_a_continuous_feature(small_samples):
-    random = np.random.default_rng(7)
-    values = random.normal(size=60_000)
-    values[random.permutation(60_000)[:3_000]] = 0.0
-    feature = only(fit_statistics(values))
-    assert feature.distinct is None
-    assert feature.mode == 0.0
-    # Of 2,000 rows 100 expected, five standard deviations of nearly 10.
-    assert abs(feature.mode_count - 3_000) < 5 * 10 * 30
-
-
-def test_a_mode_that_another_value_may_have_reached_is_open(small_samples):
-    values = np.random.default_rng(8).integers(0, 2, 60_000).astype(np.float32)
-    assert only(fit_statistics(values)).mode is None
-    assert only(fit_statistics(np.minimum(values, 0.0))).mode == 0.0
-
-
-def test_a_feature_that_is_nearly_always_missing_has_its_ends(small_samples):
-    values = np.full(50_000, np.nan)
-    values[49_998:] = [3.0, 5.0]
-    feature = only(fit_statistics(values))
-    assert (feature.count, feature.mean, feature.rank_error) == (2, 4.0, 1.0)
-    assert {feature.quantile(0.01), feature.quantile(0.99)} <= {3.0, 5.0}
-
-
-def test_many_texts_are_counted_in_a_sample(small_samples):
-    random = np.random.default_rng(9)
-    words = np.array([f"{n:03d}" for n in range(200)])
-    stream = words[np.minimum(random.geometric(0.3, 40_000) - 1, 199)]
-    column = fit_statistics({"word": stream}).columns[0]
-    # A geometric distribution: 30 % of all texts are "000", 21 % "001".
-    truth = dict(zip(*np.unique(stream, return_counts=True), strict=True))
-    assert (column.mode, column.vocabulary(2)) == ("000", ["000", "001"])
-    assert column.distinct is None and len(column.values) == 20
-    assert column.count_error == round(rank_error(2_000) * 40_000)
-    counts = zip(column.values, column.counts, strict=True)
-    assert max(abs(truth[word] - count) for word, count in counts) < column.count_error
 
 
 MODES = {
     "ties take the smallest": (np.array([3.0, 1.0, 1.0, 3.0, 2.0]), 1.0),
     "one value": (np.array([5.0]), 5.0),
     "all differ": (np.array([1.0, 2.0, 3.0]), None),
-    "too many differ": (np.random.default_rng(8).random(300_000), None),
 }
 
 
@@ -237,7 +182,7 @@ def test_text_has_counts_and_a_vocabulary():
     column = fit_statistics({"word": words}).columns[0]
     assert column.vocabulary() == ["b", "a", "c"]
     assert column.vocabulary(2) == ["b", "a"]
-    assert (column.counts, column.count_error, column.distinct) == ((3, 2, 1), 0, 3)
+    assert column.counts == (3, 2, 1)
     lookup = keras.layers.StringLookup(vocabulary=column.vocabulary())
     np.testing.assert_array_equal(lookup(["b", "c", "new"]), [1, 3, 0])
 
@@ -340,10 +285,6 @@ ERRORS = {
         lambda: fit_statistics({"city": np.array(["?", "?"])}, missing_value="?"),
         "Column 'city' has only missing values ('?',)",
     ),
-    "unclear": (
-        lambda: fit_statistics(slices((TARGETS, TARGETS)).batch(4, True)),
-        "may be batches of scalars or single vectors",
-    ),
     "ragged": (
         lambda: fit_statistics(slices(tf.ragged.constant([[1], [1, 2]]))),
         "Column 'x' of `dataset` is RaggedTensorSpec",
@@ -364,7 +305,7 @@ ERRORS = {
     ),
     "columns of a tensor": (
         lambda: fit_statistics(VALUES, columns=("a",)),
-        "`columns` is ('a',), and inputs are one tensor without names",
+        "`columns` is ('a',); expected a tuple of names among ('x',) where inputs",
     ),
     "unknown columns": (
         lambda: fit_statistics({"a": VALUES}, columns=("b",)),
@@ -374,17 +315,13 @@ ERRORS = {
         lambda: fit_statistics([[1.0], [2.0]]),
         "Inputs have a part 'x' of type list",
     ),
-    "arrays that are no batch": (
-        lambda: fit_statistics(VALUES, batched=False),
-        "`batched` is False, and `dataset` is arrays",
-    ),
     "lengths": (
         lambda: fit_statistics({"a": VALUES, "b": TARGETS[:3]}),
         "`dataset` has columns of lengths {'x/a': 12, 'x/b': 3}",
     ),
     "missing value for no column": (
         lambda: fit_statistics({"a": TARGETS}, missing_value="?"),
-        "`missing_value` '?' cannot occur in columns {'a': 'int64'}",
+        "`missing_value` '?' cannot occur in columns ('a',)",
     ),
     "missing value for an unknown column": (
         lambda: fit_statistics({"a": TARGETS}, missing_value={"b": 0}),
@@ -400,7 +337,7 @@ ERRORS = {
     ),
     "quantile above 1": (
         lambda: fit_statistics(VALUES).quantile(50),
-        "`q` is 50; expected a fraction in [0, 1]",
+        "`q` is 50.0; expected a number in [0, 1]",
     ),
     "quantile of text": (
         lambda: fit_statistics({"a": np.array(["b"])}).quantile(0.5, "a"),
@@ -431,16 +368,6 @@ def test_record_comes_back_from_json_field_by_field(tmp_path):
     assert Statistics.from_json(statistics.to_json()) == statistics
 
 
-def test_record_of_a_long_stream_stays_small():
-    values = np.random.default_rng(10).normal(size=(8_000, 250)).astype(np.float32)
-    column = fit_statistics(values).columns[0]
-    assert isinstance(column, Column)
-    # 400,000 values shared by 250 features, but at least 2,000 each.
-    assert max(len(feature.values) for feature in column.features) <= 2_000
-    # Rows of all 8,000, thinned to 2,000 values that stand for as many each.
-    assert rank_errors(values[:, 7], column.features[7]).max() < 0.5 / 2_000 + 1e-12
-
-
 def test_table_shows_each_feature_and_how_elements_were_read():
     lines = a_record().table().splitlines()
     titles = lines[0].split()
@@ -448,7 +375,7 @@ def test_table_shows_each_feature_and_how_elements_were_read():
     age = next(line for line in lines if line.strip().startswith("age")).split()
     # Mean of 20, 40, 40; one of five missing, one infinite.
     assert age[:5] == ["age", "20.0", "%", "1", "33.33"]
-    assert lines[-1].startswith("5 examples; elements read as batches")
+    assert lines[-1] == "5 examples."
     assert max(map(len, lines)) <= 110
     assert str(a_record()) == a_record().table()
 

@@ -1,23 +1,10 @@
-"""What tests of sources that read files share: settings, files, and refusals."""
+"""What tests of sources that read files share: files, elements, and refusals."""
 
 import re
 
+import numpy as np
 import pytest
-
-from tfamp.data.stages import Settings
-from tfamp.data.stages.dropped import ErrorLog, OnError
-
-RAISE = Settings(num_threads=2, autotune=False)
-
-
-def skip(max_fraction=0.5):
-    """Returns settings under which damaged data is left out."""
-    return Settings(2, False, OnError(max_fraction, ErrorLog(max_fraction), True))
-
-
-def skipped(settings):
-    """Returns places and messages of what was left out."""
-    return [(one.where, one.message) for one in settings.errors.log.skipped]
+import tensorflow as tf
 
 
 def write(path, data):
@@ -26,11 +13,25 @@ def write(path, data):
     return str(path)
 
 
-def read(source, settings=RAISE):
-    return list(source.dataset(settings).as_numpy_iterator())
+def elements(pipeline):
+    """Returns what a pipeline gives in a pass, as NumPy has it."""
+    found = pipeline.build().as_numpy_iterator()
+    return [tf.nest.map_structure(np.asarray, element) for element in found]
 
 
-def refused_files(source, table, files=dict):
+def careful(pipeline, share=0.5):
+    """Returns a pipeline that leaves out what is damaged, its elements, and that."""
+    pipeline = pipeline.on_error("skip", max_fraction=share)
+    found = list(pipeline.build().as_numpy_iterator())
+    return found, [(one.where, one.message) for one in pipeline.skipped]
+
+
+def told(pipeline):
+    """Returns what `describe` says, without its line breaks."""
+    return " ".join(pipeline.describe().split())
+
+
+def refused_files(begin, table, files=dict):
     """Returns a test of rows of files, maybe arguments and a kind, by their message.
 
     `files` makes a dict {name: content} of what a row begins with. `paths` among the
@@ -46,6 +47,6 @@ def refused_files(source, table, files=dict):
         paths = tmp_path / options.get("paths", "")
         rest = {name: value for name, value in options.items() if name != "paths"}
         with pytest.raises(kind, match=re.escape(message)):
-            source(paths, **rest)
+            begin(paths, **rest)
 
     return test

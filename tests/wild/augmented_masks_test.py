@@ -2,7 +2,6 @@
 
 import warnings
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -29,8 +28,6 @@ MOVING = {
     "Flip": (Flip(),),
     "Shift, after Brightness": (Brightness(), Shift()),
     "Rotate": (Rotate(),),
-    "Keras's flip": (keras.layers.RandomFlip(),),
-    "Keras's zoom": (keras.layers.RandomZoom(0.2),),
     "a function": (flipped,),
 }
 
@@ -61,8 +58,6 @@ def test_labels_and_features_of_other_shapes_need_no_word(target):
 
 STILL = {
     "brightness": (Brightness(), Contrast(), Cutout()),
-    "Keras's brightness": (keras.layers.RandomBrightness(0.1),),
-    "Keras's contrast": (keras.layers.RandomContrast(0.1),),
 }
 
 

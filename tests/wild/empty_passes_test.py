@@ -22,7 +22,6 @@ BUCKETS = {
     "boundaries that are chosen": {},
     "boundaries of one's own": {"boundaries": [8, 16]},
     "cut ones": {"boundaries": [8], "too_long": "truncate"},
-    "with a mask of padding": {"boundaries": [8, 16], "weight_padding": False},
 }
 LENGTHS = {
     "few sequences": [3, 4, 9, 10],
@@ -54,16 +53,6 @@ def test_one_full_bucket_is_enough(options):
     for _ in range(2):
         assert [x.shape[0] for x, _ in dataset] == [8]
     assert dataset.element_spec[0].shape[0] == 8, "XLA wants static sizes"
-
-
-def test_buckets_by_places_that_fill_no_batch_are_an_error():
-    given = sequences([10, 11, 12])
-    pipeline = Pipeline.from_dataset(given)
-    pipeline = pipeline.bucket(
-        token_budget=16 * 8, boundaries=[16], drop_remainder=True
-    )
-    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="remainder"):
-        list(pipeline.build())
 
 
 def table(tmp_path, num_rows):

@@ -7,25 +7,23 @@ from tfamp.records import lazy_attributes
 # Public name -> module that defines it; loaded on first use. What asks how a model
 # trains, as `bottleneck` does, stands above this package.
 _HOMES = {
-    "Augment": "tfamp.data.layers",
     "Bottleneck": "tfamp.stepping.input_waits",
-    "Condition": "tfamp.data.statistics",
+    "Condition": "tfamp.data.layers",
     "Findings": "tfamp.records.findings",
     "Pipeline": "tfamp.data.pipeline",
     "Rescale": "tfamp.data.layers",
-    "Statistics": "tfamp.data.statistics",
+    "Statistics": "tfamp.data.features",
     "bottleneck": "tfamp.stepping.input_waits",
     "check": "tfamp.data.health",
     "fit_statistics": "tfamp.data.statistics",
 }
 
 if TYPE_CHECKING:
+    from tfamp.data.features import Statistics as Statistics
     from tfamp.data.health import check as check
-    from tfamp.data.layers import Augment as Augment
+    from tfamp.data.layers import Condition as Condition
     from tfamp.data.layers import Rescale as Rescale
     from tfamp.data.pipeline import Pipeline as Pipeline
-    from tfamp.data.statistics import Condition as Condition
-    from tfamp.data.statistics import Statistics as Statistics
     from tfamp.data.statistics import fit_statistics as fit_statistics
     from tfamp.records.findings import Findings as Findings
     from tfamp.stepping.input_waits import Bottleneck as Bottleneck

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import batched_by_stages, looks_batched
+from tfamp.data._elements import looks_batched
 from tfamp.records.console import progress
 
 Role = Literal["input", "target", "weight"]
@@ -51,7 +51,6 @@ class Examples:
     columns: tuple[Column, ...]
     length: int | None  # examples, or batches where `in_elements`; for progress
     in_elements: bool
-    reason: str  # how it was told whether elements are batches, a sentence
     # A dataset of chunks, or arrays, either by column.
     source: Any = dataclasses.field(repr=False)
 
@@ -91,7 +90,7 @@ def read(
     *,
     batched: bool | None = None,
     select: Callable[[Any], Sequence[str]] | None = None,
-    tell_unclear: Callable[[Any], tuple[bool, str]] | None = None,
+    are_single: bool = False,
 ) -> Examples:
     """Returns the examples of data in any form that `check` and `fit_statistics` take.
 
@@ -100,13 +99,12 @@ def read(
         data: A dataset, a pipeline or arrays.
         batched: Whether a dataset's elements are batches; None to tell.
         select: Gives the names of the columns to read, from an element or its spec.
-        tell_unclear: Tells from an element's spec whether it is a batch, and why,
-            where shapes leave it open; None to take it as `fit` does.
+        are_single: Whether elements of one part are examples where their shapes leave
+            it open; else they are taken as `fit` does.
     """
-    reason = f"`batched={batched}` was given"
     if callable(getattr(data, "build", None)):
         if batched is None:
-            batched, reason = batched_by_stages(data), "by the pipeline's stages"
+            batched = data.makes_batches
         data = data.build()
     if not isinstance(data, tf.data.Dataset):
         return _array_examples(argument, data, select)
@@ -126,7 +124,7 @@ def read(
                 "`tf.sparse.to_dense` of a sparse one."
             )
     if batched is None:
-        batched, reason = _tell_batched(data.element_spec, tell_unclear or _as_fit)
+        batched = _are_batches(data.element_spec, are_single)
     columns = []
     for name, spec in specs.items():
         if batched and spec.shape.rank == 0:
@@ -140,7 +138,7 @@ def read(
     if not batched:
         chunks = _joined(chunks, list(specs.values()))
     length = cardinality if cardinality >= 0 else None
-    return Examples(argument, tuple(columns), length, batched, reason, chunks)
+    return Examples(argument, tuple(columns), length, batched, chunks)
 
 
 def _chosen(element: Any, names: Sequence[str] | None) -> dict[str, Any]:
@@ -189,24 +187,17 @@ def _column(name: str, dtype: str, shape: tuple[int | None, ...]) -> Column:
     return column
 
 
-def _tell_batched(
-    element_spec: Any, tell_unclear: Callable[[Any], tuple[bool, str]]
-) -> tuple[bool, str]:
-    """Returns whether elements are batches, as far as their shapes tell, and why."""
+def _are_batches(element_spec: Any, are_single: bool) -> bool:
+    """Returns whether elements are batches, as far as their shapes tell."""
     if looks_batched(element_spec):
-        return True, "the first dimension of every part is unknown"
+        return True
     specs = tf.nest.flatten(element_spec)
     shapes = [spec.shape for spec in specs if isinstance(spec, tf.TensorSpec)]
     if any(not shape.rank for shape in shapes):
-        return False, "a part is a scalar"
+        return False
     if len({shape[0] for shape in shapes}) > 1:
-        return False, "the first dimensions of the parts differ"
-    return tell_unclear(element_spec)
-
-
-def _as_fit(element_spec: Any) -> tuple[bool, str]:
-    shapes = [spec.shape for spec in tf.nest.flatten(element_spec)]
-    return len(shapes) > 1 or shapes[0].rank > 1, "elements are taken as `fit` does"
+        return False
+    return len(shapes) > 1 or (shapes[0].rank > 1 and not are_single)
 
 
 def _joined(dataset: tf.data.Dataset, specs: list[tf.TensorSpec]) -> tf.data.Dataset:
@@ -232,7 +223,18 @@ def _array_examples(
 ) -> Examples:
     """Returns the examples of arrays in memory."""
     parts = _chosen(data, None if select is None else select(data))
-    arrays = {name: _checked_array(argument, name, v) for name, v in parts.items()}
+    arrays, columns = {}, []
+    for name, value in parts.items():
+        if not hasattr(value, "__array__") or not np.ndim(value):
+            raise TypeError(
+                f"Column {name!r} of `{argument}` is of type {type(value).__name__}; "
+                "expected an array with one row for each example. Pass a "
+                "`tf.data.Dataset`, a `Pipeline`, or arrays as (x, y)."
+            )
+        arrays[name] = np.asarray(value)
+        dtype = arrays[name].dtype
+        text = "string" if dtype.kind in "OSU" else dtype.name
+        columns.append(_column(name, text, arrays[name].shape[1:]))
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(
@@ -242,24 +244,7 @@ def _array_examples(
     length = next(iter(lengths.values()), 0)
     if not length:
         raise _empty(argument)
-    dtypes = {
-        name: "string" if array.dtype.kind in "OSU" else array.dtype.name
-        for name, array in arrays.items()
-    }
-    columns = tuple(_column(n, dtypes[n], a.shape[1:]) for n, a in arrays.items())
-    return Examples(argument, columns, length, False, "they are arrays", arrays)
-
-
-def _checked_array(argument: str, name: str, value: Any) -> np.ndarray:
-    if isinstance(value, (np.ndarray, tf.Tensor)) or hasattr(value, "__array__"):
-        array = value.numpy() if isinstance(value, tf.Tensor) else np.asarray(value)
-        if array.ndim:
-            return array
-    raise TypeError(
-        f"Column {name!r} of `{argument}` is of type {type(value).__name__}; expected "
-        "an array with one row for each example. Pass a `tf.data.Dataset`, a "
-        "`Pipeline`, or arrays as (x, y)."
-    )
+    return Examples(argument, tuple(columns), length, False, arrays)
 
 
 def _empty(argument: str) -> ValueError:

@@ -1,26 +1,23 @@
 """What one pass over rows learns: counts, range, moments, and a random sample."""
 
-import math
-
 import numpy as np
 
 # Values looked at in one go: what stays in a core's cache is several times faster.
 _BLOCK_VALUES = 2**17
-# Beyond, a difference of two values may overflow float64.
-_MAX_SHIFT = 1e300
 
 
 class Numbers:
     """Counts, range and moments of features, chunk by chunk.
 
-    Values are shifted by the first one of their feature, which is within sqrt(count)
-    deviations of the mean, so a mean of 1e8 beside a deviation of 1 costs no digits.
+    Means and squares are merged block by block, about the mean of each block, so a mean
+    of 1e8 beside a deviation of 1 costs no digits.
 
     Attributes:
         num_features: How many features are looked at side by side.
         count: Values seen; as all that follows an array with an entry a feature.
         num_nan, num_infinite, num_finite: Values that are NaN, inf or -inf, neither.
         num_nonzero: Finite values other than 0.
+        mean: Of the finite values, 0 where there is none.
         low, high: Smallest and largest finite value, inf and -inf if there is none;
             exact Python integers for integers.
         is_integral: Whether all finite values are whole numbers.
@@ -46,12 +43,7 @@ class Numbers:
         self.high = np.full(num_features, -np.inf)
         self.is_integral = np.ones(num_features, bool)
         self.histogram: np.ndarray | None = None
-        self._shift = self._mean = self._squares = np.zeros(num_features)
-
-    @property
-    def mean(self) -> np.ndarray:
-        """Mean of the finite values, 0 where there is none."""
-        return self._shift + self._mean
+        self.mean = self._squares = np.zeros(num_features)
 
     @property
     def variance(self) -> np.ndarray:
@@ -107,14 +99,10 @@ class Numbers:
             self.is_integral &= (values == np.floor(values)).all(axis=1)
         self._widen(*ends)
         self.count = self.count + values.shape[1]
-        firsts = values[np.arange(self.num_features), held.argmax(axis=1)]
-        is_new = (self.num_finite == 0) & (finite > 0) & (np.abs(firsts) < _MAX_SHIFT)
-        self._shift = np.where(is_new, firsts, self._shift)
-        shifted = np.where(held, values - self._shift[:, None], 0.0)
         # Divided first, as their sum may overflow.
-        mean = (shifted / np.maximum(finite, 1)[:, None]).sum(axis=1)
+        mean = (values / np.maximum(finite, 1)[:, None]).sum(axis=1)
         with np.errstate(over="ignore"):
-            squares = np.where(held, (shifted - mean[:, None]) ** 2, 0.0).sum(axis=1)
+            squares = np.where(held, (values - mean[:, None]) ** 2, 0.0).sum(axis=1)
         self._merge(finite, mean, squares)
         nonzero = values != 0
         self.num_nonzero = self.num_nonzero + nonzero.sum(axis=1)
@@ -145,13 +133,13 @@ class Numbers:
     def _merge(self, count: np.ndarray, mean: np.ndarray, squares: np.ndarray) -> None:
         """Merges count, mean and sum of squared deviations of a block."""
         share = count / np.maximum(self.num_finite + count, 1)
-        delta = mean - self._mean
+        delta = mean - self.mean
         with np.errstate(over="ignore"):
             weight = self.num_finite * share
             # The square of a large mean is inf, and 0 times inf would be NaN.
             between = np.where(weight > 0, delta, 0.0) ** 2 * weight
             self._squares = self._squares + squares + between
-        self._mean = self._mean + delta * share
+        self.mean = self.mean + delta * share
         self.num_finite = self.num_finite + count
 
 
@@ -176,16 +164,10 @@ class RowSample:
         self._rows: list[np.ndarray] = []
         self._pending = np.empty(0)
         self._largest = 1.0
-        self._held = self._num_seen = 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it holds every row of the stream."""
-        return self._num_seen == self._held <= self._size
+        self._held = 0
 
     def choose(self, num_rows: int) -> np.ndarray:
         """Returns which of the next rows to pass to `add`."""
-        self._num_seen += num_rows
         keys = self.random.random(num_rows)
         chosen = np.flatnonzero(keys < self._largest)
         if len(chosen) > self._size:
@@ -213,29 +195,6 @@ class RowSample:
             self._largest = float(keys.max())
         self._keys, self._rows, self._held = [keys], [rows], len(keys)
         return rows
-
-
-def rank_error(num_rows: int) -> float:
-    """Returns by how much the rank of a quantile of a sample may be off, as a fraction.
-
-    With a probability of 99.9 %: 3.29 standard errors of the median.
-
-    Example:
-        >>> round(rank_error(100_000), 4)
-        0.0052
-    """
-    return min(1.0, 3.29 * 0.5 / math.sqrt(max(1, num_rows)))
-
-
-def leads(counts: np.ndarray) -> bool:
-    """Whether the largest count in a sample leads by more than chance, 99.9 %.
-
-    Example:
-        >>> leads(np.array([40, 5])), leads(np.array([2, 1, 1])), leads(np.array([9]))
-        (True, False, True)
-    """
-    second, first = np.sort(np.append(counts, 0))[-2:]
-    return bool(second == 0 or first - second > 3.29 * math.sqrt(first + second))
 
 
 def quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:

@@ -1,9 +1,9 @@
-"""What counts of TensorFlow's graphs: operations, constants, files they name."""
+"""What counts of a dataset's graph: operations, constants, files they name."""
 
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,19 +69,6 @@ def dataset_parts(dataset: tf.data.Dataset) -> Iterator[Any]:
     yield from _Graph(tf.compat.v1.GraphDef.FromString(text)).parts()
 
 
-def traced_parts(function: Any) -> Iterator[Any]:
-    """Yields a traced function by its graph, and what it captured."""
-    yield "traced function"
-    yield from _Graph(function.graph.as_graph_def()).parts()
-    handles = {id(variable.handle) for variable in function.variables}
-    yield list(function.variables)
-    for captured in function.captured_inputs:
-        if captured.dtype != tf.resource:
-            yield captured
-        elif id(captured) not in handles:
-            yield Unseen("a resource that a traced function holds")
-
-
 class _Graph:
     """A graph whose functions are told by the place where they are met first.
 
@@ -106,9 +93,10 @@ class _Graph:
             for name in dict.fromkeys(readers):
                 yield Unseen(f"files that {name} reads")
 
-    def _nodes(self, nodes: Iterable[Any]) -> Iterator[Any]:
+    def _nodes(self, nodes: Iterable[Any], given: Sequence[str] = ()) -> Iterator[Any]:
         nodes = list(nodes)
         places = {node.name: str(place) for place, node in enumerate(nodes)}
+        places |= {name: f"given {at}" for at, name in enumerate(given)}
         by_name = {node.name: node for node in nodes}
         tables = [node for node in nodes if node.op == "LookupTableImportV2"]
         in_tables = {name for node in tables for name in node.input[1:3]}
@@ -126,7 +114,7 @@ class _Graph:
 
     def _attribute(self, key: str, attribute: Any) -> Iterator[Any]:
         if key == "token":
-            yield Unseen("a Python function inside a dataset")
+            yield Unseen("files and states that Python code in the dataset uses")
         elif attribute.HasField("func"):
             yield from self._called(attribute.func.name)
         elif attribute.tensor.dtype == tf.resource.as_datatype_enum:
@@ -154,8 +142,10 @@ class _Graph:
         else:
             self._numbers[name] = len(self._numbers)
             function = self._functions[name]
-            yield from self._nodes(function.node_def)
+            given = [one.name for one in function.signature.input_arg]
+            yield from self._nodes(function.node_def, given)
             places = {node.name: str(at) for at, node in enumerate(function.node_def)}
+            places |= {name: f"given {at}" for at, name in enumerate(given)}
             for _, output in sorted(function.ret.items()):
                 yield _renamed(output, places)
 

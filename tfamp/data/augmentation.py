@@ -10,21 +10,9 @@ import dataclasses
 import math
 from typing import Any, ClassVar
 
-import keras
 import tensorflow as tf
 
-from tfamp.data.layers import Augment as Augment
 from tfamp.records import checks
-
-# They mix the images of a batch, and the labels with them.
-_CHANGES_LABELS = ("MixUp", "CutMix")
-# They leave pixels in their places.
-_KEEPS_PLACES = {
-    *("AutoContrast", "Equalization", "RandomBrightness", "RandomColorDegeneration"),
-    *("RandomColorJitter", "RandomContrast", "RandomErasing", "RandomGaussianBlur"),
-    *("RandomGrayscale", "RandomHue", "RandomInvert", "RandomPosterization"),
-    *("RandomSaturation", "RandomSharpness", "Solarization"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,54 +192,6 @@ class Cutout(Transform):
         return tf.where(hidden[..., None], mean, images)
 
 
-class _Seeds(keras.random.SeedGenerator):
-    """Gives a layer of Keras seeds that follow from one tensor `(2,)`, and no state."""
-
-    def __init__(self, seed: tf.Tensor) -> None:
-        # Not Keras's own: that makes a variable, which a map cannot.
-        self._seed, self._num_drawn = seed, 0
-
-    def next(self, ordered: bool = True) -> tf.Tensor:
-        """Returns the next seed."""
-        self._num_drawn += 1
-        return tf.random.experimental.stateless_fold_in(self._seed, self._num_drawn)
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerStep(Transform):
-    """A random layer of Keras, which the strength gives to a share of the images.
-
-    It draws from the seed of the pipeline, not from its own.
-    """
-
-    layer: Any
-
-    @property
-    def moves(self) -> bool:  # type: ignore[override]
-        """Whether pixels change their places, as far as the layer's name tells."""
-        return type(self.layer).__name__ not in _KEEPS_PLACES
-
-    def __post_init__(self) -> None:
-        layer = self.layer
-        is_random = callable(getattr(layer, "get_random_transformation", None))
-        if not is_random or type(layer).__name__ in _CHANGES_LABELS:
-            raise TypeError(
-                f"{layer!r} is no layer that changes images at random and leaves "
-                "labels; expected one such as `keras.layers.RandomFlip()`. Put it "
-                "into the model, or into `.map` behind the pipeline's batches."
-            )
-
-    def __call__(self, images: Any, strength: Any, seed: Any, span: float) -> Any:
-        """Returns the images, each changed with the probability `strength`."""
-        drawn = self.layer.get_random_transformation(
-            images, training=True, seed=_Seeds(seed)
-        )
-        changed = self.layer.transform_images(images, drawn, training=True)
-        changed = tf.ensure_shape(tf.cast(changed, images.dtype), images.shape)
-        chance = tf.random.stateless_uniform([tf.shape(images)[0], 1, 1, 1], seed)
-        return tf.where(chance < strength, changed, images)
-
-
 DEFAULT: tuple[Transform, ...] = (Flip(), Shift(), Rotate(), Brightness(), Contrast())
 
 
@@ -293,3 +233,16 @@ def _take(images: tf.Tensor, places: tf.Tensor, axis: int) -> tf.Tensor:
     """Returns rows or columns of each image, at its own places `(images, size)`."""
     taken = tf.gather(images, places, axis=axis, batch_dims=1)
     return tf.ensure_shape(taken, images.shape)
+
+
+def restore(images: tf.Tensor, dtype: Any) -> tf.Tensor:
+    """Returns float32 images in a dtype: rounded and limited where it holds integers.
+
+    Example:
+        >>> restore(tf.constant([-3.0, 7.6, 300.0]), tf.uint8).numpy().tolist()
+        [0, 8, 255]
+    """
+    dtype = tf.as_dtype(dtype)
+    if dtype.is_floating:
+        return tf.cast(images, dtype)
+    return tf.saturate_cast(tf.round(images), dtype)

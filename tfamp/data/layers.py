@@ -1,12 +1,14 @@
-"""Layers for images inside the model: to its compute dtype, and changed at random."""
+"""Layers that do in the model what a pipeline does: scale, fill, limit, augment."""
 
-from typing import Any
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.records import checks
+from tfamp.records.record import Record
 
 # x + shift is exact in float32 for every x in [0, 255] if the shift is a multiple of
 # 2**-15 and the sum stays below 2**9: 24 bits.
@@ -14,6 +16,10 @@ _FLOAT32_BITS = 24
 _LARGEST_PIXEL = 255.0
 # What float64 itself cannot tell, once `offset / scale` was computed in it.
 _FLOAT64_NOISE = 4 * 2.0**-53
+# What float32 holds without loss.
+_FITS_FLOAT32 = ("bfloat16", "float16", "float32", "int8", "uint8", "int16", "uint16")
+# Beside a smaller width a quotient by it in float32 is not exact to its last digits.
+_LEAST_WIDTH = float(np.finfo(np.float32).smallest_normal)
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
@@ -121,152 +127,216 @@ def _steps(
     )
 
 
-@keras.saving.register_keras_serializable(package="tfamp")
-class Augment(keras.layers.Layer):
-    """Puts images through random layers while the model trains, and only then.
-
-    Place it first in the model where the device has time and the cores have none.
-    Each layer changes each image with a probability, the strength. Images keep the
-    dtype they come in.
+@dataclasses.dataclass(frozen=True)
+class ColumnRule(Record):
+    """What the layer does to one column, feature by feature.
 
     Args:
-        *layers: Random layers of Keras that keep the shape of an image, such as
-            `keras.layers.RandomFlip()`.
-        strength: In [0, 1]. A variable holds it, so that `set_strength` and `ramp`
-            change it without a new trace, and files carry it.
-        seed: Of the draws which images change; the layers have seeds of their own.
-        **kwargs: As for every layer: `name`, `dtype`, ...
+        name: Of the column.
+        text: Whether it holds strings: these are filled and nothing else.
+        scalar: Whether an example has one value, without an axis.
+        missing_values: Numbers that stand for a missing value, besides NaN.
+        missing_texts: Texts that do.
+        fill: What is written for a missing value; NaN to leave it as NaN.
+        fill_text: What is written for a missing text; None to leave it.
+        lower: Smaller values become this; -inf for no limit.
+        upper: Larger ones become this; inf for no limit.
+        center: Subtracted.
+        width: What is divided by.
+    """
 
-    Raises:
-        TypeError: There is no layer, or something else.
-        ValueError: `strength` is out of range.
+    name: str
+    text: bool
+    scalar: bool
+    missing_values: tuple[float, ...] = ()
+    missing_texts: tuple[str, ...] = ()
+    fill: tuple[float, ...] = ()
+    fill_text: str | None = None
+    lower: tuple[float, ...] = ()
+    upper: tuple[float, ...] = ()
+    center: tuple[float, ...] = ()
+    width: tuple[float, ...] = ()
+
+    def work_dtype(self, dtype: Any) -> str:
+        """Returns the dtype to compute in: float64 where float32 would lose digits.
+
+        Runtimes of phones have no float64, so all else does with float32.
+        """
+        constants = np.array([*self.center, *self.width])
+        with np.errstate(over="ignore"):
+            has_range = np.isfinite(constants.astype(np.float32)).all()
+        is_wide = (np.array(self.width) >= _LEAST_WIDTH).all()
+        fits = tf.as_dtype(dtype).name in _FITS_FLOAT32
+        return "float32" if fits and has_range and is_wide else "float64"
+
+
+@keras.saving.register_keras_serializable(package="tfamp")
+class Condition(keras.layers.Layer):
+    """Fills missing values, limits outliers and scales, feature by feature.
+
+    Made by `Statistics.as_layer`, and the first layer of a model: its constants are
+    part of the model's file, so serving does to a value what training did.
+
+    It takes inputs in their own dtype and computes in float32, or float64 where that
+    would lose digits, whatever the dtype policy; only the result is in the compute
+    dtype. To keep the digits of 64-bit inputs up to the layer, declare
+    `keras.Input(..., dtype="float64")` or "int64": Keras casts to float32 otherwise.
+
+    Inputs are a tensor `(..., features)`, or a dict of columns: `(batch, features)`,
+    or `(batch,)` and `(batch, 1)` for scalars. Other keys of a dict are not looked
+    at. Single examples, without the batch axis, are taken as well.
+
+    Args:
+        rules: A `ColumnRule`, or its dict, for each column.
+        named: Whether inputs are a dict.
+        output: "concat" joins the columns of a dict along the last axis, in the
+            order of `rules`, `(batch, all features)`; "dict" keeps them apart. A
+            lone tensor keeps its shape.
+        **kwargs: As for any layer: `name`, `dtype`.
 
     Example:
         >>> import numpy as np
-        >>> layer = Augment(keras.layers.RandomFlip(), strength=0.0)
-        >>> image = np.arange(3, dtype=np.uint8).reshape(1, 1, 3, 1)
-        >>> layer(image, training=True).numpy().ravel().tolist()
-        [0, 1, 2]
+        >>> from tfamp.data.statistics import fit_statistics
+        >>> pay = np.array([1.0, 2.0, 3.0, np.nan], np.float32)
+        >>> layer = fit_statistics(pay).as_layer(clip=None)
+        >>> layer(np.array([2.0, np.nan], np.float32)).numpy()
+        array([0., 0.], dtype=float32)
     """
 
     def __init__(
         self,
-        *layers: keras.layers.Layer,
-        strength: float = 1.0,
-        seed: int | None = None,
+        rules: Sequence[ColumnRule | Mapping[str, Any]],
+        *,
+        named: bool,
+        output: Literal["concat", "dict"] = "concat",
         **kwargs: Any,
     ) -> None:
-        super().__init__(autocast=False, **kwargs)
-        if not layers or not all(isinstance(x, keras.layers.Layer) for x in layers):
-            raise TypeError(
-                f"`layers` are {layers!r}; expected random layers of Keras, at least "
-                "one. Pass `keras.layers.RandomFlip()`, for example."
-            )
-        self.layers = list(layers)
-        self.seed = seed
-        self.seed_generator = keras.random.SeedGenerator(seed)
-        self._full_strength = checks.fraction("strength", strength)
-        self.strength = self.add_weight(
-            name="strength",
-            shape=(),
-            dtype="float32",
-            initializer=keras.initializers.Constant(self._full_strength),
-            trainable=False,
-            autocast=False,
+        super().__init__(autocast=False, trainable=False, **kwargs)
+        self.rules = tuple(
+            rule if isinstance(rule, ColumnRule) else ColumnRule.from_dict(rule)
+            for rule in rules
         )
+        self.named = named
+        self.output_form = output
+        self.supports_masking = not named
 
-    def set_strength(self, strength: float) -> None:
-        """Changes the strength, for the next step on.
-
-        Raises:
-            ValueError: It is not in [0, 1].
-        """
-        self.strength.assign(checks.fraction("strength", strength))
-
-    def ramp(self, epochs: int, start: float = 0.0) -> keras.callbacks.Callback:
-        """Returns a callback for `fit` that raises the strength epoch by epoch.
-
-        It ends at the strength that the layer was made with, which its config keeps,
-        so that a restart with `initial_epoch` goes on where the first run was.
-
-        Args:
-            epochs: After how many that strength is reached.
-            start: Strength in the first epoch.
-
-        Raises:
-            TypeError: `epochs` is no integer.
-            ValueError: It is below 1, or `start` is not in [0, 1].
-        """
-        epochs = checks.positive_int("epochs", epochs)
-        start = checks.fraction("start", start)
-
-        def set_epoch(epoch: int, logs: Any = None) -> None:
-            way = min(1.0, epoch / epochs)
-            self.set_strength(start * (1 - way) + self._full_strength * way)
-
-        return keras.callbacks.LambdaCallback(on_epoch_begin=set_epoch)
-
-    def build(self, input_shape: Any) -> None:
-        """Builds the layers; all of them keep the shape."""
-        if len(input_shape) != 4:
+    def call(self, inputs: Any) -> Any:
+        """Returns the conditioned inputs in the compute dtype."""
+        if not self.named:
+            return self._condition(inputs, self.rules[0])
+        names = tuple(rule.name for rule in self.rules)
+        found = tuple(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
+        if not isinstance(inputs, Mapping) or not set(names) <= set(found):
             raise ValueError(
-                f"Images have the shape {tuple(input_shape)}; expected (batch, height, "
-                "width, channels). Put the layer before what flattens them."
+                f"Layer {self.name!r} got {found!r}; expected a dict with the columns "
+                f"{names!r}. Pass the inputs by name, as the statistics were read."
             )
-        for layer in self.layers:
-            layer.build(input_shape)
-        super().build(input_shape)
-
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        """Returns changed images in training, and the images themselves otherwise."""
-        if not training:
-            return inputs
-        inputs = tf.convert_to_tensor(inputs)
-        # Some layers of Keras add negative numbers to unsigned integers.
-        images = tf.cast(inputs, tf.float32)
-        for layer in self.layers:
-            changed = tf.cast(layer(images, training=True), "float32")
-            changed = tf.ensure_shape(changed, images.shape)
-            chance = keras.random.uniform(
-                (tf.shape(images)[0], 1, 1, 1), seed=self.seed_generator
-            )
-            is_changed = chance < tf.convert_to_tensor(self.strength.value)
-            images = tf.where(is_changed, changed, images)
-        return restore(images, inputs.dtype)
-
-    def compute_output_spec(self, inputs: Any, **kwargs: Any) -> keras.KerasTensor:
-        """Returns the shape and dtype of the inputs."""
-        return keras.KerasTensor(inputs.shape, inputs.dtype)
-
-    def compute_output_shape(self, input_shape: Any) -> Any:
-        """Returns the shape of the inputs."""
-        return input_shape
+        columns = {
+            rule.name: self._condition(inputs[rule.name], rule) for rule in self.rules
+        }
+        if self.output_form == "dict":
+            return columns
+        for rule in self.rules:
+            values = columns[rule.name]
+            # (batch, 1) comes from `keras.Input(shape=(1,))` and has its axis already.
+            has_axis = (values.shape.rank or 0) > 1 and values.shape[-1] == 1
+            if rule.scalar and not has_axis:
+                columns[rule.name] = tf.expand_dims(values, -1)
+        return tf.concat([columns[name] for name in names], axis=-1)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments; the strength that the layer was made with."""
+        """Returns all constants, exactly."""
+        config = super().get_config()
+        # Fixed by this class.
+        config.pop("trainable", None)
         return {
-            **super().get_config(),
-            "layers": [keras.saving.serialize_keras_object(x) for x in self.layers],
-            "strength": self._full_strength,
-            "seed": self.seed,
+            **config,
+            "rules": [rule.to_dict() for rule in self.rules],
+            "named": self.named,
+            "output": self.output_form,
         }
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "Augment":
-        """Returns the layer of a config."""
-        config = dict(config)
-        layers = config.pop("layers")
-        return cls(*map(keras.saving.deserialize_keras_object, layers), **config)
+    def _condition(self, values: Any, rule: ColumnRule) -> tf.Tensor:
+        """Returns a column, filled, limited and scaled.
+
+        It is scaled first, and then filled and limited by scaled constants, which are
+        made in float64: a far center costs these no digits.
+        """
+        values = tf.convert_to_tensor(values)
+        check_column(values, rule)
+        if rule.text:
+            if rule.fill_text is None:
+                return values
+            missing = is_missing_tensor(values, rule.missing_texts)
+            return tf.where(missing, rule.fill_text, values)
+        dtype = rule.work_dtype(values.dtype)
+        center, width = np.array(rule.center), np.array(rule.width)
+        # What the center lacks in the dtype is added to what is scaled: two sums with
+        # constants in a row are made one by TensorFlow's optimizer.
+        rest = center.astype(dtype).astype(np.float64) - center
+
+        def constants(array: np.ndarray) -> tf.Tensor:
+            return tf.constant(array[0] if rule.scalar else array, dtype)
+
+        def scaled(field: tuple[float, ...]) -> tf.Tensor:
+            return constants((np.array(field) - center) / width)
+
+        missing = is_missing_tensor(values, rule.missing_values)
+        values = (tf.cast(values, dtype) - constants(center)) * constants(1 / width)
+        values += constants(rest / width)
+        lower, upper = scaled(rule.lower), scaled(rule.upper)
+        # A comparison with NaN is false: NaN stays NaN, unlike in some minimums.
+        values = tf.where(values < lower, lower, values)
+        values = tf.where(values > upper, upper, values)
+        fill = np.clip(rule.fill, rule.lower, rule.upper)
+        values = tf.where(missing, scaled(tuple(fill)), values)
+        # By way of float32: float64 is not cast to bfloat16 by every device.
+        return tf.cast(tf.cast(values, "float32"), self.compute_dtype)
 
 
-def restore(images: tf.Tensor, dtype: Any) -> tf.Tensor:
-    """Returns float32 images in a dtype: rounded and limited where it holds integers.
+def check_column(values: tf.Tensor, rule: ColumnRule) -> None:
+    """Raises unless a column has the kind and the features of its rule."""
+    if rule.text != (values.dtype == tf.string):
+        expected = "text" if rule.text else "numbers"
+        raise TypeError(
+            f"Column {rule.name!r} is of dtype {values.dtype.name}; expected {expected}"
+            ", as its statistics are of. Convert it, or fit statistics again."
+        )
+    if rule.scalar or rule.text:
+        return
+    size = values.shape[-1] if values.shape.rank else None
+    if values.shape.rank == 0 or size not in (None, len(rule.fill)):
+        raise ValueError(
+            f"Column {rule.name!r} has shape {tuple(values.shape)}; expected a last "
+            f"axis of {len(rule.fill)} features, as in its statistics. Fit them on "
+            "inputs of this shape."
+        )
+
+
+def suits(value: Any, dtype: Any) -> bool:
+    """Whether a column of this dtype can hold the value.
 
     Example:
-        >>> restore(tf.constant([-3.0, 7.6, 300.0]), tf.uint8).numpy().tolist()
-        [0, 8, 255]
+        >>> suits(-999.0, np.uint8), suits(-1.0, np.int8), suits(0.1, np.float32)
+        (False, True, True)
     """
-    dtype = tf.as_dtype(dtype)
-    if dtype.is_floating:
-        return tf.cast(images, dtype)
-    return tf.saturate_cast(tf.round(images), dtype)
+    dtype = np.dtype(dtype)
+    if isinstance(value, str) or dtype.kind not in "iub":
+        return isinstance(value, str) == (dtype.kind in "OSU")
+    if dtype.kind == "b":
+        return value in (0, 1)
+    limits = np.iinfo(dtype)
+    return float(value).is_integer() and limits.min <= value <= limits.max
+
+
+def is_missing_tensor(values: tf.Tensor, missing_values: Sequence[Any]) -> tf.Tensor:
+    """Returns which values are NaN or one that is missing, compared in their dtype."""
+    is_float = values.dtype.is_floating
+    missing = tf.math.is_nan(values) if is_float else tf.zeros_like(values, tf.bool)
+    for value in missing_values:
+        if suits(value, values.dtype.as_numpy_dtype):
+            constant: Any = value
+            if values.dtype != tf.string:
+                constant = tf.cast(tf.constant(value, "float64"), values.dtype)
+            missing = tf.logical_or(missing, tf.equal(values, constant))
+    return missing

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tensorflow as tf
 
 from tfamp.data import plan
+from tfamp.data.features import Statistics
 from tfamp.data.sources import Source, csv, datasets, images, text, tfrecord
 from tfamp.data.sources.csv import NA_VALUES
 from tfamp.data.stages import (
@@ -15,21 +16,20 @@ from tfamp.data.stages import (
     Map,
     Prefetch,
     Repeat,
-    Shuffle,
+    Role,
     Stage,
     Take,
-    check_once,
+    has_role,
 )
 from tfamp.data.stages.augment import Augmentation
-from tfamp.data.stages.batches import Batch, Bucket
+from tfamp.data.stages.batches import Batch, Shuffle
+from tfamp.data.stages.bucket import DEFAULT_MAX_SHAPES, Bucket
 from tfamp.data.stages.cache import Cache
 from tfamp.data.stages.decode import Decode, ImageReader
 from tfamp.data.stages.dropped import ErrorLog, OnError, SkippedElement
 from tfamp.data.stages.filter import Filter
 from tfamp.data.stages.sampling import Balance, Subset, Weights
-from tfamp.data.stages.sequences import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE
 from tfamp.data.stages.workers import Shard, cluster_shard
-from tfamp.data.statistics import Statistics
 from tfamp.keras_hooks.pipelines import built_by_fit
 from tfamp.records import checks
 
@@ -111,8 +111,7 @@ class Pipeline:
             as_supervised: True for pairs (input, target), False for dicts.
             data_dir: Where prepared data lies; None for TFDS's folder.
         """
-        builder = datasets.open_builder(name_or_builder, data_dir=data_dir)
-        return cls(datasets.tfds_source(builder, split, as_supervised=as_supervised))
+        return cls(datasets.tfds_source(**_given(locals())))
 
     @classmethod
     def from_arrays(cls, x: Any, y: Any = None, sample_weight: Any = None) -> "Self":
@@ -143,9 +142,8 @@ class Pipeline:
 
         Args:
             folder: Has a folder for each class, or images anywhere below it.
-            labels: "inferred"; None for images alone; a sequence of integers, one for
-                each image in the order of the paths; or a dict {path relative to
-                `folder`: integer or class name}.
+            labels: "inferred"; None for images alone; or a sequence of integers, one
+                for each image in the order of the paths.
             class_names: Names in the order of their numbers, None for all, sorted.
                 Class folders that are not named here are left out.
             extensions: Endings of image files, with the dot.
@@ -158,10 +156,9 @@ class Pipeline:
         paths: Any,
         *,
         features: Mapping[str, Any] | None = None,
-        compression: str | None = "auto",
         num_examples: int | str | None = "auto",
     ) -> "Self":
-        """Starts from TFRecord files, plain or compressed.
+        """Starts from TFRecord files, plain or compressed with GZIP.
 
         A damaged record is a `tf.errors.DataLossError`, which gives its byte;
         `.on_error("skip")` leaves it out and names the file too.
@@ -170,8 +167,6 @@ class Pipeline:
             paths: A file, a folder, a pattern such as "data/train-*", or a list.
             features: {name: feature} as `tf.io.parse_example` takes it: elements are
                 then dicts. None for the records as strings.
-            compression: "auto" to tell by the first bytes of each file; "GZIP",
-                "ZLIB", or None for none.
             num_examples: Records in all. "auto" counts plain files of about 100,000
                 records or fewer, "count" counts in any case, None leaves it unknown.
         """
@@ -185,8 +180,6 @@ class Pipeline:
         label: str | None = None,
         columns: Sequence[str] | None = None,
         dtypes: Mapping[str, Any] | None = None,
-        header: bool = True,
-        column_names: Sequence[str] | None = None,
         delimiter: str = ",",
         na_values: Sequence[str] = NA_VALUES,
         num_infer_rows: int = 1000,
@@ -194,8 +187,8 @@ class Pipeline:
     ) -> "Self":
         """Starts from the rows of CSV files, which Arrow reads: dicts of scalars.
 
-        Files are in UTF-8 as RFC 4180 has them. Empty lines do not count; gzip is
-        unpacked.
+        Files are in UTF-8 as RFC 4180 has them, with the names of the columns in their
+        first line. Empty lines do not count; gzip is unpacked.
 
         Args:
             paths: A file, a folder (its files ending in .csv, .tsv, .txt or .gz), a
@@ -204,8 +197,6 @@ class Pipeline:
             columns: Which columns to give, None for all.
             dtypes: {column: "float32", "float64", "int32", "int64" or "string"}. A
                 missing value is NaN in floats, "" in text, and an error in integers.
-            header: Whether the first line of each file holds the names.
-            column_names: Names where it does not; None for "column_0", "column_1", ...
             delimiter: One character.
             na_values: What stands for a missing value, in text columns too. The empty
                 field always does; among numbers "nan" too and, unless you pass others,
@@ -223,20 +214,16 @@ class Pipeline:
         *,
         labels: Any = None,
         class_names: Sequence[str] | None = None,
-        by: str = "line",
-        keep_empty: bool = False,
         extensions: Sequence[str] = text.EXTENSIONS,
         num_examples: int | str | None = "auto",
     ) -> "Self":
-        """Starts from text files, one example a line or a file: (string, int32 label).
+        """Starts from text files, each line that is not empty: (string, int32 label).
 
         Args:
             paths: A folder, searched with all below it; a file, a pattern, or a list.
             labels: None for texts alone; else as for images. A file's label is that of
                 each of its lines.
             class_names: Names in the order of their numbers, as for images.
-            by: "line" if each line is an example, "file" if each file is.
-            keep_empty: Whether to keep examples without a byte.
             extensions: Endings of the files that count inside a folder.
             num_examples: Examples in all, as for CSV files.
         """
@@ -311,25 +298,22 @@ class Pipeline:
         self,
         predicate: Callable[..., Any] | None = None,
         *,
-        missing: Any = None,
+        missing: str | None = None,
         outliers: Any = None,
-        outlier_action: str | None = None,
         statistics: Statistics | None = None,
     ) -> "Self":
-        """Drops or repairs elements; what is dropped is counted.
+        """Drops elements, and counts them: for missing values, outliers, a predicate.
 
-        Missing values come first, then outliers, and the predicate. `describe`
-        says how many were dropped, and why. A pass that keeps nothing is an error.
+        `describe` says how many were dropped, and why. A pass that keeps nothing is an
+        error. To fill and limit values instead, put `Statistics.as_layer` in the model.
 
         Args:
             predicate: Called with the parts of an element, or of a batch where it is
-                written after one; returns one boolean.
-            missing: "drop" for elements with a missing value in any input; "mean",
-                "median" or "mode" fills it from `statistics`; a number fills NaN.
+                written after one; returns one boolean, True to keep it.
+            missing: "drop" for elements with a missing value in any input: NaN, and
+                what `statistics` were told.
             outliers: ("zscore", 3.0), ("iqr", 1.5) or ("quantile", 0.01, 0.99) of
                 `statistics`. inf lies beyond every limit, NaN beyond none.
-            outlier_action: "drop" drops elements with an outlier in any input; "clip"
-                sets it to the limit. Goes with `outliers`.
             statistics: What `fit_statistics` found in the training data.
         """
         return self._with(Filter(**_given(locals())))
@@ -343,28 +327,24 @@ class Pipeline:
         seed: int | None = None,
         key: str | None = None,
         value_range: tuple[float, float] | None = None,
-        initial_epoch: int = 0,
     ) -> "Self":
         """Changes inputs at random, anew each epoch, on all cores; labels stay.
 
         It runs after the cache and the shuffle, so a cache serves any strength. Shapes
-        and dtypes are kept. `tfamp.data.Augment` in the model does it on the device.
+        and dtypes are kept.
 
         Args:
             *steps: Transforms of `tfamp.data.augmentation` (Flip, Shift, Rotate,
-                Brightness, Contrast, Cutout), random layers of Keras, and functions of
-                (image, strength) or (image, strength, seed); none for the first five,
-                which take a quarter of the time of Keras's on a CPU.
+                Brightness, Contrast, Cutout), and functions of (image, strength) or
+                (image, strength, seed); none for the first five, which take a quarter
+                of the time of Keras's layers on a CPU.
             strength: How strong, in [0, 1]; at 0 inputs are untouched, bit for bit.
-                Transforms change every image by so much less; a layer of Keras
-                changes each image with this probability.
             ramp_epochs: Epochs, or whole passes, in which it grows from `ramp_from`.
             ramp_from: Strength of the first epoch, where there is a ramp.
             seed: Same seed, same changes, epoch by epoch; as for `.shuffle`.
             key: Name of the input to change, where inputs are a dict.
             value_range: Smallest and largest value of an image, which scales
                 brightness; None for 0 to the dtype's largest, and 0 to 1 for floats.
-            initial_epoch: Number of the first epoch, to go on after a restart.
         """
         return self._with(Augmentation(**_given(locals())))
 
@@ -372,7 +352,7 @@ class Pipeline:
         self,
         size: int | float,
         *,
-        stratify: Callable[..., Any] | str | bool | None = None,
+        stratify: Callable[..., Any] | str | None = None,
         seed: int = 0,
     ) -> "Self":
         """Keeps a part of the examples, the same in every epoch and process.
@@ -501,17 +481,12 @@ class Pipeline:
 
     def bucket(
         self,
-        batch_size: int | None = None,
+        batch_size: int,
         *,
         boundaries: str | Sequence[int] = "auto",
-        length: Any = None,
-        pad_to_multiple: int = LENGTH_MULTIPLE,
         max_shapes: int = DEFAULT_MAX_SHAPES,
         drop_remainder: bool = False,
-        padding_values: Any = None,
-        token_budget: int | None = None,
-        mask: str | None = None,
-        weight_padding: bool = False,
+        padding_value: Any = None,
         too_long: str = "error",
     ) -> "Self":
         """Joins sequences of about one length into batches; in place of `.batch`.
@@ -520,20 +495,13 @@ class Pipeline:
         element whose first dimension is unknown. `describe` says what share is padding.
 
         Args:
-            batch_size: Sequences in a batch. Give this or `token_budget`.
+            batch_size: Sequences in a batch.
             boundaries: What sequences are padded to, ascending. "auto" chooses those
                 with the least padding, for which all lengths are read once in `build`.
-            length: A function of an element's parts; None for its longest sequence.
-            pad_to_multiple: What boundaries are multiples of.
-            max_shapes: How many boundaries "auto" may choose.
+            max_shapes: How many boundaries "auto" may choose, multiples of 8.
             drop_remainder: Whether to leave out batches that are not full.
-            padding_values: None for zeros and empty strings; a value for all sequences
-                of its kind; or a structure like the element's.
-            token_budget: Places in a batch, padding included.
-            mask: A key under which the dict of inputs gets a mask `(batch, length)`,
-                True on what is no padding. None adds none.
-            weight_padding: Whether to give (inputs, targets, weights) with weights
-                `(batch, length)` of 0 on padding, times the weights there are.
+            padding_value: What numbers are padded with, or texts; None for zeros and
+                empty texts.
             too_long: What to do above the last boundary: "error", "truncate" or "drop".
         """
         return self._with(Bucket(**_given(locals())))
@@ -559,7 +527,7 @@ class Pipeline:
 
     def _with(self, stage: Stage) -> "Self":
         """Returns the pipeline with one more stage."""
-        check_once(stage, self.stages)
+        plan.check_once(stage, self.stages)
         return dataclasses.replace(self, stages=(*self.stages, stage))
 
     def build(self, autotune: Autotune = "auto") -> tf.data.Dataset:
@@ -583,6 +551,13 @@ class Pipeline:
         text = plan.describe(self.source, self.stages, self._builds, autotune)
         print(text)
         return text
+
+    @property
+    def makes_batches(self) -> bool | None:
+        """Whether elements are batches, None where only their shapes can tell."""
+        if any(has_role(stage, Role.BATCHES) for stage in self.stages):
+            return True
+        return False if self.source.gives_examples else None
 
     @property
     def skipped(self) -> tuple[SkippedElement, ...]:

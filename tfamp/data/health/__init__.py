@@ -17,7 +17,7 @@ from tfamp.records.findings import Finding, Findings
 _NEED_VALIDATION = ("leak", "unseen_class", "drift")
 _RULES = (
     *(*precision.RULES, *labels.RULES),
-    *("duplicates", "leak", "conflict", "drift", "dtypes"),
+    *("duplicates", "leak", "drift", "dtypes"),
 )
 # What is worth saying of validation data too: the rest follows from training data.
 _RULES_OF_VALIDATION = ("nan", "inf", "overflow")
@@ -98,19 +98,22 @@ def check(
     for name, counted in trained.labels.items():
         other = None if validated is None else validated.labels[name]
         found += labels.find(counted, other, num_classes)
-    skipped: list[str] = []
-    absent: tuple[str, ...] = ()
+    hashes = None if validated is None else validated.hashes
+    found += splits.find_equal(trained.hashes, hashes)
+    skipped: dict[str, str] = {}
     if validated is None:
-        skipped.append(f"{', '.join(_NEED_VALIDATION)}: no `validation`.")
-        absent = _NEED_VALIDATION
-        found += splits.find_equal(trained.hashes, None)
+        skipped = dict.fromkeys(_NEED_VALIDATION, "no `validation`")
     else:
-        found += _rules_on_validation(validated, rounding, found)
+        # In validation, where training data has nothing of the kind.
+        said = {(one.rule, one.place.split("[")[0]) for one in found}
+        for one in _rules_on(validated, rounding):
+            is_new = (one.rule, one.place.split("[")[0]) not in said
+            if one.rule in _RULES_OF_VALIDATION and is_new:
+                message = f"In validation, {one.message}"
+                found.append(dataclasses.replace(one, message=message, fix=None))
         found += _compare_dtypes(trained, validated)
-        found += splits.find_equal(trained.hashes, validated.hashes)
         if importlib.util.find_spec("scipy") is None:
-            skipped.append("drift: scipy is not installed; `pip install tfamp[data]`.")
-            absent = ("drift",)
+            skipped = {"drift": "scipy is not installed; `pip install tfamp[data]`"}
         else:
             found += splits.find_drift(list(_comparisons(trained, validated)))
     also = f" and {validated.num_examples:,} validation" if validated else ""
@@ -118,8 +121,8 @@ def check(
         tuple(found),
         f"{trained.num_examples:,} training{also} examples, "
         f"{len(trained.profiles)} columns, for {rounding.name}",
-        tuple(rule for rule in _RULES if rule not in absent),
-        tuple(skipped),
+        tuple(rule for rule in _RULES if rule not in skipped),
+        tuple(f"{rule}: {reason}." for rule, reason in skipped.items()),
     )
 
 
@@ -131,50 +134,26 @@ def _profile_of(examples: Examples, rounding: Rounding) -> _DataProfile:
         column.name: Profile(column, rounding if column.role == "input" else single)
         for column in examples.columns
     }
-    targets = {
-        column.name: labels.Labels(column)
-        for column in examples.columns
-        if column.role == "target"
-    }
+    targets = [one for one in examples.columns if one.role == "target"]
+    counted = {column.name: labels.Labels(column) for column in targets}
     hashes = splits.RowHashes()
 
     def take(chunk: dict[str, Any]) -> None:
         for name, values in chunk.items():
             profiles[name].update(values)
-            if name in targets:
-                targets[name].update(values)
-        inputs, answers = (
-            [chunk[c.name] for c in examples.columns if c.role == role]
-            for role in ("input", "target")
-        )
-        hashes.update(inputs, answers)
+            if name in counted:
+                counted[name].update(values)
+        hashes.update([chunk[c.name] for c in examples.columns if c.role == "input"])
 
     num_examples = examples.scan(f"Checking `{examples.argument}`", take)
-    return _DataProfile(profiles, targets, hashes, num_examples)
+    return _DataProfile(profiles, counted, hashes, num_examples)
 
 
 def _rules_on(data: _DataProfile, rounding: Rounding) -> Iterator[Finding]:
     """Yields what is wrong with single columns."""
     for profile in data.profiles.values():
         if not profile.column.is_text and profile.count.any():
-            yield from precision.find(profile)
-            yield from labels.find_out_of_range(profile, rounding)
-
-
-def _rules_on_validation(
-    data: _DataProfile, rounding: Rounding, known: list[Finding]
-) -> Iterator[Finding]:
-    """Yields what spoils validation, where training data has nothing of the kind."""
-
-    def place(finding: Finding) -> tuple[str, str]:
-        return finding.rule, finding.place.split("[")[0]
-
-    said = {place(finding) for finding in known}
-    for finding in _rules_on(data, rounding):
-        if finding.rule in _RULES_OF_VALIDATION and place(finding) not in said:
-            yield dataclasses.replace(
-                finding, message=f"In validation, {finding.message}", fix=None
-            )
+            yield from precision.find(profile, rounding)
 
 
 def _comparisons(

@@ -1,4 +1,4 @@
-"""Rules on targets and weights: range, classes and their balance."""
+"""Rules on targets: range, classes and their balance."""
 
 import collections
 import itertools
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from tfamp.data._examples import Column
-from tfamp.data.health.profile import Hits, Profile, Rounding, finite
-from tfamp.records.findings import Finding
+from tfamp.data.health.profile import finite
+from tfamp.records.findings import Finding, Severity
 from tfamp.records.units import format_share, number
 
-RULES = ("weights", "labels", "one_hot", "balance", "unseen_class")
+RULES = ("labels", "one_hot", "balance", "unseen_class")
 # More distinct values than this are no classes, and would fill the memory.
 _MAX_CLASSES = 20_000
 # Rows of one-hot or soft labels sum to 1 but for rounding, in float16 too.
@@ -23,6 +23,7 @@ _UNEVEN, _VERY_UNEVEN = 10, 100
 _MAX_NAMED = 8
 # Labels that mark what does not count, or are of masks that were saved as pictures.
 _MARKS = {99, 100, 127, 254, 255, 999, 9999, 65535}
+_OUT_OF_RANGE = "sparse crossentropy stops on the CPU and gives NaN on GPUs and by XLA"
 
 
 class Labels:
@@ -31,15 +32,16 @@ class Labels:
     def __init__(self, column: Column) -> None:
         self.column = column
         width = column.shape[-1] if column.shape else 1
-        numbers = column.is_float or column.is_integer or column.dtype == "bool"
-        self.is_one_hot = len(column.shape) == 1 and (width or 0) > 1 and numbers
+        self.is_one_hot = (
+            len(column.shape) == 1 and (width or 0) > 1 and not column.is_text
+        )
         self.counts: collections.Counter[Any] = collections.Counter()
         # One-hot rows seen, those that do not sum to 1, and of these those whose sum is
         # a whole number, such as 0 or 2.
         self.num_rows = self.num_off = self.num_off_integral = 0
         self._in_range = True
-        # The one value of rows that are 0 elsewhere, None before and after another.
-        self.hot_value: float | None = None
+        # The values of rows that are 0 but for one.
+        self.hot_values: set[float] = set()
         self._has_one_value = True
         self._too_many = False
 
@@ -83,27 +85,47 @@ class Labels:
 
     def _classes_of_rows(self, rows: np.ndarray) -> np.ndarray:
         values = rows.astype(np.float64)
-        sums = values.sum(axis=1)
-        off = ~(np.abs(sums - 1) <= _SUM_TOLERANCE)
+        off = ~(np.abs(values.sum(axis=1) - 1) <= _SUM_TOLERANCE)
         self.num_rows += len(rows)
         self.num_off += int(off.sum())
         binary = ((values == 0) | (values == 1)).all(axis=1)
         self.num_off_integral += int((off & binary).sum())
-        if not ((values >= 0) & (values <= 1)).all():
-            self._in_range = False
+        self._in_range &= bool(((values >= 0) & (values <= 1)).all())
         self._has_one_value &= bool((np.count_nonzero(values, axis=1) == 1).all())
-        highest = {*values.max(axis=1).tolist(), self.hot_value or values.max()}
-        self._has_one_value &= len(highest) == 1
-        self.hot_value = highest.pop() if self._has_one_value else None
+        if self._has_one_value and len(self.hot_values) < 2:
+            self.hot_values |= set(values.max(axis=1).tolist())
         return values[~off].argmax(axis=1)
+
+    @property
+    def hot_value(self) -> float:
+        """The one value of rows that are 0 elsewhere, 1 where that is no such value."""
+        is_one = self._has_one_value and len(self.hot_values) == 1
+        return next(iter(self.hot_values)) if is_one else 1.0
+
+    def finding(
+        self, rule: str, severity: Severity, message: str, remedy: str, figure: float
+    ) -> Finding:
+        """Returns a finding about the column."""
+        name = self.column.name
+        return Finding(
+            rule, severity, f"{name} {message}", remedy, column=name, figure=figure
+        )
 
 
 def find(
     train: Labels, validation: Labels | None, num_classes: int | None
 ) -> Iterator[Finding]:
     """Yields what is wrong with the labels of one target column."""
-    if train.is_one_hot and train.hot_value not in (None, 0.0, 1.0):
-        yield _scaled(train)
+    if train.is_one_hot and train.hot_value != 1.0:
+        value = number(train.hot_value)
+        yield train.finding(
+            "one_hot",
+            "warning",
+            f"has rows that are 0 but for one {value}; one-hot rows hold a 1, and "
+            "categorical crossentropy weights each example by this value.",
+            f"Divide them by {value}.",
+            train.hot_value,
+        )
     if not train.are_classes:
         return
     if train.is_one_hot:
@@ -115,54 +137,40 @@ def find(
         yield from _unseen(train, validation)
 
 
-def find_out_of_range(profile: Profile, rounding: Rounding) -> Iterator[Finding]:
-    """Yields targets that layers in a compute dtype cannot give, and bad weights."""
-    if profile.column.role == "target":
-        yield from _unreachable(profile, rounding)
-    elif profile.column.role == "weight":
-        yield from _weights(profile)
-
-
 def _one_hot(labels: Labels) -> Iterator[Finding]:
     if not labels.num_off:
         return
-    name, share = labels.column.name, labels.num_off / labels.num_rows
+    share = labels.num_off / labels.num_rows
     several = labels.num_off == labels.num_off_integral
-    yield Finding(
+    yield labels.finding(
         "one_hot",
         "note" if several else "warning",
-        f"{name}: {labels.num_off:,} of {labels.num_rows:,} rows "
-        f"({format_share(share)}) do not sum to 1: categorical crossentropy weights "
-        "these examples by their sum, and rows of 0 teach nothing.",
+        f"has {labels.num_off:,} of {labels.num_rows:,} rows ({format_share(share)}) "
+        "that do not sum to 1: categorical crossentropy weights these examples by "
+        "their sum, and rows of 0 teach nothing.",
         "Nothing if an example may have several classes (use binary crossentropy); "
-        "else correct these rows."
-        if several
-        else "Divide each row by its sum, or correct the label map.",
-        column=name,
-        figure=share,
+        "else divide each row by its sum, or correct the label map.",
+        share,
     )
 
 
 def _range(labels: Labels, num_classes: int | None) -> Iterator[Finding]:
     """Whole numbers that sparse crossentropy cannot take as they are."""
-    name = labels.column.name
     values = sorted(int(value) for value in labels.counts)
     if values[0] < 0:
         yield _negative(labels, values)
         return
-    if num_classes is not None and values[-1] >= num_classes:
-        beyond = [value for value in values if value >= num_classes]
+    beyond = [value for value in values if num_classes and value >= num_classes]
+    if beyond:
         count = sum(labels.counts[value] for value in beyond)
-        yield Finding(
+        yield labels.finding(
             "labels",
             "error",
-            f"{name} holds {count:,} labels from {beyond[0]} to {beyond[-1]} with "
-            f"{num_classes} classes: sparse crossentropy stops on the CPU and gives "
-            "NaN on GPUs and under XLA.",
-            f"Labels run from 0 to {num_classes - 1}: subtract 1 if they start at 1, "
-            "give the model more outputs, or mask them by `ignore_class`.",
-            column=name,
-            figure=float(beyond[-1]),
+            f"holds {count:,} labels from {beyond[0]} to {beyond[-1]} with "
+            f"{num_classes} classes: {_OUT_OF_RANGE}.",
+            f"Labels run from 0 to {(num_classes or 1) - 1}: subtract 1 if they start "
+            "at 1, give the model more outputs, or mask them by `ignore_class`.",
+            float(beyond[-1]),
         )
         return
     if num_classes is None and (far := _far(labels, values)):
@@ -170,28 +178,17 @@ def _range(labels: Labels, num_classes: int | None) -> Iterator[Finding]:
     num_missing = (num_classes or values[-1] + 1) - len(values)
     if num_missing and labels.are_countable:
         free = (value for value in itertools.count() if value not in labels.counts)
-        listed = _listed(list(itertools.islice(free, min(num_missing, _MAX_NAMED + 1))))
-        yield Finding(
+        missing = list(itertools.islice(free, min(num_missing, _MAX_NAMED + 1)))
+        yield labels.finding(
             "labels",
             "warning" if num_classes is None else "note",
-            f"{name} has {len(values)} classes from {values[0]} to {values[-1]}; "
-            f"{num_missing} between 0 and the last are missing ({listed}): as "
-            "many outputs as classes would be too few, and the missing ones are never "
-            "learned.",
+            f"has {len(values)} classes from {values[0]} to {values[-1]}; "
+            f"{num_missing} between 0 and the last are missing ({_listed(missing)}): "
+            "as many outputs as classes would be too few, and the missing ones are "
+            "never learned.",
             "Map the labels to 0, 1, 2, ..., or pass `num_classes` if the missing ones "
             "exist.",
-            column=name,
-            figure=float(num_missing),
-        )
-    if labels.column.is_float and labels.are_countable and len(values) > 2:
-        yield Finding(
-            "labels",
-            "note",
-            f"{name} is {labels.column.dtype}, and every value is a whole number from "
-            f"{values[0]} to {values[-1]}: classes, or a quantity?",
-            "Cast classes to int32, so that a rounding can never move a label.",
-            column=name,
-            figure=float(len(values)),
+            float(num_missing),
         )
 
 
@@ -210,83 +207,55 @@ def _far(labels: Labels, values: list[int]) -> list[int]:
 
 def _beyond(labels: Labels, values: list[int], far: list[int]) -> Finding:
     """Returns the finding about labels that no output of a model stands for."""
-    name, near = labels.column.name, values[: -len(far)]
+    near = values[: -len(far)]
     count = sum(labels.counts[value] for value in far)
-    if near == [0]:
-        beside, remedy = "beside 0", "Map the labels to 0 and 1, as by `y > 0`."
-    else:
-        beside = f"beside {near[0]} to {near[-1]}"
-        remedy = (
-            "Mask them by `ignore_class` if they mark what does not count, map them to "
-            f"{near[-1] + 1}, or pass `num_classes` if the classes between exist."
-        )
-    return Finding(
+    return labels.finding(
         "labels",
         "warning",
-        f"{name} holds {count:,} labels of {_listed(far)} {beside}: a model of as many "
-        "classes has no output for them; sparse crossentropy stops on the CPU and "
-        "gives NaN on GPUs and under XLA, binary crossentropy learns nonsense.",
-        remedy,
-        column=name,
-        figure=float(far[-1]),
-    )
-
-
-def _scaled(labels: Labels) -> Finding:
-    """Returns the finding about one-hot rows of another value than 1."""
-    name, value = labels.column.name, float(labels.hot_value or 0.0)
-    return Finding(
-        "one_hot",
-        "warning",
-        f"{name}: rows are 0 but for one {number(value)}; one-hot rows hold a 1, and "
-        "categorical crossentropy weights each example by this value.",
-        f"Divide them by {number(value)}.",
-        column=name,
-        figure=value,
+        f"holds {count:,} labels of {_listed(far)} beside {_listed(near)}: a model of "
+        f"as many classes has no output for them; {_OUT_OF_RANGE}, binary crossentropy "
+        "learns nonsense.",
+        "Map the labels to 0 and 1, as by `y > 0`."
+        if near == [0]
+        else "Mask them by `ignore_class` if they mark what does not count, map them "
+        f"to {near[-1] + 1}, or pass `num_classes` if the classes between exist.",
+        float(far[-1]),
     )
 
 
 def _negative(labels: Labels, values: list[int]) -> Finding:
-    name = labels.column.name
     count = sum(number for value, number in labels.counts.items() if value < 0)
     two = values == [-1, 1]
     # One negative value is a mark for "ignore"; several are a quantity.
     mark = sum(value < 0 for value in values) == 1 and not two
-    return Finding(
+    return labels.finding(
         "labels",
         "error" if mark and labels.column.is_integer else "note",
-        f"{name} holds {count:,} negative labels, down to {values[0]}: right for "
-        "hinge losses and quantities; sparse crossentropy stops on the CPU and gives "
-        "NaN on GPUs and under XLA.",
+        f"holds {count:,} negative labels, down to {values[0]}: right for hinge losses "
+        f"and quantities; {_OUT_OF_RANGE}.",
         "Map -1 and 1 to 0 and 1 for crossentropy."
         if two
         else "Map the labels to 0, 1, 2, ..., or mask them by `ignore_class`.",
-        column=name,
-        figure=float(values[0]),
+        float(values[0]),
     )
 
 
 def _balance(labels: Labels) -> Iterator[Finding]:
     if len(labels.counts) < 2 or not labels.are_countable:
         return
-    counts, total = labels.counts, sum(labels.counts.values())
-    rarest, commonest = (
-        end(counts, key=lambda value: counts[value]) for end in (min, max)
-    )
-    rare, ratio = counts[rarest], counts[commonest] / counts[rarest]
-    if ratio < _UNEVEN:
+    ordered, total = labels.counts.most_common(), sum(labels.counts.values())
+    (commonest, many), (rarest, rare) = ordered[0], ordered[-1]
+    if many / rare < _UNEVEN:
         return
-    yield Finding(
+    yield labels.finding(
         "balance",
-        "warning" if ratio >= _VERY_UNEVEN else "note",
-        f"{labels.column.name}: class {_word(rarest)} has {rare:,} of {total:,} "
-        f"examples ({format_share(rare / total)}), {number(ratio)} times fewer than "
+        "warning" if many / rare >= _VERY_UNEVEN else "note",
+        f"has class {_word(rarest)} in {rare:,} of {total:,} examples "
+        f"({format_share(rare / total)}), {number(many / rare)} times fewer than "
         f"class {_word(commonest)}: always answering that one is right in "
-        f"{format_share(counts[commonest] / total)}.",
+        f"{format_share(many / total)}.",
         "Use `Pipeline.balance` or `class_weight`, and judge by recall of each class.",
-        column=labels.column.name,
-        figure=rare / total,
-        details={"num_classes": len(counts), "ratio": ratio},
+        rare / total,
     )
 
 
@@ -295,72 +264,26 @@ def _unseen(train: Labels, validation: Labels) -> Iterator[Finding]:
         return
     new = sorted(set(validation.counts) - set(train.counts))
     absent = sorted(set(train.counts) - set(validation.counts))
-    name = train.column.name
     if new:
         count = sum(validation.counts[value] for value in new)
-        yield Finding(
+        yield train.finding(
             "unseen_class",
             "error",
-            f"{name}: {len(new)} classes of the validation data ({_listed(new)}) are "
+            f"has {len(new)} classes in the validation data ({_listed(new)}) that are "
             f"not in the training data; {count:,} validation examples can never be "
             "right.",
             "Split the data by class (stratified), or drop these examples.",
-            column=name,
-            figure=float(count),
+            float(count),
         )
     if absent:
-        yield Finding(
+        yield train.finding(
             "unseen_class",
             "note",
-            f"{name}: {len(absent)} classes of the training data ({_listed(absent)}) "
+            f"has {len(absent)} classes in the training data ({_listed(absent)}) that "
             "are not in the validation data, which cannot tell how well they are "
             "learned.",
             "Split the data by class (stratified).",
-            column=name,
-            figure=float(len(absent)),
-        )
-
-
-def _unreachable(profile: Profile, rounding: Rounding) -> Iterator[Finding]:
-    """Targets that are fine for the loss, but that no output layer can give."""
-    limit = rounding.format.max
-    largest = profile.largest.astype(float)
-    beyond = (largest > limit) & (profile.num_finite > 0)
-    found = Hits(profile, beyond & (profile.num_overflows == 0), largest)
-    if not found or profile.column.is_integer:
-        return
-    yield found.finding(
-        "overflow",
-        "warning",
-        f"has targets up to {number(largest[found.worst])}; an output layer in "
-        f"{rounding.name} ends at {number(limit)}, so the loss stays large or inf.",
-        "Divide the targets by their standard deviation, or keep the output layer in "
-        "float32, as `tfamp.enable` does.",
-        figure=largest[found.worst],
-    )
-
-
-def _weights(profile: Profile) -> Iterator[Finding]:
-    no_weight = (profile.num_nonzero == 0) & (profile.num_nan == 0)
-    found = Hits(profile, no_weight & no_weight.all(), profile.count)
-    if found:
-        yield found.finding(
-            "weights",
-            "error",
-            "is 0 for every example: nothing is learned.",
-            "Give positive weights, or leave them out.",
-            figure=0.0,
-        )
-    found = Hits(profile, profile.low < 0, -profile.low.astype(float))
-    if found:
-        lowest = profile.low[found.worst]
-        yield found.finding(
-            "weights",
-            "warning",
-            f"goes down to {number(lowest)}: a negative weight makes training raise "
-            "the loss of that example.",
-            "Clip the weights at 0.",
-            figure=lowest,
+            float(len(absent)),
         )
 
 

@@ -20,16 +20,12 @@ from tfamp.records.formats import FORMATS, Format
 # Wider vectors, and images with more channels, are looked at as one feature.
 _MAX_FEATURES = 2048
 _MAX_CHANNELS = 16
-# A sample this large finds a drift of 0.1 with near certainty (see `drift`), and
-# all features of a column together hold at most 32 MiB of them.
-_SAMPLE_ROWS = 20_000
-_SAMPLE_VALUES = 4 * 2**20
-_MIN_SAMPLE_ROWS = 1000
-_SEED = 0
+# A sample this large finds a drift of 0.1 with near certainty, and all features of a
+# column together hold at most 32 MiB of them.
+_SAMPLE_ROWS, _MIN_SAMPLE_ROWS, _SAMPLE_VALUES = 20_000, 1000, 4 * 2**20
 # Rounding noise against the standard deviation: from 1/20 on, a layer sees it.
 # Normalized data has 2e-4 in float16 and 2e-3 in bfloat16.
 NOISY = 0.05
-_COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
 # Integers above this are no rows of an embedding table: it would have more
 # parameters than the largest ones in use.
 _MAX_INDEX = 2**27
@@ -77,7 +73,7 @@ class Rounding:
 def rounding_for(compute_dtype: Any) -> Rounding:
     """Returns the rounding of a dtype, a policy's name or a `keras.DTypePolicy`."""
     name = getattr(compute_dtype, "compute_dtype", compute_dtype)
-    options = (*_COMPUTE_DTYPES, *_POLICIES)
+    options = ("float32", "float16", "bfloat16", *_POLICIES)
     name = checks.choice("compute_dtype", name, options)
     return Rounding(FORMATS[_POLICIES.get(name, name)])
 
@@ -90,7 +86,6 @@ class Profile(Numbers):
         num_rows: Examples seen.
         num_overflows: Finite values that the compute dtype turns into inf.
         num_flushed: Non-zero values that it turns into 0.
-        num_subnormal: Values that it holds with fewer bits than others.
     """
 
     def __init__(self, column: Column, rounding: Rounding) -> None:
@@ -98,12 +93,11 @@ class Profile(Numbers):
         self.column, self.rounding = column, rounding
         self.num_rows = 0
         zeros = np.zeros(self.num_features, np.int64)
-        self.num_overflows, self.num_flushed, self.num_subnormal = zeros, zeros, zeros
-        self._rounded = zeros
+        self.num_overflows = self.num_flushed = self._rounded = zeros
         self._errors = np.zeros(self.num_features)
         share = _SAMPLE_VALUES // self.num_features
         size = max(_MIN_SAMPLE_ROWS, min(_SAMPLE_ROWS, share))
-        self._values, self._means = RowSample(size, _SEED), RowSample(size, _SEED)
+        self._values, self._means = RowSample(size, 0), RowSample(size, 0)
 
     @property
     def rms(self) -> np.ndarray:
@@ -147,33 +141,22 @@ class Profile(Numbers):
         name = self.column.name
         return name if self.num_features == 1 else f"{name}[{feature}]"
 
-    def distinct_values(self, feature: int) -> np.ndarray:
-        """Returns the distinct finite values of a feature in the sample, sorted."""
-        return np.unique(finite(self.sample[:, feature]))
-
-    def merged_share(self, feature: int) -> tuple[float, tuple[float, ...]]:
-        """Returns the share of neighbouring distinct values made equal, and a pair.
+    def merged_share(self, feature: int) -> float:
+        """Returns the share of neighbouring distinct values that rounding makes equal.
 
         Values that become inf are left out: they are the overflow's.
         """
-        distinct = self.distinct_values(feature)
-        rounded = self.rounding(distinct)
-        held = np.isfinite(rounded)
-        distinct, rounded = distinct[held], rounded[held]
-        equal = np.flatnonzero(rounded[1:] == rounded[:-1])
-        if not len(equal):
-            return 0.0, ()
-        pair = tuple(distinct[equal[0] : equal[0] + 2].tolist())
-        return len(equal) / (len(distinct) - 1), pair
+        rounded = self.rounding(np.unique(finite(self.sample[:, feature])))
+        rounded = rounded[np.isfinite(rounded)]
+        equal = np.count_nonzero(rounded[1:] == rounded[:-1])
+        return equal / max(1, len(rounded) - 1)
 
     def looks_like_ids(self, feature: int) -> bool:
         """Whether whole numbers fill their range as ids do, or are called so.
 
         Drawn from a range of R ids, s values hold R (1 - exp(-s / R)) distinct ones.
         """
-        if not (self.column.is_integer or self.is_integral[feature]):
-            return False
-        if not self.num_finite[feature]:
+        if not (self.is_integral[feature] and self.num_finite[feature]):
             return False
         if _ID_NAME.search(self.column.name):
             return True
@@ -181,7 +164,8 @@ class Profile(Numbers):
         if span > 2 * self.num_rows:
             return False
         expected = span * -np.expm1(-len(self.sample) / span)
-        return len(self.distinct_values(feature)) >= _DENSE * float(expected)
+        distinct = np.unique(finite(self.sample[:, feature]))
+        return len(distinct) >= _DENSE * float(expected)
 
     def update(self, chunk: np.ndarray) -> None:
         """Takes the next examples, shape (rows, ...)."""
@@ -202,8 +186,11 @@ class Profile(Numbers):
         positions = self._values.random.integers(cut.shape[1], size=len(chosen))
         self._values.add(cut[chosen, positions])
         if cut.shape[1] > 1 and not self.column.is_text:
-            chosen = self._means.choose(len(cut))
-            self._means.add(_mean_of_finite(cut[chosen]))
+            rows = cut[self._means.choose(len(cut))]
+            held = np.isfinite(rows)
+            with np.errstate(invalid="ignore"):
+                totals = rows.sum(axis=1, dtype=np.float64, where=held)
+                self._means.add(totals / held.sum(axis=1))
 
     def _add_bytes(self, rows: np.ndarray) -> None:
         """Takes 8-bit numbers, which every compute dtype holds exactly."""
@@ -230,11 +217,7 @@ class Profile(Numbers):
         self.num_overflows = self.num_overflows + num_overflows
         flushed = nonzero & (rounded == 0)
         self.num_flushed = self.num_flushed + flushed.sum(axis=1)
-        tiny = nonzero & (np.abs(values) < self.rounding.format.smallest_normal)
-        self.num_subnormal = self.num_subnormal + (tiny & ~flushed).sum(axis=1)
-        errors = rounded - values
-        if num_overflows.any():
-            errors = np.where(overflows, 0.0, errors)
+        errors = np.where(overflows, 0.0, rounded - values)
         self._errors = self._errors + (errors * errors).sum(axis=1)
         self._rounded = self._rounded + finite - num_overflows
 
@@ -245,13 +228,6 @@ def finite(values: np.ndarray) -> np.ndarray:
         return values
     values = values.astype(np.float64)
     return values[np.isfinite(values)]
-
-
-def _mean_of_finite(rows: np.ndarray) -> np.ndarray:
-    """Returns the mean over the positions of each row, NaN where none is finite."""
-    held = np.isfinite(rows)
-    with np.errstate(invalid="ignore"):
-        return rows.sum(axis=1, dtype=np.float64, where=held) / held.sum(axis=1)
 
 
 def num_features(column: Column) -> int:
@@ -290,9 +266,7 @@ class Hits:
         severity: Severity,
         message: str,
         remedy: str,
-        *,
         figure: float,
-        details: dict[str, int | float | str | None] | None = None,
         fix: Fix | None = None,
     ) -> Finding:
         """Returns the finding, whose message begins with the worst feature.
@@ -310,7 +284,7 @@ class Hits:
             remedy,
             column=column,
             figure=float(figure),
-            details={"num_features": self._number, **(details or {})},
+            details={"num_features": self._number},
             fix=fix,
         )
 

@@ -36,10 +36,8 @@ _MIN_ROWS = 20
 # Hashes held of one data set, 16 bytes each: 64 MiB. Beyond, a fixed part of all
 # hash values is kept, of both sets, so shares stay right.
 _MAX_HELD = 2**22
-# Shares of train, of validation, and of conflicting groups worth a warning.
-_MANY_DUPLICATES = 0.01
-_MIN_LEAK, _LARGE_LEAK = 0.001, 0.1
-_MANY_CONFLICTS = 0.01
+# Shares of train and of validation worth a warning.
+_MANY_DUPLICATES, _MIN_LEAK, _LARGE_LEAK = 0.01, 0.001, 0.1
 # With fewer distinct rows than this, equal rows are no surprise.
 _MIN_DISTINCT = 0.5
 
@@ -56,39 +54,6 @@ class Comparison:
     difference: float
     p_value: float
     message: str
-
-
-def kolmogorov_smirnov(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
-    """Returns the largest difference of two empirical distributions, and its p-value.
-
-    The p-value is the asymptotic one; with ties it is too large, so it errs to
-    silence.
-    """
-    found = _scipy_stats().ks_2samp(first, second, method="asymp")
-    return float(found.statistic), float(found.pvalue)
-
-
-def chi_square(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
-    """Returns the share of examples that differ in category, and the p-value.
-
-    It takes the examples of each category in either set; rare ones are joined.
-    """
-    table = np.stack([first, second]).astype(np.float64)
-    shares = table / table.sum(axis=1, keepdims=True)
-    difference = float(np.abs(shares[0] - shares[1]).sum() / 2)
-    smallest = table.sum(axis=0) * (table.sum(axis=1).min() / table.sum())
-    rare = smallest < _MIN_EXPECTED
-    if rare.any():
-        joined = table[:, rare].sum(axis=1, keepdims=True)
-        table = np.concatenate([table[:, ~rare], joined], axis=1)
-    if table.shape[1] < 2:
-        return difference, 1.0
-    found = _scipy_stats().chi2_contingency(table, correction=False)
-    return difference, float(found.pvalue)
-
-
-def _scipy_stats() -> Any:
-    return checks.require("scipy.stats", extra="data", purpose="The rule on drift")
 
 
 def compare(train: Profile, validation: Profile) -> Iterator[Comparison]:
@@ -122,28 +87,43 @@ def compare_labels(train: Labels, validation: Labels) -> Iterator[Comparison]:
 
 
 def _numbers(name: str, first: np.ndarray, second: np.ndarray) -> Comparison:
-    found = kolmogorov_smirnov(first, second)
+    """Compares numbers; with ties the p-value is too large, so it errs to silence."""
+    found = _scipy_stats().ks_2samp(first, second, method="asymp")
     middles = [number(float(np.median(part))) for part in (first, second)]
     message = (
-        f"{name} differs between train and validation by {format_share(found[0])} "
-        f"in its distribution (Kolmogorov-Smirnov; medians {middles[0]} and "
-        f"{middles[1]})"
+        f"{name} differs between train and validation by "
+        f"{format_share(float(found.statistic))} in its distribution "
+        f"(Kolmogorov-Smirnov; medians {middles[0]} and {middles[1]})"
     )
-    return Comparison(name, *found, message)
+    return Comparison(name, float(found.statistic), float(found.pvalue), message)
 
 
 def _categories(
     name: str, values: list[Any], first: np.ndarray, second: np.ndarray
 ) -> Comparison:
-    found = chi_square(first, second)
-    shares = first / first.sum(), second / second.sum()
+    """Compares the examples of each category in either set; rare ones are joined."""
+    table = np.stack([first, second]).astype(np.float64)
+    shares = table / table.sum(axis=1, keepdims=True)
+    difference, p_value = float(np.abs(shares[0] - shares[1]).sum() / 2), 1.0
+    smallest = table.sum(axis=0) * (table.sum(axis=1).min() / table.sum())
+    rare = smallest < _MIN_EXPECTED
+    if rare.any():
+        joined = table[:, rare].sum(axis=1, keepdims=True)
+        table = np.concatenate([table[:, ~rare], joined], axis=1)
+    if table.shape[1] > 1:
+        test = _scipy_stats().chi2_contingency(table, correction=False)
+        p_value = float(test.pvalue)
     most = int(np.abs(shares[0] - shares[1]).argmax())
     message = (
-        f"{name} has {format_share(found[0])} of its examples in other categories "
+        f"{name} has {format_share(difference)} of its examples in other categories "
         f"in validation than in train (chi-square; {values[most]!r}: "
         f"{format_share(shares[0][most])} and {format_share(shares[1][most])})"
     )
-    return Comparison(name, *found, message)
+    return Comparison(name, difference, p_value, message)
+
+
+def _scipy_stats() -> Any:
+    return checks.require("scipy.stats", extra="data", purpose="The rule on drift")
 
 
 def find_drift(comparisons: list[Comparison]) -> Iterator[Finding]:
@@ -152,8 +132,7 @@ def find_drift(comparisons: list[Comparison]) -> Iterator[Finding]:
     A p-value counts if it is below `ERROR_RATE` over the number of comparisons
     (Bonferroni), so the chance of any false alarm stays below `ERROR_RATE`.
     """
-    number_of = len(comparisons)
-    limit = ERROR_RATE / max(1, number_of)
+    limit = ERROR_RATE / max(1, len(comparisons))
     for comparison in sorted(comparisons, key=lambda c: -c.difference):
         if comparison.p_value >= limit or comparison.difference < MIN_DIFFERENCE:
             continue
@@ -166,66 +145,47 @@ def find_drift(comparisons: list[Comparison]) -> Iterator[Finding]:
             "expect the score to differ.",
             column=comparison.column,
             figure=comparison.difference,
-            details={"p_value": comparison.p_value, "num_comparisons": number_of},
+            details={"p_value": comparison.p_value},
         )
 
 
 class RowHashes:
-    """A 64-bit hash of the inputs of each example, and one of its targets.
+    """A 64-bit hash of the inputs of each example.
 
-    Beyond `max_held` rows every second one is kept, by its hash, then every fourth,
+    Beyond `_MAX_HELD` rows every second one is kept, by its hash, then every fourth,
     and so on: 1 in 2**`skipped_bits` of the `num_rows` seen.
     """
 
-    def __init__(self, max_held: int = _MAX_HELD) -> None:
-        self._max_held = max_held
-        self._parts = [np.empty((0, 2), np.uint64)]
+    def __init__(self) -> None:
+        self._parts: list[np.ndarray] = []
         self._held = self.num_rows = self.skipped_bits = 0
 
-    def update(self, inputs: list[np.ndarray], targets: list[np.ndarray]) -> None:
+    def update(self, inputs: list[np.ndarray]) -> None:
         """Takes the columns of the next examples."""
         if not inputs:
             return
-        keys = _hashes(inputs)
+        found = []
+        for parts in zip(*map(_bytes_of_rows, inputs), strict=True):
+            digest = hashlib.blake2b(digest_size=8)
+            for part in parts:
+                digest.update(part)
+            found.append(digest.digest())
+        keys = np.frombuffer(b"".join(found), "<u8")
         self.num_rows += len(keys)
-        answers = _hashes(targets) if targets else np.zeros_like(keys)
-        rows = np.stack([keys, answers], axis=1)
-        self._parts.append(_thinned(rows, self.skipped_bits))
+        self._parts.append(_thinned(keys, self.skipped_bits))
         self._held += len(self._parts[-1])
-        while self._held > self._max_held:
-            self.thin(self.skipped_bits + 1)
+        while self._held > _MAX_HELD:
+            self._held = len(self.thin(self.skipped_bits + 1))
 
-    def thin(self, bits: int) -> None:
-        """Keeps 1 in 2**bits of the hash values."""
-        self._parts = [_thinned(self.rows, bits)]
-        self.skipped_bits = max(bits, self.skipped_bits)
-        self._held = len(self._parts[0])
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The hashes that are held, of inputs and of targets, `(rows, 2)`."""
-        self._parts = [np.concatenate(self._parts)]
+    def thin(self, bits: int) -> np.ndarray:
+        """Returns 1 in 2**bits of the hashes, which alone are kept."""
+        held = np.concatenate([np.empty(0, np.uint64), *self._parts])
+        self._parts, self.skipped_bits = [_thinned(held, bits)], bits
         return self._parts[0]
 
-    @property
-    def keys(self) -> np.ndarray:
-        """The hashes of the inputs that are held."""
-        return self.rows[:, 0]
 
-
-def _thinned(rows: np.ndarray, bits: int) -> np.ndarray:
-    return rows[(rows[:, 0] & np.uint64(2**bits - 1)) == 0]
-
-
-def _hashes(columns: list[np.ndarray]) -> np.ndarray:
-    """Returns a hash of each row, uint64."""
-    digests = []
-    for parts in zip(*map(_bytes_of_rows, columns), strict=True):
-        digest = hashlib.blake2b(digest_size=8)
-        for part in parts:
-            digest.update(part)
-        digests.append(digest.digest())
-    return np.frombuffer(b"".join(digests), "<u8")
+def _thinned(keys: np.ndarray, bits: int) -> np.ndarray:
+    return keys[(keys & np.uint64(2**bits - 1)) == 0]
 
 
 def _bytes_of_rows(column: np.ndarray) -> list[Any]:
@@ -239,80 +199,37 @@ def _bytes_of_rows(column: np.ndarray) -> list[Any]:
 
 def find_equal(train: RowHashes, validation: RowHashes | None) -> Iterator[Finding]:
     """Yields equal examples and what they do to the result."""
-    if validation is not None:
-        bits = max(train.skipped_bits, validation.skipped_bits)
-        train.thin(bits)
-        validation.thin(bits)
-    if not len(train.keys):
+    both = [train] if validation is None else [train, validation]
+    bits = max(hashes.skipped_bits for hashes in both)
+    keys, *others = [hashes.thin(bits) for hashes in both]
+    if not len(keys):
         return
-    distinct, groups, sizes = np.unique(
-        train.keys, return_inverse=True, return_counts=True
-    )
-    held, about = len(train.keys), "" if not train.skipped_bits else "about "
-    few = len(distinct) < _MIN_DISTINCT * held
-    share = 1 - len(distinct) / held
+    distinct = np.unique(keys)
+    about = "about " if bits else ""
+    few = len(distinct) < _MIN_DISTINCT * len(keys)
+    natural = ", which is natural with so few distinct ones" if few else ""
+    share = 1 - len(distinct) / len(keys)
     if share:
         yield Finding(
             "duplicates",
             "note" if few or share < _MANY_DUPLICATES else "warning",
             f"{about}{format_share(share)} of the training examples repeat the inputs "
             f"of another one ({about}{round(share * train.num_rows):,} of "
-            f"{train.num_rows:,}): they count double in the loss"
-            + (", which is natural with so few distinct inputs." if few else "."),
+            f"{train.num_rows:,}): they count double in the loss{natural}.",
             "Nothing." if few else "Drop the copies, unless they are meant as weights.",
             figure=share,
-            details={"num_groups": int((sizes > 1).sum())},
         )
-        yield from _conflict(groups.reshape(-1), sizes, train.rows[:, 1], few=few)
-    if validation is not None and len(validation.keys):
-        yield from _leak(distinct, validation, few=few, about=about)
-
-
-def _conflict(
-    groups: np.ndarray, sizes: np.ndarray, labels: np.ndarray, *, few: bool
-) -> Iterator[Finding]:
-    """Equal inputs with different targets."""
-    # Sorted by group and then by answer, an example that follows another answer of its
-    # own group is a further one.
-    order = np.lexsort((labels, groups))
-    groups, labels = groups[order], labels[order]
-    is_new = np.append(True, (groups[1:] != groups[:-1]) | (labels[1:] != labels[:-1]))
-    answers = np.bincount(groups[is_new], minlength=len(sizes))
-    in_conflict = int(sizes[answers > 1].sum())
-    if not in_conflict:
-        return
-    share = in_conflict / int(sizes.sum())
-    many = share >= _MANY_CONFLICTS and not few
-    yield Finding(
-        "conflict",
-        "warning" if many else "note",
-        f"{format_share(share)} of the training examples have the inputs of another "
-        "one and a different target: no model can be right on both.",
-        "Look at them: wrong labels, or inputs that lack what decides.",
-        figure=share,
-        details={"num_groups": int((answers > 1).sum())},
-    )
-
-
-def _leak(
-    distinct: np.ndarray, validation: RowHashes, *, few: bool, about: str
-) -> Iterator[Finding]:
-    """Validation examples that were trained on."""
-    share = float(np.isin(validation.keys, distinct).mean())
-    if not share:
-        return
-    count = round(share * validation.num_rows)
-    severity: Severity = "error" if share >= _LARGE_LEAK else "warning"
-    if few or share < _MIN_LEAK:
-        severity = "note"
-    so = ", though equal inputs are natural with so few distinct ones."
-    yield Finding(
-        "leak",
-        severity,
-        f"{about}{format_share(share)} of the validation examples ({about}{count:,} of "
-        f"{validation.num_rows:,}) have inputs that are in the training data: the "
-        f"validation score is better than new data will give{so if few else '.'}",
-        "Split by a hash of the inputs, or by what belongs together (person, day).",
-        figure=share,
-        details={"num_examples": count},
-    )
+    leaked = float(np.isin(others[0], distinct).mean()) if others else 0.0
+    if validation is not None and leaked > 0:
+        count = round(leaked * validation.num_rows)
+        severity: Severity = "error" if leaked >= _LARGE_LEAK else "warning"
+        yield Finding(
+            "leak",
+            "note" if few or leaked < _MIN_LEAK else severity,
+            f"{about}{format_share(leaked)} of the validation examples ({about}"
+            f"{count:,} of {validation.num_rows:,}) have inputs that are in the "
+            f"training data{natural}: the validation score is better than new data "
+            "will give.",
+            "Split by a hash of the inputs, or by what belongs together (person, day).",
+            figure=leaked,
+        )

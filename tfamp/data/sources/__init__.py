@@ -6,15 +6,14 @@ element, which is exact at any size and holds nothing twice.
 
 import abc
 import dataclasses
-import functools
 import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfamp.data._given import Order
-from tfamp.data.stages import Settings, Step, map_in_order
+from tfamp.data._elements import Order
+from tfamp.data.stages import Settings
 
 DATA = tf.data.experimental.AutoShardPolicy.DATA
 
@@ -46,10 +45,9 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def identity(self) -> Any:
-        """Returns what tells this source from a changed one.
+        """Returns what tells this source from a changed one, for a cache in files.
 
-        A file cache is built again when it differs. Files count by path, size and
-        time of change (`files_identity`), arrays by their bytes.
+        Files count by path, size and time of change, arrays by their bytes.
         """
 
     def order(self) -> Order:
@@ -87,10 +85,6 @@ class RandomAccess(Source):
         """Returns the elements; their rows share the tensors' memory."""
         return tf.data.Dataset.from_tensor_slices(self.tensors)
 
-    def positions(self) -> tf.data.Dataset:
-        """Returns the numbers of all elements, int64."""
-        return tf.data.Dataset.range(self.num_examples)
-
     def rows(self, positions: tf.Tensor) -> Any:
         """Returns the elements at `positions`, a scalar or `(batch,)`."""
         return tf.nest.map_structure(
@@ -100,12 +94,9 @@ class RandomAccess(Source):
     def part(self, positions: tf.Tensor) -> "RandomAccess":
         """Returns a source of the elements at `positions` alone."""
         origin = positions if self.origin is None else tf.gather(self.origin, positions)
-        return dataclasses.replace(
-            self,
-            tensors=self.rows(positions),
-            num_examples=int(tf.size(positions)),
-            origin=origin,
-        )
+        size = int(tf.size(positions))
+        kept = {"tensors": self.rows(positions), "num_examples": size}
+        return dataclasses.replace(self, **kept, origin=origin)
 
     def locate(self, position: int) -> str:
         """Returns the number that element `position` has in the whole source."""
@@ -116,21 +107,3 @@ class RandomAccess(Source):
     def identity(self) -> Any:
         """Returns the tensors, which count by their bytes."""
         return self.tensors
-
-
-def gather_step(
-    source: RandomAccess, settings: Settings, what: str, *, is_numbered: bool
-) -> Step:
-    """Returns the step that reads elements, or batches of them, by their positions.
-
-    Where it `is_numbered` it gives pairs (position, element).
-    """
-
-    def read(position: tf.Tensor) -> Any:
-        rows = source.rows(position)
-        return (position, rows) if is_numbered else rows
-
-    setting = f"one {what} a call, {settings.parallelism}"
-    reason = "order drawn on positions, then read: exact at any size"
-    act = functools.partial(map_in_order, function=read, settings=settings)
-    return Step("gather", setting, reason, act=act)

@@ -11,6 +11,7 @@ import gzip
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -28,10 +29,7 @@ MAX_COUNTED_BYTES = 64 * 2**20
 _NUM_SHOWN = 3
 # Of two letters at least: "C:/" is a disk of Windows.
 _ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+")
-_GZIP = b"\x1f\x8b"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# Starts of files in UTF-16, which no part of TensorFlow reads as text.
-_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +95,12 @@ class ChunkedSource(Source):
         num_bytes = sum(os.path.getsize(path) for path in self.paths)
         return num_bytes * (1 + start.count(b"\n")) // max(1, len(start))
 
-    def files(self) -> str:
-        """Returns how many files there are, in words."""
-        return f"{len(self.paths):,} file{'' if len(self.paths) == 1 else 's'}"
-
     def length(self, unit: str) -> str:
-        """Returns how many examples there are, in words."""
+        """Returns how many files and examples there are, in words."""
+        files = f"{len(self.paths):,} file{'' if len(self.paths) == 1 else 's'}"
         if self.num_examples is None:
-            return "length unknown (`num_examples`)"
-        return f"{self.num_examples:,} {unit}"
+            return f"{files}, length unknown (`num_examples`)"
+        return f"{files}, {self.num_examples:,} {unit}"
 
 
 def checked_number(num_examples: Any) -> int | str | None:
@@ -117,25 +112,21 @@ def checked_number(num_examples: Any) -> int | str | None:
     return checks.positive_int("num_examples", num_examples)
 
 
-def is_counted(
-    paths: Sequence[str], asked: int | str | None, *, any_size: bool = False
-) -> bool:
+def is_counted(paths: Sequence[str], asked: int | str | None) -> bool:
     """Whether to count examples now: for "auto" those of small plain files alone."""
     if asked != "auto":
         return asked == "count"
-    is_small = any_size or sum(map(os.path.getsize, paths)) <= MAX_COUNTED_BYTES
+    is_small = sum(map(os.path.getsize, paths)) <= MAX_COUNTED_BYTES
     return is_small and not any(map(is_gzip, paths))
 
 
 def find_files(paths: Any, *, extensions: Sequence[str] = ()) -> tuple[str, ...]:
     """Returns the files that paths, patterns and folders stand for, at least one.
 
-    Matches of a pattern and the contents of a folder come in the order of their
-    names, so that every machine reads the same elements in the same order. A list
-    keeps its own order. Of folders count files with one of the `extensions` (with the
-    dot, in lower case; none for all), but none whose name begins with a dot.
-
-    A ValueError says what is missing, empty or named twice, or is no local file.
+    Matches of a pattern and the contents of a folder come in the order of their names,
+    a list in its own. Of folders count files with one of the `extensions` (none for
+    all), but none whose name begins with a dot. A ValueError says what is missing,
+    empty or named twice, or is no local file.
     """
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
@@ -151,14 +142,12 @@ def find_files(paths: Any, *, extensions: Sequence[str] = ()) -> tuple[str, ...]
             "check the code that makes the list."
         )
     found = [file for path in paths for file in _files_of(path, extensions)]
-    seen: set[str] = set()
+    if repeated := [file for file, count in Counter(found).items() if count > 1]:
+        raise ValueError(
+            f"`paths` names {repeated[0]!r} twice; expected each file once. Its "
+            "elements would count double: make the patterns exclusive."
+        )
     for file in found:
-        if file in seen:
-            raise ValueError(
-                f"`paths` names {file!r} twice; expected each file once. Its "
-                "elements would count double: make the patterns exclusive."
-            )
-        seen.add(file)
         if os.path.getsize(file) == 0:
             raise ValueError(
                 f"File {file!r} in `paths` has 0 bytes; expected at least one "
@@ -170,15 +159,16 @@ def find_files(paths: Any, *, extensions: Sequence[str] = ()) -> tuple[str, ...]
 def is_gzip(path: str) -> bool:
     """Whether a file is compressed with gzip, by its first bytes."""
     with open(path, "rb") as file:
-        return file.read(2) == _GZIP
+        return file.read(2) == b"\x1f\x8b"
 
 
 def check_text(path: str) -> None:
     """Raises a ValueError if a file is in UTF-16 or holds zero bytes."""
     with open_bytes(path) as file:
         start = file.read(4096)
-    if start.startswith(_UTF_16) or b"\0" in start:
-        kind = "in UTF-16" if start.startswith(_UTF_16) else "with zero bytes"
+    is_utf_16 = start.startswith((b"\xff\xfe", b"\xfe\xff"))
+    if is_utf_16 or b"\0" in start:
+        kind = "in UTF-16" if is_utf_16 else "with zero bytes"
         raise ValueError(
             f"File {path!r} is {kind}; expected text in UTF-8. Convert it, for example "
             "with `iconv -f UTF-16 -t UTF-8`, or leave it out."
@@ -203,11 +193,6 @@ def open_bytes(path: str) -> Iterator[IO[bytes]]:
             ) from error
 
 
-def is_pattern(path: str) -> bool:
-    """Whether `path` holds a wildcard."""
-    return any(sign in path for sign in "*?[")
-
-
 def listed(names: Sequence[str]) -> str:
     """Returns a few names for a message, and how many there are beyond these.
 
@@ -227,9 +212,7 @@ def as_path(path: Any, argument: str) -> str:
             f"`{argument}` holds {path!r}, of type {type(path).__name__}; expected a "
             "path. Pass a string or a pathlib.Path."
         )
-    text = os.fspath(path)
-    if isinstance(text, bytes):
-        text = os.fsdecode(text)
+    text = os.fsdecode(path)
     check_no_address(f"`{argument}` holds {text!r}", text)
     return text
 
@@ -265,7 +248,7 @@ def _files_of(path: Any, extensions: Sequence[str]) -> list[str]:
         return [absolute]
     if os.path.isdir(absolute):
         return _files_in(absolute, text, extensions)
-    if not is_pattern(text):
+    if not glob.has_magic(text):
         raise ValueError(
             f"File {text!r} in `paths` does not exist.{nearest(absolute)} Expected "
             "a file, a folder or a pattern such as 'data/*'; check the path."
@@ -316,7 +299,7 @@ def nearest(absolute: str) -> str:
     names = sorted(entry.name for entry in parent.iterdir())
     if not names:
         return f" Folder {str(parent)!r} is empty."
-    close = None if is_pattern(path.name) else checks.did_you_mean(path.name, names)
+    close = None if glob.has_magic(path.name) else checks.did_you_mean(path.name, names)
     if close:
         return f" Did you mean {str(parent / close)!r}?"
     return f" Folder {str(parent)!r} has {listed(names)}."

@@ -8,11 +8,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import known_length, never_empty
-from tfamp.data._given import Order, order_of, runs_python
+from tfamp.data._elements import Order, known_length, never_empty, order_of, runs_python
 from tfamp.data.sources import DATA, RandomAccess, Source, files_identity
 from tfamp.data.stages import Settings
 from tfamp.records import checks
+from tfamp.records.units import format_bytes
+
+_EMPTY = (
+    "A pass over `dataset` brought no elements, as its generator gave none; expected "
+    "one at least. One that was called already can be read once: pass `from_generator` "
+    "a function that makes a new one for each epoch."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +27,9 @@ class ArraySource(RandomAccess):
 
     def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
-        total = sum(
-            int(np.prod(tensor.shape)) * tensor.dtype.size
-            for tensor in tf.nest.flatten(self.tensors)
-        )
-        size = f"{self.num_examples:,} examples, {total / 2**20:.1f} MiB"
+        tensors = tf.nest.flatten(self.tensors)
+        total = sum(t.shape.num_elements() * t.dtype.size for t in tensors)
+        size = f"{self.num_examples:,} examples, {format_bytes(total)}"
         return f"arrays, {size}", "copied once; dtypes kept, the model casts"
 
 
@@ -37,19 +41,22 @@ def array_source(x: Any, y: Any = None, sample_weight: Any = None) -> ArraySourc
             "reads a pair as (x, y). Pass `y`, or put the weights into `x`."
         )
     given = {"x": x, "y": y, "sample_weight": sample_weight}
-    parts = {
-        name: _arrays(part, name)
-        for name, part in given.items()
-        if part is not None or name == "x"
-    }
-    lengths = {
-        name: tuple(int(leaf.shape[0]) for leaf in tf.nest.flatten(part))
-        for name, part in parts.items()
-    }
+    parts, lengths = {}, {}
+    for name, part in given.items():
+        if part is None and name != "x":
+            continue
+        if isinstance(part, list):
+            raise TypeError(
+                f"`{name}` is a list; expected an array, or a dict or tuple of arrays. "
+                f"Use `np.asarray({name})` for one array, `tuple({name})` for several "
+                "inputs."
+            )
+        parts[name] = tf.nest.map_structure(lambda a, n=name: _as_array(a, n), part)
+        lengths[name] = [int(leaf.shape[0]) for leaf in tf.nest.flatten(parts[name])]
     distinct = {length for part in lengths.values() for length in part}
     if len(distinct) != 1:
         listed = ", ".join(
-            f"`{name}` has {' and '.join(str(n) for n in part) or 'no array'}"
+            f"`{name}` has {' and '.join(map(str, part)) or 'no array'}"
             for name, part in lengths.items()
         )
         raise ValueError(
@@ -64,34 +71,19 @@ def array_source(x: Any, y: Any = None, sample_weight: Any = None) -> ArraySourc
         )
     # On a GPU machine `tf.constant` would otherwise put the dataset on the GPU.
     with tf.device("CPU:0"):
-        tensors = tuple(
-            tf.nest.map_structure(tf.convert_to_tensor, part) for part in parts.values()
-        )
+        tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(parts.values()))
     return ArraySource(tensors if len(tensors) > 1 else tensors[0], num_examples)
-
-
-def _arrays(part: Any, name: str) -> Any:
-    """Returns the structure `part` with every leaf as an array."""
-    if isinstance(part, list):
-        raise TypeError(
-            f"`{name}` is a list; expected an array, or a dict or tuple of arrays. Use "
-            f"`np.asarray({name})` for one array, `tuple({name})` for several inputs."
-        )
-    return tf.nest.map_structure(lambda leaf: _as_array(leaf, name), part)
 
 
 def _as_array(leaf: Any, name: str) -> Any:
     """Returns `leaf` as a NumPy array or a tensor, with its own dtype."""
-    if isinstance(leaf, tf.Tensor):
-        array = leaf
-    elif hasattr(leaf, "__array__"):
-        array = np.asarray(leaf)
-    else:
+    if not hasattr(leaf, "__array__"):
         raise TypeError(
             f"`{name}` holds a {type(leaf).__name__}; expected NumPy arrays or dense "
             "tensors. Convert it with `np.asarray`; for anything that does not fit in "
             "memory use `Pipeline.from_dataset`."
         )
+    array = leaf if isinstance(leaf, tf.Tensor) else np.asarray(leaf)
     if len(array.shape) == 0:
         raise ValueError(
             f"`{name}` holds a scalar; expected arrays whose first dimension counts "
@@ -105,13 +97,6 @@ def _as_array(leaf: Any, name: str) -> Any:
                 "numbers or strings. Give it one dtype with `.astype`."
             )
     return array
-
-
-_EMPTY = (
-    "A pass over `dataset` brought no elements, as its generator gave none; expected "
-    "one at least. One that was called already can be read once: pass `from_generator` "
-    "a function that makes a new one for each epoch."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +126,9 @@ class DatasetSource(Source):
         return order_of(self.given)
 
     def dataset(self, settings: Settings) -> tf.data.Dataset:
-        """Returns the dataset as it was given, a generator's with a check.
-
-        Such a pass may be empty though others are not.
-        """
-        return (
-            never_empty(self.given, _EMPTY) if runs_python(self.given) else self.given
-        )
+        """Returns the dataset as it was given; an empty pass of a generator raises."""
+        given = self.given
+        return never_empty(given, _EMPTY) if runs_python(given) else given
 
     def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
@@ -186,9 +167,9 @@ class TfdsSource(Source):
 
     def identity(self) -> Any:
         """Returns name, version, split, and when the data was prepared."""
-        info = self.builder.info
         written = os.path.join(str(self.builder.data_dir), "dataset_info.json")
-        return (info.full_name, self.split, files_identity([written]))
+        name = self.builder.info.full_name
+        return (name, self.split, self.as_supervised, files_identity([written]))
 
     def dataset(self, settings: Settings) -> tf.data.Dataset:
         """Returns the examples in the order they were written."""
@@ -213,36 +194,52 @@ class TfdsSource(Source):
         return f"TFDS {name}, {size}", "in the order written, which TFDS shuffled once"
 
 
-def tfds_source(builder: Any, split: str, *, as_supervised: bool) -> TfdsSource:
-    """Returns a split as a source, checked to have examples, and pairs if asked."""
+def tfds_source(
+    name_or_builder: Any, split: str, *, as_supervised: bool, data_dir: str | None
+) -> TfdsSource:
+    """Returns a split as a source, prepared, with examples, and of pairs if asked.
+
+    `Pipeline.from_tfds` explains the arguments and the errors.
+    """
+    builder = _builder(name_or_builder, data_dir)
+    if not builder.is_prepared():
+        try:
+            builder.download_and_prepare()
+        except OSError as error:  # of requests and urllib3, whose own they are
+            if "onnection" not in type(error).__name__:
+                raise
+            raise ConnectionError(
+                f"Dataset {builder.info.full_name!r} is not prepared in "
+                f"{str(builder.data_dir)!r}, and cannot be downloaded: {error}. "
+                "Expected prepared data or a network: connect and try again, set "
+                "HTTPS_PROXY, or pass the `data_dir` of a copy that was prepared "
+                "elsewhere."
+            ) from error
     if as_supervised and builder.info.supervised_keys is None:
         raise ValueError(
             f"Dataset {builder.name!r} names no (input, target) pair among its "
             f"features {tuple(builder.info.features)}; expected one. Pass "
             "`as_supervised=False` and choose in `.map`."
         )
+    splits = tuple(builder.info.splits)
     try:
         num_examples = builder.info.splits[split].num_examples
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"Unknown `split` {split!r} of dataset {builder.name!r}; expected one of "
-            f"{tuple(builder.info.splits)}, or a part such as 'train[:80%]'. Print "
-            "them with `builder.info.splits`."
+            f"{splits}, or a part such as 'train[:80%]'. Print them with "
+            "`builder.info.splits`."
         ) from error
     if num_examples == 0:
         raise ValueError(
             f"Split {split!r} of dataset {builder.name!r} has 0 examples; expected at "
-            f"least one. Its splits are {tuple(builder.info.splits)}: take a larger "
-            "part."
+            f"least one. Its splits are {splits}: take a larger part."
         )
     return TfdsSource(builder, split, as_supervised)
 
 
-def open_builder(name_or_builder: Any, *, data_dir: str | None = None) -> Any:
-    """Returns a builder whose data is prepared, preparing it if need be.
-
-    `Pipeline.from_tfds` explains the arguments and the errors.
-    """
+def _builder(given: Any, data_dir: str | None) -> Any:
+    """Returns the builder of a name or a class, or the builder itself."""
     for module in ("tensorflow_datasets", "importlib_resources"):
         checks.require(module, extra="data", purpose="`Pipeline.from_tfds`")
     import tensorflow_datasets as tfds
@@ -256,51 +253,22 @@ def open_builder(name_or_builder: Any, *, data_dir: str | None = None) -> Any:
             "'tensorflow-metadata<1.18'`.",
             name="tensorflow_datasets",
         )
-    given: Any = name_or_builder
-    is_class = inspect.isclass(given)
-    if isinstance(given, str):
-        builder = _builder_by_name(given, data_dir)
-    elif is_class and issubclass(name_or_builder, tfds.core.DatasetBuilder):
-        builder = given(data_dir=data_dir)
-    elif isinstance(given, tfds.core.DatasetBuilder):
-        builder = given
-    else:
+    if inspect.isclass(given) and issubclass(given, tfds.core.DatasetBuilder):
+        return given(data_dir=data_dir)  # type: ignore[call-arg]  # it has no types
+    if isinstance(given, tfds.core.DatasetBuilder):
+        return given
+    if not isinstance(given, str):
         raise TypeError(
             f"`name_or_builder` is {given!r}; expected a TFDS name such as "
             "'mnist', a tfds.core.DatasetBuilder, or a class of one. For arrays use "
             "`Pipeline.from_arrays`."
         )
-    if not builder.is_prepared():
-        try:
-            builder.download_and_prepare()
-        except ConnectionError as error:
-            raise _unreachable(builder, error) from error
-        except OSError as error:  # of requests and urllib3, whose own they are
-            if "onnection" not in type(error).__name__:
-                raise
-            raise _unreachable(builder, error) from error
-    return builder
-
-
-def _unreachable(builder: Any, error: OSError) -> ConnectionError:
-    """Returns the error of data that is not here and cannot be downloaded."""
-    return ConnectionError(
-        f"Dataset {builder.info.full_name!r} is not prepared in "
-        f"{str(builder.data_dir)!r}, and cannot be downloaded: {error}. Expected "
-        "prepared data or a network: connect and try again, set HTTPS_PROXY, or pass "
-        "the `data_dir` of a copy that was prepared elsewhere."
-    )
-
-
-def _builder_by_name(name: str, data_dir: str | None) -> Any:
-    """Returns the builder of a TFDS name; data that lies here needs no code of it."""
-    import tensorflow_datasets as tfds
-
     try:
-        return tfds.builder(name, data_dir=data_dir)
+        # Data that lies here needs no code of it.
+        return tfds.builder(given, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
         known = tfds.list_builders()
-        base = name.partition("/")[0].partition(":")[0]
+        base = given.partition("/")[0].partition(":")[0]
         close = checks.did_you_mean(base, known)
         hint = f" Did you mean {close!r}?" if close else ""
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A folder of images as a source: paths and labels, no pixels."""
+"""A folder of files as a source: paths and labels, no pixels."""
 
 import collections
 import dataclasses
@@ -24,7 +24,7 @@ LABEL_DTYPE = np.int32
 class FileSource(RandomAccess):
     """Paths of files, one an element, with a label each or without.
 
-    An order is drawn on paths, which weigh 100 bytes, not on pixels or texts.
+    An order is drawn on paths, which weigh 100 bytes, not on pixels.
     """
 
     kind: str  # of the files, in the plural
@@ -53,11 +53,8 @@ class FileSource(RandomAccess):
         size = f"{self.num_examples:,} {self.kind}"
         if self.class_names:
             size += f", {len(self.class_names)} classes"
-        ignored = ", ".join(
-            f"{count:,} {reason}"
-            for reason, count in sorted(self.num_ignored.items())
-            if count
-        )
+        counted = sorted(self.num_ignored.items())
+        ignored = ", ".join(f"{count:,} {reason}" for reason, count in counted)
         return size, f"paths only; ignored {ignored or 'nothing'}"
 
 
@@ -81,64 +78,87 @@ def folder_source(
             "('.jpg', '.png')."
         )
     root = _root(folder)
-    if isinstance(class_names, str):
+    is_inferred = isinstance(labels, str)
+    if is_inferred:
+        checks.choice("labels", labels, ["inferred"])
+    _check_class_names(class_names, is_inferred)
+    if isinstance(labels, Mapping):
         raise TypeError(
-            f"`class_names` is {class_names!r}; expected a sequence of names. Pass "
-            f"`class_names=[{class_names!r}]`."
-        )
-    if class_names is not None and len(set(class_names)) != len(class_names):
-        raise ValueError(
-            f"`class_names` is {tuple(class_names)!r}, with a name twice; expected "
-            "each class once. Leave out the second."
+            "`labels` is a dict; expected 'inferred', None or one integer for each "
+            "file, in the order of the paths. List these with `labels=None`."
         )
     ignored: collections.Counter[str] = collections.Counter()
-    names: tuple[str, ...] = tuple(class_names or ())
-    numbers: list[int] | None = None
-    paths: list[str] = []
-    if isinstance(labels, str):
-        checks.choice("labels", labels, ["inferred"])
-        names = _class_folders(root, names, kind, ignored)
-        numbers = []
-        for number, name in enumerate(names):
-            found = _walk(os.path.join(root, name), endings, ignored)
-            if not found:
-                raise ValueError(
-                    f"Class folder {os.path.join(root, name)!r} holds no {kind}; "
-                    f"expected at least one file that ends in {endings}. Fill it, "
-                    "remove it, or leave it out with `class_names`."
-                )
-            paths += found
-            numbers += [number] * len(found)
-    else:
-        if names and (labels is None or not isinstance(labels, Mapping)):
-            raise ValueError(
-                f"`class_names` is {names!r} and `labels` is "
-                f"{type(labels).__name__}; expected names only where labels are "
-                "inferred or a dict. Leave `class_names` out."
-            )
+    if not is_inferred:
         paths = _walk(root, endings, ignored)
         if not paths:
             raise ValueError(
                 f"Folder {root!r} holds no {kind}; expected at least one file that "
                 f"ends in {endings}. Pass another folder or other `extensions`."
             )
-        if isinstance(labels, Mapping):
-            numbers, names = _labels_by_path(labels, names, paths, root)
-        elif labels is not None:
-            numbers, names = _labels_in_order(labels, len(paths))
+        source = label_files(paths, labels, kind=kind)
+        return dataclasses.replace(source, num_ignored=dict(ignored))
+    names = _class_folders(root, tuple(class_names or ()), kind, ignored)
+    paths, numbers = [], []
+    for number, name in enumerate(names):
+        found = _walk(os.path.join(root, name), endings, ignored)
+        if not found:
+            raise ValueError(
+                f"Class folder {os.path.join(root, name)!r} holds no {kind}; "
+                f"expected at least one file that ends in {endings}. Fill it, "
+                "remove it, or leave it out with `class_names`."
+            )
+        paths += found
+        numbers += [number] * len(found)
     return FileSource(_tensors(paths, numbers), len(paths), kind, names, dict(ignored))
 
 
 def label_files(paths: Sequence[str], labels: Any, *, kind: str) -> FileSource:
     """Returns files with the labels of a sequence, or without if that is None."""
-    numbers: list[int] | None = None
-    names: tuple[str, ...] = ()
-    if labels is not None:
-        numbers, names = _labels_in_order(labels, len(paths))
-    return FileSource(_tensors(list(paths), numbers), len(paths), kind, names, {})
+    if labels is None:
+        return FileSource(_tensors(paths, None), len(paths), kind, (), {})
+    array, limit = np.asarray(labels), np.iinfo(LABEL_DTYPE).max
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TypeError(
+            f"`labels` is a {type(labels).__name__} of {array.dtype} with shape "
+            f"{array.shape}; expected one integer for each file. Pass a flat list of "
+            "integers."
+        )
+    if len(array) != len(paths):
+        raise ValueError(
+            f"`labels` has {len(array)} entries for {len(paths)} files; expected as "
+            "many. They go by the sorted paths: list those with `labels=None`."
+        )
+    wrong = array[(array < 0) | (array > limit)]
+    if wrong.size:
+        raise ValueError(
+            f"`labels` holds {wrong[0]}; expected class numbers from 0 to {limit}. "
+            "Number the classes from 0."
+        )
+    names = tuple(map(str, np.unique(array).tolist()))
+    return FileSource(_tensors(paths, array), len(paths), kind, names, {})
 
 
-def _tensors(paths: list[str], numbers: list[int] | None) -> Any:
+def _check_class_names(class_names: Any, is_inferred: bool) -> None:
+    if class_names is None:
+        return
+    if isinstance(class_names, str):
+        raise TypeError(
+            f"`class_names` is {class_names!r}; expected a sequence of names. Pass "
+            f"`class_names=[{class_names!r}]`."
+        )
+    if not is_inferred:
+        raise ValueError(
+            f"`class_names` is {tuple(class_names)!r} and `labels` is not 'inferred'; "
+            "expected names of class folders. Leave `class_names` out."
+        )
+    if len(set(class_names)) != len(class_names):
+        raise ValueError(
+            f"`class_names` is {tuple(class_names)!r}, with a name twice; expected "
+            "each class once. Leave out the second."
+        )
+
+
+def _tensors(paths: Sequence[str], numbers: Any) -> Any:
     """Returns paths, or (paths, labels), on the CPU."""
     for path in paths:
         try:
@@ -149,7 +169,7 @@ def _tensors(paths: list[str], numbers: list[int] | None) -> Any:
                 "Rename it, for example with `convmv -f latin1 -t utf8 --notest`."
             ) from error
     with tf.device("CPU:0"):
-        as_tensor = tf.constant(paths)
+        as_tensor = tf.constant(list(paths))
         if numbers is None:
             return as_tensor
         return as_tensor, tf.constant(np.array(numbers, LABEL_DTYPE))
@@ -176,19 +196,15 @@ def _walk(
     Links to folders are followed, but for those to a folder that they lie in.
     """
     found = []
-    real = Path(os.path.realpath(folder))
-    above = {os.path.normpath(folder): set(map(_identity, (real, *real.parents)))}
     for parent, folders, files in os.walk(folder, followlinks=True):
-        seen = above.pop(os.path.normpath(parent))
         entered = []
         for name in sorted(folders):
             place = os.path.join(parent, name)
             if name.startswith("."):
                 ignored["in hidden folders"] += len(os.listdir(place))
-            elif (identity := _identity(place)) in seen:
+            elif os.path.islink(place) and _is_above(place, parent):
                 ignored["links to a folder above"] += 1
             else:
-                above[os.path.normpath(place)] = seen | {identity}
                 entered.append(name)
         folders[:] = entered
         for name in sorted(files):
@@ -202,10 +218,11 @@ def _walk(
     return found
 
 
-def _identity(folder: str | Path) -> tuple[int, int]:
-    """Returns what a folder and every link to it have in common."""
-    found = os.stat(folder)
-    return found.st_dev, found.st_ino
+def _is_above(link: str, folder: str) -> bool:
+    """Whether a link leads to a folder that it lies in, by way of other links too."""
+    target = os.path.realpath(link)
+    ways = (os.path.realpath(one) for one in (Path(folder), *Path(folder).parents))
+    return any(os.path.commonpath([way, target]) == target for way in ways)
 
 
 def _class_folders(
@@ -235,70 +252,3 @@ def _class_folders(
     if asked and len(asked) < len(folders):
         ignored["class folders not named"] += len(folders) - len(asked)
     return asked or tuple(folders)
-
-
-def _labels_in_order(labels: Any, num_files: int) -> tuple[list[int], tuple[str, ...]]:
-    """Returns labels given as a sequence, and the numbers as class names."""
-    array = np.asarray(labels)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TypeError(
-            f"`labels` is a {type(labels).__name__} of {array.dtype} with shape "
-            f"{array.shape}; expected one integer for each file. Pass a flat list of "
-            "integers, or a dict {path: class name}."
-        )
-    if len(array) != num_files:
-        raise ValueError(
-            f"`labels` has {len(array)} entries for {num_files} files; expected as "
-            "many. They go by the sorted paths: list those with `labels=None`, or "
-            "pass a dict {path: label}."
-        )
-    return _checked_numbers([int(n) for n in array])
-
-
-def _labels_by_path(
-    labels: Mapping[Any, Any], names: tuple[str, ...], paths: list[str], root: str
-) -> tuple[list[int], tuple[str, ...]]:
-    """Returns the labels of a dict in the order of the paths, and the class names."""
-    given = {os.path.normpath(os.fspath(key)): label for key, label in labels.items()}
-    relative = [os.path.relpath(path, root) for path in paths]
-    missing = [path for path in relative if path not in given]
-    unknown = sorted(set(given) - set(relative))
-    if missing or unknown:
-        what, which = ("lacks", missing) if missing else ("names", unknown)
-        tail = "which lie there" if missing else "which do not lie there"
-        raise ValueError(
-            f"`labels` {what} {listed(which)}, {tail}; expected one label for each "
-            f"file below {root!r}, by its path relative to it. Complete the dict, or "
-            "move files that do not belong out of the folder."
-        )
-    values = [given[path] for path in relative]
-    if not all(isinstance(value, str) for value in values):
-        if names or any(
-            isinstance(v, bool) or not isinstance(v, (int, np.integer)) for v in values
-        ):
-            raise TypeError(
-                f"`labels` holds {listed([str(v) for v in values])}; expected integers "
-                "alone, or class names alone where `class_names` is given. Make them "
-                "one kind."
-            )
-        return _checked_numbers([int(value) for value in values])
-    names = names or tuple(sorted(set(values)))
-    unknown = sorted(set(values) - set(names))
-    if unknown:
-        raise ValueError(
-            f"`labels` holds the class {unknown[0]!r}; expected one of `class_names`, "
-            f"{listed(names)}. Add it there, or correct the label."
-        )
-    return [names.index(value) for value in values], names
-
-
-def _checked_numbers(numbers: list[int]) -> tuple[list[int], tuple[str, ...]]:
-    """Returns integer labels that fit int32, and the classes that occur."""
-    limit = np.iinfo(LABEL_DTYPE).max
-    wrong = [number for number in numbers if not 0 <= number <= limit]
-    if wrong:
-        raise ValueError(
-            f"`labels` holds {wrong[0]}; expected class numbers from 0 to {limit}. "
-            "Number the classes from 0."
-        )
-    return numbers, tuple(str(number) for number in sorted(set(numbers)))

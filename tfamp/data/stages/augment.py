@@ -21,8 +21,7 @@ from tfamp.data._elements import (
     with_length_of,
 )
 from tfamp.data._examples import flatten
-from tfamp.data.augmentation import DEFAULT, LayerStep, Transform, span_of
-from tfamp.data.layers import restore
+from tfamp.data.augmentation import DEFAULT, Transform, restore, span_of
 from tfamp.data.stages import Settings, Stage, Step, map_in_order
 from tfamp.records import checks
 
@@ -44,8 +43,8 @@ class EpochCounter:
     # The attribute of a dataset that it counts the passes over.
     ATTRIBUTE = "_tfamp_epochs"
 
-    def __init__(self, epoch: int, *, is_seeded: bool = True) -> None:
-        self._epoch, self.is_seeded = epoch, is_seeded
+    def __init__(self, *, is_seeded: bool = True) -> None:
+        self._epoch, self.is_seeded = 0, is_seeded
         self._lock = threading.Lock()
 
     def read(self) -> np.int64:
@@ -129,27 +128,24 @@ class Augmentation(Stage):
     seed: int | None = None
     key: str | None = None
     value_range: tuple[float, float] | None = None
-    initial_epoch: int = 0
     is_seeded: bool = dataclasses.field(default=True, compare=False, repr=False)
     counter: EpochCounter = dataclasses.field(
-        default_factory=lambda: EpochCounter(0), compare=False
+        default_factory=EpochCounter, compare=False
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "steps", _checked_steps(self.steps))
+        for step in self.steps:
+            if not isinstance(step, Transform):
+                num_arguments(step)
+        object.__setattr__(self, "steps", self.steps or DEFAULT)
         object.__setattr__(self, "value_range", _checked_range(self.value_range))
         checks.fraction("strength", self.strength)
         checks.positive_int("ramp_epochs", self.ramp_epochs, minimum=0)
         checks.fraction("ramp_from", self.ramp_from)
-        checks.positive_int("initial_epoch", self.initial_epoch, minimum=0)
         if self.ramp_from and not self.ramp_epochs:
             raise ValueError(
                 f"`ramp_from` is {self.ramp_from!r} and `ramp_epochs` is 0; expected "
                 "both or neither. Pass the number of epochs that the ramp takes."
-            )
-        if self.key is not None and not isinstance(self.key, str):
-            raise TypeError(
-                f"`key` is {self.key!r}; expected the name of one input. Pass a string."
             )
         if self.seed is None:
             object.__setattr__(self, "is_seeded", False)
@@ -157,13 +153,12 @@ class Augmentation(Stage):
         checks.positive_int("seed", self.seed, minimum=0)
 
     def with_epochs(self) -> tuple[Stage, Stage] | None:
-        """Returns the stage for one dataset, and what counts its epochs."""
+        """Returns the stage for one dataset, and the step that counts its epochs."""
         if self._max_strength == 0:
             return None
-        first = self.initial_epoch
-        counter = EpochCounter(first, is_seeded=self.is_seeded)
-        reason = "whole passes; each has its own changes"
-        count = Step("epochs", f"counted from {first}", reason, act=counter.count)
+        counter = EpochCounter(is_seeded=self.is_seeded)
+        reason = "each has its own changes"
+        count = Step("epochs", "whole passes are counted", reason, act=counter.count)
         return dataclasses.replace(self, counter=counter), count
 
     def check(self, dataset: tf.data.Dataset) -> None:
@@ -235,10 +230,8 @@ class Augmentation(Stage):
         """Returns the setting and the reason, given the dataset it acts on."""
         strength = f"strength {self.strength:g}"
         if self.ramp_epochs:
-            strength = (
-                f"strength {self.ramp_from:g} to {self.strength:g} in "
-                f"{self.ramp_epochs} epochs"
-            )
+            grows = f"{self.ramp_from:g} to {self.strength:g}"
+            strength = f"strength {grows} in {self.ramp_epochs} epochs"
         names = ", ".join(map(_name, self.steps))
         reason = f"after the cache, so each epoch differs; {settings.parallelism}"
         return f"{names}; {strength}", reason
@@ -268,11 +261,13 @@ class Augmentation(Stage):
     def _run(self, images: tf.Tensor, epoch: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
         """Returns images, a batch, changed; the same where the strength is 0."""
         number, dtype = self.seed or 0, images.dtype
-        words = [number % 2**31, number // 2**31 % 2**31]
-        seed = tf.constant(words, tf.int32)
+        seed = tf.constant([number % 2**31, number // 2**31 % 2**31], tf.int32)
         seed = tf.random.experimental.stateless_fold_in(seed, epoch)
         seed = tf.random.experimental.stateless_fold_in(seed, index)
-        strength = self._strength_at(epoch)
+        strength = tf.constant(self.strength, tf.float32)
+        if self.ramp_epochs:
+            way = tf.minimum(tf.cast(epoch, tf.float32) / self.ramp_epochs, 1.0)
+            strength = self.ramp_from * (1 - way) + self.strength * way
 
         def changed() -> tf.Tensor:
             # Between transforms in float32, so that integers are rounded once.
@@ -291,46 +286,22 @@ class Augmentation(Stage):
 
         return tf.cond(strength > 0, changed, lambda: tf.identity(images))
 
-    def _strength_at(self, epoch: tf.Tensor) -> tf.Tensor:
-        """Returns the strength in an epoch, float32."""
-        if not self.ramp_epochs:
-            return tf.constant(self.strength, tf.float32)
-        way = tf.minimum(tf.cast(epoch, tf.float32) / self.ramp_epochs, 1.0)
-        return self.ramp_from * (1 - way) + self.strength * way
-
-
-def _checked_steps(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns steps that can be called, the default ones for none."""
-    steps = tuple(
-        LayerStep(step) if isinstance(step, keras.layers.Layer) else step
-        for step in given
-    )
-    for step in steps:
-        if isinstance(step, type):
-            raise TypeError(
-                f"{step!r} is a class; expected a transform, made with its arguments. "
-                f"Pass `{step.__name__}()`."
-            )
-        if not isinstance(step, Transform):
-            num_arguments(step)
-    return steps or DEFAULT
-
 
 def _checked_range(value_range: Any) -> tuple[float, float] | None:
     """Returns the smallest and the largest value, None for those of the dtype."""
     if value_range is None:
         return None
-    advice = "Pass the smallest and the largest value, such as (0, 255)."
     try:
         low, high = map(float, value_range)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"`value_range` is {value_range!r}; expected a pair of numbers. {advice}"
+            f"`value_range` is {value_range!r}; expected a pair of numbers. Pass the "
+            "smallest and the largest value, such as (0, 255)."
         ) from error
     if not low < high:
         raise ValueError(
             f"`value_range` is {(low, high)!r}; expected the smaller number first. "
-            f"{advice}"
+            "Pass such as (0, 255)."
         )
     return low, high
 
@@ -338,7 +309,9 @@ def _checked_range(value_range: Any) -> tuple[float, float] | None:
 def num_arguments(function: Any) -> int:
     """Returns how many of (image, strength, seed) a function takes: 2 or 3."""
     problem = f"{function!r} cannot be called"
-    if callable(function):
+    if isinstance(function, (type, keras.layers.Layer)):
+        problem = f"{function!r} is a class or a layer"
+    elif callable(function):
         signature = inspect.signature(function)
         for count in (3, 2):
             try:
@@ -347,15 +320,14 @@ def num_arguments(function: Any) -> int:
             except TypeError as error:
                 problem = f"{_name(function)}{signature} cannot: {error}"
     raise TypeError(
-        f"{problem}; expected a transform of `tfamp.data.augmentation`, or a function "
-        "of (image, strength) or (image, strength, seed). Write it as `def change("
-        "image, strength): ...`, so that strength 0 changes nothing."
+        f"{problem}; expected a transform of `tfamp.data.augmentation`, such as "
+        "`Flip()`, or a function of (image, strength) or (image, strength, seed). "
+        "Layers of Keras go into the model."
     )
 
 
 def _name(step: Any) -> str:
-    kind = step.layer if isinstance(step, LayerStep) else step
-    return getattr(kind, "__name__", type(kind).__name__)
+    return getattr(step, "__name__", type(step).__name__)
 
 
 def _checked(name: str, found: Any, given: tf.Tensor) -> tf.Tensor:

@@ -26,7 +26,6 @@ from absl import logging
 from tfamp.data._elements import (
     bytes_held,
     bytes_of_element,
-    bytes_of_first,
     is_endless,
     known_length,
     of_unknown_length,
@@ -34,7 +33,6 @@ from tfamp.data._elements import (
 )
 from tfamp.data.fingerprints import Fingerprint, fingerprint
 from tfamp.data.sources._files import check_no_address
-from tfamp.data.sources.datasets import DatasetSource
 from tfamp.data.stages import Settings, Stage
 from tfamp.records import checks, units
 from tfamp.records.console import progress
@@ -43,12 +41,7 @@ from tfamp.records.console import progress
 _DATA, _RECORD = "elements", "tfamp.json"
 # Ends the name of a folder that is not whole.
 _UNFINISHED = ".unfinished"
-# Elements that are read to estimate how large all will be, where shapes vary.
-_SAMPLED = 64
-# What tf.data adds to an element: a key and an entry in the index for each part.
-_OVERHEAD_BYTES = 64
-_COUNTED_AT_ONCE = 256
-_COUNTED_BYTES = 2**16
+_COUNTED_AT_ONCE = 64
 _SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SPACE_WORDS = tuple(os.strerror(code) for code in _SPACE_ERRORS)
 # What systems say that have no locks, as some network and bucket file systems.
@@ -80,18 +73,21 @@ class Cache(Stage):
                 "with the process; expected None. Leave it out, or pass a path."
             )
 
-    def in_files(self, source: Any, steps: Sequence[Stage]) -> "FileCache":
+    def in_files(
+        self, source: Any, steps: Sequence[Stage], settings: Settings
+    ) -> "FileCache":
         """Returns the cache in files of what steps make of a source."""
         path: Any = self.path
         # Looked at in the source, since a filter hides that there is no end.
-        repeats = isinstance(source, DatasetSource) and is_endless(source.given)
+        given = getattr(source, "given", None)
         is_cut = any(step.name == "subset" for step in steps)
+        repeats = given is not None and is_endless(given) and not is_cut
         # The careful step tells what is skipped.
         before = [step for step in steps if step.name != "on_error"]
-        names = [step.name for step in before]
         identity = (type(source).__name__, source.identity())
-        found = fingerprint((identity, names, before, self.version))
-        return FileCache(path, found, self.unseen, repeats and not is_cut)
+        spec = source.dataset(settings).element_spec
+        found = fingerprint(identity, before, spec, self.version)
+        return FileCache(path, found, self.unseen, repeats)
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the dataset behind a cache in memory."""
@@ -99,10 +95,11 @@ class Cache(Stage):
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
-        reason = "after map: done once; before shuffle: order varies"
-        num_bytes = _expected_bytes(dataset, bytes_held(dataset.element_spec))
-        size = "size unknown" if num_bytes is None else units.format_bytes(num_bytes)
-        return f"memory, {size}", reason
+        each, length = bytes_held(dataset.element_spec), known_length(dataset)
+        size = "size unknown"
+        if each is not None and length is not None:
+            size = units.format_bytes(each * length)
+        return f"memory, {size}", "after map: done once; before shuffle: order varies"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +107,14 @@ class FileCache(Stage):
     """Keeps the elements in a folder, which later runs of the same pipeline use too.
 
     Its name begins with `path` and ends with the fingerprint of all that comes before,
-    which `is_endless` where that is known although the dataset itself may not know.
+    which `repeats` without end where that is known although the dataset may not know.
     """
 
     name: ClassVar[str] = Cache.name
     path: Path
     found: Fingerprint
     unseen: str = "warn"
-    is_endless: bool = False
+    repeats: bool = False
 
     @property
     def folder(self) -> Path:
@@ -134,7 +131,7 @@ class FileCache(Stage):
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises where the cache would never be full, or not notice a change."""
-        if self.is_endless or is_endless(dataset):
+        if self.repeats or is_endless(dataset):
             raise ValueError(
                 f"Cache {str(self.path)!r} would never be full: the elements before it "
                 "repeat without end. Expected a pass that ends: leave `repeat()` out, "
@@ -183,34 +180,34 @@ class FileCache(Stage):
         """Writes the folder in one pass, or leaves none."""
         if is_alone:
             self._remove_left()
-        needed = _expected_bytes(dataset, bytes_of_element(dataset.element_spec))
-        length = known_length(dataset)
-        if needed is None and length is not None:
-            each = bytes_of_first(dataset, _SAMPLED, beside=_OVERHEAD_BYTES)
-            needed = None if each is None else each * length
-        _check_space(self.path.parent, needed)
+        _check_space(self.path.parent, dataset)
         part = self._beside()
         part.mkdir()
-        so_far = _Progress()
         try:
-            _write(part, self.path.name, dataset, so_far)
-            if so_far.num_elements == 0:
+            num_elements = _write(part, self.path.name, dataset)
+            if num_elements == 0:
                 raise ValueError(
                     f"Cache {str(self.path)!r} would hold no elements; expected at "
                     "least one. All were filtered out: loosen `.filter`."
                 )
-            files = _sizes(part)
-            record = {"num_elements": so_far.num_elements, "files": files}
+            record = {"num_elements": num_elements, "files": _sizes(part)}
             (part / _RECORD).write_text(json.dumps(record))
             self._put_in_place(part)
-        except BaseException as error:
+        except (OSError, tf.errors.OpError) as error:
             shutil.rmtree(part, ignore_errors=True)
-            if _is_about_space(error):
-                raise _full_disk(self.path.parent, so_far.num_bytes, needed) from error
-            raise
+            if not _is_about_space(error):
+                raise
+            folder = self.path.parent
+            free = units.format_bytes(shutil.disk_usage(folder).free)
+            raise OSError(
+                errno.ENOSPC,
+                f"The disk of {str(folder)!r} was full before the cache was whole; "
+                f"expected room for all of it. What was written is removed, and {free} "
+                "are free. Free space, choose a path on another disk, or cache in "
+                "'memory'",
+            ) from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
-        self._tell_of_others()
 
     def _beside(self) -> Path:
         name = f"{self.folder.name}.{secrets.token_hex(4)}{_UNFINISHED}"
@@ -239,18 +236,6 @@ class FileCache(Stage):
                 text = "Removed %s, which a process that has ended left unfinished."
                 logging.warning(text, path)
                 shutil.rmtree(path, ignore_errors=True)
-
-    def _tell_of_others(self) -> None:
-        """Logs the other caches under this path, which nobody else removes."""
-        name = re.escape(self.path.name)
-        pattern = re.compile(rf"{name}-[0-9a-f]{{12}}(\..+)?")
-        folders = [one for one in self.path.parent.iterdir() if one != self.folder]
-        others = [o for o in folders if pattern.fullmatch(o.name) and o.is_dir()]
-        if others:
-            size = units.format_bytes(sum(sum(_sizes(one).values()) for one in others))
-            text = "Beside the cache %s lie %d of other pipelines or versions (%s): %s."
-            names = ", ".join(sorted(one.name for one in others))
-            logging.info(text, self.folder, len(others), size, names)
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
@@ -298,94 +283,54 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
     """Returns the absolute path of a cache whose folder exists and can be written."""
-    check_no_address(f"Cache path is {os.fspath(path)!r}", os.fspath(path))
+    text = os.fspath(path)
+    check_no_address(f"Cache path is {text!r}", text)
     absolute = Path(path).expanduser().absolute()
     if absolute.is_dir():
         raise ValueError(
-            f"Cache path {str(path)!r} is a folder; expected the path that the name "
+            f"Cache path {text!r} is a folder; expected the path that the name "
             f"of the cache begins with. Pass {str(Path(path) / 'train')!r}."
         )
     if not absolute.parent.is_dir():
         raise ValueError(
-            f"Cache path {str(path)!r} lies in a folder that does not exist; expected "
+            f"Cache path {text!r} lies in a folder that does not exist; expected "
             f"an existing one. Create it with `mkdir -p {absolute.parent}`."
         )
     if not os.access(absolute.parent, os.W_OK):
         raise ValueError(
-            f"Cache path {str(path)!r} lies in a folder that cannot be written; "
+            f"Cache path {text!r} lies in a folder that cannot be written; "
             "expected a writable one. Choose another, or cache in 'memory'."
         )
     return absolute
 
 
-@dataclasses.dataclass
-class _Progress:
-    """Elements that tf.data has taken, and their bytes as far as these are known.
-
-    tf.data keeps up to 8 MiB before it writes, and removes its files when a disk is
-    full.
-    """
-
-    num_elements: int = 0
-    num_bytes: int = 0
-
-
-def _write(
-    folder: Path, name: str, dataset: tf.data.Dataset, so_far: _Progress
-) -> None:
-    """Lets tf.data write its files, and counts."""
-    cached = dataset.cache(str(folder / _DATA))
-    element_bytes = bytes_of_element(dataset.element_spec)
-    at_once = _COUNTED_AT_ONCE
-    if element_bytes:
-        at_once = max(1, min(at_once, _COUNTED_BYTES // element_bytes))
+def _write(folder: Path, name: str, dataset: tf.data.Dataset) -> int:
+    """Lets tf.data write its files, and returns the number of elements."""
+    cached, count = dataset.cache(str(folder / _DATA)), 0
     # Only numbers come to Python, and not one by one.
-    numbers = cached.enumerate().map(lambda number, _: number).batch(at_once)
+    numbers = cached.enumerate().map(lambda number, _: number).batch(_COUNTED_AT_ONCE)
     with progress(f"Caching {name}", known_length(dataset)) as update:
         for batch in numbers:
-            so_far.num_elements += int(batch.shape[0])
-            if element_bytes:
-                so_far.num_bytes = so_far.num_elements * element_bytes
-            else:
-                so_far.num_bytes = sum(_sizes(folder).values())
-            update(so_far.num_elements)
+            count += int(batch.shape[0])
+            update(count)
+    return count
 
 
-def _check_space(folder: Path, needed: int | None) -> None:
+def _check_space(folder: Path, dataset: tf.data.Dataset) -> None:
     """Raises if the cache will not fit, as far as its size can be foreseen."""
+    each, length = bytes_of_element(dataset.element_spec), known_length(dataset)
     free = shutil.disk_usage(folder).free
-    if needed is not None and needed > free:
+    if each is not None and length is not None and each * length > free:
         raise OSError(
             errno.ENOSPC,
-            f"The cache needs about {units.format_bytes(needed)}, and the disk of "
-            f"{str(folder)!r} has {units.format_bytes(free)} free; "
-            "expected more. Free space, choose a path on another disk, or cache "
-            "fewer elements (`.subset`)",
+            f"The cache needs about {units.format_bytes(each * length)}, and the disk "
+            f"of {str(folder)!r} has {units.format_bytes(free)} free; expected more. "
+            "Free space, choose a path on another disk, or cache fewer elements "
+            "(`.subset`)",
         )
-
-
-def _full_disk(folder: Path, num_bytes: int, needed: int | None) -> OSError:
-    """Returns the error of a disk that was full before a cache was whole."""
-    whole = "" if needed is None else f" of about {units.format_bytes(needed)}"
-    free = units.format_bytes(shutil.disk_usage(folder).free)
-    return OSError(
-        errno.ENOSPC,
-        f"The disk of {str(folder)!r} was full when {units.format_bytes(num_bytes)}"
-        f"{whole} of the cache were made; expected room for all of it. What was "
-        f"written is removed, and {free} are free. Free space, choose a path on "
-        "another disk, or cache in 'memory'",
-    )
-
-
-def _expected_bytes(dataset: tf.data.Dataset, element_bytes: int | None) -> int | None:
-    """Returns what all elements take, None where shapes or the length vary."""
-    length = known_length(dataset)
-    return None if element_bytes is None or length is None else element_bytes * length
 
 
 def _is_about_space(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in _SPACE_ERRORS
-    return isinstance(error, tf.errors.OpError) and any(
-        word in str(error) for word in _SPACE_WORDS
-    )
+    return any(word in str(error) for word in _SPACE_WORDS)

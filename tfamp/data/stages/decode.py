@@ -7,7 +7,6 @@ is dropped.
 
 import dataclasses
 import threading
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,19 +17,12 @@ from tfamp.data.stages import Map, Settings
 from tfamp.records import checks
 
 METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5")
-# Weighted means of pixels, which lie between them.
-_WITHIN_RANGE = ("bilinear", "nearest", "area")
 # Against `tf.io.decode_image` and `tf.image.resize`, on photos at 75 to 95 of 100.
 DECODERS = {"tf": "exact", "simplejpeg": "the same pixels as tf"}
 FITS = ("stretch", "crop", "pad")
 # First bytes of what `tf.io.decode_image` reads: JPEG, PNG, GIF, BMP.
 _STARTS = (b"\xff\xd8\xff", b"\x89PN", b"GIF")
-_BMP_START = b"BM"
 COLORS = {1: "GRAY", 3: "RGB"}
-# Where a bitmap has the bits of a pixel: behind the header of OS/2, and of Windows.
-_BMP_OLD_HEADER, _BMP_OLD_BITS, _BMP_BITS = 12, 24, 28
-# TensorFlow takes the numbers of a palette for colors; so many bits are such numbers.
-_MAX_PALETTE_BITS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +44,7 @@ class ImageReader:
     reads_files: bool = False
 
     def __post_init__(self) -> None:
-        size, method, fit = self.image_size, self.method, self.fit
+        size = self.image_size
         if size is not None:
             is_listed = hasattr(size, "__iter__") and not isinstance(size, str)
             if not is_listed or len(tuple(size)) != 2:
@@ -67,14 +59,12 @@ class ImageReader:
                 "an alpha channel is dropped."
             )
         checks.choice("decoder", self.decoder, DECODERS)
-        checks.choice("method", method, METHODS)
-        checks.choice("fit", fit, FITS)
-        antialias = bool(self.antialias)
-        if size is None and (fit != "stretch" or antialias or method != "bilinear"):
+        checks.choice("method", self.method, METHODS)
+        checks.choice("fit", self.fit, FITS)
+        if size is None and self.fit != "stretch":
             raise ValueError(
-                f"`fit`, `method` or `antialias` came ({fit!r}, {method!r}, "
-                f"{antialias!r}) without `image_size`; expected a size to bring images "
-                "to. Pass `image_size=(224, 224)`, or leave them out."
+                f"`fit` is {self.fit!r} without `image_size`; expected a size to bring "
+                "images to. Pass `image_size=(224, 224)`, or leave it out."
             )
         if self.decoder == "simplejpeg":
             _simplejpeg()
@@ -101,39 +91,35 @@ class ImageReader:
 
         if self.decoder == "tf":
             return self._resized(slow())
-        function, is_jpeg = self._fast_function(), tf.io.is_jpeg(data)
+        function = _fast_function(self.channels)
 
         def fast() -> tf.Tensor:
             return tf.numpy_function(function, [data], tf.uint8, stateful=False)
 
-        pixels = tf.cond(is_jpeg, fast, slow)
+        pixels = tf.cond(tf.io.is_jpeg(data), fast, slow)
         return self._resized(tf.ensure_shape(pixels, (None, None, self.channels)))
 
-    def _check_start(self, given: tf.Tensor, data: tf.Tensor) -> tf.Operation:
+    def _check_start(self, given: tf.Tensor, data: tf.Tensor) -> Any:
         """Names the file that cannot be an image to TensorFlow, by its first bytes."""
         start = tf.strings.substr(data, 0, 3)
-        known = tf.constant(_STARTS)
-        is_bmp = tf.strings.substr(start, 0, 2) == _BMP_START
-        is_image = tf.reduce_any(start == known) | is_bmp
-        has_palette = is_bmp & (_bits_of_bmp(data) <= _MAX_PALETTE_BITS)
-        what = given if self.reads_files else "the bytes of an image"
-        # Not its first bytes: an error whose text is no UTF-8 is another error.
-        size = tf.strings.length(data)
-        palette = "is a BMP with a palette; write it anew as PNG; bytes:"
-        checks_of_it = (
-            (is_image, [what, "is no JPEG, PNG, GIF or BMP; bytes:", size]),
-            (~has_palette, [what, palette, size]),
+        is_bmp = tf.strings.substr(data, 0, 2) == b"BM"
+        # Of those with a palette TensorFlow takes the numbers for colors.
+        has_palette = is_bmp & (_bits_of_bmp(data) <= 8)
+        is_image = tf.reduce_any(start == tf.constant(_STARTS)) | is_bmp
+        what = given if self.reads_files else tf.constant("the bytes of an image")
+        reason = tf.where(
+            has_palette,
+            "is a BMP with a palette; write it anew as PNG; bytes:",
+            "is no JPEG, PNG, GIF or BMP; bytes:",
         )
-        if tf.executing_eagerly():
-            for is_right, words in checks_of_it:
-                if not is_right:
-                    # As a graph would say it; `Assert` itself speaks of tensors here.
-                    texts = (
-                        tf.strings.as_string(one).numpy().decode() for one in words
-                    )
-                    text = " ".join(texts)
-                    raise tf.errors.InvalidArgumentError(None, None, text)
-        return tf.group(*(tf.debugging.Assert(*check) for check in checks_of_it))
+        # Not its first bytes: an error whose text is no UTF-8 is another error.
+        words = [what, reason, tf.strings.length(data)]
+        is_right = is_image & ~has_palette
+        if tf.executing_eagerly() and not is_right:
+            # As a graph would say it; `Assert` itself speaks of tensors here.
+            texts = [tf.strings.as_string(one).numpy().decode() for one in words]
+            raise tf.errors.InvalidArgumentError(None, None, " ".join(texts))
+        return tf.debugging.Assert(is_right, words) or tf.no_op()
 
     def _resized(self, pixels: tf.Tensor) -> tf.Tensor:
         """Returns the pixels in the wanted size, rounded half to even."""
@@ -141,42 +127,44 @@ class ImageReader:
             return pixels
         height, width = self.image_size
         if self.fit == "crop":
-            top, left, tall, wide = crop_box(tf.shape(pixels), height, width)
+            # The box that Keras's `smart_resize` cuts.
+            tall, wide = tf.unstack(tf.shape(pixels)[:2])
+            tall, wide = (
+                tf.maximum(tf.minimum(tall, wide * height // width), 1),
+                tf.maximum(tf.minimum(wide, tall * width // height), 1),
+            )
+            top = (tf.shape(pixels)[0] - tall) // 2
+            left = (tf.shape(pixels)[1] - wide) // 2
             pixels = pixels[top : top + tall, left : left + wide]
-        options = {"method": self.method, "antialias": self.antialias}
+        how = {"method": self.method, "antialias": bool(self.antialias)}
         if self.fit == "pad":
-            resized = tf.image.resize_with_pad(pixels, height, width, **options)
+            resized = tf.image.resize_with_pad(pixels, height, width, **how)
         else:
-            resized = tf.image.resize(pixels, (height, width), **options)
+            resized = tf.image.resize(pixels, (height, width), **how)
         if resized.dtype != tf.uint8:
-            resized = tf.round(resized)
             # Cubic and Lanczos interpolation go beyond 0 and 255.
-            cast = tf.cast if self.method in _WITHIN_RANGE else tf.saturate_cast
-            resized = cast(resized, tf.uint8)
+            resized = tf.saturate_cast(tf.round(resized), tf.uint8)
         return tf.ensure_shape(resized, (height, width, self.channels))
 
-    @tf.autograph.experimental.do_not_convert
-    def _fast_function(self) -> Callable[[Any], np.ndarray[Any, Any]]:
-        """Returns what decodes the bytes of a JPEG without Python's lock, or raises."""
-        simplejpeg = _simplejpeg()
-        buffers = threading.local()
-        color, depth = COLORS[self.channels], self.channels
 
-        def decode(given: Any) -> np.ndarray[Any, Any]:
-            # Eagerly it comes as an array without dimensions.
-            data = given if isinstance(given, bytes) else given.item()
-            height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-            num_bytes = height * width * depth
-            # New memory for each image costs as much as decoding it.
-            if getattr(buffers, "size", 0) < num_bytes:
-                buffers.pixels = np.empty(num_bytes, np.uint8)
-                buffers.size = num_bytes
-            # With the fast DCT the pixels are TensorFlow's, which uses it too.
-            return simplejpeg.decode_jpeg(
-                data, color, fastdct=True, buffer=buffers.pixels
-            )
+@tf.autograph.experimental.do_not_convert
+def _fast_function(channels: int) -> Any:
+    """Returns what decodes the bytes of a JPEG without Python's lock, or raises."""
+    simplejpeg, buffers = _simplejpeg(), threading.local()
 
-        return lambda data: np.array(decode(data))
+    def decode(given: Any) -> np.ndarray[Any, Any]:
+        # Eagerly it comes as an array without dimensions.
+        data = given if isinstance(given, bytes) else given.item()
+        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+        num_bytes = height * width * channels
+        # New memory for each image costs as much as decoding it.
+        if getattr(buffers, "size", 0) < num_bytes:
+            buffers.pixels, buffers.size = np.empty(num_bytes, np.uint8), num_bytes
+        # With the fast DCT the pixels are TensorFlow's, which uses it too.
+        options = {"fastdct": True, "buffer": buffers.pixels}
+        return np.array(simplejpeg.decode_jpeg(data, COLORS[channels], **options))
+
+    return lambda data: decode(data)
 
 
 def _simplejpeg() -> Any:
@@ -185,22 +173,10 @@ def _simplejpeg() -> Any:
 
 def _bits_of_bmp(data: tf.Tensor) -> tf.Tensor:
     """Returns the bits of a pixel of a bitmap; any number of what is none."""
-    header = tf.strings.substr(data, 0, _BMP_BITS + 1)
-    numbers = tf.concat(
-        [tf.io.decode_raw(header, tf.uint8), tf.zeros(_BMP_BITS + 1, tf.uint8)], 0
-    )
-    is_old = numbers[14] == _BMP_OLD_HEADER
-    return tf.where(is_old, numbers[_BMP_OLD_BITS], numbers[_BMP_BITS])
-
-
-def crop_box(shape: Any, height: int, width: int) -> tuple[Any, Any, Any, Any]:
-    """Returns top, left, height and width of the middle with another aspect ratio.
-
-    Source: Keras's `smart_resize`, which cuts the same box.
-    """
-    tall = tf.maximum(tf.minimum(shape[0], shape[1] * height // width), 1)
-    wide = tf.maximum(tf.minimum(shape[1], shape[0] * width // height), 1)
-    return (shape[0] - tall) // 2, (shape[1] - wide) // 2, tall, wide
+    header = tf.io.decode_raw(tf.strings.substr(data, 0, 29), tf.uint8)
+    numbers = tf.concat([header, tf.zeros(29, tf.uint8)], 0)
+    # Behind the header of OS/2, and of Windows.
+    return tf.where(numbers[14] == 12, numbers[24], numbers[28])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,17 +188,12 @@ class Decode(Map):
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises unless elements hold an image as a path or as bytes."""
-        first = inputs_of(dataset.element_spec)
-        key = self.function.key
+        first, key = inputs_of(dataset.element_spec), self.function.key
         if isinstance(first, dict):
-            strings = tuple(
-                name for name, one in first.items() if _is_scalar_string(one)
-            )
             if key not in first:
                 raise ValueError(
                     f"`key` is {key!r} and elements are dicts of {tuple(first)}; "
-                    "expected the name of the image among them. Pass one of "
-                    f"{strings}."
+                    "expected the name of the image among them. Pass it."
                 )
             first = first[key]
         elif key is not None:
@@ -230,7 +201,7 @@ class Decode(Map):
                 f"`key` is {key!r} and elements hold {first!r}, no dict; expected one. "
                 "Leave `key` out."
             )
-        if not _is_scalar_string(first):
+        if first != tf.TensorSpec((), tf.string):
             raise ValueError(
                 f"`.decode` came for elements that hold {first!r}; expected a path or "
                 "the bytes of an image, a scalar string. Leave it out where images are "
@@ -247,12 +218,3 @@ class Decode(Map):
         how = f"{reader.decoder}, {size}, {settings.parallelism}"
         exact = DECODERS[reader.decoder]
         return how, f"uint8, {exact}; EXIF rotation is not applied"
-
-
-def _is_scalar_string(spec: Any) -> bool:
-    """Whether a part of an element is one string."""
-    return (
-        isinstance(spec, tf.TensorSpec)
-        and spec.dtype == tf.string
-        and spec.shape.rank == 0
-    )

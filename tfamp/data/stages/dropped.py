@@ -17,8 +17,7 @@ from absl import logging
 
 from tfamp.data._elements import as_arguments, blank, from_arguments, known_length
 from tfamp.data.stages import Settings, Stage, map_in_order
-from tfamp.records import units
-from tfamp.records.checks import see
+from tfamp.records import checks, units
 from tfamp.records.record import Record
 
 # Before a length is known, errors are held against at least this many elements, so
@@ -121,15 +120,13 @@ class ErrorLog:
         """Raises where more than the allowed share cannot be read."""
         if len(self.found) <= self.max_fraction * total:
             return
-        first = "; ".join(
-            f"{one.where}: {one.message}"
-            for one in list(self.found.values())[:_NAMED_IN_ERROR]
-        )
+        named = self.skipped[:_NAMED_IN_ERROR]
+        first = "; ".join(f"{one.where}: {one.message}" for one in named)
         raise ValueError(
             f"{len(self.found)} of {told} elements cannot be "
             f"read; expected at most {units.format_share(self.max_fraction)} "
             f"(`max_fraction`). The first: {first}. Repair or remove them, or raise "
-            f"`max_fraction` in `.on_error`. {see('failures/damaged-record')}"
+            f"`max_fraction` in `.on_error`. {checks.see('failures/damaged-record')}"
         )
 
 
@@ -163,7 +160,7 @@ class OnError(Stage):
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
-        count = len(self.log.skipped)
+        count = len(self.log.found)
         share = units.format_share(self.max_fraction)
         return f"skip, at most {share}", f"each one costs itself; {count} so far"
 
@@ -308,6 +305,16 @@ def drop(judged: tf.data.Dataset, log: DropLog) -> tf.data.Dataset:
     def add(counts: Any, is_end: Any) -> None:
         log.add(counts.numpy().tolist(), passes=int(is_end))
 
+    def check_some_left(total: tf.Tensor) -> tf.Operation:
+        text = (
+            f"`filter` dropped all {{}} elements ({{}} of them by {reasons}); expected "
+            "one or more to be left. Loosen it: print the statistics, or call the "
+            "predicate on single elements."
+        )
+        is_fine = (total[0] == 0) | (total[0] > tf.reduce_sum(total[1:]))
+        message = tf.strings.format(text, (total[0], total[1:]))
+        return tf.debugging.Assert(is_fine, [message])
+
     def count(state: Any, pair: Any) -> Any:
         (total, reported), (code, element) = state, pair
         is_end = tf.equal(code, _END)
@@ -316,35 +323,20 @@ def drop(judged: tf.data.Dataset, log: DropLog) -> tf.data.Dataset:
         kinds = tf.one_hot(code, len(reasons) + 1, dtype=tf.int64)
         total = total + tf.concat([[seen], kinds[1:]], 0)
         new = total - reported
-        is_due = tf.logical_or(is_end, new[0] >= _REPORT_EVERY)
-        checks = [
-            tf.cond(is_end, lambda: _check_some_left(total, reasons), tf.no_op),
-            tf.cond(
-                is_due,
-                lambda: tf.group(tf.py_function(add, [new, is_end], [])),
-                tf.no_op,
-            ),
+        is_due = is_end | (new[0] >= _REPORT_EVERY)
+
+        def report() -> tf.Operation:
+            return tf.group(tf.py_function(add, [new, is_end], []))
+
+        done = [
+            tf.cond(is_end, lambda: check_some_left(total), tf.no_op),
+            tf.cond(is_due, report, tf.no_op),
         ]
         reported = tf.where(is_due, total, reported)
-        with tf.control_dependencies(checks):
+        with tf.control_dependencies(done):
             is_kept = tf.equal(code, 0)
         return (total, reported), {"is_kept": is_kept, "element": element}
 
     counted = ended.scan((zeros, zeros), count)
     kept = counted.filter(lambda found: found["is_kept"])
     return kept.map(lambda found: found["element"])
-
-
-def _check_some_left(total: tf.Tensor, reasons: Sequence[str]) -> tf.Operation:
-    """Raises at the end of a pass that kept none of its elements."""
-    listed = ", ".join(f"{{}} {reason}" for reason in reasons)
-    text = (
-        f"`filter` dropped all {{}} elements ({listed}); expected one or more to be "
-        "left. Loosen it: print the statistics, or call the predicate on single "
-        "elements."
-    )
-    is_fine = tf.logical_or(
-        tf.equal(total[0], 0), tf.greater(total[0], tf.reduce_sum(total[1:]))
-    )
-    message = tf.strings.format(text, tuple(tf.unstack(total)))
-    return tf.debugging.Assert(is_fine, [message])

@@ -54,11 +54,9 @@ class Shard(Stage):
         """Raises if other processes train together than those of the cluster."""
         if self.cluster is None or num_workers == self.num_shards:
             return
-        told = (
-            f"as {self.cluster.source} says"
-            if self.cluster.workers
-            else "as no cluster is described in the environment"
-        )
+        told = "as no cluster is described in the environment"
+        if self.cluster.workers:
+            told = f"as {self.cluster.source} says"
         raise ValueError(
             f"`.shard('auto')` makes {self.num_shards} part(s), {told}, and TensorFlow "
             f"trains with {num_workers} worker(s); expected one part for each: some "
@@ -68,14 +66,19 @@ class Shard(Stage):
         )
 
     def check(self, dataset: tf.data.Dataset) -> None:
-        """Raises if the part is known to be empty."""
+        """Raises if the part, or that of another worker, is known to be empty."""
         length = known_length(dataset)
-        if length is not None:
-            self._check_length(length)
+        least = self.index + 1 if self.cluster is None else self.num_shards
+        if length is not None and length < least:
+            raise ValueError(
+                f"`.shard({self.num_shards}, {self.index})` of {length} elements is "
+                "empty for a worker; expected an element for each. Use fewer workers, "
+                "or a larger source."
+            )
 
     def chosen(self, source: Any, settings: Settings) -> tf.Tensor:
         """Returns the positions of the part in a source, ascending, int64."""
-        self._check_length(source.num_examples)
+        self.check(source.dataset(settings))
         every = tf.range(self.index, source.num_examples, self.num_shards, tf.int64)
         return every[: self._num_kept(source.num_examples)]
 
@@ -94,36 +97,18 @@ class Shard(Stage):
         if self.num_shards == 1:
             found = "no cluster is described" if told == "none" else told
             return "all, as one process trains", f"auto: {found}"
-        return setting, f"auto: {told}; {reason}; {self._left(dataset)}"
-
-    def _left(self, dataset: tf.data.Dataset) -> str:
-        """Returns in words what becomes of elements that are left over."""
-        length = known_length(dataset)
-        if not self.is_even:
-            return "none is dropped or repeated"
-        if length is None:
-            return "length unknown: a worker may have a full batch more than others"
-        dropped = length % self.num_shards
-        return f"{length // self.num_shards:,} each, drops {dropped}"
+        length, left = known_length(dataset), "none is dropped or repeated"
+        if self.is_even:
+            left = "length unknown: a worker may have a full batch more than others"
+            if length is not None:
+                each, dropped = divmod(length, self.num_shards)
+                left = f"{each:,} each, drops {dropped}"
+        return setting, f"auto: {told}; {reason}; {left}"
 
     def _num_kept(self, length: int) -> int:
         """Returns how many elements this part has, of `length` in all."""
         whole, rest = divmod(length, self.num_shards)
         return whole + (not self.is_even and self.index < rest)
-
-    def _check_length(self, length: int) -> None:
-        if self.cluster is None and length <= self.index:
-            raise ValueError(
-                f"`.shard({self.num_shards}, {self.index})` of {length} elements is "
-                "empty; expected an element for each shard. Use fewer workers, or a "
-                "larger source."
-            )
-        if self.cluster is not None and length < self.num_shards:
-            raise ValueError(
-                f"`.shard('auto')` divides {length} elements among {self.num_shards} "
-                "workers; expected an element for each. Use fewer workers, or a larger "
-                "source."
-            )
 
 
 def cluster_shard() -> Shard:
@@ -163,12 +148,7 @@ def check_order(source: Any, stages: Sequence[Stage]) -> None:
             "`shuffle=False`)."
         )
     if order.differs and "processes" in needs.values():
-        raise ValueError(
-            f"`.shard` got a dataset whose order differs in each process, by "
-            f"{order.differs} without a seed in it; expected one order for all that "
-            "train together: some examples would come twice, others never. Pass it a "
-            "`seed`, or leave shuffling to `Pipeline.shuffle`."
-        )
+        raise _several_orders(f"`.shard` got {order.differs} without a seed")
 
 
 def shard_policy(source: Any, steps: Sequence[Stage]) -> Any:
@@ -192,25 +172,22 @@ def shard_policy(source: Any, steps: Sequence[Stage]) -> Any:
     if policy == _Policy.OFF or any(step.name == "shard" for step in steps):
         return _Policy.OFF
     workers = num_workers()
-    loose = [
-        step.name
-        for step in steps
-        if has_role(step, Role.SEEDED) and getattr(step, "seed", 0) is None
-    ]
-    differs = source.order().differs if workers > 1 and policy == DATA else ""
-    if differs:
-        raise ValueError(
-            f"`dataset` has {differs} without a seed in it, and {workers} worker "
-            "processes train together; expected one order in all of them, since each "
-            "takes its share by position: some elements would come twice, others "
-            "never. Pass the same `seed=` everywhere, or leave shuffling to "
-            "`Pipeline.shuffle` and add `.shard('auto')`."
-        )
-    if workers > 1 and loose:
-        raise ValueError(
-            f"`.{loose[0]}` has no seed, and {workers} worker processes train "
-            "together; expected one order in all of them, since each takes its share "
-            "by position: some elements would come twice, others never. Pass the same "
-            f"`seed=` everywhere, or add `.shard('auto')`."
-        )
+    if workers > 1:
+        together = f"and {workers} worker processes train together"
+        differs = source.order().differs if policy == DATA else ""
+        if differs:
+            raise _several_orders(f"`dataset` has {differs} without a seed, {together}")
+        for step in steps:
+            if has_role(step, Role.SEEDED) and getattr(step, "seed", 0) is None:
+                raise _several_orders(f"`.{step.name}` has no seed, {together}")
     return policy
+
+
+def _several_orders(found: str) -> ValueError:
+    """Returns the error of processes that each have an order of their own."""
+    return ValueError(
+        f"{found}; expected one order in all of them, since each takes its share by "
+        "position: some elements would come twice, others never. Pass the same "
+        "`seed=` everywhere, or leave shuffling to `Pipeline.shuffle` and add "
+        "`.shard('auto')`."
+    )

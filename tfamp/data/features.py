@@ -12,18 +12,18 @@ import rich.box
 
 from tfamp.data._elements import TENSOR
 from tfamp.data._figures import quantile
-from tfamp.data.statistics.conditioning import ColumnRule, Condition, suits
+from tfamp.data.layers import ColumnRule, Condition
 from tfamp.records import checks, console, units
 from tfamp.records.record import Record, TableRecord
 
 FILLS = ("mean", "median", "mode")
+SCALES = ("standardize", "minmax")
 # Three standard deviations keep 99.7 % of a normal; 1.5 quartile ranges are Tukey's
 # fences (Exploratory Data Analysis, 1977, chapter 2) and keep 99.3 %.
 _LEVELS = {"zscore": (3.0,), "iqr": (1.5,), "quantile": (0.01, 0.99)}
-_MAX_ROWS = 60
-_TITLES = "Missing,Inf,Mean,Std,Min,1 %,Median,99 %,Max,Mode".split(",")
-SCALES = ("standardize", "minmax")
 _DEFAULTS = {"missing": "mean", "clip": (0.01, 0.99), "scale": "standardize"}
+_TITLES = "Missing,Inf,Mean,Std,Min,1 %,Median,99 %,Max,Mode".split(",")
+_MAX_ROWS = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +43,10 @@ class Feature(Record):
         variance: Their variance, divided by the count (as Keras and NumPy do).
         min: The smallest.
         max: The largest.
-        mode: The most frequent value, the smallest of several; None where it is
-            open: no value occurs twice, or none leads in the sample by more than
-            chance.
-        mode_count: How often it occurs; an estimate where `distinct` is None.
-        distinct: How many values differ; None where a sample stands for all rows.
+        mode: The most frequent value, the smallest of several; None where no value
+            occurs twice.
         values: Values in ascending order that stand for all.
         weights: How many each stands for.
-        rank_error: By how much the rank of a quantile may be off, as a fraction of
-            `count`, with a probability of 99.9 %; 0 where quantiles are exact.
     """
 
     name: str
@@ -64,11 +59,8 @@ class Feature(Record):
     min: float
     max: float
     mode: float | None
-    mode_count: int | None
-    distinct: int | None
     values: tuple[float, ...] = dataclasses.field(repr=False)
     weights: tuple[int, ...] = dataclasses.field(repr=False)
-    rank_error: float
 
     @property
     def std(self) -> float:
@@ -93,10 +85,7 @@ class Feature(Record):
         Raises:
             ValueError: `q` is not in [0, 1].
         """
-        if not 0 <= q <= 1:
-            raise ValueError(
-                f"`q` is {q!r}; expected a fraction in [0, 1]. Pass 0.5 for the median."
-            )
+        checks.fraction("q", q)
         if q in (0, 1):
             return self.max if q else self.min
         return quantile(np.array(self.values), np.array(self.weights), q)
@@ -146,13 +135,9 @@ class TextColumn(Record):
         missing_values: Texts that stand for a missing value.
         count: Values that are not missing.
         missing: Values that are.
-        distinct: How many values differ; None where a sample stands for all rows.
         values: The values, the most frequent first, at most 10,000; bytes that are no
             UTF-8 are written with backslashes.
-        counts: How often each occurs.
-        count_error: By how much a count may be off, with a probability of 99.9 %; 0
-            where counts are exact.
-        mode: The most frequent value, None where it is open.
+        counts: How often each occurs; of rare ones among many more, at least so often.
     """
 
     name: str
@@ -160,11 +145,13 @@ class TextColumn(Record):
     missing_values: tuple[str, ...]
     count: int
     missing: int
-    distinct: int | None
     values: tuple[str, ...] = dataclasses.field(repr=False)
     counts: tuple[int, ...] = dataclasses.field(repr=False)
-    count_error: int
-    mode: str | None
+
+    @property
+    def mode(self) -> str:
+        """The most frequent value."""
+        return self.values[0]
 
     def vocabulary(self, max_size: int | None = None) -> list[str]:
         """Returns the most frequent values, as `keras.layers.StringLookup` takes."""
@@ -182,7 +169,6 @@ class Statistics(TableRecord):
         columns: One record each, in the order of the inputs.
         num_examples: How many examples were read.
         named: Whether inputs are a dict.
-        reading: Whether elements were taken as batches, and why.
 
     Example:
         >>> import numpy as np
@@ -195,7 +181,6 @@ class Statistics(TableRecord):
     columns: tuple[Column | TextColumn, ...]
     num_examples: int
     named: bool
-    reading: str
 
     def __getitem__(self, name: str) -> Any:
         """Returns the record of a column."""
@@ -276,7 +261,7 @@ class Statistics(TableRecord):
                 "`keras.layers.StringLookup(vocabulary=statistics[name].vocabulary())`."
             )
         given = {"missing": missing, "clip": clip, "scale": scale}
-        names = tuple(column.name for column in chosen)
+        names = [column.name for column in chosen]
         options = {
             key: per_column(key, option, names, _DEFAULTS[key])
             for key, option in given.items()
@@ -308,18 +293,15 @@ class Statistics(TableRecord):
         lines = [line for line in console.text_of(table).splitlines() if line]
         if len(rows) > _MAX_ROWS:
             lines.append(f"... and {len(rows) - _MAX_ROWS} more features")
-        lines.append(f"{self.num_examples:,} examples; {self.reading}.")
-        return "\n".join(lines)
+        return "\n".join([*lines, f"{self.num_examples:,} examples."])
 
 
 def _rows(column: Column | TextColumn) -> list[tuple[str, ...]]:
     """Returns the table's rows of a column, one for each feature."""
     if isinstance(column, TextColumn):
-        total = column.count + column.missing
-        distinct = "many" if column.distinct is None else f"{column.distinct:,}"
-        share = units.format_share(column.missing / total)
-        text = f"{column.name} (text, {distinct} distinct)"
-        return [(text, share, *("",) * 8, column.mode or "open")]
+        share = units.format_share(column.missing / (column.count + column.missing))
+        text = f"{column.name} (text, {len(column.values):,} values)"
+        return [(text, share, *("",) * 8, column.mode)]
     rows = []
     for feature in column.features:
         total = feature.count + feature.missing + feature.infinite
@@ -327,9 +309,9 @@ def _rows(column: Column | TextColumn) -> list[tuple[str, ...]]:
         share = units.format_share(feature.missing / total)
         low, high = feature.quantile(0.01), feature.quantile(0.99)
         values = (feature.mean, feature.std, feature.min, low, feature.median, high)
-        numbers = (f"{value:.4g}" for value in (*values, feature.max))
+        figures = (f"{value:.4g}" for value in (*values, feature.max))
         mode = "open" if feature.mode is None else f"{feature.mode:.4g}"
-        rows.append((name, share, f"{feature.infinite:,}", *numbers, mode))
+        rows.append((name, share, f"{feature.infinite:,}", *figures, mode))
     return rows
 
 
@@ -340,36 +322,38 @@ def _rule(
 
     Features that clipping would have made constant are added to `unclipped`.
     """
+    name, missing = column.name, options["missing"]
     if isinstance(column, TextColumn):
-        return declared(column, fill_text=fill_text(column, options["missing"]))
+        return ColumnRule(
+            name=name,
+            text=True,
+            scalar=column.scalar,
+            missing_texts=column.missing_values,
+            fill_text=_fill_text(column, missing),
+        )
     scale = options["scale"]
     if scale is not None:
         checks.choice("scale", scale, SCALES)
-    fill = fill_values(column, options["missing"])
     lower, upper = outlier_limits(column, check_rule("clip", options["clip"]))
     moved = []
     for place, feature in enumerate(column.features):
-        if collapses(feature, lower[place], upper[place]):
+        left = max(lower[place], feature.min) < min(upper[place], feature.max)
+        if not feature.is_constant and not left:
             lower[place], upper[place] = -np.inf, np.inf
             unclipped.append(feature.name)
         moved.append(_scaling(feature, (lower[place], upper[place]), scale))
     center, width = zip(*moved, strict=True)
-    limits = {"lower": tuple(lower.tolist()), "upper": tuple(upper.tolist())}
-    return declared(
-        column, fill=tuple(fill.tolist()), center=center, width=width, **limits
+    return ColumnRule(
+        name=name,
+        text=False,
+        scalar=column.scalar,
+        missing_values=column.missing_values,
+        fill=_fill_values(column, missing),
+        lower=tuple(lower.tolist()),
+        upper=tuple(upper.tolist()),
+        center=center,
+        width=width,
     )
-
-
-def declared(column: Column | TextColumn, **given: Any) -> ColumnRule:
-    """Returns a rule about a column, and what stands for a missing value in it."""
-    if isinstance(column, TextColumn):
-        given["missing_texts"] = column.missing_values
-    else:
-        given["missing_values"] = column.missing_values
-        # Without another fill, these numbers say how many features there are.
-        given.setdefault("fill", (math.nan,) * len(column.features))
-    is_text = isinstance(column, TextColumn)
-    return ColumnRule(name=column.name, text=is_text, scalar=column.scalar, **given)
 
 
 def _scaling(
@@ -396,12 +380,7 @@ def _scaling(
 def per_column(
     argument: str, option: Any, names: Iterable[str], default: Any
 ) -> dict[str, Any]:
-    """Returns an option for each column, from one for all or a dict by column.
-
-    Example:
-        >>> per_column("missing", {"age": 0}, ("age", "pay"), "mean")
-        {'age': 0, 'pay': 'mean'}
-    """
+    """Returns an option for each column, from one for all or a dict by column."""
     names = tuple(names)
     if not isinstance(option, Mapping):
         return dict.fromkeys(names, option)
@@ -413,104 +392,44 @@ def per_column(
     return {name: option.get(name, default) for name in names}
 
 
-def by_column(
-    missing_value: Any, dtypes: Mapping[str, Any]
-) -> dict[str, tuple[Any, ...]]:
-    """Returns the missing values of each column, numbers for numbers, texts for text.
-
-    `missing_value` is as for `fit_statistics`; columns come with their NumPy dtypes,
-    object for text.
-
-    Example:
-        >>> by_column((-999, "?"), {"age": np.dtype("f4"), "city": np.dtype("O")})
-        {'age': (-999.0,), 'city': ('?',)}
-    """
-    by_name = per_column("missing_value", missing_value, dtypes, None)
-    found = {name: _values(value) for name, value in by_name.items()}
-    for name, values in found.items():
-        # Of values for all columns each has to suit one of them.
-        only = {name: dtypes[name]} if isinstance(missing_value, Mapping) else dtypes
-        for value in values:
-            if not any(suits(value, dtype) for dtype in only.values()):
-                kinds = {name: np.dtype(dtype).name for name, dtype in only.items()}
-                raise ValueError(
-                    f"`missing_value` {value!r} cannot occur in columns {kinds!r}; "
-                    "expected one that a column can hold. Correct it, or leave it out."
-                )
-    return {
-        name: tuple(value for value in values if suits(value, dtypes[name]))
-        for name, values in found.items()
-    }
-
-
-def _values(missing_value: Any) -> tuple[Any, ...]:
-    """Returns one value or several as a tuple of floats and texts, without NaN."""
-    if missing_value is None:
-        return ()
-    is_one = isinstance(missing_value, (str, bytes))
-    several = isinstance(missing_value, Iterable) and not is_one
-    values = tuple(missing_value) if several else (missing_value,)
-    for value in values:
-        if not isinstance(value, (str, numbers.Real)):
-            raise TypeError(
-                f"`missing_value` holds {value!r}, of type {type(value).__name__}; "
-                "expected numbers or text. Pass what stands for a missing value, "
-                "such as -999 or '?'; NaN always does."
+def _fill_values(column: Column, missing: Any) -> tuple[float, ...]:
+    """Returns what to write for a missing value of each feature; NaN for None."""
+    if isinstance(missing, str):
+        checks.choice("missing", missing, FILLS)
+        values = [getattr(feature, missing) for feature in column.features]
+        if None in values:
+            raise ValueError(
+                f"`missing` is 'mode', and no value of feature "
+                f"{column.features[values.index(None)].name!r} stands out, as each "
+                "occurs once; expected a most frequent one. Pass 'median' for column "
+                f"{column.name!r}."
             )
-    converted = (v if isinstance(v, str) else float(v) for v in values)
-    return tuple(v for v in converted if isinstance(v, str) or not math.isnan(v))
-
-
-def check_fill(missing: Any) -> Any:
-    """Returns what `missing` asks for: one of `FILLS`, a finite number or None."""
-    if missing is None or isinstance(missing, str):
-        return missing and checks.choice("missing", missing, FILLS)
-    if isinstance(missing, bool) or not isinstance(missing, numbers.Real):
+        return tuple(values)
+    if isinstance(missing, bool) or not isinstance(missing, (numbers.Real, type(None))):
         raise TypeError(
             f"`missing` is {missing!r}, of type {type(missing).__name__}; expected "
             f"one of {FILLS!r}, a number, or None. Pass 'median' if there are outliers."
         )
-    if not math.isfinite(missing):
+    if missing is not None and not math.isfinite(missing):
         raise ValueError(
             f"`missing` is {missing!r}; expected a finite number. Pass None to leave "
             "missing values as NaN."
         )
-    return float(missing)
+    value = math.nan if missing is None else float(missing)
+    return (value,) * len(column.features)
 
 
-def fill_values(column: Column, missing: Any) -> np.ndarray:
-    """Returns what to write for a missing value, `(features,)`; NaN for None."""
-    missing = check_fill(missing)
-    if not isinstance(missing, str):
-        value = math.nan if missing is None else missing
-        return np.full(len(column.features), value)
-    values = [getattr(feature, missing) for feature in column.features]
-    for feature, value in zip(column.features, values, strict=True):
-        if value is None:
-            raise ValueError(
-                f"`missing` is 'mode', and no value of feature {feature.name!r} stands "
-                "out: each occurs once, or none clearly leads; expected a most "
-                f"frequent one. Pass 'median' for column {column.name!r}."
-            )
-    return np.array(values, np.float64)
-
-
-def fill_text(column: TextColumn, missing: Any) -> str | None:
-    """Returns what to write for a missing text, None to leave it.
-
-    With "mean" and "median", as with "mode", it is the most frequent text.
-    """
+def _fill_text(column: TextColumn, missing: Any) -> str | None:
+    """Returns what to write for a missing text, None to leave it."""
     if not column.missing_values or missing is None:
         return None
-    if isinstance(missing, str) and missing not in FILLS:
-        return missing
-    if isinstance(missing, str) and column.mode is not None:
-        return column.mode
-    raise ValueError(
-        f"`missing` is {missing!r} for text column {column.name!r}; expected 'mode', "
-        "where one text is the most frequent, or a text. Pass "
-        f"`missing={{{column.name!r}: 'unknown'}}`."
-    )
+    if not isinstance(missing, str):
+        raise ValueError(
+            f"`missing` is {missing!r} for text column {column.name!r}; expected "
+            "'mode', which is the most frequent text, or a text. Pass "
+            f"`missing={{{column.name!r}: 'unknown'}}`."
+        )
+    return column.mode if missing in FILLS else missing
 
 
 def check_rule(argument: str, rule: Any) -> tuple[str, tuple[float, ...]] | None:
@@ -525,20 +444,17 @@ def check_rule(argument: str, rule: Any) -> tuple[str, tuple[float, ...]] | None
     if rule is None:
         return None
     parts = (rule,) if isinstance(rule, str) else rule
+    forms = "None, ('zscore', 3.0), ('iqr', 1.5) or ('quantile', 0.01, 0.99)"
     if not (isinstance(parts, (tuple, list)) and len(parts)):
         raise TypeError(
-            f"`{argument}` is {rule!r}, of type {type(rule).__name__}; expected None, "
-            "('zscore', 3.0), ('iqr', 1.5) or ('quantile', 0.01, 0.99). Pass one of "
-            "these."
+            f"`{argument}` is {rule!r}, of type {type(rule).__name__}; expected "
+            f"{forms}. Pass one of these."
         )
     name, *given = parts if isinstance(parts[0], str) else ("quantile", *parts)
     checks.choice(argument, name, _LEVELS)
     levels = given or _LEVELS[name]
     if len(levels) != len(_LEVELS[name]):
-        expected = f"one number behind {name!r}. Leave out the rest"
-        if name == "quantile":
-            expected = f"two quantiles. Pass both, as in `{argument}=(0.01, 0.99)`"
-        raise ValueError(f"`{argument}` is {rule!r}; expected {expected}.")
+        raise ValueError(f"`{argument}` is {rule!r}; expected {forms}. Pass one.")
     if name != "quantile":
         return name, (checks.positive(argument, levels[0]),)
     low, high = (checks.fraction(argument, level) for level in levels)
@@ -570,9 +486,3 @@ def outlier_limits(
 
     lower, upper = np.array([limits(f) for f in column.features], np.float64).T
     return lower, upper
-
-
-def collapses(feature: Feature, lower: float, upper: float) -> bool:
-    """Whether limits leave a feature that varies with one value."""
-    left = max(lower, feature.min) < min(upper, feature.max)
-    return not feature.is_constant and not left
