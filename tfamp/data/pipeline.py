@@ -284,9 +284,8 @@ class Pipeline:
         Args:
             action: "skip", or "raise" as without this stage.
             max_fraction: Share of elements that may be skipped. Beyond it the dataset
-                raises InvalidArgumentError with the first few. While the length is
-                unknown, it is of at least 1,000 elements, or of ten times the number
-                that the first file lets expect.
+                raises InvalidArgumentError with the first few, as soon as that is
+                certain, at the latest at the end of the pass.
         """
         checks.choice("action", action, ["skip", "raise"])
         share = checks.fraction("max_fraction", max_fraction)

@@ -84,16 +84,7 @@ class ChunkedSource(Source):
                 "leave out what is damaged with `.on_error('skip')`."
             )
         if where not in errors.log:
-            errors.log.leave_out(where, message, about=self.about())
-
-    def about(self) -> int:
-        """Returns how many examples there are, at least about: lines, by the first."""
-        if self.num_examples is not None:
-            return self.num_examples
-        with open_bytes(self.paths[0]) as file:
-            start = file.read(2**18)
-        num_bytes = sum(os.path.getsize(path) for path in self.paths)
-        return num_bytes * (1 + start.count(b"\n")) // max(1, len(start))
+            errors.log.leave_out(where, message)
 
     def length(self, unit: str) -> str:
         """Returns how many files and examples there are, in words."""

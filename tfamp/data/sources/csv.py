@@ -456,7 +456,12 @@ def _names_and_rows(
             )
         found = _names(path, head[0][1] if head else [], delimiter)
         if names and found != names:
-            raise ValueError(_differing(paths[0], names, path, found))
+            others = sorted(set(names) ^ set(found)) or found
+            raise ValueError(
+                f"File {path!r} has other columns than {paths[0]!r}, or in another "
+                f"order: {listed(others)}. Expected the same in all files. Read them "
+                "as two sources, or make the headers equal."
+            )
         if len(head) == 1:
             raise ValueError(
                 f"File {path!r} has a header and no rows; expected at least one. "
@@ -497,18 +502,6 @@ def _names(path: str, first: list[str], delimiter: str) -> list[str]:
             "names of the columns. Write a first line with them."
         )
     return names
-
-
-def _differing(first: str, names: list[str], path: str, found: list[str]) -> str:
-    lacking = [name for name in names if name not in found]
-    added = [name for name in found if name not in names]
-    differences = [f"lacks {listed(lacking)}"] if lacking else []
-    differences += [f"has {listed(added)} in addition"] if added else []
-    return (
-        f"File {path!r} has other columns than {first!r}: it "
-        f"{' and '.join(differences) or 'has them in another order'}. Expected the "
-        "same in all files. Read them as two sources, or make the headers equal."
-    )
 
 
 def _given_dtypes(dtypes: Mapping[str, Any], names: list[str]) -> dict[str, str]:

@@ -143,13 +143,6 @@ class TfrecordSource(ChunkedSource):
                     good.append(frame.payload)
             yield good
 
-    def about(self) -> int:
-        """Returns how many records there are, about, by the size of the first."""
-        if self.num_examples is not None:
-            return self.num_examples
-        num_bytes = sum(os.path.getsize(path) for path in self.paths)
-        return max(1, num_bytes // _frame_bytes(self.paths[0], self.compressions[0]))
-
     def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
         packed = ", GZIP" if any(self.compressions) else ""

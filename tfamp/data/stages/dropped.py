@@ -23,8 +23,6 @@ from tfamp.records.record import Record
 # Before a length is known, errors are held against at least this many elements, so
 # that one bad element among the first ten does not end a pass over a million.
 _MIN_SEEN = 1000
-# The first file may have far longer rows than others, and no pass that is fine may end.
-_ESTIMATE_SLACK = 10
 _NAMED_IN_ERROR = 5
 _PURPOSE = "`.on_error('skip')` is used"
 # Between two reports of a filter; one costs a call into Python, about 0.1 ms.
@@ -79,16 +77,13 @@ class ErrorLog:
                 total = self.length or max(self._seen, _MIN_SEEN)
                 self._check(total, self.length or self._seen)
 
-    def leave_out(self, where: str, message: str, *, about: int) -> None:
-        """Counts an element that the source does not give; the first one is logged.
+    def leave_out(self, where: str, message: str) -> None:
+        """Counts an element that the source does not give, to be judged at the end.
 
-        `about` is the length of a pass, as far as that is known before its end.
+        The first one is logged.
         """
         with self._lock:
-            if self._note(where, message):
-                self._num_left_out += 1
-                most = max(_ESTIMATE_SLACK * about, _MIN_SEEN)
-                self._check(most, f"about {max(about, len(self.found))}")
+            self._num_left_out += self._note(where, message)
 
     def finish(self, seen: int) -> None:
         """Ends a pass: checks the share exactly, and sums up once.
@@ -116,7 +111,7 @@ class ErrorLog:
             logging.warning(text, where, message)
         return True
 
-    def _check(self, total: int, told: int | str) -> None:
+    def _check(self, total: int, told: int) -> None:
         """Raises where more than the allowed share cannot be read."""
         if len(self.found) <= self.max_fraction * total:
             return
