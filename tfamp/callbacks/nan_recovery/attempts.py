@@ -36,18 +36,11 @@ _MAX_RESTORES = 2
 class Recovery(Record):
     """One failure and what was done about it.
 
-    Attributes:
-        number: Counted from 1 in each `fit`.
-        epoch: As `fit` counts them, from 0.
-        step: Batches that were trained before, in this `fit`.
-        sign: What failed, in words.
-        cause: What the triage named, "" where it was not asked.
-        layer: The layer that it named.
-        remedy: What was done, or "stop".
-        detail: Its numbers, or the layers that were kept.
-        restored_step: The step of the snapshot that training went back to.
-        seconds: How long it took.
-        bundle: Folder of the failing step, "" where none was written.
+    `number` counts from 1 and `epoch` from 0 in each `fit`; `step` is the batches
+    trained before. `sign` says what failed, `cause` and `layer` are the triage's.
+    `remedy` is what was done, or "stop", and `detail` its numbers or layers. Training
+    went back to the snapshot of `restored_step`; `bundle` is the folder of the failing
+    step, or "".
     """
 
     number: int
@@ -94,13 +87,13 @@ class _Found(NamedTuple):
     """The step that a failure is traced to.
 
     `sign` is how it showed again, None where no step failed again; `before` is the
-    state right ahead of it, None where that is the one which the search began with.
+    state right ahead of it.
     """
 
-    kept: Kept | None
-    batch: Any
+    before: State
+    kept: Kept | None = None
+    batch: Any = None
     sign: Sign | None = None
-    before: State | None = None
 
 
 class Attempts:
@@ -139,7 +132,7 @@ class Attempts:
         held = training.failing_batches()
         state = self._state()
         self._restore(state)
-        found = self._search(held)
+        found = self._search(held, state)
         bundle = self._write_bundle(found, state, sign)
         verdict = self._verdict(found, state)
         cause, layer = _cause_of(verdict), getattr(verdict, "layer", None)
@@ -152,17 +145,17 @@ class Attempts:
                     break
         training.went_back(state)
         recovery = Recovery(
-            number=len(self.done) + 1,
-            epoch=training.epoch,
-            step=training.step,
-            sign=sign.text,
-            cause=cause,
-            layer=None if layer is None else str(layer),
-            remedy=remedy,
-            detail=detail,
-            restored_step=int(state.counters["step"]),
-            seconds=time.perf_counter() - start,
-            bundle=bundle,
+            len(self.done) + 1,
+            training.epoch,
+            training.step,
+            sign.text,
+            cause,
+            None if layer is None else str(layer),
+            remedy,
+            detail,
+            int(state.counters["step"]),
+            time.perf_counter() - start,
+            bundle,
         )
         with open(self._directory / "recoveries.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(recovery.to_dict(), allow_nan=False) + "\n")
@@ -205,7 +198,7 @@ class Attempts:
                 self._model, held=held, factor=training.rate_factor
             )
 
-    def _search(self, held: Sequence[Kept]) -> _Found:
+    def _search(self, held: Sequence[Kept], state: State) -> _Found:
         """Trains on batches again, the oldest first, and returns the first that fails.
 
         A failure shows late where its first number is hidden, as by a ReLU that makes 0
@@ -219,7 +212,7 @@ class Attempts:
             if self._step is None:
                 self._step = around_training.on_batch(model)
             for number, (each, batch) in enumerate(pairs):
-                before = take(model)
+                before = take(model) if number else state
                 try:
                     logs = failures.plain(self._step(batch))
                     sign = (
@@ -232,18 +225,23 @@ class Attempts:
                     if sign is None:
                         break  # it fails otherwise here: nothing can be said
                 if sign is not None:
-                    return _Found(each, batch, sign, before if number else None)
+                    return _Found(before, each, batch, sign)
         bad = [pair for pair in pairs if _holds_nonfinite(pair[1])]
-        return _Found(*[*bad, *pairs[-1:], (None, None)][0])
+        kept, batch = [*bad, *pairs[-1:], (None, None)][0]
+        return _Found(state, kept, batch)
+
+    def _go_to(self, found: _Found, state: State) -> None:
+        """Gives the model the state right ahead of the step that fails."""
+        self._restore(state)
+        if found.before is not state:
+            put(self._model, found.before, metrics=False)
 
     def _write_bundle(self, found: _Found, state: State, sign: Sign) -> str:
         """Writes what failed, with the state ahead of it; "" where that cannot be."""
         if found.kept is None:
             return ""
         model, sign = self._model, found.sign or sign
-        self._restore(state)
-        if found.before is not None:
-            put(model, found.before)
+        self._go_to(found, state)
         notes = []
         if found.sign is None:
             notes.append(
@@ -262,11 +260,9 @@ class Attempts:
             versions=installed_versions(),
             notes=tuple(notes),
         )
-        before = found.before or state
+        parts = (found.before, found.batch, model.save)
         try:
-            return os.fspath(
-                bundles.write(self._directory, record, before, found.batch, model.save)
-            )
+            return os.fspath(bundles.write(self._directory, record, *parts))
         except Exception as error:  # recovery must go on without it
             self._warn("No bundle of the failure could be written", error)
             return ""
@@ -280,8 +276,8 @@ class Attempts:
         self._restore(state)
         verdict = self._asked(found.batch)
         is_open = verdict is not None and _cause_of(verdict) in ("", "none")
-        if is_open and found.before is not None:
-            put(self._model, found.before, metrics=False)
+        if is_open and found.before is not state:
+            self._go_to(found, state)
             verdict = self._asked(found.batch) or verdict
         self._restore(state)
         return verdict
