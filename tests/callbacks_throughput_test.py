@@ -171,33 +171,6 @@ def test_examples_of_all_replicas_are_counted_together(steps):
     assert history["examples_per_second"] == pytest.approx(expected)
 
 
-def test_training_is_the_same_to_the_last_bit_and_draws_no_more(tmp_path):
-    def trained(*callbacks):
-        drawn = []
-
-        def generate():
-            for x, y in zip(*arrays(), strict=True):
-                drawn.append(1)
-                yield x, y
-
-        spec = (tf.TensorSpec((2,)), tf.TensorSpec((3,)))
-        data = tf.data.Dataset.from_generator(generate, output_signature=spec)
-        options = tf.data.Options()
-        options.experimental_optimization.inject_prefetch = False
-        data = data.batch(BATCH).with_options(options)
-        # Where the length is not known, a step of Keras's own is counted that has no
-        # batch: Adam's correction is another one then.
-        data = data.apply(tf.data.experimental.assert_cardinality(6))
-        model = compiled(optimizer="adam")
-        fit(model, *callbacks, data=data)
-        return model.get_weights()[0], len(drawn)
-
-    plain, num_plain = trained()
-    ours, num_ours = trained(Throughput(csv_path=tmp_path / "rates.csv"))
-    np.testing.assert_array_equal(plain, ours)
-    assert num_ours == num_plain
-
-
 def test_rows_and_scalars_hold_every_window(tmp_path):
     rate = Throughput(
         log_dir=tmp_path / "events",
@@ -268,31 +241,6 @@ def test_the_second_of_two_rests_and_says_so():
     assert history["examples_per_second"] == pytest.approx(PER_SECOND)
     text = "No rates, since another Throughput measures the same `fit`: use one."
     assert (text in first.notes, text in second.notes) == (False, True)
-
-
-class Interrupted(keras.callbacks.Callback):
-    """Ends training between two steps."""
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if batch == 2:
-            raise InterruptedError
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_a_fit_without_it_after_an_error_is_left_alone(tmp_path):
-    model = compiled()
-    model.make_train_function()
-    function = model.train_function
-    rate = Throughput(csv_path=tmp_path / "rates.csv", every_steps=1)
-    with pytest.raises(InterruptedError):
-        fit(model, rate, Interrupted())
-    before = len(rows(tmp_path / "rates.csv"))
-    fit(model)
-    assert model.train_function is function
-    assert len(rows(tmp_path / "rates.csv")) == before == 1
-    # And with it the next one is measured as ever.
-    assert len(fit(model, rate)["examples_per_second"]) == 2
 
 
 class Scalars(keras.Model):

@@ -186,44 +186,6 @@ def test_a_step_that_fails_leaves_the_model_as_it_was():
     assert state(model) == before
 
 
-class Pair(keras.Model):
-    """Two layers, each with an optimizer, and only a train step."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = [keras.layers.Dense(1), keras.layers.Dense(1)]
-        self.optimizers = {
-            "first": keras.optimizers.Adam(0.1, name="first"),
-            "second": momentum(),
-        }
-        self.third = [keras.optimizers.Adam(0.1, name="third")]
-
-    def train_step(self, data):
-        x, y = data
-        optimizers = [*self.optimizers.values()]
-        for layer, optimizer in zip(self.parts, optimizers, strict=True):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((layer(x) - y) ** 2)
-            weights = layer.trainable_variables
-            optimizer.apply_gradients(
-                zip(tape.gradient(loss, weights), weights, strict=True)
-            )
-        return {"loss": loss}
-
-
-def test_state_that_only_the_train_step_would_make_is_an_error():
-    model = Pair()
-    model.compile()
-    optimizers = [*model.optimizers.values(), *model.third]
-    names = tuple(part.name for part in [*model.parts, *optimizers])
-    message = (
-        f"holds {names!r} without variables yet, and only its train step knows what "
-        "they will be; expected layers and optimizers whose state can be put back."
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        measured(model, pairs())
-
-
 class Working(keras.layers.Layer):
     """Takes some time of a clock that only goes on when it is told to."""
 

@@ -66,17 +66,6 @@ def test_callbacks_share_the_folder_of_tensorboard_while_training_runs(tmp_path)
     assert steps[0][rate] < steps[1][rate] < steps[2][rate]
 
 
-def test_callbacks_with_one_folder_write_one_file(tmp_path):
-    callbacks = [
-        tfamp.callbacks.PrecisionMonitor(tmp_path),
-        tfamp.callbacks.Throughput(log_dir=tmp_path / "."),
-    ]
-    model = built()
-    for num_files in (1, 2):  # a second `fit` begins a file of its own
-        model.fit(X, Y, verbose=0, callbacks=callbacks)
-        assert len([*tmp_path.glob("events.*")]) == num_files
-
-
 def test_mlflow_logs_what_the_monitor_shows(tmp_path):
     mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")

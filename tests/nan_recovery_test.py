@@ -12,11 +12,10 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.clocks import Ticks
 from tests.loops import OwnStep
 from tests.refusals import refusals, refused_arguments
 from tests.styles import Subclassed
-from tfamp.callbacks import NanRecovery, Recovery, RecoveryError, Throughput
+from tfamp.callbacks import NanRecovery, Recovery, RecoveryError
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 STEPS, BATCH, EPOCHS = 8, 4, 4
@@ -139,17 +138,6 @@ def test_bad_weights_behind_a_finite_loss_prove_no_snapshot(tmp_path):
     """Seen after the very step, so the snapshot of the step before is not trusted."""
     (each,) = recoveries(tmp_path, 5, model=hiding(), triage="data")
     assert (each.step, each.restored_step) == (6, 3)
-
-
-def test_metrics_go_back_with_the_weights(tmp_path):
-    model = linear(metrics=["mae"])
-    run = fit(model, data(5), often(tmp_path), epochs=1)
-    twin, errors = linear(metrics=["mae"]), []
-    for i in (0, 1, 2, 6, 7):
-        rows = slice(i * BATCH, (i + 1) * BATCH)
-        twin.reset_metrics()  # Keras 3.10 leaves that to the caller
-        errors.append(twin.train_on_batch(X[rows], Y[rows])[1])
-    assert run.history["mae"][0] == pytest.approx(np.mean(errors), rel=1e-5)
 
 
 def test_an_epoch_without_a_finite_step_does_not_read_zero(tmp_path):
@@ -445,37 +433,6 @@ def test_a_snapshot_that_helped_twice_to_nothing_gives_way_to_an_older_one(tmp_p
     recovery = often(tmp_path, triage=named("data"), max_recoveries=4)
     fit(linear(), data(*range(6, 10)), recovery)
     assert [each.restored_step for each in recovery.recoveries] == [5, 5, 3, 3]
-
-
-@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
-def test_a_throughput_beside_it_goes_on_measuring(is_first, tmp_path):
-    model, recovery = linear(run_eagerly=False), often(tmp_path)
-    meter = Throughput(clock=Ticks())
-    callbacks = [recovery, meter] if is_first else [meter, recovery]
-    model.make_train_function()
-    function = model.train_function
-    for _ in range(2):
-        run = fit(model, data(STEPS + 3), callbacks[1], callbacks[0])
-        assert run.history["recoveries"] == [0, 1, 1, 1]
-        assert len(run.history["examples_per_second"]) == EPOCHS
-        assert not any("another" in note for note in meter.notes)
-    assert model.train_function is function
-
-
-def test_other_errors_pass_and_leave_nothing_behind(tmp_path):
-    def broken():
-        yield X[:4], Y[:4]
-        raise OSError("no such image")
-
-    model, recovery = linear(), often(tmp_path)
-    spec = (tf.TensorSpec((4, 3)), tf.TensorSpec((4, 1)))
-    batches = tf.data.Dataset.from_generator(broken, output_signature=spec)
-    model.make_train_function()
-    function = model.train_function
-    with pytest.raises(tf.errors.UnknownError, match="no such image"):
-        model.fit(batches, verbose=0, callbacks=[recovery])
-    assert model.train_function is function
-    assert np.isfinite(fit(model, data(), often(tmp_path)).history["loss"][-1])
 
 
 def test_several_workers_are_refused_with_what_works_there(tmp_path, monkeypatch):
