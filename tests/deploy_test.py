@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import deploy_schemas
 from tfamp.machine.clusters import cluster_of
 
 ROOT = Path(__file__).parents[1]
@@ -84,24 +83,6 @@ def test_scripts_pass_shellcheck():
 def manifests(name="kubernetes.yaml"):
     yaml = pytest.importorskip("yaml", reason="of the extra `dev`")
     return list(yaml.safe_load_all((FOLDER / name).read_text()))
-
-
-MANIFESTS = {
-    "kubernetes.yaml": (deploy_schemas.SERVICE, deploy_schemas.JOB),
-    "vertex.yaml": (deploy_schemas.VERTEX,),
-    "sagemaker.yaml": (deploy_schemas.SAGEMAKER,),
-}
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_manifests_hold_what_is_taken(name):
-    jsonschema = pytest.importorskip("jsonschema", reason="of the extra `dev`")
-    for each, schema in zip(manifests(name), MANIFESTS[name], strict=True):
-        jsonschema.Draft202012Validator.check_schema(schema)
-        jsonschema.validate(each, schema)
-        misspelt = {**each, **{f"{key}s": value for key, value in each.items()}}
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(misspelt, schema)
 
 
 def test_machines_of_vertex_read_their_cluster():

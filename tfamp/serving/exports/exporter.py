@@ -257,12 +257,6 @@ def export(
             for each in tried
         ),
         threads=best.threads,
-        advice=tuple(
-            f"{each} was not tried: {', '.join(lacking)} is not installed. Run "
-            f"`pip install 'tfamp[{each}]'`."
-            for each in formats
-            if (lacking := missing(each))
-        ),
     )
 
 
@@ -310,11 +304,6 @@ def _requests(
             "`scheme` is 'static', and there is no `calibration`; expected inputs that "
             "tell the ranges of activations. Pass some tens of training examples."
         )
-    if not found:
-        raise ValueError(
-            f"No format has {' or '.join(dtypes)} with scheme {scheme!r}. Leave out "
-            "`scheme`."
-        )
     return found
 
 
@@ -339,7 +328,8 @@ def _written(
     for request in requests:
         name = request.name
         lacking = () if is_alone else missing(request.format)
-        why = f"{', '.join(lacking)} is missing" if lacking else ""
+        extra = f"`pip install 'tfamp[{request.format}]'`"
+        why = f"{', '.join(lacking)} is not installed, {extra}" if lacking else ""
         if time.monotonic() > ends and (passed or not is_needed):
             why = "the budget was used up"
         if why:

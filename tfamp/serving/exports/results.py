@@ -59,7 +59,6 @@ class Export(TableRecord):
         parity: The comparison on validation data; None without any.
         tried: All that was written to be compared.
         threads: Of a prediction, 1 where that was faster here; None for all cores.
-        advice: What would add candidates, such as packages that are not installed.
     """
 
     path: str
@@ -74,7 +73,6 @@ class Export(TableRecord):
     parity: Parity | None = None
     tried: tuple[Tried, ...] = ()
     threads: int | None = None
-    advice: tuple[str, ...] = ()
 
     @property
     def latency(self) -> tuple[Latency, ...]:
@@ -110,4 +108,4 @@ class Export(TableRecord):
             )
         else:
             told.append(str(self.parity))
-        return console.text_of(console.table(_COLUMNS, rows), *told, *self.advice)
+        return console.text_of(console.table(_COLUMNS, rows), *told)
