@@ -53,7 +53,7 @@ def serving(command: list[str], port: int) -> Iterator[tuple[int, float]]:
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         stdout=subprocess.DEVNULL,
     )
     try:
