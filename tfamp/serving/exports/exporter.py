@@ -364,11 +364,7 @@ def _written(
 def _sparing(
     source: Source, request: Request, scratch: Path, compare: Compare | None
 ) -> Candidate:
-    """Writes an export, of integers with as many layers in float as the gate asks for.
-
-    Layers that the request keeps stay kept. `compare` is the gate, None without
-    validation data.
-    """
+    """Writes an export, of integers with as many layers in float as the gate asks."""
     written: list[Candidate] = []
 
     def evaluate(keep: dict[str, str]) -> Parity:
@@ -441,9 +437,8 @@ def _fastest(
     """Returns the fastest candidate, and the seconds of all by name, threads and size.
 
     Each is timed on all cores and on one thread, which it gets where that is faster by
-    5 %: small models are over before other threads have woken up. Of those that are
-    within 5 % of the fastest it is the most exact one: a gain that is not shown is
-    none. `others` are timed, and not taken.
+    5 %. Of those within 5 % of the fastest it is the most exact one: a gain that is not
+    shown is none. `others` are timed, and not taken.
     """
     models: dict[tuple[str, int | None], LoadedModel] = {}
     for each in (*passed, *others):

@@ -96,17 +96,10 @@ def spoilt(
 ) -> dict[str, str]:
     """Returns the layers that have to stay in float for an int8 export to pass, why.
 
-    At most three exports are tried; where none passes, the layers are those of the one
-    that was least worse.
-
-    Args:
-        model: The float32 model.
-        inputs: A batch as the model takes it.
-        evaluate: Exports with these layers in float, by path, and compares.
-        scheme: In "static" what goes into a kept layer is rounded by the layer ahead
-            of it, so that stays in float with it.
-        fixed: Layers that stay in float in any case, such as heads; `evaluate` is not
-            told of them.
+    `evaluate` exports with such layers and compares. At most three exports are tried;
+    where none passes, the layers are those of the one that was least worse. In "static"
+    what goes into a kept layer is rounded by the layer ahead of it, so that stays in
+    float with it. `fixed` ones stay in any case.
     """
     keep: dict[str, str] = {}
     found: list[tuple[float, dict[str, str]]] = []
