@@ -211,15 +211,14 @@ def test_it_goes_to_json_and_into_a_table():
     assert Sensitivity.from_json(found.to_json()) == found
     text = str(found)
     assert max(map(len, text.splitlines())) <= 110
-    # A default rule keeps normalizations.
-    assert "Keep them in float32: `keep_float32=['huge']`." in text
+    assert "Keep them in float32: `keep_float32=['huge', 'norm']`." in text
 
 
 def test_what_it_advises_cures():
     model = made(stack(L.Rescaling(1e5, name="huge")))
     expected = model.predict(X, verbose=0)
     found = sensitivity(model, (X, Y))
-    tfamp.apply(model, "mixed_float16", keep_float32=["default", *found.left])
+    tfamp.apply(model, "mixed_float16", keep_float32=["default", *found.guilty])
     # Eight roundings of a probability to float16 at most.
     np.testing.assert_allclose(
         model.predict(X, verbose=0), expected, rtol=0, atol=8 * 2.0**-11

@@ -67,6 +67,53 @@ def test_a_spoilt_layer_that_the_user_keeps_already_is_a_note():
     assert "as it was built" in found.title
 
 
+FAR = keras.initializers.Constant(1500.0)
+
+
+def added_behind():
+    x = keras.Input((6,))
+    y = layers.Dense(1, name="head")(layers.Dense(8, "tanh")(x))
+    return keras.Model(x, y + 1500.0)
+
+
+def by_a_product_of_its_own():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__(name="own")
+            self.dense = layers.Dense(8, "tanh", name="dense")
+
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(8, 1), name="kernel")
+
+        def call(self, x):
+            x = ops.cast(self.dense(x), self.compute_dtype)
+            return ops.matmul(x, self.kernel) + 1500.0
+
+    return Own()
+
+
+def far_head():
+    head = layers.Dense(1, bias_initializer=FAR, name="head")
+    return keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), head])
+
+
+# A head whose outputs differ by less than float16 has there.
+HEADS = {
+    "a layer": far_head,
+    "an operation behind it": added_behind,
+    "a product of the model's own": by_a_product_of_its_own,
+}
+
+
+@pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
+def test_a_spoilt_head_that_a_default_rule_keeps_is_a_note(make):
+    keras.utils.set_random_seed(0)
+    model = make()
+    model.compile("sgd", "mse")
+    found = tfamp.check(model, (SALES, 1500 + RETURNED), policy="mixed_float16")
+    assert [each.severity for each in found.of(rule="guilty-layer")] == ["note"]
+
+
 def test_it_tells_what_computes_in_float32_and_why():
     model = shop(layers.LayerNormalization(name="norm"))
     found = tfamp.check(model, policy="mixed_bfloat16")

@@ -2,16 +2,28 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.dtypes import planned_layers
+from tfamp.dtypes import (
+    heads,
+    hooks,
+    layer_dtypes,
+    model_dtypes,
+    planned_layers,
+    resolution,
+)
 from tfamp.dtypes.in_force import IN_FORCE
-from tfamp.dtypes.settings import choose_policy, make_settings, named_policy
+from tfamp.dtypes.settings import (
+    PolicySettings,
+    choose_policy,
+    make_settings,
+    named_policy,
+)
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layers import policy_of
 from tfamp.loss_scale.tape import scaled_by
@@ -22,13 +34,14 @@ from tfamp.numerics.passes import exactly, name_layers, record
 from tfamp.numerics.proof import Proof, prove
 from tfamp.numerics.sensitivity import NotFiniteError, Search
 from tfamp.numerics.sensitivity.errors import Sensitivity
-from tfamp.numerics.sensitivity.explanations import given_dtypes, under_rules
 from tfamp.numerics.triage import triage
 from tfamp.plan import PrecisionPlan, read_plan
 from tfamp.records.findings import Finding, Findings
 from tfamp.records.formats import FLOAT16, HALF
 from tfamp.records.units import format_share
 from tfamp.stepping.arguments import build, dataset_of, first_batch
+from tfamp.stepping.eager_step import Site
+from tfamp.stepping.layer_calls import how_to_keep
 from tfamp.stepping.unchanged import seeds_put_back
 
 # Batches that are looked at, and numbers in one of them: each layer runs several times.
@@ -97,7 +110,6 @@ class _Check:
 
     def __init__(self, model: keras.Model, batches: list[Any], why: str) -> None:
         self._model, self._batches, self._why = model, batches, why
-        self._rows = assignment(model)
         halves = structure.compute_dtypes(model) & {*HALF}
         self._dtype = next((dtype for dtype in HALF if dtype in halves), "")
         self._skipped: list[str] = []
@@ -110,11 +122,12 @@ class _Check:
         linted = lint(model, dataset)
         self._skipped += linted.skipped
         self._rules += [*linted.rules, "in-float32"]
-        findings = [*linted, *in_float32(model, self._rows, self._dtype)]
+        rows = assignment(model)  # heads are known by the call that was traced
+        findings = [*linted, *in_float32(model, rows, self._dtype)]
         if dataset is None:
             self._skip("no `data` were passed", "half-share", "ranges", "guilty-layer")
         else:
-            findings = [*self._of_numbers(), *findings, *self._of_products(dataset)]
+            findings = [*self._of_numbers(rows), *findings, *self._of_products(dataset)]
         policy = self._dtype and f", with {self._dtype}"
         return Findings(
             tuple(dict.fromkeys(findings)),
@@ -137,7 +150,7 @@ class _Check:
         self._rules.append("half-share")
         yield from half_share(proof)
 
-    def _of_numbers(self) -> Iterator[Finding]:
+    def _of_numbers(self, rows: Assignment) -> Iterator[Finding]:
         """Yields what one tapped pass tells: magnitudes, then guilty layers."""
         model, batches = self._model, self._batches
         if not model.compiled:
@@ -149,7 +162,7 @@ class _Check:
         except ValueError as error:
             self._skip(error, "ranges", "guilty-layer")
             return
-        given = given_dtypes(model)
+        kept = _kept(model, rows)
         with exactly(model) as sites:
             recordings = [record(model, sites, batch) for batch in batches]
             tallies = Tallies(sites)
@@ -165,9 +178,10 @@ class _Check:
                 )
                 return
             self._rules.append("guilty-layer")
-            search = Search(model, sites, recordings, self._dtype, given)
+            by_path = {site.path: site for site in sites}
+            search = Search(model, sites, recordings, self._dtype)
             try:
-                yield from guilty_layers(search.run(), self._rows)
+                yield from guilty_layers(search.run(), by_path, kept)
                 return
             except NotFiniteError:
                 pass
@@ -257,27 +271,45 @@ def magnitudes(found: Ranges, dtype: str) -> Iterator[Finding]:
     yield Finding("ranges", "note", found.scale_sentence, remedy, figure=scale)
 
 
-def guilty_layers(found: Sensitivity, rows: Assignment) -> Iterator[Finding]:
+def _kept(model: keras.Model, rows: Assignment) -> set[str]:
+    """Returns the paths of layers and operations that compute in float32."""
+    graph = heads.graph_heads(model)
+    # The operations of a graph between a head and an output.
+    wide = {
+        id(made[0])
+        for tensor in (graph.tensors if graph is not None else ())
+        if tensor.dtype == "float32" and (made := structure.producer(tensor))
+    }
+    return {row.path for row in rows if row.compute_dtype == "float32"} | {
+        path
+        for path, operation in model_dtypes.of_model(model)
+        if id(operation) in wide or model_dtypes.kept(operation)
+    }
+
+
+def guilty_layers(
+    found: Sensitivity, sites: Mapping[str, Site], kept: set[str]
+) -> Iterator[Finding]:
     """Yields the layers that half precision spoils, kept ones as notes."""
-    kept = {row.path for row in rows if row.compute_dtype == "float32"}
     for layer in found.layers:
         if not layer.is_guilty:
             continue
-        is_kept = layer.path in kept or bool(layer.rule)
+        is_kept, remedy = layer.path in kept, "It is in float32 already."
+        if not is_kept:
+            remedy = how_to_keep([sites[layer.path]])
         yield Finding(
             "guilty-layer",
             "note" if is_kept else "error",
             f"{found.dtype} would spoil this {layer.class_name}, "
             f"{layer.reason}: {layer.explanation}.",
-            "It is in float32 already." if is_kept else found.advice,
+            remedy,
             layer=layer.path,
             figure=max(layer.forward_error, layer.backward_error),
         )
     if found.verdict not in ("layers", "safe"):
-        is_harmless = found.verdict == "loss scale"
         yield Finding(
             "guilty-layer",
-            "note" if is_harmless else "warning",
+            "note" if found.verdict == "loss scale" else "warning",
             f"In {found.dtype} without rules the verdict is {found.verdict!r}.",
             found.advice,
             figure=found.whole_error,
@@ -303,14 +335,28 @@ def _judged(
         yield "as it was built"
     elif plan is not None:
         plan.check(model)
-        with under_rules(model, plan.settings()):
+        with _under_rules(model, plan.settings()):
             planned_layers.put_on(model, plan.settings(), plan.rows, plan.operations)
             yield plan.why
     elif name == "float32":
         yield f"policy float32: {why}"
     else:
-        with under_rules(model, make_settings(name)):
+        with _under_rules(model, make_settings(name)):
             yield f"policy {name}: {why}"
+
+
+@contextlib.contextmanager
+def _under_rules(model: keras.Model, settings: PolicySettings) -> Iterator[None]:
+    """Has a model that is not managed compute as tfamp has it under settings."""
+    layers = [layer for _, layer, _ in structure.walk(model)]
+    hooks.install(settings)
+    with model_dtypes.restored(model):
+        for layer in layers:
+            layer_dtypes.begin_again(layer, settings)
+        for layer in layers:
+            layer_dtypes.decide(layer)
+        resolution.resolve(model)
+        yield
 
 
 def _batches(data: Any) -> list[Any]:

@@ -1,6 +1,5 @@
 """`tfamp.sensitivity`: finds the layers that low precision would spoil."""
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -8,7 +7,6 @@ from typing import Any
 
 import keras
 
-from tfamp.dtypes.settings import make_settings
 from tfamp.keras_hooks import structure
 from tfamp.machine import cpus
 from tfamp.numerics.magnitudes import Tallies
@@ -25,16 +23,13 @@ from tfamp.numerics.sensitivity.explanations import (
     FIRST_SCALE,
     advice_on,
     explain,
-    given_dtypes,
-    rules_of,
-    under_rules,
 )
 from tfamp.numerics.sensitivity.reruns import CANNOT_RUN, Suspect
 from tfamp.records import checks
 from tfamp.records.checks import first_line
 from tfamp.records.console import progress
 from tfamp.records.formats import FORMATS, HALF, needs_loss_scale
-from tfamp.stepping.eager_step import Site, run_step
+from tfamp.stepping.eager_step import Site
 from tfamp.stepping.layer_calls import (
     adding_in_float32,
     as_islands,
@@ -71,9 +66,8 @@ def sensitivity(
     Each layer runs again alone in the low precision, forward and backward, on the
     inputs and gradients it had in a float32 step; operations of Functional graphs
     and those in the `call` of a user's own layer count as layers. Verdict and guilt are
-    without tfamp's rules; beside them it tells which default rule keeps a guilty layer
-    under `tfamp.enable`. Nothing is trained; weights, optimizers, metrics and seeds are
-    afterwards what they were.
+    without tfamp's rules; `tfamp.check` tells what those keep already. Nothing is
+    trained; weights, optimizers, metrics and seeds are afterwards what they were.
 
     Args:
         model: A compiled model, written in whatever way.
@@ -85,10 +79,9 @@ def sensitivity(
         batch_size: Examples in a batch of arrays.
 
     Returns:
-        The `Sensitivity`: `.verdict`, `.guilty` (layer path -> reason), `.left`
-        (those that no default rule keeps), `.layers`, `.table()`, and `.advice` on how
-        to keep what is left in float32: layers by `keep_float32`, operations, which
-        have no dtype, in a layer of their own.
+        The `Sensitivity`: `.verdict`, `.guilty` (layer path -> reason), `.layers`,
+        `.table()`, and `.advice` on how to keep them in float32: layers by
+        `keep_float32`, operations, which have no dtype, in a layer of their own.
 
     Raises:
         TypeError: `model` is not a compiled Keras model, or `data` not of these.
@@ -108,10 +101,9 @@ def sensitivity(
     cpus.avoid_broken_amx()
     with seeds_put_back():
         batches = batches_of(model, data, num_batches, batch_size)
-        given = given_dtypes(model)
         with exactly(model) as sites:
             recordings = [record(model, sites, batch) for batch in batches]
-            return Search(model, sites, recordings, dtype, given).run()
+            return Search(model, sites, recordings, dtype).run()
 
 
 class NotFiniteError(ValueError):
@@ -127,10 +119,9 @@ class Search:
         sites: Sequence[Site],
         recordings: Sequence[Recording],
         dtype: str,
-        given: dict[int, keras.DTypePolicy],
     ) -> None:
         self._model, self._recordings, self._dtype = model, recordings, dtype
-        self._sites, self._given = sites, given
+        self._sites = sites
         self._suspects = {site.path: Suspect(site) for site in sites}
         self._limits = FORWARD_LIMIT[dtype], BACKWARD_LIMIT[dtype], WHOLE_LIMIT[dtype]
         self._failure = ""
@@ -158,13 +149,13 @@ class Search:
             verdict = "amplification"
         elif not guilty and self._suffering(1.0):
             verdict = "loss scale"
-        failure, rules = self._failure, self._rules()
+        failure = self._failure
         found = Sensitivity(
             self._model.name,
             self._dtype,
             verdict,
             tuple(
-                self._layer(each, scale, rules, is_guilty=each in guilty)
+                self._layer(each, scale, is_guilty=each in guilty)
                 for each in self._suspects.values()
             ),
             scale,
@@ -172,9 +163,10 @@ class Search:
             len(self._recordings),
             advice="",
         )
-        left = [s.site for s in guilty if s.site.path in found.left]
         unscaled = [s.site.path for s in self._suffering(1.0)]
-        advice = advice_on(found, left, unscaled=unscaled, failure=failure)
+        advice = advice_on(
+            found, [s.site for s in guilty], unscaled=unscaled, failure=failure
+        )
         return dataclasses.replace(found, advice=advice)
 
     def _best_scale(self) -> float:
@@ -275,18 +267,8 @@ class Search:
     def _random(self) -> list[Any]:
         return [each.site.layer for each in self._suspects.values() if each.is_random]
 
-    def _rules(self) -> dict[str, str]:
-        """Returns the default rules by the paths of the layers that they keep."""
-        settings = make_settings(f"mixed_{self._dtype}")
-        with under_rules(self._model, settings, self._given):
-            # A first call finds the heads of some models.
-            set_state(self._recordings[0].state)
-            with contextlib.suppress(*CANNOT_RUN):
-                run_step(self._model, self._recordings[0].batch)
-            return rules_of(self._model, self._sites)
-
     def _layer(
-        self, suspect: Suspect, scale: float, rules: dict[str, str], *, is_guilty: bool
+        self, suspect: Suspect, scale: float, *, is_guilty: bool
     ) -> LayerSensitivity:
         reason = text = ""
         if is_guilty:
@@ -304,7 +286,6 @@ class Search:
             is_guilty,
             reason,
             text,
-            rules.get(suspect.site.path, ""),
         )
 
 

@@ -145,8 +145,6 @@ class LayerSensitivity(Record):
         is_guilty: Whether it should stay in float32.
         reason: Why, in one word; "" if it need not.
         explanation: Why, in one sentence with the figures.
-        rule: The default rule that keeps it in float32 under `tfamp.enable`, "its own
-            dtype" where the layer was made with one, "" if none does.
     """
 
     path: str
@@ -156,7 +154,6 @@ class LayerSensitivity(Record):
     is_guilty: bool = False
     reason: str = ""
     explanation: str = ""
-    rule: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,20 +198,12 @@ class Sensitivity(TableRecord):
             if layer.is_guilty
         }
 
-    @property
-    def left(self) -> dict[str, str]:
-        """Those of `guilty` that no default rule keeps under `tfamp.enable`."""
-        kept = {layer.path for layer in self.layers if layer.rule}
-        return {path: why for path, why in self.guilty.items() if path not in kept}
-
     def table(self) -> str:
         """Returns verdict, advice and a line for each layer, at most 110 columns."""
         title = f"{self.model} in {self.dtype} without tfamp's rules: {self.verdict}"
         rows = []
         for layer in self.layers:
             because = self.guilty.get(layer.path, "")
-            if because and layer.rule:
-                because += f" Kept so already: {layer.rule}."
             errors = (layer.forward_error, layer.backward_error)
             texts = ("not finite" if math.isinf(e) else f"{e:.2g}" for e in errors)
             rows.append((layer.path, layer.class_name, *texts, because))

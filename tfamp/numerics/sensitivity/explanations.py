@@ -1,20 +1,14 @@
-"""Why low precision spoils a layer, which default rules keep it, and what to do."""
+"""Why low precision spoils a layer, and what to do."""
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.dtypes import heads, hooks, layer_dtypes, model_dtypes, resolution
-from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.layers import Kind, policy_of, put
 from tfamp.numerics.sensitivity.errors import Sensitivity, deviation, forward_error
 from tfamp.numerics.sensitivity.reruns import Suspect, rerun
 from tfamp.records.formats import Format, needs_loss_scale
@@ -122,80 +116,18 @@ def _largest(values: list[np.ndarray]) -> float:
     return max((float(each.max()) for each in finite if each.size), default=0.0)
 
 
-def given_dtypes(model: keras.Model) -> dict[int, keras.DTypePolicy]:
-    """Returns the policies of layers that a user made with a `dtype`, by id."""
-    return {
-        id(layer): layer.dtype_policy
-        for _, layer, _ in structure.walk(model)
-        if (record := policy_of(layer)) is not None and record.kind is Kind.EXPLICIT
-    }
-
-
-@contextlib.contextmanager
-def under_rules(
-    model: keras.Model,
-    settings: PolicySettings,
-    given: Mapping[int, keras.DTypePolicy] = MappingProxyType({}),
-) -> Iterator[None]:
-    """Has a model that is not managed compute as tfamp has it under settings.
-
-    The model is built; `given` is what `given_dtypes` found before.
-    """
-    layers = [layer for _, layer, _ in structure.walk(model)]
-    hooks.install(settings)
-    with model_dtypes.restored(model):
-        for layer in layers:
-            if id(layer) in given:
-                put(layer, given[id(layer)])
-                layer_dtypes.begin(layer, settings, is_explicit=True)
-            else:
-                layer_dtypes.begin_again(layer, settings)
-        for layer in layers:
-            layer_dtypes.decide(layer)
-        resolution.resolve(model)
-        yield
-
-
-def rules_of(model: keras.Model, sites: Sequence[Site]) -> dict[str, str]:
-    """Returns what keeps layers and operations in float32, by path.
-
-    The model has been called inside `under_rules`.
-    """
-    graph = heads.graph_heads(model)
-    # The operations of a graph between a head and an output.
-    wide = {
-        id(made[0])
-        for tensor in (graph.tensors if graph is not None else ())
-        if tensor.dtype == "float32"
-        and (made := structure.producer(tensor)) is not None
-        and not isinstance(made[0], keras.layers.Layer)
-    }
-    found = {}
-    for site in sites:
-        is_layer = isinstance(site.layer, keras.layers.Layer)
-        record = policy_of(site.layer) if is_layer else None
-        is_float32 = record is not None and site.layer.compute_dtype == "float32"
-        if record is not None and (record.is_kept or is_float32):
-            is_given = record.kind is Kind.EXPLICIT
-            found[site.path] = "its own dtype" if is_given else record.rule
-        elif id(site.layer) in wide:
-            found[site.path] = "default: heads"
-    return found
-
-
 def advice_on(
-    found: Sensitivity, left: Sequence[Site], *, unscaled: Sequence[str], failure: str
+    found: Sensitivity, guilty: Sequence[Site], *, unscaled: Sequence[str], failure: str
 ) -> str:
     """Returns what to do about what was found, still without advice.
 
-    `left` are the guilty layers that no default rule keeps, `unscaled` the paths whose
-    gradients suffer without a loss scale, `failure` is what the step raised, "" if
-    nothing.
+    `unscaled` are the paths whose gradients suffer without a loss scale, `failure` is
+    what the step raised, "" if nothing.
     """
     model, dtype, scale = found.model, found.dtype, found.loss_scale
     off_by = f"{found.whole_error:.2g} times their size"
-    if left:
-        return how_to_keep(left)
+    if guilty:
+        return how_to_keep(guilty)
     if found.verdict == "loss scale" and scale != FIRST_SCALE:
         return (
             f"Gradients fit {dtype} at a loss scale of {scale:g}, not at "
@@ -204,7 +136,6 @@ def advice_on(
         )
     paths = ", ".join(map(repr, unscaled[:3]))
     return {
-        "layers": "`tfamp.enable` keeps them in float32 by its default rules.",
         "safe": f"Nothing of {model!r} is spoiled by {dtype}: gradients are off by "
         f"{off_by}.",
         "loss scale": f"It needs a loss scale, and tfamp's first one, {scale:g}, does: "

@@ -115,7 +115,7 @@ class _Inquiry:
         exact = self._in_float32(quiet=True)
         if own is not None and exact.step.is_finite and not own.step.is_finite:
             # -inf that is there in float32, too, is meant; any other overflowed.
-            self._masks = exact.health.masks
+            self._masks = exact.masks
             own = self._examine(self._scale)
         if own is not None:
             self._tell(self._policy, own, self._scale)
@@ -276,7 +276,7 @@ class _Inquiry:
         if own.origin is not None:
             path, way = own.origin.path, own.origin.way
             what = "outputs" if way == "forward" else "gradients"
-            largest = exact.health.largest.get((path, way), math.nan)
+            largest = exact.largest(path, way)
             text = f"In float32 the {what} of {path!r} reach {largest:.4g}; "
             text += f"{self._dtype} holds {FORMATS[self._dtype].max:.6g}."
             sentences.append(Suspicion(path, text))
