@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.exact_values import unrounded
-from tfamp.stepping.eager_step import Step, floats, run_step, sites, tapped
+from tfamp.stepping.eager_step import Call, Step, floats, run_step, sites, tapped
 from tfamp.stepping.layer_calls import Recorded, Recorder
 
 
@@ -23,9 +23,29 @@ class Origin(NamedTuple):
 
 
 class _Calls(Recorder):
-    """Keeps every call of every layer; losses take logits as in the step itself."""
+    """Keeps every call of every layer; losses take logits as in the step itself.
+
+    What is traced, as a trial of a layer that tfamp manages, is no call of the step.
+    """
 
     keeps_logits = True
+
+    def on_call(self, call: Call) -> None:
+        """Keeps what goes in."""
+        if tf.executing_eagerly():
+            super().on_call(call)
+
+    def on_outputs(self, call: Call, outputs: Any) -> None:
+        """Keeps what comes out."""
+        if tf.executing_eagerly():
+            super().on_outputs(call, outputs)
+
+    def on_gradient(
+        self, call: Call, of: Literal["inputs", "outputs"], at: int, gradient: tf.Tensor
+    ) -> None:
+        """Keeps what comes back."""
+        if tf.executing_eagerly():
+            super().on_gradient(call, of, at, gradient)
 
 
 class Examined(NamedTuple):
