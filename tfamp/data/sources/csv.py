@@ -265,23 +265,22 @@ def _fitting(
         if not fault and len(fields) != len(form.columns):
             faults[line] = f"{len(fields)} fields, expected {len(form.columns)}"
     rows = [(line, fields) for line, fields, _ in records if line not in faults]
-    for number, column in enumerate(form.columns):
-        texts = [fields[number] for _, fields in rows]
-        if column.dtype == "string" or _column_of(texts, column, form) is not None:
-            continue
-        for (line, _), text in zip(rows, texts, strict=True):
-            fault = _fault_of(text, column, form)
-            if fault:
-                faults.setdefault(line, fault)
+    columns = list(zip(*(fields for _, fields in rows), strict=True))
+    found = {}
+    for number, column in enumerate(form.columns if rows else ()):
+        values = _column_of(columns[number], column, form)
+        found[column.name] = values
+        if values is None:
+            for (line, _), text in zip(rows, columns[number], strict=True):
+                if fault := _fault_of(text, column, form):
+                    faults.setdefault(line, fault)
     for line in sorted(faults):
         report(line, faults[line])
     kept = [fields for line, fields in rows if line not in faults]
-    if not kept:
-        return {}
-    return {
-        c.name: _column_of([fields[n] for fields in kept], c, form)
-        for n, c in form.selected
-    }
+    if kept and len(kept) < len(rows):
+        columns = list(zip(*kept, strict=True))
+        found = {c.name: _column_of(columns[n], c, form) for n, c in form.selected}
+    return {c.name: found[c.name] for _, c in form.selected} if kept else {}
 
 
 def _column_of(texts: Sequence[str], column: Column, form: Format) -> Any:
@@ -289,9 +288,12 @@ def _column_of(texts: Sequence[str], column: Column, form: Format) -> Any:
     if column.dtype == "string":
         present = ("" if text in form.text_gaps else text for text in texts)
         return [text.encode("utf-8", "surrogateescape") for text in present]
-    arrow, gaps = _arrow(), set(form.number_gaps)
+    arrow, compute = _arrow(), _arrow("compute")
     try:
-        values = arrow.array([None if t in gaps else t.strip() for t in texts])
+        values = arrow.array(texts, arrow.string())
+        is_gap = compute.is_in(values, arrow.array(form.number_gaps))
+        none = arrow.scalar(None, arrow.string())
+        values = compute.if_else(is_gap, none, compute.utf8_trim_whitespace(values))
         return _values(values.cast(column.arrow_type), column, form)
     except (arrow.ArrowInvalid, UnicodeEncodeError):
         return None
