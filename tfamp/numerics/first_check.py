@@ -37,7 +37,6 @@ from tfamp.stepping.layer_calls import (
     Recorded,
     Recorder,
     children_of,
-    computing_in,
     in_float32,
     runs_whole,
     state_restored,
@@ -259,7 +258,7 @@ class _Check:
         dtype = dtype or layer.compute_dtype
         errors = []
         for size in _SIZES:
-            with computing_in([layer], "float32"):
+            with in_float32(layer):
                 exact = self._rerun(call, "float32", size)
             recorded = [*floats(call.outputs)]
             pairs = zip(exact.outputs, recorded, strict=False)
