@@ -363,7 +363,10 @@ def _batches(data: Any) -> list[Any]:
     """Returns the first batches, cut to a few examples where those are large."""
     dataset = dataset_of(data, _MAX_EXAMPLES, needs_targets=False)
     first_batch(dataset)  # or it raises what every function says of an empty one
-    return [_cut(batch) for batch in dataset.take(_NUM_BATCHES)]
+    batches = list(dataset.take(_NUM_BATCHES))
+    kept = [_cut(batch) for batch in batches]
+    sizes = [len(tf.nest.flatten(each[0])[0]) for each in (batches, kept)]
+    return kept if sizes[0] == sizes[1] else kept[:1]
 
 
 def _cut(batch: Any) -> Any:
