@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import _tables
+
 FOLDER = Path(__file__).parent
 
 
@@ -16,7 +18,7 @@ def names() -> dict[str, str]:
     for path in sorted(FOLDER.glob("[!_]*.py")):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         found[path.stem] = text.splitlines()[0]
-    return found
+    return found | {"write_results": "Writes RESULTS.md from what is in results."}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,12 +37,12 @@ def main(argv: Sequence[str]) -> int:
         expected = ", ".join(known)
         print(f"Unknown benchmark {argv[0]!r}; expected {expected}.", file=sys.stderr)
         return 2
+    if argv[0] == "write_results":
+        _tables.write()
+        return 0
     # TensorFlow reads it when it is imported, which a benchmark does.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     module = importlib.import_module(f"benchmarks.{argv[0]}")
-    if argv[0] == "write_results":
-        module.main(argv)
-        return 0
     from benchmarks import _runner
 
     return _runner.run(argv, module)

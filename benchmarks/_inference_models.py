@@ -146,19 +146,6 @@ def centred(model: keras.Model, inputs: np.ndarray) -> keras.Model:
 LARGE: Mapping[str, Callable[..., keras.Model]] = {"ResNet50": resnet50, "BERT": bert}
 
 
-def large_inputs(model: keras.Model, number: int) -> np.ndarray:
-    """Returns images of waves, or ids of words, in which examples differ."""
-    random = np.random.default_rng(0)
-    shape = model.input_shape[1:]
-    if len(shape) == 1:
-        return random.integers(0, 30522, (number, *shape)).astype("int32")
-    grid = np.stack(np.meshgrid(*[np.linspace(0, 1, n) for n in shape[:2]]), -1)
-    waves = random.normal(0, 20, (number, 2, shape[2]))
-    phases = random.uniform(0, 6, (number, 1, 1, shape[2]))
-    pixels = np.sin(np.einsum("hwi,nic->nhwc", grid, waves) + phases)
-    return (127.5 * (1 + pixels)).astype("float32")
-
-
 def plant(model: keras.Model, random: np.random.Generator) -> tuple[str, int]:
     """Has a channel between two layers be `OUTLIER` times as large.
 

@@ -1,59 +1,134 @@
-"""The table of each benchmark's figures, for the terminal and for RESULTS.md.
+"""The table of each benchmark's figures, and the page that is made of them.
 
-Here are texts only: neither TensorFlow nor a benchmark is imported.
+A result is benchmarks/results/NAME.json, or a list of results from several devices; the
+text around its table is NAME.md, whose part below a line "<!-- appendix -->" goes to
+the end of the page. Neither TensorFlow nor a benchmark is imported here.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import json
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-from benchmarks import _serving_tables, _training_tables
-from benchmarks._texts import (
-    Result,
-    Rows,
-    Tables,
-    by_policy,
-    interval_text,
-    mebibytes,
-    ratio_text,
-    versions_of,
-)
+FOLDER = Path(__file__).resolve().parent
+TEXTS = FOLDER / "results"
+APPENDIX = "<!-- appendix -->\n"
+# What begins a line that says of a record that it is old.
+MARK = "*Older than what it measures:"
+Result = dict[str, Any]
+Rows = list[list[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """How the figures of a benchmark are shown.
+
+    Attributes:
+        columns: Of the table, " | " between them.
+        rows: Makes the table's rows of a result.
+        summary: Makes rows of the summary: what, what came out, the goal.
+        measures: Folders and files that it measures, parts of tfamp.
+        words: Makes what the text has a place for, beside the result's own values.
+    """
+
+    columns: str
+    rows: Callable[[Result], Rows]
+    summary: Callable[[Sequence[Result]], Iterable[tuple[str, str, str]]]
+    measures: str
+    words: Callable[[Result], dict[str, Any]] = lambda result: {}
 
 
 def of(name: str, result: Result) -> list[tuple[str, Sequence[str], Rows]]:
-    """Returns title, columns and rows of each table of a result."""
+    """Returns title, columns and rows of the table of a result."""
     if name not in TABLES:
         return []
-    columns, rows = TABLES[name]
     title = f"{name}; {result['device']}; {versions_of(result)}"
-    found: list[tuple[str, Sequence[str], Rows]] = [(title, columns, rows(result))]
-    if "input_wait" in result:
-        columns = ("Pipeline", "Throughput says", "1 - step alone / step")
-        waits = [
-            [case, f"{wait['told']:.2f}", f"{wait['waited']:.2f}"]
-            for case, wait in result["input_wait"].items()
-        ]
-        found.append(("Part of the time that is waited for input", columns, waits))
-    return found
+    columns = TABLES[name].columns.split(" | ")
+    return [(title, columns, TABLES[name].rows(result))]
 
 
-def enable_overhead(result: Result) -> Rows:
-    """Returns a row for the step and one for the build."""
+def git(*arguments: str) -> str:
+    """Returns what git prints in the repository, nothing where it fails."""
+    command = ["git", "-C", str(FOLDER), *arguments]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return "" if found.returncode else found.stdout.strip()
+
+
+# Texts
+
+
+def versions_of(result: Result) -> str:
+    """Returns the versions in one line."""
+    return ", ".join(f"{k} {v}" for k, v in result["versions"].items() if k != "numpy")
+
+
+def interval_text(found: Result, digits: int = 3) -> str:
+    """Returns a ratio with its interval."""
+    return ratio_text([found["ratio"], *found["interval"]], digits=digits)
+
+
+def ratio_text(interval: Sequence[Any] | None, other: str = "", digits: int = 2) -> str:
+    """Returns a ratio with its interval, or another text where there is none."""
+    if interval is None:
+        return other
+    middle, low, high = interval
+    if low is None or high is None:
+        return f"{middle:.{digits}f}"
+    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def range_text(values: Iterable[float]) -> str:
+    """Returns the smallest and the largest value, or the one that both are."""
+    low, *_, high = (f"{value:.2f}" for value in sorted(values) * 2)
+    return low if low == high else f"{low} to {high}"
+
+
+def missed(*met: bool) -> str:
+    """Returns what stands behind a figure that misses its goal."""
+    return "" if all(met) else ", missed"
+
+
+def mebibytes(num_bytes: int) -> str:
+    """Returns bytes in MiB."""
+    return f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def by_policy(result: Result) -> Iterator[tuple[str, str, Any]]:
+    """Yields case, policy and figures of results that are kept so."""
+    for case, policies in result["cases"].items():
+        for policy, found in policies.items():
+            if isinstance(found, dict):
+                yield case, policy, found
+
+
+# Rows of tables, summaries and words
+
+
+def _enable_overhead(result: Result) -> Rows:
     rows = []
     for what, name in (("step", "training step"), ("build", "200-layer build")):
         found = result[what]
         times = [f"{found[f'{s}_milliseconds']:.4g} ms" for s in ("stock", "tfamp")]
         steps = f" of {found['turn_steps']} steps" if "turn_steps" in found else ""
-        rows.append(
-            [
-                *(result["policy"] if what == "step" else "", name, *times),
-                *(interval_text(found), f"{found['processor_ratio']:.3f}"),
-                f"{found['turns']}{steps}",
-            ]
-        )
+        policy = result["policy"] if what == "step" else ""
+        ratios = interval_text(found), f"{found['processor_ratio']:.3f}"
+        rows.append([policy, name, *times, *ratios, f"{found['turns']}{steps}"])
     return rows
 
 
-def loss_scale(result: Result) -> Rows:
-    """Returns a row for each kind of variables and mode."""
+def _enable_summary(results: Sequence[Result]) -> Any:
+    for key, what in (("step", "training step"), ("build", "build of 200 layers")):
+        found = ", ".join(interval_text(result[key]) for result in results)
+        goal = f"at most {results[0][key]['goal']:.2f}"
+        yield f"A {what} under tfamp over stock Keras", found, goal
+
+
+def _loss_scale(result: Result) -> Rows:
     return [
         [
             *name.rsplit(", ", 1),
@@ -66,25 +141,39 @@ def loss_scale(result: Result) -> Rows:
     ]
 
 
-def pipeline(result: Result) -> Rows:
-    """Returns a row for each comparison."""
+def _loss_scale_summary(results: Sequence[Result]) -> Any:
+    for mode, goal in (("graph", "below Keras's"), ("XLA", "at most 1.20")):
+        ours, theirs = (
+            range_text(
+                found[side]["ratio"]
+                for result in results
+                for name, found in result["cases"].items()
+                if name.endswith(mode)
+            )
+            for side in ("tfamp", "keras")
+        )
+        what = f"A step of Adam with a loss scale over a bare one, {mode}"
+        yield what, f"{ours} (Keras's: {theirs})", goal
+
+
+def _pipeline(result: Result) -> Rows:
     rates, rows = result["rates"], []
     for name, found in result["ratios"].items():
         ours, other = name.split(" / ")
         goal = "" if found["goal"] is None else f"{found['goal']:g}"
-        digits = 1 if found["ratio"] >= 10 else 2
-        rows.append(
-            [
-                *(ours, other, f"{rates[ours]:,} and {rates[other]:,}"),
-                interval_text(found, digits),
-                goal + ("" if found["met"] else ", missed"),
-            ]
-        )
+        ratio = interval_text(found, 1 if found["ratio"] >= 10 else 2)
+        both = f"{rates[ours]:,} and {rates[other]:,}"
+        rows.append([ours, other, both, ratio, goal + missed(found["met"])])
     return rows
 
 
-def training(result: Result) -> Rows:
-    """Returns a row for each model and policy."""
+def _pipeline_summary(results: Sequence[Result]) -> Any:
+    for ours, other, _, ratio, goal in _pipeline(results[0]):
+        if goal:
+            yield f"Examples/s, {ours} over {other}", ratio, goal
+
+
+def _training(result: Result) -> Rows:
     rows = []
     for name, model in result["models"].items():
         label = f"{name}, batch {model['batch_size']}"
@@ -108,61 +197,335 @@ def training(result: Result) -> Rows:
     return rows
 
 
-def callbacks(result: Result) -> Rows:
-    """Returns a row for each model that was trained with and without callbacks."""
-    rows = []
-    for case, found in result["cases"].items():
-        sides = [own for own in found.values() if isinstance(own, dict)]
-        size = [f"{found['parameters']:,}"] if "parameters" in found else []
-        rows.append(
-            [
-                *(case, *size, f"{found['step_milliseconds']} ms"),
-                *map(interval_text, sides),
-                f"{sides[-1]['processor']['ratio']:.3f}",
-            ]
-        )
-    return rows
+def _training_summary(results: Sequence[Result]) -> Any:
+    for policy in ("auto", "mixed_bfloat16"):
+        own = {n: each[policy] for n, each in results[0]["goals"].items()}
+        found = ", ".join(f"{n} {ratio_text(each['ratio'])}" for n, each in own.items())
+        goal = f"at least {next(iter(own.values()))['goal']}"
+        goal += missed(*(each["met"] for each in own.values()))
+        yield f"Training, {policy} over stock mixed_bfloat16", found, goal
 
 
-def guilty_layers(result: Result) -> Rows:
-    """Returns a row for each half and dtype."""
-    return [
-        [split, dtype, *(f"{right} of {total}" for right, total in counts.values())]
-        for split in ("develop", "final")
-        for dtype, counts in result.get(split, {}).get("sensitivity", {}).items()
-    ]
+def _training_words(result: Result) -> dict[str, Any]:
+    sentences = []
+    for policy, what in (("auto", '"auto"'), ("mixed_bfloat16", "Our mixed_bfloat16")):
+        each = {n: own[policy] for n, own in result["goals"].items() if policy in own}
+        if not each:
+            continue
+        least = next(iter(each.values()))["goal"]
+        met = ", ".join(name for name, found in each.items() if found["met"])
+        text = f"{what} was to reach {least} of stock mixed_bfloat16 on each model. "
+        text += f"Met: {met or 'none'}."
+        for name, found in each.items():
+            if not found["met"]:
+                is_noise = "" if found["ruled_out"] else ", which the noise allows"
+                text += f" {name}: {ratio_text(found['ratio'])}{is_noise}."
+        sentences.append(text)
+    return {"goals_text": "\n\n".join(sentences)}
 
 
-def shadow_pass(result: Result) -> Rows:
-    """Returns a row for each model and dtype."""
+def _callbacks(result: Result) -> Rows:
     return [
         [
-            *(case, f"{found['parameters']:,}", dtype, f"{own['seconds']} s"),
-            *(f"{own['slowest']} s", str(own["steps"])),
+            *(case, f"{own['parameters']:,}", f"{own['step_milliseconds']} ms", side),
+            *(interval_text(found), f"{found['processor']['ratio']:.3f}"),
         ]
-        for case, found in result["cases"].items()
-        for dtype, own in found.items()
-        if isinstance(own, dict)
+        for case, own in result["cases"].items()
+        for side, found in own.items()
+        if isinstance(found, dict)
     ]
 
 
-def freeze(result: Result) -> Rows:
-    """Returns a row for each model and batch size."""
+def _callbacks_summary(results: Sequence[Result]) -> Any:
+    sides: dict[str, list[float]] = {}
+    for _, side, found in by_policy(results[0]):
+        sides.setdefault(side, []).append(found["ratio"])
+    for side, ratios in sides.items():
+        goal = (
+            f"at most {results[0]['goal']}{missed(max(ratios) <= results[0]['goal'])}"
+        )
+        yield f"A step with {side} over one without", range_text(ratios), goal
+
+
+def _guilty_layers(result: Result) -> Rows:
+    return [
+        [dtype, *(f"{number} of {total}" for number, total in found.values())]
+        for dtype, found in result["sensitivity"].items()
+    ]
+
+
+def _guilty_summary(results: Sequence[Result]) -> Any:
+    for key, words in (("found", "faults found exactly"), ("alarms", "false alarms")):
+        counts = [own[key] for own in results[0]["sensitivity"].values()]
+        number, total = map(sum, zip(*counts, strict=True))
+        yield f"Models with known faults: {words}", f"{number} of {total}", ""
+    number, total = results[0]["triage"]
+    yield "Failing steps whose cause and layer are named", f"{number} of {total}", ""
+
+
+def _guilty_words(result: Result) -> dict[str, Any]:
+    lines = [
+        f"- {' '.join(str(row[k]) for k in ('case', 'dtype') if k in row)}, seed "
+        f"{row['seed']}: expected {row['expected']} {row['wanted']}, got "
+        f"{row['found']} {row['named']}"
+        for row in result["missed"]
+    ]
+    number, total = result["triage"]
+    return {"steps": f"{number} of {total}", "missed": "\n".join(lines) or "None."}
+
+
+def _shadow_pass(result: Result) -> Rows:
+    return [
+        [
+            *(case, f"{result['cases'][case]['parameters']:,}", dtype),
+            *(f"{own['seconds']} s", f"{own['slowest']} s", str(own["steps"])),
+        ]
+        for case, dtype, own in by_policy(result)
+    ]
+
+
+def _shadow_summary(results: Sequence[Result]) -> Any:
+    slowest = range_text(own["slowest"] for _, _, own in by_policy(results[0]))
+    what = "Seconds of `tfamp.sensitivity` on ten million parameters"
+    yield what, slowest, f"at most {results[0]['goal']:g}"
+
+
+def _inference(result: Result) -> Rows:
     rows = []
-    for case, size, found in by_policy(result):
-        if size != "bytes":
-            ratios = [
-                f"{own['ratio']:.2f} {own['interval']}"
-                for own in found.values()
-                if isinstance(own, dict)
-            ]
-            milliseconds = f"{found['float32_milliseconds']} ms"
-            rows.append([case, size, milliseconds, *ratios, str(found["goal"] or "")])
+    for case, own in result["cases"].items():
+        for name, found in own["candidates"].items():
+            if "failed" in found:
+                rows.append([case, name, "", "", "", "", found["failed"]])
+                continue
+            speeds = [interval_text(found[size], 2) for size in ("1", "64")]
+            right = f"{found['accuracy']:.4f}", str(found["flipped"])
+            rows.append([case, name, f"{found['size']:.2f}", *speeds, *right])
+        for name, found in own["stock"].items():
+            speeds = [interval_text(found[size], 2) for size in ("1", "64")]
+            rows.append([case, f"TensorFlow: {name}", "", *speeds, "", ""])
+    for case, found in result["large"].items():
+        agree = f"{found['agree']:.1%} of {found['number']} agree"
+        size = f"{found['size']:.2f}"
+        rows.append([case, found["exported"], size, "", "", agree, ""])
     return rows
 
 
-def memory(result: Result) -> Rows:
-    """Returns a row for each step and policy."""
+def _inference_summary(results: Sequence[Result]) -> Any:
+    result = results[0]
+    speeds = "Predictions/s, int8 over a SavedModel and over the best float32"
+    stored, chosen = [], []
+    for case, own in result["cases"].items():
+        stored.append(own["candidates"]["saved_model float32"]["over_weights"])
+        for size, best in own["best"].items():
+            chosen.append(own["candidates"][best["int8"]]["size"])
+            goal = f"{best['goal']:g} and {best['goal_over_float32']:g}"
+            reached = f"{best['over_saved_model']:.2f} and {best['over_float32']:.2f}"
+            goal += missed(best["met"])
+            yield f"{speeds}, {case} at batch {size}", reached, goal
+    for name, sizes, most in (
+        ("Bytes of a float32 SavedModel over its weights", stored, 1.05),
+        ("Bytes of the fastest int8 over the float32 .keras file", chosen, 0.27),
+    ):
+        if sizes:
+            goal = f"at most {most:g}{missed(max(sizes) <= most)}"
+            yield name, f"{max(sizes):.2f}", goal
+    for case, own in result["large"].items():
+        goal = (
+            f"at least {own['required']:.0%}{missed(own['agree'] >= own['required'])}"
+        )
+        weights = own.get("weights", "random weights")
+        what = f"Predictions of {case}, {weights}, that int8 leaves as they are"
+        yield what, f"{own['agree']:.1%}", goal
+    auto, planted = result["auto"], result["planted"]
+    if auto["number"]:
+        met = auto["near"] >= auto["required"] * auto["number"]
+        what = "Choices of `auto` that are the fastest, or within 5 %"
+        goal = f"at least {auto['required']:.0%}{missed(met)}"
+        yield what, f"{auto['near']} of {auto['number']}", goal
+    if planted["number"]:
+        share = planted["passed"] / planted["number"]
+        goal = (
+            f"at least {planted['required']:.0%}{missed(share >= planted['required'])}"
+        )
+        what = "Models with a planted outlier channel whose int8 export passes"
+        yield what, f"{share:.0%}", goal
+
+
+def _inference_words(result: Result) -> dict[str, Any]:
+    planted = result["planted"]
+    runs = planted["runs"]
+    kept = max((len(run["kept"]) for run in runs), default=0)
+    tried = max((run.get("tried", 3) for run in runs), default=0)
+    seconds = max(
+        (run.get("search_seconds", run["seconds"]) for run in runs), default=0
+    )
+    return {
+        "planted_text": (
+            f"{planted['passed']} of {planted['number']} passed the gate with at most "
+            f"2 layers kept, 3 exports and 10 s (most: {kept} layers, {tried} exports, "
+            f"{seconds:g} s)."
+        )
+    }
+
+
+_SERVERS = {
+    "int8": "`tfamp serve`, ONNX int8",
+    "saved_model": "`tfamp serve`, SavedModel float32",
+    "fastapi": "FastAPI, ONNX int8",
+}
+
+
+def _serving(result: Result) -> Rows:
+    return [
+        [
+            _SERVERS[name],
+            f"{found['per_second']:,}",
+            f"{found['p50_milliseconds']:.2f} ms",
+            f"{found['processor_microseconds']} µs",
+            mebibytes(found["resident_bytes"]),
+            interval_text(found, 2) if "ratio" in found else "",
+        ]
+        for name, found in result["rates"].items()
+    ]
+
+
+def _serving_summary(results: Sequence[Result]) -> Any:
+    result = results[0]
+    for name, found in result["rates"].items():
+        if "goal" in found:
+            what = f"Answers/s to {result['clients']} clients, `tfamp serve` in int8 "
+            goal = f"at least {found['goal']:g}{missed(found['met'])}"
+            yield f"{what}over {_SERVERS[name]}", interval_text(found, 2), goal
+    one, tail = result["one_client"], result["half_peak"]
+    start, memory, times = result["start"], result["memory"], tail["milliseconds"]
+    yield (
+        "HTTP's part of a median answer to one client, JSON and bytes",
+        " and ".join(f"{ms:.2f} ms" for ms in one["added_milliseconds"].values()),
+        f"at most {one['goal']:g} ms{missed(one['met'])}",
+    )
+    yield (
+        "99th percentile at half of the most it answers",
+        "none" if times["p99"] is None else f"{times['p99']:.2f} ms",
+        f"at most {times['goal']:.2f} ms{missed(tail['met'])}",
+    )
+    yield (
+        "Start of `tfamp serve` to its first answer",
+        f"{start['seconds']:.2f} s",
+        f"at most {start['goal']:g} s{missed(start['met'])}",
+    )
+    yield (
+        "Memory of `tfamp serve`, libraries and 8.7 MB of weights included",
+        f"{memory['bytes'] / 1e6:.0f} MB",
+        f"at most {memory['goal'] / 1e6:.0f} MB{missed(memory['met'])}",
+    )
+
+
+def _serving_words(result: Result) -> dict[str, Any]:
+    tail, one = result["half_peak"], result["one_client"]
+    times, added = tail["milliseconds"], one["added_milliseconds"]
+    return {
+        "one_text": (
+            f"One client waits {added['json']:.2f} ms (JSON) or {added['binary']:.2f} "
+            f"ms (bytes) longer than the {one['in_process_milliseconds']:.2f} ms of "
+            "a call in a process."
+        ),
+        "tail_text": (
+            f"At {tail['rate']:,} requests a second, half of the most, the 99th "
+            f"percentile is {times['p99']} ms. It is held to twice that of the runtime "
+            f"alone ({times['own_p99']} ms) and the run of a batch of 64 that may be "
+            f"ahead ({times['batch']} ms): {times['goal']} ms."
+        ),
+    }
+
+
+def _tuner(result: Result) -> Rows:
+    rows = []
+    for name, runs in result["cases"].items():
+        for run in runs:
+            worse = [
+                f"{run[key]:.4f}{missed(met)}"
+                for key, met in zip(("fresh", "other_weights"), run["met"], strict=True)
+            ]
+            steps = run["bisection"]
+            rows.append(
+                [
+                    *(name, run["policy"].removeprefix("mixed_")),
+                    f"{len(run['guilty'])} of {run['layers']}",
+                    *(str(len(run["float32"])), str(run["evaluations"])),
+                    "over 60" if steps is None else str(steps),
+                    *worse,
+                    f"{run['kept']:.2f}{'' if run['searched'] else ' *'}",
+                    f"{run['greedy_kept']:.2f}",
+                    f"{run['seconds']:.1f} s",
+                ]
+            )
+    return rows
+
+
+def _tuner_summary(results: Sequence[Result]) -> Any:
+    for name, goal in results[0]["goals"].items():
+        words = "at most" if name == "evaluations" else "at least"
+        limit = f"{words} {goal['required']:g}{missed(goal['met'])}"
+        yield goal["what"], f"{goal['reached']:g}", limit
+
+
+def _tuner_words(result: Result) -> dict[str, Any]:
+    sentences = [
+        f"{goal['what']}: required {goal['required']:g}, reached "
+        f"{goal['reached']:g}{missed(goal['met'])}."
+        for goal in result["goals"].values()
+    ]
+    runs = [run for own in result["cases"].values() for run in own]
+    given_up = sum(run["is_float32"] for run in runs)
+    dearer = sum(run["kept"] < run["greedy_kept"] for run in runs)
+    told = f"Of {len(runs)} plans {given_up} are float32; greedy search saved more in "
+    return {
+        "number": len(result["cases"]),
+        "goals_text": " ".join([*sentences, f"{told}{dearer}."]),
+    }
+
+
+def _fastest_policy(result: Result) -> Rows:
+    kinds: dict[str, list[Result]] = {}
+    for each in result["tries"]:
+        kinds.setdefault(each["kind"], []).append(each)
+    return [
+        [
+            *(kind, str(len(own)), str(sum(each["right"] for each in own))),
+            f"{max(each['behind'] for each in own) - 1:.1%}",
+            range_text(each["gain"] for each in own),
+            f"{range_text(each['seconds'] for each in own)} s",
+        ]
+        for kind, own in kinds.items()
+    ]
+
+
+def _fastest_summary(results: Sequence[Result]) -> Any:
+    result, large = results[0], results[0]["resnet50"]
+    what = "Tries in which `measure_policies` picks the fastest, or one within 3 %"
+    goal = f"at least {result['required']:g}{missed(result['met'])}"
+    yield what, f"{result['right']:.2f}", goal
+    goal = f"at most {large['required']:g}{missed(large['met'])}"
+    yield "Seconds of measuring ResNet50 at 96x96", f"{large['seconds']:g}", goal
+
+
+def _fastest_words(result: Result) -> dict[str, Any]:
+    number, tries = sum(each["right"] for each in result["tries"]), result["tries"]
+    large = result["resnet50"]
+    picks = sorted({each["picked"] for each in tries})
+    return {
+        "number": len(tries),
+        "goals_text": (
+            f"The fastest policy, or one within 3 % of it, was picked in {number} of "
+            f"{len(tries)} tries; required: {result['required']:.0%}"
+            f"{missed(result['met'])}. Measuring ResNet50 at 96x96 in batches of 16 "
+            f"took {large['seconds']} s; required: at most {large['required']:g} s"
+            f"{missed(large['met'])}. Picked at least once: {', '.join(picks)}."
+        ),
+    }
+
+
+def _memory(result: Result) -> Rows:
     return [
         [
             *(case, policy, str(found["batch"]), mebibytes(found["predicted"])),
@@ -173,8 +536,13 @@ def memory(result: Result) -> Rows:
     ]
 
 
-def remat(result: Result) -> Rows:
-    """Returns a row for each model and policy."""
+def _memory_summary(results: Sequence[Result]) -> Any:
+    ratios = range_text(found["ratio"] for _, _, found in by_policy(results[0]))
+    goal = f"within {results[0]['goal']:.0%} of 1"
+    yield "Memory of a step, predicted over measured", ratios, goal
+
+
+def _remat(result: Result) -> Rows:
     return [
         [
             *(case, policy, str(found["batch"])),
@@ -186,61 +554,186 @@ def remat(result: Result) -> Rows:
     ]
 
 
-_PREDICTED = ("Step", "Policy", "Batch", "Predicted")
-_GUILTY = ("Half", "dtype", "found exactly", "reason right, of those")
-# Benchmark -> columns and rows of its table.
-TABLES: Tables = {
-    "enable_overhead": (
-        ("Policy", "What", "Stock", "tfamp", "Ratio", "Processor", "Turns"),
-        enable_overhead,
+def _remat_summary(results: Sequence[Result]) -> Any:
+    for what, key, goal in (
+        ("Memory", "memory", f"at most {results[0]['goal']}"),
+        ("Memory under glibc", "memory_with_glibc", f"at most {results[0]['goal']}"),
+        ("Time", "time", ""),
+    ):
+        values = [found[key] for _, _, found in by_policy(results[0])]
+        goal += missed(not goal or max(values) <= results[0]["goal"])
+        title = f"{what} of a step with `tfamp.remat` over one without"
+        yield title, range_text(values), goal
+
+
+# In the order of the page.
+TABLES: dict[str, Table] = {
+    "enable_overhead": Table(
+        "Policy | What | Stock | tfamp | Ratio | Processor | Turns",
+        _enable_overhead,
+        _enable_summary,
+        "dtypes keras_hooks policy.py models.py",
     ),
-    "loss_scale": (
-        (
-            *("Variables", "Mode", "Bare", "Keras", "tfamp"),
-            *("First call: bare, Keras, tfamp", "Turns"),
-        ),
-        loss_scale,
+    "loss_scale": Table(
+        "Variables | Mode | Bare | Keras | tfamp | First call: bare, Keras, "
+        "tfamp | Turns",
+        _loss_scale,
+        _loss_scale_summary,
+        "loss_scale",
     ),
-    "pipeline": (("Pipeline", "Against", "Examples/s", "Ratio", "Goal"), pipeline),
-    "training": (
-        (
-            *("Model", "Policy", "Examples/s", "Ratio", "Over stock", "Memory"),
-            *("Inference p50, batch 1", "Metric", "Verdict"),
-        ),
-        training,
+    "pipeline": Table(
+        "Pipeline | Against | Examples/s | Ratio | Goal",
+        _pipeline,
+        _pipeline_summary,
+        "data",
     ),
-    "callbacks_cost": (
-        ("Model", "Step", "Throughput", "DeviceStats", "Both", "Both, processor"),
-        callbacks,
+    "training": Table(
+        "Model | Policy | Examples/s | Ratio | Over stock | Memory | "
+        "Inference p50, batch 1 | Metric | Verdict",
+        _training,
+        _training_summary,
+        "dtypes keras_hooks policy.py models.py loss_scale comparison trials",
+        _training_words,
     ),
-    "guards": (
-        ("Model", "Parameters", "Step", "NanRecovery", "NanRecovery, processor"),
-        callbacks,
+    "guilty_layers": Table(
+        "dtype | Found exactly | Alarms on healthy models",
+        _guilty_layers,
+        _guilty_summary,
+        "numerics",
+        _guilty_words,
     ),
-    "guilty_layers": ((*_GUILTY, "alarms on controls"), guilty_layers),
-    "guilty_layers_further": ((*_GUILTY, "alarms on controls"), guilty_layers),
-    "shadow_pass": (
-        ("Model", "Parameters", "dtype", "Seconds", "Slowest", "In steps"),
-        shadow_pass,
+    "callbacks": Table(
+        "Model | Parameters | Step | Callbacks | Ratio | Processor",
+        _callbacks,
+        _callbacks_summary,
+        "callbacks",
     ),
-    "freeze": (
-        (
-            *("Model", "Batch", "float32", "Keras mixed_bfloat16"),
-            *("tfamp mixed_bfloat16", "Frozen", "Goal"),
-        ),
-        freeze,
+    "shadow_pass": Table(
+        "Model | Parameters | dtype | Seconds | Slowest | In steps",
+        _shadow_pass,
+        _shadow_summary,
+        "numerics",
     ),
-    "memory": (
-        (*_PREDICTED, "Measured, lowest to highest", "Predicted / measured"),
-        memory,
+    "inference": Table(
+        "Model | Exported | Size over .keras | Batch 1 | Batch 64 | Accuracy | Flipped",
+        _inference,
+        _inference_summary,
+        "serving",
+        _inference_words,
     ),
-    "remat": (
-        (
-            *("Model", "Policy", "Batch", "Plain", "Remat", "Memory", "With glibc"),
-            *("Time", "Losses off by"),
-        ),
-        remat,
+    "serving": Table(
+        "Server | Answers/s | Median | Processor of an answer | Memory | "
+        "`tfamp serve` over it",
+        _serving,
+        _serving_summary,
+        "serving",
+        _serving_words,
     ),
-    **_serving_tables.TABLES,
-    **_training_tables.TABLES,
+    "tuner": Table(
+        "Model | Policy | Guilty | In float32 | Evaluations | Bisection | "
+        "Worse on fresh | From another seed | Saving kept | Greedy | Time",
+        _tuner,
+        _tuner_summary,
+        "tuning numerics",
+        _tuner_words,
+    ),
+    "fastest_policy": Table(
+        "Networks | Tries | Right | Furthest behind the fastest | Fastest "
+        "over float32 | Measuring took",
+        _fastest_policy,
+        _fastest_summary,
+        "tuning",
+        _fastest_words,
+    ),
+    "memory": Table(
+        "Step | Policy | Batch | Predicted | Measured, lowest to highest | "
+        "Predicted / measured",
+        _memory,
+        _memory_summary,
+        "memory graph",
+    ),
+    "remat": Table(
+        "Model | Policy | Batch | Plain | Remat | Memory | With glibc | Time "
+        "| Losses off by",
+        _remat,
+        _remat_summary,
+        "memory",
+    ),
 }
+
+
+# The page
+
+
+def mark(name: str, results: Sequence[Result]) -> str:
+    """Returns a line where what a record measures has changed since, else nothing."""
+    paths = [f":/tfamp/{each}" for each in TABLES[name].measures.split()]
+    newest = git("log", "-1", "--format=%h of %as", "--", *paths)
+    lines = []
+    for result in results:
+        commit, date = result.get("commit"), result.get("date")
+        if commit:
+            is_old = bool(git("log", "-1", "--format=%h", f"{commit}..", "--", *paths))
+        else:
+            is_old = not date or date <= newest.rpartition(" ")[2]
+        if newest and is_old:
+            recorded = f"commit {commit}" if commit else date or "an unknown day"
+            lines.append(f"{MARK} recorded at {recorded}, changed by {newest}.*")
+    return "\n\n".join(dict.fromkeys(lines))
+
+
+def section(name: str, results: Sequence[Result]) -> tuple[str, str]:
+    """Returns the section of a benchmark, and what of it goes to the appendix."""
+    first, table = results[0], TABLES[name]
+    columns = table.columns.split(" | ")
+    rows = [row for result in results for row in table.rows(result)]
+    if len(results) > 1:
+        columns = ["Device and versions", *columns]
+        rows = [
+            [_device(result) if not index else "", *row]
+            for result in results
+            for index, row in enumerate(table.rows(result))
+        ]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    given = first["models"][next(iter(first["models"]))] if "models" in first else first
+    template = (TEXTS / f"{name}.md").read_text(encoding="utf-8")
+    text = template.format(
+        **{**given, **table.words(first)},
+        how=f"```bash\n{first['command']}\n```",
+        table="\n".join(lines),
+        versions_text=versions_of(given),
+    )
+    shown, _, later = text.partition(APPENDIX)
+    title = shown.splitlines()[0].lstrip("# ")
+    return shown.rstrip(), f"### {title}\n\n{later.strip()}" if later else ""
+
+
+def _device(result: Result) -> str:
+    return f"{result['device']}; {versions_of(result)}"
+
+
+def page() -> str:
+    """Returns the whole page."""
+    rows, sections, appendix = [], [], []
+    for name, table in TABLES.items():
+        path = TEXTS / f"{name}.json"
+        if not path.is_file():
+            continue
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        results = kept if isinstance(kept, list) else [kept]
+        rows += [f"| {' | '.join(row)} |" for row in table.summary(results)]
+        shown, later = section(name, results)
+        sections += filter(None, [shown, mark(name, results)])
+        appendix += [later] if later else []
+    head = (TEXTS / "head.md").read_text(encoding="utf-8")
+    table_text = "\n".join(["| What | Result | Goal |", "|---|---|---|", *rows])
+    parts = [head.format(table=table_text).rstrip(), *sections]
+    parts.append("## Appendix: why, and what went wrong")
+    return "\n\n".join([*parts, *appendix]) + "\n"
+
+
+def write(path: Path = FOLDER / "RESULTS.md") -> None:
+    """Writes the page."""
+    path.write_text(page(), encoding="utf-8")
+    print(path)

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfamp
-from benchmarks._turns import ratio, take_turns, timed
+from benchmarks._runner import ratio, take_turns, timed
 from tfamp.dtypes import hooks
 
 MAX_STEP_RATIO = 1.02

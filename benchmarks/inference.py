@@ -33,12 +33,11 @@ from benchmarks._inference_models import (
     centred,
     cnn,
     images,
-    large_inputs,
     mlp,
     plant,
     trained,
 )
-from benchmarks._turns import ratio, take_turns, timed
+from benchmarks._runner import ratio, take_turns, timed
 from tfamp.records.checks import short_error
 from tfamp.serving.exports.request import POSSIBLE, missing
 from tfamp.serving.exports.source import float32_copy
@@ -194,7 +193,8 @@ def measure_large(case: str, number: int, data: Digits) -> dict[str, Any]:
             model, dataclasses.replace(data, x=images(data.x)), LARGE_EPOCHS
         )
     else:
-        inputs = large_inputs(model, number + 32)
+        shape = (number + 32, *model.input_shape[1:])
+        inputs = np.random.default_rng(0).integers(0, 30522, shape).astype("int32")
         model = centred(model, inputs[number:])
         x, calibration = inputs[:number], inputs[number:]
     exact = classes_of(model.predict(x, batch_size=16, verbose=0))

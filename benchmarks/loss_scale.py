@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfamp
-from benchmarks._turns import ratio, take_turns, timed
+from benchmarks._runner import ratio, take_turns, timed
 
 CASES = {
     "200 of 64x64": (200, 64),

@@ -9,8 +9,7 @@ Time: about a quarter of an hour on two CPU cores.
 
 Each case runs in a process of its own. The peak is that of the resident memory, reset
 ahead of a step; the C library is told to give back at once what is freed, since what it
-keeps for later depends on what ran before; `--glibc` leaves it as it is, to see how
-much that comes to. The first step, which traces, is left out.
+keeps for later depends on what ran before. The first step, which traces, is left out.
 """
 
 import ctypes
@@ -39,7 +38,6 @@ OTHERS = {
     "transformer, remat": {"is_again": True},
 }
 SMOKE = {"MLP of 2 blocks": 16}
-FLAGS = (("bool", "glibc", False, "Leave the C library's allocator as it is."),)
 
 
 def measure_side(
@@ -73,9 +71,11 @@ def measure_side(
     }
 
 
-def measure_case(allocator: dict[str, str], **side: Any) -> dict[str, Any]:
+def measure_case(**side: Any) -> dict[str, Any]:
     """Measures a case in a fresh process, and says how near the prediction came."""
-    found: dict[str, Any] = _runner.in_a_process("memory", side, **allocator)
+    found: dict[str, Any] = _runner.in_a_process(
+        "memory", side, **_runner.FREED_AT_ONCE
+    )
     middle = found["measured"][len(found["measured"]) // 2]
     found["ratio"] = round(found["predicted"] / max(1, middle), 3)
     found["batch"] = side["batch"]
@@ -84,7 +84,6 @@ def measure_case(allocator: dict[str, str], **side: Any) -> dict[str, Any]:
 
 def measure(settings: Any) -> dict[str, Any]:
     """Returns the figures."""
-    allocator = {} if settings.glibc else _runner.FREED_AT_ONCE
     rows = [(case, batch, {}) for case, batch in CASES.items()]
     rows += [(case, CASES[case.split(",")[0]], how) for case, how in OTHERS.items()]
     policies = POLICIES
@@ -92,9 +91,7 @@ def measure(settings: Any) -> dict[str, Any]:
         rows, policies = [(*SMOKE, *SMOKE.values(), {})], POLICIES[:1]
     cases = {
         case: {
-            policy: measure_case(
-                allocator, case=case, policy=policy, batch=batch, **how
-            )
+            policy: measure_case(case=case, policy=policy, batch=batch, **how)
             for policy in policies
         }
         for case, batch, how in rows

@@ -14,14 +14,16 @@ from files that the system holds in memory, so no disk is measured.
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
-from benchmarks import _pipelines
-from benchmarks._turns import ratio, take_turns
+import tfamp
+from benchmarks._runner import ratio, take_turns
 
 # What a pipeline is compared with, and how many times as fast it has to be.
 GOALS = {
@@ -37,19 +39,20 @@ GOALS = {
     ("tfamp, CSV", "CSV row by row"): 8.0,
     ("tfamp, CSV", "make_csv_dataset"): None,
 }
-# A plan is timed by itself: an epoch with it, less one of the same arrays in order.
-PLANS = ("balanced", "weighted", "weighted without replacement")
-MAX_EPOCH_END_SECONDS = 0.020
-MAX_PLAN_MICROSECONDS = 10.0
 FLAGS = (
     ("integer", "turns", 15, "Turns of each side."),
     ("integer", "images", 2000, "Image files."),
     ("integer", "rows", 200_000, "Rows of CSV."),
 )
+SIZE = (224, 224)
+BATCH = 32
+ROW_BATCH = 256
+NUM_COLUMNS = 20
+NUM_CLASSES = 4
 
 
 class Epochs:
-    """Reads a side epoch by epoch, and keeps the time apart that its end took.
+    """Reads a side epoch by epoch.
 
     Args:
         side: What to iterate.
@@ -57,14 +60,12 @@ class Epochs:
     Attributes:
         num_batches: Batches in an epoch, counted in the first one, which is not timed.
         seconds: Of each epoch, from its start to its last batch.
-        ends: Seconds from there until the iterator had ended.
     """
 
     def __init__(self, side: Iterable) -> None:
         self.side = side
         self.num_batches = sum(1 for _ in side)
         self.seconds: list[float] = []
-        self.ends: list[float] = []
 
     def __call__(self) -> float:
         """Reads one epoch and returns its seconds."""
@@ -76,7 +77,6 @@ class Epochs:
         if next(iterator, None) is not None:
             raise RuntimeError(f"{self.side!r} has more batches in a later epoch.")
         self.seconds.append(last - start)
-        self.ends.append(time.perf_counter() - last)
         return last - start
 
 
@@ -99,29 +99,139 @@ def ratios(epochs: dict[str, Epochs]) -> dict[str, dict[str, Any]]:
     return figures
 
 
-def plan_figures(epochs: dict[str, Epochs], num_examples: int) -> dict[str, Any]:
-    """Returns microseconds that each plan adds to an example."""
-    plain = np.array(epochs["arrays"].seconds)
-    figures = {}
-    for plan in PLANS:
-        added = np.array(epochs[f"arrays, {plan}"].seconds) - plain
-        cost = 1e6 * float(np.median(added)) / num_examples
-        figures[plan] = {
-            "microseconds": round(cost, 3),
-            "met": cost <= MAX_PLAN_MICROSECONDS,
-        }
-    return figures
+def write_images(folder: Path, number: int) -> list[str]:
+    """Writes JPEGs of a photo's size and detail, one folder a class."""
+    rng = np.random.default_rng(0)
+    paths = []
+    for index in range(number):
+        height, width = rng.integers(200, 260, 2)
+        coarse = rng.normal(128, 60, (height // 12 + 1, width // 12 + 1, 3))
+        smooth = tf.image.resize(coarse, (height, width), method="bicubic")
+        pixels = smooth + rng.normal(0, 2.5, (height, width, 3))
+        encoded = tf.io.encode_jpeg(tf.cast(tf.clip_by_value(pixels, 0, 255), tf.uint8))
+        place = folder / str(index % NUM_CLASSES) / f"{index:05}.jpg"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(encoded.numpy())
+        paths.append(str(place))
+    return sorted(paths)
 
 
-def end_figures(epochs: dict[str, Epochs]) -> dict[str, Any]:
-    """Returns the longest end of an epoch of tfamp's pipelines, and whose it is."""
-    longest = {name: max(side.ends) for name, side in epochs.items() if "tfamp" in name}
-    name = max(longest, key=lambda name: longest[name])
+def write_rows(path: Path, number: int) -> Path:
+    """Writes a table of floats with a header and an integer target."""
+    values = np.random.default_rng(1).normal(size=(number, NUM_COLUMNS))
+    names = [f"x{column}" for column in range(NUM_COLUMNS)]
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(",".join([*names, "y"]) + "\n")
+        for number, row in enumerate(values):
+            cells = [f"{value:.5f}" for value in row]
+            file.write(",".join([*cells, str(number % NUM_CLASSES)]) + "\n")
+    return path
+
+
+def label_of(path: tf.Tensor) -> tf.Tensor:
+    """Returns the class, which is the name of the folder."""
+    return tf.strings.to_number(tf.strings.split(path, os.sep)[-2], tf.int32)
+
+
+def read_as_float(path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Reads an image as tutorials do: float32 in 0 to 1."""
+    image = tf.image.decode_jpeg(tf.io.read_file(path), channels=3)
+    return tf.image.resize(image, SIZE) / 255.0, label_of(path)
+
+
+def read_as_uint8(path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Reads an image to be scaled in the model."""
+    image = tf.image.decode_jpeg(tf.io.read_file(path), channels=3)
+    resized = tf.round(tf.image.resize(image, SIZE))
+    return tf.saturate_cast(resized, tf.uint8), label_of(path)
+
+
+def naive(paths: list[str], optimised: bool) -> tf.data.Dataset:
+    """Returns the pipeline that one writes first."""
+    dataset = tf.data.Dataset.from_tensor_slices(paths)
+    dataset = dataset.map(read_as_float).batch(BATCH)
+    if optimised:
+        return dataset
+    options = tf.data.Options()
+    options.experimental_optimization.apply_default_optimizations = False
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
+def hand_tuned(paths: list[str], cores: int) -> tf.data.Dataset:
+    """Returns the best that we know to write without tfamp."""
+    dataset = tf.data.Dataset.from_tensor_slices(paths)
+    dataset = dataset.map(read_as_uint8, num_parallel_calls=cores)
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    options.threading.private_threadpool_size = cores
+    return dataset.batch(BATCH).prefetch(2).with_options(options)
+
+
+def cast_on_cpu(
+    images: tf.data.Dataset, cores: int, *, by_batch: bool
+) -> tf.data.Dataset:
+    """Returns batches scaled by the pipeline rather than by the model."""
+    if by_batch:
+        images = images.batch(BATCH)
+    scaled = images.map(
+        lambda x, y: (tf.cast(x, tf.float32) / 255.0, y), num_parallel_calls=cores
+    )
+    return (scaled if by_batch else scaled.batch(BATCH)).prefetch(2)
+
+
+def image_sides(folder: Path, paths: list[str], cores: int) -> dict[str, Iterable]:
+    """Returns every way to read the image files, by name."""
+    start = tfamp.data.Pipeline.from_images(folder)
+    pipeline = start.batch(BATCH).prefetch()
+    decoded = pipeline.decode(SIZE)
+    cached = decoded.cache("memory").build()
+    reshuffled = decoded.cache("memory").shuffle(seed=1).build()
+    images = start.decode(SIZE).cache("memory").shuffle(seed=1).build()
+    scale = tf.function(tfamp.data.Rescale(1 / 255))
+
+    class AndCast:
+        def __iter__(self) -> Iterator[Any]:
+            return ((scale(x), y) for x, y in cached)
+
+    sides: dict[str, Iterable] = {
+        "naive, not optimised": naive(paths, optimised=False),
+        "naive": naive(paths, optimised=True),
+        "hand-tuned": hand_tuned(paths, cores),
+        "Keras's loader": keras.utils.image_dataset_from_directory(
+            folder, batch_size=BATCH, image_size=SIZE, shuffle=False, verbose=False
+        ),
+        "tfamp": decoded.build(),
+        "tfamp, memory cache": cached,
+        "tfamp, memory cache and cast": AndCast(),
+        "tfamp, file cache": decoded.cache(folder.parent / "cache").build(),
+        "tfamp, reshuffled cache": reshuffled,
+        "the same, cast on the CPU": cast_on_cpu(images, cores, by_batch=False),
+        "the same, cast by batches": cast_on_cpu(images, cores, by_batch=True),
+    }
+    return sides
+
+
+def row_by_row(path: Path) -> tf.data.Dataset:
+    """Returns rows parsed one at a time, as tutorials do."""
+    defaults = [[0.0]] * NUM_COLUMNS + [[0]]
+
+    def parse(line: tf.Tensor) -> tuple[Any, tf.Tensor]:
+        *columns, label = tf.io.decode_csv(line, defaults)
+        return {f"x{index}": value for index, value in enumerate(columns)}, label
+
+    return tf.data.TextLineDataset(str(path)).skip(1).map(parse).batch(ROW_BATCH)
+
+
+def row_sides(path: Path) -> dict[str, Iterable]:
+    """Returns every way to read the table, by name."""
+    rows = tfamp.data.Pipeline.from_csv(path, label="y").batch(ROW_BATCH).prefetch()
     return {
-        "longest_milliseconds": round(1e3 * longest[name], 2),
-        "pipeline": name,
-        "epochs": sum(len(epochs[name].ends) for name in longest),
-        "met": longest[name] <= MAX_EPOCH_END_SECONDS,
+        "CSV row by row": row_by_row(path),
+        "make_csv_dataset": tf.data.experimental.make_csv_dataset(
+            str(path), ROW_BATCH, label_name="y", num_epochs=1, shuffle=False
+        ),
+        "tfamp, CSV": rows.build(),
     }
 
 
@@ -133,11 +243,10 @@ def measure(settings: Any) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "images")
-        paths = _pipelines.write_images(folder, images)
-        table = _pipelines.write_rows(Path(name, "rows.csv"), rows)
-        epochs = read(_pipelines.image_sides(folder, paths, cores), turns)
-        epochs |= read(_pipelines.row_sides(table), turns)
-        epochs |= read(_pipelines.plan_sides(rows), turns)
+        paths = write_images(folder, images)
+        table = write_rows(Path(name, "rows.csv"), rows)
+        epochs = read(image_sides(folder, paths, cores), turns)
+        epochs |= read(row_sides(table), turns)
     sizes = {
         name: rows if "CSV" in name or "csv" in name else images for name in epochs
     }
@@ -148,9 +257,6 @@ def measure(settings: Any) -> dict[str, Any]:
         "rates": {
             name: round(sizes[name] / float(np.median(side.seconds)))
             for name, side in epochs.items()
-            if not name.startswith("arrays")
         },
         "ratios": ratios(epochs),
-        "plans": plan_figures(epochs, rows),
-        "epoch_ends": end_figures(epochs),
     }

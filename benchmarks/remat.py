@@ -20,7 +20,7 @@ import tensorflow as tf
 
 import tfamp
 from benchmarks import _models, _runner
-from benchmarks._turns import timed
+from benchmarks._runner import timed
 from tfamp.machine import memory as process_memory
 
 GOAL = 0.4

@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 import tfamp
-from benchmarks._runner import ROOT
-from benchmarks._turns import ratio, take_turns
+from benchmarks._runner import ROOT, ratio, take_turns
 from benchmarks.inference import Digits, mlp, trained
 
 FLAGS = (
@@ -101,7 +100,7 @@ def commands(folder: Path) -> dict[str, tuple[list[str], int]]:
         own = [f"model={folder / export}", f"--port={port}"]
         found[name] = (["-m", "tfamp", "serve", *own], port)
     port = free_port()
-    own = ["-m", "benchmarks._fastapi_server", str(folder / "int8"), str(port)]
+    own = ["-m", "benchmarks.serving", str(folder / "int8"), str(port)]
     return {**found, "fastapi": (own, port)}
 
 
@@ -258,3 +257,40 @@ def measure(settings: Any) -> dict[str, Any]:
         },
         "memory": {"bytes": held, "goal": MAX_BYTES, "met": held <= MAX_BYTES},
     }
+
+
+def serve_plainly(path: str, port: int) -> None:
+    """Serves an exported model as examples of FastAPI have it."""
+    import fastapi
+    import pydantic
+    import uvicorn
+
+    app, model = fastapi.FastAPI(), tfamp.load_exported(path)
+    (spec,) = model.signature.inputs
+
+    class Tensor(pydantic.BaseModel):
+        name: str
+        datatype: str
+        shape: list[int]
+        data: list[float]
+
+    class Asked(pydantic.BaseModel):
+        inputs: list[Tensor]
+
+    @app.get("/v2/models/model")
+    def about() -> dict[str, list[dict[str, object]]]:
+        return {"inputs": [{"name": spec.name, "datatype": "FP32", "shape": [-1, 64]}]}
+
+    @app.post("/v2/models/model/infer")
+    def predict(asked: Asked) -> dict[str, list[Tensor]]:
+        (given,) = asked.inputs
+        y = model.predict(np.array(given.data, "float32").reshape(given.shape))
+        data = y.ravel().tolist()
+        shape = list(y.shape)
+        return {"outputs": [Tensor(name="y", datatype="FP32", shape=shape, data=data)]}
+
+    uvicorn.run(app, port=port, log_level="warning", access_log=False)
+
+
+if __name__ == "__main__":
+    serve_plainly(sys.argv[1], int(sys.argv[2]))

@@ -14,10 +14,9 @@ Greedy search begins with all in float32, and gives back one layer after the oth
 dearest first, in as many evaluations as `tune` took. Both ask what `tune` asks: whether
 the metric is within the tolerance, by the same bound on the same examples.
 
-Time: about six minutes on two CPU cores, one and a half with `--few`.
+Time: about six minutes on two CPU cores.
 """
 
-import importlib.util
 import itertools
 import statistics
 import time
@@ -49,13 +48,8 @@ REQUIRED = {
     "fewer": ("Models with several guilty layers in fewer plans than bisection", 0.8),
 }
 FLAGS = (
-    ("bool", "few", False, "Six of the models, places of one seed."),
     ("integer", "seeds", 1, "Places of the guilty layers of each model."),
     ("string", "only", "", "Part of a model's name."),
-)
-_FEW = (
-    *("MLP", "MLP, differences", "regression, rounding"),
-    *("CNN, squares", "MLP, differences and sides", "transformer, squares"),
 )
 Holds = Callable[[Sequence[str]], bool]
 
@@ -304,28 +298,16 @@ def mean(values: Sequence[Any]) -> float | None:
 def measure(settings: Any) -> dict[str, Any]:
     """Returns the figures."""
     cpus.avoid_broken_amx()  # ahead of the first product
-    seeds, epochs, names = (
-        settings.seeds,
-        3,
-        [case.name for case in _tuner_models.CASES],
-    )
-    if settings.few:
-        seeds, names = 1, list(_FEW)
+    seeds, epochs = settings.seeds, 3
     if settings.smoke:
-        seeds, epochs, names = 1, 1, ["MLP, differences"]
+        seeds, epochs, settings.only = 1, 1, "MLP, differences"
     found: dict[str, list[dict[str, Any]]] = {}
-    has_hub = importlib.util.find_spec("keras_hub") is not None
     for case in _tuner_models.CASES:
-        if case.name not in names or settings.only not in case.name:
-            continue
-        if "KerasHub" in case.name and not has_hub:
-            print(f"{case.name}: left out, as keras_hub is not installed.")
+        if settings.only not in case.name:
             continue
         found[case.name] = [
             {**measure_run(case, place, epochs=epochs), "policy": case.policy}
             for place in range(seeds)
         ]
     result = {"seeds": seeds, "cases": found, "goals": figures(found)}
-    for goal in result["goals"].values():
-        print(f"{goal['what']}: required {goal['required']}: reached {goal['reached']}")
     return result

@@ -47,7 +47,7 @@ BACKWARD_LIMIT = {"float16": 0.25, "bfloat16": 0.4}
 # whole model for each batch.
 _MAX_VERIFIED = 12
 # Error of all gradients above which a model is not the same one in low precision. Of
-# the models of benchmarks/faults, healthy ones, and others with their guilty layers in
+# the models of tests/wild, healthy ones, and others with their guilty layers in
 # float32, stay below 0.03 in float16 and 0.05 in bfloat16, those that amplify rounding
 # are above 0.87. Between, it is where their truth counts a layer's gradients as bad.
 WHOLE_LIMIT = {"float16": 0.3, "bfloat16": 0.5}

@@ -1,0 +1,265 @@
+"""Training steps that are not finite, with their causes. `FAILURES` at the end."""
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+import tfamp
+from tests.wild.fault_cases import (
+    FUNCTIONS,
+    SHAPES,
+    STYLES,
+    Raw,
+    assemble,
+    attend,
+    group,
+    head,
+    masked,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A training step that is not finite, or is, and why.
+
+    Attributes:
+        name: Unique name.
+        cause: What `tfamp.triage(...).cause` has to be.
+        make: Returns (compiled model, batch); the policy is in force.
+        policy: "float32" is stock Keras.
+        layer: The path to name; "" where there is none.
+        options: Of `tfamp.scope`.
+    """
+
+    name: str
+    cause: str
+    make: Callable[[np.random.Generator], tuple[Any, Any]]
+    policy: str = "float32"
+    layer: str = ""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def build(self, seed: int) -> tuple[Any, Any]:
+        """Returns a compiled model in its policy, and the failing batch."""
+        keras.utils.set_random_seed(seed)
+        rng = np.random.default_rng([seed, 11])
+        with contextlib.ExitStack() as stack:
+            if self.policy != "float32":
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", message=".*will be slow or gain")
+                stack.enter_context(tfamp.scope(self.policy, **self.options))
+            return self.make(rng)
+
+
+def _with(
+    middle: Callable[[], list[Any]] = list,
+    damage: Callable[[Any, Any], Any] = lambda x, y: (x, y),
+    *,
+    style: str = "functional",
+    kind: str = "dense",
+    classes: int = 0,
+    optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(1e-3),
+) -> Callable[[np.random.Generator], Any]:
+    """Returns a maker of a healthy chain with layers in it, and a batch, damaged."""
+
+    def make(rng: np.random.Generator) -> Any:
+        shape = SHAPES[kind]
+        end = head(kind, classes, activation="softmax") if classes else head(kind, 1)
+        model = assemble(
+            style,
+            shape,
+            group(kind, 0, 16),
+            [*middle(), layers.LayerNormalization(name="settle")],
+            [*group(kind, 1, 16), *end],
+        )
+        loss = "sparse_categorical_crossentropy" if classes else "mse"
+        model.compile(optimizer=optimizer(), loss=loss)
+        x = rng.normal(size=(16, *shape)).astype("float32")
+        y = rng.normal(size=(16, 1)).astype("float32")
+        return model, damage(x, rng.integers(0, classes, 16) if classes else y)
+
+    return make
+
+
+def _set(name: str, value: float) -> Callable[[Any, Any], Any]:
+    """Returns what damages a row of the inputs, the targets or the weights."""
+
+    def damage(x: Any, y: Any) -> Any:
+        arrays = {"x": x, "y": y, "weight": np.ones(len(x), "float32")}
+        arrays[name][3] = value
+        return tuple(arrays.values()) if name == "weight" else (x, y)
+
+    return damage
+
+
+def _raw(name: str, function: Callable[[Any], Any]) -> Callable[[], list[Any]]:
+    return lambda: [Raw(function, name=name)]
+
+
+def _spoilt_weight(rng: np.random.Generator) -> Any:
+    """A weight is NaN; on CPUs in graph mode the ReLU makes 0 of it."""
+    hidden = layers.Dense(16, activation="relu", name="hidden")
+    model, batch = _with(lambda: [hidden])(rng)
+    kernel, bias = hidden.get_weights()
+    kernel[1, 2] = np.nan
+    hidden.set_weights([kernel, bias])
+    return model, batch
+
+
+def _exploded(optimizer: Callable[[], Any]) -> Callable[[np.random.Generator], Any]:
+    """Returns a maker of a model that was trained until a step was not finite."""
+
+    def make(rng: np.random.Generator) -> Any:
+        hidden = [layers.Dense(8, "relu", name=f"dense_{i}") for i in range(4)]
+        end = layers.Dense(1, name="head")
+        model = keras.Sequential([keras.Input((8,)), *hidden, end])
+        model.compile(optimizer=optimizer(), loss="mse")
+        x, y = (rng.normal(size=(16, n)).astype("float32") for n in (8, 1))
+        for _ in range(100):
+            weights = [variable.numpy() for variable in model.variables]
+            if not step(model, (x, y)):
+                for variable, value in zip(model.variables, weights, strict=True):
+                    variable.assign(value)
+                return model, (x, y)
+        raise RuntimeError("The weights stayed finite for 100 steps; raise the rate.")
+
+    return make
+
+
+def _spoilt_slot(rng: np.random.Generator) -> Any:
+    """The optimizer's state of one kernel holds a NaN."""
+    model, batch = _with()(rng)
+    step(model, batch)
+    for slot in model.optimizer.variables:
+        if "dense_1a_kernel" in slot.path and "momentum" in slot.path:
+            spoilt = slot.numpy()
+            spoilt[0, 0] = np.nan
+            slot.assign(spoilt)
+    return model, batch
+
+
+def step(model: keras.Model, given: Any) -> bool:
+    """Takes one training step, eagerly; returns whether everything stayed finite.
+
+    A step whose gradients are not finite writes nothing, as under a loss scale.
+    """
+    x, y, *weight = given
+    scale = getattr(model.optimizer, "scale_loss", lambda loss: loss)
+    with tf.GradientTape() as tape:
+        predicted = model(x, training=True)
+        own = weight[0] if weight else None
+        loss = model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=own)
+        scaled = scale(loss)
+    variables = model.trainable_variables
+    gradients = tape.gradient(scaled, [v.value for v in variables])
+    arrays = [tf.cast(tf.convert_to_tensor(g), "float32") for g in gradients]
+    if not all(np.isfinite(v).all() for v in (loss, *arrays)):
+        return False
+    model.optimizer.apply(gradients, variables)
+    return all(np.isfinite(v.numpy()).all() for v in variables)
+
+
+def _deviation(x: Any) -> Any:
+    """A root of a variance that rounding makes negative or zero."""
+    h = 300.0 + x
+    mean = ops.mean(h, axis=-1, keepdims=True)
+    return x / ops.sqrt(ops.mean(ops.square(h), -1, keepdims=True) - ops.square(mean))
+
+
+def _nothing(x: Any) -> Any:
+    above = ops.relu(x - 100.0)
+    return x + above / ops.sum(above, axis=-1, keepdims=True)
+
+
+F16, BF16 = "mixed_float16", "mixed_bfloat16"
+SGD, ADAM = keras.optimizers.SGD, keras.optimizers.Adam
+_BATCHES = {
+    "NaN in the inputs": ("x", np.nan, "functional"),
+    "infinity in the inputs": ("x", np.inf, "sequential"),
+    "NaN in the targets": ("y", np.nan, "nested"),
+    "a huge target": ("y", 1e30, "subclassed"),
+    "NaN in the weights": ("weight", np.nan, "functional"),
+    "an infinite weight": ("weight", np.inf, "subclassed"),
+}
+# Layer -> what it computes, and the style; each gives NaN in float32 too.
+_MODELS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "root": (lambda x: ops.sqrt(ops.relu(x)), "functional"),
+    "logarithm": (lambda x: ops.log(ops.relu(x)), "sequential"),
+    "share": (_nothing, "nested"),
+    "entropy": (lambda x: x * ops.log(x), "subclassed"),
+    "growth": (lambda x: ops.log1p(ops.exp(200.0 * ops.abs(x))), "sequential"),
+}
+_PRECISION: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
+    "cube": (FUNCTIONS["cube"][0], "functional", "dense", F16),
+    "attend": (lambda x: attend(x, 200.0), "subclassed", "sequence", F16),
+    "soft": (FUNCTIONS["soft"][0], "nested", "dense", F16),
+    "masked": (masked, "sequential", "sequence", F16),
+    "inverse": (FUNCTIONS["inverse"][0], "functional", "dense", F16),
+    "deviation": (_deviation, "functional", "dense", BF16),
+}
+
+
+def _path(name: str, style: str) -> str:
+    return f"inner/{name}" if style == "nested" else name
+
+
+FAILURES: tuple[Failure, ...] = (
+    *(
+        Failure(
+            f"{name}, {policy}", "data", _with(damage=_set(*own), style=style), policy
+        )
+        for name, (*own, style) in _BATCHES.items()
+        for policy in ("float32", BF16)
+    ),
+    Failure("a label out of range", "data", _with(damage=_set("y", 99), classes=4)),
+    *(
+        Failure(
+            name,
+            "model",
+            _with(_raw(name, function), style=style),
+            layer=_path(name, style),
+        )
+        for name, (function, style) in _MODELS.items()
+    ),
+    Failure("a NaN weight", "model", _spoilt_weight, layer="hidden"),
+    Failure("SGD explodes", "learning rate", _exploded(lambda: SGD(100.0))),
+    Failure("Adam explodes", "learning rate", _exploded(lambda: ADAM(1e6))),
+    Failure(
+        "SGD explodes, bfloat16", "learning rate", _exploded(lambda: SGD(100.0)), BF16
+    ),
+    Failure("NaN in a slot", "optimizer", _spoilt_slot, layer="dense_1a"),
+    *(
+        Failure(
+            f"a large scale, {style}",
+            "loss scale",
+            _with(style=style),
+            F16,
+            options={"loss_scale": 2.0**24},
+        )
+        for style in STYLES
+    ),
+    *(
+        Failure(
+            name,
+            "precision",
+            _with(_raw(name, function), style=style, kind=kind),
+            policy,
+            _path(name, style),
+        )
+        for name, (function, style, kind, policy) in _PRECISION.items()
+    ),
+    *(
+        Failure(f"healthy, {policy}", "none", _with(style=style), policy)
+        for policy, style in (
+            ("float32", "nested"),
+            (BF16, "subclassed"),
+            (F16, "sequential"),
+        )
+    ),
+)
