@@ -3,8 +3,8 @@
 Networks of six kinds get sizes and batches drawn by a seed. Each is measured with the
 default budget, and again with four times as much. The pick is right where that second
 timing has it as the fastest, or within 3 % of it. Each core of the machine has a
-process for a part of the tries. Last, Keras's ResNet50 at 96x96 is measured once, on all cores, for
-what the measurement costs.
+process for a part of the tries. Last, Keras's ResNet50 at 96x96 is measured once, on
+all cores, for what the measurement costs.
 
 Time: about fifteen minutes on two CPU cores.
 """
