@@ -35,42 +35,51 @@ def walk(layer, prefix=""):
 
 
 def run(model, batch, scale):
-    """Returns outputs and gradients by variable in float64; the state stays."""
+    """Returns outputs and each layer's gradient in float64; the state stays."""
     x, y, *_ = batch
     state = [variable.numpy() for variable in model.non_trainable_variables]
     with tf.GradientTape() as tape:
         predicted = model(x, training=True)
         loss = tf.cast(model.compute_loss(y=y, y_pred=predicted), "float32") * scale
-    variables = [variable.value for variable in model.trainable_variables]
-    gradients = [
-        np.asarray(tf.convert_to_tensor(each), "float64") / scale
-        for each in tape.gradient(loss, variables)
-    ]
+    variables = model.trainable_variables
+    found = {}
+    for variable, each in zip(
+        variables, tape.gradient(loss, [v.value for v in variables]), strict=True
+    ):
+        flat = np.ravel(tf.convert_to_tensor(each)).astype("float64") / scale
+        found.setdefault(variable.path.rpartition("/")[0], []).append(flat)
     for variable, value in zip(model.non_trainable_variables, state, strict=True):
         variable.assign(value)
-    return np.asarray(tf.cast(predicted, "float32"), "float64"), gradients
+    outputs = np.asarray(tf.cast(predicted, "float32"), "float64")
+    return outputs, [np.concatenate(each) for each in found.values()]
 
 
 def is_harmed(case, dtype, chooses):
-    """Whether half precision in the layers that are chosen spoils the first batch."""
+    """Whether half precision in some layers spoils the first batch at every scale."""
     model, (batch, *_) = case.build(0)
-    scale = 256.0 if dtype == "float16" else 1.0
-    true, exact = run(model, batch, scale)
+    exact = run(model, batch, 1.0)
     for path, layer in walk(model):
         if chooses(path):
             layer.dtype_policy = keras.DTypePolicy(f"mixed_{dtype}")
-    outputs, gradients = run(model, batch, scale)
+    scales = (1.0, 256.0, 2.0**15) if dtype == "float16" else (1.0,)
+    return all(
+        is_off(run(model, batch, each), exact, *LIMITS[dtype]) for each in scales
+    )
+
+
+def is_off(found, exact, most_off, most_of_gradient):
+    """Whether outputs or the gradient of a layer are further off than the limits."""
+    (outputs, gradients), (true, norms) = found, exact
     if not all(np.isfinite(each).all() for each in (outputs, *gradients)):
         return True
-    usual = np.median([np.linalg.norm(each) for each in exact])
+    usual = np.median([np.linalg.norm(each) for each in norms])
     errors = [
-        np.linalg.norm(found - each) / np.linalg.norm(each)
-        for found, each in zip(gradients, exact, strict=True)
+        np.linalg.norm(given - each) / np.linalg.norm(each)
+        for given, each in zip(gradients, norms, strict=True)
         if np.linalg.norm(each) > 1e-3 * usual
     ]
     spread = np.sqrt(np.mean((true - true.mean(axis=0)) ** 2))
     off = np.sqrt(np.mean((outputs - true) ** 2)) / spread
-    most_off, most_of_gradient = LIMITS[dtype]
     return off > most_off or max(errors) > most_of_gradient
 
 
