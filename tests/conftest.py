@@ -73,6 +73,7 @@ def keras_is_left_as_found():
     # Restored before the check, so that one leak fails one test.
     if "tfamp.policy" in sys.modules:
         sys.modules["tfamp.policy"].disable()
+        sys.modules["tfamp.keras_hooks.layers"].CALLS.float16_layers.clear()
     keras.config.set_dtype_policy("float32")
     tf.random.set_seed(None)
     assert left_policy == "float32"

@@ -290,3 +290,14 @@ def test_the_table_is_at_most_as_wide_as_a_terminal():
     found = tfamp.check(shop(Cents()), (SALES, RETURNED), policy="mixed_float16")
     assert max(map(len, found.table().splitlines())) <= 110
     assert tfamp.Findings.from_json(found.to_json()) == found
+
+
+def test_a_float16_program_behind_a_check_hears_nothing_of_it():
+    model = shop(layers.Dense(4, activation="relu"))
+    tfamp.check(model, (SALES, RETURNED), policy="mixed_float16")
+    head = layers.Activation("sigmoid", dtype="float16")
+    logit = tf.constant([[9.0]], "float16")
+    with tf.GradientTape() as tape:
+        tape.watch(logit)
+        loss = tf.reduce_mean(head(logit) - 1.0)
+    assert np.isfinite(tape.gradient(loss, logit)).all()  # a warning is an error here

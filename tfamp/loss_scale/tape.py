@@ -260,9 +260,10 @@ def _warn_of_tiny_gradients(gradients: Sequence[Any]) -> None:
     They are in float16, as what they are of, so that no scale helps.
     """
     layer = CALLS.float16_layers[-1]()
+    if layer is None or layer in _warned or policy_of(layer) is None:
+        return
     halves = [g for g in gradients if tf.is_tensor(g) and g.dtype == tf.float16]
-    is_known = layer is None or layer in _warned
-    if is_known or not halves or not tf.executing_eagerly():
+    if not halves or not tf.executing_eagerly():
         return
     largest = max(float(tf.reduce_max(tf.abs(g))) for g in halves)
     if not largest < _LEAST_NORMAL:
