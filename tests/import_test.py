@@ -118,6 +118,26 @@ def test_unknown_name_is_an_attribute_error_without_loading_a_framework():
         ("Pipeline", "tfamp.data.Pipeline"),
         ("Pipelin", "tfamp.data.Pipeline"),
         ("serve", "the command `tfamp serve`"),
+        ("run", "the command `tfamp run script.py`"),
+        ("autocast", "tfamp.enable"),
+        ("Accelerator", "tfamp.enable"),
+        ("GradScaler", "tfamp.LossScaleOptimizer"),
+        ("set_global_policy", "tfamp.enable(policy=...)"),
+        ("MirroredStrategy", "tfamp.distribute.strategy"),
+        ("half", "tfamp.apply(model, 'mixed_bfloat16')"),
+        ("convert", "tfamp.apply"),
+        ("quantise", "tfamp.export(..., dtype='int8')"),
+        ("gradient_checkpointing", "tfamp.remat"),
+        ("summary", "tfamp.assignment"),
+        ("benchmark", "tfamp.compare"),
+        ("load", "tfamp.load_model, or tfamp.load_exported"),
+        ("save", "model.save, which keeps dtypes and the loss scale"),
+        ("Dataset", "tfamp.data.Pipeline.from_dataset"),
+        ("TensorBoard", "tfamp.callbacks.PrecisionMonitor"),
+        ("ModelCheckpoint", "tfamp.callbacks.Resume, or Keras's own"),
+        ("debug", "tfamp.triage"),
+        ("is_enabled", "tfamp.status().enabled"),
+        ("scale_learning_rate", "tfamp.training.scale_learning_rate"),
     ],
 )
 def test_a_name_that_stands_elsewhere_is_told(name, meant):
@@ -138,6 +158,18 @@ def test_a_callback_that_is_not_there_is_told(name, meant):
     message = re.escape(f"has no attribute '{name}'. Did you mean {meant}?")
     with pytest.raises(AttributeError, match=message):
         getattr(tfamp.callbacks, name)
+
+
+def test_every_name_that_is_told_stands_there():
+    for name, place in tfamp._ELSEWHERE.items():
+        for path in re.findall(r"\btfamp((?:\.\w+)+)", place.format(name)):
+            value = tfamp
+            for part in path.split(".")[1:]:
+                # `status()` is called, and `enabled` is a field of what it returns.
+                value = tfamp.Status if value is tfamp.status else value
+                known = {*dir(value), *getattr(value, "__annotations__", ())}
+                assert part in known or hasattr(value, part), place
+                value = getattr(value, part, None)
 
 
 def test_a_name_like_no_other_leads_to_the_help():

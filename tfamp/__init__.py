@@ -102,29 +102,62 @@ def _imported(place: str) -> types.ModuleType:
         raise HookError(text) from error
 
 
-# Where people look for what stands elsewhere.
+# Where people look for what stands elsewhere: names of other libraries, of commands,
+# of earlier versions.
 _ELSEWHERE = {
     **dict.fromkeys(
         ("DeviceStats", "NanRecovery", "PrecisionMonitor", "Resume", "Throughput"),
         "tfamp.callbacks.{}",
     ),
     **dict.fromkeys(("Pipeline", "bottleneck", "fit_statistics"), "tfamp.data.{}"),
+    **dict.fromkeys(("lr_find", "scale_learning_rate"), "tfamp.training.{}"),
+    **dict.fromkeys(
+        ("Accelerator", "autocast", "initialize", "init", "prepare", "set_policy"),
+        "tfamp.enable",
+    ),
+    **dict.fromkeys(
+        ("Policy", "set_dtype_policy", "set_global_policy"),
+        "tfamp.enable(policy=...)",
+    ),
+    **dict.fromkeys(
+        ("GradScaler", "LossScale", "LossScaler"), "tfamp.LossScaleOptimizer"
+    ),
+    **dict.fromkeys(
+        ("MirroredStrategy", "MultiWorkerMirroredStrategy", "strategy"),
+        "tfamp.distribute.strategy",
+    ),
+    **dict.fromkeys(("TensorBoard", "Monitor"), "tfamp.callbacks.PrecisionMonitor"),
+    "Dataset": "tfamp.data.Pipeline.from_dataset",
     "FlightRecorder": "tfamp.callbacks.NanRecovery, which keeps the failing step",
     "MicroBatches": "tfamp.find_batch_size, which gives batch and accumulation",
+    "ModelCheckpoint": "tfamp.callbacks.Resume, or Keras's own",
+    "benchmark": "tfamp.compare",
     "check_data": "tfamp.data.check",
+    "checkpoint": "tfamp.remat, or tfamp.callbacks.Resume",
+    "convert": "tfamp.apply",
+    "debug": "tfamp.triage",
+    "explain": "tfamp.assignment",
     "export_model": "tfamp.export",
     "find_batch": "tfamp.find_batch_size",
-    "init": "tfamp.enable",
-    "initialize": "tfamp.enable",
-    "lr_find": "tfamp.training.lr_find",
+    "gradient_checkpointing": "tfamp.remat",
+    "half": "tfamp.apply(model, 'mixed_bfloat16')",
+    "inspect": "tfamp.check",
+    "is_enabled": "tfamp.status().enabled",
+    "load": "tfamp.load_model, or tfamp.load_exported",
+    "load_plan": "tfamp.PrecisionPlan.from_json",
     "measure": "tfamp.measure_policies",
     "memory": "tfamp.estimate_memory",
     "plan": "tfamp.tune",
+    "policy": "tfamp.status().policy",
+    "predict": "model.predict, or tfamp.load_exported(path).predict",
     "profile": "tfamp.prove",
     "quantize": "tfamp.export(..., dtype='int8')",
+    "run": "the command `tfamp run script.py`",
+    "save": "model.save, which keeps dtypes and the loss scale",
     "serve": "the command `tfamp serve`",
-    "set_policy": "tfamp.enable",
-    "strategy": "tfamp.distribute.strategy",
+    "summary": "tfamp.assignment",
+    "train": "model.fit, after tfamp.enable",
+    "version": "tfamp.__version__",
 }
 
 
