@@ -30,7 +30,14 @@ html_theme_options = {
     "source_directory": "docs/",
 }
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+# Notebooks come with the outputs of a stated run.
+nb_execution_mode = "off"
 myst_enable_extensions = ["colon_fence"]
 # Headings have the anchors that they have on GitHub.
 myst_heading_anchors = 4

@@ -1,7 +1,8 @@
 """The pages of the documentation that are made of code, and links out of docs/.
 
 `docs/generated/` gets the reference from the docstrings, the help of every command, the
-results of the benchmarks and the changelog. Sphinx's settings call `write`.
+results of the benchmarks, the changelog and the notebooks with their outputs. Sphinx's
+settings call `write`.
 """
 
 import contextlib
@@ -19,7 +20,11 @@ import tfamp
 
 GENERATED = "docs/generated"
 # Files of the repository -> their pages on the site.
-COPIES = {"benchmarks/RESULTS.md": "benchmarks", "CHANGELOG.md": "changelog"}
+COPIES = {
+    "benchmarks/RESULTS.md": "benchmarks.md",
+    "CHANGELOG.md": "changelog.md",
+}
+NOTEBOOK = re.compile(r"notebooks/\d\d_\w+\.ipynb")
 # Page of the reference -> its title and the folders of the package it lists.
 PAGES = {
     "precision": ("Policies and dtypes", ("policy", "models", "plan", "dtypes")),
@@ -36,6 +41,11 @@ PAGES = {
     "machine": ("The machine", ("cli", "machine")),
 }
 SUBPACKAGES = ("callbacks", "data", "distribute", "training")
+# What its parts ask the optimizer for, besides what users do.
+_PARTS = {
+    *("accumulates", "accumulator", "discard", "is_overwritten", "own_variables"),
+    *("position_of", "put", "shared_clip", "update_inner"),
+}
 _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -47,7 +57,11 @@ def public_names() -> dict[str, list[str]]:
     """
     page_of = {folder: page for page, (_, all_) in PAGES.items() for folder in all_}
     names: dict[str, list[str]] = {page: [] for page in PAGES}
-    for name, home in sorted((tfamp._HOMES | tfamp._RESULTS).items()):
+    homes = tfamp._HOMES | tfamp._RESULTS
+    # What everything begins with stands first.
+    for name, home in sorted(
+        homes.items(), key=lambda item: (item[0] != "enable", item)
+    ):
         if name in SUBPACKAGES:
             continue
         folder = home.split(".")[1]
@@ -116,8 +130,7 @@ def relinked(text: str, page: str, repository: str) -> str:
         if re.match(r"[a-z]+:", target):
             return match[0]
         path = posixpath.normpath(posixpath.join(folder, target))
-        if path in COPIES:
-            path = f"{GENERATED}/{COPIES[path]}.md"
+        path = placed(path)
         if path.startswith("docs/") and not path.endswith(".py"):
             place = posixpath.dirname(placed(page))
             return f"]({posixpath.relpath(path, place)}{anchor})"
@@ -128,7 +141,8 @@ def relinked(text: str, page: str, repository: str) -> str:
 
 def placed(page: str) -> str:
     """Returns where a file of the repository stands on the site."""
-    return f"{GENERATED}/{COPIES[page]}.md" if page in COPIES else page
+    name = page if NOTEBOOK.fullmatch(page) else COPIES.get(page)
+    return f"{GENERATED}/{name}" if name else page
 
 
 def write(root: Path, repository: str) -> None:
@@ -150,7 +164,10 @@ def write(root: Path, repository: str) -> None:
     for source, name in COPIES.items():
         text = (root / source).read_text(encoding="utf-8")
         page = relinked(text, source, repository)
-        (folder / f"{name}.md").write_text(page, encoding="utf-8")
+        (folder / name).write_text(page, encoding="utf-8")
+    (folder / "notebooks").mkdir()
+    for path in (root / "notebooks").glob("[0-9]*.ipynb"):
+        shutil.copy(path, folder / "notebooks")
     (folder / "commands.md").write_text("\n".join(command_lines()), encoding="utf-8")
     for page, names in public_names().items():
         text = "\n".join(reference_lines(PAGES[page][0], names))
@@ -162,10 +179,24 @@ def reference_lines(title: str, names: list[str]) -> Iterator[str]:
     yield from (f"# {title}", "", "```{eval-rst}")
     for name in names:
         if inspect.isclass(resolved(name)):
-            yield from (f".. autoclass:: {name}", "   :members:", "")
+            members = ", ".join(members_of(resolved(name)))
+            yield from (f".. autoclass:: {name}", f"   :members: {members}", "")
         else:
             yield from (f".. autofunction:: {name}", "")
     yield "```"
+
+
+def members_of(cls: type) -> list[str]:
+    """Returns the public methods and properties of a class and of its bases here."""
+    own = [base for base in cls.__mro__ if base.__module__.startswith("tfamp.")]
+    members = dict.fromkeys(
+        name
+        for base in own
+        for name, value in vars(base).items()
+        if not name.startswith("_") and name not in _PARTS
+        if callable(value) or isinstance(value, (property, classmethod, staticmethod))
+    )
+    return list(members)
 
 
 def command_lines() -> Iterator[str]:

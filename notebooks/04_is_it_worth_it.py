@@ -108,8 +108,8 @@ print(result)
 # loss of accuracy beyond the tolerance is ruled out but for a chance of 5 %, whatever
 # other seeds and other validation examples would have shown. "Faster" means that the
 # whole interval of the ratio lies above 1, and its mean at 1.05 or more.
-# [How a verdict is reached](REPOSITORY_URL/blob/main/docs/verdicts.md) says how each
-# claim is tested and how often it is false.
+# [How a verdict is reached](REPOSITORY_URL/blob/main/docs/guides/compare.md) says how
+# each claim is tested and how often it is false.
 #
 # For scripts, each part is a value:
 

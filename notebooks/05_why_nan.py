@@ -227,6 +227,6 @@ for name, each in {"healthy": healthy, "with two faults": guarded}.items():
 # - [Recipes](REPOSITORY_URL/tree/main/recipes): complete scripts to break and to mend.
 # - [docs/lint.md](REPOSITORY_URL/blob/main/docs/lint.md): every trap that `lint`
 #   knows, with its remedy.
-# - [docs/bundles.md](REPOSITORY_URL/blob/main/docs/bundles.md): what is in a bundle.
+# - [docs/triage.md](REPOSITORY_URL/blob/main/docs/triage.md): what is in a bundle.
 # - [The loss-scale notebook](REPOSITORY_URL/blob/main/notebooks/02_loss_scale.ipynb):
 #   why steps are skipped, and when that is a sign.

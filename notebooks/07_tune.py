@@ -149,7 +149,7 @@ plan = tfamp.tune(model, train, policy="mixed_float16", tolerance=0.02, validati
 print(plan)
 
 # %% [markdown]
-# **What to see.** Your layer is the one that "tune" decided. The normalisation and the
+# **What to see.** Your layer is the one that "tune" decided. The normalization and the
 # head were kept by default rules, which know them. All others are in float16.
 #
 # ## Why these?

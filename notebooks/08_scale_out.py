@@ -158,7 +158,7 @@ print("never killed - killed and resumed:", distance(weights("two"), weights("ki
 #
 # ## Where to go next
 #
-# - [Several devices and machines](REPOSITORY_URL/blob/main/docs/scale.md): launchers,
+# - [Distributed training](REPOSITORY_URL/blob/main/docs/scale.md): launchers,
 #   input for each worker, half-precision gradients, Ray.
 # - [A recipe for all launchers](REPOSITORY_URL/blob/main/recipes/train_workers.py), and
 #   [jobs](REPOSITORY_URL/tree/main/deploy) for Slurm, Kubernetes, Vertex, SageMaker.

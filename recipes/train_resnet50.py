@@ -1,6 +1,6 @@
 """Fine-tunes the ResNet50 of keras.applications on images: the head, then all of it.
 
-Data: scikit-learn's 1,797 digits as colour images of 32x32, with no network; or a TFDS
+Data: scikit-learn's 1,797 digits as color images of 32x32, with no network; or a TFDS
 name such as tf_flowers; or a folder that holds train/CLASS/*.jpg and test/CLASS/*.jpg.
 Command: python recipes/train_resnet50.py                       (from random weights)
          python recipes/train_resnet50.py --weights=imagenet --dataset=photos --size=224

@@ -25,6 +25,12 @@ FAILURES = sorted(set((DOCS / "failures").glob("*.md")) - {DOCS / "failures/inde
 PAGES = sorted(set(DOCS.rglob("*.md")) - set((DOCS / "generated").rglob("*")))
 CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TEXT = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A block and the output that the page shows right below it.
+SHOWN = re.compile(
+    r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
+)
+# Figures and times differ from machine to machine; words hardly do.
+MAX_OTHER_WORDS = 0.4
 TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TESTS = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
@@ -70,6 +76,11 @@ def anchors(path: Path) -> set[str]:
         re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
         for title in titles
     }
+
+
+def words(text: str) -> set[str]:
+    """Returns the words of what a program prints."""
+    return set(re.findall(r"[A-Za-z_]{3,}", text))
 
 
 def run_blocks(text: str, names: dict | None = None) -> None:
@@ -131,6 +142,10 @@ def test_links_out_of_the_site_lead_to_the_repository():
         f"[a]({host}/blob/main/recipes/a.py) [b](../lint.md#half-head) "
         "[c](../generated/changelog.md)"
     )
+    text = "[a](../notebooks/03_data.ipynb)"
+    assert site_pages.relinked(text, "docs/examples.md", host) == (
+        "[a](generated/notebooks/03_data.ipynb)"
+    )
     text = "[a](../docs/lint.md) [b](training.py)"
     assert site_pages.relinked(text, "benchmarks/RESULTS.md", host) == (
         f"[a](../lint.md) [b]({host}/blob/main/benchmarks/training.py)"
@@ -139,17 +154,24 @@ def test_links_out_of_the_site_lead_to_the_repository():
 
 @pytest.mark.filterwarnings("ignore:'mixed_bfloat16' will be slow")
 @pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
-@pytest.mark.quick("policy", "own_loops", "frozen")
+@pytest.mark.quick("policy", "own_loops")
 @pytest.mark.parametrize("guide", GUIDES, ids=stem)
-def test_code_of_a_guide_runs_from_top_to_bottom(
+def test_code_of_a_guide_runs_and_prints_what_the_page_shows(
     guide, stock, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "110")
     train_here(monkeypatch)
-    run_blocks(guide.read_text(encoding="utf-8"))
-    said = capsys.readouterr().out
-    assert "Verdict: " in said or guide.stem != "compare"
+    names, num_shown = {"__name__": "__main__"}, 0
+    for block, shown in SHOWN.findall(guide.read_text(encoding="utf-8")):
+        exec(block, names)
+        printed = words(capsys.readouterr().out)
+        num_shown += bool(shown)
+        other = words(shown) - printed
+        bound = max(2, MAX_OTHER_WORDS * len(words(shown)))
+        assert len(other) <= bound, (block, other)
+    assert num_shown
 
 
 @pytest.mark.parametrize("page", FAILURES, ids=stem)
@@ -166,11 +188,12 @@ def test_a_failure_shows_in_stock_keras(page, stock, tmp_path, monkeypatch, caps
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx")
     pytest.importorskip("furo")
-    pytest.importorskip("myst_parser")
+    pytest.importorskip("myst_nb")
+    pytest.importorskip("sphinx_copybutton")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q"]
     docs = tmp_path / "docs"
     shutil.copytree(DOCS, docs, ignore=shutil.ignore_patterns("generated"))
-    for name in ("benchmarks", "tfamp", "setup.cfg", "CHANGELOG.md"):
+    for name in ("benchmarks", "notebooks", "tfamp", "setup.cfg", "CHANGELOG.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     done = subprocess.run(
         [*command, "-b", "html", docs, tmp_path / "site"],

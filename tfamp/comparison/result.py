@@ -32,7 +32,7 @@ class Comparison(TableRecord):
     """What a comparison measured and what it comes to; `print` shows it as a table.
 
     `.verdict` is the answer for the best policy, `.verdicts` has each with its reason,
-    `.runs` every figure; docs/report_json.md has all fields.
+    `.runs` every figure. Fields that are None were not measured; names end in units.
     """
 
     SCHEMA: ClassVar[int] = 2

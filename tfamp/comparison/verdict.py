@@ -29,7 +29,7 @@ Answer = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Verdict(Record):
-    """What a comparison of two policies comes to; docs/report_json.md has the fields.
+    """What a comparison of two policies comes to.
 
     `quality` is of the difference of the metric, above 0 where the policy is better,
     `speed` of the ratio of examples/s, above 1 where it is faster. Undecided ones say

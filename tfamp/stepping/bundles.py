@@ -26,7 +26,7 @@ _WRITING = ".writing-"
 
 @dataclasses.dataclass(frozen=True)
 class Bundle(Record):
-    """What `bundle.json` says of a failing step; docs/bundles.md has the rest.
+    """What `bundle.json` says of a failing step; docs/triage.md has the rest.
 
     Args:
         cause: "loss", "weights", "skip" or "error".

@@ -1,7 +1,7 @@
 """What one training run under one policy and one seed measured, as records.
 
-`docs/report_json.md` says of each field what it holds, in which unit, and when it is
-None; a test holds the two together.
+Names end in units, `_seconds`, `_bytes`, `_joules`; a field that is None was not
+measured.
 """
 
 import dataclasses

@@ -47,7 +47,7 @@ class NanRecovery(FitCallback):
     `recoveries.jsonl` in the folder and `model.history.recoveries` have each of them.
     The failing step is kept: a folder `failure-<step>-<cause>` in `directory` holds its
     batch, the weights and state from before it and the model, and `tfamp.triage(model,
-    folder)` says why it failed, in a later process too (docs/bundles.md). To go on
+    folder)` says why it failed, in a later process too (docs/triage.md). To go on
     after a killed process use `Resume` beside it.
 
     Cost: memory of the host for three copies of the weights and optimizer state, and
