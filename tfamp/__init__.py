@@ -12,9 +12,9 @@ Feed      data.Pipeline, data.fit_statistics, data.check, data.bottleneck
 Scale     distribute.strategy
 Keep      load_model, freeze, export, load_exported, latency_check
 
-`help(tfamp.enable)` tells of one. `tfamp --help` lists the commands; `tfamp run train.py`
-enables and runs a program that stays as it is. Names load on first use, so `import
-tfamp` costs no TensorFlow import.
+`help(tfamp.enable)` tells of one. `tfamp --help` lists the commands, of which
+`tfamp run train.py` enables and runs a program that stays as it is. Names load on
+first use, so `import tfamp` costs no TensorFlow import.
 """
 
 import functools
