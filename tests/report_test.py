@@ -346,7 +346,8 @@ EXAMPLE = """{
       "quality": {"class": "Interval", "schema": 1, "estimate": 0.001,
                   "low": "-Infinity", "high": "Infinity"},
       "speed": {"class": "Interval", "schema": 1, "estimate": 1.9,
-                "low": 0.0, "high": "Infinity"}
+                "low": 0.0, "high": "Infinity"},
+      "tolerance": 0.005, "num_seeds": 1
     }
   }
 }"""
