@@ -76,9 +76,14 @@ def public_names() -> dict[str, list[str]]:
         found = getattr(module, "_HOMES", None) or {
             name: value
             for name, value in vars(module).items()
-            if not name.startswith("_") and callable(value)
+            if getattr(value, "__module__", "").startswith("tfamp.")
         }
-        names[package] += [f"tfamp.{package}.{name}" for name in sorted(found)]
+        # What stands at the top already is listed there.
+        names[package] += [
+            f"tfamp.{package}.{name}"
+            for name in sorted(found)
+            if getattr(module, name) is not getattr(tfamp, name, None)
+        ]
     return names
 
 

@@ -164,7 +164,7 @@ class Pipeline:
         `.on_error("skip")` leaves it out and names the file too.
 
         Args:
-            paths: A file, a folder, a pattern such as "data/train-*", or a list.
+            paths: A file, a folder, a pattern such as `data/train-*`, or a list.
             features: {name: feature} as `tf.io.parse_example` takes it: elements are
                 then dicts. None for the records as strings.
             num_examples: Records in all. "auto" counts plain files of about 100,000
