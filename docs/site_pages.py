@@ -76,6 +76,7 @@ def public_names() -> dict[str, list[str]]:
         found = getattr(module, "_HOMES", None) or {
             name: value
             for name, value in vars(module).items()
+            if not name.startswith("_")
             if getattr(value, "__module__", "").startswith("tfamp.")
         }
         # What stands at the top already is listed there.
