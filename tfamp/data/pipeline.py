@@ -521,8 +521,12 @@ class Pipeline:
         return self._with(Repeat(count))
 
     def prefetch(self, num_batches: int | None = None) -> "Self":
-        """Prepares batches while the model works on earlier ones, 2 unless told."""
-        return self._with(Prefetch(num_batches))
+        """Prepares batches while the model works on earlier ones, 2 unless told.
+
+        `tf.data.AUTOTUNE` leaves it to the pipeline too.
+        """
+        is_told = num_batches not in (None, tf.data.AUTOTUNE)
+        return self._with(Prefetch(num_batches if is_told else None))
 
     def _with(self, stage: Stage) -> "Self":
         """Returns the pipeline with one more stage."""

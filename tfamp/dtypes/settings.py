@@ -311,7 +311,12 @@ def make_settings(
 
 
 def named_policy(policy: Any) -> Any:
-    """Returns what names the policy: for "auto" TFAMP_POLICY, where that is set."""
+    """Returns what names the policy: for "auto" TFAMP_POLICY, where that is set.
+
+    A policy of Keras's stands for its name.
+    """
+    if isinstance(policy, keras.DTypePolicy):
+        return policy.name
     is_auto = isinstance(policy, str) and policy == "auto"
     return os.environ.get(VARIABLE) or policy if is_auto else policy
 
@@ -326,11 +331,11 @@ def choose_policy(policy: str) -> tuple[str, str, bool]:
     if named == MEASURE:
         why = "the first `fit` times the policies and takes the fastest"
         return "float32", why, False
-    if named != policy and named != "auto":
+    if policy == "auto" != named:
         checks.choice(VARIABLE, named, ("auto", MEASURE, *POLICIES))
         return named, f"the environment variable TFAMP_POLICY is {named!r}", True
-    checks.choice("policy", policy, ("auto", MEASURE, *POLICIES))
+    checks.choice("policy", named, ("auto", MEASURE, *POLICIES))
     if policy != "auto":
-        return policy, "named by the caller", True
+        return named, "named by the caller", True
     advice = devices.recommend(devices.devices())
     return advice.policy, advice.reason, False

@@ -53,9 +53,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     optimizer of a model is wrapped wherever a layer computes in float16.
 
     Args:
-        inner_optimizer: The optimizer to wrap. Its clipping acts on the reduced,
-            unscaled gradients; its iterations, learning-rate schedule, weight decay
-            and averages advance once an update.
+        inner_optimizer: The optimizer to wrap, or its name. Its clipping acts on the
+            reduced, unscaled gradients; its iterations, learning-rate schedule, weight
+            decay and averages advance once an update.
         initial_scale: The scale to begin with, any positive number.
         dynamic_growth_steps: Finite steps in a row after which the scale grows.
         name: Name of the optimizer.
@@ -119,6 +119,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         reduce_dtype: str | None = None,
         **kwargs: Any,
     ) -> None:
+        if isinstance(inner_optimizer, str):
+            inner_optimizer = keras.optimizers.get(inner_optimizer)
         check_inner(inner_optimizer)
         check_reduce_dtype(reduce_dtype)
         accumulation_steps = chosen_steps(

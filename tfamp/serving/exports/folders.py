@@ -14,11 +14,27 @@ from tfamp.serving.runtimes.manifest import SAVED_MODEL_FOLDERS, written_in
 _FORMER = ".former"
 
 
+# Ending of a file -> the format that has such files.
+_FILES = {
+    ".onnx": "onnx",
+    ".tflite": "litert",
+    ".xml": "openvino",
+    ".pb": "saved_model",
+}
+
+
 def check_target(path: Path) -> None:
     """Raises unless a folder may be written at `path`, or take an export's place.
 
     What exports of this name left behind that were killed is put in order first.
     """
+    format = _FILES.get(path.suffix)
+    if format is not None:
+        raise ValueError(
+            f"`path` is {str(path)!r}, the name of a file; expected one of a folder, "
+            f"which holds the file and what it needs. Write `tfamp.export(model, "
+            f"{path.stem!r}, format={format!r})`."
+        )
     above = path.absolute().parent
     if not above.is_dir():
         raise FileNotFoundError(
