@@ -64,7 +64,7 @@ def check_dtypes(operations, half):
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_fit_learns(policy, build):
     keras.utils.set_random_seed(0)
-    with tfamp.scope(policy):
+    with tfamp.scope(policy, check=None):  # whose run is in float32
         model = compiled(build)
     with recorded_operations() as operations:
         history = model.fit(X, Y, epochs=30, verbose=0).history

@@ -364,8 +364,10 @@ def _gradients(
     largest = max(sizes, default=0.0)
     if not largest:
         return [None] * len(sources)
-    seeds = [tf.cast(g * (size / largest), r.dtype) for r, g in sent]
-    found = tape.gradient([r for r, _ in sent], list(sources), seeds)
+    with tape:  # of one number in float32, as a loss is
+        parts = [tf.cast(r, tf.float32) * (g * (size / largest)) for r, g in sent]
+        target = tf.add_n([tf.reduce_sum(part) for part in parts])
+    found = tape.gradient(target, list(sources))
     return [None if g is None else _array(tf.convert_to_tensor(g)) for g in found]
 
 
