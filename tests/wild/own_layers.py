@@ -286,10 +286,10 @@ SPOILT = {
     "product of chances": (product_of_chances, numbers(2.0)),
     "harmonic mean": (harmonic_mean, np.abs(numbers(1e-8))),
     "power law": (power_law, numbers(20.0)),
-    "logit": (logit, numbers(4.0)),
+    "logit": (logit, np.clip(numbers(6.0), -12.0, 12.0)),
     "contrast": (contrast, numbers(1e-9)),
     "log scale": (log_scale, np.abs(numbers(10.0))),
-    "mixture": (mixture, numbers(1.0, 7.0)),
+    "mixture": (mixture, numbers(1.0, 9.0)),
     "decay": (decay, numbers(1.0, 0.0, (1400, 2))),
     "running squares": (RunningSquares, numbers(1e-4)),
     "step counter": (StepCounter, numbers()),
@@ -350,7 +350,7 @@ def model_of(layer, x, *, before=False):
     y = keras.layers.Flatten()(y)
     y = keras.layers.Dense(8, activation="relu")(y)
     model = keras.Model(inputs, keras.layers.Dense(1)(y))
-    model.compile(keras.optimizers.SGD(1e-3), "mse")
+    model.compile(keras.optimizers.SGD(1e-6), "mse")
     return model, np.random.default_rng(1).standard_normal((len(x), 1)).astype(
         "float32"
     )

@@ -46,7 +46,7 @@ from tfamp.stepping.layer_calls import (
 from tfamp.stepping.unchanged import same_draws, seeds_put_back
 
 RULE = "check"
-_NUM_EXAMPLES = 8
+_NUM_EXAMPLES = 16
 _NUM_CALLS = 2  # of each layer
 # Error of what a layer assigns, relative to how far the variable moves.
 _STATE_LIMIT = 0.5
