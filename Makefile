@@ -58,9 +58,15 @@ help:  ## list the targets
 .venv-docs/.installed: setup.cfg pyproject.toml
 	@.ci/environment .venv-docs "$(PYTHON)" "the documentation" -e ".[data,report,docs]"
 
-train: .venv/.installed  ## train a small CNN on digits in float32, with XLA, in half precision
+# With what training needs alone; where all is there already, with that.
+TRAIN := $(if $(wildcard .venv/.installed),.venv,.venv-train)
+.venv-train/.installed: setup.cfg pyproject.toml
+	@.ci/environment .venv-train "$(PYTHON)" "TensorFlow and tfamp" \
+	  -e ".[data,report]" "keras==3.15.1"
+
+train: $(TRAIN)/.installed  ## train a small CNN on digits in float32, with XLA, in half precision
 	@echo "Training on scikit-learn's digits under three policies: 3 to 5 minutes."
-	@$(BIN)/python recipes/compare_digits.py $(ARGS)
+	@$(TRAIN)/bin/python recipes/compare_digits.py $(ARGS)
 
 check: lint  ## lint, and the tests that reach what changed since its last run
 	@echo "Running the tests that reach what changed; the first run is as long as make test."
@@ -127,6 +133,6 @@ architecture: .venv/.installed  ## draw the floors of the package
 	@$(BIN)/python -m docs.architecture $(ARGS)
 
 clean:  ## remove the environments and everything built
-	rm -rf .venv .venv-oldest .venv-nightly .venv-clients .venv-docs docs/generated build dist *.egg-info .coverage .coverage.*
+	rm -rf .venv .venv-train .venv-oldest .venv-nightly .venv-clients .venv-docs docs/generated build dist *.egg-info .coverage .coverage.*
 	rm -rf .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
