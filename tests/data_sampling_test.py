@@ -236,6 +236,7 @@ def test_weights_may_come_from_a_function_and_keep_the_length(begin):
         assert len(epoch) == 4
 
 
+@pytest.mark.slow
 def test_draws_without_replacement_are_successive_draws():
     weights = np.array([1.0, 2.0, 0.0, 3.0, 4.0])
     pipeline = arrays(np.zeros(5)).weights(

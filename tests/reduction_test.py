@@ -96,6 +96,7 @@ def test_each_gradient_is_sent_in_the_dtype_its_layer_computed_in(
     assert_close(model, exact, rtol=0, atol=SUM_TOLERANCE[F16])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "compiled"),
     [

@@ -89,6 +89,7 @@ def test_shuffling_an_endless_dataset_of_small_examples_stays_in_its_budget():
     assert measured(ENDLESS) < 300, "the plan says 256 MiB"
 
 
+@pytest.mark.slow
 def test_shuffling_wide_rows_stays_in_its_budget():
     # 40 numbers a row are 160 bytes, and 40 tensors in a buffer are fifty times that.
     columns = tf.data.Dataset.range(10**6).batch(1000)
@@ -123,6 +124,7 @@ def test_the_memory_of_a_cache_is_told_with_that_of_its_tensors():
     assert 1 < float(size) < 4
 
 
+@pytest.mark.slow
 def test_a_table_of_many_rows_is_shuffled_whole_at_few_bytes_a_row():
     grown, is_whole, bounds, are_equal = measured(
         """

@@ -250,6 +250,7 @@ def compared():
     )
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_slow_here_is_called_slower_everywhere(compared):
     assert compared.verdict == "slower"
     assert "mixed_bfloat16 is slower than float32" in compared.table()
@@ -268,6 +269,7 @@ def test_a_loss_may_grow_by_5_percent_of_it_where_nobody_says_otherwise(compared
     assert compared.tolerance == pytest.approx(0.05 * np.mean(losses))
 
 
+@pytest.mark.slow
 def test_the_printed_ratio_is_that_of_the_printed_numbers(compared):
     lines = compared.table().splitlines()
     rows = [lines.index(next(x for x in lines if x.startswith(p))) for p in POLICIES]
