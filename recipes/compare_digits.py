@@ -121,7 +121,6 @@ def main(argv: list[str]) -> None:
         tolerance=0.02,  # less is more than 360 test images can show
         latency_batch_sizes=(1,),
         directory=out / "runs",
-        title="Handwritten digits",
         on_run=show,
     )
     found.to_html(out / "report.html")

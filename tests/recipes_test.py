@@ -75,7 +75,7 @@ def test_a_recipe_runs_as_its_reader_starts_it(tmp_path):
     assert (record["updates"], record["skipped"]) == (2, 0)
 
 
-@pytest.mark.slow("a recipe runs above; these are too many processes")
+@pytest.mark.quick("compare_digits.py")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_runs(recipe, tmp_path):
     if recipe in NEEDS:
