@@ -167,9 +167,9 @@ def enable(
     in_force_now = _enable(policy, keep_float32, loss_scale, loss_scale_options, check)
     rules = len(in_force_now.rules)
     kept = f"; {rules} rules keep layers in float32" if rules else ""
-    console.say(f"{in_force_now.policy} ({in_force_now.why}){kept}.")
-    if fault := _versions.keras_fault(in_force_now.versions["keras"]):
-        console.say(" ".join(fault))
+    fault = _versions.keras_fault(in_force_now.versions["keras"]) or ()
+    text = f"{in_force_now.policy} ({in_force_now.why}){kept}."
+    console.say(" ".join([text, *fault]))
     return in_force_now
 
 
