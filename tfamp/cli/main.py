@@ -57,14 +57,18 @@ class Parser(argparse.ArgumentParser):
     def target(self, help: str = "what to look at, see below", **how: Any) -> None:
         """Adds the argument that names what a command is about."""
         self.add_argument(
-            "target", metavar="TARGET", help=help, type=_told(targets.checked), **how
+            "target",
+            metavar="TARGET",
+            help=help,
+            type=_argument_type(targets.checked),
+            **how,
         )
 
     def policy(self, default: str | None = "auto", more: str = "") -> None:
         """Adds the flag of what is built under."""
         help = "what to build under: float32, mixed_bfloat16+xla, keras:mixed_float16 "
         help += f"for stock Keras, plan.json{more}"
-        self.flag("--policy", help, type=_told(_variant), default=default)
+        self.flag("--policy", help, type=_argument_type(_variant), default=default)
 
     def data(self) -> None:
         """Adds the flag that names data."""
@@ -73,7 +77,7 @@ class Parser(argparse.ArgumentParser):
 
     def size(self, name: str, help: str, **how: Any) -> None:
         """Adds a flag in bytes, or in units of them."""
-        read = _told(lambda text: parse_bytes(name, text))
+        read = _argument_type(lambda text: parse_bytes(name, text))
         self.flag(name, f"{help}, such as 16GB", type=read, metavar="SIZE", **how)
 
     def count(self, name: str, help: str, least: int = 1, **how: Any) -> None:
@@ -84,10 +88,10 @@ class Parser(argparse.ArgumentParser):
                 raise ValueError(f"{text!r} is no whole number of at least {least}")
             return int(text)
 
-        self.flag(name, help, type=_told(read), metavar="N", **how)
+        self.flag(name, help, type=_argument_type(read), metavar="N", **how)
 
 
-def _told(read: Callable[[str], Any]) -> Callable[[str], Any]:
+def _argument_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Returns a reader of values whose errors argparse tells as they are."""
 
     def reading(text: str) -> Any:
@@ -112,7 +116,7 @@ def _some_of(*options: str) -> Callable[[str], list[str]]:
         words = text.replace("-", "_").split(",")
         return [checks.choice("--fail_on", word, options) for word in words]
 
-    return _told(read)
+    return _argument_type(read)
 
 
 def _doctor(parser: Parser) -> None:
@@ -131,7 +135,7 @@ def _compare(parser: Parser) -> None:
     parser.target()
     help = "what to compare, float32 among them; as plan.json, mixed_bfloat16+xla"
     both = ["float32", "auto"]
-    parser.flag("--policies", help, type=_told(_variants), default=both)
+    parser.flag("--policies", help, type=_argument_type(_variants), default=both)
     parser.flag(
         *("--quick", "only time a few steps of each policy, in this process"),
         action="store_true",
@@ -230,7 +234,7 @@ def _run(parser: Parser) -> None:
     )
     help = f"{', '.join(POLICIES)}, measure, or the file of a plan, plan.json "
     help += "(default: TFAMP_POLICY, else auto)"
-    parser.flag("--policy", help, type=_told(_enabled))
+    parser.flag("--policy", help, type=_argument_type(_enabled))
     help = "a module, as `python -m` runs it"
     parser.add_argument("-m", dest="module", metavar="module", help=help)
 

@@ -39,10 +39,27 @@ def taken(
     runs_eagerly = model.run_eagerly or tf.config.functions_run_eagerly()
     if runs_eagerly or not may_be_drawn(iterator):
         return function(iterator)
+
+    def run(batch: Any) -> Any:
+        again = functools.partial(repeating, batch, iterator)
+        return _until_applied(model, function, batch, again)
+
+    return one_by_one(model, function, iterator, run)
+
+
+def one_by_one(
+    model: keras.Model,
+    function: Callable[..., Any],
+    iterator: Any,
+    run: Callable[[Any], Any],
+) -> Any:
+    """Calls `run` with each batch of an execution; returns what the last call does.
+
+    Where there is no batch, the training function says so itself.
+    """
     logs = None
     for batch in itertools.islice(iterator, model.steps_per_execution):
-        again = functools.partial(repeating, batch, iterator)
-        logs = _until_applied(model, function, batch, again)
+        logs = run(batch)
     return function(iterator) if logs is None else logs
 
 

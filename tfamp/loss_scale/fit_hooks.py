@@ -7,7 +7,6 @@ of a managed model are explained in `fit`, `evaluate` and `predict`.
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -42,9 +41,12 @@ BEFORE_TRAINING: list[Callable[[keras.Model], None]] = []
 BEFORE_RUN: list[Callable[[keras.Model], None]] = []
 # The same of `fit` of a managed model, with its arguments by name.
 BEFORE_FIT: list[Callable[[keras.Model, Mapping[str, Any]], None]] = []
-# Called with a managed model and the first batch that it trains on, as `train_step` is
-# given it, ahead of the first trace; with None where that cannot be had.
-BEFORE_FIRST_BATCH: list[Callable[[keras.Model, Any], None]] = []
+# Whether a model's first batch is wanted, and what is called with the model and that
+# batch, as `train_step` is given it, ahead of the first trace; with None where it
+# cannot be had.
+BEFORE_FIRST_BATCH: list[
+    tuple[Callable[[keras.Model], bool], Callable[[keras.Model, Any], None]]
+] = []
 
 
 def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,22 +124,22 @@ def _looking_first(model: keras.Model, function: Callable[..., Any]) -> Any:
         if not (is_first and tf.executing_eagerly()):
             return function(iterator)
         is_first = False
-        if not first_steps.may_be_drawn(iterator):
-            _look(model, None)
+        looks = [look for is_due, look in BEFORE_FIRST_BATCH if is_due(model)]
+        if not looks:
             return function(iterator)
-        logs = None
-        for batch in itertools.islice(iterator, model.steps_per_execution):
-            if logs is None:
-                _look(model, batch)
-            logs = function(first_steps.repeating(batch, iterator))
-        return function(iterator) if logs is None else logs
+        if not first_steps.may_be_drawn(iterator):
+            for look in looks:
+                look(model, None)
+            return function(iterator)
+
+        def run(batch: Any) -> Any:
+            while looks:
+                looks.pop(0)(model, batch)
+            return function(first_steps.repeating(batch, iterator))
+
+        return first_steps.one_by_one(model, function, iterator, run)
 
     return call
-
-
-def _look(model: keras.Model, batch: Any) -> None:
-    for look in BEFORE_FIRST_BATCH:
-        look(model, batch)
 
 
 def _raise_if_stopped(model: keras.Model) -> None:

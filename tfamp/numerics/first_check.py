@@ -90,23 +90,28 @@ class _Error(NamedTuple):
         )
 
 
+def is_due(model: keras.Model) -> bool:
+    """Returns whether a model is one to check that has not been through it."""
+    policy = policy_of(model)
+    return (
+        policy is not None
+        and policy.settings.check is not None
+        and policy.settings.has_defaults
+        and _ASKED.get(model) != policy.settings.number
+        and any(_is_own(layer) for _, layer, _ in structure.walk(model))
+    )
+
+
 def check_first(model: keras.Model, batch: Any) -> None:
     """Keeps layers in float32, or warns of them, ahead of a model's first step.
 
     `batch` is as `train_step` is given it, None where it cannot be had.
     """
     policy = policy_of(model)
-    settings = None if policy is None else policy.settings
-    if (
-        settings is None
-        or settings.check is None
-        or not settings.has_defaults
-        or _ASKED.get(model) == settings.number
-    ):
+    if policy is None:
         return
+    settings = policy.settings
     _ASKED[model] = settings.number
-    if not any(_is_own(layer) for _, layer, _ in structure.walk(model)):
-        return
     if batch is None:
         _not_checked(model, "its batches are on several replicas")
         return
@@ -127,7 +132,7 @@ def check_first(model: keras.Model, batch: Any) -> None:
         _tell(layer, reason, is_kept=is_kept)
 
 
-BEFORE_FIRST_BATCH.append(check_first)
+BEFORE_FIRST_BATCH.append((is_due, check_first))
 
 
 def _is_own(layer: keras.layers.Layer) -> bool:
