@@ -25,21 +25,18 @@ from tfamp.dtypes.rules import Rule
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import backend, structure, trainer, trials
 from tfamp.keras_hooks.layers import Kind, policy_of
-from tfamp.keras_hooks.patches import like, replaced
 from tfamp.loss_scale.fit_hooks import BEFORE_FIRST_BATCH
 from tfamp.loss_scale.tape import scaled_by
 from tfamp.numerics.sensitivity import BACKWARD_LIMIT, FORWARD_LIMIT
 from tfamp.numerics.sensitivity.errors import forward_error, gradient_error
+from tfamp.numerics.sensitivity.reruns import REPEATED, Rerun, rerun
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
-from tfamp.stepping.eager_step import floats, is_float, tapped
+from tfamp.stepping.eager_step import floats, tapped
 from tfamp.stepping.layer_calls import (
     Recorded,
     Recorder,
-    children_of,
     in_float32,
-    runs_whole,
-    state_restored,
     units,
     watched_sites,
 )
@@ -52,8 +49,6 @@ _NUM_CALLS = 2  # of each layer
 _STATE_LIMIT = 0.5
 # Largest gradients that are sent back: a layer may stand one and not the other.
 _SIZES = (1.0, 2.0**-8)
-# Reruns in float32 that differ by more come from a layer that draws past Keras's seeds.
-_REPEATED = 1e-3
 _EFFECTS = re.compile(
     "Print|PyFunc|Summary|WriteFile|Save|Generator|Queue|Lookup.*Insert"
 )
@@ -249,6 +244,7 @@ class _Check:
         ids = {id(site.layer) for site in chosen}
         calls: dict[Any, list[Recorded]] = {}
         for each in recorder.calls:
+            _without_nonfinite(each)
             if id(each.site.layer) in ids:
                 calls.setdefault(each.site.layer, []).append(each)
         return {layer: found[:_NUM_CALLS] for layer, found in calls.items()}
@@ -261,80 +257,22 @@ class _Check:
     def _error_of(self, call: Recorded, dtype: str | None) -> _Error:
         layer = call.site.layer
         dtype = dtype or layer.compute_dtype
+        with in_float32(layer):
+            exact = rerun(call, "float32", given_exact=self._exact_inputs)
+        pairs = zip(exact.outputs, floats(call.outputs), strict=False)
+        if any(forward_error(a, _array(b)) > REPEATED for a, b in pairs):
+            return _Error()
         errors = []
-        for size in _SIZES:
-            with in_float32(layer):
-                exact = self._rerun(call, "float32", size)
-            recorded = [*floats(call.outputs)]
-            pairs = zip(exact.outputs, recorded, strict=False)
-            if any(forward_error(a, _array(b)) > _REPEATED for a, b in pairs):
-                return _Error()
-            low = self._rerun(call, dtype, size)
-            errors.append(_compared(low, exact, dtype))
+        for scale in _scales(call):
+            low = rerun(
+                call,
+                dtype,
+                loss_scale=scale,
+                is_managed=True,
+                given_exact=self._exact_inputs,
+            )
+            errors.append(_compared(low, exact, call, dtype))
         return min(errors, key=max)
-
-    def _rerun(self, call: Recorded, dtype: str, size: float) -> "_Result":
-        """Runs a recorded call again, given and giving `dtype`."""
-        layer, tape = call.site.layer, tf.GradientTape()
-        sources: list[tf.Tensor] = []
-        given: list[tuple[tf.Tensor, tf.Tensor | None]] = []
-        numbers: dict[int, int] = {}
-
-        def low(x: Any) -> Any:
-            if not is_float(x):
-                return x
-            if id(x) in self._exact_inputs:
-                return x
-            source = tf.identity(x)
-            tape.watch(source)
-            sources.append(source)
-            return structure.with_mask_of(x, tf.cast(source, dtype))
-
-        def stand_in(child: Any) -> Any:
-            calls = [each for each in call.inside if each.site.layer is child]
-
-            original = child.call
-
-            @like(original)
-            def hand_over(*args: Any, **kwargs: Any) -> Any:
-                if not _is_eager((args, kwargs)):  # a trace that finds heads
-                    return original(*args, **kwargs)
-                number = numbers.get(id(child), 0)
-                numbers[id(child)] = number + 1
-                given.extend(
-                    zip(
-                        floats((args, kwargs)),
-                        calls[number].input_gradients,
-                        strict=True,
-                    )
-                )
-                return structure.map_structure(low, calls[number].outputs)
-
-            return hand_over
-
-        with contextlib.ExitStack() as stack:
-            for child in () if runs_whole(layer) else children_of(layer):
-                stack.enter_context(replaced(child, call=stand_in(child)))
-            stack.enter_context(state_restored(call.state))
-            stack.enter_context(scaled_by(1.0)).is_by_hand = True
-            with tape:
-                args, kwargs = structure.map_structure(low, (call.args, call.kwargs))
-                outputs = floats(layer(*args, **kwargs))
-            weights = [w for w in structure.own_weights(layer) if w.trainable]
-            given += zip(outputs, call.output_gradients, strict=True)
-            gradients = _gradients(tape, given, [*sources, *weights], size)
-            states = [np.asarray(v.value).copy() for v, _ in call.state]
-        results = [_array(result) for result, _ in given]
-        outputs_first = results[len(given) - len(outputs) :]
-        rest = results[: len(given) - len(outputs)]
-        moved = [(a, b) for a, (_, b) in zip(states, call.state, strict=True)]
-        return _Result([*outputs_first, *rest], gradients, moved)
-
-
-class _Result(NamedTuple):
-    outputs: list[np.ndarray]
-    gradients: list[np.ndarray | None]
-    states: list[tuple[np.ndarray, np.ndarray]]  # after and before
 
 
 def _is_own_site(layer: Any) -> bool:
@@ -349,42 +287,41 @@ def _effects_in(graph: Any) -> list[str]:
     return sorted(name for name in names if _EFFECTS.search(name))
 
 
-def _is_eager(values: Any) -> bool:
-    return not any(
-        isinstance(leaf, keras.KerasTensor) or tf.is_symbolic_tensor(leaf)
-        for leaf in structure.flatten(values)
-    )
+def _without_nonfinite(call: Recorded) -> None:
+    """Drops gradients that are not finite in float32: they are nobody's fault here."""
+    for kept in (call.input_gradients, call.output_gradients):
+        for place, gradient in enumerate(kept):
+            if gradient is not None and not bool(
+                tf.reduce_all(tf.math.is_finite(gradient))
+            ):
+                kept[place] = None
 
 
-def _gradients(
-    tape: tf.GradientTape,
-    given: Sequence[tuple[tf.Tensor, tf.Tensor | None]],
-    sources: Sequence[Any],
-    size: float,
-) -> list[np.ndarray | None]:
-    """Returns gradients, where the largest that is sent back is `size`."""
-    sent = [(result, g) for result, g in given if g is not None]
-    sent = [(r, g) for r, g in sent if bool(tf.reduce_all(tf.math.is_finite(g)))]
-    sizes = (float(tf.reduce_max(tf.abs(g))) for _, g in sent if tf.size(g))
+def _scales(call: Recorded) -> list[float]:
+    """Returns what brings the largest gradient sent back to each of `_SIZES`."""
+    sent = [g for c in call.inside for g in c.input_gradients]
+    sizes = [
+        float(tf.reduce_max(tf.abs(gradient)))
+        for gradient in [*call.output_gradients, *sent]
+        if gradient is not None and tf.size(gradient)
+    ]
     largest = max(sizes, default=0.0)
-    if not largest:
-        return [None] * len(sources)
-    with tape:  # of one number in float32, as a loss is
-        parts = [tf.cast(r, tf.float32) * (g * (size / largest)) for r, g in sent]
-        target = tf.add_n([tf.reduce_sum(part) for part in parts])
-    found = tape.gradient(target, list(sources))
-    return [None if g is None else _array(tf.convert_to_tensor(g)) for g in found]
+    return [size / largest for size in _SIZES] if largest else [1.0]
 
 
-def _compared(low: _Result, exact: _Result, dtype: str) -> _Error:
+def _compared(low: Rerun, exact: Rerun, call: Recorded, dtype: str) -> _Error:
     outputs = map(forward_error, low.outputs, exact.outputs)
     moved = [0.0]
-    for (after, before), (aim, _) in zip(low.states, exact.states, strict=True):
+    states = zip(low.states, exact.states, call.state, strict=True)
+    for after, aim, (_, before) in states:
         if np.issubdtype(before.dtype, np.floating) and not np.array_equal(aim, before):
             moved.append(gradient_error([after - before], [aim - before]))
+    gradients = (
+        [*each.input_gradients, *each.weight_gradients] for each in (low, exact)
+    )
     return _Error(
         max(outputs, default=0.0) / FORWARD_LIMIT[dtype],
-        gradient_error(low.gradients, exact.gradients) / BACKWARD_LIMIT[dtype],
+        gradient_error(*gradients) / BACKWARD_LIMIT[dtype],
         max(moved) / _STATE_LIMIT,
     )
 

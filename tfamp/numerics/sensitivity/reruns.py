@@ -8,7 +8,7 @@ among the outputs of those operations.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -48,7 +48,7 @@ _WORTH_A_LOOK = 0.05
 _CANCELLED, _ROUNDED = 1e-4, 4.0
 _SIGNS = np.array([-1, 1], np.float32)
 # A layer that runs again on the same numbers gives the same up to this.
-_REPEATED = 1e-3
+REPEATED = 1e-3
 
 
 class Rerun(NamedTuple):
@@ -57,7 +57,7 @@ class Rerun(NamedTuple):
     `outputs` has the losses that it adds too; `sources` came in for them: inputs,
     and what inner layers gave, `num_sources` of them before each output. Gradients are
     by floating-point inputs and trained weights, without the loss scale, None where
-    there is none.
+    there is none. `states` has what the variables of its state came to.
     """
 
     outputs: list[np.ndarray]
@@ -65,6 +65,7 @@ class Rerun(NamedTuple):
     num_sources: list[int]
     input_gradients: list[np.ndarray | None]
     weight_gradients: list[np.ndarray | None]
+    states: list[np.ndarray]
 
 
 def rerun(
@@ -73,24 +74,38 @@ def rerun(
     *,
     loss_scale: float = 1.0,
     changed: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
+    is_managed: bool = False,
+    given_exact: Collection[int] = (),
 ) -> Rerun:
     """Runs a recorded call again.
 
-    `changed` is made of the gradients that are sent back, such as their magnitudes.
+    Args:
+        recorded: The call.
+        dtype: What the layer computes in, and what others hand to it.
+        loss_scale: What gradients are multiplied by on their way.
+        changed: Is made of the gradients that are sent back, such as their magnitudes.
+        is_managed: Whether the layer computes as its own policy has it, in place of
+            `dtype`.
+        given_exact: Ids of inputs that it is given as they are; no gradient by them.
     """
     layer = recorded.site.layer
     tape = tf.GradientTape()
     stand_ins = _StandIns(recorded, dtype, tape)
-    tensors = [tf.identity(tensor) for tensor in recorded.float_inputs]
+    tensors = [
+        tensor if id(tensor) in given_exact else tf.identity(tensor)
+        for tensor in recorded.float_inputs
+    ]
+    watched = [tensor for tensor in tensors if id(tensor) not in given_exact]
     lowered, weights = _lowered(layer)
     with contextlib.ExitStack() as stack:
         stack.enter_context(state_restored(recorded.state))
-        stack.enter_context(computing_in(lowered, dtype))
+        if not is_managed:
+            stack.enter_context(computing_in(lowered, dtype))
         stack.enter_context(stand_ins.instead_of_children())
         stack.enter_context(tape)
-        tape.watch(tensors)
+        tape.watch(watched)
         # As other layers would hand it over: operations and some layers cast nothing.
-        rest = iter([tf.cast(tensor, dtype) for tensor in tensors])
+        rest = iter([t if id(t) in given_exact else tf.cast(t, dtype) for t in tensors])
         args, kwargs = structure.map_structure(
             lambda x: structure.with_mask_of(x, next(rest)) if is_float(x) else x,
             (recorded.args, recorded.kwargs),
@@ -98,16 +113,18 @@ def rerun(
         outputs = layer(*args, **kwargs)
         losses = own_losses(layer)[: len(recorded.losses)]
         results = [*floats(outputs), *losses, *stand_ins.given]
+        states = [np.asarray(v.value).copy() for v, _ in recorded.state]
     gradients = [
         *recorded.output_gradients,
         *map(tf.ones_like, recorded.losses),  # each counts as much as the model's
         *stand_ins.gradients,
     ]
-    pairs = [
-        (result, tf.cast(changed(gradient) * loss_scale, result.dtype))
-        for result, gradient in zip(results, gradients, strict=True)
-        if gradient is not None
-    ]
+    with tape:  # of numbers in float32, as a loss is
+        pairs = [
+            (tf.cast(result, tf.float32), changed(gradient) * loss_scale)
+            for result, gradient in zip(results, gradients, strict=True)
+            if gradient is not None
+        ]
     sources = [*tensors, *stand_ins.handed_over, *weights]
     found: list[Any] = [None] * len(sources)
     if pairs:
@@ -127,6 +144,7 @@ def rerun(
         [num_inputs] * (len(results) - len(num_before)) + num_before,
         unscaled[:num_inputs],
         unscaled[num_inputs:],
+        states,
     )
 
 
@@ -159,8 +177,12 @@ class _StandIns:
     def _stand_in(self, child: Any) -> Any:
         calls = iter([c for c in self._recorded.inside if c.site.layer is child])
 
-        @like(child.call)
+        original = child.call
+
+        @like(original)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if any(map(_is_symbolic, structure.flatten((args, kwargs)))):
+                return original(*args, **kwargs)  # in a trace that finds heads
             this = next(calls)
             given = floats((args, kwargs))
             self.given += given
@@ -177,6 +199,10 @@ class _StandIns:
         self._tape.watch(source)
         self.handed_over.append(source)
         return structure.with_mask_of(x, tf.cast(source, self._dtype))
+
+
+def _is_symbolic(x: Any) -> bool:
+    return isinstance(x, keras.KerasTensor) or bool(tf.is_symbolic_tensor(x))
 
 
 def _lowered(layer: Any) -> tuple[list[Any], list[Any]]:
@@ -216,7 +242,7 @@ class Suspect:
         exact = rerun(recorded, "float32")
         then = map(_array, [*floats(recorded.outputs), *recorded.losses])
         pairs = zip(exact.outputs, then, strict=False)
-        if not all(forward_error(a, b) <= _REPEATED for a, b in pairs):
+        if not all(forward_error(a, b) <= REPEATED for a, b in pairs):
             self.is_random = True
             return
         kept: Rerun | None = None
