@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import _tables
+from benchmarks import _page
 
 FOLDER = Path(__file__).parent
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"Unknown benchmark {argv[0]!r}; expected {expected}.", file=sys.stderr)
         return 2
     if argv[0] == "write_results":
-        _tables.write()
+        _page.write()
         return 0
     # TensorFlow reads it when it is imported, which a benchmark does.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 from absl import flags
 
-from benchmarks import _tables
+from benchmarks import _page
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -63,7 +63,7 @@ def run(argv: Sequence[str], benchmark: Any) -> int:
         return 0
     found = benchmark.measure(settings)
     result = {"benchmark": argv[0], **about(argv), **found}
-    for title, columns, rows in _tables.of(argv[0], result):
+    for title, columns, rows in _page.of(argv[0], result):
         _show(title, columns, rows)
     if settings.record:
         record(argv[0], result)
@@ -84,7 +84,7 @@ def about(argv: Sequence[str]) -> dict[str, Any]:
     device = tfamp.status().devices[0]
     return {
         "command": " ".join(["python -m benchmarks", *words]),
-        "commit": _tables.git("rev-parse", "--short", "HEAD"),
+        "commit": _page.git("rev-parse", "--short", "HEAD"),
         "date": datetime.date.today().isoformat(),
         "device": f"{device.name}, {len(os.sched_getaffinity(0))} cores",
         "instructions": [

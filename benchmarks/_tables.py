@@ -1,23 +1,23 @@
-"""The table of each benchmark's figures, and the page that is made of them.
+"""The table of each benchmark's figures, and what the summary says of them.
 
-A result is benchmarks/results/NAME.json, or a list of results from several devices; the
-text around its table is NAME.md, whose part below a line "<!-- appendix -->" goes to
-the end of the page. Neither TensorFlow nor a benchmark is imported here.
+A result is benchmarks/results/NAME.json, or a list of results from several devices.
+Neither TensorFlow nor a benchmark is imported here.
 """
 
 import dataclasses
-import json
-import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent
-TEXTS = FOLDER / "results"
-APPENDIX = "<!-- appendix -->\n"
-# What begins a line that says of a record that it is old.
-MARK = "*Older than what it measures:"
-Result = dict[str, Any]
+from benchmarks._texts import (
+    Result,
+    by_policy,
+    interval_text,
+    mebibytes,
+    missed,
+    range_text,
+    ratio_text,
+)
+
 Rows = list[list[str]]
 
 
@@ -38,75 +38,6 @@ class Table:
     summary: Callable[[Sequence[Result]], Iterable[tuple[str, str, str]]]
     measures: str
     words: Callable[[Result], dict[str, Any]] = lambda result: {}
-
-
-def of(name: str, result: Result) -> list[tuple[str, Sequence[str], Rows]]:
-    """Returns title, columns and rows of the table of a result."""
-    if name not in TABLES:
-        return []
-    title = f"{name}; {result['device']}; {versions_of(result)}"
-    columns = TABLES[name].columns.split(" | ")
-    return [(title, columns, TABLES[name].rows(result))]
-
-
-def git(*arguments: str) -> str:
-    """Returns what git prints in the repository, nothing where it fails."""
-    command = ["git", "-C", str(FOLDER), *arguments]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True)
-    except OSError:
-        return ""
-    return "" if found.returncode else found.stdout.strip()
-
-
-# Texts
-
-
-def versions_of(result: Result) -> str:
-    """Returns the versions in one line."""
-    return ", ".join(f"{k} {v}" for k, v in result["versions"].items() if k != "numpy")
-
-
-def interval_text(found: Result, digits: int = 3) -> str:
-    """Returns a ratio with its interval."""
-    return ratio_text([found["ratio"], *found["interval"]], digits=digits)
-
-
-def ratio_text(interval: Sequence[Any] | None, other: str = "", digits: int = 2) -> str:
-    """Returns a ratio with its interval, or another text where there is none."""
-    if interval is None:
-        return other
-    middle, low, high = interval
-    if low is None or high is None:
-        return f"{middle:.{digits}f}"
-    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
-
-
-def range_text(values: Iterable[float]) -> str:
-    """Returns the smallest and the largest value, or the one that both are."""
-    low, *_, high = (f"{value:.2f}" for value in sorted(values) * 2)
-    return low if low == high else f"{low} to {high}"
-
-
-def missed(*met: bool) -> str:
-    """Returns what stands behind a figure that misses its goal."""
-    return "" if all(met) else ", missed"
-
-
-def mebibytes(num_bytes: int) -> str:
-    """Returns bytes in MiB."""
-    return f"{num_bytes / 2**20:,.0f} MiB"
-
-
-def by_policy(result: Result) -> Iterator[tuple[str, str, Any]]:
-    """Yields case, policy and figures of results that are kept so."""
-    for case, policies in result["cases"].items():
-        for policy, found in policies.items():
-            if isinstance(found, dict):
-                yield case, policy, found
-
-
-# Rows of tables, summaries and words
 
 
 def _enable_overhead(result: Result) -> Rows:
@@ -663,77 +594,3 @@ TABLES: dict[str, Table] = {
 
 
 # The page
-
-
-def mark(name: str, results: Sequence[Result]) -> str:
-    """Returns a line where what a record measures has changed since, else nothing."""
-    paths = [f":/tfamp/{each}" for each in TABLES[name].measures.split()]
-    newest = git("log", "-1", "--format=%h of %as", "--", *paths)
-    lines = []
-    for result in results:
-        commit, date = result.get("commit"), result.get("date")
-        if commit:
-            is_old = bool(git("log", "-1", "--format=%h", f"{commit}..", "--", *paths))
-        else:
-            is_old = not date or date <= newest.rpartition(" ")[2]
-        if newest and is_old:
-            recorded = f"commit {commit}" if commit else date or "an unknown day"
-            lines.append(f"{MARK} recorded at {recorded}, changed by {newest}.*")
-    return "\n\n".join(dict.fromkeys(lines))
-
-
-def section(name: str, results: Sequence[Result]) -> tuple[str, str]:
-    """Returns the section of a benchmark, and what of it goes to the appendix."""
-    first, table = results[0], TABLES[name]
-    columns = table.columns.split(" | ")
-    rows = [row for result in results for row in table.rows(result)]
-    if len(results) > 1:
-        columns = ["Device and versions", *columns]
-        rows = [
-            [_device(result) if not index else "", *row]
-            for result in results
-            for index, row in enumerate(table.rows(result))
-        ]
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    given = first["models"][next(iter(first["models"]))] if "models" in first else first
-    template = (TEXTS / f"{name}.md").read_text(encoding="utf-8")
-    text = template.format(
-        **{**given, **table.words(first)},
-        how=f"```bash\n{first['command']}\n```",
-        table="\n".join(lines),
-        versions_text=versions_of(given),
-    )
-    shown, _, later = text.partition(APPENDIX)
-    title = shown.splitlines()[0].lstrip("# ")
-    return shown.rstrip(), f"### {title}\n\n{later.strip()}" if later else ""
-
-
-def _device(result: Result) -> str:
-    return f"{result['device']}; {versions_of(result)}"
-
-
-def page() -> str:
-    """Returns the whole page."""
-    rows, sections, appendix = [], [], []
-    for name, table in TABLES.items():
-        path = TEXTS / f"{name}.json"
-        if not path.is_file():
-            continue
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        results = kept if isinstance(kept, list) else [kept]
-        rows += [f"| {' | '.join(row)} |" for row in table.summary(results)]
-        shown, later = section(name, results)
-        sections += filter(None, [shown, mark(name, results)])
-        appendix += [later] if later else []
-    head = (TEXTS / "head.md").read_text(encoding="utf-8")
-    table_text = "\n".join(["| What | Result | Goal |", "|---|---|---|", *rows])
-    parts = [head.format(table=table_text).rstrip(), *sections]
-    parts.append("## Appendix: why, and what went wrong")
-    return "\n\n".join([*parts, *appendix]) + "\n"
-
-
-def write(path: Path = FOLDER / "RESULTS.md") -> None:
-    """Writes the page."""
-    path.write_text(page(), encoding="utf-8")
-    print(path)

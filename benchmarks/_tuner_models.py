@@ -13,7 +13,8 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from tests.wild.fault_cases import Branch, Raw, extend
+from tests.wild.fault_cases import Branch, extend
+from tests.wild.own_layers import Own
 from tfamp.keras_hooks import structure
 
 WIDTH, LENGTH, SIZE, WORDS = 16, 8, 8, 50
@@ -199,7 +200,7 @@ def spliced(
     found, names = list(elements), [f"{fault.__name__}_{i}" for i in order]
     for i, place, name in reversed(list(zip(order, places, names, strict=True))):
         function = fault(int(i)) if fault is graded else fault
-        found.insert(place, Raw(function, name=name))
+        found.insert(place, Own(function, name=name))
     return found, frozenset(names)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tfamp
-from benchmarks import _runner, _tables, _tuner_models, pipeline, training, tuner
+from benchmarks import _page, _runner, _tuner_models, pipeline, training, tuner
 from benchmarks.__main__ import main, names
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +39,7 @@ def test_a_benchmark_prints_the_figures_that_it_writes(name, tmp_path):
     assert set(result["versions"]) == {"python", "tensorflow", "keras", "tfamp"}
     assert result["command"] == f"python -m benchmarks {name} --smoke"
     assert {"commit", "date", "device", "instructions"} <= set(result)
-    ((_, columns, rows),) = _tables.of(name, result)
+    ((_, columns, rows),) = _page.of(name, result)
     assert rows and {len(row) for row in rows} == {len(columns)}
 
 
@@ -73,13 +73,13 @@ def test_a_result_says_where_it_is_from_and_is_kept(tmp_path, monkeypatch, capsy
 
 def without_marks(text):
     return "\n\n".join(
-        part for part in text.split("\n\n") if not part.startswith(_tables.MARK)
+        part for part in text.split("\n\n") if not part.startswith(_page.MARK)
     )
 
 
 def test_results_stand_as_they_are_written():
     written = (ROOT / "benchmarks" / "RESULTS.md").read_text()
-    page = _tables.page()
+    page = _page.page()
     assert without_marks(page) == without_marks(written), "run write_results"
     assert written.count("\n## Summary\n") == written.count("\n## Appendix") == 1
 
@@ -103,9 +103,9 @@ def test_a_record_is_marked_where_what_it_measures_has_changed(
     def git(*words):
         return next((answers[w] for w in words if w in answers), "123 of 2026-01-02")
 
-    monkeypatch.setattr(_tables, "git", git)
-    line = _tables.mark("memory", [record])
-    assert line.startswith(_tables.MARK) == is_old
+    monkeypatch.setattr(_page, "git", git)
+    line = _page.mark("memory", [record])
+    assert line.startswith(_page.MARK) == is_old
     assert ("changed by 123 of 2026-01-02" in line) == is_old
 
 

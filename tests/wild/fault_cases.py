@@ -15,22 +15,18 @@ import numpy as np
 from keras import layers, ops
 
 from tests.wild import own_layers
+from tests.wild.own_layers import Own
 
 STYLES = ("functional", "sequential", "subclassed", "nested")
 SHAPES = {"image": (6, 6, 3), "sequence": (12, 16), "dense": (16,), "residual": (16,)}
 HALF, BOTH = ("float16",), ("float16", "bfloat16")
 
 
-class Raw(layers.Layer):
-    """A user's layer that computes by a function of tensors."""
-
-    def __init__(self, function: Callable[[Any], Any], **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.function = function
-
-    def call(self, inputs: Any) -> Any:
-        """Returns the function of the inputs."""
-        return self.function(inputs)
+def through(parts: Sequence[Any], x: Any) -> Any:
+    """Returns what the last of some layers gives, one after the other."""
+    for part in parts:
+        x = part(x)
+    return x
 
 
 class Stage(layers.Layer):
@@ -42,10 +38,7 @@ class Stage(layers.Layer):
 
     def call(self, inputs: Any) -> Any:
         """Returns the sum of the inputs and of what the last layer gives."""
-        x = inputs
-        for part in self.parts:
-            x = part(x)
-        return ops.add(inputs, x)
+        return ops.add(inputs, through(self.parts, inputs))
 
 
 class Chain(keras.Model):
@@ -57,10 +50,7 @@ class Chain(keras.Model):
 
     def call(self, inputs: Any) -> Any:
         """Returns what the last layer gives."""
-        x = inputs
-        for part in self.parts:
-            x = part(x)
-        return x
+        return through(self.parts, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,7 +310,7 @@ def _widening() -> list[Any]:
 
 def _centre() -> list[Any]:
     offset = layers.Rescaling(1.0, offset=3000.0, name="offset")
-    return [offset, Raw(lambda x: x - ops.mean(x, -1, keepdims=True), name="centre")]
+    return [offset, Own(lambda x: x - ops.mean(x, -1, keepdims=True), name="centre")]
 
 
 def _small() -> list[Any]:
@@ -349,9 +339,9 @@ PARTS: dict[str, tuple[Callable[[], list[Any]], tuple[str, ...], tuple, tuple]] 
     "cosine": (lambda: [Branch(cosine)], ("cosine",), HALF, ("functional", "nested")),
     "two": (
         lambda: [
-            Raw(FUNCTIONS["cube"][0], name="cube"),
+            Own(FUNCTIONS["cube"][0], name="cube"),
             layers.LayerNormalization(name="between"),
-            Raw(length, name="length"),
+            Own(length, name="length"),
         ],
         ("cube", "length"),
         HALF,
@@ -420,7 +410,7 @@ def _faulty() -> list[Case]:
         for style in (STYLES[number % 4], STYLES[(number + 1) % 4]):
             long = {"shape": (64, 8), "width": 8} if name == "positions" else {}
             build = in_trunk(
-                lambda name=name, function=function: [Raw(function, name=name)],
+                lambda name=name, function=function: [Own(function, name=name)],
                 style,
                 kind=kind,
                 groups=2 + 3 * (number % 2),
@@ -449,7 +439,7 @@ def _whole() -> list[Case]:
     ]
 
     def maps() -> list[Any]:
-        grow = [Raw(lambda x: 1.0 - 1.9 * x**2, name=f"map_{i}") for i in range(20)]
+        grow = [Own(lambda x: 1.0 - 1.9 * x**2, name=f"map_{i}") for i in range(20)]
         return [layers.Activation("tanh", name="start"), *grow]
 
     chaos = [

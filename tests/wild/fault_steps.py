@@ -16,13 +16,13 @@ from tests.wild.fault_cases import (
     FUNCTIONS,
     SHAPES,
     STYLES,
-    Raw,
     assemble,
     attend,
     group,
     head,
     masked,
 )
+from tests.wild.own_layers import Own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _set(name: str, value: float) -> Callable[[Any, Any], Any]:
 
 
 def _raw(name: str, function: Callable[[Any], Any]) -> Callable[[], list[Any]]:
-    return lambda: [Raw(function, name=name)]
+    return lambda: [Own(function, name=name)]
 
 
 def _spoilt_weight(rng: np.random.Generator) -> Any:
