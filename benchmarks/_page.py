@@ -45,7 +45,9 @@ def mark(name: str, results: Sequence[Result]) -> str:
     lines = []
     for result in results:
         commit, date = result.get("commit"), result.get("date")
-        if commit:
+        if commit and not git("cat-file", "-t", commit):
+            is_old = True  # rebased or never pushed: nobody knows what it was
+        elif commit:
             is_old = bool(git("log", "-1", "--format=%h", f"{commit}..", "--", *paths))
         else:
             is_old = not date or date <= newest.rpartition(" ")[2]

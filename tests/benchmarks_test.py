@@ -91,6 +91,7 @@ def test_results_stand_as_they_are_written():
         ({}, True),
         ({"commit": "abc"}, True),
         ({"commit": "def"}, False),
+        ({"commit": "lost"}, True),
         ({"date": "2026-01-02"}, True),
         ({"date": "2026-01-03"}, False),
     ],
@@ -98,7 +99,7 @@ def test_results_stand_as_they_are_written():
 def test_a_record_is_marked_where_what_it_measures_has_changed(
     record, is_old, monkeypatch
 ):
-    answers = {"abc..": "fed", "def..": ""}
+    answers = {"abc..": "fed", "def..": "", "lost": "", "lost..": ""}
 
     def git(*words):
         return next((answers[w] for w in words if w in answers), "123 of 2026-01-02")
