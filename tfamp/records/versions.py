@@ -107,6 +107,10 @@ def installed_versions() -> dict[str, str | None]:
     return versions
 
 
+def _how_to_install_tested() -> str:
+    return f"`pip install 'keras=={TESTED_KERAS[-1]}'`"
+
+
 def blame_untested_keras(
     error: Exception, versions: Mapping[str, str | None] | None = None
 ) -> str | None:
@@ -117,7 +121,7 @@ def blame_untested_keras(
     return (
         f"tfamp does not know its way in Keras {keras}: {type(error).__name__}: "
         f"{checks.first_line(error)}. Install a version that it was tested with: "
-        f"`pip install 'keras=={TESTED_KERAS[-1]}'`."
+        f"{_how_to_install_tested()}."
     )
 
 
@@ -132,11 +136,8 @@ def keras_fault(version: str | None) -> tuple[str, str] | None:
     """
     for start, fault in BAD_KERAS.items():
         if version is not None and version.startswith(start):
-            remedy = f"`pip install 'keras=={TESTED_KERAS[-1]}'`"
-            return (
-                f"Keras {version} {fault}.",
-                f"Install a version without it: {remedy}.",
-            )
+            remedy = f"Install a version without it: {_how_to_install_tested()}."
+            return f"Keras {version} {fault}.", remedy
     return None
 
 
