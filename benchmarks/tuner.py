@@ -28,13 +28,12 @@ import numpy as np
 
 import tfamp
 from benchmarks import _tuner_models
-from tfamp.dtypes import model_dtypes
-from tfamp.dtypes.planned_layers import PlannedOperation
-from tfamp.keras_hooks.layers import Kind
 from tfamp.machine import cpus
+from tfamp.numerics.sensitivity import sensitivity
 from tfamp.plan import PrecisionPlan
-from tfamp.tuning import candidates, scores
-from tfamp.tuning.judges import ERROR_RATE, FixedWeights
+from tfamp.tuning import ERROR_RATE
+from tfamp.tuning.candidates import Candidates
+from tfamp.tuning.judge import Judge, upper_bound
 
 MOST_EVALUATIONS = 12
 MOST_SEARCHED = 8
@@ -59,33 +58,14 @@ class Tried:
 
     Args:
         judge: Of the examples to choose by, and of fresh ones.
-        base: The plan of the default rules.
-        operations: Path -> place and class of the operations that may move.
+        candidates: What may move.
         tolerance: By how much the metric may be worse.
     """
 
-    def __init__(
-        self,
-        judge: Any,
-        base: PrecisionPlan,
-        operations: dict[str, tuple[int, str]],
-        tolerance: float,
-    ) -> None:
-        self._judge, self._base, self._operations = judge, base, operations
-        self._tolerance = tolerance
+    def __init__(self, judge: Any, candidates: Candidates, tolerance: float) -> None:
+        self._judge, self._tolerance = judge, tolerance
+        self._plan = candidates.plan
         self._known: dict[tuple[frozenset[str], int], bool] = {}
-
-    def plan(self, float32: Sequence[str]) -> PrecisionPlan:
-        """Returns the plan with these in float32, beside those that rules keep."""
-        half = keras.DTypePolicy(self._base.policy).compute_dtype
-        named = {p: "tried" for p in float32 if p not in self._operations}
-        plan = candidates.with_float32(self._base, named)
-        operations = tuple(
-            PlannedOperation(place, path, kind, half, "tune", "tried")
-            for path, (place, kind) in self._operations.items()
-            if path in float32
-        )
-        return plan.replace(operations=(*plan.operations, *operations))
 
     def holds(self, float32: Sequence[str]) -> bool:
         """Returns whether the metric holds by the bound that `tune` uses."""
@@ -98,12 +78,12 @@ class Tried:
     def _answer(self, float32: Sequence[str], half: int) -> bool:
         key = frozenset(float32), half
         if key not in self._known:
-            worse = self._judge.worsening(self.plan(float32), half)
+            worse = self._judge.worsening(self._plan(float32), half)
             if half:
                 found = float(np.mean(worse))
             else:
                 rate = ERROR_RATE / 2 / MOST_EVALUATIONS
-                found = scores.upper_bound(worse, rate, is_rate=self._judge.is_rate)
+                found = upper_bound(worse, rate, is_rate=self._judge.is_rate)
             self._known[key] = found <= self._tolerance
         return self._known[key]
 
@@ -171,21 +151,16 @@ def measure_run(case: _tuner_models.Case, places: int, *, epochs: int) -> dict:
     tuning = plan.evidence["tuning"]
 
     halves = examples[0][::2], examples[1]
-    judge = FixedWeights(model, halves, case.metric, case.tolerance)
+    judge = Judge(model, halves, case.metric)
     tfamp.apply(model, case.policy)
     base = PrecisionPlan.from_model(model)
     tfamp.apply(model, "float32")
-    operations = {
-        path: (place, type(operation).__name__)
-        for place, (path, operation) in enumerate(model_dtypes.of_model(model))
-    }
-    follows = {r.path for r in base.rows[1:] if r.kind == Kind.FOLLOWS.value}
-    savings = {
-        layer["path"]: layer["saving"]
-        for layer in tuning["layers"]
-        if layer["path"] in follows or layer["path"] in operations
-    }
-    tried = Tried(judge, base, operations, case.tolerance)
+    dtype = keras.DTypePolicy(case.policy).compute_dtype
+    found = sensitivity(model, case.examples(seed, 4096), dtype=dtype)
+    saved = {layer["path"]: layer["saving"] for layer in tuning["layers"]}
+    candidates = Candidates(model, base, found, saved)
+    savings = {suspect.path: suspect.saving for suspect in candidates.suspects}
+    tried = Tried(judge, candidates, case.tolerance)
     fresh = float(np.mean(judge.worsening(plan, 1)))
 
     total = sum(savings.values())
@@ -207,7 +182,7 @@ def measure_run(case: _tuner_models.Case, places: int, *, epochs: int) -> dict:
 
     model.set_weights(weights[1])
     other = batches(*case.examples(seed + 7000, 2048))
-    again = FixedWeights(model, (other, other), case.metric, case.tolerance)
+    again = Judge(model, (other, other), case.metric)
     elsewhere = float(np.mean(again.worsening(plan, 0)))
     return {
         "places": places,

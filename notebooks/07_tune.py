@@ -195,8 +195,7 @@ for policy, found in accuracies.items():
 #
 # - In a shell: `tfamp tune module:build --tolerance=0.005 --out=plan.json`, then
 #   `tfamp compare module:build --policies=float32,plan.json`.
-# - `tfamp.tune` takes a function that builds a model, too: then it judges by short
-#   trainings instead of outputs.
+# - `tfamp.tune` takes a function that builds a model, too, and trains it for a moment.
 # - [recipes/tune_precision.py](REPOSITORY_URL/blob/main/recipes/tune_precision.py):
 #   measures, tunes and trains under what it found.
 # - [Is it worth it?](REPOSITORY_URL/blob/main/notebooks/04_is_it_worth_it.ipynb)

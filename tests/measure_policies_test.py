@@ -1,6 +1,5 @@
 """Policies chosen by timing a model's own step: what is picked, and what stays."""
 
-import json
 import re
 
 import keras
@@ -11,13 +10,14 @@ import tensorflow as tf
 import tfamp
 from tests.styles import STYLES, assembled
 from tfamp.stepping.unchanged import unchanged
-from tfamp.tuning import measured_policies, races
-from tfamp.tuning.measured_policies import Measuring
-from tfamp.tuning.races import Candidate, Prepared, Racer
+from tfamp.tuning import measured_policies
+from tfamp.tuning.measured_policies import Racer, put_back, race
+from tfamp.tuning.measurement import PolicyTime
 
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(16, 6)).astype("float32")
 Y = X[:, :1]
+POLICIES = ("mixed_bfloat16", "mixed_float16")
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 
@@ -29,140 +29,111 @@ def made(style="sequential", **options):
     return model
 
 
-class Clock:
-    """Time that passes only where it is told to."""
+def raced(seconds, *, budget=20.0):
+    """A measurement of steps that take a known time each, on a clock of their own.
 
-    def __init__(self):
-        self.now = 0.0
+    Preparing one takes half a second. None is for a step that fails, a text for what
+    is left out.
+    """
+    now, asked = [0.0], []
 
-    def __call__(self):
-        return self.now
-
-
-class Steps:
-    """Steps that take a known time each, and as long to prepare as is said."""
-
-    def __init__(self, seconds, prepare=None, few=None):
-        self.clock, self.seconds = Clock(), seconds
-        self.prepare_seconds, self.few = prepare or {}, few or {}
-        self.probed = []
-
-    def prepare(self, candidate):
-        took = self.prepare_seconds.get(candidate.name, 0.5)
-        self.clock.now += took
-        seconds = self.seconds[candidate.name]
-        if seconds is None:
-            return Prepared(candidate, None, took, "cannot run: no kernel")
+    def prepare(candidate):
+        now[0] += 0.5
+        took = seconds[candidate.name]
+        if took is None:
+            raise ValueError("no kernel")
 
         def run(steps):
-            self.clock.now += steps * seconds
-            return steps * seconds
+            asked.append(steps)
+            now[0] += steps * took
+            return steps * took
 
-        return Prepared(candidate, Racer(candidate.name, run, seconds), took, "")
+        return Racer(run, took)
 
-    def probe(self, candidate, num_examples):
-        self.probed.append(candidate.name)
-        return self.few.get(candidate.name, 1.0)
-
-
-def measured(seconds, *, budget=20.0, max_steps=200, names=None, **options):
-    steps = Steps(seconds, **options)
     candidates = [
-        Candidate(name.removesuffix(" with XLA"), name.endswith("XLA"))
-        for name in names or seconds
+        PolicyTime(
+            name.removesuffix(" with XLA"),
+            name.endswith("XLA"),
+            note=took if isinstance(took, str) else "",
+        )
+        for name, took in seconds.items()
     ]
-    run = Measuring("m", steps, budget, max_steps, clock=steps.clock)
-    return run.run(candidates, {}), steps
+    found = race("m", candidates, prepare, budget, {}, clock=lambda: now[0])
+    return found, now[0], asked
 
 
-@pytest.fixture
-def fast_units(monkeypatch):
-    """All policies are worth whole batches."""
-    monkeypatch.setattr(measured_policies.devices, "objection", lambda *given: None)
-
-
-@pytest.mark.usefixtures("fast_units")
 def test_the_fastest_is_picked_with_its_ratio():
-    found, _ = measured(
+    found, _, _ = raced(
         {"float32": 0.2, "mixed_bfloat16": 0.1, "float32 with XLA": 0.25}
     )
     assert (found.best.policy, found.best.jit_compile) == ("mixed_bfloat16", False)
     assert found.best.speedup == pytest.approx((2.0, 2.0, 2.0))
-    assert found.is_clear
     assert "2.00 times as fast as float32" in found.reason
     assert "mixed_bfloat16" in found.table() and "best" in found.table()
+    assert tfamp.Measurement.from_json(found.to_json()) == found
 
 
-@pytest.mark.usefixtures("fast_units")
-def test_what_is_not_faster_by_more_than_the_noise_is_not_picked():
-    found, _ = measured({"float32": 0.1, "mixed_bfloat16": 0.1, "mixed_float16": 0.2})
-    assert found.best.policy == "float32"
-    assert "no other policy was shown to be faster" in found.reason
+PICKED = {
+    "what is not faster is not picked": (
+        {"float32": 0.1, "mixed_bfloat16": 0.1, "mixed_float16": 0.2},
+        "float32",
+    ),
+    "within three percent the simpler is": (
+        {"float32": 0.2, "mixed_bfloat16": 0.1, "mixed_bfloat16 with XLA": 0.0985},
+        "mixed_bfloat16",
+    ),
+    "what cannot run is not": ({"float32": 0.1, "mixed_bfloat16": None}, "float32"),
+}
 
 
-@pytest.mark.usefixtures("fast_units")
-def test_of_policies_within_three_percent_the_simpler_is_picked():
-    found, _ = measured(
-        {"float32": 0.2, "mixed_bfloat16": 0.1, "mixed_bfloat16 with XLA": 0.0985}
-    )
-    assert found.best.name == "mixed_bfloat16"
-
-
-@pytest.mark.usefixtures("fast_units")
-def test_of_short_steps_as_many_run_as_show_a_difference():
-    """Of 1 ms each, ten times as many take the time of `max_steps` of 10 ms."""
-    many, steps = measured({"float32": 0.001, "mixed_bfloat16": 0.000995}, max_steps=4)
-    assert 4 * 2 * 0.01 <= steps.clock.now - 1.0 <= 4 * 2 * 0.01 + 0.05
-    few, _ = measured({"float32": 0.1, "mixed_bfloat16": 0.0995}, max_steps=4)
-    assert many.num_steps > 4 * 2
-    assert few.num_steps == 4 * 2
-
-
-@pytest.mark.usefixtures("fast_units")
-def test_what_cannot_run_or_is_beyond_the_budget_is_said():
-    found, steps = measured(
-        {
-            "float32": 0.1,
-            "mixed_bfloat16": None,
-            "float32 with XLA": 0.01,
-        },
-        budget=4.0,
-        prepare={"float32": 1.0},
-    )
+@pytest.mark.parametrize("seconds, best", PICKED.values(), ids=PICKED)
+def test_the_pick(seconds, best):
+    found, _, _ = raced(seconds)
+    assert found.best.name == best
     notes = {each.name: each.note for each in found.times}
-    assert notes["mixed_bfloat16"] == "cannot run: no kernel"
-    assert notes["float32 with XLA"].startswith("not tried: preparing it would take")
-    assert found.best.policy == "float32"
-    assert steps.clock.now <= 4.5
-    found, _ = measured(
-        {"float32": 0.1, "float32 with XLA": 0.1, "mixed_bfloat16 with XLA": 0.1},
-        budget=4.0,
-        prepare={"float32": 1.0},
+    if None in seconds.values():
+        assert notes["mixed_bfloat16"] == "cannot run: no kernel"
+
+
+def test_the_budget_ends_it_and_what_is_hopeless_takes_few_turns():
+    found, seconds, _ = raced({"float32": 1.0, "mixed_bfloat16": 0.9}, budget=10.0)
+    assert seconds <= 11.0
+    found, _, _ = raced(
+        {"float32": 0.1, "mixed_bfloat16": 0.1, "float32 with XLA": 0.1}, budget=1.5
     )
-    assert [each.note.rpartition("about ")[2] for each in found.times[1:]] == [
-        "4.0 s, beyond the budget",
-        "4.0 s, beyond the budget",
-    ]
+    assert found.times[2].note.startswith("not tried: those before took half of the")
+    _, quick, _ = raced({"float32": 0.1, "mixed_bfloat16": 0.09}, budget=1000)
+    _, slow, _ = raced({"float32": 0.1, "mixed_float16": 0.5}, budget=1000)
+    assert slow < quick
 
 
-def test_a_policy_without_units_is_tried_on_a_few_examples_first(monkeypatch):
+def test_turns_are_long_enough_for_the_clock_and_not_longer():
+    assert set(raced({"float32": 0.001, "mixed_bfloat16": 0.001})[2]) == {20}
+    assert set(raced({"float32": 9.0, "mixed_bfloat16": 9.0})[2]) == {1}
+
+
+def test_a_step_that_fails_in_float32_is_an_error():
+    with pytest.raises(ValueError, match="fails in float32: cannot run: no kernel"):
+        raced({"float32": None, "mixed_bfloat16": 0.1})
+
+
+def test_what_devices_have_no_units_for_is_tried_only_where_it_is_asked_for(
+    monkeypatch,
+):
     monkeypatch.setattr(
         measured_policies.devices,
         "objection",
-        lambda policy, devices: "slow" if policy == "mixed_float16" else None,
+        lambda policy, devices: "slow here" if "float16" in policy else None,
     )
-    found, steps = measured(
-        {"float32": 0.1, "mixed_float16": 60.0, "mixed_float16 with XLA": 60.0},
-        few={"float32": 0.01, "mixed_float16": 0.9},
-    )
-    assert [each.note for each in found.times[1:]] == 2 * [
-        "90.0 times as slow as float32 on 2 examples"
-    ]
-    assert steps.probed == ["float32", "mixed_float16"]
+    found = measured_policies.candidates_of(None, False)
+    notes = {each.policy: each.note for each in found}
+    assert notes["float32"] == ""
+    assert notes["mixed_float16"] == "not tried: slow here"
+    asked = measured_policies.candidates_of(["mixed_float16"], False)
+    assert asked == [PolicyTime("float32", False), PolicyTime("mixed_float16", False)]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fast_units")  # or two slow examples may rule it out
 def test_a_policy_whose_every_step_is_skipped_is_not_timed():
     inputs = keras.Input((6,))
     far = layers.Lambda(lambda x: tf.square(x * 1e4) / 1e4 / 1e4)(inputs)
@@ -178,29 +149,21 @@ def test_a_policy_whose_every_step_is_skipped_is_not_timed():
     )
 
 
-def test_a_step_that_fails_in_float32_is_an_error():
-    with pytest.raises(ValueError, match="fails in float32: cannot run: no kernel"):
-        measured({"float32": None, "mixed_bfloat16": 0.1})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("policy", ["", "mixed_bfloat16", "mixed_float16"])
+@pytest.mark.quick("mixed_float16")
+@pytest.mark.parametrize(
+    "policy, style", [*zip(("float32", *POLICIES), STYLES, strict=False)]
+)
 def test_a_measured_model_is_as_it_was(style, policy):
-    if policy:
-        with tfamp.scope(policy, keep_float32=[layers.BatchNormalization]):
-            model = made(style)
-    else:
+    with tfamp.scope(policy, keep_float32=[layers.BatchNormalization]):
         model = made(style)
     model.fit(X, Y, verbose=0)
     before, optimizer = model.get_weights(), model.optimizer
     slots = [v.numpy() for v in optimizer.variables]
     dtypes = tfamp.PrecisionPlan.from_model(model).rows
     found = tfamp.measure_policies(
-        model, (X, Y), jit_compile=False, max_steps=4, budget_seconds=60
+        model, (X, Y), jit_compile=False, policies=POLICIES, budget_seconds=10
     )
-    assert [each.policy for each in found.times][0] == "float32"
-    assert {each.policy for each in found.times} == set(measured_policies.POLICIES)
+    assert [each.policy for each in found.times] == ["float32", *POLICIES]
     np.testing.assert_equal(model.get_weights(), before)
     np.testing.assert_equal([v.numpy() for v in model.optimizer.variables], slots)
     assert model.optimizer is optimizer
@@ -225,47 +188,37 @@ def test_a_step_is_traced_once_though_metrics_were_given_by_names():
 def test_a_trace_for_each_policy_is_no_reason_to_warn(retracing):
     model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
     model.compile("sgd", "mse")
-    steps = races.PolicySteps(model, [(X, Y)])
-    with unchanged(model), races.put_back(model):
+    with unchanged(model), put_back(model):
         for _ in range(5):
-            assert steps.prepare(Candidate("float32", False)).racer is not None
+            measured_policies._prepared(model, [(X, Y)], PolicyTime("float32", False))
     assert retracing() == []
 
 
 @pytest.mark.slow
 def test_xla_is_timed_too_and_put_back():
     model = made(jit_compile=False)
-    found = tfamp.measure_policies(model, (X, Y), policies=["float32"], max_steps=4)
+    found = tfamp.measure_policies(model, (X, Y), policies=["float32"])
     assert [each.name for each in found.times] == ["float32", "float32 with XLA"]
     assert model.jit_compile is False
 
 
-def test_a_measurement_leaves_nothing_in_the_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = tfamp.measure_policies(
-        made(), (X, Y), policies=["float32"], jit_compile=False
-    )
-    assert found.best.policy == "float32"
-    assert not [path for path in tmp_path.rglob("*") if "tfamp" in path.parts]
+@pytest.fixture
+def bfloat16_is_faster(monkeypatch):
+    """Has steps in bfloat16 take half of the time, and the others all of it."""
+
+    def prepared(model, batches, candidate):
+        is_fast = candidate == PolicyTime("mixed_bfloat16", False)
+        return Racer(lambda steps: steps * (0.05 if is_fast else 0.1), 0.1)
+
+    only = [PolicyTime("float32", False), PolicyTime("mixed_bfloat16", False)]
+    monkeypatch.setattr(measured_policies, "candidates_of", lambda *given: only)
+    monkeypatch.setattr(measured_policies, "_prepared", prepared)
 
 
-def faster(policy):
-    """Returns `PolicySteps.prepare` for which one policy is twice as fast."""
-
-    def prepare(self, candidate):
-        is_fast = candidate.policy == policy and not candidate.jit_compile
-        seconds = 0.05 if is_fast else 0.1
-        racer = Racer(candidate.name, lambda steps: steps * seconds, seconds)
-        return Prepared(candidate, racer, 0.01, "")
-
-    return prepare
-
-
-@pytest.mark.slow
+@pytest.mark.quick("functional")
+@pytest.mark.usefixtures("bfloat16_is_faster")
 @pytest.mark.parametrize("style", STYLES)
-def test_measure_trains_under_the_fastest_from_the_first_step(style, monkeypatch):
-    monkeypatch.setattr(races.PolicySteps, "prepare", faster("mixed_bfloat16"))
+def test_measure_trains_under_the_fastest_from_the_first_step(style):
     with tfamp.scope("measure", keep_float32=[layers.BatchNormalization]):
         model = made(style)
         assert {layer.compute_dtype for layer in model._flatten_layers()} == {"float32"}
@@ -291,15 +244,14 @@ def test_what_a_network_inside_was_traced_with_is_forgotten():
     model.compile("sgd", "mse")
     x = np.full((1, 4), 1 / 3, np.float32)
     before = inner.predict(x, verbose=0)
-    with races.put_back(model):
+    with put_back(model):
         tfamp.apply(model, "mixed_bfloat16")
         assert not np.array_equal(inner.predict(x, verbose=0), before)
     np.testing.assert_array_equal(inner.predict(x, verbose=0), before)
 
 
-@pytest.mark.slow
-def test_each_model_of_a_program_is_measured(monkeypatch):
-    monkeypatch.setattr(races.PolicySteps, "prepare", faster("mixed_bfloat16"))
+@pytest.mark.usefixtures("bfloat16_is_faster")
+def test_each_model_of_a_program_is_measured():
     with tfamp.scope("measure"):
         models = [made() for _ in range(2)]
         for model in models:
@@ -308,9 +260,9 @@ def test_each_model_of_a_program_is_measured(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("bfloat16_is_faster")
 @pytest.mark.parametrize("told", [True, False])
-def test_xla_stays_as_compile_was_told(told, monkeypatch):
-    monkeypatch.setattr(races.PolicySteps, "prepare", faster("mixed_bfloat16"))
+def test_xla_stays_as_compile_was_told(told):
     with tfamp.scope("measure"):
         model = made(jit_compile=told)
         model.fit(X, Y, verbose=0)
@@ -347,7 +299,7 @@ class Batches(keras.utils.PyDataset):
 @pytest.mark.quick("inputs alone")
 @pytest.mark.parametrize("data", ["inputs alone", "a PyDataset"])
 def test_measure_takes_what_fit_takes(data, monkeypatch):
-    only = [Candidate("float32", False)]
+    only = [PolicyTime("float32", False)]
     monkeypatch.setattr(measured_policies, "candidates_of", lambda *given: only)
     with tfamp.scope("measure"):
         alone = data == "inputs alone"
@@ -357,14 +309,13 @@ def test_measure_takes_what_fit_takes(data, monkeypatch):
         assert tfamp.status().why.startswith("measured: float32")
 
 
-@pytest.mark.slow
 def test_a_step_that_cannot_be_measured_trains_in_float32_all_the_same(
     monkeypatch, caplog
 ):
-    def fails(self, candidate):
-        return Prepared(candidate, None, 0.0, "cannot run: no kernel")
+    def fails(model, batches, candidate):
+        raise ValueError("no kernel")
 
-    monkeypatch.setattr(races.PolicySteps, "prepare", fails)
+    monkeypatch.setattr(measured_policies, "_prepared", fails)
     with tfamp.scope("measure"):
         model = made()
         model.fit(X, Y, verbose=0)
@@ -412,10 +363,3 @@ def test_wrong_use_is_a_clear_error(case):
     call, text = WRONG[case]
     with pytest.raises((ValueError, TypeError), match=re.escape(text)):
         call()
-
-
-def test_a_measurement_goes_to_json_and_back():
-    found, _ = measured({"float32": 0.1})
-    again = tfamp.Measurement.from_json(found.to_json())
-    assert again == found
-    assert json.loads(found.to_json())["class"] == "Measurement"

@@ -127,7 +127,6 @@ QUICK = {
         (X, Y),
         policy="mixed_bfloat16",
         tolerance=0.9,
-        seeds=2,
         num_steps=1,
         max_evaluations=2,
     ),

@@ -17,9 +17,8 @@ import tensorflow as tf
 
 from tfamp.serving.parity import MetricChange, Parity, Verdict
 from tfamp.serving.runtimes.signature import LoadedModel
-from tfamp.trials import statistics
-from tfamp.tuning import scores
-from tfamp.tuning.scores import Score
+from tfamp.trials import scores, statistics
+from tfamp.trials.scores import Score
 
 Outputs = dict[str, np.ndarray]
 # How far a row of probabilities may be off a sum of 1.

@@ -5,7 +5,7 @@ leave open; where not, or where a metric is no mean over examples, its range is 
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.stepping.arguments import dataset_of
+from tfamp.trials import scores
 from tfamp.trials.run_records import Run
 from tfamp.trials.tasks import file_name
 
@@ -33,7 +34,7 @@ def write_examples(
     are weighted or masked, a `test_step` of the user's, random augmentation.
     """
     has_own_step = type(model).test_step is not keras.Model.test_step
-    functions = {} if has_own_step else dict(_functions(model))
+    functions = {} if has_own_step else scores.functions_of(model)
     found: dict[str, list[np.ndarray]] = {name: [] for name in functions}
     digest, number = hashlib.sha256(), 0
     for batch in _batches(data, batch_size):
@@ -46,8 +47,7 @@ def write_examples(
             found = {}
         if not found:
             continue
-        outputs = tf.convert_to_tensor(model.predict_on_batch(x))
-        y = of_rank(tf.convert_to_tensor(tf.nest.flatten(y)[0]), outputs)
+        y, outputs = tf.nest.flatten(y)[0], model.predict_on_batch(x)
         for name in tuple(found):
             try:
                 values = np.asarray(functions[name](y, outputs), np.float32)
@@ -56,13 +56,13 @@ def write_examples(
                 del found[name]
             else:
                 found[name].append(values.reshape(len(values), -1).mean(axis=1))
-    joined = {name: np.concatenate(each) for name, each in found.items() if each}
     kept: dict[str, Any] = {_FINGERPRINT: digest.hexdigest()}
-    kept |= {
-        f"metric {name}": values
-        for name, values in joined.items()
-        if len(values) == number and _is_near(values, final.get(name))
-    }
+    for name, parts in found.items():
+        joined = np.concatenate([np.zeros(0, np.float32), *parts])
+        logged, mean = final.get(name, np.nan), np.mean(joined, dtype=np.float64)
+        least = _PRECISION * max(abs(logged), _PRECISION)
+        if len(joined) == number and abs(mean - logged) <= least:
+            kept[f"metric {name}"] = joined
     np.savez_compressed(f"{path}{_SUFFIX}", **kept)
     return number
 
@@ -91,55 +91,7 @@ def differences(
     return np.stack(values[1::2]) - np.stack(values[::2])
 
 
-def _functions(model: keras.Model) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Returns name and function of the loss and of metrics that are plain means."""
-    for tracked in model.metrics:
-        for metric in getattr(tracked, "metrics", [tracked]):
-            if isinstance(metric, keras.metrics.MeanMetricWrapper):
-                yield metric.name, of_each_example(metric)
-    if isinstance(model.loss, (str, keras.losses.Loss)) or callable(model.loss):
-        loss = keras.losses.get(model.loss)
-        yield "loss", loss.call if isinstance(loss, keras.losses.Loss) else loss
-
-
-def of_each_example(metric: Any) -> Callable[..., Any]:
-    """Returns a function that gives what a metric takes the mean of.
-
-    A `MeanMetricWrapper` hands the values of the examples to the `Mean` below it, so a
-    class that comes between the two sees them.
-    """
-
-    class Seen(keras.metrics.Mean):
-        seen: Any = None
-
-        def update_state(self, values: Any, sample_weight: Any = None) -> None:
-            Seen.seen = np.asarray(values)
-
-    kind = type("PerExample", (type(metric), Seen), {})
-    copy = kind.from_config(metric.get_config())  # type: ignore[attr-defined]
-
-    def function(y: Any, outputs: Any) -> Any:
-        copy.update_state(y, outputs)
-        return Seen.seen
-
-    return function
-
-
 def _batches(data: Any, batch_size: int) -> Iterator[Any]:
     if isinstance(data, keras.utils.PyDataset):  # in its own order
         return (data[index] for index in range(len(data)))
     return iter(dataset_of(data, batch_size))
-
-
-def of_rank(y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
-    """Returns targets with the last dimension of 1 that outputs have, as losses do."""
-    is_short = y.shape.rank == outputs.shape.rank - 1 and outputs.shape[-1] == 1
-    return y[..., tf.newaxis] if is_short else y
-
-
-def _is_near(values: np.ndarray, final: float | None) -> bool:
-    """Whether the mean of a metric is the one that `fit` logged."""
-    if final is None or not np.isfinite(values).all():
-        return False
-    mean = float(np.mean(values, dtype=np.float64))
-    return abs(mean - final) <= _PRECISION * max(abs(final), _PRECISION)

@@ -25,13 +25,9 @@ Effect = Literal["better", "worse", "as good", "same", "unclear", "one seed", ""
 
 @dataclasses.dataclass(frozen=True)
 class Interval(Record):
-    """An estimate and where the true value may lie.
+    """An estimate (a mean, of ratios the geometric one) and where the truth may lie.
 
-    Args:
-        estimate: The mean over seeds; of ratios the geometric mean.
-        low: Lower end; the true value lies below it with a chance of at most
-            `ERROR_RATE`.
-        high: Upper end, likewise above it.
+    It lies below `low` with a chance of at most `ERROR_RATE`, likewise above `high`.
     """
 
     estimate: float
@@ -39,7 +35,9 @@ class Interval(Record):
     high: float
 
 
-def interval(values: Sequence[float] | np.ndarray) -> Interval:
+def interval(
+    values: Sequence[float] | np.ndarray, rate: float = ERROR_RATE
+) -> Interval:
     """Returns the mean of values from a normal distribution, and its t-interval.
 
     One value says nothing of the spread, so its interval has no end; of none all is
@@ -54,13 +52,13 @@ def interval(values: Sequence[float] | np.ndarray) -> Interval:
         reach = math.inf if len(values) else math.nan
         return Interval(middle, middle - reach, middle + reach)
     middle, spread = float(np.mean(values)), float(np.std(values, ddof=1))
-    half = half_width(spread, len(values))
+    half = half_width(spread, len(values), rate)
     return Interval(middle, middle - half, middle + half)
 
 
-def half_width(spread: float, number: int) -> float:
+def half_width(spread: float, number: int, rate: float = ERROR_RATE) -> float:
     """Returns half of the width of the t-interval of a number of values."""
-    return student_quantile(ERROR_RATE, number - 1) * spread / math.sqrt(number)
+    return student_quantile(rate, number - 1) * spread / math.sqrt(number)
 
 
 def interval_of_ratios(ratios: Sequence[float]) -> Interval:
@@ -152,7 +150,9 @@ def difference_limit(lost: float, won: float, number: float, rate: float) -> flo
     return _root(is_ruled_out, (lost - won) / number, 1.0)
 
 
-def change_limit(changes: np.ndarray, times: float = 1.0) -> float:
+def change_limit(
+    changes: np.ndarray, times: float = 1.0, rate: float = ERROR_RATE
+) -> float:
     """Returns what the true mean of paired changes in [-1, 1] is below.
 
     `times` as many examples, of which as many changed, would show that.
@@ -170,7 +170,7 @@ def change_limit(changes: np.ndarray, times: float = 1.0) -> float:
     # Of one more example, which changed as a whole, the size is 1.
     scale = times * (squares + 1) / (weight + 1)
     lost, won = float(changes[changes > 0].sum()), -float(changes[changes < 0].sum())
-    return difference_limit(lost * scale, won * scale, len(changes) * scale, ERROR_RATE)
+    return difference_limit(lost * scale, won * scale, len(changes) * scale, rate)
 
 
 def _beta(x: float, a: float, b: float) -> float:

@@ -1,12 +1,12 @@
 """Chooses policies and layers' dtypes by measuring the user's own model."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Literal
 
 import keras
-import numpy as np
 from absl import logging
 
 import tfamp
@@ -22,17 +22,14 @@ from tfamp.records.versions import installed_versions
 from tfamp.stepping.arguments import build, dataset_of, first_batch
 from tfamp.stepping.unchanged import seeds_put_back, unchanged
 from tfamp.tuning.candidates import Candidates, savings_of
-from tfamp.tuning.judges import (
-    ERROR_RATE,
-    FixedWeights,
-    ShortTrainings,
-    evaluated,
-)
-from tfamp.tuning.measured_policies import model_of
-from tfamp.tuning.races import put_back
+from tfamp.tuning.judge import Judge
+from tfamp.tuning.measured_policies import model_of, put_back
 from tfamp.tuning.search import Evaluation, Search
 
 POLICIES = ("mixed_float16", "mixed_bfloat16")
+# Chance that a plan is taken whose metric is worse than the tolerance allows: half of
+# it for all evaluations of a search together, half for the one on fresh data.
+ERROR_RATE = 0.05
 # Below this share of a step no clock sees a gain.
 MIN_SAVING = 0.005
 # Of validation data without end so much is used.
@@ -49,7 +46,6 @@ def tune(
     max_evaluations: int = 12,
     validation: Any = None,
     batch_size: int = 32,
-    seeds: int = 3,
     num_steps: int = 50,
 ) -> PrecisionPlan:
     """Finds which layers have to stay in float32 for a metric to stay what it is.
@@ -63,7 +59,7 @@ def tune(
     Args:
         build_model_or_model: A trained, compiled model: plans are compared by what it
             gives for each example. Or a function without arguments that returns a
-            compiled model: then short trainings of equal seeds are compared.
+            compiled model, which is trained for a moment in float32 first.
         data: As `fit` takes it. Ranks the layers, and trains what the function builds.
         policy: "mixed_float16" or "mixed_bfloat16"; "auto" takes what is enabled, or
             else suits the devices here, "mixed_bfloat16" where that is float32.
@@ -77,8 +73,7 @@ def tune(
             takes `data`. Every second batch is left for the judgement at the end; of
             more than 1,000 the first are used.
         batch_size: Examples in a batch of arrays.
-        seeds: Trainings a plan, where a function is given.
-        num_steps: Steps of each of them.
+        num_steps: Steps that a model is trained for which a function returned.
 
     Returns:
         The `PrecisionPlan`; `.evidence["tuning"]` has the path of the search.
@@ -86,8 +81,7 @@ def tune(
     Raises:
         TypeError: It is neither a model nor a function that returns one.
         ValueError: The data is empty, the metric is missing or not finite in float32,
-            the function builds another model each time, or there are fewer examples
-            than could show the tolerance.
+            or there are fewer examples than could show the tolerance.
 
     Example:
         >>> import numpy as np
@@ -101,49 +95,54 @@ def tune(
     """
     checks.positive("tolerance", tolerance)
     checks.positive_int("max_evaluations", max_evaluations, minimum=2)
+    checks.positive_int("num_steps", num_steps)
     name = checks.choice("policy", policy, ("auto", *POLICIES))
     name = _half_policy() if name == "auto" else name
+    dtype = keras.DTypePolicy(name).compute_dtype
     with seeds_put_back():
         cpus.avoid_broken_amx()
-        is_model = isinstance(build_model_or_model, keras.Model)
+        began = time.perf_counter()
         model = model_of(build_model_or_model)
         dataset = dataset_of(data, batch_size)
         build(model, first_batch(dataset))
         held_out = dataset if validation is None else dataset_of(validation, batch_size)
         examples = list(held_out.take(_MAX_BATCHES))
-        halves = examples[::2], examples[1::2]
-        if not halves[1]:
+        if len(examples) < 2:
             raise ValueError(
                 f"The examples make {len(examples)} batches of {batch_size}; expected "
                 "at least two: one to choose by, one to judge by. Pass a smaller "
                 "`batch_size`, or more examples as `validation`."
             )
-        judge: Any
-        if is_model:
-            judge = FixedWeights(model, halves, metric, tolerance)
-        else:
-            judge = ShortTrainings(
-                build_model_or_model, dataset, halves, metric, seeds, num_steps
+        if model is not build_model_or_model:
+            with put_back(model):
+                put_under(model, make_settings("float32"))
+                model.fit(dataset.repeat().take(num_steps), verbose=0)
+        judge = Judge(model, (examples[::2], examples[1::2]), metric)
+        needed = 1
+        if judge.is_rate and tolerance < 1:
+            # So many can show a rate to be below the tolerance, at best.
+            needed = math.ceil(math.log(ERROR_RATE / 2) / math.log1p(-tolerance))
+        if judge.fewest < needed:
+            raise ValueError(
+                f"`tolerance` {tolerance} is below what {judge.fewest} examples in "
+                f"each half can show; expected at least {needed} in each. Pass more as "
+                "`validation`, or another tolerance."
             )
-        began = time.perf_counter()
-        dtype = keras.DTypePolicy(name).compute_dtype
         found = sensitivity(model, dataset, dtype=dtype)
-        base = _plan_under(model, name)
+        base, exact = _plan_under(model, name), _plan_under(model, "float32")
         with unchanged(model), put_back(model):
             put_under(model, make_settings("float32"))
             saved = savings_of(model, dataset, dtype)
-        candidates = Candidates(
-            model, base, found, saved, judges_gradients=not is_model
-        )
+        candidates = Candidates(model, base, found, saved)
 
         def judged(float32: tuple[str, ...], half: int, rate: float) -> Evaluation:
             plan = candidates.plan(float32)
-            return evaluated(judge, plan, float32, half, rate, tolerance)
+            how = {"rate": rate, "tolerance": tolerance}
+            return judge.evaluate(plan, float32, half, **how)
 
         def evaluate(float32: tuple[str, ...]) -> Evaluation:
-            found = judged(float32, 0, ERROR_RATE / 2 / max_evaluations)
-            done(len(search.tried) + 1)
-            return found
+            done(len(search.tried))
+            return judged(float32, 0, ERROR_RATE / 2 / max_evaluations)
 
         with progress("Trying plans", max_evaluations, unit="plans") as done:
             search = Search(
@@ -152,21 +151,21 @@ def tune(
                 max_evaluations=max_evaluations - 1,
                 min_saving=MIN_SAVING,
             )
-            best = search.run()
-        confirmed = None
+            best, confirmed = search.run(), None
+            if best is not None:
+                done(len(search.tried))
+                # The plan so far is an answer.
+                with contextlib.suppress(KeyboardInterrupt):
+                    confirmed = judged(best.float32, 1, ERROR_RATE / 2)
         if best is None:
-            plan = _plan_under(model, "float32")
+            plan = exact
             reason = (
                 "no plan in half precision kept the metric within the tolerance in "
                 f"{len(search.tried)} evaluations ({found.verdict}: {found.advice})"
             )
         else:
-            with contextlib.suppress(KeyboardInterrupt):  # the plan so far is an answer
-                confirmed = judged(best.float32, 1, ERROR_RATE / 2)
-            if confirmed is None or confirmed.holds:
-                plan = candidates.plan(best.float32)
-            else:
-                plan = _plan_under(model, "float32")
+            is_taken = confirmed is None or confirmed.holds
+            plan = candidates.plan(best.float32) if is_taken else exact
             reason = _reason(best, confirmed)
         logging.info("Plan for %r: %s.", model.name, reason)
         tuning = {
@@ -175,7 +174,6 @@ def tune(
             "tolerance": tolerance,
             "metric": judge.score.name,
             "float32_metric": judge.reference,
-            "judged_by": judge.kind,
             "evaluations": [each.to_dict() for each in search.tried],
             "confirmed": None if confirmed is None else confirmed.to_dict(),
             "layers": [
@@ -201,12 +199,10 @@ def tune(
 def _half_policy() -> str:
     """Returns the policy in force, or what suits the devices, in half precision."""
     settings = IN_FORCE.settings
-    if settings is not None and settings.policy.name in POLICIES:
-        return str(settings.policy.name)
-    found = devices.recommend(devices.devices())
-    if found.policy in POLICIES:
-        return found.policy
-    logging.info("A plan for mixed_bfloat16, though here float32: %s", found.reason)
+    here = devices.recommend(devices.devices()).policy
+    for name in ([] if settings is None else [settings.policy.name]) + [here]:
+        if name in POLICIES:
+            return str(name)
     return "mixed_bfloat16"
 
 
@@ -234,4 +230,4 @@ def _reason(best: Evaluation, confirmed: Evaluation | None) -> str:
 
 
 def _finite(value: float) -> Any:
-    return value if np.isfinite(value) else str(value)
+    return value if math.isfinite(value) else str(value)

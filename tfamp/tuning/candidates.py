@@ -29,10 +29,9 @@ class Candidates:
     Args:
         model: The model.
         base: The plan of the default rules, whose layers stay in float32.
-        found: What half precision does to each layer alone.
+        found: What half precision does to each layer alone. Layers whose gradients
+            suffer stay in float32: outputs of trained weights do not show them.
         saved: The share of the whole that it saves on each.
-        judges_gradients: Whether plans are judged by trainings. Where they are not,
-            layers whose gradients suffer stay in float32.
 
     Attributes:
         suspects: The candidates.
@@ -44,8 +43,6 @@ class Candidates:
         base: PrecisionPlan,
         found: Sensitivity,
         saved: Mapping[str, float],
-        *,
-        judges_gradients: bool,
     ) -> None:
         kinds = {row.path: row.kind for row in base.rows[1:]}
         self._operations = {
@@ -62,8 +59,7 @@ class Candidates:
             if kinds.get(path) != Kind.FOLLOWS.value and path not in self._operations:
                 continue
             self._reasons[path] = _reason(layer)
-            is_sound_forward = layer.forward_error <= FORWARD_LIMIT[found.dtype]
-            if layer.is_guilty and is_sound_forward and not judges_gradients:
+            if layer.is_guilty and layer.forward_error <= FORWARD_LIMIT[found.dtype]:
                 needed.append(path)
                 continue
             error = max(layer.forward_error, layer.backward_error)
@@ -73,19 +69,42 @@ class Candidates:
         self._base = self.plan(needed)
 
     def plan(self, float32: Sequence[str]) -> PrecisionPlan:
-        """Returns the plan with these candidates in float32, and no others."""
-        layers = {p: self._reasons[p] for p in float32 if p not in self._operations}
-        chosen = with_float32(self._base, layers)
-        half = keras.DTypePolicy(chosen.policy).compute_dtype
-        operations = []
-        for path in float32:
-            if path in self._operations:
-                place, name = self._operations[path]
-                reason = self._reasons[path]
-                operations.append(
-                    PlannedOperation(place, path, name, half, "tune", reason)
+        """Returns the plan with these candidates in float32, and no others.
+
+        They, and what is inside them, compute in float32 and give the policy's compute
+        dtype, as a layer does that `keep_float32` names.
+        """
+        plan, half = self._base, keras.DTypePolicy(self._base.policy).compute_dtype
+        layers = {path for path in float32 if path not in self._operations}
+        exact: dict[str, Any] = {"compute_dtype": "float32", "dtype_policy": "float32"}
+        rows = []
+        for row in plan.rows:
+            parts = row.path.split("/")
+            around = ("/".join(parts[:end]) for end in range(1, len(parts)))
+            outer = next((name for name in around if name in layers), None)
+            # Ahead of its own turn: it would hand on half precision in its layer.
+            if outer is not None and row.kind not in _NOT_MOVED:
+                exact["reason"] = f"the layer around it, {outer!r}, is kept in float32"
+                exact |= {"kind": Kind.SUBLAYER.value, "rule": f"inside {outer!r}"}
+                row = dataclasses.replace(row, output_dtype=None, **exact)
+            elif row.path in layers and row.kind == Kind.FOLLOWS.value:
+                exact["reason"] = self._reasons[row.path]
+                exact |= {"kind": Kind.FLOAT32_INSIDE.value, "rule": "tune"}
+                row = dataclasses.replace(
+                    row, output_dtype=half, exact_inputs=True, **exact
                 )
-        return chosen.replace(operations=(*chosen.operations, *operations))
+            rows.append(row)
+        operations = [
+            PlannedOperation(
+                *(*self._operations[path][:1], path, self._operations[path][1]),
+                *(half, "tune", self._reasons[path]),
+            )
+            for path in float32
+            if path in self._operations
+        ]
+        return plan.replace(
+            rows=tuple(rows), operations=(*plan.operations, *operations)
+        )
 
 
 def _reason(layer: LayerSensitivity) -> str:
@@ -93,42 +112,6 @@ def _reason(layer: LayerSensitivity) -> str:
         f"error {layer.forward_error:.2g} of its outputs and "
         f"{layer.backward_error:.2g} of its gradients in half precision"
     )
-
-
-def with_float32(plan: PrecisionPlan, layers: Mapping[str, str]) -> PrecisionPlan:
-    """Returns a plan with more layers in float32, what is inside them as well.
-
-    They compute in float32 and give the policy's compute dtype, as a layer does that
-    `keep_float32` names. `layers` has path -> reason.
-    """
-    exact: dict[str, Any] = {"compute_dtype": "float32", "dtype_policy": "float32"}
-    rows = []
-    for row in plan.rows:
-        parts = row.path.split("/")
-        around = ("/".join(parts[:end]) for end in range(1, len(parts)))
-        outer = next((name for name in around if name in layers), None)
-        # Ahead of its own turn: it would hand on half precision in its float32 layer.
-        if outer is not None and row.kind not in _NOT_MOVED:
-            row = dataclasses.replace(
-                row,
-                kind=Kind.SUBLAYER.value,
-                rule=f"inside {outer!r}",
-                reason=f"the layer around it, {outer!r}, is kept in float32",
-                output_dtype=None,
-                **exact,
-            )
-        elif row.path in layers and row.kind == Kind.FOLLOWS.value:
-            row = dataclasses.replace(
-                row,
-                kind=Kind.FLOAT32_INSIDE.value,
-                rule="tune",
-                reason=layers[row.path],
-                output_dtype=keras.DTypePolicy(plan.policy).compute_dtype,
-                exact_inputs=True,
-                **exact,
-            )
-        rows.append(row)
-    return plan.replace(rows=tuple(rows))
 
 
 def savings_of(model: keras.Model, dataset: Any, dtype: str) -> dict[str, float]:

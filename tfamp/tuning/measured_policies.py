@@ -1,42 +1,62 @@
-"""`tfamp.measure_policies`: times the user's own step under each policy."""
+"""`tfamp.measure_policies`: times the user's own step under each policy.
 
+A race: every step is traced and warm, then all take turns, in a new order each round,
+so that what else the machine does falls on all alike. It stops after a fixed number of
+rounds or at the budget; each policy then has one interval, of the logarithms of the
+ratios within a round.
+"""
+
+import contextlib
+import dataclasses
+import functools
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
-from tfamp.keras_hooks import trainer
+import tfamp
+from tfamp.dtypes import model_dtypes, resolution
+from tfamp.dtypes.settings import make_settings
+from tfamp.keras_hooks import around_training, structure, trainer
+from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.machine import cpus, devices
-from tfamp.records import checks, units
+from tfamp.models import put_under
+from tfamp.records import checks
 from tfamp.records.console import progress
+from tfamp.records.versions import installed_versions
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
+from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.unchanged import seeds_put_back, unchanged
-from tfamp.tuning import measurement, races
+from tfamp.trials.statistics import MIN_GAIN, student_quantile
 from tfamp.tuning.measurement import Measurement, PolicyTime
-from tfamp.tuning.races import (
-    HOPELESS,
-    Candidate,
-    PolicySteps,
-    Prepared,
-    Racer,
-    put_back,
-)
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
-_REFERENCE = Candidate("float32", False)
 # Batches that are held in memory; the steps run on them in turn.
 _NUM_BATCHES = 2
-_PROBED_EXAMPLES = 2
-_TIMED_PART = 0.25
-# Noise is a matter of seconds, not of steps: shorter steps count as parts of one.
-_WHOLE_STEP_SECONDS = 0.01
-# A gain of less is none: another policy has its own cost.
-MIN_GAIN = 1.05
-# Compiling took so many times as long as tracing, for models of several sizes.
-_XLA_FACTOR = 4.0
+_ROUNDS = 24
+# Of a shorter turn the clock and the wait for the device would be a part.
+_TURN_SECONDS, _MAX_STEPS_A_TURN = 0.02, 200
+# After a few rounds, what takes so many times as long as the fastest runs no more.
+_FIRST_ROUNDS, _HOPELESS = 4, 1.5
+# Chance that anything is shown to be faster than float32 which is not. Intervals of a
+# few trimmed rounds err somewhat more often than they say: in simulation it comes to at
+# most 2 %.
+_ERROR_RATE = 0.01
+# Of the rounds, at each end, whose ratios are left out of a mean: bursts of other work
+# fall on one function and not on the next.
+_TRIMMED = 0.2
+# Within this part of the fastest the simpler one is as good.
+_INDIFFERENCE = 0.03
+_NOT_POSSIBLE = (tf.errors.OpError, TypeError, ValueError, NotImplementedError)
+# A dynamic loss scale comes down by a factor of 2 a step: a step that is skipped is no
+# step to time.
+_MAX_FIRST_STEPS = 20
 
 
 def measure_policies(
@@ -44,28 +64,25 @@ def measure_policies(
     data: Any,
     *,
     budget_seconds: float = 20.0,
-    max_steps: int = 200,
-    policies: Sequence[str] = POLICIES,
+    policies: Sequence[str] | None = None,
     jit_compile: bool | None = None,
     batch_size: int = 32,
 ) -> Measurement:
     """Times a model's own training step under several policies, and says which is best.
 
-    All steps are traced first and then run in turns on the same batches, so that what
-    else the machine does falls on all alike. It stops as soon as the order is clear.
-    Nothing is picked that is not shown to be faster than float32 by more than the
-    noise, nor for a gain of less than 5 %: of policies that take the same time another
-    than float32 is picked in at most 2 % of measurements. Weights, optimizers, dtypes,
-    metrics and seeds are afterwards what they were.
+    All steps are traced first and then run in turns on the same batches. Nothing is
+    picked that is not shown to be faster than float32 by more than the noise, nor for
+    a gain of less than 5 %: of policies that take the same time another than float32 is
+    picked in at most 2 % of measurements. Weights, optimizers, dtypes, metrics and
+    seeds are afterwards what they were.
 
     Args:
         build_model_or_model: A compiled model, or a function that returns one.
         data: As `fit` takes it; the first two batches are used.
-        budget_seconds: What it may take in all; tracing one more policy, or compiling
-            by XLA, is left out where it would take longer.
-        max_steps: Steps of each policy in turns, at most; of steps under 10 ms, as many
-            as take the time of so many of 10 ms.
-        policies: What is tried beside float32: names as `enable` takes them.
+        budget_seconds: What it may take in all, but for what it is about to compile;
+            half of it is for the turns.
+        policies: What is tried beside float32: names as `enable` takes them. None tries
+            those that the devices here have units for.
         jit_compile: Whether XLA compiles the steps; None tries both ways.
         batch_size: Examples in a batch of arrays.
 
@@ -88,10 +105,9 @@ def measure_policies(
         >>> found.best.policy, found.reason
         ('float32', 'float32 was the only policy that was timed.')
     """
-    for policy in policies:
+    for policy in policies or ():
         checks.choice("policies", policy, POLICIES)
     budget = checks.positive("budget_seconds", budget_seconds)
-    checks.positive_int("max_steps", max_steps)
     with seeds_put_back():
         model = model_of(build_model_or_model)
         dataset = dataset_of(data, batch_size, needs_targets=False)
@@ -101,21 +117,22 @@ def measure_policies(
         ]
         build(model, batches[0])
         trainer.build_metrics(model, batches[0])
-        evidence = measurement.evidence_for(batches[0])
-        candidates = candidates_of(policies, jit_compile)
-        evidence["candidates"] = [candidate.name for candidate in candidates]
+        leaves = [leaf for leaf in tf.nest.flatten(batches[0]) if leaf is not None]
+        evidence = {
+            "devices": [device.name for device in devices.devices()],
+            "versions": {**installed_versions(), "tfamp": tfamp.__version__},
+            "batch": [f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in leaves],
+        }
         with unchanged(model), put_back(model):
-            steps = PolicySteps(model, batches)
-            return Measuring(model.name, steps, budget, max_steps).run(
-                candidates, evidence
-            )
+            prepare = functools.partial(_prepared, model, batches)
+            candidates = candidates_of(policies, jit_compile)
+            return race(model.name, candidates, prepare, budget, evidence)
 
 
 def _as_in_fit(batch: Any) -> Any:
     """Returns a batch as `train_step` gets it: inputs without targets stand alone."""
-    return keras.utils.pack_x_y_sample_weight(
-        *keras.utils.unpack_x_y_sample_weight(batch)
-    )
+    parts = keras.utils.unpack_x_y_sample_weight(batch)
+    return keras.utils.pack_x_y_sample_weight(*parts)
 
 
 def model_of(build_model_or_model: Any) -> keras.Model:
@@ -133,171 +150,224 @@ def model_of(build_model_or_model: Any) -> keras.Model:
     return model
 
 
-def candidates_of(policies: Sequence[str], jit_compile: bool | None) -> list[Candidate]:
-    """Returns what is to be timed, in the order in which it is prepared.
+def candidates_of(
+    policies: Sequence[str] | None, jit_compile: bool | None
+) -> list[PolicyTime]:
+    """Returns what may be timed, in the order in which it is prepared.
 
-    Float32 without XLA comes first; then what the table of devices thinks best; with
-    XLA last, as compiling takes longest.
+    Float32 without XLA comes first, with XLA last, as compiling takes longest. What the
+    devices have no units for is only tried where it was asked for: there a step may
+    take a hundred times as long.
     """
-    advised = devices.recommend(devices.devices()).policy
-    ordered = sorted(dict.fromkeys(policies), key=lambda name: name != advised)
-    ways = (False, True) if jit_compile is None else (jit_compile,)
-    pairs = [Candidate(policy, way) for way in ways for policy in ordered]
-    return [_REFERENCE, *(pair for pair in pairs if pair != _REFERENCE)]
+    here = devices.devices()
+    advised = devices.recommend(here).policy
+    found = [PolicyTime("float32", False)]
+    for way in (False, True) if jit_compile is None else (jit_compile,):
+        for policy in sorted(policies or POLICIES, key=lambda name: name != advised):
+            why = None if policies else devices.objection(policy, here)
+            each = PolicyTime(policy, way, note=f"not tried: {why}" if why else "")
+            found += [] if each in found else [each]
+    return found
 
 
-class Measuring:
-    """One measurement of the model of this name, whose steps `PolicySteps` prepares."""
+@dataclasses.dataclass
+class Racer:
+    """A step in a race."""
 
-    def __init__(
-        self,
-        name: str,
-        steps: Any,
-        budget_seconds: float,
-        max_steps: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._name, self._steps, self._clock = name, steps, clock
-        self._budget, self._max_steps = budget_seconds, max_steps
-        self._began = clock()
+    # Runs a number of steps, waits for the device, returns their seconds.
+    run: Callable[[int], float]
+    step_seconds: float  # what a step took so far, the last estimate
+    # The logarithm of the seconds of a step, of each round that it was in.
+    logs: list[float] = dataclasses.field(default_factory=list)
 
-    def run(self, candidates: Sequence[Candidate], evidence: Any) -> Measurement:
-        """Prepares the candidates, lets them run in turns, and judges."""
-        total = len(candidates)
-        with progress("Tracing steps", total, unit="policies") as done:
-            prepared: list[Prepared] = []
-            for number, candidate in enumerate(candidates):
-                done(number, f"Tracing {candidate.name}")
-                prepared.append(self._prepare(candidate, prepared))
-        reference = prepared[0]
-        if reference.racer is None:
+    def take_turn(self) -> None:
+        """Runs some steps and notes what each took."""
+        wanted = math.ceil(_TURN_SECONDS / max(self.step_seconds, 1e-6))
+        steps = min(max(wanted, 1), _MAX_STEPS_A_TURN)
+        self.step_seconds = max(self.run(steps) / steps, 1e-9)
+        self.logs.append(math.log(self.step_seconds))
+
+
+# Traces the step of a candidate and runs it until it is warm.
+Prepare = Callable[[PolicyTime], Racer]
+
+
+def race(
+    name: str,
+    candidates: Sequence[PolicyTime],
+    prepare: Prepare,
+    budget_seconds: float,
+    evidence: dict[str, Any],
+    clock: Callable[[], float] = time.perf_counter,
+) -> Measurement:
+    """Prepares the candidates, lets them take turns, and judges; the first is float32.
+
+    One with a note is left out. Times of equal rounds are compared.
+    """
+    began, times = clock(), list(candidates)
+    racers: dict[int, Racer] = {}
+
+    def left() -> float:
+        return budget_seconds - (clock() - began)
+
+    with progress("Timing steps", len(times) + _ROUNDS, unit="parts") as done:
+        for place, each in enumerate(candidates):
+            done(place, f"Tracing {each.name}")
+            note = each.note
+            if not note and place and left() < budget_seconds / 2:
+                note = "not tried: those before took half of the budget to prepare"
+            if not note:
+                try:
+                    racers[place] = prepare(each)
+                except _NOT_POSSIBLE as error:
+                    note = f"cannot run: {checks.first_line(error)}"
+            times[place] = dataclasses.replace(each, note=note)
+        if 0 not in racers:
             raise ValueError(
-                f"A step of {self._name!r} fails in float32: {reference.note}. "
-                "Expected a model that `fit` trains; see that it does without tfamp."
+                f"A step of {name!r} fails in float32: {times[0].note}. Expected a "
+                "model that `fit` trains; see that it does without tfamp."
             )
-        racers = [each.racer for each in prepared if each.racer is not None]
-        most = self._max_steps * len(racers)
-        began = self._clock()
-        with progress("Timing steps", most, unit="steps") as done:
-
-            def goes_on(num_steps: int) -> bool:
-                timed = (self._clock() - began) / _WHOLE_STEP_SECONDS
-                spent = min(num_steps, int(timed))
-                done(spent)
-                return spent < most and self._left() > 0
-
-            outcome = races.race(racers, goes_on=goes_on)
-        times = tuple(_time_of(each, reference.racer) for each in prepared)
-        chosen, reason = _judge(times, prepared, outcome.is_clear)
-        return Measurement(
-            model=self._name,
-            times=times,
-            chosen=chosen,
-            reason=reason,
-            num_steps=outcome.num_steps,
-            seconds=self._clock() - self._began,
-            is_clear=outcome.is_clear,
-            evidence=evidence,
+        order, active = random.Random(0), list(racers)
+        for number in range(_ROUNDS):
+            done(len(times) + number)
+            if number == _FIRST_ROUNDS and all(racers[p].logs for p in active):
+                medians = {p: statistics.median(racers[p].logs) for p in active}
+                most = min(medians.values()) + math.log(_HOPELESS)
+                active = [p for p in active if not p or medians[p] <= most]
+            for place in order.sample(active, len(active)):
+                if len(active) > 1 and left() > 0:
+                    racers[place].take_turn()
+    for place, racer in racers.items():
+        seconds = racer.step_seconds
+        if racer.logs:
+            seconds = math.exp(statistics.median(racer.logs))
+        found = log_ratio(racers[0], racer, 0.025) if place else (math.inf,)
+        is_known = all(map(math.isfinite, found))
+        speedup: Any = tuple(map(math.exp, found)) if is_known else None
+        times[place] = dataclasses.replace(
+            times[place], step_seconds=seconds, speedup=speedup
         )
-
-    def _left(self) -> float:
-        return self._budget - (self._clock() - self._began)
-
-    def _prepare(self, candidate: Candidate, before: Sequence[Prepared]) -> Prepared:
-        if before:
-            expected = _expected_seconds(candidate, before)
-            if self._left() - _TIMED_PART * self._budget < expected:
-                note = (
-                    "not tried: preparing it would take about "
-                    f"{units.format_seconds(expected)}, beyond the budget"
-                )
-                return Prepared(candidate, None, 0.0, note)
-            hopeless = self._hopeless(candidate, before)
-            if hopeless:
-                return Prepared(candidate, None, 0.0, hopeless)
-        return self._steps.prepare(candidate)
-
-    def _hopeless(self, candidate: Candidate, before: Sequence[Prepared]) -> str:
-        """Returns why a policy is not worth whole batches, "" where it may be.
-
-        Where the devices have no units for it, a step may take a hundred times as long.
-        """
-        objection = devices.objection(candidate.policy, devices.devices())
-        if objection is None:
-            return ""
-        for each in before:  # with XLA it fares as without
-            if each.candidate.policy == candidate.policy and each.racer is None:
-                return each.note
-        if any(each.candidate.policy == candidate.policy for each in before):
-            return ""
-        few = [
-            self._steps.probe(each, _PROBED_EXAMPLES)
-            for each in (_REFERENCE, candidate)
-        ]
-        if few[1] <= HOPELESS * few[0]:
-            return ""
-        return (
-            f"{few[1] / few[0]:.1f} times as slow as float32 on {_PROBED_EXAMPLES} "
-            "examples"
-        )
+    chosen, reason = _judge(times, racers)
+    seconds = clock() - began
+    return Measurement(name, tuple(times), chosen, reason, seconds, evidence)
 
 
-def _expected_seconds(candidate: Candidate, before: Sequence[Prepared]) -> float:
-    """Returns what preparing a candidate will take, as others took it."""
-    tried = [each for each in before if each.seconds]
-    alike = [p for p in tried if p.candidate.jit_compile == candidate.jit_compile]
-    factor = 1.0 if alike else _XLA_FACTOR
-    return factor * max((each.seconds for each in alike or tried), default=0.0)
+def log_ratio(slower: Racer, faster: Racer, rate: float) -> tuple[float, float, float]:
+    """Returns the trimmed mean of the log ratio of two racers' times, and its ends.
+
+    It is over the rounds that both ran, without ends where these are fewer than two;
+    `rate` is the chance that the true value lies below the interval, and above it.
+
+    Source: Tukey & McLaughlin, "Less Vulnerable Confidence and Significance Procedures
+        for Location Based on a Single Sample", Sankhya 25 (1963).
+    """
+    pairs = zip(slower.logs, faster.logs, strict=False)
+    values = sorted(one - other for one, other in pairs)
+    if len(values) < 2:
+        return (values or [math.nan])[0], -math.inf, math.inf
+    cut = int(_TRIMMED * len(values))
+    middle = values[cut : len(values) - cut]
+    mean = statistics.fmean(middle)
+    winsorized = [middle[0]] * cut + middle + [middle[-1]] * cut
+    half = student_quantile(rate, len(middle) - 1) * statistics.stdev(winsorized)
+    half /= (1 - 2 * cut / len(values)) * math.sqrt(len(values))
+    return mean, mean - half, mean + half
 
 
-def _time_of(prepared: Prepared, reference: Racer) -> PolicyTime:
-    candidate, racer = prepared.candidate, prepared.racer
-    if racer is None:
-        return PolicyTime(
-            *candidate, prepare_seconds=prepared.seconds, note=prepared.note
-        )
-    seconds = math.exp(statistics.median(racer.logs.values())) if racer.logs else None
-    speedup = None
-    if racer is not reference:
-        found = races.log_ratio(reference, racer, 0.025)
-        if all(map(math.isfinite, found)):
-            speedup = tuple(map(math.exp, found))
-    return PolicyTime(
-        *candidate,
-        step_seconds=seconds or racer.step_seconds,
-        speedup=speedup,  # type: ignore[arg-type]
-        prepare_seconds=prepared.seconds,
-    )
-
-
-def _judge(
-    times: Sequence[PolicyTime], prepared: Sequence[Prepared], is_clear: bool
-) -> tuple[int, str]:
+def _judge(times: Sequence[PolicyTime], racers: dict[int, Racer]) -> tuple[int, str]:
     """Returns which of the times is best, and why in a line.
 
     Worth a change is what is shown to be faster than float32. Of those within
-    `INDIFFERENCE` of the fastest the first is taken: float32 before half precision,
-    without XLA before with it.
+    `_INDIFFERENCE` of the fastest the simplest is taken: without XLA, and float32.
     """
-    reference = prepared[0].racer
-    rivals = {n: e.racer for n, e in enumerate(prepared) if n and e.racer is not None}
-    if reference is None or not rivals:
+    if len(racers) < 2:
         return 0, "float32 was the only policy that was timed."
-    rate, shown = races.rate_of_a_look(len(rivals) + 1), {}
-    for place, racer in rivals.items():
-        ratio, low, _ = races.log_ratio(reference, racer, rate)
-        if low > 0 and ratio >= math.log(MIN_GAIN):
+    rate, shown = _ERROR_RATE / (len(racers) - 1), {}
+    for place in sorted(racers, key=lambda place: (times[place].jit_compile, place)):
+        ratio, low, _ = log_ratio(racers[0], racers[place], rate)
+        if place and low > 0 and ratio >= math.log(MIN_GAIN):
             shown[place] = times[place].speedup or (1.0, 1.0, 1.0)
     if not shown:
         return 0, (
             "float32: no other policy was shown to be faster here by 5 % or more, "
-            f"beyond the noise{'' if is_clear else ', within the budget'}."
+            "beyond the noise."
         )
-    limit = max(each[0] for each in shown.values()) / (1 + races.INDIFFERENCE)
-    simplest = sorted(shown, key=lambda place: (times[place].jit_compile, place))
-    best = next(place for place in simplest if shown[place][0] >= limit)
+    limit = max(each[0] for each in shown.values()) / (1 + _INDIFFERENCE)
+    best = next(place for place, each in shown.items() if each[0] >= limit)
     ratio, low, high = shown[best]
     return best, (
         f"{times[best].name}: {ratio:.2f} times as fast as float32 on this model here "
         f"(95 % interval {low:.2f} to {high:.2f})."
     )
+
+
+def _prepared(
+    model: keras.Model, batches: Sequence[Any], candidate: PolicyTime
+) -> Racer:
+    """Traces the step under a policy and runs it until it is warm.
+
+    It is called as traces: TensorFlow counts the traces of a function by its code,
+    which for all policies is Keras's, and would warn of so many.
+    """
+    settings, policy = resolution.settings_of(model), candidate.policy
+    put_under(
+        model, make_settings(policy) if settings is None else settings.under(policy)
+    )
+    trainer.set_jit_compile(model, candidate.jit_compile)
+    step, optimizer = around_training.on_batch(model), model.optimizer
+    steps: list[Callable[[], Any]] = []
+    whole, traces = tf.function(step, autograph=False), {}
+    for batch in batches:
+        if model.run_eagerly:
+            steps.append(functools.partial(step, batch))
+            continue
+        specs = tf.nest.map_structure(
+            lambda x: None if x is None else tf.type_spec_from_value(x), batch
+        )
+        shapes = tuple(tf.nest.flatten(specs))
+        if shapes not in traces:
+            traces[shapes] = whole.get_concrete_function(specs)
+        steps.append(functools.partial(traces[shapes], batch))
+
+    def run(num_steps: int) -> float:
+        # What stands around the training function asks the model for it.
+        model.optimizer = optimizer
+        began = time.perf_counter()
+        for number in range(num_steps):
+            logs = steps[number % len(steps)]()
+        for leaf in tf.nest.flatten(logs)[:1]:
+            np.asarray(leaf)  # waits for the device
+        return time.perf_counter() - began
+
+    run(1)
+    for _ in range(_MAX_FIRST_STEPS):
+        seconds = run(1)
+        is_scaled = isinstance(optimizer, LossScaleOptimizer)
+        if not (is_scaled and bool(optimizer.last_step_skipped)):
+            return Racer(run, seconds)
+    raise ValueError(
+        f"its gradients were not finite in {_MAX_FIRST_STEPS} steps in a row; "
+        "`tfamp.tune` finds the layers that float32 is needed in"
+    )
+
+
+@contextlib.contextmanager
+def put_back(model: keras.Model) -> Iterator[None]:
+    """Gives a compiled model the dtypes, optimizers and XLA it had, also after errors.
+
+    Its variables are the affair of `unchanged`.
+    """
+    known = {id(each) for each in optimizers_of(model)}
+    optimizers = {name: o for name, o in vars(model).items() if id(o) in known}
+    optimizer, jit_compile = model.optimizer, model.jit_compile
+    try:
+        with model_dtypes.restored(model):
+            yield
+    finally:
+        for _, layer, _ in structure.walk(model):
+            trainer.drop_traced_functions(layer)
+        for name, each in optimizers.items():
+            setattr(model, name, each)
+        if optimizer is not None:
+            trainer.replace_optimizer(model, optimizer)
+        trainer.set_jit_compile(model, jit_compile)

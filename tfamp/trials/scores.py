@@ -1,7 +1,6 @@
-"""A model's metric on each example, and whether a plan keeps it within a tolerance."""
+"""A model's metric on each example: what `compare`, `tune` and `export` judge by."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,10 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.records.checks import first_line
-from tfamp.trials.examples import of_each_example, of_rank
-from tfamp.trials.statistics import difference_limit, student_quantile
 
 _HIGHER = ("accuracy", "acc", "precision", "recall", "auc", "cosine", "iou", "f1")
+# Takes targets and outputs, returns one value for each example.
+PerExample = Callable[[Any, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +20,7 @@ class Score:
     """What is compared, example by example."""
 
     name: str  # of the metric
-    # Takes targets and outputs, returns one value for each example.
-    function: Callable[[Any, Any], Any]
+    function: PerExample
     # None where nobody said, so that any change is a worsening.
     more_is_better: bool | None
     is_relative: bool  # whether the tolerance is a part of float32's mean
@@ -81,50 +79,16 @@ def values_of(score: Score, y: Any, outputs: Any) -> np.ndarray:
     return found.reshape(number, -1).mean(axis=1)
 
 
-def upper_bound(worsening: np.ndarray, rate: float, *, is_rate: bool) -> float:
-    """Returns what the true mean worsening is below, but for a chance of `rate`.
-
-    Args:
-        worsening: Of each example or seed, at least two.
-        rate: The chance to be wrong.
-        is_rate: Whether each is one of -1, 0 and 1, as those of an accuracy are: then
-            the bound is that of fractions, which is exact where none is -1.
-
-    Example:
-        >>> round(upper_bound(np.zeros(360), 0.05, is_rate=True), 4)
-        0.0083
-    """
-    number = len(worsening)
-    if is_rate:
-        lost, won = int(np.sum(worsening > 0)), int(np.sum(worsening < 0))
-        return difference_limit(lost, won, number, rate)
-    spread = float(np.std(worsening, ddof=1)) if number > 1 else math.inf
-    half = student_quantile(rate, number - 1) * spread / math.sqrt(number)
-    return float(np.mean(worsening)) + half
-
-
-def examples_needed(tolerance: float, rate: float) -> int:
-    """Returns how many examples can show a rate to be below a tolerance, at best.
-
-    Example:
-        >>> examples_needed(0.005, 0.05)
-        598
-    """
-    return math.ceil(math.log(rate) / math.log1p(-tolerance)) if tolerance < 1 else 1
-
-
-def of_batches(
-    score: Score, batches: Sequence[Any], outputs: Sequence[Any]
-) -> np.ndarray:
-    """Returns the score of each example of some batches."""
-    pairs = zip(batches, outputs, strict=True)
-    return np.concatenate([values_of(score, targets(b), o) for b, o in pairs])
-
-
-def targets(batch: Any) -> Any:
-    """Returns the targets of a batch."""
-    _, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    return y
+def functions_of(model: keras.Model) -> dict[str, PerExample]:
+    """Returns name -> function of a model's loss and metrics that are plain means."""
+    found: dict[str, PerExample] = {}
+    for tracked in model.metrics:
+        for metric in getattr(tracked, "metrics", [tracked]):
+            if isinstance(metric, keras.metrics.MeanMetricWrapper):
+                found[metric.name] = _of_metric(metric)
+    if isinstance(model.loss, (str, keras.losses.Loss)) or callable(model.loss):
+        found["loss"] = _of_loss(model.loss)
+    return found
 
 
 def predict(model: keras.Model, batches: Sequence[Any]) -> list[Any]:
@@ -134,44 +98,50 @@ def predict(model: keras.Model, batches: Sequence[Any]) -> list[Any]:
     """
 
     def outputs_of(x: Any) -> Any:
-        outputs = model(x, training=False)
-        return tf.nest.map_structure(_widened, outputs)
+        return tf.nest.map_structure(
+            lambda y: tf.cast(y, tf.float32) if y.dtype.is_floating else y,
+            model(x, training=False),
+        )
 
     inputs = [keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in batches]
     specs = [tf.nest.map_structure(tf.type_spec_from_value, x) for x in inputs]
-    common = tf.nest.map_structure(_in_common, *specs)
+    common = tf.nest.map_structure(
+        lambda first, *others: first.most_specific_common_supertype(others) or first,
+        *specs,
+    )
     # Called as it is: TensorFlow counts traces by a function's code, and would warn of
     # one for each plan.
     traced = tf.function(outputs_of).get_concrete_function(common)
     return [traced(x) for x in inputs]
 
 
-def _in_common(first: tf.TypeSpec, *others: tf.TypeSpec) -> tf.TypeSpec:
-    """Returns what inputs of several batches are all of."""
-    return first.most_specific_common_supertype(others) or first
-
-
-def _widened(x: tf.Tensor) -> tf.Tensor:
-    return tf.cast(x, tf.float32) if x.dtype.is_floating else x
+def targets(batch: Any) -> Any:
+    """Returns the targets of a batch."""
+    return keras.utils.unpack_x_y_sample_weight(batch)[1]
 
 
 def _score(model: keras.Model, metric: Any, outputs: Any, y: Any) -> Score:
     if metric is None or metric == "loss":
-        return Score("loss", _loss_of(model), False, True)
+        loss = getattr(model, "loss", None)
+        if not isinstance(loss, str | keras.losses.Loss) and not callable(loss):
+            raise ValueError(
+                f"Model {model.name!r} has no single loss to compare; expected one, or "
+                "`metric`. Pass a function of targets and outputs that returns a value "
+                "for each example."
+            )
+        return Score("loss", _of_loss(loss), False, True)
+    name, found = getattr(metric, "name", metric), metric
     if isinstance(metric, str):
-        name = _named(metric, outputs, y)
-        higher = any(word in name.lower() for word in _HIGHER)
-        found = keras.metrics.get(name)
-        if isinstance(found, keras.metrics.MeanMetricWrapper):
-            return Score(metric, of_each_example(found), higher, not higher)
-        if not isinstance(found, keras.metrics.Metric):
-            return Score(metric, _aligned(found), higher, not higher)
-    if isinstance(metric, keras.losses.Loss):
-        return Score(metric.name, _aligned(metric.call), False, True)
-    if isinstance(metric, keras.metrics.MeanMetricWrapper):
-        higher = any(word in metric.name.lower() for word in _HIGHER)
-        return Score(metric.name, of_each_example(metric), higher, not higher)
-    if callable(metric) and not isinstance(metric, keras.metrics.Metric):
+        is_accuracy = metric in ("accuracy", "acc")
+        found = keras.metrics.get(_accuracy(outputs, y) if is_accuracy else metric)
+    elif isinstance(metric, keras.losses.Loss):
+        return Score(name, _of_loss(metric), False, True)
+    higher = any(word in str(name).lower() for word in _HIGHER)
+    if isinstance(found, keras.metrics.MeanMetricWrapper):
+        return Score(name, _of_metric(found), higher, not higher)
+    if callable(found) and not isinstance(found, keras.metrics.Metric):
+        if isinstance(metric, str):
+            return Score(name, _aligned(found), higher, not higher)
         name = getattr(metric, "__name__", type(metric).__name__)
         return Score(name, metric, None, False)
     raise ValueError(
@@ -181,36 +151,51 @@ def _score(model: keras.Model, metric: Any, outputs: Any, y: Any) -> Score:
     )
 
 
-def _named(metric: str, outputs: Any, y: Any) -> str:
+def _accuracy(outputs: Any, y: Any) -> str:
     """Returns which accuracy is meant, by the shapes, as Keras tells it."""
-    if metric not in ("accuracy", "acc"):
-        return metric
     last = tf.nest.flatten(outputs)[0].shape[-1]
     if last == 1:
         return "binary_accuracy"
-    is_one_hot = len(tf.nest.flatten(y)[0].shape) > 1 and (
-        tf.nest.flatten(y)[0].shape[-1] == last
-    )
+    shape = tf.nest.flatten(y)[0].shape
+    is_one_hot = len(shape) > 1 and shape[-1] == last
     return "categorical_accuracy" if is_one_hot else "sparse_categorical_accuracy"
 
 
-def _loss_of(model: keras.Model) -> Callable[[Any, Any], Any]:
-    loss = getattr(model, "loss", None)
-    if not isinstance(loss, str | keras.losses.Loss) and not callable(loss):
-        raise ValueError(
-            f"Model {model.name!r} has no single loss to compare; expected one, or "
-            "`metric`. Pass a function of targets and outputs that returns a value for "
-            "each example."
-        )
+def _of_metric(metric: Any) -> PerExample:
+    """Returns a function that gives what a metric takes the mean of.
+
+    A `MeanMetricWrapper` hands the values of the examples to the `Mean` below it, so a
+    class that comes between the two sees them.
+    """
+
+    class Seen(keras.metrics.Mean):
+        seen: Any = None
+
+        def update_state(self, values: Any, sample_weight: Any = None) -> None:
+            Seen.seen = np.asarray(values)
+
+    kind = type("PerExample", (type(metric), Seen), {})
+    copy = kind.from_config(metric.get_config())  # type: ignore[attr-defined]
+
+    def function(y: Any, outputs: Any) -> Any:
+        copy.update_state(y, outputs)
+        return Seen.seen
+
+    return _aligned(function)
+
+
+def _of_loss(loss: Any) -> PerExample:
     found = keras.losses.get(loss)
     return _aligned(found.call if isinstance(found, keras.losses.Loss) else found)
 
 
-def _aligned(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+def _aligned(function: PerExample) -> PerExample:
     """Returns a function that takes targets without the last dimension of 1, too."""
 
     def aligned(y: Any, outputs: Any) -> Any:
         y, outputs = (tf.convert_to_tensor(each) for each in (y, outputs))
-        return function(of_rank(y, outputs), outputs)
+        if y.shape.rank == outputs.shape.rank - 1 and outputs.shape[-1] == 1:
+            y = y[..., tf.newaxis]
+        return function(y, outputs)
 
     return aligned
