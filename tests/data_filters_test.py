@@ -92,7 +92,7 @@ def test_declared_values_are_dropped_in_numbers_and_text():
     statistics = fit_statistics(columns, missing_value=(-9, "?"))
     pipeline = begin(columns, np.arange(4))
     assert targets(pipeline.filter(missing="drop", statistics=statistics)) == [0]
-    some = fit_statistics(columns, columns=("age",), missing_value=-9)
+    some = fit_statistics({"age": columns["age"]}, missing_value=-9)
     assert targets(pipeline.filter(missing="drop", statistics=some)) == [0, 2, 3]
 
 

@@ -1,6 +1,6 @@
 """`tfamp.data.check`: every rule where it must fire and where it must not.
 
-Also the forms of data, the pass over them, the statistics of drift, and the fixes.
+Also the forms of data and the pass over them.
 """
 
 import functools
@@ -84,9 +84,8 @@ def test_healthy_data_has_notes_at_most(make, dtype):
 
 
 def said(finding):
-    """Severity, place and kind of fix, as the table below spells them."""
-    kind = finding.fix.kind if finding.fix else None
-    return " ".join(filter(None, (finding.severity, finding.column, kind)))
+    """Severity and place, as the table below spells them."""
+    return f"{finding.severity} {finding.column}"
 
 
 def where(place, value, values):
@@ -98,11 +97,8 @@ def where(place, value, values):
 
 NORMAL, PAIR = normal(N), normal(N, 2)
 TINY = np.exp(rng().uniform(-30, 0, N)).astype(np.float32)
-LARGE_TARGETS = (PAIR, (rng().normal(size=N) * 1e5).astype(np.float32))
 FLAT = where((slice(None), 0), np.float32(0.1), normal(N, 3))
 YEARS = rng().integers(1990, 2025, N)
-IDS = rng().integers(0, 5000, 20_000).astype(np.float32)
-SPARSE = np.arange(N, dtype=np.float32) * 1001
 # Rules, data, and what they say of it in float16 or another dtype.
 RULES = {
     "NaN in a target": ("nan", (PAIR, where(0, np.nan, NORMAL)), "error y"),
@@ -114,8 +110,6 @@ RULES = {
     "an outlier that standardizing leaves too large": (
         *("overflow", where(0, 1e9, rng().normal(size=100_000)), "error x"),
     ),
-    "targets beyond float16": ("overflow", LARGE_TARGETS, "warning y"),
-    "targets in bfloat16": ("overflow", LARGE_TARGETS, "", "bfloat16"),
     "tiny values in bfloat16": ("underflow", TINY, "", "bfloat16"),
     "zeros": ("underflow", where(slice(N // 2), 0, NORMAL), ""),
     "a constant feature": ("constant", FLAT, "note x[0]"),
@@ -124,29 +118,13 @@ RULES = {
     ),
     "constant targets": ("constant", (PAIR, np.zeros(N)), "warning y"),
     "one example": ("constant", FLAT[:1], ""),
-    "squares that overflow": ("unnormalized", NORMAL * 1000, "warning x standardize"),
+    "squares that overflow": ("unnormalized", NORMAL * 1000, "warning x"),
     "squares in bfloat16": ("unnormalized", NORMAL * 1000, "", "bfloat16"),
     "float images": ("unnormalized", rng().uniform(0, 255, N), ""),
     "a small offset": ("unnormalized", 5 + NORMAL, ""),
-    "weights of 0": ("weights", (PAIR, NORMAL, np.zeros(N)), "error sample_weight"),
-    "negative weights": (
-        *("weights", (PAIR, NORMAL, np.linspace(-1, 1, N)), "warning sample_weight"),
-    ),
-    "weights of 1": ("weights", (PAIR, NORMAL, np.ones(N)), ""),
     "years": ("resolution", {"year": YEARS}, ""),
     # Steps of 8 round by 8 / sqrt(12), a quarter of the deviation.
     "years in bfloat16": ("resolution", {"year": YEARS}, "warning x/year", "bfloat16"),
-    "small ids": ("ids", {"user": IDS % 2048}, ""),
-    "ids by name": ("ids", {"user_id": SPARSE}, "warning x/user_id", "bfloat16"),
-    "prices": ("ids", {"price": SPARSE}, "", "bfloat16"),
-    "ids in integers": (
-        *("ids", {"user_id": rng().permutation(5000)}, "note x/user_id"),
-    ),
-    "ids below 2 to the 24": ("ids", {"id": np.arange(N)}, "", "float32"),
-    "soft labels": (
-        *("one_hot", (PAIR, np.eye(4)[np.arange(N) % 4] * 0.9 + 0.025), ""),
-    ),
-    "a regression of several values": ("one_hot", (PAIR, normal(N, 4)), ""),
 }
 
 
@@ -187,13 +165,11 @@ def test_overflow_counts_what_becomes_inf(dtype, value, count):
     ] * count
 
 
-def test_timestamps_overflow_float16_and_get_a_fix():
+def test_timestamps_overflow_float16():
     seconds = 1_700_000_000 + rng().integers(0, 10**7, N)
     finding = only(found({"time": seconds}), "overflow")
-    assert said(finding) == "error x/time standardize"
-    assert finding.fix.dtype == "float32"
-    assert finding.fix.offset == pytest.approx((seconds.mean(),), rel=1e-12)
-    assert finding.fix.scale == pytest.approx((seconds.std(),), rel=1e-9)
+    assert said(finding) == "error x/time"
+    assert "as_layer()" in finding.remedy
 
 
 def test_values_that_become_zero_are_counted():
@@ -233,18 +209,6 @@ def test_resolution_is_the_noise_of_rounding(mean, std, dtype, severity):
     for finding in findings:
         # Of the mean square rather than the deviation, which a shared shift keeps.
         assert finding.figure >= np.std(rounded - x) / np.std(x) * (1 - 1e-6)
-        assert finding.fix.kind == "standardize"
-
-
-def test_ids_that_become_equal_are_counted():
-    finding = only(found({"user": IDS}), "ids")
-    # Above 2048 every second integer goes, above 4096 three of four.
-    expected = (1024 + 904 * 3 / 4) / 5000
-    assert said(finding) == "warning x/user"
-    assert finding.figure == pytest.approx(expected, abs=0.01)
-    # Beyond 2**24 they merge in float32 too.
-    ids = (2**24 + np.arange(N)).astype(np.int32)
-    assert only(found({"id": ids}, dtype="float32"), "ids").figure > 0.3
 
 
 # Labels --------------------------------------------------------------------------
@@ -258,12 +222,12 @@ LABELS = {
     "from 0 on": (np.arange(N) % 5, None, None),
     "from 1 on": (np.arange(N) % 5 + 1, None, "warning"),
     "with a gap": (np.arange(N) % 5 + 3 * (np.arange(N) % 5 == 4), None, "warning"),
-    "with a gap that is known": (np.arange(N) % 5, 6, "note"),
+    "with a gap that is known": (np.arange(N) % 5, 6, None),
     "as many as classes": (np.arange(N) % 5, 5, None),
     "too large": (np.arange(N) % 5, 4, "error"),
     "-1 for ignore": (np.arange(N) % 5 - 1, None, "error"),
-    "-1 and 1": (np.arange(N) % 2 * 2 - 1, None, "note"),
-    "temperatures": (np.arange(N) % 50 - 20, None, "note"),
+    "-1 and 1": (np.arange(N) % 2 * 2 - 1, None, None),
+    "temperatures": (np.arange(N) % 50 - 20, None, None),
     "whole floats": ((np.arange(N) % 5).astype(np.float32), None, None),
     "0.0 and 1.0": ((np.arange(N) % 2).astype(np.float32), None, None),
     "prices": (rng().integers(1000, 10**6, N), None, None),
@@ -280,32 +244,6 @@ def test_label_range(y, num_classes, severity):
 def test_a_huge_label_among_classes_costs_no_memory():
     y = np.append(np.arange(99.0), 1e300)
     assert "labels" not in fired(found(normal(100), y))
-    few = np.arange(1000) % 20
-    finding = only(found(normal(1000), few, num_classes=10**9), "labels")
-    assert finding.figure == 10**9 - 20
-    assert "(20, 21, 22, 23, 24, 25, 26, 27, ...)" in finding.message
-
-
-def test_one_hot_rows_that_do_not_sum_to_one():
-    y = np.eye(4, dtype=np.float32)[np.arange(N) % 4]
-    assert fired(labelled(y)) & {"one_hot", "labels"} == set()
-    y[:10] *= 0.5
-    finding = only(labelled(y), "one_hot")
-    assert (finding.severity, finding.figure) == ("warning", 10 / N)
-    y[:10] = 0  # a row without a class, as multi-label data has
-    assert only(labelled(y), "one_hot").severity == "note"
-
-
-@pytest.mark.parametrize(
-    "rare, severity", [(2, "warning"), (100, "note"), (500, None)], ids=str
-)
-def test_balance(rare, severity):
-    y = np.repeat([0, 1], [N - rare, rare])
-    findings = labelled(y).of(rule="balance")
-    assert [finding.severity for finding in findings] == ([severity] * bool(severity))
-    assert [f.figure for f in findings] == [rare / N] * bool(severity)
-    one_hot = labelled(np.eye(2, dtype=np.float32)[y]).of(rule="balance")
-    assert [finding.figure for finding in one_hot] == [f.figure for f in findings]
 
 
 def test_a_class_that_only_validation_has_is_an_error():
@@ -313,13 +251,6 @@ def test_a_class_that_only_validation_has_is_an_error():
     findings = check32((normal(N, 2), train), (normal(N, 2, seed=1), validation))
     finding = only(findings, "unseen_class")
     assert (finding.severity, finding.figure) == ("error", N // 4)
-    back = check32((normal(N, 2), validation), (normal(N, 2, seed=1), train))
-    assert only(back, "unseen_class").severity == "note"
-
-
-def test_classes_may_be_text():
-    y = np.array(["cat", "dog"])[np.repeat([0, 1], [N - 5, 5])]
-    assert "class 'dog' in 5 of 2,000" in only(labelled(y), "balance").message
 
 
 # Duplicates ----------------------------------------------------------------------
@@ -449,18 +380,6 @@ def test_every_form_of_data_gives_the_same_findings(form):
     assert only(findings, "resolution").figure == same
 
 
-SINGLE = {
-    "images": lambda x: Pipeline.from_arrays(x),
-    "mapped": lambda x: Pipeline.from_arrays(x).map(lambda one: one + 1),
-    "images and masks": lambda x: Pipeline.from_arrays(x, x[..., :1]),
-    "whole batches": lambda x: Pipeline.from_arrays(x).batch(6, drop_remainder=True),
-    "batches": lambda x: Pipeline.from_arrays(x).batch(4),
-    "given batches": lambda x: Pipeline.from_dataset(
-        tf.data.Dataset.from_tensor_slices(x).batch(6, drop_remainder=True)
-    ),
-}
-
-
 def test_nested_columns_have_paths():
     x = {"a": np.full(N, np.nan), "b": (normal(N), np.full(N, np.inf))}
     findings = check32((x, {"out": np.zeros(N)}))
@@ -509,11 +428,6 @@ def test_validation_of_its_own_faults_is_said_once():
     train[0, 1] = np.nan
     both = check32(train, validation)
     assert only(both, "nan").message.startswith("x[1] holds")
-
-
-def test_another_dtype_in_validation_is_a_warning():
-    findings = check32(normal(N), normal(N, seed=1).astype(np.float64))
-    assert only(findings, "dtypes").severity == "warning"
 
 
 def test_what_could_not_be_compared_is_said():
@@ -600,21 +514,3 @@ test_errors = refusals(ERRORS)
 )
 def test_policies_stand_for_their_compute_dtype(dtype):
     assert found(normal(N), dtype=dtype).title.endswith("for float16")
-
-
-# The pass ------------------------------------------------------------------------
-
-
-# Fixes ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(), (3,)], ids=["scalar", "vector"])
-def test_what_is_standardized_as_proposed_has_nothing_left_to_find(shape):
-    x = 1_700_000_000 + rng().integers(0, 10**7, (500, *shape))
-    findings = found(x)
-    assert findings.errors
-    (fix,) = (one for one in findings.fixes if one.kind == "standardize")
-    fixed = ((x - np.array(fix.offset)) / np.array(fix.scale)).astype(fix.dtype)
-    fixed = fixed.reshape(x.shape)
-    np.testing.assert_allclose(fixed, (x - x.mean(0)) / x.std(0), atol=1e-5)
-    assert not found(fixed)

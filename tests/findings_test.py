@@ -1,17 +1,13 @@
-"""`tfamp.records.findings`: order, filters, fixes, the table, and JSON both ways."""
+"""`tfamp.records.findings`: order, filters, the table, and JSON both ways."""
 
 import dataclasses
 import re
 
 import pytest
 
-from tfamp.records.findings import Finding, Findings, Fix
+from tfamp.records.findings import Finding, Findings
 
-CAST = Fix("x/id", "cast", "int32", "values lie in [0, 9]")
-STANDARDIZE = Fix(
-    "x/time", "standardize", "float32", "exact in float64", (1.7e9,), (86400.0,)
-)
-NOTE = Finding("int64", "note", "x/id is int64.", "Cast it.", column="x/id", fix=CAST)
+NOTE = Finding("int64", "note", "x/id is int64.", "Cast it.", column="x/id")
 WARNING = Finding("drift", "warning", "It moved.", "Shuffle.", column="x[3]")
 ERROR = Finding(
     "overflow",
@@ -21,7 +17,6 @@ ERROR = Finding(
     column="x/time",
     figure=12.0,
     details={"num_values": 12, "largest": 1.7e9, "first": None, "dtype": "int64"},
-    fix=STANDARDIZE,
 )
 LAYER = Finding("softmax", "warning", "In float16.", "Keep it.", layer="head/softmax")
 ALL = Findings((NOTE, WARNING, ERROR, LAYER), "100 examples", ("int64", "drift", "nan"))
@@ -79,14 +74,6 @@ def test_a_severity_that_does_not_exist_is_an_error(make):
     message = "Unknown `severity` 'fatal'; expected 'error', 'warning' or 'note'. "
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
-
-
-def test_each_fix_comes_once_and_says_what_it_does():
-    again = dataclasses.replace(NOTE, rule="other")
-    assert Findings((NOTE, ERROR, again, WARNING)).fixes == (STANDARDIZE, CAST)
-    assert str(CAST) == "x/id: cast to int32; values lie in [0, 9]"
-    text = "x/time: standardize, then cast to float32; exact in float64"
-    assert str(STANDARDIZE) == text
 
 
 def test_every_field_comes_back_from_json(tmp_path):

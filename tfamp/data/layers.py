@@ -1,8 +1,8 @@
-"""Layers that do in the model what a pipeline does: scale, fill, limit, augment."""
+"""Layers that do in the model what a pipeline does: scale, fill, limit."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import numpy as np
@@ -32,11 +32,8 @@ class Rescale(keras.layers.Layer):
     and bfloat16 get the nearest value to the true one, and float32 one that is off by
     less than 2 units in the last place.
 
-    `keras.layers.Rescaling` rounds scale, product and sum to the compute dtype one
-    after another. To [-1, 1] (`1 / 127.5`, -1) its result is off by up to 128 units in
-    the last place in bfloat16, 7.8 in float16: 82 % and 55 % of the 256 values are not
-    the nearest. To [0, 1] it is off by 1.25 units in bfloat16 (49 %), 0.53 in float16
-    (4 %). Only powers of two are exact in both.
+    `keras.layers.Rescaling` rounds scale, product and sum one after another: to
+    [-1, 1] (`1 / 127.5`, -1) 82 % of the 256 values are not the nearest in bfloat16.
 
     Args:
         scale: Factor, not 0; one number, or one for each channel (the last axis).
@@ -77,14 +74,6 @@ class Rescale(keras.layers.Layer):
         if self._rest is not None:
             x = x + self._rest
         return tf.cast(x, self.compute_dtype)
-
-    def compute_output_spec(self, inputs: Any, **kwargs: Any) -> keras.KerasTensor:
-        """Returns the shape of the inputs in the compute dtype."""
-        return keras.KerasTensor(inputs.shape, self.compute_dtype)
-
-    def compute_output_shape(self, input_shape: Any) -> Any:
-        """Returns the shape of the inputs."""
-        return input_shape
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments; the numbers as they were given."""
@@ -129,33 +118,16 @@ def _steps(
 
 @dataclasses.dataclass(frozen=True)
 class ColumnRule(Record):
-    """What the layer does to one column, feature by feature.
-
-    Args:
-        name: Of the column.
-        text: Whether it holds strings: these are filled and nothing else.
-        scalar: Whether an example has one value, without an axis.
-        missing_values: Numbers that stand for a missing value, besides NaN.
-        missing_texts: Texts that do.
-        fill: What is written for a missing value; NaN to leave it as NaN.
-        fill_text: What is written for a missing text; None to leave it.
-        lower: Smaller values become this; -inf for no limit.
-        upper: Larger ones become this; inf for no limit.
-        center: Subtracted.
-        width: What is divided by.
-    """
+    """What the layer does to one column, feature by feature."""
 
     name: str
-    text: bool
-    scalar: bool
-    missing_values: tuple[float, ...] = ()
-    missing_texts: tuple[str, ...] = ()
-    fill: tuple[float, ...] = ()
-    fill_text: str | None = None
-    lower: tuple[float, ...] = ()
-    upper: tuple[float, ...] = ()
-    center: tuple[float, ...] = ()
-    width: tuple[float, ...] = ()
+    scalar: bool  # whether an example has one value, without an axis
+    missing_values: tuple[float, ...]  # that stand for a missing value, besides NaN
+    fill: tuple[float, ...]  # written for a missing value; NaN to leave it as NaN
+    lower: tuple[float, ...]  # smaller values become this; -inf for no limit
+    upper: tuple[float, ...]
+    center: tuple[float, ...]  # subtracted
+    width: tuple[float, ...]  # divided by
 
     def work_dtype(self, dtype: Any) -> str:
         """Returns the dtype to compute in: float64 where float32 would lose digits.
@@ -177,21 +149,18 @@ class Condition(keras.layers.Layer):
     Made by `Statistics.as_layer`, and the first layer of a model: its constants are
     part of the model's file, so serving does to a value what training did.
 
-    It takes inputs in their own dtype and computes in float32, or float64 where that
-    would lose digits, whatever the dtype policy; only the result is in the compute
-    dtype. To keep the digits of 64-bit inputs up to the layer, declare
-    `keras.Input(..., dtype="float64")` or "int64": Keras casts to float32 otherwise.
+    It computes in float32, or float64 where that would lose digits, whatever the dtype
+    policy; only the result is in the compute dtype. To keep the digits of 64-bit inputs
+    up to the layer, declare `keras.Input(..., dtype="float64")` or "int64": Keras casts
+    to float32 otherwise.
 
-    Inputs are a tensor `(..., features)`, or a dict of columns: `(batch, features)`,
-    or `(batch,)` and `(batch, 1)` for scalars. Other keys of a dict are not looked
-    at. Single examples, without the batch axis, are taken as well.
+    Inputs are a tensor `(..., features)`, or a dict of columns, `(batch, features)`,
+    or `(batch,)` and `(batch, 1)` for scalars, which are joined along the last axis in
+    the order of `rules`. Single examples, without the batch axis, are taken as well.
 
     Args:
         rules: A `ColumnRule`, or its dict, for each column.
         named: Whether inputs are a dict.
-        output: "concat" joins the columns of a dict along the last axis, in the
-            order of `rules`, `(batch, all features)`; "dict" keeps them apart. A
-            lone tensor keeps its shape.
         **kwargs: As for any layer: `name`, `dtype`.
 
     Example:
@@ -208,16 +177,15 @@ class Condition(keras.layers.Layer):
         rules: Sequence[ColumnRule | Mapping[str, Any]],
         *,
         named: bool,
-        output: Literal["concat", "dict"] = "concat",
         **kwargs: Any,
     ) -> None:
+        kwargs.pop("trainable", None)  # of a config
         super().__init__(autocast=False, trainable=False, **kwargs)
         self.rules = tuple(
             rule if isinstance(rule, ColumnRule) else ColumnRule.from_dict(rule)
             for rule in rules
         )
         self.named = named
-        self.output_form = output
         self.supports_masking = not named
 
     def call(self, inputs: Any) -> Any:
@@ -231,30 +199,19 @@ class Condition(keras.layers.Layer):
                 f"Layer {self.name!r} got {found!r}; expected a dict with the columns "
                 f"{names!r}. Pass the inputs by name, as the statistics were read."
             )
-        columns = {
-            rule.name: self._condition(inputs[rule.name], rule) for rule in self.rules
-        }
-        if self.output_form == "dict":
-            return columns
+        columns = []
         for rule in self.rules:
-            values = columns[rule.name]
+            values = self._condition(inputs[rule.name], rule)
             # (batch, 1) comes from `keras.Input(shape=(1,))` and has its axis already.
             has_axis = (values.shape.rank or 0) > 1 and values.shape[-1] == 1
-            if rule.scalar and not has_axis:
-                columns[rule.name] = tf.expand_dims(values, -1)
-        return tf.concat([columns[name] for name in names], axis=-1)
+            lacks_axis = rule.scalar and not has_axis
+            columns.append(tf.expand_dims(values, -1) if lacks_axis else values)
+        return tf.concat(columns, axis=-1)
 
     def get_config(self) -> dict[str, Any]:
         """Returns all constants, exactly."""
-        config = super().get_config()
-        # Fixed by this class.
-        config.pop("trainable", None)
-        return {
-            **config,
-            "rules": [rule.to_dict() for rule in self.rules],
-            "named": self.named,
-            "output": self.output_form,
-        }
+        rules = [rule.to_dict() for rule in self.rules]
+        return {**super().get_config(), "rules": rules, "named": self.named}
 
     def _condition(self, values: Any, rule: ColumnRule) -> tf.Tensor:
         """Returns a column, filled, limited and scaled.
@@ -263,12 +220,18 @@ class Condition(keras.layers.Layer):
         made in float64: a far center costs these no digits.
         """
         values = tf.convert_to_tensor(values)
-        check_column(values, rule)
-        if rule.text:
-            if rule.fill_text is None:
-                return values
-            missing = is_missing_tensor(values, rule.missing_texts)
-            return tf.where(missing, rule.fill_text, values)
+        if values.dtype == tf.string:
+            raise TypeError(
+                f"Column {rule.name!r} is of dtype string; expected numbers, as its "
+                "statistics are of. Convert it, or fit statistics again."
+            )
+        size = values.shape[-1] if values.shape.rank else None
+        if not rule.scalar and size not in (None, len(rule.fill)):
+            raise ValueError(
+                f"Column {rule.name!r} has shape {tuple(values.shape)}; expected a "
+                f"last axis of {len(rule.fill)} features, as in its statistics. Fit "
+                "them on inputs of this shape."
+            )
         dtype = rule.work_dtype(values.dtype)
         center, width = np.array(rule.center), np.array(rule.width)
         # What the center lacks in the dtype is added to what is scaled: two sums with
@@ -278,7 +241,7 @@ class Condition(keras.layers.Layer):
         def constants(array: np.ndarray) -> tf.Tensor:
             return tf.constant(array[0] if rule.scalar else array, dtype)
 
-        def scaled(field: tuple[float, ...]) -> tf.Tensor:
+        def scaled(field: Any) -> tf.Tensor:
             return constants((np.array(field) - center) / width)
 
         missing = is_missing_tensor(values, rule.missing_values)
@@ -289,28 +252,9 @@ class Condition(keras.layers.Layer):
         values = tf.where(values < lower, lower, values)
         values = tf.where(values > upper, upper, values)
         fill = np.clip(rule.fill, rule.lower, rule.upper)
-        values = tf.where(missing, scaled(tuple(fill)), values)
+        values = tf.where(missing, scaled(fill), values)
         # By way of float32: float64 is not cast to bfloat16 by every device.
         return tf.cast(tf.cast(values, "float32"), self.compute_dtype)
-
-
-def check_column(values: tf.Tensor, rule: ColumnRule) -> None:
-    """Raises unless a column has the kind and the features of its rule."""
-    if rule.text != (values.dtype == tf.string):
-        expected = "text" if rule.text else "numbers"
-        raise TypeError(
-            f"Column {rule.name!r} is of dtype {values.dtype.name}; expected {expected}"
-            ", as its statistics are of. Convert it, or fit statistics again."
-        )
-    if rule.scalar or rule.text:
-        return
-    size = values.shape[-1] if values.shape.rank else None
-    if values.shape.rank == 0 or size not in (None, len(rule.fill)):
-        raise ValueError(
-            f"Column {rule.name!r} has shape {tuple(values.shape)}; expected a last "
-            f"axis of {len(rule.fill)} features, as in its statistics. Fit them on "
-            "inputs of this shape."
-        )
 
 
 def suits(value: Any, dtype: Any) -> bool:

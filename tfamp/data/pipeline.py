@@ -322,7 +322,6 @@ class Pipeline:
         *steps: Any,
         strength: float = 1.0,
         ramp_epochs: int = 0,
-        ramp_from: float = 0.0,
         seed: int | None = None,
         key: str | None = None,
         value_range: tuple[float, float] | None = None,
@@ -334,12 +333,11 @@ class Pipeline:
 
         Args:
             *steps: Transforms of `tfamp.data.augmentation` (Flip, Shift, Rotate,
-                Brightness, Contrast, Cutout), and functions of (image, strength) or
-                (image, strength, seed); none for the first five, which take a quarter
+                Brightness, Contrast), and functions of (image, strength) or
+                (image, strength, seed); none for those five, which take a quarter
                 of the time of Keras's layers on a CPU.
             strength: How strong, in [0, 1]; at 0 inputs are untouched, bit for bit.
-            ramp_epochs: Epochs, or whole passes, in which it grows from `ramp_from`.
-            ramp_from: Strength of the first epoch, where there is a ramp.
+            ramp_epochs: Epochs, or whole passes, in which it grows from 0.
             seed: Same seed, same changes, epoch by epoch; as for `.shuffle`.
             key: Name of the input to change, where inputs are a dict.
             value_range: Smallest and largest value of an image, which scales

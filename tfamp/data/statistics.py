@@ -3,20 +3,15 @@
 import collections
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data import _elements, _examples
-from tfamp.data._figures import Numbers, RowSample, thin
-from tfamp.data.features import Column as Column
-from tfamp.data.features import Feature as Feature
-from tfamp.data.features import Statistics as Statistics
-from tfamp.data.features import TextColumn as TextColumn
-from tfamp.data.features import per_column
-from tfamp.data.layers import Condition as Condition
+from tfamp.data import _examples
+from tfamp.data._figures import Numbers, RowSample
+from tfamp.data.features import Column, Feature, Statistics, TextColumn
 from tfamp.data.layers import suits
 
 # Rows kept of a column, fewer where it has many features: 64 MiB of float32.
@@ -28,21 +23,17 @@ _MAX_TEXTS = 10_000
 
 
 def fit_statistics(
-    dataset: Any,
-    *,
-    columns: Sequence[str] | None = None,
-    missing_value: Any = None,
-    batched: bool | None = None,
+    dataset: Any, *, missing_value: Any = None, batched: bool | None = None
 ) -> Statistics:
     """Returns the statistics of a dataset's inputs, read in one pass.
 
     Counts, mean, variance, minimum and maximum are exact: float64, merged by
-    Welford's method. Quantiles and mode are exact up to 100,000 rows, and of 8-bit
-    numbers always; beyond that they are those of 100,000 rows drawn at random (10,000
-    where a column has more than 1,600 features). The rank of a quantile q then has a
-    standard error of sqrt(q (1 - q) / 100,000): 0.16 % at the median, 0.03 % at the
-    first percentile. NaN and inf are counted and touch nothing else. Memory is up to
-    0.8 MiB per feature, twice that of float64, whatever the dataset's length.
+    Welford's method. Quantiles are exact up to 100,000 rows; beyond that they are those
+    of 100,000 rows drawn at random (10,000 where a column has more than 1,600
+    features). The rank of a quantile q then has a standard error of
+    sqrt(q (1 - q) / 100,000): 0.16 % at the median, 0.03 % at the first percentile. NaN
+    and inf are counted and touch nothing else. Memory is up to 0.8 MiB per feature,
+    twice that of float64, whatever the dataset's length.
 
     The features of a tensor are the entries of its last axis: columns of a table,
     channels of an image. Targets and sample weights are left out.
@@ -53,10 +44,8 @@ def fit_statistics(
             `tfamp.data.Pipeline`; or arrays `(examples, ...)` in the same forms.
             Without augmentation, and the training part alone: statistics of
             validation data in the model are a leak.
-        columns: The columns of a dict to read, in the order in which a layer joins
-            them; None for all.
-        missing_value: What stands for a missing value besides NaN: a number, a
-            text, several, or a dict of these by column.
+        missing_value: What stands for a missing value besides NaN, in all columns that
+            can hold it: a number, a text, or several.
         batched: Whether elements are batches; None to tell from the stages of a
             pipeline, else from their shapes.
 
@@ -77,79 +66,36 @@ def fit_statistics(
     """
     # A list of x and y is no tuple of columns.
     dataset = tuple(dataset) if isinstance(dataset, list) else dataset
-    named = False
-    paths: dict[str, str] = {}
-
-    def select(element: Any) -> list[str]:
-        nonlocal named
-        inputs = _elements.inputs_of(element)
-        named = isinstance(inputs, Mapping)
-        known = tuple(_elements.named_columns(inputs))
-        names = known if columns is None else columns
-        is_right = named or columns is None
-        if (
-            isinstance(names, str)
-            or not names
-            or set(names) - set(known)
-            or not is_right
-        ):
-            raise ValueError(
-                f"`columns` is {columns!r}; expected a tuple of names among {known!r} "
-                "where inputs are a dict, None otherwise. Correct it, or leave it out."
-            )
-        paths.update((f"x/{name}" if named else "x", name) for name in names)
-        return list(paths)
-
-    read = _examples.read(
-        "dataset", dataset, batched=batched, select=select, are_single=True
-    )
-    gathered = _gathered(read, paths, missing_value)
-
-    def take(chunk: Mapping[str, np.ndarray]) -> None:
-        for name, one in gathered.items():
-            one.take(chunk[name])
-
-    num_examples = read.scan("Reading statistics", take)
-    found = tuple(one.finish() for one in gathered.values())
-    return Statistics(found, num_examples, named)
-
-
-def _gathered(
-    read: _examples.Examples, names: Mapping[str, str], missing_value: Any
-) -> dict[str, "_Numbers | _Texts"]:
-    """Returns what gathers each column, whose names are those of its path."""
-    by_name = per_column("missing_value", missing_value, names.values(), None)
-    found: dict[str, _Numbers | _Texts] = {}
-    unused = set(_values(missing_value))
+    read = _examples.read("dataset", dataset, batched=batched, inputs_only=True)
+    declared = _values(missing_value)
+    gathered: dict[str, _Numbers | _Texts] = {}
     for column in read.columns:
-        name = names[column.name]
-        if column.shape and not column.shape[-1]:
-            raise ValueError(
-                f"Column {name!r} has examples of shape {column.shape}; expected a "
-                "last axis of known size, at least 1, which holds the features. Set it "
-                "with `tf.ensure_shape` in a map."
-            )
-        dtype = object if column.is_text else tf.as_dtype(column.dtype).as_numpy_dtype
-        values = tuple(v for v in _values(by_name[name]) if suits(v, dtype))
-        unused -= set(values)
         kind = _Texts if column.is_text else _Numbers
-        found[column.name] = kind(name, column, values)
-    if unused and not isinstance(missing_value, Mapping):
+        gathered[column.name] = kind(column, declared)
+    names = tuple(one.name for one in gathered.values())
+    unused = set(declared).difference(*(g.missing_values for g in gathered.values()))
+    if unused:
         raise ValueError(
             f"`missing_value` {min(map(str, unused))!r} cannot occur in columns "
-            f"{tuple(names.values())!r}; expected one that a column can hold. Correct "
-            "it, or leave it out."
+            f"{names!r}; expected one that a column can hold. Correct it, or leave it "
+            "out."
         )
-    return found
+    num_examples = 0
+    for chunk in read.chunks("Reading statistics"):
+        for name, one in gathered.items():
+            one.take(chunk[name])
+        num_examples += len(chunk[name])
+    found = tuple(one.finish() for one in gathered.values())
+    return Statistics(found, num_examples, read.columns[0].name != "x")
 
 
 def _values(missing_value: Any) -> tuple[Any, ...]:
     """Returns one value or several as a tuple of floats and texts, without NaN."""
-    if missing_value is None or isinstance(missing_value, Mapping):
-        return ()
-    is_one = isinstance(missing_value, (str, bytes))
+    is_one = isinstance(missing_value, (str, bytes)) or missing_value is None
     several = isinstance(missing_value, Iterable) and not is_one
     values = tuple(missing_value) if several else (missing_value,)
+    if missing_value is None:
+        return ()
     for value in values:
         if not isinstance(value, (str, numbers.Real)):
             raise TypeError(
@@ -164,74 +110,73 @@ def _values(missing_value: Any) -> tuple[Any, ...]:
 class _Numbers(Numbers):
     """Gathers a column of numbers; its features are the entries of the last axis."""
 
-    def __init__(
-        self, name: str, column: _examples.Column, missing_values: tuple[float, ...]
-    ) -> None:
+    def __init__(self, column: _examples.Column, declared: tuple[Any, ...]) -> None:
+        self.name = column.name.removeprefix("x/")
+        if column.shape and not column.shape[-1]:
+            raise ValueError(
+                f"Column {self.name!r} has examples of shape {column.shape}; expected "
+                "a last axis of known size, at least 1, which holds the features. Set "
+                "it with `tf.ensure_shape` in a map."
+            )
         super().__init__(int(column.shape[-1] or 1) if column.shape else 1)
-        self._name, self._column, self._missing_values = name, column, missing_values
+        dtype = tf.as_dtype(column.dtype).as_numpy_dtype
+        self._column = column
+        self.missing_values = tuple(v for v in declared if suits(v, dtype))
         rows = _SAMPLE_VALUES // self.num_features
-        self._sample = RowSample(int(np.clip(rows, _MIN_SAMPLE_ROWS, _SAMPLE_ROWS)), 0)
+        self._sample = RowSample(int(np.clip(rows, _MIN_SAMPLE_ROWS, _SAMPLE_ROWS)))
 
     def take(self, values: np.ndarray) -> None:
         """Takes values `(..., features)` in the column's own dtype."""
         rows = values.reshape(-1, self.num_features)
-        if self._missing_values:
+        if self.missing_values:
             # In their own dtype, so that 0.1 finds a float32 0.1.
-            marks = np.array(self._missing_values).astype(rows.dtype)
+            marks = np.array(self.missing_values).astype(rows.dtype)
             absent = np.any([rows == mark for mark in marks], axis=0)
             rows = np.where(absent, np.nan, rows.astype(np.float64))
         self.add(rows)
-        if self.histogram is None:
-            self._sample.add(rows[self._sample.choose(len(rows))])
+        self._sample.add(rows)
 
     def finish(self) -> Column:
         """Returns the record of the column; each feature needs a finite value."""
-        scalar, missing = self._column.shape == (), self._missing_values
+        scalar = self._column.shape == ()
         names = [
-            self._name if scalar else f"{self._name}[{place}]"
+            self.name if scalar else f"{self.name}[{place}]"
             for place in range(self.num_features)
         ]
         empty = tuple(n for n, c in zip(names, self.num_finite, strict=True) if not c)
         if empty:
             raise ValueError(
                 f"Features {empty[:10]!r} have no finite value: all are NaN, infinite, "
-                f"or one of {missing!r}; expected at least one. Leave them out of the "
-                "inputs, or correct their source."
+                f"or one of {self.missing_values!r}; expected at least one. Leave them "
+                "out of the inputs, or correct their source."
             )
         rows = self._sample.rows()
-        features = (self._feature(i, name, rows) for i, name in enumerate(names))
-        return Column(self._name, self._column.dtype, scalar, missing, tuple(features))
+        features = tuple(self._feature(i, name, rows) for i, name in enumerate(names))
+        dtype = self._column.dtype
+        return Column(self.name, dtype, scalar, self.missing_values, features)
 
     def _feature(self, place: int, name: str, rows: np.ndarray) -> Feature:
         """Returns the record of one feature."""
-        count, zeros = int(self.num_finite[place]), int(self.num_nonzero[place])
-        if self.histogram is not None:
-            lowest = -128 if self._column.dtype == "int8" else 0
-            seen = np.flatnonzero(self.histogram[place])
-            values = (seen + lowest).astype(np.float64)
-            counts = self.histogram[place][seen]
-        else:
-            sampled = rows[:, place].astype(np.float64)
-            finite = sampled[np.isfinite(sampled)]
-            if not len(finite):  # of a feature that is nearly always missing
-                finite = np.array([self.low[place], self.high[place]], np.float64)
-            values, counts = np.unique(finite, return_counts=True)
-        most = int(counts.argmax())  # of equal counts the first, the smallest value
-        mode = values[most] if counts[most] > 1 or len(values) == 1 else None
+        count = int(self.num_finite[place])
+        sampled = rows[:, place].astype(np.float64)
+        finite = sampled[np.isfinite(sampled)]
+        if not len(finite):  # of a feature that is nearly always missing
+            finite = np.array([self.low[place], self.high[place]])
         limit = max(_MIN_RECORD_VALUES, _RECORD_VALUES // self.num_features)
-        values, counts = thin(values, counts, limit)
+        if len(finite) > limit:  # each stands for as many
+            places = (np.arange(limit) + 0.5) / limit
+            finite = np.quantile(finite, places, method="inverted_cdf")
+        values, counts = np.unique(finite, return_counts=True)
         ends = np.round(np.cumsum(counts) * (count / counts.sum())).astype(np.int64)
         return Feature(
             name=name,
             count=count,
             missing=int(self.num_nan[place]),
             infinite=int(self.num_infinite[place]),
-            zeros=count - zeros,
             mean=float(self.mean[place]),
             variance=float(self.variance[place]),
             min=float(self.low[place]),
             max=float(self.high[place]),
-            mode=None if mode is None else float(mode),
             values=tuple(values.tolist()),
             weights=tuple(np.diff(ends, prepend=0).tolist()),
         )
@@ -240,35 +185,34 @@ class _Numbers(Numbers):
 class _Texts:
     """Counts a column of strings."""
 
-    def __init__(
-        self, name: str, column: _examples.Column, missing_values: tuple[str, ...]
-    ) -> None:
-        self._name, self._column, self._missing_values = name, column, missing_values
-        self._absent = {value.encode() for value in missing_values}
-        self._count = self._missing = 0
+    def __init__(self, column: _examples.Column, declared: tuple[Any, ...]) -> None:
+        self.name = column.name.removeprefix("x/")
+        self.missing_values = tuple(v for v in declared if isinstance(v, str))
+        self._missing = 0
         self._counts: collections.Counter[bytes] = collections.Counter()
+        self._count = 0
 
     def take(self, values: np.ndarray) -> None:
         """Takes bytes or texts of any shape."""
-        texts = [
+        texts = (
             value.encode() if isinstance(value, str) else value
             for value in values.reshape(-1).tolist()
-        ]
-        present = [text for text in texts if text not in self._absent]
-        self._missing += len(texts) - len(present)
+        )
+        absent = {value.encode() for value in self.missing_values}
+        present = [text for text in texts if text not in absent]
+        self._missing += values.size - len(present)
         self._count += len(present)
         self._counts.update(present)
         if len(self._counts) > 2 * _MAX_TEXTS:
-            self._counts = collections.Counter(
-                dict(self._counts.most_common(_MAX_TEXTS))
-            )
+            kept = self._counts.most_common(_MAX_TEXTS)
+            self._counts = collections.Counter(dict(kept))
 
     def finish(self) -> TextColumn:
         """Returns the record of the column, of which not all may be missing."""
         if not self._count:
             raise ValueError(
-                f"Column {self._name!r} has only missing values "
-                f"{self._missing_values!r}; expected at least one other text. Leave it "
+                f"Column {self.name!r} has only missing values "
+                f"{self.missing_values!r}; expected at least one other text. Leave it "
                 "out of the inputs, or correct its source."
             )
         # The largest count first, ties by value.
@@ -276,11 +220,7 @@ class _Texts:
         values, counts = zip(*ordered[:_MAX_TEXTS], strict=True)
         texts = (value.decode("utf-8", errors="backslashreplace") for value in values)
         return TextColumn(
-            name=self._name,
-            scalar=self._column.shape == (),
-            missing_values=self._missing_values,
-            count=self._count,
-            missing=self._missing,
+            *(self.name, self.missing_values, self._count, self._missing),
             values=tuple(texts),
             counts=counts,
         )

@@ -13,37 +13,6 @@ SEVERITIES = ("error", "warning", "note")
 
 
 @dataclasses.dataclass(frozen=True)
-class Fix(Record):
-    """A change of one column that follows from a finding without a decision.
-
-    Args:
-        column: The column, as findings name it: "x", "x/age", "x/0", "y".
-        kind: "cast" keeps every number that the model will see; "standardize"
-            subtracts and divides in float64, so serving has to do the same.
-        dtype: The column's dtype afterwards.
-        reason: Why it is right, with the figure.
-        offset: What "standardize" subtracts, a number a feature or one for all.
-        scale: What it divides by, likewise.
-
-    Example:
-        >>> print(Fix("x/id", "cast", "int32", "values lie in [0, 4095]"))
-        x/id: cast to int32; values lie in [0, 4095]
-    """
-
-    column: str
-    kind: Literal["cast", "standardize"]
-    dtype: str
-    reason: str
-    offset: tuple[float, ...] = ()
-    scale: tuple[float, ...] = ()
-
-    def __str__(self) -> str:
-        """Returns the change in one line."""
-        action = "cast" if self.kind == "cast" else "standardize, then cast"
-        return f"{self.column}: {action} to {self.dtype}; {self.reason}"
-
-
-@dataclasses.dataclass(frozen=True)
 class Finding(Record):
     """One thing that is wrong, or good to know.
 
@@ -58,7 +27,6 @@ class Finding(Record):
         figure: The number that decided, None where there is no such number.
         details: More numbers behind the message; "documentation" is the address of the
             page that explains the rule, where there is one.
-        fix: The change that removes the cause, where that takes no decision.
     """
 
     rule: str
@@ -71,7 +39,6 @@ class Finding(Record):
     details: dict[str, int | float | str | None] = dataclasses.field(
         default_factory=dict, hash=False
     )
-    fix: Fix | None = None
 
     def __post_init__(self) -> None:
         """Checks the severity, which sorting relies on."""
@@ -139,11 +106,6 @@ class Findings(TableRecord):
     def worst(self) -> Severity | None:
         """The severity of the worst one, None if there is none."""
         return self.findings[0].severity if self.findings else None
-
-    @property
-    def fixes(self) -> tuple[Fix, ...]:
-        """The changes that take no decision, each once."""
-        return tuple(dict.fromkeys(f.fix for f in self.findings if f.fix is not None))
 
     def of(
         self,

@@ -21,7 +21,7 @@ from tfamp.data._elements import (
     with_length_of,
 )
 from tfamp.data._examples import flatten
-from tfamp.data.augmentation import DEFAULT, Transform, restore, span_of
+from tfamp.data.augmentation import DEFAULT, Transform
 from tfamp.data.stages import Settings, Stage, Step, map_in_order
 from tfamp.records import checks
 
@@ -29,8 +29,7 @@ from tfamp.records import checks
 _STACKLEVEL = 5
 # A block of small images costs a half of what they cost one by one; in float32 it
 # should fit into a core's own cache.
-_BLOCK_BYTES = 2**20
-_MAX_BLOCK = 32
+_BLOCK_BYTES, _MAX_BLOCK = 2**20, 32
 
 
 class EpochCounter:
@@ -124,7 +123,6 @@ class Augmentation(Stage):
     steps: tuple[Transform | Callable[..., Any], ...]
     strength: float = 1.0
     ramp_epochs: int = 0
-    ramp_from: float = 0.0
     seed: int | None = None
     key: str | None = None
     value_range: tuple[float, float] | None = None
@@ -136,17 +134,17 @@ class Augmentation(Stage):
     def __post_init__(self) -> None:
         for step in self.steps:
             if not isinstance(step, Transform):
-                num_arguments(step)
+                _num_arguments(step)
         object.__setattr__(self, "steps", self.steps or DEFAULT)
-        object.__setattr__(self, "value_range", _checked_range(self.value_range))
         checks.fraction("strength", self.strength)
         checks.positive_int("ramp_epochs", self.ramp_epochs, minimum=0)
-        checks.fraction("ramp_from", self.ramp_from)
-        if self.ramp_from and not self.ramp_epochs:
-            raise ValueError(
-                f"`ramp_from` is {self.ramp_from!r} and `ramp_epochs` is 0; expected "
-                "both or neither. Pass the number of epochs that the ramp takes."
-            )
+        if self.value_range is not None:
+            is_pair = isinstance(self.value_range, (tuple, list))
+            if not is_pair or not self.value_range[0] < self.value_range[-1]:
+                raise ValueError(
+                    f"`value_range` is {self.value_range!r}; expected the smallest and "
+                    "the largest value of an image. Pass such as (0, 255)."
+                )
         if self.seed is None:
             object.__setattr__(self, "is_seeded", False)
             object.__setattr__(self, "seed", random.randrange(2**31))
@@ -154,7 +152,7 @@ class Augmentation(Stage):
 
     def with_epochs(self) -> tuple[Stage, Stage] | None:
         """Returns the stage for one dataset, and the step that counts its epochs."""
-        if self._max_strength == 0:
+        if self.strength == 0:
             return None
         counter = EpochCounter(is_seeded=self.is_seeded)
         reason = "each has its own changes"
@@ -178,49 +176,59 @@ class Augmentation(Stage):
                     "channels). Add a channel axis in `.map`, or pass your own "
                     "functions for features that are no images."
                 )
-            span_of(spec.dtype, self.value_range)
-        self._check_pictures(dataset.element_spec, spec)
+            self._span(spec.dtype)
         if self.ramp_epochs and is_endless(dataset):
             raise ValueError(
                 f"`ramp_epochs` is {self.ramp_epochs} and the dataset has no end; "
                 "expected epochs to count. Leave `repeat` to `fit`, or leave out "
                 "`ramp_epochs`."
             )
-
-    def _check_pictures(self, element_spec: Any, image: tf.TensorSpec) -> None:
-        """Warns where parts of an image's height and width stay as they are."""
         moving = [one for one in self.steps if getattr(one, "moves", True)]
-        if not moving or image.shape.rank != 3 or self._max_strength == 0:
+        if spec.shape.rank != 3 or not moving or self.strength == 0:
             return
-        is_tuple = isinstance(element_spec, tuple)
-        parts = flatten(element_spec[:3] if is_tuple else element_spec)
+        element = dataset.element_spec
+        parts = flatten(element[:3] if isinstance(element, tuple) else element)
         for name, other in parts.items():
             shape = getattr(other, "shape", tf.TensorShape(None))
-            if other is image or shape.rank not in (2, 3):
-                continue
-            if not shape[:2].is_compatible_with(image.shape[:2]):
-                continue
-            warnings.warn(
-                f"`.augment` moves pixels of images {tuple(image.shape)} by "
-                f"{', '.join(map(_name, moving))}, and leaves {name!r} of shape "
-                f"{tuple(shape)} as it is; expected no other picture of that height "
-                "and width. A mask no longer fits its image: join it to the image as "
-                "one more channel in `.map`, use `Flip` and `Shift` alone, and split "
-                "them in a `.map` written after `.augment`.",
-                stacklevel=_STACKLEVEL,
-            )
-            return
+            is_picture = other is not spec and shape.rank in (2, 3)
+            if is_picture and shape[:2].is_compatible_with(spec.shape[:2]):
+                warnings.warn(
+                    f"`.augment` moves pixels of images {tuple(spec.shape)} by "
+                    f"{', '.join(map(_name, moving))}, and leaves {name!r} of shape "
+                    f"{tuple(shape)} as it is; expected no other picture of that "
+                    "height and width. A mask no longer fits its image: join it to "
+                    "the image as one more channel in `.map`, use `Flip` and `Shift` "
+                    "alone, and split them in a `.map` written after `.augment`.",
+                    stacklevel=_STACKLEVEL - 1,
+                )
+                return
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Numbers elements and epochs, then changes elements in parallel."""
-        if self._max_strength == 0:
+        if self.strength == 0:
             return dataset
         numbered = self.counter.number(dataset)
-        size = self._block_size(dataset.element_spec)
-        if size == 1:
-            return map_in_order(numbered, self._change_one, settings)
-        blocks = map_in_order(numbered.batch(size), self._change_block, settings)
-        return with_length_of(dataset, blocks.unbatch())
+        spec, size = dataset.element_spec, 1
+        are_plain = all(isinstance(step, Transform) for step in self.steps)
+        if are_plain and bytes_of_element(spec) is not None:
+            num_values = _part(spec, self.key).shape.num_elements()
+            size = _BLOCK_BYTES // (4 * max(1, num_values))
+        if size < 2:  # users' functions take one element
+
+            def change(epoch: tf.Tensor, index: tf.Tensor, element: Any) -> Any:
+                image = _part(element, self.key)
+                changed = self._run(image[None], epoch, index)[0]
+                return _with_part(element, self.key, changed)
+
+            return map_in_order(numbered, change, settings)
+
+        def change_block(epochs: tf.Tensor, indices: tf.Tensor, block: Any) -> Any:
+            changed = self._run(_part(block, self.key), epochs[0], indices[0])
+            return _with_part(block, self.key, changed)
+
+        blocks = numbered.batch(min(size, _MAX_BLOCK))
+        changed = map_in_order(blocks, change_block, settings).unbatch()
+        return with_length_of(dataset, changed)
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the dataset as it is: elements keep shape and dtype."""
@@ -230,33 +238,21 @@ class Augmentation(Stage):
         """Returns the setting and the reason, given the dataset it acts on."""
         strength = f"strength {self.strength:g}"
         if self.ramp_epochs:
-            grows = f"{self.ramp_from:g} to {self.strength:g}"
-            strength = f"strength {grows} in {self.ramp_epochs} epochs"
+            strength = f"strength 0 to {self.strength:g} in {self.ramp_epochs} epochs"
         names = ", ".join(map(_name, self.steps))
         reason = f"after the cache, so each epoch differs; {settings.parallelism}"
         return f"{names}; {strength}", reason
 
-    @property
-    def _max_strength(self) -> float:
-        """The largest strength in any epoch."""
-        return max(self.strength, self.ramp_from)
-
-    def _block_size(self, spec: Any) -> int:
-        """Returns how many elements one call changes: users' functions take one."""
-        takes_one = not all(isinstance(step, Transform) for step in self.steps)
-        if takes_one or bytes_of_element(spec) is None:
-            return 1
-        num_values = _part(spec, self.key).shape.num_elements()
-        return max(1, min(_MAX_BLOCK, _BLOCK_BYTES // (4 * max(1, num_values))))
-
-    def _change_one(self, epoch: tf.Tensor, index: tf.Tensor, element: Any) -> Any:
-        image = _part(element, self.key)
-        changed = self._run(image[None], epoch, index)[0]
-        return _with_part(element, self.key, changed)
-
-    def _change_block(self, epochs: tf.Tensor, indices: tf.Tensor, block: Any) -> Any:
-        changed = self._run(_part(block, self.key), epochs[0], indices[0])
-        return _with_part(block, self.key, changed)
+    def _span(self, dtype: tf.DType) -> float:
+        """Returns largest minus smallest value of images of a dtype."""
+        if self.value_range is not None:
+            return float(self.value_range[1] - self.value_range[0])
+        if not dtype.is_floating and dtype not in (tf.uint8, tf.uint16):
+            raise ValueError(
+                f"Images are {dtype.name}, and `value_range` is None; expected uint8, "
+                "uint16 or floats, whose range is clear. Pass `value_range=(0, 255)`."
+            )
+        return 1.0 if dtype.is_floating else float(dtype.max)
 
     def _run(self, images: tf.Tensor, epoch: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
         """Returns images, a batch, changed; the same where the strength is 0."""
@@ -267,7 +263,7 @@ class Augmentation(Stage):
         strength = tf.constant(self.strength, tf.float32)
         if self.ramp_epochs:
             way = tf.minimum(tf.cast(epoch, tf.float32) / self.ramp_epochs, 1.0)
-            strength = self.ramp_from * (1 - way) + self.strength * way
+            strength = self.strength * way
 
         def changed() -> tf.Tensor:
             # Between transforms in float32, so that integers are rounded once.
@@ -275,38 +271,25 @@ class Augmentation(Stage):
             for number, step in enumerate(self.steps):
                 own = tf.random.experimental.stateless_fold_in(seed, number)
                 if isinstance(step, Transform):
-                    span = span_of(dtype, self.value_range)
                     current = tf.cast(current, tf.float32)
-                    current = step(current, strength, own, span)
+                    current = step(current, strength, own, self._span(dtype))
                 else:
-                    given = restore(current[0], dtype)
-                    taken = (given, strength, own)[: num_arguments(step)]
+                    given = _restored(current[0], dtype)
+                    taken = (given, strength, own)[: _num_arguments(step)]
                     current = _checked(_name(step), step(*taken), given)[None]
-            return tf.ensure_shape(restore(current, dtype), images.shape)
+            return tf.ensure_shape(_restored(current, dtype), images.shape)
 
         return tf.cond(strength > 0, changed, lambda: tf.identity(images))
 
 
-def _checked_range(value_range: Any) -> tuple[float, float] | None:
-    """Returns the smallest and the largest value, None for those of the dtype."""
-    if value_range is None:
-        return None
-    try:
-        low, high = map(float, value_range)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"`value_range` is {value_range!r}; expected a pair of numbers. Pass the "
-            "smallest and the largest value, such as (0, 255)."
-        ) from error
-    if not low < high:
-        raise ValueError(
-            f"`value_range` is {(low, high)!r}; expected the smaller number first. "
-            "Pass such as (0, 255)."
-        )
-    return low, high
+def _restored(images: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Returns images in a dtype: rounded and limited where it holds integers."""
+    if images.dtype == dtype or dtype.is_floating:
+        return tf.cast(images, dtype)
+    return tf.saturate_cast(tf.round(images), dtype)
 
 
-def num_arguments(function: Any) -> int:
+def _num_arguments(function: Any) -> int:
     """Returns how many of (image, strength, seed) a function takes: 2 or 3."""
     problem = f"{function!r} cannot be called"
     if isinstance(function, (type, keras.layers.Layer)):

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data.health.profile import NOISY, rounding_for
+from tfamp.data.health.columns import NOISY, rounding_for
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layers import policy_of
