@@ -44,10 +44,6 @@ REFUSED = {
     "one policy": ({"policies": ("auto",)}, ValueError, "at least two different ones"),
     "twice": ({"policies": ("auto", "auto")}, ValueError, "at least two different"),
     "policy": ({"policies": ("fp16", "auto")}, ValueError, "'mixed_float16'"),
-    "rules of a plan": (
-        {"policies": ("float32", "p.json+no_rules")},
-        *(ValueError, "without 'no_rules'"),
-    ),
     "plan that is not there": (
         {"policies": ("float32", "p.json")},
         *(ValueError, "there is none"),
@@ -147,7 +143,7 @@ def test_a_run_has_every_figure(compared):
         assert run.num_examples == 96
         assert run.losses[-1][0] == 36
         assert {each.batch_size for each in run.latencies} == {1, 16}
-        assert run.file_bytes > 1000 and run.first_step_seconds > 0
+        assert run.step_seconds > 0 and run.first_step_seconds > 0
         assert (run.skipped_steps, run.num_nonfinite_weights) == (0, 0)
         dtypes = {layer.path: layer.compute_dtype for layer in run.layers}
         assert ("bfloat16" in dtypes.values()) == (run.policy == "mixed_bfloat16")

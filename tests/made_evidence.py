@@ -12,24 +12,19 @@ from tfamp.trials.run_records import (
     LayerDtype,
     Memory,
     Run,
-    Spread,
 )
 
 CONTEXT = Context(
     devices=(Device("cpu", "Made Up Processor", features=("avx512_bf16",)),),
-    driver="",
     versions={"tfamp": "0.1", "tensorflow": "2.21.0", "keras": "3.15.1"},
     system="Linux 6.1, Python 3.11.2",
     num_cores=2,
-    tf32=False,
-    onednn=True,
-    variables={"TF_ENABLE_ONEDNN_OPTS": "1"},
     command="tfamp compare recipes.train_digits:build --seeds 3",
     date="2026-01-31",
 )
 LAYERS = (
-    LayerDtype("conv", "Conv2D", "bfloat16", "float32", "policy"),
-    LayerDtype("head <b>", "Dense", "float32", "float32", "head"),
+    LayerDtype("conv", "bfloat16"),
+    LayerDtype("head <b>", "float32"),
 )
 
 
@@ -49,8 +44,7 @@ def run(policy: str, seed: int, *, speed: float = 1.0, metric: float = 0.9) -> R
         num_epochs=3,
         num_parameters=12345,
         examples_per_second=1000 * speed * wave,
-        step=Spread(step, 0.97 * step, 1.05 * step, 290),
-        warmup_steps=10,
+        step_seconds=step,
         first_step_seconds=2.0 + speed,
         history={
             "loss": (1.0, 0.6, 0.4),
@@ -66,8 +60,7 @@ def run(policy: str, seed: int, *, speed: float = 1.0, metric: float = 0.9) -> R
             Latency.of(1, [0.001 / speed, 0.0012 / speed, 0.003 / speed]),
             Latency.of(64, [0.02 / speed, 0.021 / speed, 0.03 / speed]),
         ),
-        memory=Memory(500 * 2**20, int((500 + 400 / speed) * 2**20), 600 * 2**20),
-        file_bytes=160_000,
+        memory=Memory(500 * 2**20, int((500 + 400 / speed) * 2**20)),
         layers=LAYERS,
     )
 

@@ -34,7 +34,7 @@ def test_a_process_is_told_with_all_it_holds(make):
     each = (found.bytes_at(2 * SIZE) - found.bytes_at(SIZE)) / SIZE
     assert 2**18 < each < 8 * 2**18
     limit = found.bytes_at(1000)
-    assert found.largest_batch(limit, multiple_of=8) == 1000
+    assert found.largest_batch(limit) == 1000
     assert re.search(r"Measured at batches of [\d,]+ and [\d,]+\.", str(found))
 
 

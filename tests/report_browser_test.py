@@ -45,7 +45,7 @@ def report(tmp_path_factory):
         "float32+xla": (1.1, 0.98),
         "auto": (1.9, 0.98),
         "mixed_float16": (0.4, 0.5),
-        "keras:mixed_bfloat16+xla+rewrite": (1.8, 0.978),
+        "keras:mixed_bfloat16+xla": (1.8, 0.978),
         "runs/plan.json": (1.2, 0.98),
     }
     long = "a_layer_with_a_very_long_name_that_goes_on/" * 6

@@ -65,10 +65,8 @@ def compare(
         validation: Likewise; without it the metric is that of the training data.
         policies: At least two of "float32", "auto", "mixed_bfloat16" and so on, or
             plans: a `PrecisionPlan`, or the path of its file. A prefix "keras:"
-            leaves out tfamp, a suffix "+xla" compiles with XLA, "+no_rules" keeps no
-            layer in float32, and "+rewrite" has TensorFlow rewrite graphs for bfloat16
-            on CPUs. The fastest float32 is what the
-            others are held against.
+            leaves out tfamp, a suffix "+xla" compiles with XLA. The fastest float32
+            is what the others are held against.
         seeds: How many, or which. Two are needed for a verdict, three or more for one
             that is worth something.
         epochs: Passes over the training data.

@@ -82,7 +82,6 @@ def settings(found: Comparison) -> list[tuple[str, str]]:
         ("Tolerance", f"{found.tolerance:,.3g}"),
         ("Batch", several("batch_size")),
         ("Steps", several("num_steps")),
-        ("Steps of warm-up, left out", several("warmup_steps")),
         ("Epochs", several("num_epochs")),
         ("Parameters", several("num_parameters")),
     ]
@@ -98,16 +97,10 @@ def settings(found: Comparison) -> list[tuple[str, str]]:
             ]
             what = f"{device.name} ({', '.join(filter(None, details))})"
             rows.append(("Device", what))
-        has_gpu = any(device.kind == "gpu" for device in context.devices)
         versions = [f"{name} {v}" for name, v in context.versions.items() if v]
         rows += [
-            ("Driver", context.driver),
             ("System", f"{context.system}, {context.num_cores} cores"),
-            # Nothing else rounds to TF32.
-            ("TF32", ("on" if context.tf32 else "off") if has_gpu else ""),
-            ("oneDNN", "on" if context.onednn else "off"),
             ("Versions", ", ".join(versions)),
-            ("Environment", " ".join(f"{k}={v}" for k, v in context.variables.items())),
         ]
     return [(name, value) for name, value in rows if value]
 

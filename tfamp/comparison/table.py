@@ -77,14 +77,11 @@ def measures_of(runs: Sequence[Run]) -> list[Measure]:
             lambda run: None if run.memory is None else run.memory.device_bytes,
         ),
         Measure("energy_joules", "energy", "J", lambda run: run.energy_joules),
-        Measure(
-            *("step_seconds", "step", "s", lambda run: run.step and run.step.median)
-        ),
+        Measure("step_seconds", "step", "s", lambda run: run.step_seconds),
         Measure(
             *("first_step_seconds", "first step", "s"),
             lambda run: run.first_step_seconds,
         ),
-        Measure("file_bytes", "saved model", "bytes", lambda run: run.file_bytes),
     ]
     for size in sorted({each.batch_size for run in runs for each in run.latencies}):
         for part in ("p50", "p90", "p99"):
@@ -308,8 +305,7 @@ def advice(found: Comparison, policy: str) -> str:
 def how_to_use(policy: str) -> str:
     """Returns the lines of code that turn a policy on."""
     variant = Variant.parse(policy)
-    none = "" if variant.has_rules else ", keep_float32='none'"
-    call = f"tfamp.enable({variant.policy!r}{none})"
+    call = f"tfamp.enable({variant.policy!r})"
     if tasks.is_plan_file(variant.policy):
         # What was given is a plan itself; its file may be gone.
         call = "tfamp.enable(plan)"
@@ -317,7 +313,6 @@ def how_to_use(policy: str) -> str:
         call = f"keras.config.set_dtype_policy({variant.policy!r})"
     steps = [f"{call} before the model is built"]
     steps += ["compile(jit_compile=True)"] * variant.jit_compile
-    steps += ["TensorFlow's graph rewrite for bfloat16"] * variant.rewrite
     return ", ".join(steps)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import re
 import signal
 import tempfile
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from tfamp.machine import limits
 from tfamp.machine.limits import MemoryLimit
 from tfamp.machine.nvml import Nvml
 from tfamp.machine.out_of_memory import is_out_of_memory
-from tfamp.memory.batch_records import BatchSearch, StoppedBy, Trial, allowed_bytes
+from tfamp.memory.batch_records import BatchSearch, StoppedBy, Trial
 from tfamp.records import checks
 from tfamp.records.console import progress
 from tfamp.records.units import format_bytes
@@ -28,16 +27,17 @@ from tfamp.trials.tasks import Facts, Task
 from tfamp.trials.variant import Variant
 
 _MAX_BATCH_SIZE = 2**20
+# Steps that a trial times after the first, at least.
+_STEPS = 3
+# Part of the limit that stays free: validation, callbacks and the fragmentation of long
+# runs take memory that few steps do not show.
+_MARGIN = 0.1
 # The answer lies within this part below the largest that fits.
 _PRECISION = 1 / 8
 # One slow process must not end the growth.
 _MAX_FLAT = 2
 # TensorFlow's allocator tells so of memory that it can do without.
 _HARMLESS = "not a failure"
-# A thread whose stack finds no room, as under `ulimit -v`.
-_NO_STACK = re.compile(r"pthread_create(\(\))? failed")
-# Of a log, what is looked through for words of memory.
-_LOG_CHARACTERS = 20_000
 
 
 def find_batch_size(
@@ -48,12 +48,9 @@ def find_batch_size(
     max_memory_bytes: int | None = None,
     start: int = 8,
     max_batch_size: int | None = None,
-    margin: float = 0.1,
     min_gain: float | None = 0.05,
     target_batch_size: int | None = None,
-    steps: int = 3,
     timeout_seconds: float = 600.0,
-    on_trial: Callable[[Trial], None] | None = None,
 ) -> BatchSearch:
     """Searches for the smallest batch that trains about as fast as any that fits.
 
@@ -80,20 +77,15 @@ def find_batch_size(
         policy: What to build under, as in `tfamp.compare`: "mixed_bfloat16",
             "float32+xla" and so on. None takes the policy in force.
         max_memory_bytes: The most that a process may hold, on a GPU the most that
-            TensorFlow may take there. None takes what the machine has
-            (`tfamp doctor` shows it), which also holds where it is less.
+            TensorFlow may take there, of which a tenth stays free. None takes what the
+            machine has (`tfamp doctor` shows it), which also holds where it is less.
         start: The first size; halved where it does not fit.
         max_batch_size: The largest size to try; None for 2**20.
-        margin: Part of the limit that has to stay free: validation, callbacks and the
-            fragmentation of long runs take memory that few steps do not show.
         min_gain: Part by which a doubled batch has to be faster; below lies noise. None
             takes the largest batch that fits, however fast.
         target_batch_size: Examples of one update to keep to, in so many steps as it
             takes. The memory for adding up gradients is then held in the trials.
-        steps: Steps to time after the first, at least; short ones are repeated for
-            half a second.
         timeout_seconds: The most that a trial may take.
-        on_trial: Gets each trial as it ends.
 
     Returns:
         The `BatchSearch`: `.batch_size`, `.gradient_accumulation_steps`, `.trials`,
@@ -123,13 +115,13 @@ def find_batch_size(
         target = checks.positive_int("target_batch_size", target_batch_size)
         caps["target_batch_size"] = target
     start = min(checks.positive_int("start", start), *caps.values())
-    margin = _part("margin", margin)
-    min_gain = None if min_gain is None else _part("min_gain", min_gain)
-    checks.positive_int("steps", steps)
+    if min_gain is not None:
+        checks.fraction("min_gain", min_gain)
     checks.positive("timeout_seconds", timeout_seconds)
     for module in ("cloudpickle", "psutil"):
         checks.require(module, extra="report", purpose="`tfamp.find_batch_size`")
     limit = memory_limit(max_memory_bytes)
+    allowed = None if limit is None else int(limit.free_bytes * (1 - _MARGIN))
     batch = None if data is None or callable(data) else batch_of(data)
     with (
         tempfile.TemporaryDirectory(prefix="tfamp-batch-size-") as name,
@@ -138,8 +130,8 @@ def find_batch_size(
         folder = Path(name)
         task = Task(
             str(Variant.named(policy, "policy")) if policy else policy_in_force(folder),
-            steps=steps,
-            allowed_bytes=allowed_bytes(limit, margin),
+            steps=_STEPS,
+            allowed_bytes=allowed,
             target_batch_size=target_batch_size,
             data_batch_size=None if batch is None else batch.size,
             num_examples=None if batch is None else batch.num_examples,
@@ -147,26 +139,21 @@ def find_batch_size(
         if batch is not None:  # all that the trials get of the data
             data = tf.data.Dataset.from_tensors(batch.parts)
         parcel.pack(folder, build_model, data, None)
-        search = _Search(folder, task, caps, min_gain, timeout_seconds)
-        search.told = [lambda trial: show(len(search.trials))]
-        search.told += [] if on_trial is None else [on_trial]
+        search = _Search(folder, task, caps, min_gain, timeout_seconds, show)
         search.run(start)
         fitting = [trial for trial in search.trials.values() if trial.fits]
         if not fitting:
             _raise_none_fits(search, limit, title)
-        size = _choice(fitting, min_gain).batch_size
-        size, accumulation = search.split(size)
+        size, steps = search.split(_choice(fitting, min_gain).batch_size)
     return BatchSearch(
         model=search.facts.model,
         policy=task.policy,
         batch_size=size,
-        accumulation_steps=accumulation,
+        gradient_accumulation_steps=steps,
         trials=tuple(search.trials.values()),
         stopped_by=search.stopped_by,
-        largest_that_fits=search.largest_that_fits,
         limit=limit,
-        margin=margin,
-        min_gain=min_gain,
+        allowed_bytes=allowed,
         replicas=search.facts.replicas,
         data_batch_size=search.facts.data_batch_size,
         target_batch_size=target_batch_size,
@@ -183,14 +170,13 @@ class _Search:
         caps: dict[StoppedBy, int],
         min_gain: float | None,
         timeout_seconds: float,
+        show: Callable[[int], None],
     ) -> None:
         self.trials: dict[int, Trial] = {}
         self.facts = Facts()
         self.stopped_by: StoppedBy = "max_batch_size"
-        self.largest_that_fits: int | None = None
-        self.told: list[Callable[[Trial], None]] = []
         self._folder, self._task, self._caps = folder, task, caps
-        self._min_gain, self._timeout = min_gain, timeout_seconds
+        self._min_gain, self._timeout, self._show = min_gain, timeout_seconds, show
 
     def run(self, start: int) -> None:
         """Tries sizes from the first on; it may be another, as the data allow it."""
@@ -209,27 +195,30 @@ class _Search:
                 if smaller < 1:
                     break
                 good, bad = (smaller, bad) if self._try(smaller).fits else (0, smaller)
-        if good and bad:
-            self.largest_that_fits = self._narrowed(good, bad)
+        # Among small sizes every one counts.
+        unit = self.facts.replicas if good < 8 else math.lcm(8, self.facts.replicas)
+        while good and bad - good > max(unit, _PRECISION * good):
+            middle = (good + bad) // 2 // unit * unit
+            if middle <= good:
+                break
+            good, bad = (middle, bad) if self._try(middle).fits else (good, middle)
 
     def split(self, size: int) -> tuple[int, int]:
         """Returns a size that fits, and how many steps make up the target with it.
 
-        First come batches that go into the target without a rest, multiples of 8 ahead
-        of others; smaller than half of `size` they are too slow to be worth that.
+        First comes the largest batch that goes into the target without a rest; smaller
+        than half of `size` it is too slow to be worth that.
         """
         target, replicas = self._task.target_batch_size, self.facts.replicas
         if target is None:
             return size, 1
         fewest = math.ceil(target / size)
-        exact = [
-            (target // steps, steps)
-            for steps in range(fewest, 2 * fewest + 1)
-            if target % steps == 0 and target // steps % replicas == 0
+        even = [
+            n for n in range(fewest, 2 * fewest + 1) if target % (n * replicas) == 0
         ]
-        exact.sort(key=lambda each: each[0] % 8 != 0)
         nearest = max(1, round(target / fewest / replicas)) * replicas
-        for each, steps in (*exact[:1], (nearest, fewest)):
+        exact = [(target // n, n) for n in even[:1]]
+        for each, steps in (*exact, (nearest, fewest)):
             if self._try(each).fits:
                 return each, steps
         return size, fewest
@@ -251,8 +240,7 @@ class _Search:
             good = larger
             if flat == _MAX_FLAT:
                 self.stopped_by = "knee"
-                break
-            if is_last:
+            if flat == _MAX_FLAT or is_last:
                 break
         return good
 
@@ -263,20 +251,7 @@ class _Search:
         replicas = self.facts.replicas
         # An update of exactly the target is worth more than a multiple of 8.
         is_exact = self.stopped_by == "target_batch_size" or cap - size < 8
-        unit = replicas if is_exact else math.lcm(8, replicas)
-        return cap - cap % unit
-
-    def _narrowed(self, good: int, bad: int) -> int:
-        """Returns about the largest size that fits, of multiples of 8 where it can."""
-        # Among small sizes every one counts.
-        replicas = self.facts.replicas
-        unit = replicas if good < 8 else math.lcm(8, replicas)
-        while bad - good > max(unit, _PRECISION * good):
-            middle = (good + bad) // 2 // unit * unit
-            if middle <= good:
-                break
-            good, bad = (middle, bad) if self._try(middle).fits else (good, middle)
-        return good
+        return cap - cap % (replicas if is_exact else math.lcm(8, replicas))
 
     def _try(self, size: int) -> Trial:
         """Returns the trial of a size, or of what the data and replicas make of it."""
@@ -286,8 +261,7 @@ class _Search:
         trial, facts = try_size(self._folder, task, timeout_seconds=self._timeout)
         self.facts = facts or self.facts
         self.trials[trial.batch_size] = trial
-        for tell in self.told:
-            tell(trial)
+        self._show(len(self.trials))
         return trial
 
 
@@ -303,28 +277,24 @@ def try_size(
     told, log = folder / f"{task.name}.facts", folder / f"{task.name}.log"
     facts = Facts.from_json(told) if told.is_file() else None
     size = task.batch_size if facts is None else facts.batch_size
-    outcome, detail = run.outcome, run.error
-    if outcome == "too slow":
-        detail = f"It was ended after {timeout_seconds:g} s."
-    elif outcome.startswith("status "):
-        text = log.read_text(errors="replace")[-_LOG_CHARACTERS:]
-        outcome = _of_status(int(outcome.removeprefix("status ")), text)
+    outcome: Any = run.outcome
+    if outcome.startswith("status "):
+        outcome = _of_status(int(outcome.removeprefix("status ")), log)
     if not outcome:
         raise RuntimeError(
             f"The trial of batch size {size} failed, and not for want of memory: "
-            f"{detail}. Expected `build_model` and its data to train; mend what the "
+            f"{run.error}. Expected `build_model` and its data to train; mend what the "
             f"log ends with:\n{processes.tail(log)}"
         )
-    memory, step = run.memory, run.step
+    memory = run.memory
     peak = None if memory is None else memory.device_bytes or memory.training_bytes
     trial = Trial(
-        *(size or 1, outcome),  # type: ignore[arg-type]
+        *(size or 1, outcome),
         examples_per_second=run.examples_per_second or None,
-        step_seconds=None if step is None else step.median,
-        first_step_seconds=run.first_step_seconds or None,
+        step_seconds=run.step_seconds or None,
         peak_bytes=peak,
         began_training=facts is not None,
-        detail=detail,
+        detail=run.error,
     )
     return trial, facts
 
@@ -348,7 +318,7 @@ def _choice(fitting: list[Trial], min_gain: float | None) -> Trial:
     return next(t for t in fitting if (t.examples_per_second or 0.0) >= least)
 
 
-def _of_status(status: int, log: str) -> str:
+def _of_status(status: int, log: Path) -> str:
     """Returns how a process without an answer ended, "" if not for want of memory.
 
     The kernel kills by SIGKILL. C++ ends a process by SIGABRT or SIGSEGV for many
@@ -356,10 +326,10 @@ def _of_status(status: int, log: str) -> str:
     """
     if status == -signal.SIGKILL:
         return "killed"
-    lines = [line for line in log.splitlines() if _HARMLESS not in line]
-    if any(is_out_of_memory(RuntimeError(x)) or _NO_STACK.search(x) for x in lines):
-        return "killed" if status < 0 else "out of memory"
-    return ""
+    lines = processes.tail(log, 200).splitlines()
+    own = [line for line in lines if _HARMLESS not in line]
+    is_memory = any(is_out_of_memory(RuntimeError(line)) for line in own)
+    return "out of memory" if is_memory else ""
 
 
 def _ended_by(trial: Trial) -> StoppedBy:
@@ -375,26 +345,20 @@ def _raise_none_fits(
         what = f"Not even batch size {trial.batch_size} of {title!r} is trained"
     if trial.outcome == "too slow":
         raise TimeoutError(
-            f"{what} in time: {trial.detail} Expected a few steps to end by then. Pass "
-            "a larger `timeout_seconds`, or fewer `steps`."
+            f"{what} in time: {trial.detail}. Expected a few steps to end by then. "
+            "Pass a larger `timeout_seconds`."
         )
     held = "" if trial.peak_bytes is None else f" at {format_bytes(trial.peak_bytes)}"
     why = f" ({trial.detail})" if trial.detail else ""
     most = "this machine's memory"
     if limit is not None:
-        most = f"{limit.source}: {format_bytes(limit.free_bytes)} less the margin"
+        most = f"{limit.source}: {format_bytes(limit.free_bytes)} less a tenth"
     raise MemoryError(
         f"{what}: the trial ended by {trial.outcome!r}{held}{why}; expected it to stay "
         f"within {most}. Compute activations again by `tfamp.remat(model)`, pass a "
         "`policy` of half precision such as 'mixed_bfloat16', shorten or shrink the "
         "inputs, or allow more memory."
     )
-
-
-def _part(argument: str, value: object) -> float:
-    """Returns a part that may be 0 and may not be 1."""
-    part = checks.fraction(argument, value)
-    return part if part == 0 else checks.fraction(argument, part, closed=False)
 
 
 def memory_limit(max_memory_bytes: int | None = None) -> MemoryLimit | None:

@@ -23,14 +23,8 @@ from tfamp.stepping.step_traces import Marks
 PROCESS = "process"
 # Of bytes, in the order of a table.
 KINDS = (
-    "parameters",
-    "optimizer slots",
-    "inputs",
-    "activations",
-    "gradients",
-    "casts",
-    "workspace",
-    PROCESS,
+    *("parameters", "optimizer slots", "inputs", "activations", "gradients", "casts"),
+    *("workspace", PROCESS),
 )
 # What belongs to no layer: the loss, the optimizer, the train step itself.
 _OUTSIDE = "(outside layers)"
@@ -85,10 +79,9 @@ class MemoryEstimate(TableRecord):
         """
         size = checks.positive_int("batch_size", batch_size)
         pairs = list(itertools.pairwise(self.curve))
-        for (low, small), (high, large) in pairs:
-            if size <= high or (low, small) == pairs[-1][0]:
-                return round(small + (large - small) / (high - low) * (size - low))
-        return self.peak_bytes
+        pair = next((pair for pair in pairs if size <= pair[1][0]), pairs[-1])
+        (low, small), (high, large) = pair
+        return round(small + (large - small) / (high - low) * (size - low))
 
     def largest_batch(self, limit_bytes: int, *, multiple_of: int = 1) -> int:
         """Returns the largest batch size whose step fits into a limit.
@@ -114,7 +107,7 @@ class MemoryEstimate(TableRecord):
                 "limit that this fits into. Use `tfamp.remat`, a policy of less "
                 "precision, an optimizer with fewer slots, or a smaller model."
             )
-        if count == len(sizes):
+        if count == _LARGEST:
             raise ValueError(
                 f"Every batch fits into {format_bytes(limit)}; expected a step whose "
                 "memory grows with the batch. Pass `data=` with a batch of yours."
@@ -133,23 +126,20 @@ class MemoryEstimate(TableRecord):
             ("peak", format_bytes(self.peak_bytes)),
             ("of which the step makes", format_bytes(self.step_bytes)),
         ]
+        sizes = list(self.by_layer.items())
+        layers = [(path, format_bytes(size)) for path, size in sizes[:_MAX_LAYERS]]
+        if rest := sizes[_MAX_LAYERS:]:
+            others = format_bytes(sum(size for _, size in rest))
+            layers.append((f"{len(rest)} others", others))
         look: dict[str, Any] = {"box": box.SIMPLE, "show_edge": False}
-        columns = {"": console.WHOLE, "bytes": console.RIGHT}
-        kinds = console.table(columns, rows, **look)
+        heads = {"largest layers": console.FOLD, "at the peak": console.RIGHT}
         lines = [f"Peak at {self.at}.", *(f"Note: {note}" for note in self.notes)]
-        lines = ["\n".join(textwrap.wrap(line, console.WIDTH)) for line in lines]
-        return console.text_of(title, kinds, _layers(self.by_layer), *lines)
-
-
-def _layers(by_layer: dict[str, int]) -> Any:
-    """Returns a table of the largest layers."""
-    sizes = list(by_layer.items())
-    rows = [(path, format_bytes(size)) for path, size in sizes[:_MAX_LAYERS]]
-    if rest := sizes[_MAX_LAYERS:]:
-        others = format_bytes(sum(size for _, size in rest))
-        rows.append((f"{len(rest)} others", others))
-    columns = {"largest layers": console.FOLD, "at the peak": console.RIGHT}
-    return console.table(columns, rows, box=box.SIMPLE, show_edge=False)
+        return console.text_of(
+            title,
+            console.table({"": console.WHOLE, "bytes": console.RIGHT}, rows, **look),
+            console.table(heads, layers, **look),
+            *("\n".join(textwrap.wrap(line, console.WIDTH)) for line in lines),
+        )
 
 
 def by_kind(peak: Peak, model: keras.Model, marks: Marks) -> dict[str, int]:
@@ -159,19 +149,19 @@ def by_kind(peak: Peak, model: keras.Model, marks: Marks) -> dict[str, int]:
     found: collections.Counter[str] = collections.Counter()
     for held in peak.held:
         in_layer = bool(marks.layer_of(held.name))
-        found[_kind(held, sizes, in_layer=in_layer)] += held.num_bytes
-    return {kind: found[kind] for kind in KINDS if found[kind]}
+        found[_kind(held, held.num_bytes in sizes, in_layer)] += held.num_bytes
+    return found
 
 
-def _kind(held: Held, weights: set[int], *, in_layer: bool) -> str:
+def _kind(held: Held, is_like_a_weight: bool, in_layer: bool) -> str:
     if held.op == "scratch":
         return "workspace"
     if held.op == "Cast" and held.source == "ReadVariableOp":
         return "casts"
     if is_backward(held.name):
-        return "gradients" if held.num_bytes in weights else "workspace"
+        return "gradients" if is_like_a_weight else "workspace"
     # The optimizer computes with numbers of the weights' sizes.
-    return "activations" if in_layer or held.num_bytes not in weights else "workspace"
+    return "activations" if in_layer or not is_like_a_weight else "workspace"
 
 
 def by_layer(
@@ -186,8 +176,7 @@ def by_layer(
     for path, layer, _ in structure.walk(model):
         own = [w for w in structure.own_weights(layer) if id(w) not in counted]
         counted |= {id(w) for w in own}
-        size = bytes_of(own)
         # Slots have the shapes of what is trained.
         share = sum(num_bytes(w) for w in own if getattr(w, "trainable", False))
-        found[path] += size + slots * share // trainable
+        found[path] += bytes_of(own) + slots * share // trainable
     return {path: size for path, size in found.most_common() if size}

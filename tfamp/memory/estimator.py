@@ -14,13 +14,7 @@ from tfamp.graph.schedules import Schedule, read_schedule, scaled
 from tfamp.keras_hooks import trainer
 from tfamp.keras_hooks.structure import bytes_of, num_bytes
 from tfamp.machine import devices
-from tfamp.memory.estimates import (
-    KINDS,
-    PROCESS,
-    MemoryEstimate,
-    by_kind,
-    by_layer,
-)
+from tfamp.memory.estimates import KINDS, PROCESS, MemoryEstimate, by_kind, by_layer
 from tfamp.memory.measured import Line, measured_line, rebuilding
 from tfamp.memory.specs import specs_of
 from tfamp.models import apply, assignment
@@ -28,7 +22,7 @@ from tfamp.records import checks
 from tfamp.records.formats import HALF
 from tfamp.stepping.arguments import build
 from tfamp.stepping.snapshots import optimizers_of
-from tfamp.stepping.step_traces import TracedSpecs, plain_name, trace_specs
+from tfamp.stepping.step_traces import Marks, plain_name, trace_specs
 from tfamp.stepping.unchanged import copied, seeds_put_back
 
 # Batch sizes of a curve, as parts of the one that was asked for.
@@ -109,12 +103,26 @@ def estimate_memory(
     is_model = isinstance(model_or_build, keras.Model) or not callable(model_or_build)
     build_model = None if is_model else model_or_build
     model: Any = model_or_build if is_model else model_or_build()
-    _check_model(model, training=training, optimizer=optimizer)
-    if measure and not training:
-        raise ValueError(
-            "`measure` came with `training=False`; expected one of them, as training "
-            "steps are measured. Leave one out."
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"`model_or_build` is {model!r}, of type {type(model).__name__}; expected "
+            "a `keras.Model`, or a function that returns one. Pass it first, then the "
+            "batch size."
         )
+    if training and not model.compiled and optimizer is None:
+        raise ValueError(
+            f"Model {model.name!r} is not compiled; expected one that `fit` takes. "
+            "Compile it, or pass `optimizer='adam'`, or `training=False` for inference."
+        )
+    for name, is_given in {
+        "optimizer": optimizer is not None,
+        "measure": measure,
+    }.items():
+        if is_given and not training:
+            raise ValueError(
+                f"`{name}` came with `training=False`; expected one of them, as it is "
+                "of training steps. Leave one out."
+            )
     with contextlib.ExitStack() as stack:
         stack.enter_context(seeds_put_back())
         stack.enter_context(model.distribute_strategy.scope())
@@ -131,16 +139,86 @@ def estimate_memory(
             arguments = {"loss": "mse", **trainer.compile_arguments(model)}
             arguments |= {"optimizer": chosen, "run_eagerly": False}
             stack.enter_context(trainer.compiled_as(given, **arguments))
-        steps = StepMemory(
-            given, data, training=training, sequence_length=sequence_length
-        )
-        found = steps.estimate(size)
+
+        def specs(number: int, training: bool = training) -> Any:
+            return specs_of(given, data, number, sequence_length, training=training)
+
+        if training:
+            zeros = None if given.built else _zeros(specs(1, training=False))
+            build(given, zeros)
+        found = _estimate(given, specs, size, training=training)
+        if sequence_length is not None:
+            length = f"Sizes that the model leaves open are taken as {sequence_length}."
+            found = dataclasses.replace(found, notes=(length, *found.notes))
         if not measure:
             return found
         if build_model is None or optimizer is not None:
             build_model = rebuilding(given)
-        line = measured_line(build_model, steps.zeros(1), _telling(found), policy)
+        line = measured_line(build_model, _zeros(specs(1)), _telling(found), policy)
         return _on_line(found, line)
+
+
+def _estimate(
+    model: keras.Model, specs: Callable[[int], Any], size: int, *, training: bool
+) -> MemoryEstimate:
+    """Returns the estimate of a built model; `specs` gives those of some examples."""
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    if size % replicas:
+        raise ValueError(
+            f"`batch_size` is {size} on {replicas} replicas; expected a multiple of "
+            "their number, as each gets as many. Round it."
+        )
+    # Half dtypes that some device here does not multiply in by itself.
+    fast = [set(devices.fast_dtypes(device)) for device in devices.devices()]
+    emulated = frozenset(HALF) - set(HALF).intersection(*fast)
+
+    def trace(number: int) -> tuple[Schedule, Marks]:
+        traced = trace_specs(model, specs(number // replicas), training=training)
+        return read_schedule(traced.concrete), traced.marks
+
+    (schedule, marks), (double, _) = trace(size), trace(2 * size)
+
+    def peak_at(number: int) -> Peak:
+        other = scaled(schedule, double, (size, 2 * size), number)
+        return find_peak(other or trace(number)[0], emulated=emulated)
+
+    peak = find_peak(schedule, emulated=emulated)
+    # What is there before a step.
+    parameters = [*model.variables, *model.metrics_variables]
+    known = {id(variable) for variable in parameters}
+    optimizers = optimizers_of(model) if training else []
+    slots = [v for o in optimizers for v in o.variables if id(v) not in known]
+    inputs = sum(map(num_bytes, tf.nest.flatten(specs(size // replicas)))) * replicas
+    standing = {"parameters": bytes_of(parameters), "optimizer slots": bytes_of(slots)}
+    kinds = {**standing, "inputs": inputs, **by_kind(peak, model, marks)}
+    held = sum(standing.values())
+    sizes = {max(1, round(size * part / replicas)) * replicas for part in _PARTS}
+    curve = {n: held + inputs * n // size + peak_at(n).num_bytes for n in sizes}
+    curve[size] = held + inputs + peak.num_bytes
+    notes = []
+    if getattr(model, "jit_compile", False) is True:
+        notes.append(
+            "XLA compiles this step, and fuses what is counted here; `measure=True` "
+            "tells what it takes."
+        )
+    if schedule.unknown:
+        notes.append(
+            f"{len(schedule.unknown)} operations do not tell the size of what they "
+            f"give, the first is {plain_name(schedule.unknown[0])!r}; it counts 0."
+        )
+    return MemoryEstimate(
+        model=model.name,
+        policy=assignment(model).policy,
+        batch_size=size,
+        training=training,
+        source="graph",
+        peak_bytes=curve[size],
+        by_kind={kind: kinds[kind] for kind in KINDS if kinds.get(kind)},
+        by_layer=by_layer(peak, model, marks, standing["optimizer slots"]),
+        at=plain_name(peak.at),
+        curve=tuple(sorted(curve.items())),
+        notes=tuple(notes),
+    )
 
 
 def _telling(estimate: MemoryEstimate) -> int:
@@ -169,165 +247,6 @@ def _on_line(estimate: MemoryEstimate, line: Line) -> MemoryEstimate:
         curve=tuple((size, line.at(size)) for size in sorted(sizes)),
         notes=(*estimate.notes, words),
     )
-
-
-def _check_model(model: Any, *, training: bool, optimizer: Any) -> None:
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"`model_or_build` is {model!r}, of type {type(model).__name__}; expected "
-            "a `keras.Model`, or a function that returns one. Pass it first, then the "
-            "batch size."
-        )
-    if training and not model.compiled and optimizer is None:
-        raise ValueError(
-            f"Model {model.name!r} is not compiled; expected one that `fit` takes. "
-            "Compile it, or pass `optimizer='adam'`, or `training=False` for inference."
-        )
-    if optimizer is not None and not training:
-        raise ValueError(
-            "`optimizer` came with `training=False`; expected one of them, as "
-            "inference has no optimizer. Leave one out."
-        )
-
-
-class StepMemory:
-    """The memory that steps of one model take; each batch size is traced once."""
-
-    def __init__(
-        self,
-        model: keras.Model,
-        data: Any,
-        *,
-        training: bool = True,
-        sequence_length: int | None = None,
-    ) -> None:
-        self._model, self._data, self._training = model, data, training
-        self._length = sequence_length
-        self._replicas = model.distribute_strategy.num_replicas_in_sync
-        # Half dtypes that some device here does not multiply in by itself.
-        fast = [set(devices.fast_dtypes(device)) for device in devices.devices()]
-        self._emulated = frozenset(HALF) - set(HALF).intersection(*fast)
-        self._traced: dict[int, tuple[TracedSpecs, Schedule]] = {}
-        self._scheduled: dict[int, dict[int, Schedule]] = {}
-        if training:
-            # Zeros that it can be built with.
-            specs = None if model.built else self._specs_for(1, training=False)
-            build(model, specs and _zeros(specs))
-
-    def estimate(self, size: int) -> MemoryEstimate:
-        """Returns the estimate for one batch size."""
-        if size % self._replicas:
-            raise ValueError(
-                f"`batch_size` is {size} on {self._replicas} replicas; expected a "
-                "multiple of their number, as each gets as many. Round it."
-            )
-        model = self._model
-        (_, marks), schedule = self._trace(size)
-        notes = []
-        if self._length is not None:
-            notes.append(
-                f"Sizes that the model leaves open are taken as {self._length}."
-            )
-        peak = self._graph_peak(schedule)
-        if getattr(model, "jit_compile", False) is True:
-            notes.append(
-                "XLA compiles this step, and fuses what is counted here; "
-                "`measure=True` tells what it takes."
-            )
-        if schedule.unknown:
-            notes.append(
-                f"{len(schedule.unknown)} operations do not tell the size of what they "
-                f"give, the first is {plain_name(schedule.unknown[0])!r}; it counts 0."
-            )
-        standing = self._standing(size)
-        kinds = standing | by_kind(peak, model, marks)
-        return MemoryEstimate(
-            model=model.name,
-            policy=assignment(model).policy,
-            batch_size=size,
-            training=self._training,
-            source="graph",
-            peak_bytes=sum(standing.values()) + peak.num_bytes,
-            by_kind={kind: kinds[kind] for kind in KINDS if kinds.get(kind)},
-            by_layer=by_layer(peak, model, marks, standing["optimizer slots"]),
-            at=plain_name(peak.at),
-            curve=self._curve(size, peak),
-            notes=tuple(notes),
-        )
-
-    def zeros(self, size: int) -> Any:
-        """Returns a batch of zeros."""
-        return _zeros(self._specs_for(size, training=self._training))
-
-    def _standing(self, size: int) -> dict[str, int]:
-        """Returns the bytes of what is there before a step, by kind."""
-        model = self._model
-        parameters = [*model.variables, *model.metrics_variables]
-        known = {id(variable) for variable in parameters}
-        optimizers = optimizers_of(model) if self._training else []
-        slots = [v for o in optimizers for v in o.variables if id(v) not in known]
-        return {
-            "parameters": bytes_of(parameters),
-            "optimizer slots": bytes_of(slots),
-            "inputs": self._input_bytes(size),
-        }
-
-    def _input_bytes(self, size: int) -> int:
-        specs = tf.nest.flatten(self._specs(size))
-        return sum(map(num_bytes, specs)) * self._replicas
-
-    def _curve(self, size: int, peak: Peak) -> tuple[tuple[int, int], ...]:
-        """Returns (batch size, peak bytes) around a size whose peak is known."""
-        steps = {
-            n: (peak if n == size else self._graph_peak(schedule)).num_bytes
-            for n, schedule in self._schedules(size).items()
-        }
-        kinds = self._standing(size)
-        inputs = kinds.pop("inputs") / size
-        standing = sum(kinds.values())
-        return tuple(
-            (n, standing + steps[n] + round(inputs * n)) for n in sorted(steps)
-        )
-
-    def _sizes(self, size: int) -> set[int]:
-        """Returns sizes around one."""
-        step = self._replicas
-        return {max(1, round(size * part / step)) * step for part in _PARTS}
-
-    def _schedules(self, size: int) -> dict[int, Schedule]:
-        """Returns the steps for sizes around one, from those of two where that goes."""
-        if size in self._scheduled:
-            return self._scheduled[size]
-        known = self._trace(size)[1], self._trace(2 * size)[1]
-        found = self._scheduled[size] = {size: known[0]}
-        for each in self._sizes(size) - {size}:
-            schedule = scaled(*known, (size, 2 * size), each)
-            found[each] = self._trace(each)[1] if schedule is None else schedule
-        return found
-
-    def _trace(self, size: int) -> tuple[TracedSpecs, Schedule]:
-        if size not in self._traced:
-            traced = trace_specs(
-                self._model, self._specs(size), training=self._training
-            )
-            self._traced[size] = traced, read_schedule(traced.concrete)
-        return self._traced[size]
-
-    def _specs(self, size: int) -> Any:
-        """Returns the specifications of the batch that a replica gets."""
-        return self._specs_for(size // self._replicas, training=self._training)
-
-    def _specs_for(self, batch_size: int, *, training: bool) -> Any:
-        return specs_of(
-            self._model,
-            self._data,
-            batch_size,
-            training=training,
-            sequence_length=self._length,
-        )
-
-    def _graph_peak(self, schedule: Schedule) -> Peak:
-        return find_peak(schedule, emulated=self._emulated)
 
 
 def _zeros(specs: Any) -> Any:

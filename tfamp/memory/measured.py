@@ -1,21 +1,18 @@
 """The memory of a training process, measured at two small sizes in fresh ones."""
 
-import functools
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks import structure, trainer
 from tfamp.memory.batch_search import policy_in_force, try_size
 from tfamp.records import checks
 from tfamp.trials import parcel
 from tfamp.trials.tasks import Task
 
-_PURPOSE = "`tfamp.estimate_memory(..., measure=True)`"
 _STEPS = 3
 # The larger of two sizes is four times the other.
 _TIMES = 4
@@ -49,25 +46,19 @@ def measured_line(
         batch: Rows that are repeated to the sizes.
         size: The larger of them, which is to hold far more than processes differ by.
         policy: What to build under; None for what is in force.
-
-    Raises:
-        ImportError: A package of `tfamp[report]` is not installed.
-        MemoryError: One of the sizes does not fit.
-        RuntimeError: A process failed, and not for want of memory.
-        TypeError: The model cannot be taken to another process.
     """
-    for module in ("cloudpickle", "psutil"):
-        checks.require(module, extra="report", purpose=_PURPOSE)
+    checks.require("cloudpickle", extra="report", purpose="`measure=True`")
+    checks.require("psutil", extra="report", purpose="`measure=True`")
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     small = max(1, round(size / _TIMES / replicas)) * replicas
     large = max(round(size / replicas) * replicas, 2 * small)
     peaks = []
     with tempfile.TemporaryDirectory(prefix="tfamp-memory-") as name:
         folder = Path(name)
-        # The rows of a batch are repeated, so that the data set no limit.
         policy = policy or policy_in_force(folder)
         parcel.pack(folder, build, tf.data.Dataset.from_tensors(batch), None)
         for each in (small, large):
+            # The rows of a batch are repeated, so that the data set no limit.
             task = Task(policy, steps=_STEPS, batch_size=each, data_batch_size=large)
             trial, _ = try_size(folder, task)
             if trial.peak_bytes is None:
@@ -81,45 +72,18 @@ def measured_line(
 
 
 def rebuilding(model: keras.Model) -> Callable[[], keras.Model]:
-    """Returns what builds a compiled model anew in another process, without weights.
+    """Returns what gives a compiled model in another process, as Keras pickles it.
 
-    Raises:
-        TypeError: The model does not tell how.
+    A TypeError says that the model cannot be pickled.
     """
-    arguments = trainer.compile_arguments(model)
-    optimizer = arguments.pop("optimizer", None) or model.optimizer
-    if not isinstance(optimizer, str):
-        optimizer = (type(optimizer), optimizer.get_config())
-    classes = {
-        type(layer).__name__: type(layer)
-        for _, layer, _ in structure.walk(model)
-        if not type(layer).__module__.startswith("keras.")
-    }
+    pickle = checks.require("cloudpickle", extra="report", purpose="`measure=True`")
     try:
-        build = functools.partial(
-            _built, type(model), model.get_config(), classes, optimizer, arguments
-        )
-        build()  # or it would fail where nobody sees why
+        pickle.loads(pickle.dumps(model))  # or it would fail where nobody sees why
     except Exception as error:  # of whatever objects the model holds
         raise TypeError(
-            f"`model_or_build` is {model.name!r}, which cannot be built anew in the "
-            f"process that is measured ({checks.first_line(error)}); expected a model "
-            "whose `get_config` has all that it is made of, or a function that returns "
-            "it. Pass that function."
+            f"`model_or_build` is {model.name!r}, which cannot be taken to the process "
+            f"that is measured ({checks.first_line(error)}); expected a model whose "
+            "classes are registered (`keras.saving.register_keras_serializable`), or a "
+            "function that returns it. Pass that function."
         ) from error
-    return build
-
-
-def _built(
-    kind: type[keras.Model],
-    config: Mapping[str, Any],
-    classes: Mapping[str, type],
-    optimizer: Any,
-    arguments: Mapping[str, Any],
-) -> keras.Model:
-    with keras.saving.custom_object_scope(dict(classes)):
-        model = kind.from_config(dict(config))
-    if not isinstance(optimizer, str):
-        optimizer = optimizer[0].from_config(optimizer[1])
-    model.compile(optimizer=optimizer, **arguments)
-    return model
+    return lambda: model

@@ -1,7 +1,9 @@
 """`tfamp.remat`: activations computed again in the backward pass, not kept."""
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 from absl import logging
@@ -9,7 +11,6 @@ from absl import logging
 from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.optimizers import in_xla
 from tfamp.keras_hooks.recompute import recomputed
-from tfamp.memory.segments import Segment, cut
 
 # A graph with fewer nodes is computed again as a whole, if at all.
 _MIN_NODES = 4
@@ -59,26 +60,25 @@ def remat(
         return model_or_layers
     model = model_or_layers
     graph = structure.graph_of(model)
-    _clear(model)
-    if enabled and graph is not None:
-        _tell(model, _cut_graph(model, graph), "segments")
-    elif enabled:
-        children = structure.children(model)
-        chosen = [layer for layer in children if structure.children(layer)] or children
-        for layer in chosen:
-            _set(layer, enabled=True)
-        _tell(model, len(chosen), "layers")
-    for _, layer, _ in structure.walk(model):
-        trainer.drop_traced_functions(layer)
-    return model
-
-
-def _clear(model: keras.Model) -> None:
     for _, layer, _ in structure.walk(model):
         structure.replace_call(layer, None)
-        graph = structure.graph_of(layer)
+        if (inner := structure.graph_of(layer)) is not None:
+            structure.replace_run(inner, None)
+        trainer.drop_traced_functions(layer)
+    if enabled:
         if graph is not None:
-            structure.replace_run(graph, None)
+            number = _cut_graph(model, graph)
+        else:
+            children = structure.children(model)
+            chosen = [each for each in children if structure.children(each)] or children
+            number = len(chosen)
+            for layer in chosen:
+                _set(layer, enabled=True)
+        logging.info(
+            "tfamp.remat: %d parts of %r are computed again in the backward pass.",
+            *(number, model.name),
+        )
+    return model
 
 
 def _set(layer: keras.layers.Layer, *, enabled: bool) -> None:
@@ -106,55 +106,98 @@ def _again(
     )
 
 
-def _tell(model: keras.Model, count: int, what: str) -> None:
-    logging.info(
-        "tfamp.remat: %d %s of %r are computed again in the backward pass.",
-        count,
-        what,
-        model.name,
-    )
+class Segment(NamedTuple):
+    """Consecutive nodes of a graph, and whether they are computed again.
+
+    `inputs` are tensors that they take from before, `outputs` those needed behind them.
+    """
+
+    nodes: Sequence[Any]
+    inputs: tuple[keras.KerasTensor, ...]
+    outputs: tuple[keras.KerasTensor, ...]
+    is_again: bool
 
 
 def _cut_graph(model: Any, graph: Any) -> int:
-    """Makes a model's graph run in segments; returns how many are computed again."""
-    nodes = structure.nodes_of(graph)
-    inner = {
-        id(node): (node.operation, found)
-        for node in nodes
-        if (found := structure.graph_of(node.operation)) is not None
-        and len(structure.nodes_of(found)) >= _MIN_NODES
-    }
-    steps: list[tuple[Segment, bool]] = []
-    num_inner = sum(_cut_graph(*each) for each in inner.values())
-    start = 0
-    for place in (*(i for i, n in enumerate(nodes) if id(n) in inner), len(nodes)):
-        results = _needed(nodes[place:], graph.outputs)
-        if place > start:
-            part = nodes[start:place]
-            found = cut(part, results)
-            is_end = place == len(nodes)
-            steps += [
-                (segment, not (is_end and segment is found[-1])) for segment in found
-            ]
-        if place < len(nodes):
-            behind = _needed(nodes[place + 1 :], graph.outputs)
-            steps += [(segment, False) for segment in cut([nodes[place]], behind, 1)]
-        start = place + 1
-    structure.replace_run(graph, _runner(model, steps))
-    return num_inner + sum(is_again for _, is_again in steps)
+    """Makes a model's graph run in segments; returns how many are computed again.
+
+    Models in it are cut likewise, and stand between its own segments.
+    """
+    nodes, number = structure.nodes_of(graph), 0
+    edges, inner = [0], set()
+    for place, node in enumerate([*nodes, None]):
+        found = None if node is None else structure.graph_of(node.operation)
+        if found is not None and len(structure.nodes_of(found)) >= _MIN_NODES:
+            number += _cut_graph(node.operation, found)
+            inner.add(place)
+        elif node is not None:
+            continue
+        start = edges[-1]
+        behind = _needed(nodes[place:], graph.outputs)
+        edges += [start + each for each in _cuts(nodes[start:place], behind)]
+        edges += [place] * (place > start) + [place + 1] * (place in inner)
+    segments = []
+    for start, end in itertools.pairwise(edges):
+        own = nodes[start:end]
+        made = {id(x): x for node in own for x in node.output_tensors}
+        taken = {id(x): x for node in own for x in node.input_tensors}
+        wanted = {id(x) for x in _needed(nodes[end:], graph.outputs)}
+        inputs = tuple(x for key, x in taken.items() if key not in made)
+        outputs = tuple(x for key, x in made.items() if key in wanted)
+        # The gradient of the last one comes first.
+        is_again = start not in inner and end < len(nodes)
+        segments.append(Segment(own, inputs, outputs, is_again))
+    structure.replace_run(graph, _runner(model, segments))
+    return number + sum(segment.is_again for segment in segments)
 
 
 def _needed(nodes: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     return [*outputs, *(x for node in nodes for x in node.input_tensors)]
 
 
-def _runner(owner: Any, steps: Sequence[tuple[Segment, bool]]) -> Callable[..., None]:
+def _cuts(nodes: Sequence[Any], results: Sequence[Any]) -> list[int]:
+    """Returns where nodes are cut: behind how many of them, smaller ones first.
+
+    Segments make about equally many bytes; a cut lies where the fewest bytes pass
+    within half a segment of the place that would make them equal. As many are wanted as
+    the square root of the number of nodes, which needs the least memory where all are
+    alike.
+    """
+    last = {id(x): len(nodes) for x in results}
+    for place, node in reversed(list(enumerate(nodes))):
+        for x in node.input_tensors:
+            last.setdefault(id(x), place)
+    alive: dict[int, int] = {}
+    passing, sums, done = [], [], 0
+    for place, node in enumerate(nodes):
+        for x in (*node.input_tensors, *node.output_tensors):
+            alive[id(x)] = _size(x)
+        alive = {key: size for key, size in alive.items() if last.get(key, -1) > place}
+        passing.append(sum(alive.values()))
+        done += sum(map(_size, node.output_tensors))
+        sums.append(done)
+    count, places = round(math.sqrt(len(nodes))), set()
+    for number in range(1, count):
+        wanted = done * number / count
+        off = [abs(each - wanted) for each in sums]
+        near = [p for p in range(len(nodes) - 1) if off[p] <= done / count / 2]
+        if near:
+            places.add(min((passing[p], off[p], p) for p in near)[2] + 1)
+    return sorted(places)
+
+
+def _size(tensor: keras.KerasTensor) -> int:
+    """Returns the numbers of one example, which stand for the bytes of a batch."""
+    return math.prod(size or 1 for size in tensor.shape)
+
+
+def _runner(owner: Any, segments: Sequence[Segment]) -> Callable[..., None]:
     def run(tensors: dict[int, Any], operation_fn: Any) -> None:
-        for segment, is_again in steps:
-            if not is_again or any(id(x) not in tensors for x in segment.inputs):
-                structure.run_nodes(segment.nodes, tensors, operation_fn)
-            else:
+        for segment in segments:
+            if segment.is_again and all(id(x) in tensors for x in segment.inputs):
                 _run_again(owner, segment, tensors, operation_fn)
+            else:
+                structure.run_nodes(segment.nodes, tensors, operation_fn)
 
     return run
 
@@ -167,9 +210,10 @@ def _run_again(
         structure.run_nodes(segment.nodes, own, operation_fn)
         return [own[id(x)] for x in segment.outputs]
 
-    names = [layer.name for layer in segment.layers]
-    name = f"{names[0]} to {names[-1]}" if names else "a segment"
-    again = _again(call, owner, segment.layers, name)
+    called = {id(node.operation): node.operation for node in segment.nodes}
+    layers = [x for x in called.values() if isinstance(x, keras.layers.Layer)]
+    name = f"{layers[0].name} to {layers[-1].name}" if layers else "a segment"
+    again = _again(call, owner, layers, name)
     outputs = again(*(tensors[id(x)] for x in segment.inputs))
     for x, y in zip(segment.outputs, outputs, strict=True):
         tensors[id(x)] = y

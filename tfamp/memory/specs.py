@@ -9,19 +9,15 @@ from tfamp.keras_hooks import structure
 from tfamp.stepping.arguments import dataset_of
 
 _HOW = "Pass an example as `data`, x alone or (x, y), of which only the shapes are read"
-_LENGTH = (
-    "; or one length for them: `sequence_length=128` to `tfamp.estimate_memory`, "
-    "`--sequence_length=128` to `tfamp memory`."
-)
 
 
 def specs_of(
     model: keras.Model,
     data: Any,
     batch_size: int,
+    sequence_length: int | None,
     *,
     training: bool,
-    sequence_length: int | None = None,
 ) -> Any:
     """Returns a `tf.TensorSpec` for each tensor of a batch.
 
@@ -32,7 +28,6 @@ def specs_of(
         TypeError: `data` is nothing that `fit` takes.
         ValueError: The model does not tell its inputs or targets.
     """
-    whose = f"Model {model.name!r}" if data is None else "`data`"
     given = _inputs(model) if data is None else _specs_of_data(data)
     open_sizes = [
         f"{repr(spec.name) if spec.name else 'an input'} {tuple(spec.shape)}"
@@ -40,14 +35,11 @@ def specs_of(
         if None in _sizes(spec)
     ]
     if open_sizes and sequence_length is None:
+        whose = f"Model {model.name!r}" if data is None else "`data`"
         raise ValueError(
             f"{whose} leaves sizes of its inputs open: {', '.join(open_sizes)}; "
-            f"expected sizes that are known but for the batch. {_HOW}{_LENGTH}"
-        )
-    if not open_sizes and sequence_length is not None:
-        raise ValueError(
-            f"`sequence_length` is {sequence_length!r}, but {whose[0].lower()}"
-            f"{whose[1:]} leaves no size open; expected None. Leave it out."
+            f"expected sizes that are known but for the batch. {_HOW}; or one length "
+            "for them as `sequence_length` (`--sequence_length` of `tfamp memory`)."
         )
 
     def known(spec: Any) -> tf.TensorSpec:
@@ -64,9 +56,8 @@ def specs_of(
 
 def _is_x_alone(data: Any) -> bool:
     """Returns whether data are inputs without targets, not in a tuple or dataset."""
-    if isinstance(data, dict):
-        return True
-    return hasattr(data, "shape") and not callable(getattr(data, "build", None))
+    is_array = hasattr(data, "shape") and not callable(getattr(data, "build", None))
+    return is_array or isinstance(data, dict)
 
 
 def _sizes(spec: Any) -> list[int | None]:

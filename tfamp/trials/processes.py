@@ -13,7 +13,6 @@ from pathlib import Path
 
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 5
-_TAIL_LINES = 15
 _SIGNALS = {
     "SIGKILL": "the system killed it, most often for want of memory",
     "SIGILL": "the processor does not know an instruction that TensorFlow used; "
@@ -40,15 +39,12 @@ def run(
         Its exit status; None where it took longer than it may, and was ended.
     """
     reading, writing = os.pipe()
-    process = None
+    began, part, process = time.monotonic(), 0.0, None
     try:
         with uninterrupted():
-            process = start(
-                module, [*arguments, str(writing)], log, pass_fds=(writing,)
-            )
-        os.close(writing)
-        writing = -1
-        began, part = time.monotonic(), 0.0
+            words = [*arguments, str(writing)]
+            process = start(module, words, log, pass_fds=(writing,))
+            os.close(writing)
         while True:
             if select.select([reading], [], [], _POLL_SECONDS)[0]:
                 told = os.read(reading, 4096).decode()
@@ -62,8 +58,6 @@ def run(
                 return None
     finally:
         os.close(reading)
-        if writing >= 0:
-            os.close(writing)
         if process is not None:
             if process.poll() is None:
                 end(process)
@@ -77,7 +71,7 @@ def start(
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     with open(log, "wb") as output:
         return subprocess.Popen(
-            command(module, arguments),
+            [sys.executable, "-m", module, *arguments],
             # Held open: its end tells the process that this one is gone.
             stdin=subprocess.PIPE,
             stdout=output,
@@ -87,11 +81,6 @@ def start(
             # Ctrl-C reaches this process only, which then ends the other.
             start_new_session=True,
         )
-
-
-def command(module: str, arguments: Sequence[str]) -> list[str]:
-    """Returns the command that runs a module of tfamp with this interpreter."""
-    return [sys.executable, "-m", module, *arguments]
 
 
 @contextlib.contextmanager
@@ -148,8 +137,8 @@ def why_ended(status: int) -> str:
     return f"{name} ended the process: {_SIGNALS.get(name, 'somebody sent it')}"
 
 
-def tail(log: Path) -> str:
+def tail(log: Path, lines: int = 15) -> str:
     """Returns the last lines of a log."""
     if not log.is_file():
         return ""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

@@ -15,27 +15,6 @@ from tfamp.records.record import Record
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread(Record):
-    """The middle of measured values, and what a quarter lie below and above."""
-
-    median: float
-    low: float
-    high: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        """Returns the spread of at least one value.
-
-        Example:
-            >>> Spread.of([3.0, 1.0, 2.0])
-            Spread(median=2.0, low=1.5, high=2.5, count=3)
-        """
-        low, median, high = np.percentile(np.asarray(values, np.float64), (25, 50, 75))
-        return cls(float(median), float(low), float(high), len(values))
-
-
-@dataclasses.dataclass(frozen=True)
 class Latency(Record):
     """How long one call of the trained model takes, for one batch size."""
 
@@ -62,30 +41,29 @@ class Latency(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Memory(Record):
-    """Bytes that a run held; those of the process of the first seed alone."""
+    """Bytes that a process held with the model built, and at its peak in training.
+
+    `device_bytes` are those of TensorFlow's allocator on the fullest GPU.
+    """
 
     start_bytes: int
     training_bytes: int | None = None
-    inference_bytes: int | None = None
     device_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerDtype(Record):
-    """What a layer computes in, and what decided it."""
+    """What a layer computes in."""
 
     path: str
-    class_name: str
     compute_dtype: str
-    variable_dtype: str
-    rule: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Run(Record):
     """One training run, in a process of its own."""
 
-    SCHEMA: ClassVar[int] = 3
+    SCHEMA: ClassVar[int] = 4
 
     policy: str
     seed: int
@@ -98,8 +76,7 @@ class Run(Record):
     num_epochs: int = 0
     num_parameters: int = 0
     examples_per_second: float = 0.0
-    step: Spread | None = None
-    warmup_steps: int = 0
+    step_seconds: float = 0.0
     first_step_seconds: float = 0.0
     history: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     final_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -110,7 +87,6 @@ class Run(Record):
     latencies: tuple[Latency, ...] = ()
     memory: Memory | None = None
     energy_joules: float | None = None
-    file_bytes: int | None = None
     layers: tuple[LayerDtype, ...] = ()
     notes: tuple[str, ...] = ()
     outcome: str = ""
@@ -128,15 +104,11 @@ class Run(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Context(Record):
-    """The machine, the versions and the settings behind the figures."""
+    """The machine and the versions behind the figures, and how to repeat them."""
 
     devices: tuple[Device, ...]
-    driver: str
     versions: dict[str, str | None]
     system: str
     num_cores: int
-    tf32: bool
-    onednn: bool
-    variables: dict[str, str]
     command: str = ""
     date: str = ""

@@ -1,7 +1,6 @@
 """Does tasks one after another, each in a process of its own."""
 
 import dataclasses
-import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,13 +34,12 @@ def do(
     status = processes.run(
         *(WORKER, words, log), timeout_seconds=timeout_seconds, on_progress=on_progress
     )
-    if status is None:
-        why = f"it took longer than {timeout_seconds or 0:g} s"
-        return Run(task.policy, task.seed, "failed", why, outcome="too slow")
     if record.is_file():
         return Run.from_json(record)
-    why = processes.why_ended(status)
-    return Run(task.policy, task.seed, "failed", why, outcome=f"status {status}")
+    why, outcome = f"it took longer than {timeout_seconds or 0:g} s", "too slow"
+    if status is not None:
+        why, outcome = processes.why_ended(status), f"status {status}"
+    return Run(task.policy, task.seed, "failed", why, outcome=outcome)
 
 
 def run_all(
@@ -64,30 +62,28 @@ def run_all(
     try:
         unit = f"of {len(pairs)} runs"
         with progress("Starting", len(pairs), unit=unit, decimals=1) as show:
-            for policy, seed in pairs:
-                name, done = f"{names[policy]}, seed {seed}", len(runs)
+            for done, (policy, seed) in enumerate(pairs):
+                name = f"{names[policy]}, seed {seed}"
 
                 def tell(part: float, done: int = done, name: str = name) -> None:
                     show(done + part, name)
 
                 tell(0.0)
-                own = [run.is_finished for run in runs if run.policy == policy]
                 record = folder / f"{tasks.file_name(policy, seed)}.json"
                 kept = Run.from_json(record) if record.is_file() else None
                 if kept is not None and kept.is_finished:
                     runs.append(kept)
                     continue
+                own = [run.is_finished for run in runs if run.policy == policy]
                 if own and not any(own):
                     why = "left out, since the first run under this policy failed"
                     run = Run(policy, seed, "failed", why)
                 else:
-                    given = dataclasses.replace(
-                        task,
-                        policy=policy,
-                        seed=seed,
-                        keeps_batches=seed == seeds[0],
-                    )
-                    run = _trained(folder, given, timeout_seconds, tell)
+                    given = dataclasses.replace(task, policy=policy, seed=seed)
+                    how = {"timeout_seconds": timeout_seconds, "on_progress": tell}
+                    run = do(folder, given, **how)  # type: ignore[arg-type]
+                    if run.is_finished and seed == seeds[0]:
+                        run = _with_memory(folder, given, run, timeout_seconds)
                 if not run.is_finished and not runs:
                     log = folder / f"{tasks.file_name(policy, seed)}.log"
                     raise RuntimeError(
@@ -112,33 +108,24 @@ def run_all(
     return runs
 
 
-def _trained(
-    folder: Path,
-    task: Task,
-    timeout_seconds: float | None,
-    on_progress: Callable[[float], None],
+def _with_memory(
+    folder: Path, task: Task, run: Run, timeout_seconds: float | None
 ) -> Run:
-    """Returns a whole training, that of a first seed with the memory of a few steps.
+    """Returns a run with the memory of a few steps in a process of their own.
 
-    These run in a process of their own: no data are there, and nothing that went before
-    has left memory that they would hide in.
+    There nothing that went before has left memory that they would hide in.
     """
-    run = do(folder, task, timeout_seconds=timeout_seconds, on_progress=on_progress)
-    batches = folder / f"{task.name}.batches"
-    if run.is_finished and batches.is_dir():
-        few = dataclasses.replace(
-            task, steps=_MEMORY_STEPS, batch_size=run.batch_size, is_fresh=True
-        )
-        found = do(folder, few, timeout_seconds=timeout_seconds)
-        if found.memory is not None:
-            device = None if run.memory is None else run.memory.device_bytes
-            memory = dataclasses.replace(found.memory, device_bytes=device)
-            run = dataclasses.replace(run, memory=memory)
-        else:
-            note = f"The memory of the model is not known: {found.error}"
-            run = dataclasses.replace(run, notes=(*run.notes, note))
-        for path in folder.glob(f"{few.name}.*"):
-            path.unlink()
-        run.to_json(folder / f"{task.name}.json")
-    shutil.rmtree(batches, ignore_errors=True)
+    size = run.batch_size
+    few = dataclasses.replace(task, steps=_MEMORY_STEPS, batch_size=size, is_fresh=True)
+    found = do(folder, few, timeout_seconds=timeout_seconds)
+    if found.memory is not None:
+        device = None if run.memory is None else run.memory.device_bytes
+        memory = dataclasses.replace(found.memory, device_bytes=device)
+        run = dataclasses.replace(run, memory=memory)
+    else:
+        note = f"The memory of the model is not known: {found.error}"
+        run = dataclasses.replace(run, notes=(*run.notes, note))
+    for path in folder.glob(f"{few.name}.*"):
+        path.unlink()
+    run.to_json(folder / f"{task.name}.json")
     return run

@@ -64,28 +64,16 @@ def load(text: str, **how: Any) -> Callable[..., Any]:
     """
     if text.endswith(".py"):
         return functools.partial(first_fit, text, **how)
-    module_name, colon, name = text.partition(":")
-    if not (module_name and colon and name):
+    module_name, _, name = text.partition(":")
+    if not (module_name and name):
         raise ValueError(
             f"`build_model` is {text!r}; expected 'module:function', such as "
             "'recipes.train_digits:build', or 'script.py'."
         )
-    where = os.getcwd()
-    neighbours = os.path.join(where, *module_name.split(".")[:-1])
-    if where not in sys.path:
-        sys.path.insert(0, where)
-    if neighbours not in sys.path:
-        sys.path.append(neighbours)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and module_name.startswith(error.name):
-            raise ImportError(
-                f"There is no module {error.name!r} for {text!r}; expected one below "
-                f"{where!r} or an installed one. Run from the folder it lies in.",
-                name=error.name,
-            ) from error
-        raise
+    here = os.getcwd()
+    sys.path[:0] = [here] * (here not in sys.path)
+    sys.path.append(os.path.join(here, *module_name.split(".")[:-1]))
+    module = importlib.import_module(module_name)
     found = getattr(module, name, None)
     if not callable(found):
         names = [key for key, value in vars(module).items() if inspect.isroutine(value)]
@@ -137,24 +125,23 @@ def first_fit(
 
         return stop
 
-    trained = ("fit", "train_on_batch")
-    stops: dict[str, Any] = {
-        name: stopping(getattr(keras.Model, name)) for name in trained
-    }
-    with (
-        mock.patch.multiple(keras.Model, **stops),
-        _seeds_shifted(seed),
-        contextlib.nullcontext() if own_policy else _policy_left_alone(),
-        _as_main(path),
-    ):
+    names: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        for name in ("fit", "train_on_batch"):
+            stop = stopping(getattr(keras.Model, name))
+            stack.enter_context(mock.patch.object(keras.Model, name, stop))
+        for patch in _patches(seed, own_policy):
+            stack.enter_context(patch)
+        # It sees its own command line, and its folder first among modules.
+        folder = os.path.dirname(os.path.realpath(path))
+        stack.enter_context(mock.patch.object(sys, "argv", [path]))
+        stack.enter_context(mock.patch.object(sys, "path", [folder, *sys.path]))
         try:
             names = runpy.run_path(path, run_name="__main__")
         except _Fit as found:
             return found.model, *_data(found.given, shuffled)
         except (Exception, SystemExit) as error:
-            if isinstance(error, SystemExit) and not error.code:
-                names = {}
-            else:
+            if not isinstance(error, SystemExit) or error.code:
                 traceback.print_exception(error.with_traceback(own_frames(error)))
                 raise ProgramError(
                     f"{path!r} failed before its first `fit`: "
@@ -162,13 +149,37 @@ def first_fit(
                     f"{path}` runs. Mend what the traceback shows."
                 ) from None
     models = [each for each in names.values() if isinstance(each, keras.Model)]
-    models.sort(key=lambda model: model.compiled)
     if not models:
         raise ValueError(
             f"{path!r} ended without `fit`, and no Keras model was found in it; "
             "expected one to look at. Name a function that returns it: 'module:build'."
         )
-    return models[-1], None, None
+    return max(models, key=lambda model: model.compiled), None, None
+
+
+def _patches(seed: int, own_policy: bool) -> Iterator[Any]:
+    """Yields what shifts the seeds that a script sets, and has its policy do nothing.
+
+    So each run is another one, under the policy that is asked about.
+    """
+    import keras
+    import tensorflow as tf
+
+    import tfamp
+
+    def shifted(original: Callable[[int], Any]) -> Callable[[int], Any]:
+        return lambda given: original(given + seed)
+
+    def nothing(*args: Any, **kwargs: Any) -> Any:
+        return tfamp.status()
+
+    for module, name in ((keras.utils, "set_random_seed"), (tf.random, "set_seed")):
+        yield mock.patch.object(module, name, shifted(getattr(module, name)))
+    old = (keras.mixed_precision, tf.keras.mixed_precision)
+    setters = [(tfamp, "enable"), (keras.config, "set_dtype_policy")]
+    setters += [(m, n) for m in old for n in ("set_global_policy", "set_dtype_policy")]
+    for module, name in [] if own_policy else setters:
+        yield mock.patch.object(module, name, nothing)
 
 
 def _data(given: dict[str, Any], shuffled: bool) -> tuple[Any, Any]:
@@ -185,16 +196,14 @@ def _data(given: dict[str, Any], shuffled: bool) -> tuple[Any, Any]:
             stacklevel=2,
         )
     validation, size = given.get("validation_data"), given.get("batch_size")
+    if isinstance(validation, tf.data.Dataset) and given.get("validation_steps"):
+        validation = validation.take(given["validation_steps"])
     if y is None:
-        if isinstance(validation, tf.data.Dataset) and given.get("validation_steps"):
-            validation = validation.take(given["validation_steps"])
         if isinstance(x, tf.data.Dataset) and given.get("steps_per_epoch"):
             x = x.take(given["steps_per_epoch"])
-        data = x if arrays_of(x, needs_targets=False) is None else (x,)
-        return data, validation
+        return x if arrays_of(x, needs_targets=False) is None else (x,), validation
     weights = given.get("sample_weight")
-    train: Any = (x, y) if weights is None else (x, y, weights)
-    train = arrays_of(train)
+    train: Any = arrays_of((x, y) if weights is None else (x, y, weights))
     if part := given.get("validation_split"):
         count = int(len(tf.nest.flatten(train)[0]) * (1.0 - part))
         validation = tf.nest.map_structure(lambda each: each[count:], train)
@@ -204,20 +213,8 @@ def _data(given: dict[str, Any], shuffled: bool) -> tuple[Any, Any]:
     if arrays_of(validation) is not None:
         validation = dataset_of(validation, size)
     dataset = tf.data.Dataset.from_tensor_slices(train)
-    if shuffled:
-        dataset = dataset.shuffle(_SHUFFLED)
+    dataset = dataset.shuffle(_SHUFFLED) if shuffled else dataset
     return dataset.batch(size), validation
-
-
-@contextlib.contextmanager
-def _as_main(path: str) -> Iterator[None]:
-    """Has a script see its own command line, and its folder first among modules."""
-    folder = os.path.dirname(os.path.realpath(path))
-    with (
-        mock.patch.object(sys, "argv", [path]),
-        mock.patch.object(sys, "path", [folder, *sys.path]),
-    ):
-        yield
 
 
 def own_frames(error: BaseException) -> types.TracebackType | None:
@@ -230,46 +227,3 @@ def own_frames(error: BaseException) -> types.TracebackType | None:
             break
         trace = trace.tb_next
     return trace
-
-
-@contextlib.contextmanager
-def _seeds_shifted(seed: int) -> Iterator[None]:
-    """Adds to the seeds that a script sets, so that each run of it is another one."""
-    import keras
-    import tensorflow as tf
-
-    def shifted(original: Callable[[int], Any]) -> Callable[[int], Any]:
-        return lambda given: original(given + seed)
-
-    with (
-        mock.patch.object(
-            keras.utils, "set_random_seed", shifted(keras.utils.set_random_seed)
-        ),
-        mock.patch.object(tf.random, "set_seed", shifted(tf.random.set_seed)),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _policy_left_alone() -> Iterator[None]:
-    """Has what a script sets as policy change nothing."""
-    import keras
-    import tensorflow as tf
-
-    import tfamp
-
-    def nothing(*args: Any, **kwargs: Any) -> Any:
-        return tfamp.status()
-
-    policies: dict[str, Any] = {"set_dtype_policy": nothing}
-    old_names: dict[str, Any] = {
-        "set_global_policy": nothing,
-        "set_dtype_policy": nothing,
-    }
-    with (
-        mock.patch.object(tfamp, "enable", nothing),
-        mock.patch.multiple(keras.config, **policies),
-        mock.patch.multiple(keras.mixed_precision, **old_names),
-        mock.patch.multiple(tf.keras.mixed_precision, **old_names),
-    ):
-        yield

@@ -15,10 +15,8 @@ from tfamp.records import checks
 from tfamp.records.record import Record
 from tfamp.trials.variant import Variant
 
-# In the folder: where runs were measured.
-CONTEXT = "context.json"
-# What all runs of a comparison share.
-_JOB = "job.json"
+# In the folder: where runs were measured, and what all of them share.
+CONTEXT, _JOB = "context.json", "job.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +30,6 @@ class Task(Record):
         batch_size: For arrays, None for Keras's 32; of a few steps, what is tried.
         steps: A few, at least so many; 0 trains whole.
         latency_batch_sizes: Examples in the timed calls of a trained model.
-        keeps_batches: Whether a whole training leaves two batches for a few steps.
         is_fresh: Whether what few steps hold is told apart from what was there before.
         allowed_bytes: What it may hold; None where there is no limit.
         target_batch_size: Examples of one update, None where that is left open.
@@ -47,7 +44,6 @@ class Task(Record):
     batch_size: int | None = None
     steps: int = 0
     latency_batch_sizes: tuple[int, ...] = ()
-    keeps_batches: bool = False
     is_fresh: bool = False
     allowed_bytes: int | None = None
     target_batch_size: int | None = None
@@ -105,8 +101,8 @@ def file_name(policy: str, seed: int) -> str:
     """Returns what a run's files are called, without their ending.
 
     Example:
-        >>> file_name("keras:float32+xla", 3), file_name("runs/plan.json", 0)
-        ('keras-float32+xla_seed3', 'runs-plan.json_seed0')
+        >>> file_name("float32+xla", 3), file_name("runs/plan.json", 0)
+        ('float32+xla_seed3', 'runs-plan.json_seed0')
     """
     return f"{re.sub(r'[^A-Za-z0-9_.+-]', '-', policy)}_seed{seed}"
 
@@ -144,13 +140,7 @@ def opened(directory: str | os.PathLike[str] | None) -> Iterator[Path]:
             yield Path(name)
         return
     path = Path(directory)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"`directory` is {str(directory)!r}, which cannot be made "
-            f"({error.strerror}); expected a folder to keep the runs in. Pass another."
-        ) from error
+    path.mkdir(parents=True, exist_ok=True)
     yield path.absolute()
 
 

@@ -1,4 +1,4 @@
-"""A policy and how a model runs under it, as one word, and put in force.
+"""A policy, by tfamp or stock Keras, with XLA or without, as one word; put in force.
 
 Reading a word imports neither TensorFlow nor Keras, so that a command line can say
 what is wrong with it at once.
@@ -6,7 +6,6 @@ what is wrong with it at once.
 
 import contextlib
 import dataclasses
-import itertools
 import os
 from collections.abc import Iterator, Sequence
 
@@ -14,10 +13,7 @@ from tfamp.records import checks
 from tfamp.records.formats import POLICIES
 from tfamp.records.record import Record
 
-_OPTIONS = ("xla", "rewrite", "no_rules")
-_STOCK = "keras:"
-_PLAN_SUFFIX = ".json"
-_REWRITE = "auto_mixed_precision_onednn_bfloat16"
+_STOCK, _XLA, _PLAN_SUFFIX = "keras:", "+xla", ".json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,23 +22,19 @@ class Variant(Record):
 
     Args:
         policy: A policy's name, or the path of a plan, as for `tfamp.enable`.
-        is_stock: Whether Keras alone sets the policy, without tfamp.
         jit_compile: Whether XLA compiles the model, whatever `compile` was told.
-        rewrite: Whether TensorFlow rewrites graphs for bfloat16 on CPUs besides.
-        has_rules: Whether the default rules keep layers in float32.
+        is_stock: Whether Keras alone sets the policy, without tfamp.
 
     Example:
-        >>> Variant.parse("keras:mixed_bfloat16+xla").jit_compile
+        >>> Variant.parse("keras:mixed_bfloat16").is_stock
         True
-        >>> str(Variant("mixed_bfloat16", has_rules=False))
-        'mixed_bfloat16+no_rules'
+        >>> str(Variant("plan.json", jit_compile=True))
+        'plan.json+xla'
     """
 
     policy: str
-    is_stock: bool = False
     jit_compile: bool = False
-    rewrite: bool = False
-    has_rules: bool = True
+    is_stock: bool = False
 
     @classmethod
     def parse(cls, text: object, argument: str = "policies") -> "Variant":
@@ -52,34 +44,15 @@ class Variant(Record):
                 f"`{argument}` holds {text!r}, of type {type(text).__name__}; expected "
                 "names of policies, such as 'mixed_bfloat16' or 'float32+xla'."
             )
-        # The name of a plan's file may hold a plus.
-        path, suffix, rest = text.strip().rpartition(_PLAN_SUFFIX)
-        word, *options = rest.split("+")
-        word = path + suffix + word
+        word = text.strip().removesuffix(_XLA)
         policy = word.removeprefix(_STOCK)
-        if not policy.endswith(_PLAN_SUFFIX):
+        found = cls(policy, text.strip() != word, policy != word)
+        if not found.is_plan:
             checks.choice(argument, policy, POLICIES)
-        for option in options:
-            checks.choice(f"{argument} option", option, _OPTIONS)
-        found = cls(
-            policy,
-            is_stock=word.startswith(_STOCK),
-            jit_compile="xla" in options,
-            rewrite="rewrite" in options,
-            has_rules="no_rules" not in options,
-        )
-        if found.is_plan and not found.has_rules:
+        if found.is_stock and (policy == "auto" or found.is_plan):
             raise ValueError(
-                f"`{argument}` holds {text!r}, but a plan says of every layer what it "
-                "computes in; expected it without 'no_rules'. Leave that out."
-            )
-        if found.is_stock and (
-            policy == "auto" or found.is_plan or not found.has_rules
-        ):
-            raise ValueError(
-                f"`{argument}` holds {text!r}, but stock Keras has no 'auto', no plan "
-                "and no rules; expected a policy of Keras after 'keras:'. Leave "
-                "'keras:' or the option out."
+                f"`{argument}` holds {text!r}, but stock Keras has no 'auto' and no "
+                "plan; expected a policy of Keras after 'keras:'. Leave that out."
             )
         return found
 
@@ -102,13 +75,11 @@ class Variant(Record):
     @property
     def is_float32(self) -> bool:
         """Whether it can be what others are compared with: nothing in half."""
-        return self.policy == "float32" and not self.rewrite
+        return self.policy == "float32"
 
     def __str__(self) -> str:
         """Returns the word that `parse` reads."""
-        given = (self.jit_compile, self.rewrite, not self.has_rules)
-        words = [self.policy, *itertools.compress(_OPTIONS, given)]
-        return (_STOCK if self.is_stock else "") + "+".join(words)
+        return _STOCK * self.is_stock + self.policy + _XLA * self.jit_compile
 
 
 def short_names(policies: Sequence[str]) -> dict[str, str]:
@@ -133,24 +104,14 @@ def in_force(variant: Variant) -> Iterator[tuple[str, str]]:
 
     Yields the policy that it comes to, and why.
     """
-    import tensorflow as tf
-
     import tfamp
     from tfamp.dtypes.in_force import stock_policy
     from tfamp.machine import cpus
 
-    if variant.rewrite or variant.is_stock:
-        # `tfamp.enable` does so for the policies that need it.
-        cpus.avoid_broken_amx()
-    with contextlib.ExitStack() as stack:
-        if variant.rewrite:
-            rewrite = tf.config.optimizer.set_experimental_options
-            rewrite({_REWRITE: True})
-            stack.callback(rewrite, {_REWRITE: False})
-        if variant.is_stock:
-            stack.enter_context(stock_policy(variant.policy))
+    if variant.is_stock:
+        cpus.avoid_broken_amx()  # which `tfamp.enable` does where it is needed
+        with stock_policy(variant.policy):
             yield variant.policy, "stock Keras"
-        else:
-            kept = "default" if variant.has_rules else "none"
-            status = stack.enter_context(tfamp.scope(variant.policy, keep_float32=kept))
-            yield status.policy, status.why
+        return
+    with tfamp.scope(variant.policy) as status:
+        yield status.policy, status.why
