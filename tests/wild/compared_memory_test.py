@@ -73,12 +73,3 @@ def test_peak_memory_of_training_holds_weights_gradients_and_state(measured):
         assert all(
             4 * WEIGHTS < x < 8 * WEIGHTS + 100 for x in mib(memories, "training_bytes")
         )
-
-
-@pytest.mark.slow
-def test_memory_of_inference_is_that_of_weights_and_calls_alone(measured):
-    for memories in measured:
-        found = mib(memories, "inference_bytes")
-        # A call of 500 examples gives 8 MiB in the first layer.
-        assert all(0.9 * WEIGHTS < x < WEIGHTS + 60 for x in found)
-        assert max(found) < min(mib(memories, "training_bytes"))
