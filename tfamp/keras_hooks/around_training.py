@@ -30,6 +30,11 @@ def on_batch(model: keras.Model) -> Any:
     return lambda data: function([data])
 
 
+def on_iterator(model: keras.Model) -> Any:
+    """Returns a training function of a model as it is compiled now."""
+    return type(model)._make_function(model, model.train_step)
+
+
 # Takes the next function inside and the iterator, returns the logs.
 Call = Callable[[Callable[[Any], Any], Any], Any]
 

@@ -11,15 +11,19 @@ from absl import logging
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.keras_hooks import trainer
 from tfamp.keras_hooks.layers import policy_of
+from tfamp.keras_hooks.patches import replaced
 from tfamp.loss_scale.fit_hooks import BEFORE_FIT
 from tfamp.models import put_under
 from tfamp.records.checks import first_line
+from tfamp.tuning import joined_steps
 from tfamp.tuning.measured_policies import measure_policies
 from tfamp.tuning.measurement import Measurement
 
 # The number of the settings for which a model has been through this; the others of a
 # program share them.
 _ASKED: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
+# Steps in a call by what was measured, of models whose `compile` says nothing.
+_JOINED: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
 
 
 def choose(model: keras.Model, arguments: Mapping[str, Any]) -> None:
@@ -27,6 +31,7 @@ def choose(model: keras.Model, arguments: Mapping[str, Any]) -> None:
 
     `arguments` are those of that `fit`, by name.
     """
+    _join_or_part(model, arguments)
     policy = policy_of(model)
     settings = None if policy is None else policy.settings
     if settings is None or not settings.is_measured or not model.compiled:
@@ -52,10 +57,33 @@ def choose(model: keras.Model, arguments: Mapping[str, Any]) -> None:
     if told is None:
         chosen.jit_compile = found.best.jit_compile
         trainer.set_jit_compile(model, found.best.jit_compile)
+    if found.steps_per_execution > 1:
+        _JOINED[model] = found.steps_per_execution
+        _join_or_part(model, arguments)
     reason = f"measured: {found.reason}"
     logging.info("Model %r trains under %s", model.name, reason)
     if IN_FORCE.settings is settings:
         IN_FORCE.present.why = reason
+
+
+def _join_or_part(model: keras.Model, arguments: Mapping[str, Any]) -> None:
+    """Joins steps as measured, unless something in this `fit` needs each of them."""
+    if model not in _JOINED:
+        return
+    size, present = _JOINED[model], int(model.steps_per_execution or 1)
+    if present not in (1, size):  # the user has set another
+        del _JOINED[model]
+        return
+    with replaced(model, steps_per_execution=1):
+        why = joined_steps.obstacle(model, arguments.get("callbacks"))
+    wanted = 1 if why else size
+    if wanted != present:
+        model.steps_per_execution = wanted
+        trainer.drop_traced_functions(model)
+    if why:
+        logging.info("Model %r: its steps are run one by one, as %s.", model.name, why)
+    else:
+        logging.info("Model %r runs %d steps in a call, as measured.", model.name, size)
 
 
 BEFORE_FIT.append(choose)

@@ -1,10 +1,13 @@
 """What `tfamp.measure_policies` found."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from tfamp.records import console, units
 from tfamp.records.record import Record, TableRecord
+
+_LEAST_GAIN = 1.05  # of more steps in a call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,18 @@ class PolicyTime(Record):
         return self.name
 
 
+def best_of(seconds_by_steps: Mapping[int, float]) -> int:
+    """Returns the smallest number of steps in a call that none beats by 5 %.
+
+    Example:
+        >>> best_of({1: 3.0, 8: 1.02, 32: 1.0}), best_of({})
+        (8, 1)
+    """
+    limit = min(seconds_by_steps.values(), default=0.0) * _LEAST_GAIN
+    fast = [n for n, each in seconds_by_steps.items() if each <= limit]
+    return min(fast, default=1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Measurement(TableRecord):
     """The policies that were timed on a model's own step, and the fastest.
@@ -46,6 +61,8 @@ class Measurement(TableRecord):
         reason: Why, in one line.
         seconds: What the whole measurement took.
         evidence: Devices, versions, shapes of the batch.
+        joined: The number of steps in a call of TensorFlow, and the seconds of a step
+            of the best policy; empty where a step is too long to gain by it.
     """
 
     model: str
@@ -54,6 +71,12 @@ class Measurement(TableRecord):
     reason: str
     seconds: float
     evidence: dict[str, Any]
+    joined: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def steps_per_execution(self) -> int:
+        """The fewest steps in a call that no other number beats by 5 %."""
+        return best_of(dict(self.joined))
 
     @property
     def best(self) -> PolicyTime:
@@ -78,4 +101,14 @@ class Measurement(TableRecord):
             note = "best" if place == self.chosen else time.note
             rows.append((time.name, step, ratio, note))
         title = f"Steps of {self.model}"
-        return console.text_of(console.table(columns, rows, title=title), self.reason)
+        told = self.reason
+        if self.joined:
+            each = ", ".join(
+                f"{steps} {units.format_seconds(seconds)}"
+                for steps, seconds in self.joined
+            )
+            told += (
+                f" A step by the number in a call: {each}; best "
+                f"steps_per_execution={self.steps_per_execution}."
+            )
+        return console.text_of(console.table(columns, rows, title=title), told)
