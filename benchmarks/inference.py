@@ -39,11 +39,11 @@ from benchmarks._inference_models import (
 )
 from benchmarks._runner import ratio, take_turns, timed
 from tfamp.records.checks import short_error
-from tfamp.serving.exports.request import POSSIBLE, missing
 from tfamp.serving.exports.source import float32_copy
+from tfamp.serving.exports.turns import median, raced
+from tfamp.serving.exports.writers import POSSIBLE, missing
 from tfamp.serving.gate import classes_of
-from tfamp.serving.runtimes.tensorflow_models import TensorFlowModel
-from tfamp.serving.turns import pace, raced
+from tfamp.serving.runtimes.signature import LoadedModel
 
 BASE = "SavedModel"
 SIZES = (1, 64)
@@ -102,7 +102,6 @@ def measure_case(
                     dtype=dtype,
                     scheme=scheme,
                     calibration=data.x[:128] if scheme == "static" else None,
-                    batch_size=SIZES[-1],
                 )
                 loaded[name] = export.load()
             except (ImportError, RuntimeError, ValueError) as error:
@@ -145,15 +144,16 @@ class _Predict:
         self.predict = functools.partial(model.predict, verbose=0)
 
 
-def _plain(model: Any) -> TensorFlowModel:
+def _plain(model: LoadedModel) -> LoadedModel:
     """Returns a SavedModel by its signature, as TensorFlow loads it."""
     holder = tf.saved_model.load(str(model.path))
     function = holder.signatures["serving_default"]
 
-    def call(given: dict[str, Any]) -> Any:
-        return function(**given)
+    def call(given: Mapping[str, Any], owner: Any = holder) -> dict[str, Any]:
+        found = function(**{name: tf.constant(x) for name, x in given.items()})
+        return {name: x.numpy() for name, x in found.items()}
 
-    return TensorFlowModel("keras", model.path, model.signature, call, holder)
+    return LoadedModel("keras", model.path, model.signature, call)
 
 
 def _tries(
@@ -173,7 +173,8 @@ def _tries(
     for _ in range(number):
         inputs = loaded[fastest].prepared(data.x_test[:5])
         turns = raced(loaded, inputs, SIZES, seconds=RACE)
-        chosen = min(loaded, key=lambda name: pace(turns, name, SIZES))
+        paces = {n: [median(turns[n, size]) for size in SIZES] for n in loaded}
+        chosen = min(loaded, key=lambda name: float(np.prod(paces[name])))
         part = round(speed(chosen) / speed(fastest), 3)
         tries.append({"chosen": chosen, "fastest": fastest, "speed": part})
     return tries
@@ -301,7 +302,7 @@ def measure_planted(number: int, data: Digits, epochs: int) -> list[dict[str, An
                 calibration=data.x[:64],
                 validation=(data.x, data.y),
                 write_failed=True,
-                budget_seconds=1.0,  # no float32 of other runtimes to time against
+                budget_seconds=1.0,
             )
             seconds = time.perf_counter() - began
         kept = [path for path, why in export.kept.items() if "head" not in why]

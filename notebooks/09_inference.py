@@ -6,7 +6,7 @@
 # A trained model can leave Keras for a runtime that only predicts, in float32, half
 # precision or 8-bit integers. Which is fastest differs by model and processor, and
 # integers may cost accuracy where nobody looks. [tfamp](REPOSITORY_URL) writes, loads
-# in a fresh process, compares and times before a file counts.
+# and runs, compares and times before a file counts.
 #
 # You will learn
 #
@@ -81,7 +81,7 @@ print("test accuracy", round(model.evaluate(x_test, y_test, verbose=0)[1], 4))
 # ## Export it
 #
 # A copy goes back to float32, the runtime's own tools write it, the file is loaded and
-# run in a fresh process, and its answers are compared with the model's on the test
+# run, and its answers are compared with the model's on the test
 # data. Nothing is written where it is worse than the tolerance allows.
 
 # %%

@@ -20,15 +20,13 @@ TWO = Signature(
 class Echo(LoadedModel):
     """Gives its inputs back, under the names of its outputs."""
 
-    runtime = "onnx"
-
     def run(self, inputs):
         names = [spec.name for spec in self.signature.outputs]
         return dict(zip(names, inputs.values(), strict=True))
 
 
 def echo(signature):
-    return Echo(Path("."), signature)
+    return Echo("onnx", Path("."), signature, None)
 
 
 def test_one_input_comes_back_as_an_array_of_its_dtype():

@@ -9,7 +9,6 @@ import tensorflow as tf
 from keras.src.backend.common.variables import AutocastScope
 
 import tfamp
-from tests.replicas import two_replicas
 from tests.styles import STYLES, Own, assembled
 
 L = keras.layers
@@ -29,17 +28,6 @@ class Plain(keras.Model):
 
     def call(self, x):
         return self.head(self.first(x))
-
-
-class TwoInputs(keras.Model):
-    """A subclassed model with inputs by name."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.first = L.Dense(4)
-
-    def call(self, inputs):
-        return self.first(inputs["a"] + inputs["b"])
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -70,20 +58,6 @@ class Tied(keras.Model):
         with AutocastScope(None):
             table = self.table.embeddings.value
         return tf.matmul(tf.cast(x, tf.float32), table, transpose_b=True)
-
-
-class TwiceRead(keras.Model):
-    """Its layer multiplies by a kernel in half precision, its `call` in float32."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.dense = L.Dense(8, use_bias=False)
-
-    def call(self, x):
-        x = self.dense(x)
-        with AutocastScope(None):
-            kernel = self.dense.kernel.value
-        return tf.matmul(tf.cast(x, tf.float32), kernel)
 
 
 def parts():
@@ -163,36 +137,8 @@ def test_layers_of_many_kinds(make, x):
     assert casts_of_weights(frozen, x) == []
 
 
-def test_attention_with_a_mask():
-    x = keras.Input((6,), dtype="int32")
-    y = L.Embedding(20, 8, mask_zero=True)(x)
-    y = L.MultiHeadAttention(2, 4)(y, y)
-    model = mixed(keras.Model(x, L.Dense(2)(y)), "bfloat16", IDS)
-    frozen = tfamp.freeze(model)
-    check_same(frozen, model, IDS)
-    assert casts_of_weights(frozen, IDS) == []
-
-
-def test_a_float32_model_gets_the_dtypes_of_apply():
-    model = assembled(parts(), "functional", (8,))
-    frozen = tfamp.freeze(model, "bfloat16")
-    assert model.layers[1].compute_dtype == "float32"
-    tfamp.apply(model, "mixed_bfloat16")
-    check_same(frozen, model)
-
-
-def test_a_model_without_tfamp_is_frozen_too():
-    policy = keras.DTypePolicy("mixed_bfloat16")
-    layers = [L.Dense(8, dtype=policy), L.Dense(2, dtype=policy)]
-    model = keras.Sequential([keras.Input((8,)), *layers])
-    frozen = tfamp.freeze(model)
-    assert {weight.dtype for weight in frozen.weights} == {"bfloat16"}
-    check_same(frozen, model)
-
-
 READ_IN_BOTH = {
     "table": (Tied, IDS, {"embeddings": "float32", "kernel": "bfloat16"}),
-    "kernel": (TwiceRead, X, {"kernel": "float32"}),
 }
 
 
@@ -246,24 +192,6 @@ def test_a_model_that_cannot_be_saved_is_copied_in_memory(style):
     np.testing.assert_array_equal(frozen(x), expected)
 
 
-class Borrowing(WithoutName):
-    """Calls a layer through a function, of which there is one for all copies."""
-
-    def __init__(self):
-        super().__init__(4)
-        first = self.blocks[0]
-        self.first = lambda x: first(x)
-
-    def call(self, x):
-        return super().call(self.first(x)[:, :4])
-
-
-def test_a_copy_that_would_share_weights_is_refused():
-    model = mixed(Borrowing(), "bfloat16", X[:, :4])
-    with pytest.raises(ValueError, match=r"reads weights of the original"):
-        tfamp.freeze(model)
-
-
 @pytest.mark.quick("nested")
 @pytest.mark.parametrize("style", ["sequential", "functional", "nested"])
 def test_a_saved_one_loads_as_it_was(style, tmp_path):
@@ -273,32 +201,6 @@ def test_a_saved_one_loads_as_it_was(style, tmp_path):
     for weight, before in zip(loaded.weights, frozen.weights, strict=True):
         assert weight.dtype == before.dtype
     check_same(loaded, frozen)
-
-
-def test_a_frozen_model_is_frozen_again_and_exported(tmp_path):
-    frozen = tfamp.freeze(tfamp.freeze(mixed(Plain(), "bfloat16")))
-    assert frozen.weights[0].dtype == "bfloat16"
-    frozen.export(tmp_path / "saved", format="tf_saved_model", verbose=False)
-    loaded = tf.saved_model.load(str(tmp_path / "saved"))
-    np.testing.assert_array_equal(loaded.serve(X), frozen(X))
-
-
-@pytest.mark.slow
-def test_under_xla():
-    model = mixed(assembled(parts(), "functional", (8,)), "bfloat16")
-    frozen = tfamp.freeze(model)
-    expected = predicted(model, jit_compile=True)
-    np.testing.assert_array_equal(predicted(frozen, jit_compile=True), expected)
-
-
-@pytest.mark.slow
-def test_on_two_replicas():
-    with two_replicas().scope():
-        model = mixed(assembled(parts(), "functional", (8,)), "bfloat16")
-        frozen = tfamp.freeze(model)
-    expected = model.predict(X, verbose=0)
-    np.testing.assert_array_equal(frozen.predict(X, verbose=0), expected)
-    assert frozen.weights[0].value.values[1].dtype == tf.bfloat16
 
 
 def test_in_place_the_model_loses_what_compile_gave_it():
@@ -318,16 +220,6 @@ def test_inputs_that_cannot_be_told_are_asked_for():
     frozen = tfamp.freeze(model, sample=IDS)
     assert frozen.table.dtype == "bfloat16"
     check_same(frozen, model, IDS)
-
-
-def test_several_inputs_are_remembered():
-    inputs = {"a": X, "b": X}
-    model = TwoInputs()
-    model(inputs)
-    tfamp.apply(model, "mixed_bfloat16", keep_float32="none")
-    frozen = tfamp.freeze(model)
-    assert frozen.first.kernel.dtype == "bfloat16"
-    check_same(frozen, model, inputs)
 
 
 def test_what_cannot_be_frozen_is_told():

@@ -19,10 +19,10 @@ Y = TensorSpec("y", (None, 3), "float32")
 class Scaled(LoadedModel):
     """Answers its input times a factor, and notes the batches that it was run on."""
 
-    runtime = "onnx"
-
     def __init__(self, factor=2.0, *, inputs=(X,), outputs=(Y,), seconds=0.0):
-        super().__init__(Path("."), Signature(tuple(inputs), tuple(outputs)))
+        super().__init__(
+            "onnx", Path("."), Signature(tuple(inputs), tuple(outputs)), None
+        )
         self.factor, self.seconds = factor, seconds
         self.batches = []
 

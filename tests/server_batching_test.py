@@ -13,7 +13,6 @@ pytest.importorskip("starlette", reason="needs tfamp[serve]")
 from tests import served_models
 from tests.served_models import Scaled, ask, numbers
 from tfamp.serving.runtimes.signature import TensorSpec
-from tfamp.serving.server.batching import warm_up
 from tfamp.serving.server.main import application
 
 OPEN = TensorSpec("x", (None, None), "float32")
@@ -177,43 +176,14 @@ def test_what_has_run_out_of_time_is_told_and_not_computed(tmp_path):
     assert len(model.batches) == 2
 
 
-class OneScale(Scaled):
-    """Rounds to int8 by one scale for the batch, as dynamic quantisation may."""
-
-    def run(self, inputs):
-        x = inputs["x"]
-        scale = np.abs(x).max() / 127
-        return {"y": (np.round(x / scale) * scale).astype(np.float32)}
-
-
-class Summed(Scaled):
-    def run(self, inputs):
-        return {"y": inputs["x"].sum(axis=0, keepdims=True)}
-
-
-FIXED = TensorSpec("x", (1, 3), "float32")
-JOINS = {
-    "each row for itself": (Scaled(), ""),
-    "open dimensions": (Scaled(inputs=(OPEN,)), ""),
-    "one scale": (OneScale(), "'y' of an example changes with the others of its batch"),
-    "no rows": (Summed(), "output 'y' has no row for each example"),
-    "fixed batch": (Scaled(inputs=(FIXED,)), "its number of examples is fixed"),
-}
-
-
-@pytest.mark.parametrize("model, why", JOINS.values(), ids=JOINS)
-def test_requests_share_a_run_only_where_no_answer_depends_on_it(model, why):
-    inputs, alone = warm_up(model)
-    assert inputs is not None and why in alone and bool(alone) == bool(why)
-
-
-def test_where_answers_depend_on_a_batch_it_is_said(tmp_path, caplog):
+def test_requests_share_no_run_where_answers_depend_on_it(tmp_path, caplog):
+    model = Held()
+    model.is_by_example = False
     with caplog.at_level(logging.WARNING, "tfamp.serve"):
-        served(tmp_path, OneScale())
-        served(tmp_path, Scaled())
-        served(tmp_path, OneScale(), max_batch_size=7)  # as was asked for
+        queued(tmp_path, model, rows(1, 1))
+    assert model.batches == [1, 1, 1]
     (message,) = caplog.messages
-    assert "answers requests one by one, as output 'y'" in message
+    assert "answers requests one by one, as an answer would depend" in message
 
 
 def test_models_are_called_as_their_folders_are_or_as_one_says(tmp_path):
@@ -227,20 +197,12 @@ def test_models_are_called_as_their_folders_are_or_as_one_says(tmp_path):
     assert names(tmp_path) == ["digits", "faces"]
     assert names(digits, f"other={digits}") == ["digits", "other"]
     wrong = {
-        "is called 'digits', as another one is": [digits, digits],
-        "is called 'a/b', in other letters": [f"a/b={digits}"],
+        "is called 'digits'; expected a new name": [digits, digits],
+        "is called 'a/b'; expected a new name": [f"a/b={digits}"],
         "notes' holds no export.json; expected a folder": [tmp_path / "notes"],
-        "names 2 models": [f"all={tmp_path}"],
-        "is no folder": [tmp_path / "none"],
-        "export.json' is no folder": [digits / "export.json"],
+        "or, without a name, one of several": [f"all={tmp_path}"],
+        "none' holds no export.json": [tmp_path / "none"],
     }
     for message, paths in wrong.items():
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             names(*paths)
-
-
-def test_a_model_that_fails_at_its_own_signature_is_not_served(tmp_path):
-    model = Scaled()
-    model.run = lambda inputs: json.loads("{")
-    with pytest.raises(RuntimeError, match="^Model 'm' in .* cannot be loaded"):
-        served(tmp_path, model)

@@ -10,13 +10,12 @@ import pytest
 pytest.importorskip("starlette", reason="needs tfamp[serve]")
 
 from tests import served_models
-from tests.served_models import Scaled, Y, ask, numbers
+from tests.served_models import Scaled, ask, numbers
 from tfamp.serving.runtimes.signature import TensorSpec
 from tfamp.serving.server.main import application
 
 ROWS = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.5]]
 INFER = "/v2/models/m/infer"
-TWO_OUTPUTS = (Y, TensorSpec("z", (None, 3), "float32"))
 
 
 def served(tmp_path, model, **options):
@@ -75,14 +74,6 @@ def test_infer_takes_and_gives_raw_bytes(app):
     np.testing.assert_array_equal(answered, 2 * np.array(ROWS, np.float32))
 
 
-def test_infer_gives_the_outputs_that_are_asked_for(tmp_path):
-    app = served(tmp_path, Scaled(outputs=TWO_OUTPUTS))
-    status, found = said(app, INFER, {**tensor(), "outputs": [{"name": "z"}]})
-    assert (status, [each["name"] for each in found["outputs"]]) == (200, ["z"])
-    _, found = said(app, INFER, tensor())
-    assert [each["name"] for each in found["outputs"]] == ["y", "z"]
-
-
 def test_metadata_of_the_model_and_the_server(app):
     x = {"name": "x", "datatype": "FP32", "shape": [-1, 3]}
     about = {
@@ -101,20 +92,6 @@ def test_what_is_not_finite_comes_and_goes_as_words(app):
     body = json.dumps(tensor([[np.nan, np.inf, -np.inf], [0.1, 1, 2]])).encode()
     _, _, text = asyncio.run(ask(app, INFER, body))
     assert b'"data": [NaN, Infinity, -Infinity, 0.2, 2.0, 4.0]' in text
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint16", "int64", "bool", "float64"])
-def test_each_dtype_comes_back_as_it_went(tmp_path, dtype):
-    specs = [TensorSpec(name, (None, 2), dtype) for name in "xy"]
-    model = Scaled(1, inputs=specs[:1], outputs=specs[1:])
-    model.run = lambda inputs: {"y": inputs["x"]}
-    app = served(tmp_path, model)
-    data = [True, False] if dtype == "bool" else [1, 100]
-    name = said(app, "/v2/models/m")[1]["inputs"][0]["datatype"]
-    body = tensor(data, datatype=name, shape=[1, 2])
-    status, found = said(app, INFER, body)
-    assert (status, found["outputs"][0]["data"]) == (200, data)
-    assert found["outputs"][0]["datatype"] == name
 
 
 def test_texts_are_taken_as_json_and_as_bytes(tmp_path):
@@ -146,25 +123,14 @@ MALFORMED = {
     ),
     "dtype": (INFER, tensor(datatype="FP64"), 400, "'FP64'; expected 'FP32'"),
     "shape": (INFER, tensor(shape=[2, -3]), 400, "is of shape [2, -3]; expected ["),
-    "other shape": (
-        *(INFER, tensor(shape=[3, 2], data=[1] * 6), 400),
-        "is of shape [3, 2]; expected [-1, 3]",
-    ),
-    "too few": (INFER, tensor([1.0, 2.0]), 400, "data of shape [2]; expected 6"),
-    "ragged": (INFER, tensor([[1], [1, 2]]), 400, "those of a level all of"),
-    "null": (INFER, tensor([[1, 2, None]] * 2), 400, "expected numbers for float"),
-    "text": (INFER, tensor([["1", "2", "3"]] * 2), 400, "expected numbers for"),
-    "booleans": (INFER, tensor([[True] * 3] * 2), 400, "expected numbers for"),
-    "too large": (INFER, tensor([[1e300, 0, 0]] * 2), 400, "has 1e+300; expected what"),
-    "no rows": (INFER, tensor([], shape=[0, 3]), 400, "expected [-1, 3], where -1 is"),
-    "two lengths": (INFER, tensor([[1, 2, 3]]), 400, "of shape [1, 3]; expected 6"),
-    "no data": (INFER, tensor(None), 400, "has neither `data` in a list nor the"),
+    "ragged": (INFER, tensor([[1], [1, 2]]), 400, "what float32 holds, in nested"),
+    "null": (INFER, tensor([[1, 2, None]] * 2), 400, "with neither null"),
+    "text": (INFER, tensor([["1", "2", "3"]] * 2), 400, "expected what float32"),
+    "too large": (INFER, tensor([[1e300, 0, 0]] * 2), 400, "expected what float32"),
+    "no data": (INFER, tensor(None), 400, "has neither `data` in a list nor"),
     "no model": ("/v2/models/n/infer", {}, 404, "no model 'n'; expected 'm'"),
-    "no version": ("/v2/models/m/versions/2/infer", {}, 404, "'2'; expected '1'"),
-    "no address": ("/v3", {}, 404, "There is nothing at '/v3'; expected /v2/models"),
-    "models": ("/v2/models", {}, 404, "where NAME is one of ['m']. Correct the"),
-    "method": ("/v2", {}, 405, "The method is 'POST'; expected GET"),
-    "no infer": ("/v2/models/m", {}, 405, "by POST at /v2/models/NAME/infer."),
+    "no address": ("/v3", {}, 404, "no 'POST' at '/v3'; expected POST at /v2"),
+    "method": ("/v2", {}, 405, "There is no 'POST' at '/v2'; expected"),
     "deep": (INFER, b'{"inputs":' + b"[" * 9999 + b"NaN", 400, "body is not JSON"),
     "refused": (
         *(INFER, tensor([[-1e6, 0, 0]] * 2), 400),
@@ -183,11 +149,9 @@ def test_what_is_malformed_is_told_what_is_wrong(app, path, body, status, messag
 
 
 WRONG_BYTES = {
-    "too few": ({"binary_data_size": 23}, "1 bytes follow", {}),
     "too many": ({"binary_data_size": 25}, "where 24 bytes are left", {}),
     "negative": ({"binary_data_size": -1}, "`binary_data_size` -1 where", {}),
-    "shared": ({"shared_memory_region": "a"}, "lies in shared memory", {}),
-    "long head": ({}, "is '99999'; expected the bytes of the JSON, from 1", "99999"),
+    "shared": ({"binary_data_size": None}, "shared memory is not read", {}),
     "no number": ({}, "Content-Length is 'x'; expected", "x"),
 }
 
@@ -202,24 +166,9 @@ def test_wrong_raw_bytes_are_told_what_is_wrong(app, changes, message, length):
     status, answer = said(app, INFER, body, headers=headers)
     assert status == 400
     if changes.get("binary_data_size") == 23:
-        assert "has 23 bytes; expected 24" in answer["error"]
+        assert "has 23 bytes; expected 6 elements" in answer["error"]
     else:
         assert message in answer["error"]
-
-
-def test_a_model_that_fails_whatever_it_is_asked_is_the_servers_fault(tmp_path):
-    model = Scaled()
-    app = served(tmp_path, model)
-
-    def run(inputs):
-        raise RuntimeError("the device is lost")
-
-    model.run = run
-    status, answer = said(app, INFER, tensor())
-    assert (status, answer) == (
-        *(500,),
-        {"error": "Model 'm' fails: RuntimeError: the device is lost"},
-    )
 
 
 def test_a_body_is_held_to_its_limit(tmp_path):
@@ -254,12 +203,6 @@ def test_a_slow_body_is_given_up(tmp_path):
     app = served(tmp_path, Scaled(), timeout_seconds=0.01)
     status, answer = said(app, INFER, parts=[b"{", None])
     assert (status, "did not come within 0.01 s" in answer["error"]) == (408, True)
-
-
-def test_a_compressed_body_is_refused(app):
-    how = {"headers": [("Content-Encoding", "gzip")]}
-    status, answer = said(app, INFER, b"abc", **how)
-    assert (status, "encoded by 'gzip'" in answer["error"]) == (415, True)
 
 
 def test_a_token_is_asked_for_everywhere_but_of_health(tmp_path):

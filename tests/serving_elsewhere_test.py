@@ -31,11 +31,10 @@ def triton():
     return module
 
 
-class Summed(Scaled):
-    """Answers the sum of a batch to each of its examples."""
-
-    def run(self, inputs):
-        return {"y": np.repeat(inputs["x"].sum(axis=0, keepdims=True), 2, axis=0)}
+def dependent():
+    model = Scaled()
+    model.is_by_example = False
+    return model
 
 
 FIXED = TensorSpec("x", (1, 3), "float32")
@@ -44,16 +43,8 @@ TEXTS = TensorSpec("y", (None, None), "string")
 CONFIGS = {
     "joins": (Scaled(), [64, [("x", "FP32", [3])], [("y", "FP32", [3])]]),
     "depends on its batch": (
-        Summed(),
+        dependent(),
         [0, [("x", "FP32", [-1, 3])], [("y", "FP32", [-1, 3])]],
-    ),
-    "fixed batch": (
-        Scaled(inputs=(FIXED,)),
-        [0, [("x", "FP32", [1, 3])], [("y", "FP32", [-1, 3])]],
-    ),
-    "no length": (
-        Scaled(inputs=(ONE,), outputs=(ONE._replace(name="y"),)),
-        [64, [("x", "INT64", [1])], [("y", "INT64", [1])]],
     ),
     "texts": (
         Scaled(outputs=(TEXTS,)),
@@ -97,35 +88,6 @@ def exported(folder, format="onnx"):
     )
     tfamp.export(model, folder, format=format)
     return model
-
-
-@pytest.mark.slow("test_triton_reads_names_dtypes_and_shapes_of_the_signature")
-@pytest.mark.parametrize("format", ["onnx", "openvino", "litert"])
-def test_a_repository_of_triton_holds_versions_that_load(format, tmp_path, capsys):
-    pytest.importorskip("starlette", reason="needs tfamp[serve]")
-    packages = {"onnx": "tf2onnx", "openvino": "openvino", "litert": "ai_edge_litert"}
-    pytest.importorskip(packages[format], reason=f"needs tfamp[{format}]")
-    import tfamp
-
-    model, script = exported(tmp_path / "iris", format), triton()
-    arguments = [str(tmp_path / "iris"), str(tmp_path / "models")]
-    if format == "litert":
-        with pytest.raises(ValueError, match="'litert', which Triton does not run"):
-            script.main(arguments)
-        assert not (tmp_path / "models").exists()
-        return
-    for number in "12":
-        assert script.main(arguments) == 0
-        version = tmp_path / "models" / "iris" / number
-        assert capsys.readouterr().out.strip() == str(version)
-        # Where Triton looks without being told.
-        file = {"onnx": "model.onnx", "openvino": "model.xml"}[format]
-        assert (version / file).is_file()
-    x = np.ones((2, 4), np.float32)
-    found = tfamp.load_exported(version).predict(x)
-    np.testing.assert_allclose(found, model(x), atol=1e-5)
-    names = {path.name for path in (tmp_path / "models" / "iris").iterdir()}
-    assert names == {"1", "2", "config.pbtxt"}
 
 
 def flags_of_serve(capsys):

@@ -65,13 +65,13 @@ _RESULTS = {
     "BatchSearch": "tfamp.memory.batch_records",
     "Comparison": "tfamp.comparison.result",
     "Diagnosis": "tfamp.cli.diagnosis",
-    "Export": "tfamp.serving.exports.results",
+    "Export": "tfamp.serving.exports.exporter",
     "Findings": "tfamp.records.findings",
     "Latency": "tfamp.serving.latency",
     "LoadedModel": "tfamp.serving.runtimes.signature",
     "Measurement": "tfamp.tuning.measurement",
     "MemoryEstimate": "tfamp.memory.estimates",
-    "Parity": "tfamp.serving.parity",
+    "Parity": "tfamp.serving.gate",
     "Proof": "tfamp.numerics.proof",
     "Ranges": "tfamp.numerics.magnitudes",
     "Sensitivity": "tfamp.numerics.sensitivity.errors",
@@ -214,12 +214,12 @@ if TYPE_CHECKING:
     from tfamp.policy import scope as scope
     from tfamp.policy import status as status
     from tfamp.records.findings import Findings as Findings
+    from tfamp.serving.exports.exporter import Export as Export
     from tfamp.serving.exports.exporter import export as export
-    from tfamp.serving.exports.results import Export as Export
     from tfamp.serving.frozen import freeze as freeze
+    from tfamp.serving.gate import Parity as Parity
     from tfamp.serving.latency import Latency as Latency
     from tfamp.serving.latency import latency_check as latency_check
-    from tfamp.serving.parity import Parity as Parity
     from tfamp.serving.runtimes import load_exported as load_exported
     from tfamp.serving.runtimes.signature import LoadedModel as LoadedModel
     from tfamp.tuning import tune as tune

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import tfamp
 from tfamp.serving.runtimes.signature import DATATYPES, TensorSpec
-from tfamp.serving.server.batching import DEFAULT_BATCH_SIZE, warm_up
+from tfamp.serving.server.models import DEFAULT_BATCH_SIZE
 
 # Runtime -> Triton's backend.
 BACKENDS = {"onnx": "onnxruntime", "openvino": "openvino"}
@@ -34,7 +34,7 @@ def config(model: tfamp.LoadedModel, name: str) -> str:
     signature = model.signature
     specs = (*signature.inputs, *signature.outputs)
     has_batch = all(spec.shape and spec.shape[0] is None for spec in specs)
-    joins = has_batch and not warm_up(model).alone
+    joins = has_batch and model.is_by_example
     lines = [
         f"name: {json.dumps(name)}",
         f"backend: {json.dumps(BACKENDS[model.runtime])}",

@@ -29,13 +29,6 @@ USES = {
 found = tfamp.export(model, f"{folder}/m", format="openvino")
 found.load().predict(x)
 """,
-    "with integers in it": """
-tfamp.export(model, f"{folder}/m", format="openvino", dtype="int8", scheme="static",
-             calibration=x)
-""",
-    "onnx loaded alone": """
-tfamp.export(model, f"{folder}/m", format="onnx").load().predict(x)
-""",
     "timed beside onnx": """
 tfamp.export(model, f"{folder}/m", format="onnx", validation=(x, y), budget_seconds=20)
 """,

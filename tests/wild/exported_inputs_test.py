@@ -49,30 +49,6 @@ def test_the_largest_integers_are_no_floats_either(number, of_floats):
         of_floats.predict(np.array([[number]], dtype))
 
 
-@pytest.mark.quick("list")
-@pytest.mark.parametrize(
-    "x",
-    [
-        [[ODD - 1]],
-        [[-7]],
-        np.array([[2**40]]),
-        np.array([[255]], "uint8"),
-        np.array([[True]]),
-        np.array([[0.1]]),
-    ],
-    ids=["list", "negative", "power", "pixel", "bool", "double"],
-)
-def test_numbers_that_float32_holds_need_no_cast(x, of_floats):
-    np.testing.assert_array_equal(
-        of_floats.predict(x)["same"], np.asarray(x).astype("float32")
-    )
-
-
-def test_a_list_of_python_numbers_is_looked_at_as_well(of_floats):
-    with pytest.raises(TypeError, match=f"holds {ODD}"):
-        of_floats.predict([[1], [ODD]])
-
-
 @pytest.mark.quick("int32")
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_integers_go_through_an_input_of_integers_as_they_are(dtype, tmp_path):

@@ -30,12 +30,6 @@ def spam_filter(seed):
     model.compile("adam", "binary_crossentropy")
     return model
 
-def crossing():
-    city = keras.Input((1,), dtype="string", name="city")
-    day = keras.Input((1,), dtype="string", name="day")
-    pair = layers.HashedCrossing(num_bins=32, output_mode="one_hot")((city, day))
-    return keras.Model([city, day], layers.Dense(2)(pair))
-
 def answers_alike(model, loaded, x, tensors):
     found, wanted = loaded.predict(x), np.asarray(model(tensors))
     np.testing.assert_allclose(found, wanted, atol=1e-6)
@@ -63,21 +57,6 @@ for seed in (1, 2):
     found = tfamp.export(model, f"{folder}/spam", format="saved_model", validation=data)
     assert found.parity is not None
     answers_alike(model, found.load(), x, tensors)
-    under_xla()
-""",
-    "in memory": """
-for seed in (1, 2):
-    model = spam_filter(seed)
-    answers_alike(model, tfamp.load_exported(model), x, tensors)
-    under_xla()
-""",
-    "two columns crossed": """
-for number in (1, 2):
-    model = crossing()
-    tfamp.export(model, f"{folder}/{number}", format="saved_model")
-    pair = [np.array([["Rome"], ["Oslo"]], object), np.array([["Mo"], ["Tu"]], object)]
-    loaded = tfamp.load_exported(f"{folder}/{number}")
-    answers_alike(model, loaded, pair, [*map(tf.constant, pair)])
     under_xla()
 """,
 }

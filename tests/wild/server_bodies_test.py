@@ -3,7 +3,6 @@
 import concurrent.futures
 import json
 import socket
-import urllib.request
 
 import numpy as np
 import pytest
@@ -56,26 +55,10 @@ def right_of(address, form, side, count):
     return found
 
 
-@pytest.mark.quick("1 KB of bytes")
-@every_form
-def test_one_connection_gets_the_right_answer_each_time(address, form, side):
-    assert right_of(address, form, side, count=5) == 5
-
-
 @pytest.mark.slow("test_one_connection_gets_the_right_answer_each_time")
 @every_form
 def test_200_of_200_requests_get_the_right_answer(address, form, side):
     assert right_of(address, form, side, count=200) == 200
-
-
-@pytest.mark.quick("1 KB of bytes")
-@every_form
-def test_urllib_gets_an_answer_on_a_connection_of_its_own(address, form, side):
-    x = photo(side)
-    headers, body = form(x)
-    request = urllib.request.Request(f"http://{address}{PATH}", body, headers)
-    with urllib.request.urlopen(request, timeout=served.DEADLINE) as answer:
-        assert is_right(json.load(answer), x)
 
 
 @pytest.mark.quick("1 KB of bytes")
@@ -127,29 +110,6 @@ def test_a_slow_body_is_waited_for_while_others_are_answered(address, form, side
         slow.sendall(body[half:])
         with slow.makefile("rb") as stream:
             assert statuses(stream, 1) == [200]
-
-
-@pytest.mark.quick("1 KB of bytes")
-@every_form
-def test_requests_that_do_not_wait_for_answers_get_each_its_own(address, form, side):
-    headers, body = form(photo(side))
-    with open_connection(address) as connection:
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            sent = pool.submit(connection.sendall, 3 * (head(body, headers) + body))
-            with connection.makefile("rb") as stream:
-                assert statuses(stream, 3) == [200] * 3
-            sent.result()
-
-
-@pytest.mark.quick("1 KB of bytes")
-@every_form
-def test_a_body_that_is_cut_off_leaves_the_server_to_others(address, form, side):
-    headers, body = form(photo(side))
-    for cut in (1, len(body) // 2, len(body) - 1):
-        with open_connection(address) as connection:
-            connection.sendall(head(body, headers) + body[:cut])
-    with served.connect(address) as connection:
-        assert served.answered(connection, PATH, body, headers)[0] == 200
 
 
 @pytest.mark.quick("bytes")

@@ -26,11 +26,10 @@ def freeze(
 ) -> keras.Model:
     """Returns a model for inference that stores its weights in half precision.
 
-    Under a mixed policy weights are stored in float32 and cast at every call, which at
-    small batches takes longer than the layers themselves. A frozen model stores what
-    the casts gave: its outputs are those of the mixed model to the last bit, it needs
-    half the memory, and it cannot be trained. Weights that any layer reads in float32,
-    such as those of a LayerNormalization or of a head, stay as they are.
+    Under a mixed policy weights are stored in float32 and cast at every call. A frozen
+    model stores what the casts gave: its outputs are those of the mixed model to the
+    last bit, it needs half the memory, and it cannot be trained. Weights that any layer
+    reads in float32, such as those of a head, stay as they are.
 
     Args:
         model: A built Keras model. One that computes in `dtype` already keeps its

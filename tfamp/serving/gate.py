@@ -9,20 +9,21 @@ import dataclasses
 import math
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.serving.parity import MetricChange, Parity, Verdict
+from tfamp.records import console
+from tfamp.records.checks import first_line
+from tfamp.records.record import Record, TableRecord
 from tfamp.serving.runtimes.signature import LoadedModel
 from tfamp.trials import scores, statistics
-from tfamp.trials.scores import Score
+from tfamp.trials.statistics import Interval, effect_of_ratio
 
+Verdict = Literal["as good and faster", "as good, not faster", "worse", "undecided"]
 Outputs = dict[str, np.ndarray]
-# How far a row of probabilities may be off a sum of 1.
-_SUM_IS_OFF = 1e-3
 # Without labels an export is called worse from this part of the answers that flip, or
 # of the outputs' spread: below it only a metric could tell.
 _BROKEN = 0.1
@@ -32,12 +33,104 @@ _MOST_EXAMPLES = 10**6
 _CONSTANT = 1e-6
 
 
+@dataclasses.dataclass(frozen=True)
+class MetricChange(Record):
+    """A metric of an output under both models, example by example."""
+
+    name: str
+    output: str
+    reference: float  # its mean in float32; NaN where there are no labels
+    exported: float
+    worsening: float  # in points of a rate, as a part of float32's mean for a loss
+    low: float  # the true worsening is above, but for a chance of 5 %
+    bound: float  # the true worsening is below, but for a chance of 5 %
+    tolerance: float
+    num_examples: int
+    num_needed: int | None = None  # examples, alike, that would show it to hold
+    difference: float = 0.0  # of the outputs, over their spread
+    flipped: int = 0  # predicted classes that are others than float32's
+
+    @property
+    def holds(self) -> bool:
+        """Whether the worsening is shown to be within the tolerance."""
+        return self.bound <= self.tolerance
+
+    @property
+    def fails(self) -> bool:
+        """Whether it is shown to be beyond the tolerance."""
+        return not self.low <= self.tolerance
+
+
+@dataclasses.dataclass(frozen=True)
+class Speedup(Record):
+    """How many times as fast as another model the exported one is, in turns."""
+
+    against: str
+    batch_size: int
+    ratio: Interval  # of the median seconds of a call, over the turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity(TableRecord):
+    """An exported model against the float32 one it came from.
+
+    Args:
+        verdict: "as good and faster" or "as good, not faster" where the metric's drop
+            is shown to be within the tolerance; "worse" where it is shown to be beyond
+            it; "undecided" where the examples leave both open.
+        reason: Why, in a sentence or two.
+        num_examples: Validation examples.
+        metrics: One for each output.
+        speedups: Against each other model, by batch size.
+    """
+
+    verdict: Verdict
+    reason: str
+    num_examples: int
+    metrics: tuple[MetricChange, ...] = ()
+    speedups: tuple[Speedup, ...] = ()
+
+    def timed(self, speedups: Sequence[Speedup]) -> "Parity":
+        """Returns it with how fast the model is, which the verdict then tells.
+
+        It is faster where it is so against all others at some batch size, and slower
+        than none at the other.
+        """
+        effects: dict[int, set[str]] = {}
+        for each in speedups:
+            effect = effect_of_ratio(each.ratio, more_is_better=True)
+            effects.setdefault(each.batch_size, set()).add(effect)
+        is_slower = any("worse" in each for each in effects.values())
+        is_faster = {"better"} in effects.values() and not is_slower
+        verdict = self.verdict
+        if is_faster and verdict == "as good, not faster":
+            verdict = "as good and faster"
+        return dataclasses.replace(self, verdict=verdict, speedups=tuple(speedups))
+
+    def table(self) -> str:
+        """Returns what was compared, the speed and why, each in a sentence."""
+        lines = [
+            f"{each.name} of {each.output}: {each.reference:.5g} -> "
+            f"{each.exported:.5g}, worse by {each.worsening:.3%}, at most "
+            f"{each.bound:.3%} (allowed: {each.tolerance:.3%}) on "
+            f"{each.num_examples} examples; {each.flipped} predictions flipped, "
+            f"outputs off by {each.difference:.2g} of their spread."
+            for each in self.metrics
+        ]
+        lines += [
+            f"Batch {x.batch_size}: {x.ratio.estimate:.2f} times {x.against} "
+            f"[{x.ratio.low:.2f}, {x.ratio.high:.2f}]."
+            for x in self.speedups
+        ]
+        return console.text_of(*lines, self.reason)
+
+
 class Reference(NamedTuple):
-    """A float32 model, validation examples by batch, and what it answers to them."""
+    """A float32 model, validation examples by batch, and all that it answers."""
 
     model: keras.Model
     batches: list[tuple[Any, Any]]
-    outputs: list[Outputs]
+    outputs: Outputs
 
 
 def reference_of(
@@ -47,7 +140,7 @@ def reference_of(
     batches = []
     for batch in dataset:
         x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        x, y = (x, y) if y is None else tf.nest.map_structure(np.asarray, (x, y))
+        y = None if y is None else tf.nest.map_structure(np.asarray, y)
         batches.append((tf.nest.map_structure(np.asarray, x), y))
     if not batches:
         raise ValueError(
@@ -55,69 +148,49 @@ def reference_of(
             "a wrong path, split or filter leaves nothing."
         )
     inputs = [(tf.nest.map_structure(tf.constant, x),) for x, _ in batches]
-    answers = scores.predict(model, inputs)
-    return Reference(model, batches, [_named(each, names) for each in answers])
+    answers = [_named(each, names) for each in scores.predict(model, inputs)]
+    outputs = {name: _joined([each[name] for each in answers]) for name in names}
+    return Reference(model, batches, outputs)
 
 
 def check_parity(
-    reference: Reference,
-    candidate: LoadedModel,
-    *,
-    metric: Any = None,
-    tolerance: float = 0.005,
+    reference: Reference, candidate: LoadedModel, *, tolerance: float = 0.005
 ) -> Parity:
     """Compares an exported model with the float32 one it came from, but for speed.
 
-    Arguments are as for `tfamp.export`; the tolerance is in points of a rate such as an
-    accuracy (0.005 is half a percent), and a part of float32's mean for a loss.
+    The tolerance is in points of a rate such as an accuracy (0.005 is half a percent),
+    and a part of float32's mean for a loss.
     """
     model, batches, exact = reference
-    names = list(exact[0])
-    exported = [_named(candidate.predict(x), names) for x, _ in batches]
+    names = list(exact)
+    answers = [_named(candidate.predict(x), names) for x, _ in batches]
     labels = _labels([y for _, y in batches], names)
     metrics, untold = [], []
     for name in names:
-        sides = [[batch[name] for batch in side] for side in (exact, exported)]
-        before, after = map(_joined, sides)
-        if before.shape != after.shape:
+        exported = _joined([each[name] for each in answers])
+        if exact[name].shape != exported.shape:
             raise ValueError(
-                f"Output {name!r} has shape {before.shape} in float32 and "
-                f"{after.shape} in the exported model; expected the same. Compare "
+                f"Output {name!r} has shape {exact[name].shape} in float32 and "
+                f"{exported.shape} in the exported model; expected the same. Compare "
                 "it with the model that it was exported from."
             )
-        ys = labels[name]
         loss = _loss_of(model, name, names)
-        classes = has_classes(loss, before, None if ys is None else _joined(ys))
-        found = _of_outputs(name, before, after, classes, tolerance)
-        score = ys and _score(model, loss, metric, classes, before, sides[0][0], ys[0])
-        if score:
-            values = [_values(score, ys, side) for side in sides]
-            if why := at_chance(score, name, ys, sides[0], values[0]):
-                untold.append(why)
-            else:
-                change = change_of(score, name, values[0], values[1], tolerance)
-                found = dataclasses.replace(
-                    change, difference=found.difference, flipped=found.flipped
-                )
+        found, why = _of_output(
+            name, exact[name], exported, labels.get(name), loss, tolerance
+        )
         metrics.append(found)
+        untold += [why] if why else []
     verdict, reason = judged(metrics, untold=untold)
-    is_labelled = any(y is not None for y in labels.values())
-    return Parity(
-        *(verdict, reason, candidate.runtime),
-        num_examples=sum(len(tf.nest.flatten(x)[0]) for x, _ in batches),
-        metrics=tuple(metrics),
-        notes=() if is_labelled else ("No labels: only outputs are compared.",),
-    )
+    if not labels:
+        reason += " There are no labels: only outputs are compared."
+    number = sum(len(tf.nest.flatten(x)[0]) for x, _ in batches)
+    return Parity(verdict, reason, number, tuple(metrics))
 
 
 def judged(
     metrics: Sequence[MetricChange], *, untold: Sequence[str] = ()
 ) -> tuple[Verdict, str]:
-    """Returns the verdict of all outputs together, and why in a sentence.
-
-    `untold` says of which outputs labels tell nothing, and why: by them nothing is "as
-    good", and only outputs that are far off show it to be "worse".
-    """
+    """Returns the verdict of all outputs together, and why in a sentence."""
     broken = [each.output for each in metrics if not np.isfinite(each.difference)]
     if broken:
         return "worse", (
@@ -138,7 +211,7 @@ def judged(
         bounds = ", ".join(f"{each.name} at most {each.bound:.3%}" for each in metrics)
         return "as good, not faster", f"It is as good: worse in {bounds}."
     found = max(open_ones, key=lambda each: each.bound)
-    advice = "Pass labels, a metric, or another tolerance."
+    advice = "Pass labels, or another tolerance."
     if found.num_needed is not None:
         advice = f"It needs {found.num_needed} examples, if the others are alike."
     return "undecided", (
@@ -148,84 +221,78 @@ def judged(
     )
 
 
-def has_classes(loss: Any, outputs: np.ndarray, y: Any) -> bool:
-    """States whether the numbers of a float32 model's output stand for classes.
+def _of_output(
+    name: str,
+    exact: np.ndarray,
+    exported: np.ndarray,
+    y: np.ndarray | None,
+    loss: Any,
+    tolerance: float,
+) -> tuple[MetricChange, str]:
+    """Returns how an output changed, and why its labels tell nothing, "" if they do.
 
-    Labels say it where there are any, else the loss that the model was compiled with
-    for this output, else whether the numbers are probabilities.
+    Labels tell nothing where float32 is not shown to be better than one answer for all
+    examples, as where they are in another order: any export is "as good" by them.
     """
-    if outputs.dtype.kind != "f" or outputs.ndim < 2:
-        return False
-    number = outputs.shape[-1]
-    if y is not None:
-        is_whole = y.dtype.kind in "iub" or bool((y == np.round(y)).all())
-        if number == 1:
-            return is_whole and bool(np.isin(y, (0, 1)).all())
-        is_one_hot = y.shape == outputs.shape and bool((y.sum(-1) == 1).all())
-        is_id = y.size * number == outputs.size and bool(y.max(initial=0) < number)
-        return is_whole and (is_one_hot or is_id)
-    name = loss if isinstance(loss, str) else getattr(loss, "name", None)
-    if "crossentropy" in str(name or getattr(loss, "__name__", "")):
-        return True
-    inside = number > 1 and bool((outputs >= 0).all() and (outputs <= 1).all())
-    return inside and bool(np.abs(outputs.sum(-1) - 1).max() <= _SUM_IS_OFF)
+    number, flipped, why = len(exact), 0, ""
+    off = difference(exported, exact)
+    classes = _has_classes(exact, y)
+    if classes:
+        logits = _are_logits(exact)
+        before, after = (classes_of(x, are_logits=logits) for x in (exact, exported))
+        flipped = int((before != after).sum())
+    sides: list[np.ndarray] = []
+    if y is not None and classes:
+        is_one_hot = y.shape == exact.shape and exact.shape[-1] > 1
+        ids = (y.argmax(axis=-1) if is_one_hot else y).reshape(before.shape)
+        values, counts = np.unique(ids, return_counts=True)
+        answers = (before, after, values[counts.argmax()])
+        sides = [(ids == x).reshape(number, -1).mean(axis=1) for x in answers]
+        what, gain = "accuracy", sides[0] - sides[2]
+    elif y is not None and loss:
+        compiled: Any = types.SimpleNamespace(loss=loss, name="the exported model")
+        mean = np.broadcast_to(exact.mean(axis=0), exact.shape)
+        try:
+            score = scores.score_of(compiled, None, exact, y)
+            sides = [scores.values_of(score, y, x) for x in (exact, exported, mean)]
+            what, gain = "loss", sides[2] - sides[0]
+        except ValueError as error:  # one figure for all examples, or none
+            why = f"The loss of {name!r} cannot be compared: {first_line(error)}"
+    if sides:
+        if not np.isfinite(gain).all() or statistics.interval(gain).low > 0:
+            found = _change(what, name, sides[0], sides[1], classes, tolerance)
+            return dataclasses.replace(found, difference=off, flipped=flipped), ""
+        why = (
+            f"The labels of {name!r} tell nothing: on them float32's {what} is "
+            f"{np.mean(sides[0]):.4g}, not shown to be better than the "
+            f"{np.mean(sides[2]):.4g} of one answer for all examples. Look at their "
+            "order and at that of the classes, train the model, or pass more examples, "
+            "of all classes."
+        )
+    # Beyond the tolerance nobody knows what a difference costs, so it counts as worse
+    # from `_BROKEN` on only.
+    nan = math.nan
+    if classes:  # predictions that flip bound what is lost
+        same = (before == after).reshape(number, -1).mean(axis=1)
+        what = "agreement with float32"
+        found = _change(what, name, np.ones(number), same, True, tolerance)
+        low = found.low if found.low > _BROKEN else min(found.low, tolerance)
+        found = dataclasses.replace(
+            found, low=low, reference=nan, difference=off, flipped=flipped
+        )
+    else:  # one figure of all examples: nothing is counted
+        low = off if off > _BROKEN else 0.0
+        figures = (nan, nan, off, low, off, tolerance, number)
+        found = MetricChange("difference over spread", name, *figures, difference=off)
+    return found, why
 
 
-def classes_of(outputs: np.ndarray, *, are_logits: bool = False) -> np.ndarray:
-    """Returns the class that each answer names; of one class by its probability.
-
-    Example:
-        >>> classes_of(np.array([[0.2, 0.8], [0.9, 0.1]])).tolist()
-        [1, 0]
-    """
-    if outputs.shape[-1] > 1:
-        return outputs.argmax(axis=-1)
-    return (outputs[..., 0] > (0.0 if are_logits else 0.5)).astype(np.int64)
-
-
-def at_chance(
-    score: Score,
-    output: str,
-    ys: Sequence[np.ndarray],
-    outputs: Sequence[np.ndarray],
-    values: np.ndarray,
-) -> str:
-    """Returns why labels tell nothing about a model, "" where they do.
-
-    They don't where the model's answers are not shown to be better than one answer
-    for all examples, the most frequent class or the mean of what the model gives, as
-    where labels are in another order. Any export is "as good" by them.
-    """
-    if score.more_is_better is None or len({each.shape[1:] for each in outputs}) > 1:
-        return ""
-    same = np.concatenate(outputs).mean(axis=0)
-    if score.name == "accuracy":
-        number = same.shape[-1]
-        pairs = zip(ys, outputs, strict=True)
-        ids = np.concatenate([_class_ids(y, each.shape).ravel() for y, each in pairs])
-        classes, counts = np.unique(ids, return_counts=True)
-        most = int(classes[counts.argmax()])
-        one = np.where(np.arange(number) == most, 1.0, -1.0)
-        same = np.broadcast_to(one if number > 1 else 2.0 * most - 1.0, same.shape)
-    alike = [np.broadcast_to(same, each.shape).astype("float32") for each in outputs]
-    other = _values(score, ys, alike)
-    if not (np.isfinite(other).all() and np.isfinite(values).all()):
-        return ""
-    if statistics.interval(score.worsening(other, values)).low > 0:
-        return ""
-    return (
-        f"The labels of {output!r} tell nothing: on them float32's {score.name} is "
-        f"{np.mean(values):.4g}, not shown to be better than the {np.mean(other):.4g} "
-        "of one answer for all examples. Look at their order and at that of the "
-        "classes, train the model, or pass more examples, of all classes."
-    )
-
-
-def change_of(
-    score: Score,
+def _change(
+    name: str,
     output: str,
     exact: np.ndarray,
     exported: np.ndarray,
+    is_rate: bool,
     tolerance: float,
 ) -> MetricChange:
     """Returns a metric's worsening with its bounds, from its values on each example.
@@ -233,18 +300,20 @@ def change_of(
     Where each is a difference of two numbers in [0, 1], as those of an accuracy are,
     what was not seen may be there all the same: the bounds are those of fractions.
     """
-    with np.errstate(invalid="ignore"):
-        worse = score.worsening(exported, exact)
-    number, inf = len(worse), math.inf
+    number, inf = len(exact), math.inf
     means = float(np.mean(exact)), float(np.mean(exported))
-    found = MetricChange(score.name, output, *means, inf, inf, inf, tolerance, number)
-    if not np.isfinite(worse).all():
+    found = MetricChange(name, output, *means, inf, inf, inf, tolerance, number)
+    if not np.isfinite(exported).all():
         return found
-    both = np.concatenate([exact, exported])
-    mean, needed = float(np.mean(worse)), None
-    if not score.is_relative and 0 <= both.min() and both.max() <= 1:
+    needed = None
+    if not is_rate:
+        worse = (exported - exact) / max(abs(means[0]), 1e-12)
+        between = statistics.interval(worse)
+        low, bound = between.low, between.high
+    else:
+        worse = exact - exported
         low, bound = -statistics.change_limit(-worse), statistics.change_limit(worse)
-        if mean < tolerance < bound:
+        if np.mean(worse) < tolerance < bound:
             # If all that are added are answered alike.
             changed = worse[worse != 0]
 
@@ -255,128 +324,66 @@ def change_of(
 
             counts = range(number, _MOST_EXAMPLES)
             needed = number + bisect.bisect_left(counts, True, key=shows)
-            needed = needed if needed < _MOST_EXAMPLES else None
-    else:
-        between = statistics.interval(worse)
-        low, bound = between.low, between.high
-        if mean < tolerance < bound < math.inf:
-            # The interval shrinks with the root of the number.
-            reach = (bound - mean) / (tolerance - mean)
-            needed = math.ceil(number * reach**2)
     return dataclasses.replace(
-        found, worsening=mean, low=low, bound=bound, num_needed=needed
+        found, worsening=float(np.mean(worse)), low=low, bound=bound, num_needed=needed
     )
 
 
-def _of_outputs(
-    name: str, exact: np.ndarray, exported: np.ndarray, classes: bool, tolerance: float
-) -> MetricChange:
-    """Returns what outputs alone say: predictions that flip bound what is lost.
-
-    Beyond the tolerance nobody knows what a difference costs, so it counts as worse
-    from `_BROKEN` on only.
-    """
-    number, nan = len(exact), math.nan
-    if exact.dtype.kind in "fiub":
-        off = relative_error(exported.astype(np.float64), exact.astype(np.float64))
-    else:
-        off = float(np.mean(exported != exact)) if exact.size else 0.0
-    if not classes:  # one figure of all examples: nothing is counted
-        low, what = (off if off > _BROKEN else 0.0), "difference over spread"
-        figures = (nan, nan, off, low, off, tolerance, number)
-        return MetricChange(what, name, *figures, difference=off)
-    logits = _are_logits(exact)
-    before, after = (classes_of(x, are_logits=logits) for x in (exact, exported))
-    same = (before == after).reshape(number, -1).mean(axis=1)
-    score = Score("agreement with float32", np.equal, True, False)
-    whole = change_of(score, name, np.ones(number), same, tolerance)
-    low = whole.low if whole.low > _BROKEN else min(whole.low, tolerance)
-    flipped = int((before != after).sum())
-    return dataclasses.replace(
-        whole, low=low, reference=nan, difference=off, flipped=flipped
-    )
+def classes_of(outputs: np.ndarray, *, are_logits: bool = False) -> np.ndarray:
+    """Returns the class that each answer names; of one class by its probability."""
+    if outputs.shape[-1] > 1:
+        return outputs.argmax(axis=-1)
+    return (outputs[..., 0] > (0.0 if are_logits else 0.5)).astype(np.int64)
 
 
-def relative_error(low: np.ndarray, exact: np.ndarray) -> float:
-    """Returns the error of numbers, relative to their spread over the batch.
+def _has_classes(outputs: np.ndarray, y: np.ndarray | None) -> bool:
+    """States whether an output stands for classes, by labels or as probabilities."""
+    if outputs.dtype.kind != "f" or outputs.ndim < 2:
+        return False
+    number = outputs.shape[-1]
+    if y is None:
+        is_inside = number > 1 and not _are_logits(outputs)
+        return is_inside and np.allclose(outputs.sum(-1), 1, atol=1e-3)
+    if y.dtype.kind not in "iub" and not (y == np.round(y)).all():
+        return False
+    if number == 1:
+        return bool(np.isin(y, (0, 1)).all())
+    is_one_hot = y.shape == outputs.shape and bool((y.sum(-1) == 1).all())
+    return is_one_hot or (y.size * number == outputs.size and y.max(initial=0) < number)
 
-    It is a root mean square. inf where a number is not finite that is so in `exact`, or
-    where one differs and all of those are 0.
+
+def _are_logits(outputs: np.ndarray) -> bool:
+    """States whether numbers cannot be probabilities."""
+    return bool((outputs < 0).any() or (outputs > 1).any())
+
+
+def difference(low: np.ndarray, exact: np.ndarray) -> float:
+    """Returns how far numbers are off, relative to their spread over the batch.
+
+    It is a root mean square; of texts the part that differs. inf where the two are not
+    finite in the same places, or where one differs and all of `exact` is 0.
 
     Example:
         >>> exact = np.array([[999.0], [1001.0]])
-        >>> relative_error(exact + 0.5, exact), relative_error(exact * np.inf, exact)
+        >>> difference(exact + 0.5, exact), difference(exact * np.inf, exact)
         (0.5, inf)
     """
+    if exact.dtype.kind not in "fiub":
+        return float(np.mean(low.astype(str) != exact.astype(str))) if low.size else 0.0
+    low, exact = low.astype(np.float64), exact.astype(np.float64)
     held = np.isfinite(exact)
-    if not np.isfinite(low[held]).all():
+    if (held != np.isfinite(low)).any():
         return math.inf
-    exact = np.where(held, exact, 0.0)
-    error = _rms(np.where(held, low, 0.0) - exact)
-    magnitude = _rms(exact)
+    low, exact = np.where(held, low, 0.0), np.where(held, exact, 0.0)
+    error, magnitude = _rms(low - exact), _rms(exact)
     spread = _rms(exact - exact.mean(axis=0)) if len(exact) > 1 else 0.0
     if spread <= _CONSTANT * magnitude:
         spread = magnitude
     return error / spread if spread else (math.inf if error else 0.0)
 
 
-def largest_difference(wanted: Outputs, found: Outputs) -> float:
-    """Returns an output's largest difference over its spread, inf if not finite.
-
-    Example:
-        >>> largest_difference({"y": np.array([0.0, 2.0])}, {"y": np.array([0.0, 1.9])})
-        0.1
-    """
-    largest = 0.0
-    for name, exact in wanted.items():
-        other = np.asarray(found[name])
-        if exact.dtype.kind not in "fiub":
-            same = np.array_equal(exact.astype(str), other.astype(str))
-            largest = max(largest, 0.0 if same else math.inf)
-            continue
-        exact, other = exact.astype(np.float64), other.astype(np.float64)
-        held = np.isfinite(exact)
-        if exact.shape != other.shape or (held != np.isfinite(other)).any():
-            return math.inf
-        if held.any():
-            spread = exact[held].std() or abs(exact[held]).max() or 1.0
-            largest = max(largest, float(abs(exact - other)[held].max() / spread))
-    return round(largest, 12)
-
-
 def _rms(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
-
-
-def _score(
-    model: keras.Model,
-    loss: Any,
-    metric: Any,
-    classes: bool,
-    values: np.ndarray,
-    first: np.ndarray,
-    y: np.ndarray,
-) -> Score | None:
-    """Returns what labels are scored by; None where only outputs can be compared."""
-    if metric in (None, "accuracy", "acc") and classes:
-        logits = _are_logits(values)
-
-        def is_right(y: Any, outputs: Any) -> np.ndarray:
-            outputs = np.asarray(outputs)
-            found = classes_of(outputs, are_logits=logits)
-            ids = _class_ids(np.asarray(y), outputs.shape)
-            return np.asarray(ids.reshape(found.shape) == found)
-
-        return Score("accuracy", is_right, True, False)
-    if metric is None and not loss:
-        return None
-    compiled: Any = types.SimpleNamespace(loss=loss, name=model.name)
-    return scores.score_of(compiled, metric, first, y)
-
-
-def _values(score: Score, ys: Sequence[Any], outputs: Sequence[Any]) -> np.ndarray:
-    pairs = zip(ys, outputs, strict=True)
-    return np.concatenate([scores.values_of(score, y, each) for y, each in pairs])
 
 
 def _loss_of(model: keras.Model, name: str, names: Sequence[str]) -> Any:
@@ -389,28 +396,16 @@ def _loss_of(model: keras.Model, name: str, names: Sequence[str]) -> Any:
     return loss
 
 
-def _labels(ys: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns the labels of each output by batch, None where there are none."""
-    none = dict.fromkeys(names)
+def _labels(ys: Sequence[Any], names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns the labels of each output that has some."""
     if any(y is None for y in ys):
-        return none
-    if isinstance(ys[0], dict):
-        return none | {n: [y[n] for y in ys] for n in names if n in ys[0]}
-    flat = [tf.nest.flatten(y) for y in ys]
-    if len(flat[0]) != len(names):
-        return none
-    return {n: [each[i] for each in flat] for i, n in enumerate(names)}
-
-
-def _class_ids(y: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """Returns labels as numbers of classes; those of the outputs' shape are one-hot."""
-    is_one_hot = y.shape == tuple(shape) and shape[-1] > 1
-    return y.argmax(axis=-1) if is_one_hot else y
-
-
-def _are_logits(outputs: np.ndarray) -> bool:
-    """States whether numbers cannot be probabilities."""
-    return bool((outputs < 0).any() or (outputs > 1).any())
+        return {}
+    if not isinstance(ys[0], dict):
+        flat = [tf.nest.flatten(y) for y in ys]
+        if len(flat[0]) != len(names):
+            return {}
+        ys = [dict(zip(names, each, strict=True)) for each in flat]
+    return {n: _joined([y[n] for y in ys]) for n in names if n in ys[0]}
 
 
 def _named(answer: Any, names: Sequence[str]) -> Outputs:
@@ -419,12 +414,6 @@ def _named(answer: Any, names: Sequence[str]) -> Outputs:
         values = [answer[name] for name in names]
     else:
         values = tf.nest.flatten(answer)
-    if len(values) != len(names):
-        raise ValueError(
-            f"The exported model has {len(names)} outputs, {tuple(names)!r}, and "
-            f"{len(values)} were answered. Compare it with the model that it was "
-            "exported from."
-        )
     arrays = dict(zip(names, map(np.asarray, values), strict=True))
     return {
         name: x.astype(np.float32) if x.dtype.kind in "fV" else x

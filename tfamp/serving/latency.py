@@ -84,10 +84,8 @@ def latency_check(
     clients: int = 1,
     rate: float | None = None,
     seconds: float = 2.0,
-    binary: bool = True,
     token: str | None = None,
     timeout_seconds: float = 10.0,
-    seed: int = 0,
 ) -> Latency:
     """Measures how long answers to one request take, and how many come in a second.
 
@@ -100,13 +98,8 @@ def latency_check(
         rate: Requests a second in the place of `clients`, which do not wait: they are
             due at random moments, and latencies count from these.
         seconds: How long to ask.
-        binary: Whether tensors go to a server as bytes; else as JSON.
         token: What requests to a server bear, if anything.
         timeout_seconds: How long an answer of a server may take.
-        seed: Of the random moments.
-
-    Returns:
-        The latencies.
 
     Raises:
         OSError: The server cannot be reached.
@@ -115,12 +108,11 @@ def latency_check(
     """
     checks.positive_int("clients", clients)
     checks.positive("seconds", seconds)
-    checks.positive("timeout_seconds", timeout_seconds)
     if rate is not None:
         checks.positive("rate", rate)
     with contextlib.ExitStack() as stack:
         if isinstance(model_or_url, str) and "://" in model_or_url:
-            ask = _asking(model_or_url, x, binary, token, timeout_seconds, stack)
+            ask = _asking(model_or_url, x, token, timeout_seconds, stack)
         else:
             is_loaded = isinstance(model_or_url, LoadedModel)
             model: Any = model_or_url if is_loaded else load_exported(model_or_url)
@@ -138,7 +130,7 @@ def latency_check(
                 )
         due, threads = None, clients
         if rate is not None:
-            rng, threads = np.random.default_rng(seed), _MOST_AT_ONCE
+            rng, threads = np.random.default_rng(0), _MOST_AT_ONCE
             due = np.cumsum(rng.exponential(1 / rate, int(2 * rate * seconds) + 20))
         found, took = _asked(ask, threads, seconds, due)
     taken = [each for each, error in found if not error]
@@ -159,10 +151,7 @@ def latency_check(
 def _asked(
     ask: Callable[[], str], threads: int, seconds: float, due: np.ndarray | None
 ) -> tuple[list[tuple[float, str]], float]:
-    """Returns latencies and errors of requests, and how long it took.
-
-    Threads ask again and again for some seconds, or whenever a request is `due`.
-    """
+    """Returns latencies and errors of requests, and how long it took."""
     found: list[tuple[float, str]] = []
     start = time.perf_counter()
     moments = None if due is None else iter((start + due).tolist())
@@ -185,19 +174,14 @@ def _asked(
 
 
 def _asking(
-    url: str, x: Any, binary: bool, token: str | None, timeout: float, stack: Any
+    url: str, x: Any, token: str | None, timeout: float, stack: Any
 ) -> Callable[[], str]:
-    """Returns what sends one request to an address; it gives "", or what is wrong.
-
-    `stack` closes the connections, of which each thread has one.
-    """
+    """Returns what sends one request to an address; it gives "", or what is wrong."""
     parts = urllib.parse.urlsplit(url)
     is_plain = parts.scheme == "http"
     kind = http.client.HTTPConnection if is_plain else http.client.HTTPSConnection
     path = parts.path.rstrip("/").removesuffix("/infer")
-    headers = {"Content-Type": "application/json"}
-    if token is not None:
-        headers["Authorization"] = f"Bearer {token}"
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     own = threading.local()
 
     def answer(method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
@@ -229,26 +213,24 @@ def _asking(
             for each in json.loads(text)["inputs"]
         )
     except (ValueError, KeyError, TypeError) as error:
-        said = text[:200].decode(errors="replace")
         raise ValueError(
-            f"{url!r} answers {status}, {said!r}; expected the metadata of a model by "
-            "the Open Inference Protocol v2. Write an address such as "
+            f"{url!r} answers {status}, {text[:200]!r}; expected the metadata of a "
+            "model by the Open Inference Protocol v2. Write an address such as "
             f"http://{parts.netloc}/v2/models/digits."
         ) from error
     entries, raw = [], b""
     for spec, array in zip(specs, prepared(x, specs).values(), strict=True):
         entry: dict[str, Any] = {"name": spec.name, "shape": list(array.shape)}
         entry["datatype"] = DATATYPES[spec.dtype]
-        if binary and array.dtype != object:
+        if array.dtype == object:  # texts
+            entry["data"] = array.ravel().tolist()
+        else:
             entry["parameters"] = {"binary_data_size": array.nbytes}
             raw += array.tobytes()
-        else:
-            entry["data"] = array.ravel().tolist()
         entries.append(entry)
-    content = {"inputs": entries, "parameters": {"binary_data_output": binary}}
+    content = {"inputs": entries, "parameters": {"binary_data_output": True}}
     head = json.dumps(content).encode()
-    if raw:
-        headers["Inference-Header-Content-Length"] = str(len(head))
+    headers["Inference-Header-Content-Length"] = str(len(head))
 
     def ask() -> str:
         try:

@@ -7,8 +7,7 @@ import os
 import platform
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,22 @@ import keras
 import numpy as np
 from absl import logging
 
-from tfamp.machine.cpus import instruction_sets, num_usable_cpus
-from tfamp.records import checks
+from tfamp.machine.cpus import instruction_sets
+from tfamp.records import checks, console
 from tfamp.records.checks import short_error
-from tfamp.serving.exports import int8_layers, writers
+from tfamp.records.record import Record, TableRecord
+from tfamp.records.units import format_bytes, format_seconds
+from tfamp.serving.exports import int8_layers, turns, writers
 from tfamp.serving.exports.folders import check_target, place
-from tfamp.serving.exports.request import (
+from tfamp.serving.exports.source import (
+    calibration_batches,
+    float32_copy,
+    inputs_in,
+    tried_inputs,
+)
+from tfamp.serving.exports.tracing import Traced, trace
+from tfamp.serving.exports.turns import Raced, median
+from tfamp.serving.exports.writers import (
     DTYPES,
     PACKAGES,
     POSSIBLE,
@@ -30,53 +39,135 @@ from tfamp.serving.exports.request import (
     check_possible,
     missing,
 )
-from tfamp.serving.exports.results import Export, Tried
-from tfamp.serving.exports.source import (
-    Source,
-    calibration_batches,
-    float32_copy,
-    inputs_in,
-    spread_text,
+from tfamp.serving.frozen import freeze
+from tfamp.serving.gate import (
+    Parity,
+    Reference,
+    Speedup,
+    check_parity,
+    difference,
+    reference_of,
 )
-from tfamp.serving.gate import check_parity, largest_difference, reference_of
-from tfamp.serving.parity import FreshProcess, Parity
-from tfamp.serving.runtimes import fresh_process, open_model
+from tfamp.serving.runtimes import load_exported, open_model
 from tfamp.serving.runtimes.manifest import RUNTIMES, Manifest, digests
 from tfamp.serving.runtimes.signature import LoadedModel
 from tfamp.serving.runtimes.tensorflow_models import of_trace
-from tfamp.serving.turns import Turns, median, pace, raced, speedup
-from tfamp.stepping.arguments import check_built, dataset_of
+from tfamp.stepping.arguments import check_built, dataset_of, first_batch
 from tfamp.trials.run_records import Latency
 from tfamp.trials.statistics import MIN_GAIN
 
 BATCH = 32
 _AUTO = "auto"
-# The part of the budget that timing may take, and the most of it; and for one thread
-# against all, where there is nothing else to time.
-_PART_FOR_TIMING, _MOST_SECONDS, _THREADS_SECONDS = 0.3, 10.0, 0.6
+# The part of the budget that timing may take, and the most of it.
+_PART_FOR_TIMING, _MOST_SECONDS = 0.3, 10.0
 # Of the spread of an output: what float32 sums in another order come to, and more.
 _MAX_FLOAT32_DIFFERENCE = 1e-2
-_SAVED_MODEL = ("saved_model float32", None)
-Compare = Callable[[LoadedModel], Parity]
+_SAVED_MODEL = "saved_model float32"
+_COLUMNS: dict[str, dict[str, Any]] = {
+    "candidate": console.WHOLE,
+    "size": console.RIGHT,
+    "batch 1": console.RIGHT,
+    "difference": console.RIGHT,
+    "what became of it": console.FOLD,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried(Record):
+    """A file that was written to see how good and how fast it is."""
+
+    name: str  # format, dtype and scheme, such as "onnx int8 dynamic"
+    outcome: str  # "chosen", "passed", "failed" or "left out"
+    reason: str = ""
+    size_bytes: int | None = None
+    seconds: float | None = None  # of a batch of one, in turns with the others
+    difference: float | None = None  # of its outputs from float32's, over their spread
+
+
+@dataclasses.dataclass(frozen=True)
+class Export(TableRecord):
+    """A model that was exported.
+
+    Attributes:
+        path: The folder.
+        format: The runtime that loads it.
+        dtype: "float32", "float16", "bfloat16" or "int8".
+        scheme: "dynamic" or "static"; "" for floats.
+        verdict: "as good and faster", "as good, not faster", "worse" or "undecided".
+        difference: Of its outputs from float32's on the examples that were tried, a
+            root mean square over their spread.
+        size_bytes: Of all files.
+        float32_bytes: Of the model's weights in float32.
+        kept: Layer that stays in float32 -> why.
+        parity: The comparison on validation data; None without any.
+        latency: How long calls take, by batch size; empty where nothing was timed.
+        tried: All that was written to be compared.
+    """
+
+    path: str
+    format: str
+    dtype: str
+    scheme: str
+    verdict: str
+    difference: float
+    size_bytes: int
+    float32_bytes: int
+    kept: dict[str, str] = dataclasses.field(default_factory=dict)
+    parity: Parity | None = None
+    latency: tuple[Latency, ...] = ()
+    tried: tuple[Tried, ...] = ()
+
+    def load(self, *, threads: int | None = None) -> LoadedModel:
+        """Returns the model, as `tfamp.load_exported` does."""
+        return load_exported(self.path, threads=threads)
+
+    def table(self) -> str:
+        """Returns what was tried, what was written, and the verdict."""
+        rows = [
+            (
+                each.name,
+                "" if each.size_bytes is None else format_bytes(each.size_bytes),
+                "" if each.seconds is None else format_seconds(each.seconds),
+                "" if each.difference is None else f"{each.difference:.1e}",
+                ": ".join(filter(None, (each.outcome, each.reason))),
+            )
+            for each in self.tried
+        ]
+        told = [
+            f"{self.path}: {format_bytes(self.size_bytes)} for "
+            f"{format_bytes(self.float32_bytes)} of float32 weights; {self.verdict}.",
+            *(f"{path} stays in float32: {why}." for path, why in self.kept.items()),
+            "Only outputs were compared: pass `validation=(x, y)` for a verdict."
+            if self.parity is None
+            else str(self.parity),
+        ]
+        return console.text_of(console.table(_COLUMNS, rows), *told)
 
 
 @dataclasses.dataclass
-class Candidate:
+class _Candidate:
     """An export that was written and runs."""
 
     request: Request
     folder: Path  # where it lies until it is chosen
     manifest: Manifest
-    difference: float  # the largest from the float32 model's outputs, over their spread
-    cost: FreshProcess  # what it took a fresh process
+    model: LoadedModel
+    difference: float
     size_bytes: int
-    parity: Parity | None = None  # None without validation data
-    threads: int | None = None  # of a prediction; None for all cores
+    parity: Parity | None  # None without validation data
 
-    @property
-    def key(self) -> tuple[str, int | None]:
-        """Returns what it is called where it is timed."""
-        return self.request.name, self.threads
+
+@dataclasses.dataclass
+class _Source:
+    """What all candidates are made from and held against."""
+
+    model: keras.Model  # in float32
+    sample: Any  # inputs as it takes them; None where nobody gave any
+    traced: Traced
+    inputs: dict[str, np.ndarray]  # by name, to try exports with
+    reference: Reference | None  # None without validation data
+    tolerance: float
+    scratch: Path
 
 
 def export(
@@ -88,10 +179,8 @@ def export(
     scheme: str | None = None,
     calibration: Any = None,
     validation: Any = None,
-    metric: Any = None,
     tolerance: float = 0.005,
     keep_float32: Iterable[str] = (),
-    batch_size: int | None = None,
     budget_seconds: float = 120.0,
     write_failed: bool = False,
 ) -> Export:
@@ -99,8 +188,8 @@ def export(
 
     A copy of the model goes back to float32 and is lowered by the runtime's own tools,
     so that models under any policy, and frozen ones, can be exported; the model itself
-    stays as it is. The file is loaded and run in a fresh process, and compared on the
-    validation data, before it takes its place.
+    stays as it is. The file is loaded, run, and compared on the validation data, before
+    it takes its place.
 
     Args:
         model: A built model, compiled or not. Preprocessing layers come along where the
@@ -116,21 +205,19 @@ def export(
             or tries all under "auto".
         calibration: Inputs for "static": x, (x, y), or a dataset of batches; at most
             512 examples are read. Float inputs must be finite.
-        validation: (x, y) or a dataset of batches, on which the metric is compared; or
-            x alone, for the outputs. Without it the verdict is "undecided".
-        metric: A Keras metric's name or a function of targets and outputs; None takes
-            the accuracy where labels are classes, else the loss of `compile`.
+        validation: (x, y) or a dataset of batches, on which the accuracy is compared
+            where labels are classes, else the loss of `compile`; or x alone, for the
+            outputs. Without it the verdict is "undecided".
         tolerance: By how much the metric may be worse.
         keep_float32: Paths of layers that stay in float32, beside the head and those
             that integers spoil, which are found where there is validation data.
-        batch_size: Examples in the calls that are to be fast, timed beside one.
-        budget_seconds: For writing and timing candidates, and the float32 that integers
-            are timed against; what it does not suffice for is left out, but the first.
+        budget_seconds: For writing and timing candidates; what it does not suffice for
+            is left out, but the first.
         write_failed: Whether an export that is worse is written nevertheless.
 
     Returns:
-        What was written: `.verdict`, `.parity`, `.size_bytes`, `.kept`, `.tried`, and
-        `.load()`; `print` shows a table.
+        What was written: `.verdict`, `.parity`, `.size_bytes`, `.latency`, `.kept`,
+        `.tried`, and `.load()`; `print` shows a table.
 
     Raises:
         FileExistsError: Something else than an export is at `path`.
@@ -159,8 +246,6 @@ def export(
         checks.choice("scheme", scheme, SCHEMES)
     checks.fraction("tolerance", tolerance, closed=False)
     checks.positive("budget_seconds", budget_seconds)
-    if batch_size is not None:
-        checks.positive_int("batch_size", batch_size)
     if _AUTO not in (format, dtype):
         check_possible(format, dtype, scheme)
         scheme = scheme or POSSIBLE[format][dtype][0]
@@ -168,121 +253,79 @@ def export(
     check_target(target)
     formats = RUNTIMES if format == _AUTO else (format,)
     dtypes = ("float32", "int8") if dtype == _AUTO else (dtype,)
-    # Read more than once, and a generator cannot be begun again.
     validation, calibration = (
-        None if data is None else dataset_of(data, size, needs_targets=False, name=name)
-        for data, size, name in (
-            (validation, batch_size or BATCH, "validation"),
-            (calibration, BATCH, "calibration"),
-        )
+        None
+        if data is None
+        else dataset_of(data, BATCH, needs_targets=False, name=name)
+        for data, name in ((validation, "validation"), (calibration, "calibration"))
     )
-    given = [each for each in (validation, calibration) if each is not None]
     ends = time.monotonic() + budget_seconds * (1 - _PART_FOR_TIMING)
-    seconds = min(_MOST_SECONDS, budget_seconds * _PART_FOR_TIMING)
-    notes: list[str] = []
+    copy = float32_copy(model)
+    copy.loss = getattr(model, "loss", None)  # what the gate compares by
+    given = calibration if validation is None else validation
+    sample = None if given is None else inputs_in(first_batch(given))
+    traced = trace(copy, sample)
+    requests = _requests(
+        copy, traced, formats, dtypes, scheme, calibration, keep_float32
+    )
+    inputs, reference = tried_inputs(traced, sample), None
+    if validation is not None:
+        names = [spec.name for spec in traced.signature.outputs]
+        reference = reference_of(copy, validation, names)
     with tempfile.TemporaryDirectory(prefix="tfamp-export-") as scratch:
-        copy = float32_copy(model)
-        copy.loss = getattr(model, "loss", None)  # what the gate compares by
-        source = Source(copy, inputs_in(next(iter(given[0]))) if given else None)
-        requests = _requests(
-            *(source, formats, dtypes, scheme, calibration, keep_float32),
-            is_judged=validation is not None,
+        source = _Source(
+            copy, sample, traced, inputs, reference, tolerance, Path(scratch)
         )
-        source.check_runs()
-        compare = None
-        if validation is not None:
-            names = [spec.name for spec in source.traced.signature.outputs]
-            reference = reference_of(copy, validation, names)
-
-            def compare(loaded: LoadedModel) -> Parity:
-                return check_parity(
-                    reference, loaded, metric=metric, tolerance=tolerance
-                )
-
-        passed, tried = _written(
-            source, requests, Path(scratch), ends, compare, may_fail=write_failed
-        )
-        others: list[Candidate] = []
-        if compare is not None and dtypes == ("int8",):
-            asked = [Request(each, "float32") for each in formats if not missing(each)]
-            others, left = _written(
-                *(source, asked, Path(scratch), ends, None), is_needed=False
-            )
-            notes += [
-                f"{each.name} was not timed beside it: {each.reason}."
-                for each in left
-                if each.outcome != "passed"
-            ]
-        best, turns = _fastest(
-            source, passed, others, batch_size, seconds, is_judged=compare is not None
-        )
-        parity = best.parity
+        passed, tried = _written(source, requests, ends, may_fail=write_failed)
+        seconds = min(_MOST_SECONDS, budget_seconds * _PART_FOR_TIMING)
+        best, taken = _fastest(source, passed, seconds)
+        tried = [
+            dataclasses.replace(each, seconds=median(taken[each.name, 1]))
+            if taken and each.outcome == "passed"
+            else each
+            for each in tried
+        ]
+        chosen, parity = best.request, best.parity
         if parity is not None:
-            used = best.request.calibration
-            if used:
-                inputs = [x for x, _ in reference.batches]
-                if source.share_among(used, inputs) > 0.5:
-                    notes.append(
-                        "Most validation examples are among those of `calibration`, "
-                        "which gave the integers their ranges: others may fare worse. "
-                        "Pass other examples."
-                    )
-            parity = dataclasses.replace(
-                _timed(parity, best, [*passed, *others], turns),
-                notes=(*parity.notes, *notes),
-                processes=(best.cost,),
-            )
+            parity = parity.timed(_speedups(best, passed, taken))
         verdict = parity.verdict if parity else "undecided"
-        found = parity.to_dict() if parity else None
-        gate = {"verdict": verdict, "difference": best.difference, "parity": found}
-        dataclasses.replace(best.manifest, gate=gate, threads=best.threads).write(
-            best.folder
-        )
+        gate = {"verdict": verdict, "parity": parity.to_dict() if parity else None}
+        dataclasses.replace(best.manifest, gate=gate).write(best.folder)
         place(best.folder, target)
-    seconds_of = {each.request.name: turns.get((each.key, 1)) for each in passed}
+    own = {size: each for (name, size), each in taken.items() if name == chosen.name}
+    latency = [Latency.of(n, [*itertools.chain(*own[n])]) for n in sorted(own)]
     return Export(
-        *(str(target), best.request.format, best.request.dtype, best.request.scheme),
+        *(str(target), chosen.format, chosen.dtype, chosen.scheme),
         verdict=verdict,
         difference=best.difference,
         size_bytes=best.size_bytes,
         float32_bytes=4 * sum(x.value.shape.num_elements() or 0 for x in model.weights),
-        kept=dict(best.request.keep),
+        kept=dict(chosen.keep),
         parity=parity,
+        latency=tuple(latency),
         tried=tuple(
-            dataclasses.replace(
-                each,
-                outcome="chosen" if each.name == best.request.name else each.outcome,
-                seconds=median(taken) if (taken := seconds_of.get(each.name)) else None,
-            )
+            dataclasses.replace(each, outcome="chosen")
+            if each.name == chosen.name
+            else each
             for each in tried
         ),
-        threads=best.threads,
     )
 
 
 def _requests(
-    source: Source,
+    model: keras.Model,
+    traced: Traced,
     formats: Sequence[str],
     dtypes: Sequence[str],
     scheme: str | None,
     calibration: Any,
     keep_float32: Iterable[str],
-    *,
-    is_judged: bool,
 ) -> list[Request]:
-    """Returns what to write, in the order in which it is tried.
-
-    Without a scheme all are tried, "static" where there is something to calibrate on.
-    """
-    batches: tuple[Any, ...] = ()
-    text = ""
-    if calibration is not None:
-        batches = calibration_batches(calibration, source.traced)
-        text = spread_text(batches)
-        if not is_judged:
-            batches = source.hold_out(batches)
-    keep = int8_layers.layers_kept(source.model, keep_float32)
-    products_only = int8_layers.has_attention(source.model)
+    """Returns what to write, in the order in which it is tried."""
+    has_batches = calibration is not None
+    batches = calibration_batches(calibration, traced) if has_batches else ()
+    keep = int8_layers.layers_kept(model, keep_float32)
+    products_only = int8_layers.has_attention(model)
     found = [
         Request(
             *(format, dtype, way),
@@ -294,12 +337,7 @@ def _requests(
         for way in POSSIBLE[format].get(dtype, ())
         if way in ("", scheme) or (scheme is None and (way != "static" or batches))
     ]
-    is_static = any(request.scheme == "static" for request in found)
-    if is_static and text:
-        warnings.warn(text, stacklevel=3)
-        if not is_judged:  # else they would be tried on themselves
-            source.tried = source.made_up()
-    if is_static and not batches:
+    if not batches and any(request.scheme == "static" for request in found):
         raise ValueError(
             "`scheme` is 'static', and there is no `calibration`; expected inputs that "
             "tell the ranges of activations. Pass some tens of training examples."
@@ -308,35 +346,24 @@ def _requests(
 
 
 def _written(
-    source: Source,
-    requests: Sequence[Request],
-    scratch: Path,
-    ends: float,
-    compare: Compare | None,
-    *,
-    is_needed: bool = True,
-    may_fail: bool = False,
-) -> tuple[list[Candidate], list[Tried]]:
-    """Writes candidates until the budget ends; returns those that pass, and all tried.
-
-    Where they are needed, the only one is written whatever it takes, and what is wrong
-    with it is raised.
-    """
-    is_alone = is_needed and len(requests) == 1
-    passed: list[Candidate] = []
+    source: _Source, requests: Sequence[Request], ends: float, *, may_fail: bool
+) -> tuple[list[_Candidate], list[Tried]]:
+    """Writes candidates until the budget ends: those that pass, and all tried."""
+    is_alone = len(requests) == 1
+    passed: list[_Candidate] = []
     tried: list[Tried] = []
     for request in requests:
         name = request.name
         lacking = () if is_alone else missing(request.format)
         extra = f"`pip install 'tfamp[{request.format}]'`"
         why = f"{', '.join(lacking)} is not installed, {extra}" if lacking else ""
-        if time.monotonic() > ends and (passed or not is_needed):
+        if time.monotonic() > ends and passed:
             why = "the budget was used up"
         if why:
             tried.append(Tried(name, "left out", why))
             continue
         try:
-            found = _sparing(source, request, scratch, compare)
+            found = _sparing(source, request)
         except Exception as error:  # converters raise anything
             if is_alone:
                 raise
@@ -355,27 +382,22 @@ def _written(
         tried.append(Tried(name, outcome, why, size_bytes=size, difference=off))
         if not is_worse or is_alone:
             passed.append(found)
-    if is_needed and not passed:
+    if not passed:
         lines = "; ".join(f"{each.name}: {each.reason}" for each in tried)
         raise ValueError(f"No candidate could be exported: {lines}.")
     return passed, tried
 
 
-def _sparing(
-    source: Source, request: Request, scratch: Path, compare: Compare | None
-) -> Candidate:
+def _sparing(source: _Source, request: Request) -> _Candidate:
     """Writes an export, of integers with as many layers in float as the gate asks."""
-    written: list[Candidate] = []
+    written: list[_Candidate] = []
 
-    def evaluate(keep: dict[str, str]) -> Parity:
+    def evaluate(keep: dict[str, str]) -> Any:
         asked = dataclasses.replace(request, keep={**request.keep, **keep})
-        found = _write(source, asked, Path(tempfile.mkdtemp(dir=scratch)))
-        written.append(found)
-        if compare is not None:
-            found.parity = compare(open_model(found.folder, found.manifest))
-        return found.parity  # type: ignore[return-value]  # of the one call without
+        written.append(_write(source, asked))
+        return written[-1].parity
 
-    if compare is None or request.dtype != "int8":
+    if source.reference is None or request.dtype != "int8":
         evaluate({})
         return written[0]
     kept = int8_layers.spoilt(
@@ -389,9 +411,13 @@ def _sparing(
     return next(each for each in written if each.request.keep == keep)
 
 
-def _write(source: Source, request: Request, folder: Path) -> Candidate:
-    """Writes an export with `export.json` into an empty folder, and runs it."""
-    traced = source.trace_for(request.format, request.dtype)
+def _write(source: _Source, request: Request) -> _Candidate:
+    """Writes an export with `export.json` into a folder of its own, and runs it."""
+    folder = Path(tempfile.mkdtemp(dir=source.scratch))
+    traced = source.traced
+    if request.format == "saved_model" and request.dtype != "float32":
+        lowered = freeze(source.model, request.dtype, sample=source.sample)
+        traced = trace(lowered, source.sample)
     writers.write(traced, folder, request)
     packages = ("tensorflow", "keras", "numpy", *PACKAGES[request.format])
     names = ("tfamp", *(package.replace("_", "-") for package in packages))
@@ -404,18 +430,23 @@ def _write(source: Source, request: Request, folder: Path) -> Candidate:
         kept=dict(request.keep),
     )
     manifest.write(folder)
-    inputs = source.tried_inputs()
-    answered = fresh_process.ask(folder, inputs)
-    difference = largest_difference(source.traced.call(inputs), answered.outputs)
-    is_wrong = request.dtype == "float32" and difference > _MAX_FLOAT32_DIFFERENCE
-    if is_wrong or not np.isfinite(difference):
+    model = open_model(folder, manifest)
+    wanted = source.traced.call(source.inputs)
+    prepared = model.prepared(source.inputs)
+    model.run({name: value[:1] for name, value in prepared.items()})  # another batch
+    found = model.run(prepared)
+    off = max(difference(found[name], exact) for name, exact in wanted.items())
+    is_wrong = request.dtype == "float32" and off > _MAX_FLOAT32_DIFFERENCE
+    if is_wrong or not np.isfinite(off):
         raise ValueError(
-            f"The exported file answers otherwise than the model, by {difference:.1e} "
+            f"The exported file answers otherwise than the model, by {off:.1e} "
             "of the outputs' spread. Export another format or dtype."
         )
-    cost = FreshProcess(request.format, answered.seconds, answered.peak_bytes)
+    parity = None
+    if source.reference is not None:
+        parity = check_parity(source.reference, model, tolerance=source.tolerance)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return Candidate(request, folder, manifest, difference, cost, size)
+    return _Candidate(request, folder, manifest, model, off, size, parity)
 
 
 def _version(package: str) -> str:
@@ -426,73 +457,40 @@ def _version(package: str) -> str:
 
 
 def _fastest(
-    source: Source,
-    passed: Sequence[Candidate],
-    others: Sequence[Candidate],
-    batch_size: int | None,
-    seconds: float,
-    *,
-    is_judged: bool,
-) -> tuple[Candidate, dict[tuple[Any, int], Turns]]:
-    """Returns the fastest candidate, and the seconds of all by name, threads and size.
+    source: _Source, passed: Sequence[_Candidate], seconds: float
+) -> tuple[_Candidate, Raced]:
+    """Returns the fastest candidate, and the seconds of all by name and batch size.
 
-    Each is timed on all cores and on one thread, which it gets where that is faster by
-    5 %. Of those within 5 % of the fastest it is the most exact one: a gain that is not
-    shown is none. `others` are timed, and not taken.
+    Of those within 5 % of the fastest it is the most exact one: a gain that is not
+    shown is none. They are timed beside float32 in TensorFlow where they are judged.
     """
-    models: dict[tuple[str, int | None], LoadedModel] = {}
-    for each in (*passed, *others):
-        models[each.key] = open_model(each.folder, each.manifest)
-        # The threads of TensorFlow are those of the whole process.
-        if each.request.format != "saved_model" and num_usable_cpus() > 1:
-            models[each.request.name, 1] = open_model(each.folder, each.manifest, 1)
-    if is_judged and _SAVED_MODEL not in models:
-        models[_SAVED_MODEL] = of_trace(source.traced)
-    if len(models) == 1 and not is_judged:
+    models = {each.request.name: each.model for each in passed}
+    is_judged = source.reference is not None
+    if is_judged:
+        models.setdefault(_SAVED_MODEL, of_trace(source.traced))
+    elif len(models) == 1:
         return passed[0], {}
-    if len(passed) == 1 and not is_judged:
-        seconds = min(seconds, _THREADS_SECONDS)
-    sizes = {1, batch_size or 1}
-    timed = sizes | ({batch_size or BATCH} if is_judged else set())
-    turns = raced(models, source.tried_inputs(), timed, seconds=seconds)
-    paces = {key: pace(turns, key, sizes) for key in models}
-    for each in (*passed, *others):
-        one = paces.get((each.request.name, 1))
-        if one is not None and paces[each.key] / one > MIN_GAIN:
-            each.threads = 1
-    least = min(paces[each.key] for each in passed)
-    close = [each for each in passed if paces[each.key] < MIN_GAIN * least]
-    return min(close, key=lambda each: each.difference), turns
+    sizes = {1, BATCH} if is_judged else {1}
+    taken = turns.raced(models, source.inputs, sizes, seconds=seconds)
+    paces = {each.request.name: median(taken[each.request.name, 1]) for each in passed}
+    most = MIN_GAIN * min(paces.values())
+    close = [each for each in passed if paces[each.request.name] < most]
+    return min(close, key=lambda each: each.difference), taken
 
 
-def _timed(
-    parity: Parity,
-    best: Candidate,
-    others: Sequence[Candidate],
-    turns: dict[tuple[Any, int], Turns],
-) -> Parity:
-    """Returns the gate's comparison with the speed over a SavedModel and float32."""
-    sizes = sorted({size for _, size in turns})
-    against: dict[str, Any] = {}
-    if best.key != _SAVED_MODEL:
-        against["SavedModel"] = _SAVED_MODEL
-    rivals = [
-        each
-        for each in others
-        if each.request.dtype == "float32"
-        and each.request.format != "saved_model"
-        and each is not best
+def _speedups(
+    best: _Candidate, others: Sequence[_Candidate], taken: Raced
+) -> list[Speedup]:
+    """Returns the speed over a SavedModel, and over the fastest float32 elsewhere."""
+    own = best.request.name
+    against = {"SavedModel": _SAVED_MODEL}
+    plain = [x.request for x in others if x.request.dtype == "float32"]
+    if rivals := [x for x in plain if x.name not in (own, _SAVED_MODEL)]:
+        rival = min(rivals, key=lambda each: median(taken[each.name, 1]))
+        against[f"best float32 ({rival.format})"] = rival.name
+    return [
+        turns.speedup(taken, other, own, size, against=name)
+        for size in (1, BATCH)
+        for name, other in against.items()
+        if other != own
     ]
-    if rivals:
-        rival = min(rivals, key=lambda each: pace(turns, each.key, {1}))
-        against[f"best float32 ({rival.request.format})"] = rival.key
-    latencies = [
-        Latency.of(size, list(itertools.chain(*turns[best.key, size])))
-        for size in sizes
-    ]
-    speedups = [
-        speedup(turns[key, size], turns[best.key, size], against=name, batch_size=size)
-        for size in sizes
-        for name, key in against.items()
-    ]
-    return parity.timed(latencies, speedups)

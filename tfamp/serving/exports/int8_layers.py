@@ -14,8 +14,8 @@ import tensorflow as tf
 from tfamp.dtypes.heads import graph_heads
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.patches import Patch, like
-from tfamp.serving.exports.request import NothingRoundedError
-from tfamp.serving.parity import Parity
+from tfamp.serving.exports.writers import NothingRoundedError
+from tfamp.serving.gate import Parity
 
 # A channel this many times as large as the one in the middle leaves the others less
 # than three bits of the eight.
@@ -37,10 +37,7 @@ _WHOLE = (keras.layers.RNN, keras.layers.TimeDistributed)
 
 
 class Outlier(NamedTuple):
-    """A layer, and how many times the middle channel of its inputs the largest one is.
-
-    `ahead` is the path of the layer with a kernel that ran before it.
-    """
+    """A layer, how uneven its inputs are, and the layer with a kernel ahead of it."""
 
     path: str
     times: float
@@ -48,10 +45,7 @@ class Outlier(NamedTuple):
 
 
 def layers_kept(model: keras.Model, asked: Iterable[str]) -> dict[str, str]:
-    """Returns the layers that every integer export keeps in float32, and why.
-
-    These are heads, and those whose paths the user has `asked` for.
-    """
+    """Returns the layers that every integer export keeps in float32, and why."""
     if isinstance(asked, str):
         raise TypeError(
             f"`keep_float32` is {asked!r}, one text; expected paths of layers. Pass "
@@ -118,13 +112,11 @@ def spoilt(
         if parity.verdict != "worse" and worst.worsening <= worst.tolerance:
             break
         ranking = ranking or rank(model, inputs)
-        guilty = sum(each.times >= _GUILTY for each in ranking)
-        number = 2 * number or guilty or 1
+        number = 2 * number or sum(each.times >= _GUILTY for each in ranking) or 1
         more = {}
         for each in ranking[:number]:
-            more[each.path] = (
-                f"its largest channel is {each.times:,.0f} times the middle"
-            )
+            times = f"{each.times:,.0f}"
+            more[each.path] = f"its largest channel is {times} times the middle"
             if scheme == "static" and each.ahead is not None:
                 more.setdefault(each.ahead, f"its outputs go into {each.path!r}")
         more = {path: why for path, why in more.items() if path not in fixed}
@@ -135,16 +127,7 @@ def spoilt(
 
 
 def rank(model: keras.Model, inputs: Any) -> tuple[Outlier, ...]:
-    """Ranks the layers of a float32 model by how uneven what they multiply is.
-
-    The first 32 of the inputs go through it. int8 has 256 steps for the largest channel
-    of the inputs; one that is a hundred times the others leaves them next to none.
-
-    Example:
-        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4)])
-        >>> [round(each.times) for each in rank(model, np.array([[1.0, 199.0]]))]
-        [2]
-    """
+    """Ranks the layers of a float32 model by how uneven what they multiply is."""
     calls: list[tuple[Any, Any]] = []
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,13 +168,10 @@ def rank(model: keras.Model, inputs: Any) -> tuple[Outlier, ...]:
 
 
 def _largest_over_middle(x: Any) -> float:
-    """Returns how many times the middle one of the last dimension the largest is.
-
-    Channels that are 0 for all examples, as behind a ReLU, need no steps.
-    """
-    values = np.abs(np.asarray(x))
-    sizes = values.reshape(-1, values.shape[-1]).max(axis=0) if values.ndim > 1 else []
-    found = np.asarray(sizes)[np.asarray(sizes) > 0]
+    """Returns how many times the middle one of the last dimension the largest is."""
+    sizes = np.abs(np.asarray(x)).reshape(-1, x.shape[-1] if x.ndim > 1 else 1)
+    largest = sizes.max(axis=0)
+    found = largest[largest > 0]
     return float(found.max() / np.median(found)) if found.size else 1.0
 
 
@@ -203,9 +183,8 @@ def _has_kernel(layer: Any) -> bool:
     """
     if isinstance(layer, keras.layers.Embedding):
         return False
-    weights = (
-        layer.weights if isinstance(layer, _WHOLE) else structure.own_weights(layer)
-    )
+    is_whole = isinstance(layer, _WHOLE)
+    weights = layer.weights if is_whole else structure.own_weights(layer)
     return any(
         keras.backend.is_float_dtype(each.dtype) and len(each.shape) > 1
         for each in weights

@@ -15,7 +15,6 @@ from tfamp.records.checks import first_line
 from tfamp.serving.runtimes.signature import Signature, TensorSpec
 
 SIGNATURE = "serving_default"
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_]+")
 # Stands before the layer's scope in the names of bodies of loops and branches.
 _INSIDE = "loop.body"
 # What TensorFlow puts before the names of operations of functions that it inlines.
@@ -44,8 +43,8 @@ class Traced:
     signature: Signature
     # What operations' names begin with -> the path of their layer.
     scopes: Mapping[str, str]
-    # Turns what the model itself takes into a list of `specs`.
-    flatten: Callable[[Any], list[Any]]
+    structure: Any  # of the inputs that the model takes
+    looping: tuple[str, ...] = ()  # paths of recurrent layers
     # What was made of it in floats, from which integers are made.
     converted: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
@@ -71,9 +70,19 @@ class Traced:
     def by_name(self, x: Any) -> dict[str, np.ndarray]:
         """Returns inputs as the model takes them, as arrays by name."""
         names = [spec.name for spec in self.signature.inputs]
-        return dict(zip(names, map(np.asarray, self.flatten(x)), strict=True))
+        if isinstance(x, dict) and isinstance(self.structure, dict):
+            x = {name: x[name] for name in self.structure if name in x}
+        elif isinstance(x, dict):
+            x = [x[name] for name in names if name in x]
+        leaves = tf.nest.flatten(tuple(x) if isinstance(x, list) else x)
+        if len(leaves) != len(names):
+            raise ValueError(
+                f"Inputs hold {len(leaves)} arrays for the model; expected {names}. "
+                "Pass them as `predict` takes them."
+            )
+        return dict(zip(names, map(np.asarray, leaves), strict=True))
 
-    def call(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def call(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the model's own answers, by name."""
         pairs = zip(self.signature.inputs, self.specs, strict=True)
         found = self.module.serve(
@@ -86,7 +95,16 @@ class Traced:
 
 def trace(model: keras.Model, sample: Any = None) -> Traced:
     """Traces a model's inference, with a free batch."""
-    _check_stateless(model)
+    placed = [(path, layer) for path, layer, _ in structure.walk(model)][1:]
+    recurrent = [each for each in placed if isinstance(each[1], keras.layers.RNN)]
+    stateful = tuple(path for path, layer in recurrent if layer.stateful)
+    if stateful:
+        raise ValueError(
+            f"Layers {stateful!r} of {model.name!r} have `stateful=True`: they go on "
+            "from where the last call ended; expected layers that give the same answer "
+            "each time. Build the model with `stateful=False`, hand it the weights by "
+            "`set_weights(model.get_weights())`, and export that."
+        )
     wanted = _inputs(model, sample)
     leaves = tf.nest.flatten(wanted)
     is_dict = isinstance(wanted, dict)
@@ -100,7 +118,6 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
     )
     names: list[str] = []
     tensors_of: list[str] = []
-    placed = [(path, layer) for path, layer, _ in structure.walk(model)][1:]
     scopes = {id(layer): f"{scope_of(path)}/" for path, layer in placed}
 
     def serve(*tensors: Any) -> dict[str, Any]:
@@ -125,7 +142,7 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
 
     function = tf.function(serve, input_signature=specs, autograph=False)
     try:
-        concrete = function.get_concrete_function()
+        outputs = function.get_concrete_function().structured_outputs
     except Exception as error:  # of whatever the model's `call` does
         told = ", ".join(f"{s.name} {tuple(s.shape)} {s.dtype.name}" for s in specs)
         raise ValueError(
@@ -133,7 +150,6 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
             f"{first_line(error)} Pass inputs as it takes them as `calibration=` or "
             "`validation=`, or make its `call` one that `predict` can trace."
         ) from error
-    outputs = concrete.structured_outputs
     signature = Signature(
         tuple(map(_record, inputs, specs, [spec.name for spec in specs])),
         tuple(map(_record, names, [outputs[key] for key in tensors_of], tensors_of)),
@@ -144,23 +160,9 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
         specs,
         signature,
         {scope_of(path): path for path, _ in placed},
-        lambda x: _flattened(x, wanted, inputs),
+        wanted,
+        tuple(path for path, layer in recurrent if not layer.unroll),
     )
-
-
-def _check_stateless(model: keras.Model) -> None:
-    stateful = tuple(
-        path
-        for path, layer, _ in structure.walk(model)
-        if isinstance(layer, keras.layers.RNN) and layer.stateful
-    )
-    if stateful:
-        raise ValueError(
-            f"Layers {stateful!r} of {model.name!r} have `stateful=True`: they go on "
-            "from where the last call ended; expected layers that give the same answer "
-            "each time. Build the model with `stateful=False`, hand it the weights by "
-            "`set_weights(model.get_weights())`, and export that."
-        )
 
 
 def scope_of(path: str) -> str:
@@ -218,16 +220,10 @@ def _inputs(model: keras.Model, sample: Any) -> Any:
     return structure.map_shapes(lambda x: spec(x, widened(model.input_dtype)), shape)
 
 
-def _paths(nested: Any, *above: Any) -> Iterator[str]:
-    """Yields where each leaf lies, as "a.0", in the order of `tf.nest`."""
-    if isinstance(nested, dict):
-        for key in sorted(nested):
-            yield from _paths(nested[key], *above, key)
-    elif isinstance(nested, (list, tuple)):
-        for index, each in enumerate(nested):
-            yield from _paths(each, *above, index)
-    else:
-        yield ".".join(map(str, above))
+def _paths(nested: Any) -> list[str]:
+    """Returns where each leaf lies, as "a.0", in the order of `tf.nest`."""
+    found = keras.tree.flatten_with_path(nested)
+    return [".".join(map(str, path)) for path, _ in found]
 
 
 def _output_names(model: keras.Model, outputs: Any) -> list[str]:
@@ -236,7 +232,7 @@ def _output_names(model: keras.Model, outputs: Any) -> list[str]:
     graph = structure.graph_of(model)
     names = list(graph.output_names) if graph is not None else []
     if isinstance(outputs, dict):
-        names = list(_paths(outputs))
+        names = _paths(outputs)
     if len(names) != number:
         names = [f"output_{i}" for i in range(number)]
     return _unique(names)
@@ -244,20 +240,18 @@ def _output_names(model: keras.Model, outputs: Any) -> list[str]:
 
 def _plain(names: Sequence[str]) -> list[str]:
     """Returns names that graphs and Python take, no two alike."""
-    found = []
-    for name in names:
-        plain = _NOT_IN_NAMES.sub("_", name).strip("_") or "tensor"
-        found.append(f"x_{plain}" if plain[0].isdigit() else plain)
-    return _unique(found)
+    plain = (re.sub(r"\W+", "_", each, flags=re.A).strip("_") for each in names)
+    return _unique(x if x and not x[0].isdigit() else f"x_{x}" for x in plain)
 
 
 def _unique(names: Iterable[str]) -> list[str]:
     """Returns names with numbers behind those that were there already."""
     found: list[str] = []
     for name in names:
-        number = 1
-        while (chosen := name if number == 1 else f"{name}_{number}") in found:
+        number, chosen = 1, name
+        while chosen in found:
             number += 1
+            chosen = f"{name}_{number}"
         found.append(chosen)
     return found
 
@@ -281,22 +275,3 @@ def _tables(model: keras.Model) -> list[Any]:
     kind = tf.saved_model.experimental.TrackableResource
     held = (x for _, layer, _ in structure.walk(model) for x in leaves(vars(layer)))
     return list({id(each): each for each in held if isinstance(each, kind)}.values())
-
-
-def _flattened(x: Any, wanted: Any, names: Sequence[str]) -> list[Any]:
-    """Returns inputs as a flat list, whether structured as the call or by names."""
-    if isinstance(x, dict) and not isinstance(wanted, dict):
-        if missing := [name for name in names if name not in x]:
-            raise ValueError(
-                f"Inputs are named {list(x)}; expected {list(names)}. Add {missing}."
-            )
-        return [x[name] for name in names]
-    if isinstance(x, dict):
-        x = {name: x[name] for name in wanted if name in x}
-    leaves = tf.nest.flatten(tuple(x) if isinstance(x, list) else x)
-    if len(leaves) != len(names):
-        raise ValueError(
-            f"Inputs hold {len(leaves)} arrays; expected {len(names)}, {list(names)}. "
-            "Pass them as `predict` takes them."
-        )
-    return leaves

@@ -1,12 +1,14 @@
 """Writes each format, and integers in it, by its runtime's own tools."""
 
 import contextlib
+import dataclasses
+import importlib.util
 import io
 import logging
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +17,98 @@ import tensorflow as tf
 
 from tfamp.machine.cpus import instruction_sets
 from tfamp.records import checks
-from tfamp.records.checks import first_line, short_error
-from tfamp.serving.exports.request import PACKAGES, NothingRoundedError, Request
+from tfamp.records.checks import first_line
 from tfamp.serving.exports.tracing import SIGNATURE, Traced, scope_of
 from tfamp.serving.runtimes import require_onnxruntime, require_openvino
 from tfamp.serving.runtimes.manifest import FILES
 
-# Operations that LiteRT's converter names as missing.
-_NEEDED = re.compile(r"tf\.(\w+)")
-# Those that OpenVINO's names, after a comma each.
-_UNCONVERTED = re.compile(r"^-- (?:No conversion rule|Conversion).*?: (.+)$", re.M)
+DTYPES = ("float32", "float16", "bfloat16", "int8")
+SCHEMES = ("dynamic", "static")
+# Format -> dtype -> the schemes that its quantiser has, the one to take first; (""):
+# floats. What is missing cannot be expressed, or no runtime loads it.
+POSSIBLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "saved_model": {"float32": ("",), "float16": ("",), "bfloat16": ("",)},
+    "litert": {"float32": ("",), "float16": ("",), "int8": ("dynamic", "static")},
+    "onnx": {"float32": ("",), "float16": ("",), "int8": ("dynamic", "static")},
+    "openvino": {"float32": ("",), "float16": ("",), "int8": ("static",)},
+}
+# Format -> the packages that write it, and integers in it, beside TensorFlow.
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "saved_model": (),
+    "litert": ("ai_edge_litert", "ai_edge_quantizer"),
+    "onnx": ("onnx", "tf2onnx", "onnxruntime"),
+    "openvino": ("openvino", "nncf"),
+}
+_WITHOUT_LOOPS = {"litert": "LiteRT", "openvino": "OpenVINO"}
+# Operations that converters name as missing: LiteRT's, OpenVINO's behind commas.
+_MISSING = re.compile(
+    r"tf\.(\w+)|^-- (?:No conversion rule|Conversion).*?: (.+)$", re.M
+)
 _FLOAT64 = re.compile(r"tensor<[^>]*xf64>|tensor<f64>")
 _OPSET = 17
-# What to do about an operation that a format has not, which is told with its name.
-_OUT = (
-    "Export to 'saved_model', which has texts, tables and all else, take the layers "
-    "that use it out of the model, or give them float32."
-)
 _PRODUCTS = ["MatMul", "Gemm"]
 _INTEGERS = re.compile("Quantize|Integer|QLinear")
 
 
+class NothingRoundedError(ValueError):
+    """A quantiser that left a model as it is, as where all that it rounds is kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One file to be written."""
+
+    format: str
+    dtype: str
+    scheme: str = ""  # "" for floats
+    # Batches of inputs by name, for "static".
+    calibration: tuple[dict[str, np.ndarray], ...] = ()
+    # Path of a layer that stays in float32 -> why.
+    keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Whether only products of matrices are quantised, as in models with attention.
+    products_only: bool = False
+
+    @property
+    def name(self) -> str:
+        """Returns its name in tables, as "onnx int8 dynamic"."""
+        return " ".join(filter(None, (self.format, self.dtype, self.scheme)))
+
+
+def missing(format: str) -> tuple[str, ...]:
+    """Returns the packages that a format needs and that are not installed."""
+    names = PACKAGES[format]
+    return tuple(name for name in names if importlib.util.find_spec(name) is None)
+
+
+def check_possible(format: str, dtype: str, scheme: str | None) -> None:
+    """Raises `ValueError` where a format has no such dtype or scheme."""
+    schemes = POSSIBLE[format].get(dtype, ())
+    if not schemes or scheme not in (None, *schemes):
+        others = [name for name, dtypes in POSSIBLE.items() if dtype in dtypes]
+        kind = " ".join(filter(None, (dtype, scheme)))
+        raise ValueError(
+            f"Format {format!r} has no {kind}, or no runtime that loads it; it has "
+            f"{dict(POSSIBLE[format])}. Pass one of these dtypes and schemes, or a "
+            f"format that has {dtype}: {others}."
+        )
+
+
 def write(traced: Traced, folder: Path, request: Request) -> None:
     """Writes a format's files into a folder."""
+    purpose = f"Exporting to {request.name!r}"
     for package in PACKAGES[request.format]:
         if package == "onnxruntime":
-            require_onnxruntime(purpose="Exporting to ONNX")
+            require_onnxruntime(purpose=purpose)
         elif package == "openvino":
-            require_openvino(purpose="Exporting to OpenVINO")
+            require_openvino(purpose=purpose)
         elif package != "nncf" or request.scheme:
-            purpose = f"Exporting to {request.name!r}"
             checks.require(package, extra=request.format, purpose=purpose)
+    if traced.looping and request.format in _WITHOUT_LOOPS:
+        raise ValueError(
+            f"Layers {traced.looping!r} loop over steps, for which "
+            f"{_WITHOUT_LOOPS[request.format]} has no operation. Export to 'onnx' or "
+            "'saved_model', or build them with `unroll=True`, which answers the same."
+        )
     with _quiet():
         _WRITERS[request.format](traced, folder, request)
 
@@ -74,27 +137,50 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(logging.CRITICAL)
     silent = io.StringIO()
     try:
-        with contextlib.redirect_stdout(silent), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
 
-def _saved_model(traced: Traced, folder: Path, request: Request) -> None:
-    """Writes `saved_model.pb` and `variables/`, which hold each weight once."""
-    del request  # the trace is of a model in the dtype already
-    signatures = {SIGNATURE: traced.function}
-    tf.saved_model.save(traced.module, str(folder), signatures=signatures)
-
-
 @contextlib.contextmanager
-def _saved(traced: Traced) -> Iterator[str]:
-    """Yields a folder with a SavedModel, from which other formats are converted."""
-    with tempfile.TemporaryDirectory() as folder:
-        _saved_model(traced, Path(folder), Request("saved_model", "float32"))
-        yield folder
+def _converting(runtime: str) -> Iterator[None]:
+    """Turns whatever a converter raises into an error that names the operations."""
+    try:
+        yield
+    except Exception as error:  # of whatever the converter raises
+        named = {n for pair in _MISSING.findall(str(error)) for n in pair if n}
+        named = {n for each in named for n in each.split(", ")} - {"entry_function"}
+        which = " in float64" if _FLOAT64.search(str(error)) else ""
+        told = f"has no operation for {sorted(named)}{which}, which the model uses"
+        if not named:
+            told = f"cannot express the model: {first_line(error)}"
+        raise _refused(f"{runtime} {told}") from error
+
+
+def _refused(why: str) -> ValueError:
+    return ValueError(
+        f"{why}. Export to 'saved_model', which has texts, tables and all else, take "
+        "the layers that use it out of the model, or give them float32."
+    )
+
+
+def _check_rounded(request: Request, kinds: Iterable[str]) -> None:
+    if not any(map(_INTEGERS.search, kinds)):
+        raise NothingRoundedError(
+            f"{request.name} quantises nothing of this model: its runtime has no "
+            "integers for these layers, or all stay in float32. Pass another "
+            '`scheme=` ("static" needs `calibration=`), or another format.'
+        )
+
+
+def _saved_model(traced: Traced, folder: Path, request: Request | None = None) -> None:
+    """Writes `saved_model.pb` and `variables/`, which hold each weight once."""
+    signatures = {SIGNATURE: traced.function}  # in the dtype already
+    tf.saved_model.save(traced.module, str(folder), signatures=signatures)
 
 
 def _litert(traced: Traced, folder: Path, request: Request) -> None:
@@ -102,30 +188,20 @@ def _litert(traced: Traced, folder: Path, request: Request) -> None:
     kind = "float16" if request.dtype == "float16" else "float32"
     content = traced.converted.get(f"litert {kind}")
     if content is None:
-        content = traced.converted[f"litert {kind}"] = _litert_floats(traced, kind)
+        with tempfile.TemporaryDirectory() as saved:
+            _saved_model(traced, Path(saved))
+            converter = tf.lite.TFLiteConverter.from_saved_model(
+                saved, signature_keys=[SIGNATURE]
+            )
+            if kind == "float16":
+                converter.optimizations = [tf.lite.Optimize.DEFAULT]
+                converter.target_spec.supported_types = [tf.float16]
+            with _converting("LiteRT"):
+                content = bytes(converter.convert())
+        traced.converted[f"litert {kind}"] = content
     if request.dtype == "int8":
         content = _litert_integers(content, request)
     (folder / FILES["litert"]).write_bytes(content)
-
-
-def _litert_floats(traced: Traced, dtype: str) -> bytes:
-    """Returns a file of LiteRT in floats."""
-    with _saved(traced) as saved:
-        converter = tf.lite.TFLiteConverter.from_saved_model(
-            saved, signature_keys=[SIGNATURE]
-        )
-        if dtype == "float16":
-            converter.optimizations = [tf.lite.Optimize.DEFAULT]
-            converter.target_spec.supported_types = [tf.float16]
-        try:
-            return bytes(converter.convert())
-        except Exception as error:  # of whatever the converter raises
-            needed = sorted({*_NEEDED.findall(str(error))} - {"entry_function"})
-            told = f"for {needed}" if needed else f"here: {first_line(error)}"
-            which = " in float64" if _FLOAT64.search(str(error)) else ""
-            raise ValueError(
-                f"LiteRT has no operation {told}{which}, which the model uses. {_OUT}"
-            ) from error
 
 
 def _litert_integers(content: bytes, request: Request) -> bytes:
@@ -152,8 +228,7 @@ def _litert_integers(content: bytes, request: Request) -> bytes:
         made.update_quantization_recipe(scope, names.ALL_SUPPORTED, algorithm_key=no)
     calibrated: Any = None
     if made.need_calibration:
-        batches = [dict(batch) for batch in request.calibration]
-        calibrated = made.calibrate({SIGNATURE: batches})
+        calibrated = made.calibrate({SIGNATURE: [*request.calibration]})
     return bytes(made.quantize(calibrated).quantized_model)
 
 
@@ -161,15 +236,10 @@ def _openvino(traced: Traced, folder: Path, request: Request) -> None:
     """Writes `model.xml` and `model.bin`."""
     import openvino
 
-    with _saved(traced) as saved:
-        try:
+    with tempfile.TemporaryDirectory() as saved:
+        _saved_model(traced, Path(saved))
+        with _converting("OpenVINO"):
             model = openvino.convert_model(saved)
-        except Exception as error:  # of whatever the converter raises
-            needed = sorted(", ".join(_UNCONVERTED.findall(str(error))).split(", "))
-            told = f"has no operation for {needed}, which the model uses."
-            if needed == [""]:
-                told = f"cannot express the model: {first_line(error)}"
-            raise ValueError(f"OpenVINO {told} {_OUT}") from error
         specs = (*traced.signature.inputs, *traced.signature.outputs)
         wanted = {spec.in_file for spec in specs}
         # An output that is an input as it is has both names on one tensor.
@@ -198,21 +268,16 @@ def _openvino_integers(model: Any, traced: Traced, request: Request) -> Any:
         )
         if is_product and traced.is_in(request.keep, names):
             kept.append(names[0])
-    ignored = nncf.IgnoredScope(names=kept)
-    with contextlib.redirect_stderr(io.StringIO()):
-        fix = nncf.OverflowFix
-        found = nncf.quantize(
-            model,
-            nncf.Dataset(list(map(dict, request.calibration))),
-            subset_size=len(request.calibration),
-            model_type=nncf.ModelType.TRANSFORMER if request.products_only else None,
-            ignored_scope=ignored,
-            advanced_parameters=nncf.AdvancedQuantizationParameters(
-                overflow_fix=fix.ENABLE if reduces_range() else fix.DISABLE
-            ),
-        )
-    kinds = {node.get_type_name() for node in found.get_ordered_ops()}
-    _check_rounded(request, kinds, "NNCF leaves recurrent layers in float32.")
+    fix = nncf.OverflowFix.ENABLE if reduces_range() else nncf.OverflowFix.DISABLE
+    found = nncf.quantize(
+        model,
+        nncf.Dataset([*request.calibration]),
+        subset_size=len(request.calibration),
+        model_type=nncf.ModelType.TRANSFORMER if request.products_only else None,
+        ignored_scope=nncf.IgnoredScope(names=kept),
+        advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=fix),
+    )
+    _check_rounded(request, (n.get_type_name() for n in found.get_ordered_ops()))
     return found
 
 
@@ -236,9 +301,7 @@ def _onnx(traced: Traced, folder: Path, request: Request) -> None:
         path.write_bytes(lowered.SerializeToString())
     else:
         _onnx_integers(content, path, request, traced)
-        kinds = {node.op_type for node in onnx.load(path).graph.node}
-        why = "ONNX Runtime has neither dynamic convolutions that are faster than "
-        _check_rounded(request, kinds, f"{why}float32 nor static recurrent layers.")
+        _check_rounded(request, (node.op_type for node in onnx.load(path).graph.node))
 
 
 def _onnx_floats(traced: Traced) -> Any:
@@ -246,14 +309,10 @@ def _onnx_floats(traced: Traced) -> Any:
     import onnx
     import tf2onnx
 
-    try:
+    with _converting("ONNX"):
         model, _ = tf2onnx.convert.from_function(
             traced.module.serve, input_signature=traced.specs, opset=_OPSET
         )
-    except Exception as error:  # of whatever the converter raises
-        raise ValueError(
-            f"ONNX cannot express the model: {short_error(error)}. {_OUT}"
-        ) from error
     graph = model.graph
     # Tensors that a model holds, which tf2onnx asks for as inputs.
     captures = traced.function.graph.captures
@@ -272,8 +331,8 @@ def _onnx_floats(traced: Traced) -> Any:
         if node.domain not in domains or not onnx.defs.has(node.op_type, node.domain)
     }
     if unknown:
-        raise ValueError(
-            f"ONNX has no operation for {sorted(unknown)}, which the model uses. {_OUT}"
+        raise _refused(
+            f"ONNX has no operation for {sorted(unknown)}, which the model uses"
         )
     return model
 
@@ -303,40 +362,35 @@ def _onnx_integers(
     import onnx
     from onnxruntime import quantization
 
+    batches = iter(request.calibration)
+
+    class Reader(quantization.CalibrationDataReader):
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            return next(batches, None)
+
     with tempfile.TemporaryDirectory() as folder:
         source, prepared = Path(folder, "model.onnx"), Path(folder, "prepared.onnx")
         source.write_bytes(content)
         quantization.shape_inference.quant_pre_process(
             str(source), str(prepared), skip_symbolic_shape=True
         )
+        is_dynamic = request.scheme == "dynamic"
+        is_products = is_dynamic or request.products_only
         options: dict[str, Any] = {
             "per_channel": True,
             "reduce_range": reduces_range(),
             "nodes_to_exclude": _kept_in_onnx(onnx.load(prepared), traced, request),
             "weight_type": quantization.QuantType.QInt8,
+            "op_types_to_quantize": _PRODUCTS if is_products else None,
+            "extra_options": {"MatMulConstBOnly": is_products},
         }
-        if request.scheme == "dynamic":
+        if is_dynamic:
             # ONNX Runtime's dynamic convolutions take four times as long as float32.
-            quantization.quantize_dynamic(
-                *(str(prepared), str(path)),
-                op_types_to_quantize=[*_PRODUCTS, "LSTM", "Gather"],
-                extra_options={"MatMulConstBOnly": True},
-                **options,
-            )
-            return
-        batches = iter(request.calibration)
-
-        class Reader(quantization.CalibrationDataReader):
-            def get_next(self) -> dict[str, np.ndarray] | None:
-                return next(map(dict, batches), None)
-
-        quantization.quantize_static(
-            *(str(prepared), str(path), Reader()),
-            activation_type=quantization.QuantType.QUInt8,
-            op_types_to_quantize=_PRODUCTS if request.products_only else None,
-            extra_options={"MatMulConstBOnly": request.products_only},
-            **options,
-        )
+            options["op_types_to_quantize"] = [*_PRODUCTS, "LSTM", "Gather"]
+            quantization.quantize_dynamic(str(prepared), str(path), **options)
+        else:
+            options["activation_type"] = quantization.QuantType.QUInt8
+            quantization.quantize_static(str(prepared), str(path), Reader(), **options)
 
 
 def _kept_in_onnx(model: Any, traced: Traced, request: Request) -> list[str]:
@@ -354,15 +408,7 @@ def _kept_in_onnx(model: Any, traced: Traced, request: Request) -> list[str]:
     return kept
 
 
-def _check_rounded(request: Request, kinds: Iterable[str], why: str) -> None:
-    if not any(map(_INTEGERS.search, kinds)):
-        raise NothingRoundedError(
-            f"{request.name} quantises nothing of this model: {why} Pass another "
-            '`scheme=` ("static" needs `calibration=`), or another format.'
-        )
-
-
-_WRITERS = {
+_WRITERS: dict[str, Callable[[Traced, Path, Request], None]] = {
     "saved_model": _saved_model,
     "litert": _litert,
     "onnx": _onnx,

@@ -17,7 +17,7 @@ RUNTIMES = ("saved_model", "litert", "onnx", "openvino")
 FILES = {"litert": "model.tflite", "onnx": "model.onnx", "openvino": "model.xml"}
 # Where a SavedModel looks for files that are not named to it one by one.
 SAVED_MODEL_FOLDERS = ("variables", "assets", "assets.extra")
-_EXPORT_AGAIN = "Export the model again with `tfamp.export`."
+_AGAIN = "Copy the folder again, or export the model again with `tfamp.export`."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,6 @@ class Manifest:
     # Layer that stays in float32 -> why.
     kept: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gate: Mapping[str, Any] | None = None  # what the comparison with float32 found
-    threads: int | None = None  # of a prediction; None for all cores
 
     def write(self, folder: Path) -> None:
         """Writes `export.json` into a folder."""
@@ -55,36 +54,28 @@ def read(path: Path) -> Manifest:
             f"`path` is {str(path)!r}, which {what}; expected a folder that "
             "`tfamp.export` wrote. Correct the path, or export there."
         )
+    known = {field.name for field in dataclasses.fields(Manifest)}
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        version = record["format_version"]
-        if not isinstance(version, int) or version > FORMAT_VERSION:
-            raise ValueError(
-                f"{str(file)!r} is of format version {version!r}; expected at most "
-                f"{FORMAT_VERSION}. Update tfamp, or export with this version."
-            )
-        signature = Signature.from_dict(record["signature"])
-        known = {field.name for field in dataclasses.fields(Manifest)}
+        version, runtime = record["format_version"], record["runtime"]
         told = {name: value for name, value in record.items() if name in known}
-        manifest = Manifest(**(told | {"signature": signature}))
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        told["signature"] = Signature.from_dict(record["signature"])
+        manifest = Manifest(**told)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{str(file)!r} is damaged: {type(error).__name__}: {error}. "
-            f"{_EXPORT_AGAIN}"
+            f"{str(file)!r} is damaged: {type(error).__name__}: {error}. {_AGAIN}"
         ) from error
-    if manifest.runtime not in RUNTIMES:
+    if version != FORMAT_VERSION or runtime not in RUNTIMES:
         raise ValueError(
-            f"{str(file)!r} names the runtime {manifest.runtime!r}; expected one of "
-            f"{RUNTIMES}. {_EXPORT_AGAIN}"
+            f"{str(file)!r} is of format version {version!r}, for {runtime!r}; "
+            f"expected version {FORMAT_VERSION} and one of {RUNTIMES}. Update tfamp, "
+            "or export with this version."
         )
     return manifest
 
 
 def written_in(path: Path) -> frozenset[str] | None:
-    """Returns the files that an export wrote into a folder, None without any export.
-
-    Of whatever version: an older or a later one is replaced as one of this version is.
-    """
+    """Returns the files that an export wrote into a folder, None without any export."""
     try:
         record = json.loads((path / NAME).read_text(encoding="utf-8"))
         return frozenset({NAME, *record["files"]} if record["runtime"] else ())
@@ -101,17 +92,14 @@ def verify(path: Path, manifest: Manifest) -> None:
     for name, digest in manifest.files.items():
         file = path / name
         if root not in file.resolve().parents:
-            raise ValueError(
-                f"{NAME} names {name!r}, which lies outside of {str(path)!r}; expected "
-                f"files inside. {_EXPORT_AGAIN}"
-            )
-        if not file.is_file():
-            raise ValueError(f"{str(file)!r} is missing. Copy the folder again.")
-        if (found := sha256(file)) != digest:
-            raise ValueError(
-                f"{str(file)!r} is changed: its SHA-256 is {found}; expected {digest}. "
-                f"Copy the folder again. {_EXPORT_AGAIN}"
-            )
+            why = f"lies outside of {str(path)!r}"
+        elif not file.is_file():
+            why = "is missing"
+        elif (found := sha256(file)) != digest:
+            why = f"is changed: its SHA-256 is {found}; expected {digest}"
+        else:
+            continue
+        raise ValueError(f"{str(file)!r}, named by {NAME}, {why}. {_AGAIN}")
     folders = SAVED_MODEL_FOLDERS if manifest.runtime == "saved_model" else ()
     for file in (file for folder in folders for file in (path / folder).rglob("*")):
         if file.is_file() and file.relative_to(path).as_posix() not in manifest.files:

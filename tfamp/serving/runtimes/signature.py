@@ -1,12 +1,12 @@
 """What an exported model takes and gives, and the one way to ask any runtime."""
 
-import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+Call = Callable[[dict[str, np.ndarray]], Mapping[str, np.ndarray]]
 # What the Open Inference Protocol calls each dtype.
 DATATYPES = {
     "bool": "BOOL",
@@ -45,61 +45,62 @@ class Signature(NamedTuple):
 
     def to_dict(self) -> dict[str, list[dict[str, Any]]]:
         """Returns what `from_dict` takes, of JSON's types."""
-        return {
-            name: [
-                {key: value for key, value in spec._asdict().items() if value != ""}
-                for spec in specs
-            ]
-            for name, specs in self._asdict().items()
-        }
+        each = self._asdict().items()
+        return {name: [spec._asdict() for spec in specs] for name, specs in each}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "Signature":
-        """Returns the signature that `to_dict` told.
-
-        Example:
-            >>> signature = Signature((TensorSpec("x", (None, 4), "float32"),), ())
-            >>> Signature.from_dict(signature.to_dict()) == signature
-            True
-        """
-
-        def specs(entries: Sequence[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
-            return tuple(
-                TensorSpec(**{**each, "shape": tuple(each["shape"])})
-                for each in entries
+        """Returns the signature that `to_dict` told."""
+        return cls(
+            *(
+                tuple(
+                    TensorSpec(**{**each, "shape": tuple(each["shape"])})
+                    for each in record[name]
+                )
+                for name in cls._fields
             )
+        )
 
-        return cls(specs(record["inputs"]), specs(record["outputs"]))
 
-
-class LoadedModel(abc.ABC):
+class LoadedModel:
     """An exported model that answers in its runtime; safe to ask from many threads.
 
     Args:
-        path: What it was loaded from; None for a Keras model in memory.
-        signature: Its inputs and outputs.
-
-    Attributes:
         runtime: "saved_model", "litert", "onnx" or "openvino"; "keras" for a model
             that was not exported.
+        path: What it was loaded from; None for a Keras model in memory.
+        signature: Its inputs and outputs.
+        call: Takes and gives arrays by the names that the file has for them.
+        is_by_example: Whether an answer does not depend on the others of its batch;
+            it does where integers have one scale for a batch.
     """
 
-    runtime: str
-
-    def __init__(self, path: Path | None, signature: Signature) -> None:
+    def __init__(
+        self,
+        runtime: str,
+        path: Path | None,
+        signature: Signature,
+        call: Call,
+        *,
+        is_by_example: bool = True,
+    ) -> None:
+        self.runtime = runtime
+        self.is_by_example = is_by_example
         self.path = path
         self.signature = signature
+        self._call = call
 
-    @abc.abstractmethod
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the outputs by name for one batch of all inputs by name.
 
         Arrays are taken as they are: of the names, dtypes and ranks of the signature.
         """
-
-    def in_file(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns inputs by the names that the exported file has for them."""
-        return {spec.in_file: inputs[spec.name] for spec in self.signature.inputs}
+        given = {spec.in_file: inputs[spec.name] for spec in self.signature.inputs}
+        found = self._call(given)
+        return {
+            spec.name: np.asarray(found[spec.in_file], dtype_named(spec.dtype))
+            for spec in self.signature.outputs
+        }
 
     def predict(self, x: Any) -> Any:
         """Returns what the model answers for one batch.
@@ -134,14 +135,14 @@ def prepared(x: Any, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
     """Returns inputs by name, whichever way they were passed, checked."""
     names = [spec.name for spec in specs]
     if isinstance(x, Mapping):
-        if {*x} != {*names}:
-            add = [name for name in names if name not in x]
-            leave = [name for name in x if name not in names]
-            raise ValueError(
-                f"Inputs are named {list(x)}; expected {names}. Add {add}. Leave out "
-                f"{leave}."
-            )
         given = dict(x)
+        if {*given} != {*names}:
+            add = [name for name in names if name not in given]
+            leave = [name for name in given if name not in names]
+            raise ValueError(
+                f"Inputs are named {list(given)}; expected {names}. Add {add}. Leave "
+                f"out {leave}."
+            )
     else:
         # A list of numbers is one input; a list of arrays is one each.
         is_each = isinstance(x, (list, tuple)) and all(hasattr(v, "shape") for v in x)
@@ -171,20 +172,17 @@ def _checked(value: Any, spec: TensorSpec) -> np.ndarray:
             f"Input {spec.name!r} is no array: {error}. Pass rows of one length."
         ) from error
     wanted = dtype_named(spec.dtype)
-    if array.dtype != wanted:
-        changed = _changed(array, wanted)
-        if changed is not None and array.dtype.kind in "iu" and wanted.kind == "f":
-            raise TypeError(
-                f"Input {spec.name!r} holds {changed}, which {spec.dtype} rounds to "
-                f"{int(changed.astype(wanted))}; expected integers that it holds as "
-                f"they are. Round them by `.astype({spec.dtype!r})` if that will do, "
-                "or export a model whose input is of an integer dtype."
-            )
-        if changed is not None:
-            raise TypeError(
-                f"Input {spec.name!r} is of dtype {array.dtype}; expected {spec.dtype}."
-                f" Cast it with `.astype({spec.dtype!r})`."
-            )
+    changed = None if array.dtype == wanted else _changed(array, wanted)
+    if changed is not None:
+        found = f"is of dtype {array.dtype}; expected {spec.dtype}"
+        if array.dtype.kind in "iu" and wanted.kind == "f":
+            rounded = int(changed.astype(wanted))
+            found = f"holds {changed}, which {spec.dtype} rounds to {rounded}; expected"
+            found += " integers that it holds as they are"
+        raise TypeError(
+            f"Input {spec.name!r} {found}. Cast it with `.astype({spec.dtype!r})` if "
+            "that will do, or export a model whose input has that dtype."
+        )
     if not has_shape(array, spec.shape):
         is_one = array.ndim == len(spec.shape) - 1
         advice = "One example is a batch of 1: `x[np.newaxis]`." if is_one else ""
@@ -196,10 +194,7 @@ def _checked(value: Any, spec: TensorSpec) -> np.ndarray:
 
 
 def _changed(array: np.ndarray, wanted: np.dtype) -> Any:
-    """Returns a value that another dtype would change, None where it holds them all.
-
-    Floats may become other floats, and texts objects.
-    """
+    """Returns a value that another dtype would change, None where it holds them all."""
     kinds = array.dtype.kind + wanted.kind
     if kinds in ("ff", "bf", "OO", "SO", "UO") or not array.size:
         return None

@@ -1,5 +1,6 @@
 """TensorFlow functions that answer: of SavedModels, and of Keras models in memory."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,48 +9,18 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.serving.runtimes.manifest import Manifest
-from tfamp.serving.runtimes.signature import LoadedModel, Signature
-
-_SIGNATURE = "serving_default"
+from tfamp.serving.runtimes.signature import Call, LoadedModel
 
 
-class TensorFlowModel(LoadedModel):
-    """A function of tensors."""
-
-    def __init__(
-        self,
-        runtime: str,
-        path: Path | None,
-        signature: Signature,
-        call: Callable[[dict[str, Any]], Mapping[str, Any]],
-        owner: Any = None,
-    ) -> None:
-        super().__init__(path, signature)
-        self.runtime = runtime
-        self._call = call
-        self._owner = owner  # of the weights, which would go with it
-
-    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the outputs by name for one batch of all inputs by name."""
-        given = self.in_file(inputs)
-        found = self._call({name: tf.constant(x) for name, x in given.items()})
-        outputs = self.signature.outputs
-        return {spec.name: found[spec.in_file].numpy() for spec in outputs}
-
-
-def saved_model(folder: Path, found: Manifest, threads: int) -> TensorFlowModel:
+def saved_model(folder: Path, found: Manifest, threads: int) -> LoadedModel:
     """Loads a SavedModel, by its concrete function."""
     _set_threads(threads)
     loaded = tf.saved_model.load(str(folder))
-    function = loaded.signatures[_SIGNATURE]
-
-    def call(given: dict[str, Any]) -> Mapping[str, Any]:
-        return function(**given)
-
-    return TensorFlowModel("saved_model", folder, found.signature, call, loaded)
+    call = _called(loaded.signatures["serving_default"], loaded)
+    return LoadedModel("saved_model", folder, found.signature, call)
 
 
-def keras_model(model: Any, threads: int) -> TensorFlowModel:
+def keras_model(model: Any, threads: int) -> LoadedModel:
     """Traces a Keras model, in memory or of a `.keras` file."""
     # Not above: a SavedModel is loaded without Keras.
     from tfamp.models import load_model
@@ -64,20 +35,26 @@ def keras_model(model: Any, threads: int) -> TensorFlowModel:
     return of_trace(trace(model), path)
 
 
-def of_trace(traced: Any, path: Path | None = None) -> TensorFlowModel:
+def of_trace(traced: Any, path: Path | None = None) -> LoadedModel:
     """Returns a `Traced` model to be asked as exported ones are."""
     function = traced.function
+    call = _called(lambda **given: function(*given.values()), traced)
+    return LoadedModel("keras", path, traced.signature, call)
 
-    def call(given: dict[str, Any]) -> Mapping[str, Any]:
-        return function(*given.values())
 
-    return TensorFlowModel("keras", path, traced.signature, call, traced)
+def _called(function: Callable[..., Mapping[str, Any]], owner: Any) -> Call:
+    """Returns a call of arrays; `owner` has the weights, which would go with it."""
+
+    def call(given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        found = function(**{name: tf.constant(x) for name, x in given.items()})
+        return {name: x.numpy() for name, x in found.items()}
+
+    call.owner = owner  # type: ignore[attr-defined]
+    return call
 
 
 def _set_threads(threads: int) -> None:
     """Sets the threads of the whole process, unless it has some or runs already."""
-    try:
+    with contextlib.suppress(RuntimeError):
         if not tf.config.threading.get_intra_op_parallelism_threads():
             tf.config.threading.set_intra_op_parallelism_threads(threads)
-    except RuntimeError:
-        pass

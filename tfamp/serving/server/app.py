@@ -42,52 +42,48 @@ class App:
     """The server as an ASGI application."""
 
     def __init__(
-        self,
-        models: Mapping[str, Served],
-        limits: Limits,
-        *,
-        token: str | None = None,
+        self, models: Mapping[str, Served], limits: Limits, *, token: str | None = None
     ) -> None:
         self.models, self.limits = models, limits
-        self._registry = prometheus.CollectorRegistry()
-        prometheus.ProcessCollector(registry=self._registry)
+        registry = self._registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=registry)
 
-        def metric(kind: Any, name: str, text: str, *labels: str, **how: Any) -> Any:
+        def metric(
+            kind: Callable[..., T], name: str, text: str, *labels: str, **how: Any
+        ) -> T:
+            # By the name of a model, "" where a request names none.
             labels = ("model", *labels)
-            return kind(f"tfamp_{name}", text, labels, registry=self._registry, **how)
+            return kind(f"tfamp_{name}", text, labels, registry=registry, **how)
 
-        # By the name of a model, "" where a request names none.
+        counter, histogram = prometheus.Counter, prometheus.Histogram
         text = "Answers by HTTP status."
-        self._requests = metric(prometheus.Counter, "requests", text, "status")
+        self._requests = metric(counter, "requests", text, "status")
         text = "From the last byte of a request to its answer."
-        histogram = prometheus.Histogram
         self._seconds = metric(histogram, "request_seconds", text, buckets=_SECONDS)
         text = "Examples in a run."
         examples = metric(histogram, "batch_examples", text, buckets=_EXAMPLES)
         text = "Requests that wait or are computed."
         waiting = metric(prometheus.Gauge, "queue_requests", text)
         for name, model in models.items():
-            model.batcher.on_run = examples.labels(name).observe
-            of_model = functools.partial(getattr, model.batcher, "num_waiting")
+            model.on_run = examples.labels(name).observe
+            of_model = functools.partial(getattr, model, "num_waiting")
             waiting.labels(name).set_function(of_model)
         self._token = None if token is None else f"Bearer {token}".encode()
         self._held_bytes = 0
         # One thread: several would take turns with the event loop, a large body each.
         self._parser = concurrent.futures.ThreadPoolExecutor(1)
         name = "/v2/models/{name}"
-        # The first that fits is taken; `infer` is asked for most.
-        routes = [
-            Route(f"{each}{end}", answer, methods=[method])
-            for end, answer, method in (
-                ("/infer", self._infer, "POST"),
-                ("/ready", self._model_ready, "GET"),
-                ("", self._metadata, "GET"),
-            )
-            for each in (name, f"{name}/versions/{{version}}")
-        ]
         self._routes = Starlette(
             routes=[
-                *routes,
+                *(
+                    Route(f"{each}{end}", answer, methods=[method])
+                    for end, answer, method in (
+                        ("/infer", self._infer, "POST"),
+                        ("/ready", self._model_ready, "GET"),
+                        ("", self._metadata, "GET"),
+                    )
+                    for each in (name, f"{name}/versions/{{version}}")
+                ),
                 Route("/v2/health/live", self._live),
                 Route("/v2/health/ready", self._ready),
                 Route("/v2", self._server),
@@ -128,17 +124,12 @@ class App:
         message, headers = error.detail, dict(error.headers or {})
         if error.status_code == 401:
             headers["www-authenticate"] = "Bearer"
-        elif error.status_code == 405:
-            expected = "POST" if headers.get("Allow") == "POST" else "GET"
-            message = (
-                f"The method is {quoted(request.method)}; expected {expected}. "
-                "Predictions are asked for by POST at /v2/models/NAME/infer."
-            )
         elif not isinstance(error, Refusal):
+            asked = f"{quoted(request.method)} at {quoted(request.url.path)}"
             message = (
-                f"There is nothing at {quoted(request.url.path)}; expected "
-                "/v2/models/NAME/infer, /v2/health/ready or /metrics, where NAME is "
-                f"one of {quoted(list(self.models))}. Correct the address."
+                f"There is no {asked}; expected POST at /v2/models/NAME/infer, or GET "
+                "at /v2/models/NAME, /v2/health/ready or /metrics, where NAME is one "
+                f"of {quoted(list(self.models))}. Correct the address."
             )
         # A lone surrogate, which JSON may hold, cannot be written as UTF-8.
         message = message.encode(errors="replace").decode()
@@ -161,8 +152,7 @@ class App:
 
     async def _metrics(self, request: Request) -> Response:
         encoder, kind = choose_encoder(request.headers.get("accept", ""))
-        text = encoder(self._registry)
-        return Response(text, headers={"content-type": kind})
+        return Response(encoder(self._registry), headers={"content-type": kind})
 
     async def _model_ready(self, request: Request) -> Response:
         model = self._named(request)
@@ -226,29 +216,30 @@ class App:
         most = self.limits.max_body
         if is_json:
             most = min(most, self.limits.max_json)
-        declared = int(headers.get("content-length", 0))  # checked by the server
-        if declared > (most if "expect" in headers else _MAX_REFUSED_BYTES):
+        declared = int(headers.get("content-length", 0))  # checked by h11
+        if declared > _MAX_REFUSED_BYTES:
             raise self._too_large(declared, is_json=is_json)
         parts: list[bytes] = []
-        found = 0
-
+        found = declared
+        read = 0
         try:
             with anyio.fail_after(seconds):
                 async for part in request.stream():
-                    found += len(part)
-                    if max(found, declared) <= most:
+                    read += len(part)
+                    found = max(read, declared)
+                    if found > _MAX_REFUSED_BYTES:
+                        break
+                    if found <= most:
                         self._hold(len(part), held)
                         parts.append(part)
-                    elif found > _MAX_REFUSED_BYTES:
-                        break
         except TimeoutError:
             text = f"The body did not come within {seconds:g} s; expected all of it."
             advice = "Send it faster, or in smaller requests."
             raise Refusal(408, f"{text} {advice}", close=True) from None
         except ClientDisconnect:
             raise Refusal(400, "The client went away.") from None
-        if max(found, declared) > most:
-            raise self._too_large(max(found, declared), is_json=is_json)
+        if found > most:
+            raise self._too_large(found, is_json=is_json)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _hold(self, num_bytes: int, held: list[int]) -> None:
@@ -259,20 +250,17 @@ class App:
             raise Refusal(503, f"{text} holds. Try again.", retry=True, close=True)
 
     def _too_large(self, found: int, *, is_json: bool) -> Refusal:
-        if is_json and found <= self.limits.max_body:
+        limits = self.limits
+        if is_json and found <= limits.max_body:
             return Refusal(
                 413,
-                f"The JSON has {found} bytes; expected at most "
-                f"{self.limits.max_json}. Send tensors as bytes behind it, with "
-                "`binary_data_size` and the header Inference-Header-Content-Length, "
-                "as tritonclient does; or start the server with a larger --max_json.",
+                f"The JSON has {found} bytes; expected at most {limits.max_json}. Send "
+                "tensors as bytes behind it, with `binary_data_size` and the header "
+                "Inference-Header-Content-Length, as tritonclient does; or start the "
+                "server with a larger --max_json.",
             )
-        return Refusal(
-            413,
-            f"The body has {found} bytes or more; expected at most "
-            f"{self.limits.max_body}. Send fewer examples at once.",
-            close=True,
-        )
+        text = f"The body has {found} bytes or more; expected at most {limits.max_body}"
+        return Refusal(413, f"{text}. Send fewer examples at once.", close=True)
 
 
 def _json(

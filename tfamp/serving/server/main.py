@@ -3,23 +3,36 @@
 `application` is the same without the process around it, for servers that bring theirs.
 """
 
+import asyncio
+import contextlib
 import functools
 import gc
 import logging
+import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfamp.records import checks
+from tfamp.serving.runtimes import load_exported
 from tfamp.serving.runtimes.signature import LoadedModel
 
 if TYPE_CHECKING:
     from tfamp.serving.server.app import App
 
 _LOCAL = ("127.0.0.1", "::1", "localhost")
+_IDLE_SECONDS = 75
+# How long a client may take to read an answer.
+_READING_SECONDS = 30.0
+# New connections wait in the kernel, where there is room for so many; asyncio takes so
+# many at a time, three times over before it has closed those that had to go.
+_WAITING, _BACKLOG = 4096, 128
+_MAX_CONNECTIONS, _OTHER_FILES = 1000, 48
+_FULL = b'{"error": "All connections are in use. Try again, or ask another server."}'
 
 
 def serve(
@@ -56,33 +69,19 @@ def serve(
         checks.positive_int("max_connections", max_connections)
     token = None if token_file is None else _token(Path(token_file))
     logging.basicConfig(format="tfamp serve: %(message)s")
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _interrupt) if is_main else None
-    try:
-        with _bound(host, port) as listener:
-            name, number = listener.getsockname()[:2]
-            address = f"http://{f'[{name}]' if ':' in name else name}:{number}"
-            app = application(paths, token=token, **options)
-            if token is None and host not in _LOCAL:
-                logging.getLogger("tfamp.serve").warning(
-                    "Everybody who reaches %s may ask. Ask for a token with "
-                    "--token_file.",
-                    address,
-                )
-            from tfamp.serving.server.process import Process
-
-            # Looking through what stands for garbage would take milliseconds.
-            gc.collect()
-            gc.freeze()
-            Process(app, max_connections, on_start=lambda: on_start(address)).run(
-                sockets=[listener]
+    app = application(paths, token=token, **options)
+    with _ending_at_sigterm(), _listening(host, port) as listener:
+        name, number = listener.getsockname()[:2]
+        address = f"http://{f'[{name}]' if ':' in name else name}:{number}"
+        if token is None and host not in _LOCAL:
+            logging.getLogger("tfamp.serve").warning(
+                "Everybody who reaches %s may ask. Ask for a token with --token_file.",
+                address,
             )
-    except KeyboardInterrupt:  # uvicorn has ended, and raises its signal again.
-        pass
-    finally:
-        gc.unfreeze()
-        if is_main:
-            signal.signal(signal.SIGTERM, before)
+        # Looking through what stands for garbage would take milliseconds.
+        gc.collect()
+        gc.freeze()
+        _server(app, max_connections, lambda: on_start(address)).run([listener])
 
 
 def application(
@@ -122,11 +121,14 @@ def application(
     """
     for package in ("starlette", "uvicorn", "orjson", "prometheus_client"):
         checks.require(package, extra="serve", purpose="`tfamp serve`")
-    from tfamp.serving.runtimes import load_exported
     from tfamp.serving.server.app import App
     from tfamp.serving.server.models import Limits, Served, named_folders
 
     limits = Limits(max_batch_size, max_queue, max_body, max_json, timeout_seconds)
+    checks.positive("timeout_seconds", timeout_seconds)
+    for name, value in zip(Limits._fields[:4], limits[:4], strict=True):
+        if value is not None:
+            checks.positive_int(name, value)
     read = load or functools.partial(load_exported, threads=threads)
     models = {
         name: Served(name, folder, read, limits)
@@ -135,8 +137,102 @@ def application(
     return App(models, limits, token=token)
 
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+def _server(
+    app: "App", max_connections: int | None, on_start: Callable[[], object]
+) -> Any:
+    """Returns uvicorn with a bound on connections, which it leaves to others.
+
+    A client may open connections and send nothing, or a part of a head, and it need not
+    read its answer; uvicorn waits for ever. Here they go where there are too many.
+    """
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    backlog = max(1, min(_BACKLOG, files // 8))
+    room = max(1, min(_MAX_CONNECTIONS, files - 3 * backlog - _OTHER_FILES))
+    most = max_connections or room
+    # A body and an answer may take so long each.
+    seconds = 2 * app.limits.timeout_seconds
+
+    class Connection(H11Protocol):
+        since = 0.0  # when something was heard of it
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.since = time.monotonic()
+            if len(self.connections) <= most:
+                return
+            idle = [each for each in self.connections if each.is_idle()]
+            oldest = min((e for e in idle if e is not self), key=_since, default=None)
+            if oldest is not None:
+                self.connections.discard(oldest)
+                oldest.transport.abort()
+                return
+            head = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n"
+            head += b"content-type: application/json\r\nconnection: close\r\n"
+            transport.write(head + b"content-length: %d\r\n\r\n" % len(_FULL) + _FULL)
+            self.connections.discard(self)
+            # Closed at once, a request on its way would take the answer with it.
+            transport.pause_reading()
+            asyncio.get_running_loop().call_later(1, transport.close)
+
+        def data_received(self, data: bytes) -> None:
+            self.since = time.monotonic()
+            super().data_received(data)
+
+        def is_idle(self) -> bool:
+            is_late = time.monotonic() - self.since > seconds + _READING_SECONDS
+            return is_late or self.cycle is None or self.cycle.response_complete
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=sockets)
+            for listening in sockets or ():
+                listening.listen(_WAITING)  # asyncio has made it fewer
+            on_start()
+
+    return Server(
+        uvicorn.Config(
+            app,
+            http=Connection,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            # A line for each malformed request would let clients fill the log.
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            backlog=backlog,
+            timeout_keep_alive=_IDLE_SECONDS,
+            timeout_graceful_shutdown=int(seconds) + 1,
+        )
+    )
+
+
+def _since(connection: Any) -> float:
+    return float(connection.since)
+
+
+@contextlib.contextmanager
+def _ending_at_sigterm() -> Iterator[None]:
+    """Ends the block in order at SIGTERM as at Ctrl-C."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, interrupt) if is_main else None
+    try:
+        yield
+    except KeyboardInterrupt:  # uvicorn has ended, and raises its signal again.
+        pass
+    finally:
+        gc.unfreeze()
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _token(path: Path) -> str:
@@ -154,24 +250,13 @@ def _token(path: Path) -> str:
     return token
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    """Returns a socket at an address, which nobody reaches before it listens."""
+def _listening(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens at an address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        kinds = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return socket.create_server((host, port), family=family)
     except (OSError, UnicodeError) as error:
-        raise ValueError(
-            f"`host` is {host!r}, which is no address of this machine ({error}); "
-            "expected one such as '127.0.0.1', '::1' or '0.0.0.0'. Correct it."
-        ) from error
-    family, kind, protocol, _, where = kinds[0]
-    found = socket.socket(family, kind, protocol)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(where)
-    except OSError as error:
-        found.close()
         raise OSError(
-            f"Port {port} of {host!r} cannot be had: {error.strerror}. Pass another "
-            "`port`, or 0 for a free one."
+            f"`port` {port} of `host` {host!r} cannot be had: {error}; expected a free "
+            "one of this machine. Pass another, or 0 for any that is free."
         ) from error
-    return found

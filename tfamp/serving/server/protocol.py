@@ -11,7 +11,7 @@ import json
 import math
 import reprlib
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,15 +30,10 @@ from tfamp.serving.runtimes.signature import (
 # Header with the length of the JSON, where raw bytes follow it.
 HEADER = "inference-header-content-length"
 VERSION = "1"
-# How long a client waits before it tries again, where the server is full.
-RETRY_SECONDS = 1
-_FIELDS = {str: "text", bool: "true or false", dict: "an object"}
 # Kind of a dtype -> the kinds that numbers of JSON may be of.
 _KINDS = {"f": "iuf", "i": "iu", "u": "iu", "b": "b"}
-_WORDS = {"f": "numbers", "b": "booleans"}  # the others are integers
 # An extra dtype of NumPy, as bfloat16 is, has this kind; texts have one of those.
 _EXTRA, _TEXTS = "V", "OSU"
-Bad = Callable[[str, str], "Refusal"]
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlevel = 3
@@ -50,19 +45,14 @@ class Refusal(HTTPException):
     def __init__(
         self, status: int, message: str, *, retry: bool = False, close: bool = False
     ) -> None:
-        headers = {"retry-after": str(RETRY_SECONDS)} if retry else {}
+        headers = {"retry-after": "1"} if retry else {}
         if close:
             headers["connection"] = "close"
         super().__init__(status, message, headers)
 
 
 def unknown(what: str, name: str, known: Iterable[str], status: int = 404) -> Refusal:
-    """Returns the refusal of a name that is not known.
-
-    Example:
-        >>> unknown("model", "digit", ["digits"]).detail
-        "There is no model 'digit'; expected 'digits'. Did you mean 'digits'?"
-    """
+    """Returns the refusal of a name that is not known."""
     names = list(known)
     guess = checks.did_you_mean(name, names)
     advice = f"Did you mean {guess!r}?" if guess else "Ask for one of these."
@@ -73,17 +63,12 @@ def unknown(what: str, name: str, known: Iterable[str], status: int = 404) -> Re
 
 
 def quoted(value: object) -> str:
-    """Returns the beginning of what came, however much it is.
-
-    Example:
-        >>> quoted([1, "a"]), len(quoted("x" * 1000))
-        ("[1, 'a']", 80)
-    """
+    """Returns the beginning of what came, however much it is."""
     return _SHORT.repr(value)
 
 
 class Asked(NamedTuple):
-    """What a request asks for: outputs by name, each as raw bytes or not."""
+    """What a request asks for; outputs by name, each as raw bytes or not."""
 
     inputs: dict[str, np.ndarray]
     outputs: dict[str, bool]
@@ -98,9 +83,9 @@ def read(body: bytes, marked: str | None, signature: Signature) -> Asked:
     inputs: dict[str, np.ndarray] = {}
     specs = {spec.name: spec for spec in signature.inputs}
     for entry in _objects(content, "inputs"):
-        name = _field(entry, "name", str, is_needed=True)
+        name = _field(entry, "name", str)
         if name not in specs:
-            raise unknown("input", name, specs, 400)
+            raise unknown("input", name or "", specs, 400)
         if name in inputs:
             raise _bad(f"Input {name!r} came twice; send it once.")
         inputs[name], binary = _tensor(entry, specs[name], binary)
@@ -206,90 +191,76 @@ def _tensor(
     """Returns an input, and the raw bytes that are left for those behind it."""
 
     def bad(came: str, expected: str) -> Refusal:
-        return _bad(f"Input {spec.name!r} {came}; expected {expected}")
+        return _bad(f"Input {spec.name!r} {came}; expected {expected}. Correct it.")
 
-    dtype, shape = entry.get("datatype"), entry.get("shape")
+    dtype: Any = entry.get("datatype")
+    shape: Any = entry.get("shape")
     if dtype != DATATYPES[spec.dtype]:
-        wanted = f"{DATATYPES[spec.dtype]!r}. Cast it and name that."
-        raise bad(f"is of datatype {quoted(dtype)}", wanted)
-    if (
-        not isinstance(shape, list)
-        or len(shape) != len(spec.shape)
-        or not all(map(_is_length, shape, spec.shape))
-    ):
-        wanted = f"{_pattern(spec)}, where -1 is any length above 0. Reshape it."
+        raise bad(f"is of datatype {quoted(dtype)}", repr(DATATYPES[spec.dtype]))
+    is_shape = isinstance(shape, list) and len(shape) == len(spec.shape)
+    if not is_shape or not all(map(_is_length, shape, spec.shape)):
+        wanted = f"{_pattern(spec)}, where -1 is any length above 0"
         raise bad(f"is of shape {quoted(shape)}", wanted)
-    parameters = _field(entry, "parameters", dict) or {}
-    if any(name.startswith("shared_memory") for name in parameters):
-        raise bad("lies in shared memory", "bytes, with `binary_data_size`.")
-    size, data, count = parameters.get("binary_data_size"), None, math.prod(shape)
+    parameters, count = _field(entry, "parameters", dict) or {}, math.prod(shape)
+    size, data = parameters.get("binary_data_size"), entry.get("data")
     if size is None:
-        data = entry.get("data")
         if not isinstance(data, list):
-            raise bad(
-                "has neither `data` in a list nor the parameter `binary_data_size`",
-                "one of them. Send the tensor.",
-            )
-        array = _from_json(data, spec, bad)
+            wanted = "one of them, as shared memory is not read"
+            raise bad("has neither `data` in a list nor `binary_data_size`", wanted)
+        array = _from_json(data, spec)
+        if array is None:
+            wanted = f"what {spec.dtype} holds, in nested lists of one length a level, "
+            raise bad(f"is {quoted(data)}", f"{wanted}with neither null nor others")
         if array.size != count or array.ndim != 1 and list(array.shape) != shape:
-            wanted = f"{count} numbers, as its shape is {shape}. Correct one of them."
+            wanted = f"{count} numbers, as its shape is {shape}"
             raise bad(f"has data of shape {list(array.shape)}", wanted)
         return array.reshape(shape), binary
-    if "data" in entry or not _is_length(size, None, 0) or size > len(binary):
-        beside = " and `data` is beside it" if "data" in entry else ""
+    if data is not None or not _is_length(size, None, 0) or size > len(binary):
+        wanted = "as many behind the JSON, whose length Inference-Header-Content-Length"
         raise bad(
             f"has the `binary_data_size` {quoted(size)} where {len(binary)} bytes are "
-            f"left{beside}",
-            "as many bytes behind the JSON and no `data`. Set "
-            "Inference-Header-Content-Length to the length of the JSON.",
+            "left",
+            f"{wanted} has, and no `data`",
         )
-    return _from_bytes(binary[:size], count, spec, bad).reshape(shape), binary[size:]
+    array = _from_bytes(binary[:size], count, dtype_named(spec.dtype))
+    if array is None:
+        wanted = f"{count} elements of {spec.dtype}, texts behind their lengths"
+        raise bad(f"has {size} bytes", wanted)
+    return array.reshape(shape), binary[size:]
 
 
-def _from_json(data: list[Any], spec: TensorSpec, bad: Bad) -> np.ndarray:
-    """Returns lists of JSON, nested or flat, as an array of an input's dtype."""
+def _from_json(data: list[Any], spec: TensorSpec) -> np.ndarray | None:
+    """Returns lists of JSON, nested or flat, as an array; None where they are none."""
     wanted = dtype_named(spec.dtype)
     kind = "f" if wanted.kind == _EXTRA else wanted.kind
     try:
         found = np.array(data, dtype=object if kind == "O" else None)
     except (ValueError, OverflowError):  # ragged, or an integer beyond 64 bits
-        found = np.array(None)
+        return None
     if kind == "O":
-        if not all(isinstance(each, str) for each in found.flat):
-            raise bad(f"is {quoted(data)}", "texts in lists.")
-        return found
-    if found.dtype.kind not in _KINDS[kind]:
-        raise bad(
-            f"is {quoted(data)}",
-            f"{_WORDS.get(kind, 'integers')} for {spec.dtype} in nested lists, those "
-            "of a level all of one length, with neither null nor text.",
-        )
+        return found if all(isinstance(each, str) for each in found.flat) else None
+    if found.dtype.kind not in _KINDS[kind] and found.size:
+        return None
     with np.errstate(over="ignore", invalid="ignore"):
         array = found.astype(wanted)
     fits = np.isfinite(array) | ~np.isfinite(found) if kind == "f" else array == found
-    if not np.all(fits):
-        raise bad(f"has {found[~fits][0]!s}", f"what {spec.dtype} holds.")
-    return array
+    return array if np.all(fits) else None
 
 
-def _from_bytes(data: memoryview, count: int, spec: TensorSpec, bad: Bad) -> np.ndarray:
+def _from_bytes(data: memoryview, count: int, wanted: np.dtype) -> np.ndarray | None:
     """Returns raw little-endian bytes, or texts behind their lengths, as an array."""
-    wanted = dtype_named(spec.dtype)
-    expected = f"{count * wanted.itemsize}, for {count} elements of {spec.dtype}."
     if wanted.kind != "O":
-        if len(data) == count * wanted.itemsize:
-            # A copy stands where the runtime wants it, and lets go of the body.
-            return np.frombuffer(data, wanted).copy()
-    else:
-        expected = f"{count} texts, each behind its length as four bytes."
-        texts, place = [], 0
-        while place + 4 <= len(data):
-            (length,) = struct.unpack_from("<I", data, place)
-            texts.append(bytes(data[place + 4 : place + 4 + length]))
-            place += 4 + length
-        if place == len(data) and len(texts) == count:
-            return np.array(texts, dtype=object)
-    raise bad(f"has {len(data)} bytes", expected)
+        if len(data) != count * wanted.itemsize:
+            return None
+        # A copy stands where the runtime wants it, and lets go of the body.
+        return np.frombuffer(data, wanted).copy()
+    texts, place = [], 0
+    while place + 4 <= len(data):
+        (length,) = struct.unpack_from("<I", data, place)
+        texts.append(bytes(data[place + 4 : place + 4 + length]))
+        place += 4 + length
+    is_whole = place == len(data) and len(texts) == count
+    return np.array(texts, dtype=object) if is_whole else None
 
 
 def _to_bytes(array: np.ndarray) -> bytes:
@@ -328,9 +299,9 @@ def _wanted(content: Mapping[str, Any], signature: Signature) -> dict[str, bool]
         return dict.fromkeys(names, by_default)
     found = {}
     for entry in _objects(content, "outputs"):
-        name = _field(entry, "name", str, is_needed=True)
+        name = _field(entry, "name", str)
         if name not in names:
-            raise unknown("output", name, names, 400)
+            raise unknown("output", name or "", names, 400)
         own = _field(_field(entry, "parameters", dict) or {}, "binary_data", bool)
         found[name] = by_default if own is None else own
     return found
@@ -346,13 +317,11 @@ def _objects(content: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _field(
-    entry: Mapping[str, Any], key: str, kind: type, *, is_needed: bool = False
-) -> Any:
+def _field(entry: Mapping[str, Any], key: str, kind: type) -> Any:
     """Returns a field of JSON; None where it is not there."""
     value = entry.get(key)
-    if not (isinstance(value, kind) or (value is None and not is_needed)):
-        raise _bad(f"`{key}` is {quoted(value)}; expected {_FIELDS[kind]}.")
+    if not isinstance(value, kind | None):
+        raise _bad(f"`{key}` is {quoted(value)}; expected JSON's {kind.__name__}.")
     return value
 
 
