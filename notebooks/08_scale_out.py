@@ -41,7 +41,7 @@ folder = pathlib.Path(tempfile.mkdtemp())
 # %% [markdown]
 # ## A program for one worker or many
 #
-# `strategy()` reads what the launcher set (`TF_CONFIG`, Slurm, Kubernetes, SageMaker),
+# `strategy()` reads what the launcher set (`TF_CONFIG`, Slurm),
 # and has Keras train on it; `shard("auto")` gives each worker its own examples, and
 # `Resume` keeps what is needed to go on. `tfamp.enable` may stand beside them, as ever.
 # First the model, in a file of its own:
@@ -161,6 +161,6 @@ print("never killed - killed and resumed:", distance(weights("two"), weights("ki
 # - [Distributed training](REPOSITORY_URL/blob/main/docs/scale.md): launchers,
 #   input for each worker, half-precision gradients, Ray.
 # - [A recipe for all launchers](REPOSITORY_URL/blob/main/recipes/train_workers.py), and
-#   [jobs](REPOSITORY_URL/tree/main/deploy) for Slurm, Kubernetes, Vertex, SageMaker.
+#   [jobs](REPOSITORY_URL/tree/main/deploy) for Slurm, Kubernetes and Vertex AI.
 # - [Inference](REPOSITORY_URL/blob/main/notebooks/09_inference.ipynb): what to do with
 #   the trained model.

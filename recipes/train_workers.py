@@ -1,6 +1,6 @@
 """Trains on one machine or on many; killed, it goes on where it was.
 
-One script for every launcher: alone, TF_CONFIG, Slurm's srun, Kubernetes, or Ray.
+One script for every launcher: alone, TF_CONFIG, Slurm's srun, or Ray.
 Data: scikit-learn's 1,797 digits (8x8), each worker its own part; no network needed.
 Command: python recipes/train_workers.py
          srun --ntasks=4 python recipes/train_workers.py --directory=/shared/digits

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import platform
-import subprocess
 import sys
 
 import pytest
@@ -11,11 +10,6 @@ import pytest
 from tfamp.dtypes import hooks
 from tfamp.dtypes import settings as settings_module
 from tfamp.machine import cpus
-
-
-def test_a_cpu_that_does_not_name_amx_is_not_asked(monkeypatch):
-    monkeypatch.setattr(cpus, "text_of", lambda path: "flags: avx512_bf16")
-    assert cpus.is_amx_broken.__wrapped__() is False
 
 
 @pytest.mark.skipif(
@@ -58,22 +52,3 @@ def test_broken_amx_is_avoided_where_settings_come_into_force(
     assert calls == []
     hooks.install(settings)
     assert bool(calls) is avoids
-
-
-PRODUCT = """
-import tfamp
-tfamp.enable("mixed_bfloat16", keep_float32="none")
-import keras, numpy as np
-model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
-print(model(np.ones((64, 64), "float32")).dtype)
-"""
-
-
-@pytest.mark.slow("every test in bfloat16 would end its process just so")
-def test_a_product_in_bfloat16_survives_on_this_machine(monkeypatch):
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    done = subprocess.run(
-        [sys.executable, "-c", PRODUCT], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "bfloat16" in done.stdout

@@ -12,7 +12,7 @@ from tfamp.data import Pipeline
 from tfamp.data.plan import make_plan
 from tfamp.data.stages import settings_of, workers
 
-VARIABLES = ("TF_CONFIG", "SM_HOSTS", "SLURM_JOB_ID", "JOB_COMPLETION_INDEX")
+VARIABLES = ("TF_CONFIG", "SLURM_JOB_ID")
 
 
 @pytest.fixture

@@ -100,19 +100,6 @@ def test_machines_of_vertex_read_their_cluster():
         assert (cluster.num_workers, cluster.index) == (1 + workers, place)
 
 
-def test_instances_of_sagemaker_read_their_cluster():
-    (job,) = manifests("sagemaker.yaml")
-    number = job["ResourceConfig"]["InstanceCount"]
-    hosts = [f"algo-{place + 1}" for place in range(number)]
-    for place, host in enumerate(hosts):
-        environ = {"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": host}
-        cluster = cluster_of(environ)
-        assert (cluster.num_workers, cluster.index) == (number, place)
-        assert cluster.address.endswith(":8890")
-    channel = job["InputDataConfig"][0]["ChannelName"]
-    assert job["HyperParameters"]["directory"].endswith(f"/{channel}")
-
-
 def test_pods_of_the_indexed_job_read_their_cluster():
     service, job = manifests()
     spec, name = job["spec"], job["metadata"]["name"]
@@ -120,10 +107,17 @@ def test_pods_of_the_indexed_job_read_their_cluster():
     assert spec["completions"] == spec["parallelism"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
-    environ = {each["name"]: each["value"] for each in container["env"]}
+    bash, option, script = container["command"]
+    script = script.replace("exec python", "printenv TF_CONFIG #")
     for index in range(spec["completions"]):
         # What Kubernetes sets, and the name under which a pod of the job is found.
-        cluster = cluster_of({**environ, "JOB_COMPLETION_INDEX": str(index)})
+        config = subprocess.run(
+            [bash, option, script],
+            env={**os.environ, "JOB_COMPLETION_INDEX": str(index)},
+            capture_output=True,
+            text=True,
+        ).stdout
+        cluster = cluster_of({"TF_CONFIG": config})
         assert cluster.num_workers == spec["completions"]
         port = container["ports"][0]["containerPort"]
         assert cluster.address == f"{name}-{index}.{pod['subdomain']}:{port}"

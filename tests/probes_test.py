@@ -1,6 +1,5 @@
 """Memory of the process and figures of the GPU, from a faked driver and files."""
 
-import re
 import sys
 import types
 
@@ -139,13 +138,6 @@ def test_a_gpu_is_read_in_the_units_of_the_names():
     assert GpuReading.from_json(reading.to_json()) == reading
 
 
-def test_what_the_driver_refuses_is_none_and_the_rest_is_there():
-    driver = Driver(Gpu(b"GPU in bytes", b"GPU-b", temperature=40))
-    with Nvml(driver, gpus=[(0, "")], environ={}) as nvml:
-        (reading,) = nvml.read()
-    assert reading == GpuReading(0, "GPU in bytes", temperature_celsius=40.0)
-
-
 def test_memory_is_the_slices_and_power_the_whole_gpus_under_mig():
     part = Gpu("NVIDIA A100 MIG 1g.5gb", "MIG-1", memory=(MIB, 5 * MIB), power=1)
     other = Gpu("NVIDIA A100 MIG 3g.20gb", "MIG-2", memory=(0, 20 * MIB))
@@ -181,42 +173,6 @@ def test_only_the_gpus_that_tensorflow_sees_are_read(listed, seen, expected):
     assert names(driver, list(enumerate(seen)), **environ) == expected
 
 
-UNAVAILABLE = {
-    "no GPU": (
-        Driver(full()),
-        [],
-        "TensorFlow sees no GPU, so NVML has nothing to read.",
-    ),
-    "no driver": (
-        Driver(is_dead=True),
-        [(0, "")],
-        "NVML does not answer (Driver Not Loaded); expected NVIDIA's driver. Run "
-        "`nvidia-smi`, and in a container start it with the GPU's driver files.",
-    ),
-    "no GPU of NVIDIA": (
-        Driver(),
-        [(0, "AMD")],
-        "NVML knows none of TensorFlow's GPUs ((0, 'AMD'),); expected NVIDIA's, as "
-        "listed by `nvidia-smi -L`.",
-    ),
-}
-
-
-@pytest.mark.parametrize("driver, gpus, text", UNAVAILABLE.values(), ids=UNAVAILABLE)
-def test_no_reader_is_had_without_a_gpu_and_it_says_why(driver, gpus, text):
-    with pytest.raises(RuntimeError, match=re.escape(text)):
-        Nvml(driver, gpus=gpus, environ={})
-    assert driver.open == 0
-    assert Nvml.open(driver, gpus=gpus, environ={}) is None
-
-
-def test_a_missing_library_is_named_with_its_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(ImportError, match=re.escape("`pip install 'tfamp[gpu]'`")):
-        Nvml(gpus=[(0, "")])
-    assert Nvml.open(gpus=[(0, "")]) is None
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux")
 def test_the_peak_follows_an_allocation_and_begins_anew():
     size = 96 * MIB
@@ -232,19 +188,6 @@ def test_the_peak_follows_an_allocation_and_begins_anew():
     assert peak - before > size / 2
     assert process_memory.reset_peak()
     assert peak - process_memory.peak_process_bytes() > size / 2
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no `resource`")
-@pytest.mark.parametrize("text", [None, "Name:\tx\n"], ids=["no file", "no line"])
-def test_the_peak_is_getrusages_where_there_is_no_mark(text, tmp_path, monkeypatch):
-    import resource
-
-    if text is not None:
-        (tmp_path / "status").write_text(text)
-    usage = types.SimpleNamespace(ru_maxrss=5 * MIB)
-    monkeypatch.setattr(resource, "getrusage", lambda who: usage)
-    expected = 5 * MIB if sys.platform == "darwin" else 5 * MIB * 1024
-    assert process_memory.peak_process_bytes(tmp_path / "status") == expected
 
 
 def fake_gpus(monkeypatch, peaks):

@@ -89,13 +89,13 @@ FIELDS = "('policy', 'reason')"
 BAD = {
     "unknown field": (
         {"policy": "float32", "reason": "", "why": 1},
-        f"Unknown fields ('why',) of Recommendation; expected {FIELDS}. Correct "
-        "them, or update tfamp if a later version wrote them.",
+        "Fields ('why',) of Recommendation are unknown, or missing; expected "
+        f"{FIELDS}. Correct them, or update tfamp if a later version wrote them.",
     ),
     "missing field": (
         {"policy": "float32"},
-        f"Missing fields ('reason',) of Recommendation; expected {FIELDS}. Correct "
-        "them, or update tfamp if a later version wrote them.",
+        "Fields ('reason',) of Recommendation are unknown, or missing; expected "
+        f"{FIELDS}. Correct them, or update tfamp if a later version wrote them.",
     ),
     "other type": (
         {"policy": 16, "reason": ""},
@@ -104,13 +104,13 @@ BAD = {
     ),
     "other class": (
         {"class": "Device", "policy": "float32", "reason": ""},
-        "Found a record of 'Device'; expected 'Recommendation'. Read it with "
-        "`Device.from_json`.",
+        "Found a record of 'Device', schema 1; expected 'Recommendation', at most 1. "
+        "Read it by its class, or update tfamp.",
     ),
     "later schema": (
         {"schema": 2, "policy": "float32", "reason": ""},
-        "Found schema 2 of Recommendation; expected 1 or earlier. Update tfamp to read "
-        "it.",
+        "Found a record of 'Recommendation', schema 2; expected 'Recommendation', at "
+        "most 1. Read it by its class, or update tfamp.",
     ),
 }
 

@@ -88,11 +88,3 @@ def test_what_is_no_number_of_bytes_is_refused(text):
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         units.parse_bytes("--max_memory", text)
-
-
-@pytest.mark.parametrize(
-    "words, text",
-    [([], ""), (["a"], "a"), (["a", "b"], "a or b"), (("a", "b", "c"), "a, b or c")],
-)
-def test_words_are_joined_as_in_a_sentence(words, text):
-    assert units.join_words(words, "or") == text

@@ -48,10 +48,9 @@ class DoctorFinding(Record):
 
 @dataclasses.dataclass(frozen=True)
 class ClusterReport(Record):
-    """The cluster that a launcher describes, and what can be seen of it from here."""
+    """The cluster that a launcher describes."""
 
     cluster: Cluster  # who takes part
-    answers: dict[str, str]  # address of a worker -> what came of a connection to it
     variables: dict[str, str]  # variables of NCCL and gRPC that are set
 
 
@@ -107,7 +106,7 @@ def text_of(found: Diagnosis, *, show_all: bool = False) -> str:
         parts.append(_table("Memory", names, _memory(found.memory)))
     if found.cluster is not None:
         title = f"Workers, as {found.cluster.cluster.source} says"
-        heads = ("Index", "Address", "Role", "Port")
+        heads = ("Index", "Address", "Role")
         parts.append(_table(title, heads, _workers(found.cluster)))
         variables = found.cluster.variables.items()
         parts.append("\n".join(f"{k}={v}" for k, v in variables) or "")
@@ -179,6 +178,5 @@ def _workers(report: ClusterReport) -> Sequence[tuple[str, ...]]:
     rows = []
     for i, address in enumerate(report.cluster.workers):
         role = ["chief"] * (i == 0) + ["this process"] * (i == report.cluster.index)
-        answer = report.answers.get(address, "not asked")
-        rows.append((str(i), address, ", ".join(role), answer))
+        rows.append((str(i), address, ", ".join(role)))
     return rows

@@ -23,7 +23,6 @@ from tfamp.cli.diagnosis import (
     text_of,
 )
 from tfamp.cli.shown import held_back, show
-from tfamp.machine import hosts
 from tfamp.machine.limits import MachineMemory
 from tfamp.machine.speeds import Device
 from tfamp.records import checks
@@ -100,7 +99,6 @@ class Probes:
     nvidia_gpus: Callable[[], int] = _nvidia_gpus
     built_for: Callable[[], Sequence[str]] = _built_for
     memory: Callable[[Mapping[str, str]], MachineMemory] = _memory
-    answers: Callable[[Sequence[str]], dict[str, str]] = hosts.answers
 
 
 def diagnose(probes: Probes) -> Diagnosis:
@@ -137,8 +135,8 @@ def diagnose(probes: Probes) -> Diagnosis:
             DeviceReport(each, fast_dtypes(each, onednn=onednn)) for each in devices
         )
         recommendation = recommend(devices, onednn=onednn)
-        memory = _judged_memory(probes, devices, found)
-    cluster, of_cluster = findings.of_cluster(environ, probes.answers)
+        memory = _judged_memory(probes, found)
+    cluster, of_cluster = findings.of_cluster(environ)
     found += of_cluster
     # A stable sort: errors first, else in the order they were found.
     found.sort(key=lambda each: each.severity != "error")
@@ -153,9 +151,7 @@ def diagnose(probes: Probes) -> Diagnosis:
     )
 
 
-def _judged_memory(
-    probes: Probes, devices: tuple[Device, ...], found: list[DoctorFinding]
-) -> MachineMemory | None:
+def _judged_memory(probes: Probes, found: list[DoctorFinding]) -> MachineMemory | None:
     """Returns the machine's memory, and notes what could be better about it."""
     from tfamp.machine.memory import advice
 
@@ -166,8 +162,7 @@ def _judged_memory(
         remedy = "The rest of this report is right without it."
         found.append(DoctorFinding("advice", message, remedy))
         return None
-    has_gpu = any(device.kind == "gpu" for device in devices)
-    for each in advice(memory, probes.environ, has_gpu=has_gpu):
+    for each in advice(memory):
         found.append(DoctorFinding("advice", each.message, each.remedy))
     return memory
 

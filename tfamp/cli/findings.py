@@ -2,12 +2,12 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tfamp.cli.diagnosis import ClusterReport, DoctorFinding
-from tfamp.machine import cpus, hosts
-from tfamp.machine.clusters import alone_in_job, cluster_of
+from tfamp.machine import cpus
+from tfamp.machine.clusters import cluster_of
 from tfamp.machine.speeds import Device
 from tfamp.records import checks
 from tfamp.records.formats import POLICIES
@@ -173,31 +173,15 @@ def of_kernels(
 
 
 def of_cluster(
-    environ: Mapping[str, str], ask: Callable[[Sequence[str]], dict[str, str]]
+    environ: Mapping[str, str],
 ) -> tuple[ClusterReport | None, list[DoctorFinding]]:
-    """Returns the cluster, if there is one, and what is wrong with it.
-
-    `ask` takes addresses, and gives for each what came of a connection to it.
-    """
+    """Returns the cluster, if there is one, and what is wrong with it."""
     try:
         cluster = cluster_of(environ)
     except ValueError as error:
         remedy = "Correct the variable: `tfamp.distribute.cluster` names all it reads."
         return None, [_error(str(error), remedy)]
     if not cluster.workers:
-        alone = alone_in_job(environ)
-        if alone is None:
-            return None, []
-        fact, _, remedy = alone.partition(". ")
-        return None, [_advice(f"{fact}.", remedy)]
-    others = [each for each in cluster.workers if each != cluster.address]
-    answers = ask(others)
-    findings = []
-    for answer, remedy in hosts.REMEDIES.items():
-        silent = [each for each in others if answers.get(each) == answer]
-        if silent:
-            more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
-            message = f"Worker {silent[0]}{more} cannot be reached: {answer}."
-            findings.append(_advice(message, remedy))
+        return None, []
     variables = {k: v for k, v in environ.items() if _NETWORK.match(k)}
-    return ClusterReport(cluster, answers, dict(sorted(variables.items()))), findings
+    return ClusterReport(cluster, dict(sorted(variables.items()))), []

@@ -1,6 +1,5 @@
 """The strategy that suits the cluster and the devices, and why it does."""
 
-import os
 import re
 
 import tensorflow as tf
@@ -9,7 +8,7 @@ from absl import logging
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.fit_hooks import FIT_HOOKS
 from tfamp.loss_scale.replicas import STRATEGIES
-from tfamp.machine.clusters import Cluster, alone_in_job
+from tfamp.machine.clusters import Cluster
 from tfamp.machine.clusters import cluster as cluster_here
 from tfamp.records import checks
 
@@ -46,9 +45,6 @@ def strategy(cluster: Cluster | str | None = "auto") -> tf.distribute.Strategy:
     if isinstance(cluster, str):
         checks.choice("cluster", cluster, ("auto",))
         cluster = cluster_here()
-        alone = alone_in_job(os.environ)
-        if alone is not None and not cluster.workers:
-            logging.info("tfamp.distribute: %s", alone)
     elif cluster is None:
         cluster = Cluster("none")
     elif not isinstance(cluster, Cluster):

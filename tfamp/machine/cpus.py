@@ -13,7 +13,6 @@ import mmap
 import os
 import platform
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from tfamp.machine.limits import cgroup_folders, text_of
@@ -28,40 +27,20 @@ _READ_PALETTES = bytes.fromhex("53 b81d000000 31c9 0fa2 5b c3")
 
 
 def num_usable_cpus(root: str = "/") -> int:
-    """Returns the number of cores this process may use; `proc` and `sys` lie at `root`.
-
-    A container or `taskset` often allows fewer cores than the machine has: by the
-    process's affinity, or by a quota of its control groups, of which a part of a core
-    counts as one.
-    """
+    """Returns the number of cores this process may use, of files below `root`."""
     if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
+        counts = [len(os.sched_getaffinity(0))]
     else:
-        count = os.cpu_count() or 1
-    return max(1, min([count, *map(math.ceil, _quotas(Path(root)))]))
-
-
-def _quotas(root: Path) -> Iterator[float]:
-    """Yields the cores that each control group of this process allows.
-
-    Source: Linux, Documentation/admin-guide/cgroup-v2.rst, `cpu.max`; scheduler/
-    sched-bwc.rst for version 1.
-    """
-    found = [text_of(group / "cpu.max").split() for group in cgroup_folders(root, "")]
-    for group in cgroup_folders(root, "cpu"):
-        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        found.append([text_of(group / name).strip() for name in names])
-    for parts in found:
+        counts = [os.cpu_count() or 1]
+    for group in cgroup_folders(Path(root)):
+        parts = text_of(group / "cpu.max").split()
         if len(parts) == 2 and all(p.isdecimal() and int(p) for p in parts):
-            yield int(parts[0]) / int(parts[1])
+            counts.append(math.ceil(int(parts[0]) / int(parts[1])))
+    return max(1, min(counts))
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Returns the instruction sets of the processor, sorted, such as "avx512_vnni".
-
-    `archspec.cpu.host()` drops what goes beyond the last microarchitecture whose every
-    feature is here, such as AMX where a hypervisor hides a part.
-    """
+    """Returns the instruction sets of the processor, sorted, such as "avx512_vnni"."""
     import archspec.cpu
 
     detect = getattr(archspec.cpu, "detect", None)
@@ -88,9 +67,6 @@ def is_amx_broken() -> bool:
 
 
 def avoid_broken_amx() -> None:
-    """Keeps oneDNN off AMX where it is broken, unless the environment has decided.
-
-    Has no effect on a process in which oneDNN has computed a product already.
-    """
+    """Keeps oneDNN off AMX where it is broken, unless the environment has decided."""
     if ISA_VARIABLE not in os.environ and is_amx_broken():
         os.environ[ISA_VARIABLE] = ISA_WITHOUT_AMX

@@ -26,19 +26,7 @@ _STORED_IN_HALF = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
 def recommend(
     devices: Sequence[Device], *, onednn: bool | None = None
 ) -> Recommendation:
-    """Returns the policy that trains fastest on all these devices.
-
-    A mixed policy is only recommended if every GPU or TPU, or the CPU where there is
-    neither, computes in it faster than in float32: replicas wait for the slowest.
-    `onednn` says whether TensorFlow's oneDNN kernels are on; None asks the environment
-    variable TF_ENABLE_ONEDNN_OPTS.
-
-    Example:
-        >>> recommend([Device("gpu", "Tesla T4", (7, 5))]).policy
-        'mixed_float16'
-        >>> recommend([Device("gpu", "Tesla P100", (6, 0))]).reason
-        'Tesla P100 has no tensor cores (compute capability 6.0, needs 7.0).'
-    """
+    """Returns the policy that trains fastest on all these devices."""
     computing = computing_of(devices)
     if not computing:
         return Recommendation("float32", "TensorFlow sees no device.")
@@ -61,17 +49,7 @@ def recommend(
 def objection(
     policy: str, devices: Sequence[Device], *, onednn: bool | None = None
 ) -> str | None:
-    """Returns why a policy is a bad choice on these devices, or None.
-
-    One sentence with the reason and the better policy. Float32, "auto" and unknown
-    names are not judged.
-
-    Example:
-        >>> objection("mixed_bfloat16", [Device("gpu", "Tesla V100", (7, 0))])
-        ... # doctest: +NORMALIZE_WHITESPACE
-        "'mixed_bfloat16' will be slow or gain nothing here: Tesla V100 emulates
-        bfloat16 (compute capability 7.0, needs 8.0); use 'mixed_float16'."
-    """
+    """Returns why a policy is a bad choice on these devices, or None."""
     better = recommend(devices, onednn=onednn).policy
     if policy in _STORED_IN_HALF:
         # Below 1.0 numbers lie twice as close, so this is the smaller step.
@@ -92,10 +70,7 @@ def objection(
 
 
 def fast_dtypes(device: Device, *, onednn: bool | None = None) -> tuple[str, ...]:
-    """Returns the number formats that a device multiplies faster than float32.
-
-    TensorFlow has no float8 layers; it is listed for what the device could do.
-    """
+    """Returns the number formats that a device multiplies faster than float32."""
     halves = ("bfloat16", "float16")
     dtypes = [each for each in halves if speed(each, device, onednn=onednn).is_fast]
     capability = device.compute_capability or (0, 0)
@@ -107,12 +82,7 @@ def fast_dtypes(device: Device, *, onednn: bool | None = None) -> tuple[str, ...
 
 
 def devices() -> tuple[Device, ...]:
-    """Returns the devices that TensorFlow may use here: TPUs, GPUs, the CPU.
-
-    Devices hidden with `tf.config.set_visible_devices` are left out, and a CPU or GPU
-    split into logical devices counts once. Starts no device and takes no memory on it.
-    Memory of GPUs is known where nvidia-ml-py is installed.
-    """
+    """Returns the devices that TensorFlow may use here: TPUs, GPUs, the CPU."""
     tpus = tf.config.list_physical_devices("TPU")
     gpus = tf.config.get_visible_devices("GPU")
     nvml = Nvml.open() if gpus else None

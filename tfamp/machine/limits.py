@@ -14,25 +14,15 @@ from tfamp.records.record import Record
 from tfamp.records.units import format_bytes
 
 PHYSICAL, ADDRESS_SPACE = "physical memory", "RLIMIT_AS"
-# Version -> its mount, the files of limit and use, and the line of memory.stat with
-# cached files, which the kernel gives up before it kills.
-# Source: kernel.org, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
-_CGROUPS = {
-    "cgroup v2": ("", "memory.max", "memory.current", "inactive_file"),
-    "cgroup v1": (
-        *("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-        "total_inactive_file",
-    ),
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryLimit(Record):
     """The most memory there is to take, who says so, and what counts against it now.
 
-    `source` is "physical memory", "cgroup v2" or "cgroup v1" (a container's limit), or
-    "RLIMIT_AS" (`ulimit -v`, which counts reserved addresses). `used_bytes` is of all
-    processes that share it, without cached files, which the system gives up on demand.
+    `source` is "physical memory", "cgroup v2" (a container's limit), or "RLIMIT_AS"
+    (`ulimit -v`, which counts reserved addresses). `used_bytes` is of all processes
+    that share it, without cached files, which the system gives up on demand.
     """
 
     bytes: int
@@ -110,48 +100,36 @@ class MachineMemory(Record):
 
 
 def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
-    """Returns every limit on the memory of this process, the machine's memory first.
-
-    An ImportError says that the system tells nothing (Windows) and psutil is not
-    installed. `proc` and `sys` lie below `root`.
-    """
+    """Returns every limit on the memory of this process, the machine's memory first."""
     fields = sizes_in(root / "proc/meminfo")
     total, free = fields.get("MemTotal"), fields.get("MemAvailable")
     used = None if total is None or free is None else total - free
     found = [MemoryLimit(system_bytes() if total is None else total, PHYSICAL, used)]
-    for version, (mount, limit_file, used_file, cache_line) in _CGROUPS.items():
-        groups = []
-        for folder in cgroup_folders(root, mount):
-            limit, now = (text_of(folder / f).strip() for f in (limit_file, used_file))
-            # Version 1 writes "no limit" as the largest number of pages that there is.
-            if limit.isdecimal() and int(limit) < 2**62:
-                cached = _numbers(folder / "memory.stat").get(cache_line, 0)
-                held = max(0, int(now) - cached) if now.isdecimal() else None
-                groups.append(MemoryLimit(int(limit), version, held))
-        found += sorted(groups, key=lambda each: each.bytes)[:1]
+    groups = []
+    for folder in cgroup_folders(root):
+        names = ("memory.max", "memory.current")
+        limit, now = (text_of(folder / name).strip() for name in names)
+        if limit.isdecimal():
+            # The kernel gives cached files up before it kills.
+            cached = _numbers(folder / "memory.stat").get("inactive_file", 0)
+            held = max(0, int(now) - cached) if now.isdecimal() else None
+            groups.append(MemoryLimit(int(limit), "cgroup v2", held))
+    found += sorted(groups, key=lambda each: each.bytes)[:1]
     if (space := _address_space()) is not None:
         used = sizes_in(root / "proc/self/status").get("VmSize")
         found.append(MemoryLimit(space, ADDRESS_SPACE, used))
     return tuple(found)
 
 
-def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yields the folders of this process's control group and of those above it.
-
-    `controller` is one of version 1, such as "memory", or "" for version 2. Inside a
-    container the path may be the host's while the mount begins at the container's own
-    group; what is not there is for the caller to pass over.
-    """
-    mounts = root / "sys/fs/cgroup"
+def cgroup_folders(root: Path) -> Iterator[Path]:
+    """Yields the folders of this process's control group and of those above it."""
+    mount = root / "sys/fs/cgroup"
     for line in text_of(root / "proc/self/cgroup").splitlines():
-        # "4:cpu,memory:/user/job" in version 1, "0::/user/job" in version 2.
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if controller not in controllers.split(","):
-            continue
-        group = PurePosixPath(*(part for part in path.split("/") if part.strip(".")))
-        for mount in dict.fromkeys((controllers, controller)):
-            yield from (mounts / mount / one for one in (group, *group.parents))
-    yield mounts / controller
+        if line.startswith("0::"):  # version 2, as in "0::/user/job"
+            parts = (part for part in line[3:].split("/") if part.strip("."))
+            group = PurePosixPath(*parts)
+            yield from (mount / one for one in (group, *group.parents))
+    yield mount
 
 
 def sizes_in(path: Path) -> dict[str, int]:

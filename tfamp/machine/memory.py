@@ -7,7 +7,7 @@ machine can be described and asked about.
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,40 +21,18 @@ from tfamp.records.units import format_bytes
 
 _PROC = Path("/proc/self")
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
-# Variable of GPUs -> values that do what they seem to, and what else to set.
-# Source: TensorFlow, tensorflow/core/common_runtime/gpu, 2026-11-22.
-_VARIABLES = {
-    "TF_GPU_ALLOCATOR": (
-        ("cuda_malloc_async",),
-        "Set TF_GPU_ALLOCATOR=cuda_malloc_async, or unset it.",
-    ),
-    _GROWTH: (("true", "false"), f"Set {_GROWTH}=true."),
-    "XLA_PYTHON_CLIENT_PREALLOCATE": (
-        (),
-        f"JAX reads it; set {_GROWTH}=true to have TensorFlow take memory as needed.",
-    ),
-}
 # Less than this part of a memory, held by others or free, is worth no word.
 _NOTICEABLE, _SCARCE = 0.05, 0.1
 
 
 def process_bytes(status: Path = _PROC / "status") -> int:
-    """Returns the memory that this process holds now (resident set size).
-
-    Where the file of Linux is not there psutil is asked; an ImportError says it is
-    missing.
-    """
+    """Returns the memory that this process holds now (resident set size)."""
     size = limits.sizes_in(status).get("VmRSS")
     return int(_psutil().Process().memory_info().rss) if size is None else size
 
 
 def peak_process_bytes(status: Path = _PROC / "status") -> int:
-    """Returns the most memory that this process ever held, or since `reset_peak`.
-
-    On Linux from the kernel's high-water mark of this process. Not from
-    `resource.getrusage` there: that starts at the peak of the process which started
-    this one, so a small child of a large parent reports the parent.
-    """
+    """Returns the most memory that this process ever held, or since `reset_peak`."""
     peak = limits.sizes_in(status).get("VmHWM")  # which gVisor does not tell
     if peak is not None:
         return peak
@@ -68,26 +46,17 @@ def peak_process_bytes(status: Path = _PROC / "status") -> int:
 
 
 def reset_peak(clear_refs: Path = _PROC / "clear_refs") -> bool:
-    """Lets the peak begin anew from the memory held now; Linux only.
-
-    Returns whether it worked. Where it did not, the peak stays that of the whole
-    process: measure in a fresh one.
-    """
-    if not clear_refs.exists():
-        return False
+    """Lets the peak begin anew from the memory held now; returns whether it could."""
     try:
-        clear_refs.write_text("5")  # Source: man 5 proc_pid_clear_refs
+        with open(clear_refs, "r+") as file:
+            file.write("5")  # Source: man 5 proc_pid_clear_refs
     except OSError:
         return False
     return True
 
 
 def device_peak_bytes() -> int | None:
-    """Returns the peak of TensorFlow's allocator on the fullest GPU, which decides.
-
-    It is what tensors took since the start or `reset_device_peak`, not what TensorFlow
-    reserved; NVML tells that. None without a GPU, and where no count is kept.
-    """
+    """Returns the peak of TensorFlow's allocator on the fullest GPU; None without."""
     peaks = []
     for name in _logical_gpus():
         with contextlib.suppress(ValueError, tf.errors.OpError):
@@ -126,11 +95,7 @@ class Advice(NamedTuple):
 def machine_memory(
     pynvml: Any = None, *, root: Path = Path("/"), **options: Any
 ) -> MachineMemory:
-    """Returns the memory of this machine and who holds it; starts no GPU.
-
-    `proc` and `sys` lie below `root`; `options` are those of `Nvml`. An ImportError
-    says that the system does not tell its memory (Windows) and psutil is not installed.
-    """
+    """Returns the memory of this machine and who holds it; starts no GPU."""
     nvml = Nvml.open(pynvml, **options)
     gpus: tuple[GpuMemory, ...] = ()
     if nvml is not None:
@@ -162,21 +127,13 @@ def _holders(nvml: Nvml, part: Any, root: Path) -> tuple[Holder, ...]:
     return tuple(sorted(found.values(), key=lambda each: -(each.bytes or 0)))
 
 
-def advice(
-    memory: MachineMemory,
-    environ: Mapping[str, str] = os.environ,
-    *,
-    has_gpu: bool | None = None,
-) -> tuple[Advice, ...]:
-    """Returns what could be better about memory and allocators, with remedies.
-
-    `has_gpu` says whether TensorFlow uses a GPU, so that its settings matter; None
-    where `memory` tells.
+def advice(memory: MachineMemory) -> tuple[Advice, ...]:
+    """Returns what could be better about memory, with remedies.
 
     Example:
         >>> held = Holder(123, "python", 14 * 2**30)
         >>> gpu = GpuMemory(0, "T4", 15 * 2**30, 14 * 2**30, holders=(held,))
-        >>> print(advice(MachineMemory(gpus=(gpu,)), {})[0].message)
+        >>> print(advice(MachineMemory(gpus=(gpu,)))[0].message)
         Another process (pid 123, python) holds 14.0 GiB of 15.0 GiB on GPU:0.
     """
     found = [
@@ -189,11 +146,6 @@ def advice(
         for holder in gpu.others
         if (holder.bytes or 0) >= _NOTICEABLE * (gpu.total_bytes or 1)
     ]
-    if bool(memory.gpus) if has_gpu is None else has_gpu:
-        for name, (good, remedy) in _VARIABLES.items():
-            if (value := environ.get(name)) and value not in good:
-                message = f"{name} is {value!r}, which does not help TensorFlow."
-                found.append(Advice(message, remedy))
     for limit in memory.limits:
         found += _of_limit(limit, memory.limits[0])
     return tuple(found)

@@ -72,9 +72,7 @@ class Nvml:
         shown = environ.get("CUDA_VISIBLE_DEVICES")
         self.handles: dict[int, tuple[Any, Any]] = {}
         for number, _ in gpus:
-            entries = (
-                str(number).split() if shown is None else shown.split(",")[number:]
-            )
+            entries = [str(number)] if shown is None else shown.split(",")[number:]
             handles = self._handles(entries[0].strip()) if entries else None
             if handles is not None:
                 self.handles[number] = handles
@@ -115,12 +113,7 @@ class Nvml:
         return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
     def _handles(self, entry: str) -> tuple[Any, Any] | None:
-        """Returns the handles behind an entry of CUDA_VISIBLE_DEVICES.
-
-        It is a number or a UUID; of a GPU cut by MIG CUDA shows the first slice.
-
-        Source: NVIDIA, MIG User Guide, section "CUDA Visible Devices".
-        """
+        """Returns the handles behind an entry of CUDA_VISIBLE_DEVICES."""
         if not entry.isdecimal():
             part = self.ask("nvmlDeviceGetHandleByUUID", entry)
             whole = self.ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", part)
@@ -133,13 +126,13 @@ class Nvml:
         return None if whole is None else (whole, whole)
 
     def _one(self, index: int, part: Any, whole: Any) -> GpuReading:
+        def scaled(answer: Any, factor: float = 1.0) -> float | None:
+            return None if answer is None else answer * factor
+
         name = self.ask("nvmlDeviceGetName", part) or "GPU"
         named = _MIG.search(name)
         memory = self.ask("nvmlDeviceGetMemoryInfo", part)
         load = self.ask("nvmlDeviceGetUtilizationRates", part)
-        celsius = self.ask("nvmlDeviceGetTemperature", whole, 0)
-        milliwatts = self.ask("nvmlDeviceGetPowerUsage", whole)
-        millijoules = self.ask("nvmlDeviceGetTotalEnergyConsumption", whole)
         return GpuReading(
             index,
             name,
@@ -147,18 +140,14 @@ class Nvml:
             None if load is None else load.gpu / 100,
             None if memory is None else int(memory.used),
             None if memory is None else int(memory.total),
-            None if celsius is None else float(celsius),
-            None if milliwatts is None else milliwatts / 1000,
-            None if millijoules is None else millijoules / 1000,
+            scaled(self.ask("nvmlDeviceGetTemperature", whole, 0)),
+            scaled(self.ask("nvmlDeviceGetPowerUsage", whole), 1e-3),
+            scaled(self.ask("nvmlDeviceGetTotalEnergyConsumption", whole), 1e-3),
         )
 
 
 def visible_gpus() -> list[tuple[int, str]]:
-    """Returns number and name of each GPU that TensorFlow may use here.
-
-    The number counts the GPUs that CUDA shows, those hidden by
-    `tf.config.set_visible_devices` too; the name is "" where it is not told.
-    """
+    """Returns number and name of each GPU that TensorFlow may use here."""
     return [
         (number_of(gpu), details_of(gpu).get("device_name", ""))
         for gpu in tf.config.get_visible_devices("GPU")

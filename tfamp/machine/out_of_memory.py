@@ -45,12 +45,7 @@ _NUMBER = re.compile(r"_\d+$")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error says that memory could not be had.
-
-    Example:
-        >>> is_out_of_memory(RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: out of memory"))
-        True
-    """
+    """Returns whether an error says that memory could not be had."""
     if isinstance(error, MemoryError):
         return True
     names = {cls.__name__ for cls in type(error).__mro__}
@@ -88,14 +83,7 @@ def requested(error_text: str) -> Request:
 
 
 def layer_of(node: str, layers: Iterable[str]) -> str | None:
-    """Returns the path of the layer whose operation it is, None where none is.
-
-    TensorFlow numbers the scopes in the name of the operation.
-
-    Example:
-        >>> layer_of("gradient_tape/model_1/block_1/up_1/Tile", ["block", "block/up"])
-        'block/up'
-    """
+    """Returns the path of the layer whose operation it is, None where none is."""
     exact = f"/{node}/"
     bare = "/".join(["", *(_NUMBER.sub("", part) for part in node.split("/")), ""])
     fitting = [p for p in layers if f"/{p}/" in exact or f"/{p}/" in bare]
@@ -138,6 +126,8 @@ def explain(
     # XLA does not name the GPU that ran full, so it is the only one there is.
     full = [gpu for gpu in gpus if asked.device in ("", f"GPU:{gpu.index}")]
     gpu = full[0] if len(full) == 1 else None
+    is_gpu = asked.device.startswith("GPU") or gpu is not None
+    name = asked.device if gpu is None else f"GPU:{gpu.index}"
     lines = [_what_happened(asked, layers)]
     if held:
         parts = [f"{words} {format_bytes(size)}" for words, size in held.items()]
@@ -149,44 +139,38 @@ def explain(
     if gpu is not None and gpu.total_bytes and len(gpu.others) < len(gpu.holders):
         lines += map(gpu.held_by, (each for each in gpu.others if each.bytes))
     limit = None if memory is None else memory.limit
-    is_gpu = asked.device.startswith("GPU") or gpu is not None
     if limit is not None and not is_gpu:
         lines.append(
             f"This process may take {format_bytes(limit.bytes)} ({limit.source}), of "
             f"which {format_bytes(limit.free_bytes)} are free now."
         )
-    remedies = ["A smaller batch; `tfamp.find_batch_size` finds the largest that fits."]
-    if training:
-        remedies += [
-            "The same update from smaller batches: `tfamp.find_batch_size(..., "
-            "target_batch_size=...)` says how many to accumulate.",
-            "Activations computed again in the backward pass: `tfamp.remat(model)`.",
-        ]
-    if computes_in == "float32":
-        remedies.append(
-            "Activations of half the size: `tfamp.apply(model, 'mixed_bfloat16')`, or "
-            "what `tfamp doctor` recommends here."
-        )
-    if is_gpu and environ.get("TF_GPU_ALLOCATOR") != "cuda_malloc_async":
-        remedies.append(
-            "Set TF_GPU_ALLOCATOR=cuda_malloc_async before TensorFlow starts, which "
-            "lessens fragmentation."
-        )
-    if gpu is not None and gpu.others:
-        remedies.append(
-            f"End the other processes on GPU:{gpu.index}, or set "
-            "TF_FORCE_GPU_ALLOW_GROWTH=true for all that share it."
-        )
+    remedies = {
+        "A smaller batch; `tfamp.find_batch_size` finds the largest that fits.": True,
+        "The same update from smaller batches: `tfamp.find_batch_size(..., "
+        "target_batch_size=...)` says how many to accumulate.": training,
+        "Activations computed again in the backward pass: `tfamp.remat(model)`.": (
+            training
+        ),
+        "Activations of half the size: `tfamp.apply(model, 'mixed_bfloat16')`, or what "
+        "`tfamp doctor` recommends here.": computes_in == "float32",
+        "Set TF_GPU_ALLOCATOR=cuda_malloc_async before TensorFlow starts, which "
+        "lessens fragmentation.": is_gpu
+        and environ.get("TF_GPU_ALLOCATOR") != "cuda_malloc_async",
+        f"End the other processes on {name}, or set "
+        "TF_FORCE_GPU_ALLOW_GROWTH=true for all that share it.": (
+            gpu is not None and bool(gpu.others)
+        ),
+    }
     lines.append("What to do, in this order:")
-    lines += [f"{number}. {text}" for number, text in enumerate(remedies, start=1)]
+    shown = [text for text, helps in remedies.items() if helps]
+    lines += [f"{number}. {text}" for number, text in enumerate(shown, start=1)]
     return "\n".join(lines)
 
 
 def _what_happened(asked: Request, layers: Iterable[str]) -> str:
     what = asked.what or "memory"
     if asked.bytes is not None:
-        tensor = f" for {asked.what}" if asked.what else ""
-        what = f"{format_bytes(asked.bytes)}{tensor}"
+        what = format_bytes(asked.bytes) + (f" for {asked.what}" if asked.what else "")
     text = f"Out of memory: {what} could not be had"
     if asked.device:
         text += f" on {asked.device}"

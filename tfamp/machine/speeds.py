@@ -31,12 +31,7 @@ class Device(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation(Record):
-    """The policy that suits the devices here.
-
-    Args:
-        policy: A Keras policy name, such as "mixed_bfloat16".
-        reason: Why, in one sentence.
-    """
+    """The policy that suits the devices here."""
 
     policy: str
     reason: str
@@ -71,20 +66,12 @@ def speed(dtype: str, device: Device, *, onednn: bool | None = None) -> Speed:
     if device.kind == "gpu":
         is_fast, why = _of_gpu(dtype, device)
     elif device.kind == "tpu":
-        is_fast, why = (
-            dtype == "bfloat16",
-            "has no units for float16, only for bfloat16",
-        )
-        if is_fast:
-            why = "multiplies in bfloat16, which needs no loss scale"
+        is_fast, why = False, "has no units for float16, only for bfloat16"
+        if dtype == "bfloat16":
+            is_fast, why = True, "multiplies in bfloat16, which needs no loss scale"
     elif dtype == "float16":
-        is_fast, why = (
-            False,
-            (
-                "computes float16 slower than float32, since TensorFlow's CPU kernels "
-                "for it are slow with and without float16 instructions"
-            ),
-        )
+        what = "computes float16 slower than float32, since TensorFlow's CPU kernels"
+        is_fast, why = False, f"{what} for it are slow with and without instructions"
     else:
         is_fast, why = _of_cpu({*device.features}, onednn)
     return Speed(is_fast, f"{device.name} {why}")
@@ -95,22 +82,17 @@ def _of_gpu(dtype: str, device: Device) -> tuple[bool, str]:
     if capability is None:
         return False, f"tells no compute capability, so nothing says {dtype} is fast"
     version = "compute capability {}.{}".format(*capability)
-    # Turing without tensor cores: the capability alone says otherwise.
-    has_none = "GTX 16" in device.name
     if capability >= BFLOAT16_CORES:
-        return True, f"({version}) multiplies {dtype} in tensor cores" + (
-            ", and bfloat16 needs no loss scale" if dtype == "bfloat16" else ""
-        )
+        also = ", and bfloat16 needs no loss scale" if dtype == "bfloat16" else ""
+        return True, f"({version}) multiplies {dtype} in tensor cores{also}"
     if dtype == "bfloat16":
         return False, f"emulates bfloat16 ({version}, needs 8.0)"
     if capability < TENSOR_CORES:
         return False, f"has no tensor cores ({version}, needs 7.0)"
-    if has_none:
+    if "GTX 16" in device.name:  # Turing without tensor cores
         return False, "has no tensor cores, unlike others of its compute capability"
-    return True, (
-        f"has tensor cores for float16 but emulates bfloat16 ({version}, bfloat16 "
-        "needs 8.0)"
-    )
+    what = "has tensor cores for float16 but emulates bfloat16"
+    return True, f"{what} ({version}, bfloat16 needs 8.0)"
 
 
 def _of_cpu(features: set[str], onednn: bool) -> tuple[bool, str]:

@@ -9,10 +9,7 @@ from typing import Any
 def lazy_attributes(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns the `__getattr__` and the `__dir__` of a package.
-
-    `package` is its `__name__`, `homes` maps its public names to their modules.
-    """
+    """Returns the `__getattr__` and the `__dir__` of a package."""
 
     def __getattr__(name: str) -> Any:
         module = sys.modules[package]

@@ -77,22 +77,13 @@ def figure(
     layout: str | None = "constrained",
     **how: Any,
 ) -> Any:
-    """Returns an empty figure of matplotlib, its sides in inches.
-
-    It is made without pyplot, which keeps figures and picks a display. `how` goes to
-    `matplotlib.figure.Figure`; ImportError says that matplotlib is not installed.
-    """
+    """Returns an empty figure of matplotlib, its sides in inches."""
     module = require("matplotlib.figure", extra="report", purpose=purpose)
     return module.Figure(figsize=(width, height), layout=layout, **how)
 
 
 def did_you_mean(value: str, options: Iterable[str]) -> str | None:
-    """Returns the option that `value` was probably meant to be, or None.
-
-    Example:
-        >>> did_you_mean("fp16", ["float32", "mixed_float16"])
-        'mixed_float16'
-    """
+    """Returns the option that `value` was probably meant to be, or None."""
     names = list(options)
     lowered = value.strip().lower().replace("-", "_")
     if _OTHER_NAMES.get(lowered) in names:
@@ -119,11 +110,7 @@ def choice(argument: str, value: object, options: Iterable[str]) -> str:
 
 
 def positive_int(argument: str, value: object, *, minimum: int = 1) -> int:
-    """Returns `value` as an int of at least `minimum`, or raises.
-
-    NumPy integers are taken; booleans and floats are not, since `True` and 32.0
-    as a batch size are mistakes more often than not.
-    """
+    """Returns `value` as an int of at least `minimum`, or raises."""
     number = None
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         with contextlib.suppress(TypeError):  # of an array, which has `__index__` too
@@ -181,11 +168,7 @@ def _number(argument: str, value: object) -> float:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the line of an error's text that tells, at most 200 characters of it.
-
-    That is the first that speaks of memory, which errors of graphs bring far below, or
-    else the first after a line of Keras's own.
-    """
+    """Returns the line of an error's text that tells, at most 200 characters of it."""
     lines = _lines(error)
     own = [line for line in lines if not line.startswith("Exception encountered")]
     telling = [line for line in lines if _ON_MEMORY.search(line)]
@@ -220,12 +203,7 @@ def address(page: str) -> str:
 
 
 def see(page: str) -> str:
-    """Returns what a message ends with: no full stop, so that it can be clicked.
-
-    Example:
-        >>> see("failures/zero-scale")
-        'See https://tfamp.github.io/tfamp/failures/zero-scale.html'
-    """
+    """Returns what a message ends with: no full stop, so that it can be clicked."""
     return f"See {address(page)}"
 
 

@@ -5,7 +5,6 @@ import io
 import logging
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +20,6 @@ FOLD: dict[str, Any] = {"overflow": "fold"}
 WHOLE: dict[str, Any] = {"no_wrap": True}
 RIGHT: dict[str, Any] = {"justify": "right", "no_wrap": True}
 _LOGGER = logging.getLogger("tfamp")
-# Work that takes less is over before one has read the bar.
-_SHOWN_AFTER_SECONDS = 2.0
 
 
 def table(
@@ -94,43 +91,30 @@ def progress(
     *,
     unit: str = "elements",
     decimals: int = 0,
-    console: Console | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Callable[..., None]]:
     """Shows a bar on standard error, if that is a terminal, and takes it away again.
 
     Yields a function that takes the number of units done so far, of `total` if that is
     known, and another description where that changes.
     """
-    if console is None:
-        # FORCE_COLOR, which Jupyter sets for all it starts, makes no file a terminal.
-        is_forced = None if sys.stderr.isatty() else False
-        console = Console(stderr=True, force_terminal=is_forced)
-    bar = rich.progress.Progress(
+    # FORCE_COLOR, which Jupyter sets for all it starts, makes no file a terminal.
+    is_terminal = sys.stderr.isatty()
+    console = Console(stderr=True, force_terminal=None if is_terminal else False)
+    columns = (
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),
         rich.progress.TextColumn(f"{{task.completed:,.{decimals}f}} {unit}"),
         rich.progress.TimeElapsedColumn(),
         rich.progress.TextColumn("left" if total else ""),
         rich.progress.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        speed_estimate_period=3600,
     )
-    task = bar.add_task(description, total=total)
-    started = clock()
-    is_shown = False
+    how: dict[str, Any] = {"transient": True, "speed_estimate_period": 3600}
+    with rich.progress.Progress(
+        *columns, console=console, disable=not is_terminal, **how
+    ) as bar:
+        task = bar.add_task(description, total=total)
 
-    def update(done: float, description: str | None = None) -> None:
-        nonlocal is_shown
-        late = clock() - started >= _SHOWN_AFTER_SECONDS
-        if late and not is_shown and console.is_terminal:
-            is_shown = True
-            bar.start()
-        bar.update(task, completed=done, description=description)
+        def update(done: float, description: str | None = None) -> None:
+            bar.update(task, completed=done, description=description)
 
-    try:
         yield update
-    finally:
-        if is_shown:
-            bar.stop()

@@ -1,4 +1,4 @@
-"""What float16, bfloat16, float32 and the two float8 formats can hold.
+"""What float16, bfloat16 and float32 can hold.
 
 Every figure follows from two bit counts, so nothing here needs TensorFlow:
 
@@ -21,16 +21,11 @@ POLICIES = (
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A binary floating-point format, by its bits of exponent and mantissa.
-
-    `mantissa_bits` leaves the implicit one out. Where not `has_infinity` only the
-    all-ones pattern is NaN, so the format reaches almost twice as far.
-    """
+    """A binary floating-point format, by its bits; the implicit one is left out."""
 
     name: str
     exponent_bits: int
     mantissa_bits: int
-    has_infinity: bool = True
 
     @property
     def bias(self) -> int:
@@ -45,8 +40,7 @@ class Format:
     @property
     def max(self) -> float:
         """Largest finite number."""
-        exponent, last = (self.bias, 1) if self.has_infinity else (self.bias + 1, 2)
-        return math.ldexp(2.0 - last * self.epsilon, exponent)
+        return math.ldexp(2.0 - self.epsilon, self.bias)
 
     @property
     def smallest_normal(self) -> float:
@@ -62,12 +56,7 @@ class Format:
 FLOAT32 = Format("float32", exponent_bits=8, mantissa_bits=23)
 BFLOAT16 = Format("bfloat16", exponent_bits=8, mantissa_bits=7)
 FLOAT16 = Format("float16", exponent_bits=5, mantissa_bits=10)
-FLOAT8_E5M2 = Format("float8_e5m2", exponent_bits=5, mantissa_bits=2)
-FLOAT8_E4M3 = Format(
-    "float8_e4m3fn", exponent_bits=4, mantissa_bits=3, has_infinity=False
-)
-_ALL = (FLOAT32, BFLOAT16, FLOAT16, FLOAT8_E5M2, FLOAT8_E4M3)
-FORMATS = {format.name: format for format in _ALL}
+FORMATS = {format.name: format for format in (FLOAT32, BFLOAT16, FLOAT16)}
 
 
 def spacing(format: Format, value: float) -> float:

@@ -91,10 +91,8 @@ class Record:
     def from_dict(cls: type[RecordType], values: Mapping[str, Any]) -> RecordType:
         """Returns the record that `to_dict` wrote; a field with a default may be left.
 
-        Raises:
-            TypeError: `values` is not a mapping.
-            ValueError: It is of another class or a later schema, or a field is
-                unknown, missing, or of another type than the record's.
+        A ValueError says that it is of another class or a later schema, or that a field
+        is unknown, missing, or of another type than the record's.
         """
         name, hints = cls.__name__, _hints(cls)
         if not isinstance(values, Mapping):
@@ -102,31 +100,24 @@ class Record:
                 f"`values` is {values!r}; expected a dict of the fields of {name}. "
                 f"Pass what `to_dict` returned."
             )
-        written, schema = values.get(_CLASS, name), values.get(_SCHEMA, cls.SCHEMA)
-        if written != name:
+        given = dict(values)
+        written, schema = given.pop(_CLASS, name), given.pop(_SCHEMA, cls.SCHEMA)
+        if written != name or not isinstance(schema, int) or schema > cls.SCHEMA:
             raise ValueError(
-                f"Found a record of {written!r}; expected {name!r}. Read it with "
-                f"`{written}.from_json`."
+                f"Found a record of {written!r}, schema {schema!r}; expected {name!r}, "
+                f"at most {cls.SCHEMA}. Read it by its class, or update tfamp."
             )
-        if not isinstance(schema, int) or schema > cls.SCHEMA:
-            raise ValueError(
-                f"Found schema {schema!r} of {name}; expected {cls.SCHEMA} or earlier. "
-                f"Update tfamp to read it."
-            )
-        given = {key: values[key] for key in values if key not in (_CLASS, _SCHEMA)}
         needed = {
             field.name
             for field in dataclasses.fields(cls)  # type: ignore[arg-type]
             if field.default is field.default_factory is dataclasses.MISSING
         }
-        odd = {"Unknown": given.keys() - hints.keys(), "Missing": needed - given.keys()}
-        for what, names in odd.items():
-            if names:
-                raise ValueError(
-                    f"{what} fields {tuple(sorted(names))!r} of {name}; expected "
-                    f"{tuple(hints)!r}. Correct them, or update tfamp if a later "
-                    "version wrote them."
-                )
+        if odd := sorted((given.keys() - hints.keys()) | (needed - given.keys())):
+            raise ValueError(
+                f"Fields {tuple(odd)!r} of {name} are unknown, or missing; expected "
+                f"{tuple(hints)!r}. Correct them, or update tfamp if a later version "
+                "wrote them."
+            )
         decoded = {
             key: _decode(value, hints[key], f"`{key}` of {name}")
             for key, value in given.items()
@@ -147,9 +138,7 @@ class Record:
     ) -> RecordType:
         """Returns the record in a file, or in a text, which starts with a brace.
 
-        Raises:
-            FileNotFoundError: It is a path and no file is there.
-            ValueError: The text is not JSON, or as in `from_dict`.
+        A ValueError says that it is not JSON, or what `from_dict` does.
         """
         text, where = str(path_or_text), "The text"
         if not (isinstance(path_or_text, str) and text.lstrip().startswith("{")):

@@ -21,12 +21,7 @@ def _three_digits(value: float) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Returns a number of bytes in the largest binary unit that it fills.
-
-    Example:
-        >>> format_bytes(512), format_bytes(3 * 2**29), format_bytes(-(2**20))
-        ('512 bytes', '1.5 GiB', '-1.0 MiB')
-    """
+    """Returns a number of bytes in the largest binary unit that it fills."""
     value, unit = float(num_bytes), _BYTE_UNITS[0]
     for larger in _BYTE_UNITS[1:]:
         # 1023.95 KiB would be printed as 1,024 KiB, so it is 1.0 MiB already.
@@ -52,12 +47,7 @@ def parse_bytes(argument: str, text: str) -> int:
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns a duration: ns to s with three digits, then minutes, then hours.
-
-    Example:
-        >>> format_seconds(0.0123), format_seconds(75), format_seconds(7384)
-        ('12.3 ms', '1 min 15 s', '2 h 03 min')
-    """
+    """Returns a duration: ns to s with three digits, then minutes, then hours."""
     if not math.isfinite(seconds):
         return f"{seconds} s"
     if seconds < 0:

@@ -19,7 +19,6 @@ from tfamp.records import checks
 # Environment variable -> what it does.
 VARIABLES = {
     "TFAMP_POLICY": "policy of `tfamp.enable()` when it is given none",
-    "TFAMP_HOSTS": "hosts of a Kubernetes indexed job, as in train-[0-3].train",
     "TFAMP_UNTESTED_KERAS": "1 leaves out the self-test on versions not tested",
     "KERAS_BACKEND": "Keras's backend; has to be tensorflow",
     "KERAS_HOME": "folder of keras.json, which may set a backend too",
@@ -34,15 +33,8 @@ VARIABLES = {
     "TF_ENABLE_AUTO_MIXED_PRECISION": "1 has TensorFlow lower precision on its own",
     "TF_GPU_ALLOCATOR": "cuda_malloc_async lessens fragmentation of GPU memory",
     "TF_FORCE_GPU_ALLOW_GROWTH": "true takes GPU memory as needed, not all at once",
-    "TF_PER_DEVICE_MEMORY_LIMIT_MB": "caps what TensorFlow takes of each GPU",
-    "TF_GPU_HOST_MEM_LIMIT_IN_MB": "caps pinned memory for copies to GPUs",
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "is read by JAX; TensorFlow does not",
     "TF_DETERMINISTIC_OPS": "1 gives the same result in each run, at some speed",
-    "TF_CUDNN_DETERMINISTIC": "1 is the same for cuDNN's convolutions alone",
 }
-
-
-KERAS_MINIMUM = (3, 10)
 # Package -> its name, the first and the last minor version (None: no end; every patch
 # release of them is fine), and what to do about another.
 _PACKAGES = {
@@ -51,7 +43,7 @@ _PACKAGES = {
         *("TensorFlow", (2, 19), (2, 21)),
         "Run `pip install 'tensorflow>=2.19,<2.22'`.",
     ),
-    "keras": ("Keras", KERAS_MINIMUM, None, "Run `pip install 'keras>=3.10'`."),
+    "keras": ("Keras", (3, 10), None, "Run `pip install 'keras>=3.10'`."),
 }
 SUPPORTED = {
     package: f"{major}.{minor} {f'to {last[0]}.{last[1]}' if last else 'and later'}"
@@ -66,7 +58,6 @@ BAD_KERAS = {
     "3.16.0.dev": "brings arrays in one order in all epochs, runs and seeds "
     "(keras#23046); `fit` is mended while tfamp is enabled",
 }
-
 # The same library under the names it is published by; the first one found counts.
 _DISTRIBUTIONS = {
     "tensorflow": (
@@ -79,36 +70,26 @@ _DISTRIBUTIONS = {
 
 
 class Problem(NamedTuple):
-    """Something that keeps tfamp from working here: a package or a variable.
+    """Something that keeps tfamp from working here: a package or a variable."""
 
-    `error` is the exception to raise: `ImportError` for packages, `ValueError` for
-    settings.
-    """
-
-    subject: str
     found: str
     remedy: str
     error: type[Exception]
 
-    @property
-    def message(self) -> str:
-        """What was found, what is expected, what to do."""
-        return f"{self.found} {self.remedy}"
-
 
 def installed_versions() -> dict[str, str | None]:
-    """Returns the versions of Python, TensorFlow, Keras and NumPy, None if missing.
+    """Returns the versions of Python, TensorFlow, Keras and NumPy, None if missing."""
 
-    Reads the packages' metadata and imports none of them.
-    """
+    def version(distribution: str) -> str | None:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package, names in _DISTRIBUTIONS.items():
-        versions[package] = next(filter(None, map(_version, names)), None)
+        versions[package] = next(filter(None, map(version, names)), None)
     return versions
-
-
-def _how_to_install_tested() -> str:
-    return f"`pip install 'keras=={TESTED_KERAS[-1]}'`"
 
 
 def blame_untested_keras(
@@ -121,7 +102,7 @@ def blame_untested_keras(
     return (
         f"tfamp does not know its way in Keras {keras}: {type(error).__name__}: "
         f"{checks.first_line(error)}. Install a version that it was tested with: "
-        f"{_how_to_install_tested()}."
+        f"`pip install 'keras=={TESTED_KERAS[-1]}'`."
     )
 
 
@@ -134,9 +115,9 @@ def keras_fault(version: str | None) -> tuple[str, str] | None:
         >>> keras_fault("3.16.0.dev2026102704")[1]
         "Install a version without it: `pip install 'keras==3.15.1'`."
     """
+    remedy = f"Install a version without it: `pip install 'keras=={TESTED_KERAS[-1]}'`."
     for start, fault in BAD_KERAS.items():
         if version is not None and version.startswith(start):
-            remedy = f"Install a version without it: {_how_to_install_tested()}."
             return f"Keras {version} {fault}.", remedy
     return None
 
@@ -149,98 +130,56 @@ def find_problems(
     """Returns all that keeps tfamp from working here, packages first.
 
     Without arguments it looks at this process: its environment, the installed versions,
-    the imported modules. Once Keras is imported its backend stands, whatever the
-    environment says.
+    the imported modules.
     """
     environ = os.environ if environ is None else environ
     versions = installed_versions() if versions is None else versions
     modules = sys.modules if modules is None else modules
-    found = (
-        *(_package_problem(each, versions.get(each)) for each in _PACKAGES),
-        _backend_problem(environ, modules),
-        _legacy_problem(environ),
-    )
-    return tuple(problem for problem in found if problem is not None)
+    found = []
+    for package, (name, first, last, remedy) in _PACKAGES.items():
+        version = versions.get(package)
+        numbers = re.match(r"(\d+)\.(\d+)", version or "")
+        minor = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+        if not (version and first <= minor <= (last or minor)):
+            told = f"Found {name} {version}" if version else f"{name} is not installed"
+            told += f"; tfamp supports {name} {SUPPORTED[package]}."
+            found.append(Problem(told, remedy, ImportError))
+    where, backend, remedy = _backend(environ, modules)
+    if backend not in (None, "tensorflow"):
+        text = f"{where} {backend!r}; tfamp needs 'tensorflow'."
+        found.append(Problem(text, remedy, ValueError))
+    legacy = environ.get("TF_USE_LEGACY_KERAS")
+    if legacy in ("true", "True", "1"):  # what TensorFlow itself takes for "yes"
+        text = (
+            f"TF_USE_LEGACY_KERAS is {legacy!r}, which makes `tf.keras` the legacy "
+            "tf_keras; tfamp works with Keras 3."
+        )
+        remedy = "Unset TF_USE_LEGACY_KERAS before TensorFlow is imported."
+        found.append(Problem(text, remedy, ValueError))
+    return tuple(found)
 
 
 def check_environment(*where: Mapping[str, Any]) -> None:
     """Raises the first of `find_problems`: `ImportError` or `ValueError`."""
     for problem in find_problems(*where):
-        raise problem.error(problem.message)
+        raise problem.error(f"{problem.found} {problem.remedy}")
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _minor(version: str) -> tuple[int, int]:
-    """Returns the two numbers that a version starts with; (0, 0) if none do."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
-def _package_problem(package: str, version: str | None) -> Problem | None:
-    name, first, last, remedy = _PACKAGES[package]
-    if version and first <= (minor := _minor(version)) and minor <= (last or minor):
-        return None
-    found = f"Found {name} {version}" if version else f"{name} is not installed"
-    text = f"{found}; tfamp supports {name} {SUPPORTED[package]}."
-    return Problem(package, text, remedy, ImportError)
-
-
-def _backend_problem(
+def _backend(
     environ: Mapping[str, str], modules: Mapping[str, Any]
-) -> Problem | None:
+) -> tuple[str, str | None, str]:
+    """Returns what says which backend Keras has, that backend, and what to do."""
     # A module that is still being imported has no `config` yet.
     config: Any = getattr(modules.get("keras"), "config", None)
-    remedy = "Set KERAS_BACKEND=tensorflow in the environment before Keras is imported."
+    remedy = "Set KERAS_BACKEND=tensorflow before Keras is imported, in a new process."
     if config is not None:
-        backend = config.backend()
-        where = f"Keras is already running on its {backend!r} backend"
-        remedy = (
-            "Set KERAS_BACKEND=tensorflow before the first `import keras`, and restart "
-            "Python."
-        )
-    elif backend := environ.get("KERAS_BACKEND"):
-        where = f"KERAS_BACKEND is {backend!r}"
-    else:
-        path = _keras_home(environ) / "keras.json"
-        backend = _configured_backend(path)
-        where = f"{path} sets the backend to {backend!r}"
-    if backend in (None, "tensorflow"):
-        return None
-    found = f"{where}; tfamp needs 'tensorflow'."
-    return Problem("KERAS_BACKEND", found, remedy, ValueError)
-
-
-def _keras_home(environ: Mapping[str, str]) -> Path:
-    """Returns the folder of Keras's settings, by the rule that Keras goes by."""
-    if home := environ.get("KERAS_HOME"):
-        return Path(home).expanduser()
-    home_folder = Path(environ.get("HOME") or os.path.expanduser("~"))
-    return (home_folder if os.access(home_folder, os.W_OK) else Path("/tmp")) / ".keras"
-
-
-def _configured_backend(path: Path) -> str | None:
-    """Returns the backend that Keras's settings file names, None if it names none."""
+        return "Keras is already running on the backend", config.backend(), remedy
+    if backend := environ.get("KERAS_BACKEND"):
+        return "KERAS_BACKEND is", backend, remedy
+    home = environ.get("KERAS_HOME") or f"{environ.get('HOME', '~')}/.keras"
+    path = Path(home).expanduser() / "keras.json"
     try:
-        backend = json.loads(path.read_text()).get("backend")
+        found = json.loads(path.read_text()).get("backend")
     except (OSError, ValueError, AttributeError):
-        return None  # Keras goes on with its defaults when it cannot read the file
-    return backend if isinstance(backend, str) else None
-
-
-def _legacy_problem(environ: Mapping[str, str]) -> Problem | None:
-    value = environ.get("TF_USE_LEGACY_KERAS")
-    if value not in ("true", "True", "1"):  # what TensorFlow itself takes for "yes"
-        return None
-    return Problem(
-        "TF_USE_LEGACY_KERAS",
-        f"TF_USE_LEGACY_KERAS is {value!r}, which makes `tf.keras` the legacy "
-        f"tf_keras; tfamp works with Keras 3.",
-        "Unset TF_USE_LEGACY_KERAS, or set it to 0, before TensorFlow is imported.",
-        ValueError,
-    )
+        found = None  # Keras goes on with its defaults when it cannot read the file
+    return f"{path} sets the backend to", found, remedy
