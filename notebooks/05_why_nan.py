@@ -192,7 +192,7 @@ print(tfamp.triage(left_alone, bundle))
 #
 # By itself it goes back to the last snapshot that was verified good and does what the
 # triage advises. This run has both faults, the layer and the damaged example, which
-# comes again in every epoch. `every_seconds=0` takes a snapshot every second step,
+# comes again in every epoch. `every_seconds=0` takes a snapshot at every step,
 # which suits a model as small as this; without it they take 1 % of the time.
 
 # %%

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.refusals import refused_arguments
-from tfamp.callbacks import PrecisionMonitor
+from tfamp.callbacks import PrecisionMonitor, monitor
 
 INF = float("inf")
 BAD_STEP = 3  # of the six steps in an epoch, counted from 1
@@ -89,12 +89,12 @@ WAYS = {
 }
 
 
-@pytest.mark.quick("graph-4")
-@pytest.mark.parametrize("every_steps", [1, 4, 100])
+@pytest.mark.quick("graph", "three steps a call")
 @pytest.mark.parametrize("compiling", WAYS.values(), ids=WAYS)
-def test_logs_and_rows_hold_every_step(compiling, every_steps, tmp_path):
+def test_logs_and_rows_hold_every_step(compiling, tmp_path, monkeypatch):
+    monkeypatch.setattr(monitor, "_EVERY", 4)
     path = tmp_path / "steps.csv"
-    watch = PrecisionMonitor(csv_path=path, every_steps=every_steps)
+    watch = PrecisionMonitor(csv_path=path)
     history = fit(compiled(compiling=compiling), watch)
     assert {key: history[key] for key in KEYS} == {
         "loss_scale": [8.0, 8.0],
@@ -117,7 +117,7 @@ def test_logs_and_rows_hold_every_step(compiling, every_steps, tmp_path):
 
 
 def test_scalars_are_those_of_the_rows(tmp_path):
-    watch = PrecisionMonitor(tmp_path / "new" / "events", every_steps=4)
+    watch = PrecisionMonitor(tmp_path / "new" / "events")
     fit(compiled(), watch)
     values, plugins = events(tmp_path / "new" / "events")
     assert plugins == {"scalars"}
@@ -133,20 +133,6 @@ def test_progress_bar_shows_the_counters(capsys):
     printed = capsys.readouterr().out
     for text in ("loss_scale: 8.0000", "applied_steps: 5.0000", "skipped_steps: 1.0"):
         assert text in printed.splitlines()[-1]
-
-
-@pytest.mark.quick("100-3")
-@pytest.mark.parametrize("every_steps, readings", [(100, 3), (4, 5), (2, 9)])
-def test_device_is_read_now_and_then(every_steps, readings, monkeypatch):
-    model = compiled()
-    calls = []
-    original = model.optimizer.history
-    counted = vars(model.optimizer)
-    monkeypatch.setitem(counted, "history", lambda: calls.append(1) or original())
-    fit(model, PrecisionMonitor(every_steps=every_steps))
-    # Before the first step, every so many batches, after each of two epochs; and
-    # once for what the ring holds from before.
-    assert len(calls) - 1 == readings
 
 
 # --- resuming -------------------------------------------------------------------
@@ -199,74 +185,38 @@ class ByHand:
         gradients = [tf.constant([[kernel]]), tf.constant([bias])]
         self.model.optimizer.apply(gradients, self.model.trainable_variables)
 
-    def many(self, count):
-        @tf.function
-        def run():
-            for _ in tf.range(count):
-                self.step(1.0, 1.0)
-
-        run()
-
 
 def test_variables_are_named_once_for_each_set(caplog):
     trained = ByHand()
     for kernel, bias in [(1.0, 1.0), (INF, 1.0), (1.0, 1.0)]:
         trained.step(kernel, bias)
-    trained.monitor.read()
+    trained.monitor._read()
     (warning,) = caplog.messages
     assert warning.startswith(
         "Skipped 1 of 3 steps, the last time step 2: gradients of 'm/d/kernel' were "
         "not finite. The loss scale is 1 now."
     )
     trained.step(INF, 1.0)
-    trained.monitor.read()
+    trained.monitor._read()
     assert len(caplog.messages) == 1
-    trained.step(1.0, INF)
-    trained.monitor.read()
-    assert "gradients of 'm/d/bias' were not finite" in caplog.messages[1]
     trained.step(INF, 1.0)
     trained.step(1.0, float("nan"))
-    trained.monitor.read()
-    assert "Skipped 2 of 2 steps, the last time step 7" in caplog.messages[2]
-    assert "gradients of 'm/d/kernel', 'm/d/bias' were not finite" in caplog.messages[2]
-    assert len(caplog.messages) == 3
-
-
-@pytest.mark.slow
-def test_steps_beyond_the_ring_are_said_to_be_missing(tmp_path, caplog):
-    path = tmp_path / "steps.csv"
-    trained = ByHand(csv_path=path)
-    trained.step(INF, 1.0)
-    trained.many(1030)
-    trained.monitor.read()
-    steps = rows(path)
-    assert steps["step"] == list(range(8, 1032))
-    assert steps["applied_steps"] == list(range(7, 1031))
-    assert set(steps["skipped_steps"]) == {1}
-    assert steps["overflow_rate"][-1] == 0.0
-    assert "7 steps are missing from the files before step 8" in caplog.text
+    trained.monitor._read()
+    assert "Skipped 2 of 2 steps, the last time step 6" in caplog.messages[1]
+    assert "gradients of 'm/d/kernel', 'm/d/bias' were not finite" in caplog.messages[1]
+    assert len(caplog.messages) == 2
 
 
 # --- errors ---------------------------------------------------------------------
 
 
-def stock(model):
-    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-
-
-@pytest.mark.parametrize(
-    "make, wrapped",
-    [(lambda model: "sgd", "optimizer"), (stock, "optimizer.inner_optimizer")],
-    ids=["plain", "Keras's own"],
-)
-def test_another_optimizer_is_refused_before_training(make, wrapped, tmp_path):
+def test_another_optimizer_is_refused_before_training(tmp_path):
     model = compiled()
-    model.compile(make(model), "mse")
-    remedy = f"`tfamp.LossScaleOptimizer({wrapped}, initial_scale=1, dynamic=False)`"
-    with pytest.raises(TypeError, match=re.escape(remedy)) as error:
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+    remedy = "`tfamp.LossScaleOptimizer(optimizer, initial_scale=1, dynamic=False)`"
+    with pytest.raises(TypeError, match=re.escape(remedy)):
         fit(model, PrecisionMonitor(csv_path=tmp_path / "steps.csv"))
     assert list(tmp_path.iterdir()) == []
-    assert "expected a `tfamp.LossScaleOptimizer`" in str(error.value)
     assert model.optimizer.iterations == 0
 
 
@@ -282,35 +232,22 @@ def test_a_policy_that_scales_no_loss_leaves_nothing_to_show(policy, tmp_path, c
     assert model.optimizer.iterations > 0
 
 
-def wrong_paths(folder):
-    """Name -> (arguments, what the error says)."""
-    (folder / "file").write_text("time,loss\n")
-    (folder / "image").write_bytes(b"\x89PNG\n")
-    return {
-        "no folder": (
-            {"csv_path": folder / "none" / "a.csv"},
-            "No such file or directory",
-        ),
-        "a folder": ({"csv_path": folder}, "Is a directory"),
-        "other columns": (
-            {"csv_path": folder / "file"},
-            "whose first line is 'time,loss'; expected a new file",
-        ),
-        "no text": ({"csv_path": folder / "image"}, "which cannot be written ("),
-        "no place": ({"log_dir": folder / "file" / "b"}, "which cannot be written ("),
-    }
+WRONG_PATHS = {
+    "no folder": ("csv_path", "none/a.csv", "No such file or directory"),
+    "other columns": ("csv_path", "file", "whose first line is 'time,loss'; expected"),
+    "no text": ("csv_path", "image", "which cannot be written ("),
+    "no place": ("log_dir", "file/b", "which cannot be written ("),
+}
 
 
-@pytest.mark.parametrize(
-    "name", ["no folder", "a folder", "other columns", "no text", "no place"]
-)
-def test_a_wrong_path_is_said_before_training(name, tmp_path):
-    arguments, message = wrong_paths(tmp_path)[name]
-    (argument,) = arguments
-    model = compiled()
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        fit(model, PrecisionMonitor(**arguments))
-    assert str(error.value).startswith(f"`{argument}` is {str(arguments[argument])!r}")
+@pytest.mark.parametrize("argument, path, text", WRONG_PATHS.values(), ids=WRONG_PATHS)
+def test_a_wrong_path_is_said_before_training(argument, path, text, tmp_path):
+    (tmp_path / "file").write_text("time,loss\n")
+    (tmp_path / "image").write_bytes(b"\x89PNG\n")
+    model, given = compiled(), str(tmp_path / path)
+    with pytest.raises(ValueError, match=re.escape(text)) as error:
+        fit(model, PrecisionMonitor(**{argument: given}))
+    assert str(error.value).startswith(f"`{argument}` is {given!r}")
     assert model.optimizer.applied_steps == 0
     assert (tmp_path / "file").read_text() == "time,loss\n"
 
@@ -319,5 +256,4 @@ test_a_wrong_argument_is_refused = refused_arguments(
     PrecisionMonitor,
     ("log_dir", 3, ", of type int; expected a path", TypeError),
     ("csv_path", b"x", ", of type bytes", TypeError),
-    ("every_steps", 0, "; expected an integer"),
 )

@@ -65,8 +65,10 @@ def traces_of(work):
     return Adam.traces - before
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("metrics", METRICS)
+@pytest.mark.parametrize(
+    "policy, metrics",
+    [("float32", "none"), ("mixed_bfloat16", "weighted"), ("mixed_float16", "objects")],
+)
 @pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 def test_a_step_is_traced_once_and_stock_traces_it_twice(policy, metrics):
     stock = model_of(metrics=metrics)
@@ -78,14 +80,13 @@ def test_a_step_is_traced_once_and_stock_traces_it_twice(policy, metrics):
     assert names == [metric.name for metric in stock.metrics]
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_it_learns_what_stock_learns_to_the_bit(jit_compile):
+def test_it_learns_what_stock_learns_to_the_bit():
     results = []
     for policy in (None, "float32"):
         if policy:
             tfamp.enable(policy)
         keras.utils.set_random_seed(3)
-        model = model_of(jit_compile=jit_compile)
+        model = model_of()
         history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
         tfamp.disable()
         state = [v.numpy() for v in (*model.weights, *model.optimizer.variables)]
@@ -116,23 +117,3 @@ def test_a_metric_that_cannot_be_made_fails_as_in_stock():
         messages.append(re.sub(r"_\d+\b", "", str(raised.value)))
     assert messages[0] == messages[1]
     assert "no_such_metric" in messages[0]
-
-
-def test_nested_data_and_unknown_batch_sizes_are_traced_once_too():
-    inputs = {name: keras.Input((6,), name=name) for name in ("a", "b")}
-    h = keras.layers.Add()(list(inputs.values()))
-    sizes = {"one": 1, "two": 2}
-    outputs = {
-        name: keras.layers.Dense(size, name=name)(h) for name, size in sizes.items()
-    }
-    x, y = {"a": X, "b": X}, {"one": X[:, :1], "two": X[:, :2]}
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
-    logs = {}
-    with tfamp.scope("float32"):
-        model = keras.Model(inputs, outputs)
-        model.compile(Adam(), "mse", metrics={"one": ["mae"], "two": ["mse"]})
-        work = lambda: logs.update(model.fit(dataset, verbose=0).history)  # noqa: E731
-        # From Keras 3.16 on a smaller last batch is traced for itself (keras#23179).
-        draws_eagerly = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
-        assert traces_of(work) == (2 if draws_eagerly else 1)
-    assert {"one_mae", "two_mse", "one_loss", "two_loss"} <= set(logs)

@@ -55,7 +55,7 @@ def test_callbacks_share_the_folder_of_tensorboard_while_training_runs(tmp_path)
 
     callbacks = [
         keras.callbacks.TensorBoard(tmp_path),
-        tfamp.callbacks.PrecisionMonitor(tmp_path, every_steps=2),
+        tfamp.callbacks.PrecisionMonitor(tmp_path),
         tfamp.callbacks.Throughput(log_dir=tmp_path),
         Looks(),
     ]

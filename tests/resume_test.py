@@ -97,19 +97,8 @@ def one_iterator():
     return {"x": data, "steps_per_epoch": 5}
 
 
-def pipeline():
-    made = tfamp.data.Pipeline.from_arrays(X, Y).shuffle(seed=3).batch(4)
-    return {"x": made.build()}
-
-
 def validated():
     return {**arrays(), "validation_data": (X[:8], Y[:8]), "epochs": 3}
-
-
-def judged():
-    """A callback that goes by what it has seen."""
-    judge = keras.callbacks.EarlyStopping(monitor="loss", patience=5)
-    return {**arrays(), "callbacks": [judge]}
 
 
 def accumulating():
@@ -173,12 +162,9 @@ def on_replicas():
 
 
 CASES = {
-    "arrays": (model_of, arrays),
-    "dataset": (model_of, dataset),
     "dataset, first epoch": (model_of, dataset, 4),
     "a dataset of unknown length": (model_of, unknown_length),
     "one iterator": (model_of, one_iterator),
-    "pipeline": (model_of, pipeline),
     "validation": (model_of, validated),
     "random numbers": (model_of, drawing, 9),
     "accumulation": (accumulating, dataset, 2),
@@ -335,22 +321,17 @@ WRONG = {
     "another policy": (
         in_bfloat16,
         arrays,
-        "was under another policy: layer 'dense",
+        "was under another policy: a layer computed as",
     ),
     "another batch size": (
         model_of,
         fewer,
         "had num_batches 6, and now 3, batch_size 4, and now 8",
     ),
-    "steps an execution": (
-        lambda: model_of(steps_per_execution=2),
-        arrays,
-        "had steps_per_execution 1, and now 2",
-    ),
     "fewer epochs": (
         model_of,
         lambda: {**arrays(), "epochs": 1},
-        "`epochs` is 1, and the training in ",
+        "is in epoch 1 (from 0), and `epochs` is 1; expected the same program",
     ),
     "a backup beside it": (
         model_of,
@@ -392,19 +373,13 @@ def test_what_cannot_be_repeated_is_said_once(tmp_path, lines):
     assert len(lines["warning"]) == 2
 
 
-def test_what_other_callbacks_have_seen_begins_anew_and_is_said(copied, lines):
-    train(model_of, judged, Resume(copied))
-    (line,) = lines["warning"]
-    assert line == "Resume: what EarlyStopping had seen is not kept; it begins anew."
-
-
 def test_a_training_of_more_workers_is_refused(copied):
     for path in list(copied.glob("*-of-1.npz")):
         for place in (0, 1):
             name = path.name.replace("worker-0-of-1", f"worker-{place}-of-2")
             shutil.copy(path, copied / name)
         path.unlink()
-    message = "had 2 workers of 1 replicas; this one has 1 of 1. Expected as many"
+    message = "had workers 2, and now 1; expected the same program as before"
     with pytest.raises(ValueError, match=re.escape(message)):
         train(model_of, arrays, Resume(copied))
 
@@ -417,19 +392,12 @@ def test_arguments_are_checked():
 
 
 @pytest.mark.slow
-def test_a_kill_in_the_middle_of_a_save_loses_at_most_every_steps(tmp_path):
-    kill(3, tmp_path, "save", 3, 900)
-    assert newest_step(tmp_path) == 2 * EVERY_STEPS
-    assert len(list(tmp_path.glob(".*.writing"))) == 1
-    assert final_digest(3, tmp_path) == final_digest(3)
-
-
-@pytest.mark.slow(
-    "test_a_kill_in_the_middle_of_a_save_loses_at_most_every_steps is one moment"
-)
 def test_twenty_kills_at_random_moments_lose_at_most_every_steps_each(tmp_path):
     draws = random.Random(0)
-    for _ in range(20):
+    kill(MANY, tmp_path, "save", 3, 900)
+    assert newest_step(tmp_path) == 2 * EVERY_STEPS
+    assert len(list(tmp_path.glob(".*.writing"))) == 1
+    for _ in range(19):
         before = newest_step(tmp_path)
         kind = draws.choice(["step", "save", "rename"])
         number = draws.randint(3, 9) if kind == "step" else draws.randint(1, 2)

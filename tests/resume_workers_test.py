@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -11,10 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-import tensorflow as tf
 
 from tests.cluster_program import slurm_variables
-from tfamp.callbacks import _resume_state as resume_workers
 
 ROOT = Path(__file__).parents[1]
 # What is waited for is an event: one worker is lost, then the other has ended. Only
@@ -81,8 +78,7 @@ def check_survivor(folder, statuses, lost):
     """Checks that the other worker has ended, and said why and what to do."""
     log = (folder / f"{1 - lost}.log").read_text()
     assert statuses[1 - lost] == 1, log[-3000:]
-    who = rf"Resume: Worker {lost} \('localhost:\d+'\) of 2 does not answer any more"
-    assert re.search(who, log), log[-3000:]
+    assert f"Resume: Worker {lost} ('localhost:" in log, log[-3000:]
     assert "Start all workers again: they go on at the newest step that all" in log
 
 
@@ -114,16 +110,7 @@ def check_equal(folder, states, wanted, resumed_at):
 
 @slow
 @pytest.mark.parametrize(
-    "lost",
-    [
-        ("0", "step", "5"),
-        ("1", "save", "2"),
-        ("0", "save", "3"),
-        ("1", "rename", "2"),
-        ("1", "freeze", "5"),
-        ("0", "freeze", "5"),
-    ],
-    ids=" ".join,
+    "lost", [("0", "save", "3"), ("1", "freeze", "5")], ids=" ".join
 )
 def test_both_workers_go_on_to_the_bit(tmp_path, wanted, lost):
     statuses, found = run(tmp_path / "lost", tmp_path / "states", *lost)
@@ -132,57 +119,3 @@ def test_both_workers_go_on_to_the_bit(tmp_path, wanted, lost):
     # Saves come behind steps 2 and 4, and at the beginning of the last epoch.
     places = [[0, 2], [1, 1], [2, 0]]
     check_equal(tmp_path / "again", tmp_path / "states", wanted, places)
-
-
-def unavailable(text):
-    return tf.errors.UnavailableError(None, None, text)
-
-
-def on_workers(monkeypatch, num_workers, place):
-    """Stands in for a strategy of so many workers of which this is one."""
-    hosts = [f"host{i}:1" for i in range(num_workers)]
-    spec = tf.train.ClusterSpec({"chief": hosts[:1], "worker": hosts[1:]})
-    job, task = ("worker", place - 1) if place else ("chief", 0)
-
-    class Strategy:
-        cluster_resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            spec, task_type=job, task_id=task
-        )
-
-    monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", Strategy)
-    return Strategy()
-
-
-UNHEALTHY = (
-    "Collective ops is aborted by: Error reported from /job:worker/task:1: The "
-    "following tasks are unhealthy (stopped sending heartbeats):\n"
-    "/job:worker/replica:0/task:1\nThe tasks have crashed."
-)
-RESET = (
-    "Collective ops is aborted by: recvmsg:Connection reset by peer\nAdditional GRPC "
-    "error information from remote target /job:chief/replica:0/task:0 while calling"
-)
-SILENT = "Collective ops is aborted by: RPC: /tensorflow.CoordinationService/Heartbeat"
-
-
-@pytest.mark.parametrize(
-    ("error", "place", "who"),
-    [
-        (unavailable(UNHEALTHY), 0, "Worker 2 ('host2:1') of 3"),
-        (unavailable(RESET), 1, "Worker 0 ('host0:1') of 3"),
-        (tf.errors.DeadlineExceededError(None, None, SILENT), 1, "Worker 0 ('host0:1"),
-        (unavailable("Collective ops is aborted by: x"), 1, "Another worker"),
-        (unavailable("Endpoint of a data service is gone"), 1, None),
-        (tf.errors.InternalError(None, None, UNHEALTHY), 1, None),
-        (None, 1, None),
-    ],
-    ids=["unhealthy", "reset", "silent", "unnamed", "no reduction", "other", "none"],
-)
-def test_the_worker_that_was_lost_is_named(monkeypatch, error, place, who):
-    found = resume_workers.lost(on_workers(monkeypatch, 3, place), error)
-    assert (found or "").startswith(who or "") and bool(found) == bool(who)
-
-
-def test_one_process_loses_nobody():
-    strategy = tf.distribute.get_strategy()
-    assert resume_workers.lost(strategy, unavailable(UNHEALTHY)) is None

@@ -20,9 +20,7 @@ MAKERS = {
     "PrecisionMonitor": lambda folder: tfamp.callbacks.PrecisionMonitor(
         csv_path=folder / "steps.csv"
     ),
-    "DeviceStats": lambda folder: tfamp.callbacks.DeviceStats(
-        csv_path=folder / "device.csv"
-    ),
+    "DeviceStats": lambda folder: tfamp.callbacks.DeviceStats(),
     "ModelCheckpoint": lambda folder: keras.callbacks.ModelCheckpoint(
         folder / "best.keras", monitor="loss", save_best_only=True
     ),

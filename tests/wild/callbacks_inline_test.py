@@ -74,7 +74,7 @@ answers["resumed"] = [told(again), history.history["loss"]]
 others = {
     "NanRecovery": lambda: tfamp.callbacks.NanRecovery(folder + "/good"),
     "Throughput": lambda: tfamp.callbacks.Throughput(),
-    "DeviceStats": lambda: tfamp.callbacks.DeviceStats(log_dir=folder + "/board"),
+    "DeviceStats": lambda: tfamp.callbacks.DeviceStats(),
 }
 for name, make in others.items():
     model = regression()

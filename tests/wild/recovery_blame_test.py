@@ -53,11 +53,8 @@ def rate_of(model):
 # Policy, seconds between snapshots, and how the model is compiled.
 HOW = {
     "in a graph": ("float32", None, {}),
-    "in a graph, bfloat16": ("mixed_bfloat16", None, {}),
-    "in a graph, float16": ("mixed_float16", None, {}),
-    "many snapshots": ("mixed_bfloat16", 0, {}),
-    "compiled": ("mixed_bfloat16", None, {"jit_compile": True}),
-    "eagerly": ("float32", None, {"run_eagerly": True}),
+    "in float16": ("mixed_float16", None, {}),
+    "many snapshots, compiled": ("mixed_bfloat16", 0, {"jit_compile": True}),
     "four steps a call": ("float32", None, {"steps_per_execution": 4}),
 }
 
@@ -76,36 +73,20 @@ def test_one_missing_number_is_the_datas_fault_and_cuts_no_rate(how, tmp_path):
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
-class Batches(keras.utils.PyDataset):
-    def __init__(self, x, y):
-        super().__init__()
-        self.x, self.y = x, y
-
-    def __len__(self):
-        return len(self.x) // 16
-
-    def __getitem__(self, i):
-        rows = slice(16 * i, 16 * i + 16)
-        return self.x[rows], self.y[rows]
-
-
 def as_generator(x, y):
-    data = Batches(x, y)
-    return (data[i % len(data)] for i in range(1000))
+    return ((x[i : i + 16], y[i : i + 16]) for _ in range(9) for i in range(0, 320, 16))
 
 
 SOURCES = {
-    "dataset": lambda x, y: tf.data.Dataset.from_tensor_slices((x, y)).batch(16),
     "unknown length": lambda x, y: (
         tf.data.Dataset.from_tensor_slices((x, y)).batch(16).filter(lambda *_: True)
     ),
     "pipeline": lambda x, y: tfamp.data.Pipeline.from_arrays(x, y).batch(16).build(),
-    "pydataset": Batches,
     "generator": as_generator,
 }
 
 
-@pytest.mark.quick("dataset")
+@pytest.mark.quick("pipeline")
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_batch_is_found_among_those_since_the_last_good_state(source, tmp_path):
     model = classifier()
@@ -121,7 +102,7 @@ def test_it_is_found_on_two_replicas(tmp_path):
     with two_replicas().scope():
         model = classifier()
     recovery = tfamp.callbacks.NanRecovery(tmp_path)
-    data = SOURCES["dataset"](*flowers())
+    data = SOURCES["pipeline"](*flowers())
     model.fit(data, epochs=2, verbose=0, callbacks=[recovery])
     assert {each.cause for each in recovery.recoveries} == {"data"}
     assert rate_of(model) == pytest.approx(1e-2)
@@ -129,7 +110,7 @@ def test_it_is_found_on_two_replicas(tmp_path):
 
 @pytest.mark.quick("rare")
 @pytest.mark.parametrize(
-    ("seconds", "seed"), [(None, 0), (None, 1), (0, 2)], ids=["rare", "other", "often"]
+    ("seconds", "seed"), [(None, 0), (0, 2)], ids=["rare", "often"]
 )
 def test_an_epoch_that_is_taken_back_is_nobodys_best(seconds, seed, tmp_path):
     x, y = flowers(seed)
@@ -203,30 +184,6 @@ def test_a_root_at_zero_for_one_pair_ends_training_with_its_name(seconds, tmp_pa
     assert [each.cause for each in caught.value.recoveries] == ["model"]
     assert rate_of(model) == pytest.approx(1e-3)
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
-
-
-class Cosmic(keras.callbacks.Callback):
-    """Something outside of the program spoils a weight now and then."""
-
-    step = 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.step += 1
-        if self.step in (12, 31):
-            weights = self.model.layers[0].kernel
-            weights.assign(np.full(weights.shape, np.nan))
-
-
-def test_where_nothing_is_found_no_rate_is_cut(tmp_path):
-    x, y = flowers()
-    x[BAD_ROW] = 0
-    model = classifier()
-    recovery = tfamp.callbacks.NanRecovery(tmp_path, every_seconds=0)
-    callbacks = [recovery, Cosmic()]
-    model.fit(x, y, batch_size=16, epochs=3, verbose=0, callbacks=callbacks)
-    found = [(each.cause, each.remedy) for each in recovery.recoveries]
-    assert found == [("none", "drop batch")] * 2
-    assert rate_of(model) == pytest.approx(1e-2)
 
 
 def test_a_rate_that_is_only_a_little_too_high_is_still_cut(tmp_path):

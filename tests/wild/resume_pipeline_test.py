@@ -1,11 +1,5 @@
 """`Resume` beside every stage of a `Pipeline` that draws at random or counts epochs."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-
 import keras
 import numpy as np
 import pytest
@@ -33,10 +27,6 @@ def stream():
     return tfamp.data.Pipeline.from_dataset(dataset)
 
 
-def scaled(x, strength):
-    return x * (1 + strength)
-
-
 def noisy(x, strength, seed):
     return x + strength * tf.random.stateless_normal(tf.shape(x), seed)
 
@@ -46,26 +36,17 @@ def is_above_one(x, y):
 
 
 PIPELINES = {
-    "ramp": lambda: rows().augment(scaled, ramp_epochs=8, seed=4),
-    "noise": lambda: rows().augment(noisy, seed=4),
+    "noise": lambda: rows().augment(noisy, ramp_epochs=8, seed=4),
     "noise on a stream": lambda: stream().augment(noisy, seed=4),
-    "shuffle": lambda: rows().shuffle(seed=3),
-    "shuffle on a stream": lambda: stream().shuffle(seed=3),
     "small buffer": lambda: stream().shuffle(buffer_size=10, seed=3),
-    "balance": lambda: rows().balance(is_above_one, seed=2),
-    "balance, shuffle": lambda: rows().balance(is_above_one, seed=2).shuffle(seed=3),
     "balance on a stream": lambda: (
         stream().balance(is_above_one, seed=2).shuffle(seed=3)
     ),
     "undersample": lambda: rows().balance(is_above_one, seed=2, method="undersample"),
-    "weights": lambda: rows().weights(np.arange(72.0), seed=2),
     "without replacement": lambda: rows().weights(
         np.arange(1.0, 73.0), seed=5, num_examples=40, replacement=False
     ),
-    "cache": lambda: rows().cache("memory").shuffle(seed=3).augment(noisy, seed=1),
-    "filter": lambda: rows().filter(lambda x, y: y[0] < 2).augment(noisy, seed=1),
     "filter, shuffle": lambda: stream().filter(lambda x, y: y[0] < 2).shuffle(seed=7),
-    "subset": lambda: rows().subset(0.8, seed=1).shuffle(seed=3),
     "everything": lambda: (
         rows()
         .subset(0.9, seed=1)
@@ -113,7 +94,7 @@ def halted_and_resumed(make, folder, stop_at, **options):
     return trained(make, folder, **options)
 
 
-@pytest.mark.quick("ramp")
+@pytest.mark.quick("noise")
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_training_that_goes_on_is_as_one_that_was_never_stopped(name, tmp_path):
     def make():
@@ -123,34 +104,16 @@ def test_a_training_that_goes_on_is_as_one_that_was_never_stopped(name, tmp_path
     assert halted_and_resumed(make, tmp_path, stop_at) == trained(make)
 
 
-@pytest.mark.quick("2")
-@pytest.mark.parametrize("stop_at", [2, 9, 10, 18, 44])
+@pytest.mark.quick("9")
+@pytest.mark.parametrize("stop_at", [2, 9, 10, 44])
 def test_it_is_so_wherever_it_was_stopped(stop_at, tmp_path):
     resumed = halted_and_resumed(everything, tmp_path, stop_at)
     assert resumed == trained(everything)
 
 
-WAYS = {
-    "the pipeline itself": lambda p: p.batch(8),
-    "batched after it": lambda p: p.build().batch(8).map(lambda x, y: (x, y)),
-    "prefetched": lambda p: p.batch(8).prefetch(2).build().prefetch(3),
-    "no autotuning": lambda p: p.batch(8).build(autotune=False),
-}
-
-
-@pytest.mark.quick("the pipeline itself")
-@pytest.mark.parametrize("way", WAYS)
-def test_it_is_so_however_the_pipeline_reaches_fit(way, tmp_path):
-    def make():
-        data = WAYS[way](PIPELINES["everything"]())
-        return data.build() if isinstance(data, tfamp.data.Pipeline) else data
-
-    assert halted_and_resumed(make, tmp_path, STOP_AT) == trained(make)
-
-
 def test_it_is_so_with_one_iterator_for_all_epochs(tmp_path):
     def make():
-        return PIPELINES["balance, shuffle"]().batch(8).build().repeat()
+        return everything().repeat()
 
     options = {"steps_per_epoch": 7}
     resumed = halted_and_resumed(make, tmp_path, STOP_AT, **options)
@@ -171,49 +134,6 @@ def test_it_is_so_on_two_replicas_and_several_steps_a_call(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fit(tfamp.callbacks.Resume(tmp_path, every_steps=3), Halt(8))
     assert fit(tfamp.callbacks.Resume(tmp_path, every_steps=3)) == whole
-
-
-# A process of its own, that is killed as by a machine that goes away.
-SCRIPT = """
-import json, os, signal, sys
-import keras
-import tests.wild.resume_pipeline_test as test
-
-folder, kill_at = sys.argv[1], int(sys.argv[2])
-
-
-class Kill(keras.callbacks.Callback):
-    left = kill_at
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.left -= 1
-        if not self.left:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-found = test.trained(test.everything, folder or None, *([Kill()] if kill_at else []))
-print("FOUND", json.dumps(found))
-"""
-
-
-def test_it_is_so_after_kill_9(tmp_path):
-    def run(folder, kill_at):
-        return subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(folder), str(kill_at)],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
-            timeout=600,
-            check=False,
-        )
-
-    assert run(tmp_path, STOP_AT).returncode == -signal.SIGKILL
-    done = run(tmp_path, 0)
-    assert "FOUND" in done.stdout, done.stderr[-2000:]
-    found = json.loads(done.stdout.rsplit("FOUND ", 1)[1])
-    history, weights = trained(everything)
-    assert found[0] == pytest.approx(history, rel=1e-5)  # other threads, other sums
-    np.testing.assert_allclose(found[1][0], weights[0], rtol=1e-5)
 
 
 UNSEEDED = {

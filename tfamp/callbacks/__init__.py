@@ -7,8 +7,8 @@ from tfamp import _advice
 from tfamp.callbacks.device_stats import DeviceStats as DeviceStats
 from tfamp.callbacks.monitor import PrecisionMonitor as PrecisionMonitor
 from tfamp.callbacks.nan_recovery import NanRecovery as NanRecovery
-from tfamp.callbacks.nan_recovery.attempts import Recovery as Recovery
-from tfamp.callbacks.nan_recovery.attempts import RecoveryError as RecoveryError
+from tfamp.callbacks.nan_recovery import Recovery as Recovery
+from tfamp.callbacks.nan_recovery import RecoveryError as RecoveryError
 from tfamp.callbacks.resume import Resume as Resume
 from tfamp.callbacks.throughput import Throughput as Throughput
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -32,11 +32,9 @@ def take(model: keras.Model, feed: Feed, position: dict[str, Any]) -> State:
             logs[name] = [float(value) for value in values]
     counters = {
         **position,
-        "facts": facts_of(feed),
-        "dtypes": [each[1:] for each in dtypes_of(model)],
-        "replicas": snapshots.num_local_replicas(model),
-        "seed": global_seed(),
-        "versions": versions(),
+        "data": data_of(model, feed),
+        "dtypes": dtypes_of(model),
+        "platform": platform(),
         "random": take_random(),
         "history": {"epoch": list(history.epoch) if history else [], "logs": logs},
     }
@@ -60,101 +58,85 @@ def put(model: keras.Model, state: State, batch: Any, directory: str) -> None:
         # Optimizers of the user's that only the train step knows the variables of.
         # What this step does to weights and seeds is undone by the state.
         around_training.on_batch(model)(batch)
-    now = dtypes_of(model)
-    # Of another model its variables tell better.
-    is_alike = [each[0] for each in held["dtypes"]] == [each[1] for each in now]
-    for before, (path, *after) in zip(held["dtypes"], now, strict=False):
-        if is_alike and before != after:
-            raise ValueError(
-                f"The training in {directory!r} was under another policy: layer "
-                f"{path!r} computed in {before[1]} with variables in {before[2]}, and "
-                f"computes in {after[1]} with {after[2]} now; expected the same. "
-                "Enable the policy of that training, or pass another `directory`."
-            )
     try:
         snapshots.put(model, state)
     except ValueError as error:
-        raise ValueError(
-            f"The training in {directory!r} is of another model than this "
-            f"{model.name!r}: {checks.first_line(error)} Pass another `directory`, or "
-            "delete the files in it."
-        ) from error
+        why = (
+            f"is of another model than this {model.name!r}: {checks.first_line(error)}"
+        )
+        raise refusal(directory, why) from error
+    for before, now in zip(held["dtypes"], dtypes_of(model), strict=False):
+        if before != now:
+            what = f"a layer computed as {' '.join(before)}, and now as {' '.join(now)}"
+            raise refusal(directory, f"was under another policy: {what}")
     if (history := getattr(model, "history", None)) is not None:
         history.epoch[:] = held["history"]["epoch"]
         history.history.clear()
         history.history.update(held["history"]["logs"])
 
 
+def refusal(directory: str, why: str) -> ValueError:
+    """Returns the error for a training in a folder that is none of this program's."""
+    return ValueError(
+        f"The training in {directory!r} {why}; expected the same program as before. "
+        "Run that one, or pass another `directory`."
+    )
+
+
 def dtypes_of(model: keras.Model) -> list[list[str]]:
-    """Returns path, class, compute and variable dtype of a model's layers, in order."""
+    """Returns class, compute and variable dtype of a model's layers, in order."""
     return [
-        [path, type(x).__name__, str(x.compute_dtype), str(x.variable_dtype)]
-        for path, x, _ in structure.walk(model)
-        if x is not model
+        [type(x).__name__, str(x.compute_dtype), str(x.variable_dtype)]
+        for _, x, _ in structure.walk(model)
     ]
 
 
-def global_seed() -> int | None:
-    """Returns the seed of `tf.random.set_seed`, None where it was not called."""
+def data_of(model: keras.Model, feed: Feed) -> dict[str, Any]:
+    """Returns what has to be the same of the data where a training goes on."""
+    names = ("num_batches", "batch_size", "steps_per_execution")
+    return {
+        **{name: getattr(feed, name) for name in names},
+        "replicas": snapshots.num_local_replicas(model),
+    }
+
+
+def platform() -> list[Any]:
+    """Returns the global seed, and what computes: it may round otherwise elsewhere."""
     # With a seed for the operation, so that no random number is drawn for it.
     seed, _ = tf.compat.v1.get_seed(1)
-    return None if seed == _NO_SEED else int(seed)
-
-
-def versions() -> str:
-    """Returns what computes, which may round otherwise in another version."""
-    return f"TensorFlow {tf.__version__} and Keras {keras.__version__}"
-
-
-def facts_of(feed: Feed) -> dict[str, Any]:
-    """Returns what has to be the same where a training goes on."""
-    names = ("num_batches", "batch_size", "steps_per_execution")
-    return {name: getattr(feed, name) for name in names}
-
-
-def check_data(held: dict[str, Any], feed: Feed, directory: str) -> None:
-    """Raises where the data of `fit` are none of those that `facts_of` gave before."""
-    now = facts_of(feed)
-    changed = [n for n in now if held[n] != now[n] and None not in (held[n], now[n])]
-    if changed:
-        told = ", ".join(
-            f"{name} {held[name]}, and now {now[name]}" for name in changed
-        )
-        raise ValueError(
-            f"The training in {directory!r} had {told}. Expected the same data, in the "
-            "same batches. Pass them, or another `directory`."
-        )
+    versions = f"TensorFlow {tf.__version__} and Keras {keras.__version__}"
+    return [None if seed == _NO_SEED else int(seed), versions]
 
 
 def unrepeatable(feed: Feed) -> str | None:
     """Returns why another process cannot bring the data in the same order, if so."""
+    is_seeded, stages = platform()[0] is not None, list(_stages(feed.dataset))
     if feed.kind == "other":
         return "the order of a generator or PyDataset is its own"
-    is_seeded = global_seed() is not None
     if feed.kind == "arrays" and feed.shuffles and not is_seeded:
         return "`fit` shuffles arrays without a seed"
-    stages = list(_stages(feed.dataset))
-    if not is_seeded and any(not each.is_seeded for each in _counters_in(stages)):
+    if not is_seeded and any(not each.is_seeded for each in _counters(feed)):
         return "the dataset has an `augment` without a seed"
-    if any(map(_is_unseeded_shuffle, stages)):
-        return "the dataset has a `shuffle` without a seed"
-    if any("DataService" in type(each).__name__ for each in stages):
-        return "a data service brings elements in the order in which they are ready"
+    for each in stages:
+        seeds: list[Any] = [getattr(each, name, None) for name in ("_seed", "_seed2")]
+        if all(map(tf.is_tensor, seeds)) and not any(int(seed) for seed in seeds):
+            return "the dataset has a `shuffle` without a seed"
     return None
 
 
 def take_passes(feed: Feed) -> list[int]:
     """Returns how many whole passes pipelines have counted, by which they augment."""
-    return [int(each.read()) for each in _counters_in(_stages(feed.dataset))]
+    return [int(each.read()) for each in _counters(feed)]
 
 
 def put_passes(feed: Feed, held: Sequence[int]) -> None:
     """Has pipelines count on from what `take_passes` gave."""
-    for counter, passes in zip(_counters_in(_stages(feed.dataset)), held, strict=False):
+    for counter, passes in zip(_counters(feed), held, strict=False):
         counter.go_to(passes)
 
 
-def _counters_in(stages: Iterable[Any]) -> list[EpochCounter]:
+def _counters(feed: Feed) -> list[EpochCounter]:
+    stages = _stages(feed.dataset)
     found = (getattr(each, EpochCounter.ATTRIBUTE, None) for each in stages)
     return [each for each in found if isinstance(each, EpochCounter)]
 
@@ -165,11 +147,6 @@ def _stages(dataset: Any) -> Iterator[Any]:
         yield dataset
         for each in getattr(dataset, "_inputs", list)():
             yield from _stages(each)
-
-
-def _is_unseeded_shuffle(dataset: Any) -> bool:
-    seeds: list[Any] = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
-    return all(map(tf.is_tensor, seeds)) and not any(int(seed) for seed in seeds)
 
 
 # What workers get whose reductions TensorFlow aborts, as another one does not answer.
@@ -200,15 +177,12 @@ def workers_of(strategy: Any) -> tuple[int, dict[tuple[str, int], str]]:
 def lost(strategy: Any, error: BaseException | None) -> str | None:
     """Returns which worker does not answer any more, where that ended training.
 
-    TensorFlow's workers send each other heartbeats: ten seconds after the last one it
-    aborts the reductions of the others. Its error names who was lost, but for the first
-    worker, to which all send theirs.
+    TensorFlow's error names it, but for the first worker, to which all send heartbeats.
     """
     (place, addresses), text = workers_of(strategy), str(error)
     if not addresses or not isinstance(error, _ABORTS) or "ollective" not in text:
         return None
-    named = {(job, int(task)) for job, task in _TASK.findall(text)}
-    tasks = list(addresses)
+    named, tasks = {(job, int(task)) for job, task in _TASK.findall(text)}, [*addresses]
     gone = [task for task in tasks if task in named and task != tasks[place]]
     if not gone and "CoordinationService" in text and place:
         gone = tasks[:1]

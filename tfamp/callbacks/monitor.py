@@ -3,7 +3,6 @@
 import os
 from typing import Any
 
-import keras
 from absl import logging
 
 from tfamp.callbacks._fit_callback import (
@@ -15,9 +14,8 @@ from tfamp.callbacks._fit_callback import (
 from tfamp.dtypes.resolution import settings_of
 from tfamp.loss_scale.counters import Reading, Step, StepReader
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
-from tfamp.records import checks
 
-_MAX_NAMES = 8
+_EVERY, _MAX_NAMES = 100, 8
 _IN_THE_BAR = ("loss_scale", "skipped_steps")
 
 
@@ -30,7 +28,8 @@ class PrecisionMonitor(FitCallback):
     each epoch. During an epoch the progress bar, and callbacks after this one in the
     list, see the first and the third, of the last reading; under Keras 3.10, whose bar
     shows means, only at its end. A warning names the variables whose gradients were not
-    finite in a skipped step, once for each set of variables.
+    finite in a skipped step, once for each set of variables. There is a reading every
+    100 batches, and at the end of each epoch.
 
     A second `fit` goes on counting and appends to the CSV. Where an error or Ctrl-C
     ends `fit`, the last steps before it are written too. Where tfamp's policy computes
@@ -45,15 +44,12 @@ class PrecisionMonitor(FitCallback):
         csv_path: File for a row for every step, appended to. `loss_scale` is the one
             that the step was computed with, and a norm that is not finite an empty
             cell. Steps that are trained again after a restart stand there again.
-        every_steps: Batches between two readings; there is one more at the end of
-            each epoch.
 
     Raises:
         TypeError: An argument has the wrong type; or, when training begins, the
             model's optimizer is no `tfamp.LossScaleOptimizer`, though its policy is
             float16's or none of tfamp's.
-        ValueError: `every_steps` is below 1; or, when training begins, a file cannot
-            be written.
+        ValueError: When training begins, a file cannot be written.
 
     Example:
         >>> import numpy as np
@@ -70,95 +66,90 @@ class PrecisionMonitor(FitCallback):
         self,
         log_dir: str | os.PathLike[str] | None = None,
         csv_path: str | os.PathLike[str] | None = None,
-        *,
-        every_steps: int = 100,
     ) -> None:
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir)
         self.csv_path = check_path("csv_path", csv_path)
-        self.every_steps = checks.positive_int("every_steps", every_steps)
         self._reader: StepReader | None = None
         self._events: EventWriter | None = None
         self._latest: dict[str, float | int] = {}
         self._warned: set[frozenset[str]] = set()
-        self._next_reading = 0
-        self._is_first_epoch = True
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the optimizer and opens the files."""
         self._latest = {}
-        settings = settings_of(self.model)
-        is_scaled = isinstance(self.model.optimizer, LossScaleOptimizer)
-        if not is_scaled and settings and settings.compute_dtype != "float16":
-            self._note(
-                f"PrecisionMonitor shows and writes nothing: {self.model.name} "
-                f"computes in {settings.compute_dtype}, which needs no loss scale. For "
-                "norms of gradients compile with `tfamp.LossScaleOptimizer(optimizer, "
-                "initial_scale=1, dynamic=False)`."
+        optimizer, settings = self.model.optimizer, settings_of(self.model)
+        if not isinstance(optimizer, LossScaleOptimizer):
+            remedy = (
+                "compile with `tfamp.LossScaleOptimizer(optimizer, initial_scale=1, "
+                "dynamic=False)`."
             )
-            return
-        _check_optimizer(self.model.optimizer)
+            if settings and settings.compute_dtype != "float16":
+                self._note(
+                    f"PrecisionMonitor shows and writes nothing: {self.model.name} "
+                    f"computes in {settings.compute_dtype}, which needs no loss scale. "
+                    f"For norms of gradients {remedy}"
+                )
+                return
+            raise TypeError(
+                f"The model's optimizer is {optimizer!r}; expected a "
+                "`tfamp.LossScaleOptimizer`, whose counters a PrecisionMonitor shows. "
+                "For float16 call `tfamp.enable` before the model is built; under "
+                f"bfloat16 and float32 {remedy}"
+            )
         self._join()
-        self._is_first_epoch = True
         self._events = EventWriter(
             self.model, Step._fields, csv_path=self.csv_path, log_dir=self.log_dir
         )
+        self._next_reading = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to count batches anew, with a reading before the first of all."""
         # Not in `on_train_begin`: another callback may load a checkpoint there.
-        if self._events is not None and self._is_first_epoch:
-            self.read()
-            self._is_first_epoch = False
-        self._next_reading = self.every_steps
+        if self._events is not None and not self._next_reading:
+            self._read()
+        self._next_reading = _EVERY
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Reads the counters if it is time, and puts the last reading into the logs."""
         if self._events is not None and batch + 1 >= self._next_reading:
-            self.read()
-            self._next_reading = batch + 1 + self.every_steps
+            self._read()
+            self._next_reading = batch + 1 + _EVERY
         if logs is not None and not BAR_AVERAGES:
             logs.update({k: v for k, v in self._latest.items() if k in _IN_THE_BAR})
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads the counters and puts them into the logs."""
         if self._events is not None:
-            self.read()
+            self._read()
             if logs is not None:
                 logs.update(self._latest)
 
-    def read(self) -> dict[str, float | int]:
-        """Reads the counters now and writes the steps since the last reading.
-
-        `fit` does it; call it yourself in a loop of your own. Returns the values that
-        go into the logs. A TypeError says that the optimizer is no
-        `tfamp.LossScaleOptimizer`.
-        """
-        optimizer = self.model.optimizer
+    def _read(self) -> None:
+        """Reads the counters now and writes the steps since the last reading."""
+        optimizer, events = self.model.optimizer, self._events
         if self._reader is None or self._reader.optimizer is not optimizer:
-            _check_optimizer(optimizer)
             self._reader = StepReader(optimizer)
         reading = self._reader.read()
         self._latest = reading.logs
-        if self._events is not None:
-            self._events.write(reading.steps)
-            if reading.num_lost and self._events.is_open and not self.notes:
-                self._note(
-                    f"{reading.num_lost} steps are missing from the files before step "
-                    f"{reading.steps[0].step}: more than 1024 lay between two "
-                    f"readings. Lower `every_steps`, now {self.every_steps}."
-                )
+        if events is not None:
+            events.write(reading.steps)
+        if reading.num_lost and (self.csv_path or self.log_dir):
+            self._note(
+                f"{reading.num_lost} steps are missing from the files before step "
+                f"{reading.steps[0].step}: more than 1024 lay between two readings. "
+                "Lower `steps_per_execution`."
+            )
         self._warn(reading)
-        return dict(reading.logs)
 
     def _close(self, error: BaseException | None) -> None:
         """Closes the files, with the last steps before an error in them."""
         events = self._events
         try:
-            if error is not None and not self._is_first_epoch:
-                self.read()
+            if error is not None and events is not None and self._next_reading:
+                self._read()
         finally:
             self._events = None
             if events is not None:
@@ -183,18 +174,3 @@ class PrecisionMonitor(FitCallback):
             *(reading.num_skips, reading.num_lost + len(reading.steps)),
             *(reading.last_skip, reason, reading.logs["loss_scale"]),
         )
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if isinstance(optimizer, LossScaleOptimizer):
-        return
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    stock = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    inner = "optimizer.inner_optimizer" if stock else "optimizer"
-    raise TypeError(
-        f"The model's optimizer is {optimizer!r}, of type {kind}; expected a "
-        "`tfamp.LossScaleOptimizer`, whose counters a PrecisionMonitor shows. For "
-        "float16 call `tfamp.enable` before the model is built; under bfloat16 and "
-        f"float32 compile with `tfamp.LossScaleOptimizer({inner}, initial_scale=1, "
-        "dynamic=False)`."
-    )

@@ -15,17 +15,9 @@ from tfamp.keras_hooks import around_training, epochs
 from tfamp.keras_hooks.epochs import EPOCH_HOOKS, Execution, Feed, Place
 from tfamp.keras_hooks.workers import part_of
 from tfamp.records import checks
-from tfamp.stepping import snapshots
 from tfamp.stepping.snapshot_files import Folder, Kept, folder_path
 from tfamp.stepping.snapshots import State
 from tfamp.stepping.unchanged import put_random, take_random
-
-# Keras's callbacks that judge later epochs by earlier ones.
-_JUDGES = (
-    keras.callbacks.EarlyStopping,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.ReduceLROnPlateau,
-)
 
 
 class Resume(FitCallback):
@@ -93,52 +85,37 @@ class Resume(FitCallback):
         self.resumed_at: tuple[int, int] | None = None
         EPOCH_HOOKS.install()
         self._feed: Feed | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self.resumed_at = None
-        self._found: State | None = None
-        self._pending: State | None = None
-        self._epoch = self._total = self._since = 0
-        self._start: dict[str, Any] = {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Looks for a training to go on with, and whether it is this one."""
-        self._leave()
         feed = epochs.feed_of(self.model)
         if feed is None:
             raise ValueError(
                 "Resume was told that training begins outside of `fit`; expected "
                 "`model.fit(..., callbacks=[Resume(...)])`. Use it there."
             )
-        beside = [x for x in around_training.callbacks_of(self.model) if x is not self]
-        for each in beside:
-            is_backup = isinstance(each, keras.callbacks.BackupAndRestore)
-            if is_backup or getattr(each, "resume", False) is True:
+        for each in around_training.callbacks_of(self.model):
+            if isinstance(each, keras.callbacks.BackupAndRestore):
                 raise ValueError(
-                    f"Resume and {type(each).__name__} are in the same `fit`; expected "
-                    "one, since each would begin where it thinks. Leave the other out."
+                    "Resume and BackupAndRestore are in the same `fit`; expected one, "
+                    "since each would begin where it thinks. Leave the other out."
                 )
         if feed.around is not None:
-            logging.warning("A second Resume in the same `fit` does nothing: use one.")
+            self._note("A second Resume in the same `fit` does nothing: use one.")
             return
         strategy = self.model.distribute_strategy
         place, addresses = states.workers_of(strategy)
         self._folder = Folder(self.directory, place, max(1, len(addresses)))
-        self._folder.prepare()
+        self.resumed_at = None
+        self._found: State | None = None
+        self._pending: State | None = None
+        self._epoch = self._total = self._since = 0
         kept = self._folder.newest()
         if addresses:
             step = -1 if kept is None else kept[0].number
             states.check_same(strategy, step, self.directory)
-        self._begin()
         if kept is not None:
             self._go_on(*kept, feed)
-        elif not self._folder.is_empty():
-            self._note(
-                f"Resume: {self.directory!r} holds files of some workers, and no step "
-                "of all, so training starts from its beginning. All workers have to "
-                "see the folder."
-            )
         self._join()
         self._feed, feed.around = feed, self._steps_of_epoch
         if why := states.unrepeatable(feed):
@@ -146,10 +123,6 @@ class Resume(FitCallback):
                 f"Resume: {why}, so a training that goes on will not equal this one to "
                 "the bit. Call `keras.utils.set_random_seed` first, or seed it."
             )
-        judges = {type(each).__name__ for each in beside if isinstance(each, _JUDGES)}
-        if kept is not None and judges:
-            names = ", ".join(sorted(judges))
-            self._note(f"Resume: what {names} had seen is not kept; it begins anew.")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes which epoch it is."""
@@ -172,23 +145,19 @@ class Resume(FitCallback):
     def _go_on(self, kept: Kept, state: State, feed: Feed) -> None:
         """Checks that a state is of this training, and has `fit` begin there."""
         held = state.counters[states.KEY]
-        replicas = snapshots.num_local_replicas(self.model)
-        now = self._folder.num_workers, replicas
-        if (kept.num_workers, held["replicas"]) != now:
-            raise ValueError(
-                f"The training in {self.directory!r} had {kept.num_workers} workers of "
-                f"{held['replicas']} replicas; this one has {now[0]} of {now[1]}. "
-                "Expected as many, which get the same batches. Start as many, or load "
-                "its weights and begin in another `directory`."
-            )
-        states.check_data(held["facts"], feed, self.directory)
+        before = {"workers": kept.num_workers, **held["data"]}
+        now = {"workers": self._folder.num_workers, **states.data_of(self.model, feed)}
+        changed = [
+            f"{name} {before[name]}, and now {now[name]}"
+            for name in now
+            if before[name] != now[name] and None not in (before[name], now[name])
+        ]
+        if changed:
+            raise states.refusal(self.directory, f"had {', '.join(changed)}")
         epoch, num_epochs = held["epoch"], (self.params or {}).get("epochs")
         if num_epochs is not None and epoch >= num_epochs:
-            raise ValueError(
-                f"`epochs` is {num_epochs}, and the training in {self.directory!r} is "
-                f"in epoch {epoch} (from 0) already; expected more. Pass more "
-                "`epochs`, or another `directory`."
-            )
+            why = f"is in epoch {epoch} (from 0), and `epochs` is {num_epochs}"
+            raise states.refusal(self.directory, why)
         self._total, self._found = held["total"], state
         self.resumed_at = epoch, held["step"]
         epochs.begin_at(self.model, epoch)
@@ -196,12 +165,11 @@ class Resume(FitCallback):
             "Resume: going on behind step %d of epoch %d (from 0), of %r.",
             *(held["step"], epoch, os.path.join(self.directory, kept.name)),
         )
-        was = held["seed"], held["versions"]
-        if was != (states.global_seed(), states.versions()):
+        if held["platform"] != states.platform():
             self._note(
                 f"Resume: what follows is not to the bit what the training in "
                 f"{self.directory!r} would have been, since its global seed was "
-                f"{was[0]} and it ran on {was[1]}."
+                f"{held['platform'][0]} and it ran on {held['platform'][1]}."
             )
 
     def _steps_of_epoch(self, executions: Iterator[Execution]) -> Iterator[Execution]:
@@ -225,7 +193,7 @@ class Resume(FitCallback):
             self._write(self._state(0, feed))
         for each in executions:
             if each.begin < skipped:
-                batch = _draw(each, skipped, self.directory)
+                batch = self._draw(each, skipped)
                 if found is not None:
                     self._put(found, batch)
                     found = None
@@ -236,6 +204,16 @@ class Resume(FitCallback):
             yield each
             self._after(each, feed)
 
+    def _draw(self, execution: Execution, skipped: int) -> Any:
+        """Draws the batches of an execution that was trained; returns the last."""
+        batch = None
+        for step in range(execution.begin, min(execution.end, skipped)):
+            batch = next(execution.iterator, None)
+            if batch is None:
+                why = f"had {skipped} batches of an epoch; the data ended after {step}"
+                raise states.refusal(self.directory, why)
+        return batch
+
     def _go_to(self, state: State, feed: Feed) -> State | None:
         """Goes to where an epoch began; returns the state, unless it could be put.
 
@@ -244,9 +222,12 @@ class Resume(FitCallback):
         """
         held = state.counters[states.KEY]
         put_random(held["random of epoch"])
-        states.put_passes(feed, held["passes"])
-        batch = feed.go_to(Place(*held["place"]))
-        states.put_passes(feed, held["passes"])
+        place = Place(*held["place"])
+        # One iterator for all epochs counts its passes anew.
+        passes = [] if place.drawn else held["passes"]
+        states.put_passes(feed, passes)
+        batch = feed.go_to(place)
+        states.put_passes(feed, passes)
         if batch is None and not held["step"]:
             batch = feed.first_batch()
         if batch is None:
@@ -274,13 +255,10 @@ class Resume(FitCallback):
             self._pending = None
             self._since = end - execution.begin
         is_due = self._since >= self.every_steps or self._is_final(feed, end)
-        if not is_due or end == num_batches:
-            return
-        state = self._state(end, feed)
-        if num_batches is None:
-            self._pending = state
-        else:
-            self._write(state)
+        if is_due and num_batches is None:
+            self._pending = self._state(end, feed)
+        elif is_due and end != num_batches:
+            self._write(self._state(end, feed))
 
     def _is_final(self, feed: Feed, end: int) -> bool:
         """Returns whether only the last execution of the last epoch is left."""
@@ -304,18 +282,3 @@ class Resume(FitCallback):
                 f"({error}). Training goes on, the files before it stay, and the next "
                 "one is tried too. Free space there."
             )
-
-
-def _draw(execution: Execution, skipped: int, directory: str) -> Any:
-    """Draws the batches of an execution that was trained before; returns the last."""
-    batch = None
-    for step in range(execution.begin, min(execution.end, skipped)):
-        try:
-            batch = next(execution.iterator)
-        except (StopIteration, tf.errors.OutOfRangeError):
-            raise ValueError(
-                f"The data ended after {step} batches, of which the training in "
-                f"{directory!r} had {skipped} behind it; expected the same data. Pass "
-                "them, or another `directory`."
-            ) from None
-    return batch

@@ -6,23 +6,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 from absl import logging
 
-from tfamp.callbacks._draws import Draws, can_draw, has_workers, num_rows
 from tfamp.callbacks._fit_callback import (
     BAR_AVERAGES,
+    Draws,
     EventWriter,
     FitCallback,
+    can_draw,
     check_path,
 )
 from tfamp.keras_hooks import around_training, trainer
-from tfamp.records import checks
 
+# Batches in a window; the end of an epoch ends one too.
+_EVERY = 50
 _KEYS = ("examples_per_second", "step_seconds", "input_wait")
-# A batch of a new shape may be traced anew, so that its step says nothing of the
-# others; where there are more shapes than these, few are.
-_MAX_SHAPES = 8
 
 
 class _Call(NamedTuple):
@@ -47,19 +47,13 @@ class Throughput(FitCallback):
       It holds tracing and compiling, and is left out of all else, as are validation,
       the first step on each shape of batch, and other callbacks at the ends of epochs.
 
-    A value that cannot be had is absent, and one line says why. Keras 3.10 shows means
-    over an epoch in its bar, so there they come at the end of the epoch only.
-
-    Batches are drawn in Python, ahead of the step, where each draw is timed. With
-    `steps_per_execution` above 1, and on several workers, the steps draw them
-    themselves, and `input_wait` is absent; on workers pass `batch_size` to have
-    examples counted.
+    A value that cannot be had is absent, and one line says why: with
+    `steps_per_execution` above 1, and on several workers, the steps draw their batches
+    themselves, and there is no `input_wait`. Keras 3.10 shows means over an epoch in
+    its bar, so there they come at its end only.
 
     Args:
-        log_dir: Folder for TensorBoard scalars of every window, made if need be.
-        csv_path: File for a row for every window, appended to.
-        every_steps: Batches in a window; the end of an epoch ends one too.
-        batch_size: Examples in a batch of all replicas; None counts them.
+        log_dir: Folder for TensorBoard scalars of every 50 batches, made if need be.
         clock: Gives seconds.
 
     Attributes:
@@ -80,18 +74,10 @@ class Throughput(FitCallback):
         self,
         *,
         log_dir: str | os.PathLike[str] | None = None,
-        csv_path: str | os.PathLike[str] | None = None,
-        every_steps: int = 50,
-        batch_size: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir)
-        self.csv_path = check_path("csv_path", csv_path)
-        self.every_steps = checks.positive_int("every_steps", every_steps)
-        self.batch_size = batch_size
-        if batch_size is not None:
-            self.batch_size = checks.positive_int("batch_size", batch_size)
         self.first_step_seconds: float | None = None
         self._clock = clock
         self._events: EventWriter | None = None
@@ -103,15 +89,11 @@ class Throughput(FitCallback):
                 "No rates, since another Throughput measures the same `fit`: use one."
             )
             return
-        self._events = EventWriter(
-            self.model, ("step", *_KEYS), csv_path=self.csv_path, log_dir=self.log_dir
-        )
+        self._events = EventWriter(self.model, ("step", *_KEYS), log_dir=self.log_dir)
         self.first_step_seconds, self._is_first_epoch = None, True
         self._latest: dict[str, float] = {}
         self._steps = int(self.model.steps_per_execution or 1)
         self._draws = self._steps == 1 and can_draw(self.model)
-        devices = tf.config.list_logical_devices()
-        self._runs_ahead = any(device.device_type != "CPU" for device in devices)
         self._function: Any = None
         self._shapes: set[tuple[str, ...]] = set()
         self._num_batches = 0
@@ -146,16 +128,10 @@ class Throughput(FitCallback):
             return
         self._end_window()
         if not all(each.examples for each in self._calls):
-            self._note(
-                "No examples_per_second, since the examples of a batch cannot be "
-                "counted: pass `batch_size`."
-            )
+            self._note("No examples_per_second: a batch's examples cannot be counted.")
         if not self._draws:
-            self._note(
-                "No input_wait, since the training function draws its batches itself: "
-                "ask `tfamp.data.bottleneck`.",
-                logging.INFO,
-            )
+            told = "No input_wait: the steps draw batches themselves; ask `bottleneck`."
+            self._note(told, logging.INFO)
         if logs is not None:
             logs.update(self._rates(self._calls))
             if self._is_first_epoch and self.first_step_seconds is not None:
@@ -180,14 +156,15 @@ class Throughput(FitCallback):
         if self._draws:
             source = Draws(lambda: self._draw(iterator), iterator)
         logs = function(source)
-        if self._runs_ahead and not logs:  # or `fit` waits, for its logs
-            tf.test.experimental.sync_devices()
         self._ended = self._clock()
         batches = self._steps
         if self._left is not None:
             batches, self._left = min(batches, self._left), self._left - batches
         if not self._draws:
-            self._count(batches)
+            # What the call has drawn by itself, as the loss has counted it.
+            counted = trainer.examples_recorded(self.model)
+            self._examples = max(0, round(counted - self._counted))
+            self._counted = counted
         self._num_batches += batches
         seconds = self._ended - began
         if self.first_step_seconds is None:
@@ -195,7 +172,7 @@ class Throughput(FitCallback):
         if not self._is_new and batches > 0:
             call = _Call(batches, seconds, self._examples, self._waited)
             self._calls.append(call)
-        is_full = (len(self._calls) - self._num_written) * batches >= self.every_steps
+        is_full = (len(self._calls) - self._num_written) * batches >= _EVERY
         if is_full or (self._left is not None and self._left <= 0):
             self._end_window()
         return logs
@@ -205,22 +182,13 @@ class Throughput(FitCallback):
         start = self._clock()
         data = next(iterator)
         self._waited = self._clock() - start
-        self._examples = self.batch_size or num_rows(self.model, data)
-        if len(self._shapes) < _MAX_SHAPES:
-            leaves = tf.nest.flatten(data, expand_composites=True)
-            shape = tuple(str(getattr(leaf, "shape", "")) for leaf in leaves)
-            self._is_new |= shape not in self._shapes
-            self._shapes.add(shape)
+        self._examples = _num_rows(self.model, data)
+        # A batch of a new shape may be traced anew, so its step tells nothing.
+        leaves = tf.nest.flatten(data, expand_composites=True)
+        shape = tuple(str(getattr(leaf, "shape", "")) for leaf in leaves)
+        self._is_new |= shape not in self._shapes
+        self._shapes.add(shape)
         return data
-
-    def _count(self, batches: int) -> None:
-        """Counts what the call has drawn by itself, as the loss has counted it."""
-        if self.batch_size is not None:
-            self._examples = self.batch_size * batches
-        elif not has_workers(self.model):  # whose counts they would have to add up
-            counted = trainer.examples_recorded(self.model)
-            self._examples = max(0, round(counted - self._counted))
-            self._counted = counted
 
     def _end_window(self) -> None:
         """Writes a row of the calls that have none yet."""
@@ -246,3 +214,17 @@ class Throughput(FitCallback):
         if self._draws:
             rates[_KEYS[2]] = min(1.0, sum(each.waited for each in calls) / seconds)
         return rates
+
+
+def _num_rows(model: keras.Model, data: Any) -> int:
+    """Returns the number of examples in a batch of all replicas; 0 where unknown.
+
+    That of the first part with more than a number in it, in the order of `tf.nest`: of
+    the inputs, where the batch is `(x, y, sample_weight)`.
+    """
+    local = model.distribute_strategy.experimental_local_results
+    for leaf in tf.nest.flatten(data):
+        parts = local(leaf)
+        if all(getattr(getattr(part, "shape", None), "rank", 0) for part in parts):
+            return sum(int(part.shape[0] or tf.shape(part)[0]) for part in parts)
+    return 0

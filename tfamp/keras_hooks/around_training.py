@@ -11,9 +11,7 @@ Relies on: `fit` and `train_on_batch` calling `model.train_function` anew for ea
 import contextlib
 import enum
 import functools
-import itertools
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,20 +21,9 @@ from absl import logging
 
 from tfamp.keras_hooks.patches import replaced
 
-
-def on_batch(model: keras.Model) -> Any:
-    """Returns a function that trains on one batch as `fit` does, traced or compiled."""
-    function = type(model)._make_function(model, model.train_step)
-    return lambda data: function([data])
-
-
-def on_iterator(model: keras.Model) -> Any:
-    """Returns a training function of a model as it is compiled now."""
-    return type(model)._make_function(model, model.train_step)
-
-
 # Takes the next function inside and the iterator, returns the logs.
 Call = Callable[[Callable[[Any], Any], Any], Any]
+Close = Callable[[BaseException | None], None]
 
 
 class Place(enum.IntEnum):
@@ -46,10 +33,25 @@ class Place(enum.IntEnum):
     NAN_RECOVERY = enum.auto()
 
 
-_LOCK = threading.Lock()
-_NUMBERS = itertools.count()
-# The runs of each model that are under way, the innermost last.
-_RUNS: "weakref.WeakKeyDictionary[keras.Model, list[Run]]" = weakref.WeakKeyDictionary()
+class Run:
+    """One `fit`, or other training, of a model: its arguments, and who joined it."""
+
+    def __init__(self, model: keras.Model, arguments: Mapping[str, Any]) -> None:
+        self.model, self.arguments = model, arguments
+        # What Keras draws the batches of training from: the first that `fit` resets.
+        self.epochs: Any = None
+        self.members: list[Member] = []
+        self.calls: dict[Place, Call] = {}
+        self.is_inside = False
+
+    def call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
+        """Runs a training function, with the calls of all members around it."""
+        if self.is_inside:  # what another callback put in between has called it
+            return function(iterator)
+        for place in sorted(self.calls):
+            function = functools.partial(self.calls[place], function)
+        with replaced(self, is_inside=True):
+            return function(iterator)
 
 
 class Member:
@@ -59,13 +61,9 @@ class Member:
     member may have had the place before.
     """
 
-    def __init__(
-        self,
-        run: "Run",
-        close: Callable[[BaseException | None], None],
-    ) -> None:
-        self.has_place = False
-        self._run, self._close = run, close
+    def __init__(self, run: Run, close: Close, place: Place | None) -> None:
+        self.has_place = place is not None and place not in run.calls
+        self._run, self._close, self._place = run, close, place
 
     def leave(self, error: BaseException | None = None) -> None:
         """Ends its part and tells it so; a second time does nothing.
@@ -73,7 +71,11 @@ class Member:
         `error` is what ended `fit`, None where nothing did.
         """
         if self in self._run.members:
-            self._run.drop(self)
+            self._run.members.remove(self)
+            if self.has_place and self._place is not None:
+                del self._run.calls[self._place]
+                if not self._run.calls:
+                    _take_off(self._run.model)
             self._close(error)
 
     def surround(self) -> None:
@@ -81,64 +83,17 @@ class Member:
 
         Another callback may have put its own around it, or had it made anew.
         """
-        self._run.surround()
+        _surround(self._run)
 
 
-class Run:
-    """One `fit` of a model, in one thread."""
+class _Runs(threading.local):
+    """The runs of this thread that are under way, the innermost last."""
 
-    def __init__(
-        self, model: keras.Model, arguments: Mapping[str, Any] | None = None
-    ) -> None:
-        self.model, self.thread = model, threading.get_ident()
-        self.arguments = arguments or {}
-        # What Keras draws the batches of training from: the first that `fit` resets.
-        self.epochs: Any = None
-        self.number = next(_NUMBERS)
-        self.members: list[Member] = []
-        self.calls: dict[Place, tuple[Member, Call]] = {}
-        self._is_inside = False
+    def __init__(self) -> None:
+        self.stack: list[Run] = []
 
-    def drop(self, member: Member) -> None:
-        """Lets a member go."""
-        self.members.remove(member)
-        self.calls = {p: c for p, c in self.calls.items() if c[0] is not member}
-        if not self.calls:
-            self._take_off()
 
-    def end(self, error: BaseException | None) -> None:
-        """Lets all members go, the first one first, whatever one of them raises."""
-        with contextlib.ExitStack() as stack:
-            for member in reversed(self.members):
-                stack.callback(_leave, member, error)
-
-    def surround(self) -> None:
-        """Puts the calls around the training function, unless they are there."""
-        function = self.model.train_function
-        if function is None or not self.calls:
-            return
-        if all(each.run is not self for each in _layers(function)):
-            self.model.train_function = _Around(self, function)
-
-    def call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
-        """Runs a training function, with the calls of all members around it."""
-        if self._is_inside:  # what another callback put in between has called it
-            return function(iterator)
-        for place in sorted(self.calls):
-            function = functools.partial(self.calls[place][1], function)
-        with replaced(self, _is_inside=True):
-            return function(iterator)
-
-    def _take_off(self) -> None:
-        """Takes the calls off the training function, where they can be reached."""
-        outer, function = None, self.model.train_function
-        for each in list(_layers(function)):
-            if each.run is not self:
-                outer = each
-            elif outer is None:
-                self.model.train_function = each.function
-            else:
-                outer.function = each.function
+_RUNS = _Runs()
 
 
 class _Around:
@@ -156,30 +111,23 @@ class _Around:
 
 def join(
     model: keras.Model,
-    close: Callable[[BaseException | None], None],
+    close: Close,
     *,
     place: Place | None = None,
     call: Call | None = None,
 ) -> Member:
     """Joins the `fit` of a model that runs now, as callbacks do when training begins.
 
-    In a loop of the user's own, with no `fit` around it, the part ends where the
-    callback says so.
-
-    Args:
-        model: The model.
-        close: Called once when the part ends, with the exception that ended `fit`, or
-            None.
-        place: Where `call` stands around the training function.
-        call: Called in its place with the next function inside, and the iterator.
+    `close` is called once when the part ends, with the exception that ended `fit`, or
+    None; outside of `fit` it ends where the callback says so. `call` is called in the
+    place of the training function with the next function inside, and the iterator.
     """
-    run = _current(model) or Run(model)
-    member = Member(run, close)
+    run = _current(model) or Run(model, {})
+    member = Member(run, close, place)
     run.members.append(member)
-    if place is not None and call is not None and place not in run.calls:
-        member.has_place = True
-        run.calls[place] = member, call
-        run.surround()
+    if member.has_place and place is not None and call is not None:
+        run.calls[place] = call
+        _surround(run)
     return member
 
 
@@ -192,39 +140,32 @@ def running(
     Whoever joined a `fit` around it rests inside. `arguments` are those of `fit` by
     name, as they are when Keras gets them.
     """
-    run = Run(model, arguments or {})
-    with _LOCK:
-        _RUNS.setdefault(model, []).append(run)
+    run, error = Run(model, arguments or {}), None
+    _RUNS.stack.append(run)
     try:
         yield
-    except BaseException as error:
-        run.end(error)
+    except BaseException as raised:
+        error = raised
         raise
-    else:
-        run.end(None)
     finally:
-        with _LOCK:
-            _RUNS[model].remove(run)
-            if not _RUNS[model]:
-                del _RUNS[model]
+        for member in list(run.members):
+            try:
+                member.leave(error)
+            except Exception:
+                logging.exception("A callback could not be closed after its `fit`.")
+        _RUNS.stack.remove(run)
 
 
 def note_made(model: keras.Model) -> None:
     """Puts what stood around a model's training function around the one just made."""
-    run = _current(model)
-    if run is not None:
-        run.surround()
+    if (run := _current(model)) is not None:
+        _surround(run)
 
 
 def note_epochs(epochs: Any) -> None:
     """Notes what the run that is under way in this thread draws its batches from."""
-    thread = threading.get_ident()
-    with _LOCK:
-        runs = [r for each in _RUNS.values() for r in each if r.thread == thread]
-    # The innermost is the last to have begun.
-    run = max(runs, key=lambda each: each.number, default=None)
-    if run is not None and run.epochs is None:
-        run.epochs = epochs
+    if _RUNS.stack and _RUNS.stack[-1].epochs is None:
+        _RUNS.stack[-1].epochs = epochs
 
 
 def epochs_of(model: keras.Model) -> Any:
@@ -237,29 +178,32 @@ def callbacks_of(model: keras.Model) -> list[Any]:
     """Returns the callbacks of the `fit` of a model that runs now."""
     run = _current(model)
     given = None if run is None else run.arguments.get("callbacks")
-    if given is None:
-        return []
-    found = getattr(given, "callbacks", given)  # Keras's own list of them
-    return list(tf.nest.flatten(found))
+    # Keras's own list of them, or what the user gave.
+    return [] if given is None else tf.nest.flatten(getattr(given, "callbacks", given))
+
+
+def on_iterator(model: keras.Model) -> Any:
+    """Returns a training function of a model as it is compiled now."""
+    return type(model)._make_function(model, model.train_step)
+
+
+def on_batch(model: keras.Model) -> Any:
+    """Returns a function that trains on one batch as `fit` does, traced or compiled."""
+    function = on_iterator(model)
+    return lambda data: function([data])
 
 
 def _current(model: keras.Model) -> Run | None:
     """Returns the innermost run of a model in this thread."""
-    thread = threading.get_ident()
-    for run in reversed(_RUNS.get(model, ())):
-        if run.thread == thread:
-            return run
-    return None
+    return next((run for run in reversed(_RUNS.stack) if run.model is model), None)
 
 
-def _layers(function: Any) -> Iterator[_Around]:
-    while isinstance(function, _Around):
-        yield function
-        function = function.function
+def _surround(run: Run) -> None:
+    function = run.model.train_function
+    if run.calls and function is not None and not isinstance(function, _Around):
+        run.model.train_function = _Around(run, function)
 
 
-def _leave(member: Member, error: BaseException | None) -> None:
-    try:
-        member.leave(error)
-    except Exception:
-        logging.exception("A callback could not be closed after its `fit`.")
+def _take_off(model: keras.Model) -> None:
+    while isinstance(model.train_function, _Around):
+        model.train_function = model.train_function.function

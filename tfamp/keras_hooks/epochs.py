@@ -2,11 +2,10 @@
 
 Relies on: `fit` making one `TFEpochIterator` for training, which it resets ahead of all
 others, and running through it once an epoch; `_enumerate_iterator` giving for each
-execution a tuple of its first step, its last one (not in all versions), and what the
-training function draws from; `_get_iterator` being called for each iterator that is
-made; `_current_iterator` and `_steps_seen` being all that lasts from one epoch to the
-next; `Trainer._initial_epoch` being where `fit` begins, where callbacks have set it
-when training begins.
+execution a tuple of its first step and, last, what the training function draws from;
+`_get_iterator` being called for each iterator that is made; `_current_iterator` and
+`_steps_seen` being all that lasts from one epoch to the next; `_initial_epoch` being
+where `fit` begins, where callbacks have set it when training begins.
 """
 
 import dataclasses
@@ -41,13 +40,11 @@ Around = Callable[[Iterator[Execution]], Iterator[Execution]]
 class Place:
     """Where an epoch begins in the data.
 
-    Args:
-        made: Iterators that were made of the dataset until then; each gives a dataset
-            that shuffles itself its next order.
-        drawn: Batches drawn from the last of them, where it lasts over epochs, as it
-            does with `steps_per_epoch`.
-        seen: Steps that Keras counts of it.
-        used: Which of them a batch was drawn from; some draw random numbers only then.
+    `made` are the iterators that were made of the dataset until then: each gives a
+    dataset that shuffles itself its next order. `used` says which of them a batch was
+    drawn from; some draw random numbers only then. `drawn` are the batches from the
+    last one, and `seen` the steps that Keras counts of it, where it lasts over epochs,
+    as it does with `steps_per_epoch`.
     """
 
     made: int
@@ -64,15 +61,14 @@ class Feed:
     """
 
     def __init__(self, epochs: Any) -> None:
-        self._epochs = epochs
+        self._epochs, self._adapter = epochs, epochs.data_adapter
         self.around: Around | None = None
         self.drawn = 0
         self.used: list[bool] = []  # of each iterator that was made
-
-    @property
-    def made(self) -> int:
-        """How many iterators were made of the dataset."""
-        return len(self.used)
+        # Steps in one call of the training function.
+        self.steps_per_execution = int(epochs.steps_per_execution)
+        # Whether Keras brings the examples of arrays in an order of its own.
+        self.shuffles = bool(getattr(self._adapter, "_shuffle", False))
 
     @property
     def num_batches(self) -> int | None:
@@ -83,39 +79,27 @@ class Feed:
     @property
     def batch_size(self) -> int | None:
         """Examples in a batch, None where that is not known."""
-        found = getattr(self._epochs.data_adapter, "batch_size", None)
+        found = getattr(self._adapter, "batch_size", None)
         return None if found is None else int(found)
 
     @property
     def kind(self) -> str:
         """Which data it is: "arrays", "dataset" or "other"."""
-        adapter = self._epochs.data_adapter
-        if isinstance(adapter, ArrayDataAdapter):
+        if isinstance(self._adapter, ArrayDataAdapter):
             return "arrays"
-        return "dataset" if isinstance(adapter, TFDatasetAdapter) else "other"
-
-    @property
-    def shuffles(self) -> bool:
-        """Whether Keras brings the examples of arrays in an order of its own."""
-        return bool(getattr(self._epochs.data_adapter, "_shuffle", False))
+        return "dataset" if isinstance(self._adapter, TFDatasetAdapter) else "other"
 
     @property
     def dataset(self) -> Any:
         """The dataset that was given, None where it was something else."""
-        adapter = self._epochs.data_adapter
-        return adapter.get_tf_dataset() if self.kind == "dataset" else None
-
-    @property
-    def steps_per_execution(self) -> int:
-        """Steps in one call of the training function."""
-        return int(self._epochs.steps_per_execution)
+        return self._adapter.get_tf_dataset() if self.kind == "dataset" else None
 
     def place(self) -> Place:
         """Returns where the epoch that comes next begins."""
         epochs, used = self._epochs, tuple(self.used)
         if epochs.steps_per_epoch is None or epochs._current_iterator is None:
-            return Place(self.made, used=used)
-        return Place(self.made, self.drawn, epochs._steps_seen, used)
+            return Place(len(used), used=used)
+        return Place(len(used), self.drawn, epochs._steps_seen, used)
 
     def go_to(self, place: Place) -> Any:
         """Brings the data to where an epoch began in another process.
@@ -125,25 +109,26 @@ class Feed:
         """
         epochs = self._epochs
         iterator, batch = epochs._current_iterator, None
-        while self.made < place.made:
-            number, iterator = self.made, iter(epochs._get_iterator())
-            is_last = self.made == place.made
+        while len(self.used) < place.made:
+            number, iterator = len(self.used), iter(epochs._get_iterator())
             # The batches of the last one may be drawn below.
-            if number < len(place.used) and place.used[number]:
-                if not (is_last and place.drawn):
-                    batch = next(iterator, None)
-                    self.used[number] = True
+            is_last = len(self.used) == place.made
+            if place.used[number] and not (is_last and place.drawn):
+                batch = next(iterator, None)
+                self.used[number] = True
         if not place.drawn:
-            if batch is not None or iterator is None:
-                return batch
-            return next(iterator)
+            return next(iterator) if batch is None and iterator is not None else batch
         for _ in range(place.drawn):
             batch = next(iterator)
         epochs._current_iterator, epochs._steps_seen = iterator, place.seen
         self.drawn = place.drawn
+        self.note_used()
+        return batch
+
+    def note_used(self) -> None:
+        """Notes that a batch was drawn from the newest iterator."""
         if self.used:
             self.used[-1] = True
-        return batch
 
     def first_batch(self) -> Any:
         """Returns the first batch of an iterator of its own."""
@@ -171,10 +156,9 @@ _FEEDS: "weakref.WeakKeyDictionary[Any, Feed]" = weakref.WeakKeyDictionary()
 
 
 def _feed_from(iterator: Any) -> Feed:
-    feed = _FEEDS.get(iterator)
-    if feed is None:
-        feed = _FEEDS[iterator] = Feed(weakref.proxy(iterator))
-    return feed
+    if iterator not in _FEEDS:
+        _FEEDS[iterator] = Feed(weakref.proxy(iterator))
+    return _FEEDS[iterator]
 
 
 @wrapper
@@ -195,25 +179,17 @@ def _wrap_get(original: Function, self: Any) -> Any:
 @wrapper
 def _wrap_enumerate(original: Function, self: Any) -> Iterator[tuple[Any, ...]]:
     feed = _feed_from(self)
-    items = iter(original(self))
-    if feed.around is None:
-        return _counted(feed, items)
-    found = feed.around(_executions(feed, _counted(feed, items)))
+    executions = _executions(feed, original(self))
+    found = executions if feed.around is None else feed.around(executions)
     return (each.item for each in found)
-
-
-def _counted(feed: Feed, items: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    for item in items:
-        feed.drawn += feed.steps_per_execution
-        if feed.used:
-            feed.used[-1] = True
-        yield item
 
 
 def _executions(feed: Feed, items: Iterator[tuple[Any, ...]]) -> Iterator[Execution]:
     for item in items:
-        begin = int(item[0])
-        yield Execution(begin, begin + feed.steps_per_execution, item[-1], item)
+        begin, steps = int(item[0]), feed.steps_per_execution
+        feed.drawn += steps
+        feed.note_used()
+        yield Execution(begin, begin + steps, item[-1], item)
 
 
 EPOCH_HOOKS = PatchSet(
@@ -228,9 +204,8 @@ EPOCH_HOOKS = PatchSet(
 def order_patches() -> list[Patch]:
     """Returns the patch that gives each epoch over arrays an order of its own.
 
-    Keras 3.16 draws the order from a number of the epoch that the trace freezes, so
-    all epochs, runs and seeds have one order (keras#23046). Up to 3.15 TensorFlow
-    draws it, as here; there is nothing to replace.
+    Keras 3.16 draws the order from a number of the epoch that the trace freezes
+    (keras#23046). Up to 3.15 TensorFlow draws it, as here.
     """
 
     @wrapper

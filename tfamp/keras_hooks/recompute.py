@@ -10,7 +10,6 @@ call context and the autocast scope being global attributes, which inner layers 
 """
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -81,17 +80,10 @@ def recomputed(
 ) -> Callable[..., Any]:
     """Returns a function that gives what `call` does; its gradient calls it again.
 
-    Args:
-        call: Calls layers; its tensors are among its arguments.
-        owner: The layer that gets the losses that are added inside.
-        layers: All layers that are called inside, with those inside of them.
-        name: What errors call it.
-        is_ready: States whether all variables inside are made.
-        in_xla: States whether XLA compiles what is being traced.
-
-    Raises:
-        ValueError: When it is called, if the call draws random numbers or writes to
-            variables past Keras, which a second time would do again.
+    `layers` are all that are called inside, of which `owner` gets the losses that are
+    added; errors say `name`. `is_ready` states whether all variables inside are made,
+    `in_xla` whether XLA compiles what is traced. A ValueError says that the call draws
+    random numbers, or writes to variables, past Keras: a second time would do it again.
     """
 
     def calling(*args: Any, **kwargs: Any) -> Any:
@@ -122,11 +114,17 @@ def recomputed(
             with record.stop_recording():
                 _refuse_what_differs(lambda: told.append(run(tensors, state)), name)
             results = told[-1]
-            sums = _sums(results.tensors)
+            sums = _sums(results)
 
             def again(tensors: Sequence[Any], state: Sequence[Any]) -> _Results:
                 found: _Results = surroundings.call(run, tensors, state)
-                _check_sums(_sums(found.tensors), sums, name)
+                if any(
+                    abs(a - b) > _SAME * size
+                    for (a, _), (b, size) in zip(_sums(found), sums, strict=True)
+                ):
+                    _refuse(
+                        name, "its outputs add up to something else the second time"
+                    )
                 return found
 
             def back(*upstream: Any, variables: Any = None) -> Any:
@@ -209,32 +207,28 @@ def _behind(
     """Returns tensors and state as they are once gradients have come.
 
     Else everything would be computed again at once, or be taken from the first time.
+    XLA takes no notice of control dependencies, and on CPUs its barriers are gone
+    before it looks for what is computed twice: there a 0 is added that it cannot know
+    without the gradients.
     """
     given = [x for x in upstream if x is not None]
     # A tensor that comes as several arguments becomes several, each with a gradient.
-    after = functools.partial(_with, _zero_of(given)) if is_xla else tf.identity
+    after: Callable[[Any], Any] = tf.identity
+    if is_xla:
+        first = next(x for x in given if x.dtype.is_floating)
+        number = tf.reduce_sum(tf.reshape(first, [-1])[:1])
+        is_finite = tf.math.is_finite(number)
+        zero = tf.where(is_finite, number * 0, tf.zeros_like(number))
+
+        def after(tensor: Any) -> Any:
+            if tensor.dtype == tf.bool:
+                return tf.logical_or(tensor, tf.cast(zero, tf.bool))
+            if tensor.dtype.is_floating or tensor.dtype.is_integer:
+                return tensor + tf.cast(zero, tensor.dtype)
+            return tensor
+
     with tf.control_dependencies(given):
         return [after(x) for x in tensors], [after(x) for x in state]
-
-
-def _zero_of(gradients: Sequence[Any]) -> Any:
-    """Returns a 0 that XLA cannot know without the gradients.
-
-    It takes no notice of control dependencies, and on CPUs its barriers are gone before
-    it looks for what is computed twice.
-    """
-    first = next(x for x in gradients if x.dtype.is_floating)
-    number = tf.reduce_sum(tf.reshape(first, [-1])[:1])
-    return tf.where(tf.math.is_finite(number), number * 0, tf.zeros_like(number))
-
-
-def _with(zero: Any, tensor: Any) -> Any:
-    """Returns a tensor with 0 added."""
-    if tensor.dtype == tf.bool:
-        return tf.logical_or(tensor, tf.cast(zero, tf.bool))
-    if tensor.dtype.is_floating or tensor.dtype.is_integer:
-        return tensor + tf.cast(zero, tensor.dtype)
-    return tensor
 
 
 def _fixed(layers: Iterable[keras.layers.Layer]) -> list[Any]:
@@ -287,7 +281,7 @@ def _packed(tensors: Sequence[Any], form: _Form) -> Any:
 def _refuse_what_differs(run: Callable[[], Any], name: str) -> None:
     """Runs a call once; raises where a second time would not be the same."""
     if tf.executing_eagerly():
-        run()  # what a second time gives is compared
+        run()
         return
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
@@ -302,22 +296,12 @@ def _refuse_what_differs(run: Callable[[], Any], name: str) -> None:
             )
 
 
-def _sums(tensors: Sequence[Any]) -> list[tuple[float, float]]:
-    """Returns the sums of tensors, and of their magnitudes, where known at once."""
+def _sums(results: _Results) -> list[tuple[float, float]]:
+    """Returns the sums of outputs, and of their magnitudes, where known at once."""
     if not tf.executing_eagerly():
         return []
-    floats = [tf.cast(x, tf.float32) for x in tensors if x.dtype.is_floating]
+    floats = [tf.cast(x, tf.float32) for x in results.tensors if x.dtype.is_floating]
     return [(float(tf.reduce_sum(x)), float(tf.reduce_sum(abs(x)))) for x in floats]
-
-
-def _check_sums(
-    found: list[tuple[float, float]], expected: list[tuple[float, float]], name: str
-) -> None:
-    for (a, _), (b, size) in zip(found, expected, strict=False):
-        if abs(a - b) > _SAME * size:  # never where one is NaN
-            _refuse(
-                name, f"its outputs added up to {b:g}, and to {a:g} the second time"
-            )
 
 
 def _refuse(name: str, why: str) -> NoReturn:

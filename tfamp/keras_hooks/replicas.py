@@ -1,31 +1,23 @@
 """Weights the losses of replicas by their examples, and has them draw random numbers.
 
-A mean over the batch is divided by the number of replicas in Keras, which is wrong
-where they have different numbers of examples, as in the last batch of an epoch: 81
-examples in batches of 16 leave one replica with one example and the other with none.
-Inside `sharing` a mean is multiplied by the replica's share of the batch instead, so
-that sums over the replicas are the means of one device. Sums, losses of each example
-and scalars that a program reduces by itself are left as they are.
-
-Relies on: `reduce_weighted_values` of Keras's losses calling `reduce_values`, and that
-one `scale_loss_for_distribution` where it has divided by what it counted, both by
-their names in that module; the trainer calling it for additional losses, and
-`unscale_loss_for_distribution` ahead of the trackers of losses; trackers of the losses
-of several outputs being `Mean`s in `_compile_loss.metrics`; a plain optimizer reducing
-its gradients by `_all_reduce_sum_gradients`.
+Keras divides a mean over the batch by the number of replicas, which is wrong where they
+have different numbers of examples, as in the last batch of an epoch. Inside `sharing` a
+mean is multiplied by the replica's share of the batch instead, so that sums over the
+replicas are the means of one device. Sums, losses of each example and scalars that a
+program reduces by itself are left as they are.
 
 Every replica holds the same state of a seed generator, so in Keras all draw the same
-dropout mask, and a batch on 8 replicas has one eighth of the noise that it should. What
-a seed generator hands out is changed by the number of the replica; its state is not, so
-that replicas agree on it, files hold it, and training that is resumed draws what it
-would have drawn. The first replica draws what one device does.
+dropout mask. What a generator hands out is changed by the number of the replica; its
+state is not, so that replicas agree on it and files hold it. The first replica draws
+what one device does.
 
-Relies on: what draws random numbers asking `SeedGenerator.next` for a seed, of which
-every pair of integers is one. Integers that a program passes as a seed stay as they
-are: they ask for the same numbers each time.
-
-Keras's own distribution, which its TensorFlow backend takes and does not follow, makes
-no replicas; whoever sets it is warned of that.
+Relies on: `reduce_weighted_values` of Keras's losses calling `reduce_values`, and that
+one `scale_loss_for_distribution` where it has divided by what it counted, both by their
+names in that module; the trainer calling it for additional losses, and
+`unscale_loss_for_distribution` ahead of the trackers of losses; trackers of the losses
+of several outputs being `Mean`s in `_compile_loss.metrics`; a plain optimizer reducing
+its gradients by `_all_reduce_sum_gradients`; what draws random numbers asking
+`SeedGenerator.next` for a seed, of which every pair of integers is one.
 """
 
 import contextlib
@@ -38,7 +30,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from absl import logging
 from keras.src.losses import loss as losses
 
 from tfamp.keras_hooks.layers import CALLS
@@ -62,7 +53,6 @@ class Share:
     may_be_empty: bool  # whether `count` may be 0, as far as a trace knows
     graph: Any  # the graph in which the step runs, None in eager code
     trackers: frozenset[int]  # identities of the metrics of outputs' losses
-    reduces_weights: bool  # whether weights and masks are added up over replicas
 
     def of_batch(self, dtype: Any) -> tf.Tensor:
         """Returns the share of the examples, in [0, 1]."""
@@ -77,33 +67,26 @@ class _Here(threading.local):
 
 
 _HERE = _Here()
-_SAID = threading.Event()
 
 
 @contextlib.contextmanager
 def sharing(
-    model: keras.Model,
-    count: tf.Tensor | None,
-    *,
-    may_be_empty: bool = True,
-    reduces_weights: bool = True,
+    model: keras.Model, count: tf.Tensor | None, *, may_be_empty: bool = True
 ) -> Iterator[Share | None]:
     """Weights the means of a training step by the examples that each replica has.
 
     Nothing is done where there is one replica, or `count`, the examples of this one as
-    a float32 scalar, is None. One number is added up over the replicas, while the model
-    runs forward.
+    a float32 scalar, is None.
     """
     context = tf.distribute.get_replica_context()
     if count is None or context is None or context.num_replicas_in_sync == 1:
         yield None
         return
-    _say_once(context.num_replicas_in_sync)
     total = context.all_reduce(tf.distribute.ReduceOp.SUM, count)
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     loss = getattr(model, "_compile_loss", None)
     trackers = frozenset(map(id, getattr(loss, "metrics", ())))
-    share = Share(count, total, may_be_empty, graph, trackers, reduces_weights)
+    share = Share(count, total, may_be_empty, graph, trackers)
     with replaced(_HERE, share=share):
         yield share
 
@@ -127,28 +110,15 @@ def of_examples(gradients: Sequence[Any]) -> list[Any]:
         return list(gradients)
 
     def zeros() -> list[Any]:
-        return [_zeros_of(gradient) for gradient in present]
+        return [
+            tf.IndexedSlices(tf.zeros_like(g.values), g.indices, g.dense_shape)
+            if isinstance(g, tf.IndexedSlices)
+            else tf.zeros_like(g)
+            for g in present
+        ]
 
     kept = iter(tf.cond(empty, zeros, lambda: list(present)))
     return [None if g is None else next(kept) for g in gradients]
-
-
-def _zeros_of(gradient: Any) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        zeros = tf.zeros_like(gradient.values)
-        return tf.IndexedSlices(zeros, gradient.indices, gradient.dense_shape)
-    return tf.zeros_like(gradient)
-
-
-def _say_once(num_replicas: int) -> None:
-    if not _SAID.is_set():
-        _SAID.set()
-        logging.info(
-            "Means over a batch are weighted by the examples that each of the %d "
-            "replicas has of it, so that uneven batches train as on one device. To "
-            "weight them in your own way, give the loss `reduction=None` or 'sum'.",
-            num_replicas,
-        )
 
 
 def _quotient(part: Any, whole: Any, dtype: Any) -> tf.Tensor:
@@ -194,23 +164,17 @@ def _wrap_reduce(
     share = _HERE.share
     if share is None:
         return original(values, sample_weight, mask, reduction, dtype)
-    weights = _weights(sample_weight, mask, reduction)
-    if weights is None or not _can_reduce(share):
+    weights, of_weights = _weights(sample_weight, mask, reduction), _HERE.of_weights
+    if weights is not None and _can_reduce(share):
+        part = tf.reduce_sum(weights)
+        context = tf.distribute.get_replica_context()
+        whole = context.all_reduce(tf.distribute.ReduceOp.SUM, part)
+        of_weights = lambda dtype: _quotient(part, whole, dtype)  # noqa: E731
+    with replaced(_HERE, of_weights=of_weights):
         loss = original(values, sample_weight, mask, reduction, dtype)
-        return _summed_if_empty(loss, reduction)
-    part = tf.reduce_sum(weights)
-    context = tf.distribute.get_replica_context()
-    whole = context.all_reduce(tf.distribute.ReduceOp.SUM, part)
-    with replaced(_HERE, of_weights=lambda dtype: _quotient(part, whole, dtype)):
-        loss = original(values, sample_weight, mask, reduction, dtype)
-    return _summed_if_empty(loss, reduction)
-
-
-def _summed_if_empty(loss: Any, reduction: Any) -> Any:
-    """Returns a scalar: Keras leaves no values, of shape (0,), as they are."""
-    if reduction in (None, "none") or tuple(loss.shape) != (0,):
-        return loss
-    return tf.reduce_sum(loss)
+    # Keras leaves no values, of shape (0,), as they are.
+    is_left = reduction not in (None, "none") and tuple(loss.shape) == (0,)
+    return tf.reduce_sum(loss) if is_left else loss
 
 
 def _weights(sample_weight: Any, mask: Any, reduction: Any) -> Any:
@@ -234,7 +198,7 @@ def _weights(sample_weight: Any, mask: Any, reduction: Any) -> Any:
 
 def _can_reduce(share: Share) -> bool:
     """Returns whether replicas can meet here: not in a branch, a loop or a function."""
-    if not share.reduces_weights or tf.distribute.in_cross_replica_context():
+    if tf.distribute.in_cross_replica_context():
         return False
     if tf.executing_eagerly():
         return share.graph is None
@@ -268,20 +232,14 @@ def _wrap_sum(original: Function, self: Any, grads_and_vars: Any) -> Any:
 
 @wrapper
 def _wrap_next(original: Function, self: Any, ordered: bool = True) -> Any:
-    seed = original(self, ordered)
+    """Changes a seed, of shape (2,), by the number of the replica."""
+    seed, context = original(self, ordered), tf.distribute.get_replica_context()
     # Models that are not managed draw what they draw in Keras.
     is_ours = CALLS.stack or _HERE.share is not None
-    return _of_this_replica(seed) if is_ours else seed
-
-
-def _of_this_replica(seed: Any) -> Any:
-    """Returns a seed, of shape (2,), changed by the number of the replica."""
-    context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
+    if not is_ours or context is None or context.num_replicas_in_sync == 1:
         return seed
     number = tf.cast(context.replica_id_in_sync_group, seed.dtype)
-    step = tf.constant([_BETWEEN_REPLICAS, 0], seed.dtype)
-    return seed + number * step
+    return seed + number * tf.constant([_BETWEEN_REPLICAS, 0], seed.dtype)
 
 
 def patches() -> list[Patch]:
@@ -297,33 +255,22 @@ def patches() -> list[Patch]:
 
 
 _TOLD: "weakref.WeakSet[Any]" = weakref.WeakSet()
-REMEDY = (
-    "Take it away by `keras.distribution.set_distribution(None)`, and make the model "
-    "in the scope of `tfamp.distribute.strategy()`, which trains with the same weights "
-    "on all devices; for a model that is too large for one, use `tfamp.remat`, "
-    "accumulation, or Keras on JAX."
-)
-
-
-def idle_distribution() -> str | None:
-    """Returns what a distribution that is set does not do, None where none is set."""
-    found = keras.distribution.distribution()
-    if found is None:
-        return None
-    return (
-        f"`keras.distribution` is set to {type(found).__name__}, which Keras does not "
-        "follow on TensorFlow: every variable and every step stays on the first "
-        "device, as if it were not set."
-    )
 
 
 def warn_of_idle_distribution(*_: Any) -> None:
-    """Warns once of each distribution that is set."""
-    text, found = idle_distribution(), keras.distribution.distribution()
-    if text is not None and found not in _TOLD:
+    """Warns once of each distribution of Keras's that is set, and does nothing."""
+    found = keras.distribution.distribution()
+    if found is not None and found not in _TOLD:
         _TOLD.add(found)
         warnings.warn(
-            f"{text} {REMEDY} {checks.see('scale')}",
+            f"`keras.distribution` is set to {type(found).__name__}, which Keras does "
+            "not follow on TensorFlow: every variable and every step stays on the "
+            "first device, as if it were not set. Take it away by "
+            "`keras.distribution.set_distribution(None)`, and make the model in the "
+            "scope of `tfamp.distribute.strategy()`, which trains with the same "
+            "weights on all devices; for a model that is too large for one, use "
+            "`tfamp.remat`, accumulation, or Keras on JAX. "
+            f"{checks.see('scale')}",
             UserWarning,
             stacklevel=2,
         )

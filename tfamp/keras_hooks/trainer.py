@@ -4,10 +4,9 @@ Relies on: `Trainer.compile` being what every model's `compile` ends in, and
 `_compile_config` being what is saved; `TensorFlowTrainer.make_train_function` making
 the training function out of `train_step` by `_make_function`; `fit`, `train_on_batch`,
 `evaluate` and `predict` being methods of that class, and `fit` calling what its
-decorator wraps by way of a closure; `train_function`, `test_function`
-and `predict_function` being rebuilt where they are None; `_symbolic_build` building
-model, losses and optimizer from one batch; `_compile_metrics` and `_compile_loss`
-making metrics by a `build` that takes targets and outputs.
+decorator wraps by way of a closure; `train_function`, `test_function` and
+`predict_function` being rebuilt where they are None; `_symbolic_build` building
+model, losses, metrics and optimizer from one batch.
 """
 
 import contextlib
@@ -37,11 +36,10 @@ def run_patches(
 ) -> list[Patch]:
     """Returns the patches on a model's training, evaluation and prediction.
 
-    Args:
-        around_step: Takes a model and its `train_step`, returns what is traced.
-        around_function: Takes a model and its training function, gives what is called.
-        around_run: Takes a model, "fit", "train_on_batch", "evaluate" or "predict", and
-            the arguments by name, which it may change; gives a context around the call.
+    `around_step` takes a model and its `train_step`, and returns what is traced;
+    `around_function` takes a model and its training function, and gives what is called.
+    `around_run` takes a model, "fit", "train_on_batch", "evaluate" or "predict", and
+    the arguments by name, which it may change; it gives a context around the call.
     """
 
     @wrapper
@@ -101,38 +99,14 @@ def build_metrics(model: keras.Model, data: Any) -> None:
     a second time. Methods of the user's own may need others, and are left alone.
     """
     kind = type(model)
-    parts = [
-        (model._compile_metrics, kind.compute_metrics is SharedTrainer.compute_metrics),
-        (model._compile_loss, kind.compute_loss is SharedTrainer.compute_loss),
-    ]
-    unbuilt = [part for part, is_used in parts if is_used and part and not part.built]
-    if not unbuilt or not model.built:
-        return
-    with model.distribute_strategy.scope():
-        try:
-            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-            targets = keras.tree.map_structure(_spec_of, y)
-            outputs = _outputs_of(model, x)
-            for part in unbuilt if y is not None else ():
-                # The loss of one output has no metric of its own.
-                if part is not model._compile_loss or keras.tree.is_nested(outputs):
-                    part.build(targets, outputs)
-        except (AttributeError, TypeError, ValueError, KeyError):
-            return  # the first step says what is wrong
-
-
-def _outputs_of(model: keras.Model, x: Any) -> Any:
-    """Returns a model's outputs for a batch of inputs, as shapes and dtypes."""
-    graph = graph_of(model)
-    if graph is not None:
-        return graph._outputs_struct
-    return model.compute_output_spec(keras.tree.map_structure(_spec_of, x))
-
-
-def _spec_of(x: Any) -> Any:
-    if x is None:
-        return None
-    return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
+    is_own = (
+        kind.compute_metrics is not SharedTrainer.compute_metrics
+        or kind.compute_loss is not SharedTrainer.compute_loss
+    )
+    if model.built and not is_own:
+        # The first step says what is wrong.
+        with contextlib.suppress(Exception), model.distribute_strategy.scope():
+            build_from(model, data)
 
 
 def _built_ahead(model: keras.Model, function: Callable[..., Any]) -> Any:
@@ -143,7 +117,7 @@ def _built_ahead(model: keras.Model, function: Callable[..., Any]) -> Any:
     are models that are not managed.
     """
     is_own = type(model).train_step is not TensorFlowTrainer.train_step
-    if is_own or model.run_eagerly or policy_of(model) is None:
+    if is_own or model.run_eagerly or policy_of(model) is None or not graph_of(model):
         return function
     is_first = True
 
@@ -151,28 +125,13 @@ def _built_ahead(model: keras.Model, function: Callable[..., Any]) -> Any:
     def call(iterator: Any) -> Any:
         nonlocal is_first
         spec = getattr(iterator, "element_spec", None)
-        if isinstance(iterator, tf.distribute.DistributedIterator):
-            spec = None  # of a part for each replica
-        if is_first and _has_weights(model) and spec is not None:
-            if model.optimizer is not None and not model.optimizer.built:
-                model.optimizer.build(model.trainable_variables)
-            if graph_of(model) is not None:
-                build_metrics(model, spec)
+        is_spread = isinstance(iterator, tf.distribute.DistributedIterator)
+        if is_first and spec is not None and not is_spread:
+            build_metrics(model, spec)
         is_first = False
         return function(iterator)
 
     return call
-
-
-def _has_weights(model: keras.Model) -> bool:
-    """Returns whether all weights of a model are made.
-
-    `model.build(input_shape)` of a subclassed one marks it built and may leave the
-    layers inside for the first call.
-    """
-    return bool(model.built) and all(
-        layer.built for layer in model._flatten_layers(include_self=False)
-    )
 
 
 def has_recorded_a_loss(model: keras.Model) -> bool:
@@ -181,16 +140,20 @@ def has_recorded_a_loss(model: keras.Model) -> bool:
     True where the model's own code keeps the losses, and nobody can tell.
     """
     tracker = getattr(model, "_loss_tracker", None)
-    return tracker is None or examples_recorded(model) != 0.0
+    return tracker is None or float(tf.convert_to_tensor(tracker.count)) != 0.0
 
 
 def examples_recorded(model: keras.Model) -> float:
     """Returns the examples whose loss was added since the metrics were reset.
 
-    0 where the model's own code keeps the losses.
+    0 where the model's own code keeps the losses. Other workers count for as many as
+    this one.
     """
-    tracker = getattr(model, "_loss_tracker", None)
-    return 0.0 if tracker is None else float(tf.convert_to_tensor(tracker.count))
+    tracker, strategy = getattr(model, "_loss_tracker", None), model.distribute_strategy
+    if tracker is None:
+        return 0.0
+    parts = strategy.experimental_local_results(tracker.count.value)
+    return sum(map(float, parts)) * strategy.num_replicas_in_sync / len(parts)
 
 
 def batch_size_of(data: Any) -> tf.Tensor | None:
@@ -221,8 +184,7 @@ def compile_patches(
 ) -> list[Patch]:
     """Returns the patch on `compile`.
 
-    `before_compile` is called with the model and the arguments of `compile` by name,
-    defaults filled in, which it may change.
+    `before_compile` gets the model and all arguments by name, which it may change.
     """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,10 +205,9 @@ def compile_patches(
 def drop_traced_functions(
     model: keras.layers.Layer, *, but_training: bool = False
 ) -> None:
-    """Makes `model` trace anew at its next fit, evaluate and predict.
+    """Makes `model` trace anew at its next fit, evaluate and predict, in its dtypes.
 
-    A traced function keeps the dtypes it was traced with. `but_training` leaves the one
-    of a `fit` that runs.
+    `but_training` leaves the function of a `fit` that runs.
     """
     if isinstance(model, SharedTrainer):
         if not but_training:

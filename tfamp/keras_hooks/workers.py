@@ -6,13 +6,12 @@ others never. So all take the order of the chief: by the seed of TensorFlow, if 
 program has set it, or else by one drawn from Python's generator.
 
 Relies on: `_maybe_symbolic_build` taking the first batch off an iterator and passing it
-on as `data_batch`; `reduce_per_replica` of the trainer's module reducing what a step
-returns; `_collective_all_reduce_multi_worker` telling whether a strategy has several
-workers; a variable's first value going from the chief to the others by
-`collective_ops.broadcast_send` and `broadcast_recv`. For arrays: `TFEpochIterator`
-asking its adapter for `get_tf_dataset` while it is made; `ArrayDataAdapter` holding
-`_inputs`, `_num_samples`, `_batch_size` and `_shuffle`; the eager context holding the
-seed of TensorFlow in `_seed`.
+on as `data_batch`; `reduce_per_replica` reducing what a step returns;
+`_collective_all_reduce_multi_worker` telling whether a strategy has several workers; a
+variable's first value going from the chief to the others by `broadcast_send` and
+`broadcast_recv`. For arrays: `TFEpochIterator` asking its adapter for `get_tf_dataset`
+while it is made; `ArrayDataAdapter` holding `_inputs`, `_num_samples`, `_batch_size`
+and `_shuffle`; the eager context holding the seed of TensorFlow in `_seed`.
 """
 
 import functools
@@ -23,7 +22,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from absl import logging
 from keras.src import tree
 from keras.src.backend.tensorflow import trainer
 from keras.src.trainers.data_adapters import array_slicing
@@ -50,12 +48,17 @@ def summed(context: Any, values: Sequence[Any]) -> list[Any]:
     """Returns the sums over all replicas of tensors and `tf.IndexedSlices`.
 
     Those of each dtype go in a call of their own: workers join what is in one call.
+    Slices in bfloat16, which collectives do not gather, go one after the other, by
+    their bits.
     """
-    places: dict[Any, list[int]] = {}
     sums: list[Any] = [None] * len(values)
+    places: dict[Any, list[int]] = {}
     for place, value in enumerate(values):
         if isinstance(value, tf.IndexedSlices) and value.dtype == tf.bfloat16:
-            sums[place] = _gathered(context, value)
+            bits = context.all_gather(tf.bitcast(value.values, tf.float16), axis=0)
+            rows, indices = tf.bitcast(bits, tf.bfloat16), value.indices
+            indices = context.all_gather(indices, axis=0)
+            sums[place] = tf.IndexedSlices(rows, indices, value.dense_shape)
         else:
             places.setdefault(value.dtype, []).append(place)
     for some in places.values():
@@ -66,19 +69,6 @@ def summed(context: Any, values: Sequence[Any]) -> list[Any]:
     return sums
 
 
-def _gathered(context: Any, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Returns the slices of all replicas one after the other, which is their sum.
-
-    Their bits go as those of float16: collectives gather no bfloat16.
-    """
-    bits = tf.bitcast(slices.values, tf.float16)
-    bits, indices = (
-        context.all_gather(part, axis=0) for part in (bits, slices.indices)
-    )
-    values = tf.bitcast(bits, tf.bfloat16)
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
-
-
 def part_of(batch: Any, strategy: Any) -> Any:
     """Returns the part of a batch that the first replica here gets."""
     return tf.nest.map_structure(
@@ -87,23 +77,19 @@ def part_of(batch: Any, strategy: Any) -> Any:
 
 
 @wrapper
-def _wrap_send(
-    original: Function, t: Any, shape: Any, dtype: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _wrap_send(original: Function, t: Any, shape: Any, dtype: Any, *args: Any) -> Any:
     """Sends bfloat16, for which CPUs have no broadcast, as float32, which is exact."""
     if dtype != tf.bfloat16:
-        return original(t, shape, dtype, *args, **kwargs)
-    sent = original(tf.cast(t, tf.float32), shape, tf.float32, *args, **kwargs)
+        return original(t, shape, dtype, *args)
+    sent = original(tf.cast(t, tf.float32), shape, tf.float32, *args)
     return tf.cast(sent, dtype)
 
 
 @wrapper
-def _wrap_receive(
-    original: Function, shape: Any, dtype: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _wrap_receive(original: Function, shape: Any, dtype: Any, *args: Any) -> Any:
     if dtype != tf.bfloat16:
-        return original(shape, dtype, *args, **kwargs)
-    return tf.cast(original(shape, tf.float32, *args, **kwargs), dtype)
+        return original(shape, dtype, *args)
+    return tf.cast(original(shape, tf.float32, *args), dtype)
 
 
 @wrapper
@@ -152,7 +138,6 @@ def one_by_one(model: keras.Model, function: Callable[..., Any]) -> Any:
         num_steps = int(model.steps_per_execution or 1)
         if num_steps == 1 or model.run_eagerly:
             return function(iterator)
-        _say_once(num_steps)
         outputs = None
         with replaced(model, steps_per_execution=1):
             for done in range(num_steps):
@@ -167,15 +152,6 @@ def one_by_one(model: keras.Model, function: Callable[..., Any]) -> Any:
     return call
 
 
-@functools.cache
-def _say_once(num_steps: int) -> None:
-    logging.info(
-        "The %d steps of an execution are a call each on several workers, since "
-        "TensorFlow cannot reduce over them in a loop of its own (keras#19246).",
-        num_steps,
-    )
-
-
 def _has_workers(strategy: Any) -> bool:
     return bool(trainer._collective_all_reduce_multi_worker(strategy))
 
@@ -186,11 +162,11 @@ def _wrap_iterator(
     self: Any,
     distribute_strategy: Any = None,
     *args: Any,
-    **kwargs: Any,
+    **kw: Any,
 ) -> None:
     is_spread = _has_workers(distribute_strategy)
     with replaced(_HERE, strategy=distribute_strategy if is_spread else None):
-        original(self, distribute_strategy, *args, **kwargs)
+        original(self, distribute_strategy, *args, **kw)
 
 
 @wrapper
@@ -203,8 +179,7 @@ def _wrap_dataset(original: Function, self: Any) -> Any:
             "batch in another order on each; expected True or False. Pass "
             "`shuffle=True`."
         )
-    seed, is_given = _chosen(_HERE.strategy)
-    return _shuffled(self, seed, is_given=is_given)
+    return _shuffled(self, *_chosen(_HERE.strategy))
 
 
 def _chosen(strategy: Any) -> tuple[int, bool]:
@@ -222,7 +197,7 @@ def _chosen(strategy: Any) -> tuple[int, bool]:
     return int(chosen[0]), bool(chosen[1])
 
 
-def _shuffled(adapter: Any, seed: int, *, is_given: bool) -> Any:
+def _shuffled(adapter: Any, seed: int, is_given: bool) -> Any:
     """Returns batches of shuffled examples.
 
     Each epoch has another order, but for a seed that the program has given: then all
@@ -236,16 +211,25 @@ def _shuffled(adapter: Any, seed: int, *, is_given: bool) -> Any:
         )
         return tf.data.Dataset.from_tensor_slices(order).batch(batch_size)
 
+    def rows_of(rows: tf.Tensor, data: Any) -> Any:
+        def grab(leaf: Any) -> Any:
+            if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
+                return array_slicing.slice_tensorflow_sparse_wrapper(leaf, rows)
+            if isinstance(leaf, list | tuple | dict):
+                return None
+            return tf.gather(leaf, rows, axis=0) if tf.is_tensor(leaf) else leaf
+
+        return tree.traverse(grab, data)
+
     # Seeds of TensorFlow are mixed in, and may be others on each worker.
     with replaced(context.context(), _seed=None):
         numbers = tf.data.Dataset.random(seed, rerandomize_each_iteration=not is_given)
-    indices = numbers.take(1).flat_map(batches)
     inputs = tree.lists_to_tuples(
         array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
     )
     inputs = tf.data.Dataset.from_tensors(inputs).repeat()
-    dataset = tf.data.Dataset.zip((indices, inputs))
-    dataset = dataset.map(_grab, num_parallel_calls=tf.data.AUTOTUNE)
+    dataset = tf.data.Dataset.zip((numbers.take(1).flat_map(batches), inputs))
+    dataset = dataset.map(rows_of, num_parallel_calls=tf.data.AUTOTUNE)
     options = tf.data.Options()
     options.experimental_external_state_policy = (
         tf.data.experimental.ExternalStatePolicy.IGNORE
@@ -254,19 +238,6 @@ def _shuffled(adapter: Any, seed: int, *, is_given: bool) -> Any:
         tf.data.experimental.AutoShardPolicy.DATA
     )
     return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
-
-
-def _grab(rows: tf.Tensor, data: Any) -> Any:
-    """Returns the rows of every array."""
-
-    def grab(leaf: Any) -> Any:
-        if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
-            return array_slicing.slice_tensorflow_sparse_wrapper(leaf, rows)
-        if isinstance(leaf, list | tuple | dict):
-            return None
-        return tf.gather(leaf, rows, axis=0) if tf.is_tensor(leaf) else leaf
-
-    return tree.traverse(grab, data)
 
 
 # Held by managed models and by optimizers alike.

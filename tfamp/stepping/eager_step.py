@@ -22,14 +22,11 @@ _LOGITS = "_keras_logits"
 
 
 class Step(NamedTuple):
-    """What a train step came to.
+    """What a train step came to, with the loss scale divided out, in float32.
 
-    Attributes:
-        loss: The loss without a scale, in float32; None where the step never passed
-            one through `scale_loss`.
-        gradients: Variable and gradient of everything an optimizer would have
-            updated, with the loss scale divided out, in float32. A gradient is None
-            where the loss does not depend on the variable.
+    `loss` is None where the step never passed one through `scale_loss`. `gradients` are
+    variable and gradient of everything that an optimizer would have updated, None where
+    the loss does not depend on the variable.
     """
 
     loss: tf.Tensor | None
@@ -68,49 +65,43 @@ class _Taken:
         self._scale, self._factor = scale, scale.factor
         self.loss: tf.Tensor | None = None
         self.gradients: list[tuple[Any, tf.Tensor | None]] = []
-        self.is_scaled = self._already_unscaled = False
+        # Whether gradients come with the scale in them.
+        self._is_scaled = False
 
-    @contextlib.contextmanager
-    def instead_of(self, optimizer: Any) -> Iterator[None]:
-        """Takes what would go to an optimizer, inside the block."""
+    def instead_of(self, optimizer: Any) -> Any:
+        """Takes what would go to an optimizer, inside the context that it returns."""
 
         def apply(grads: Any, trainable_variables: Any = None) -> None:
             if trainable_variables is None:
                 # Left out, they are those that the optimizer was built for.
                 known = getattr(optimizer, "inner_optimizer", optimizer)
                 trainable_variables = optimizers.trained_by(known)
-            self._apply(grads, trainable_variables)
+            divisor = self._factor if self._is_scaled else 1.0
+            for gradient, variable in zip(grads, trainable_variables, strict=True):
+                self.gradients.append((variable, _float32(gradient, divisor)))
 
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> None:
             pairs = list(grads_and_vars)
-            self._apply([g for g, _ in pairs], [v for _, v in pairs])
+            apply([g for g, _ in pairs], [v for _, v in pairs])
 
-        self._already_unscaled = False
-        with replaced(
+        return replaced(
             optimizer,
             scale_loss=self._scale_loss,
             get_scaled_loss=self._scale_loss,
             get_unscaled_gradients=self._unscale,
             apply_gradients=apply_gradients,
             apply=apply,
-        ):
-            yield
+        )
 
     def _scale_loss(self, loss: Any) -> Any:
-        self.is_scaled = self._scale.is_by_hand = True
+        self._is_scaled = self._scale.is_by_hand = True
         value = tf.cast(tf.reduce_sum(loss), tf.float32)
         self.loss = value if self.loss is None else self.loss + value
         return loss * tf.cast(self._factor, loss.dtype)
 
     def _unscale(self, gradients: Any) -> Any:
-        self._already_unscaled = True
+        self._is_scaled = False
         return [_float32(gradient, self._factor) for gradient in gradients]
-
-    def _apply(self, gradients: Any, variables: Any) -> None:
-        is_scaled = self.is_scaled and not self._already_unscaled
-        for gradient, variable in zip(gradients, variables, strict=True):
-            value = _float32(gradient, self._factor if is_scaled else 1.0)
-            self.gradients.append((variable, value))
 
 
 def _float32(gradient: Any, divisor: Any) -> tf.Tensor | None:
@@ -151,15 +142,10 @@ class Call(NamedTuple):
 
 
 class Observer:
-    """Sees the calls of layers; override what is of interest.
+    """Sees the calls of layers; override what is of interest."""
 
-    Attributes:
-        wants_gradients: Whether `on_gradient` is told anything.
-        keeps_logits: Whether losses still find the logits behind a head's output.
-    """
-
-    wants_gradients = False
-    keeps_logits = True
+    wants_gradients = False  # whether `on_gradient` is told anything
+    keeps_logits = True  # whether losses still find the logits behind a head's output
 
     def on_call(self, call: Call) -> None:
         """Is told of a call before it runs."""

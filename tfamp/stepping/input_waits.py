@@ -9,7 +9,7 @@ down to `compute`. What is lost to a pipeline that is slow by itself is
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
@@ -26,18 +26,12 @@ from tfamp.stepping.unchanged import seeds_put_back, unchanged
 Cause = Literal["input", "compute", "contention", "unclear"]
 # Less than this part of the step is not worth a changed pipeline.
 MIN_GAIN = 0.1
-# Bounds of the noise band: 95 % of the resampled medians lie inside.
-_BAND, _NUM_RESAMPLES = (2.5, 97.5), 2000
-# Many short rounds rather than few long ones: what disturbs a machine for half a second
-# then spoils a few of all. A clear verdict after ten ends them. The first finds caches
-# cold and buffers empty, and is left out.
-_MIN_ROUNDS, _ROUNDS_A_LOOK, _MAX_ROUNDS = 5, 10, 40
-# The part of a turn, and its calls, that do not count: batches that were fetched ahead
-# while something else ran are used up in them.
-_WARM_SHARE, _MIN_WARM_CALLS, _MIN_CALLS = 0.4, 3, 4
-# A device works on while Python goes on; it is waited for once in so many calls,
-# unless calls are long.
-_CALLS_TO_WAIT, _LONG_SECONDS = 8, 0.002
+# Rounds of turns, so that what disturbs the machine for a while spoils a few of all.
+# The first finds caches cold and buffers empty, and is left out.
+_ROUNDS = 11
+# The calls at least of a turn, and those before it that do not count: batches that were
+# fetched ahead while something else ran are used up in them.
+_CALLS = 4
 # Batches that stand for all others when the model is timed alone.
 _MAX_KEPT, _MAX_KEPT_BYTES = 8, 256 * 2**20
 _ROWS = {
@@ -45,8 +39,6 @@ _ROWS = {
     "compute": "model alone, batches from memory",
     "input": "pipeline alone",
 }
-# What is timed, and what waits for the device after it.
-Turn = tuple[Callable[[], None], Callable[[], None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +48,8 @@ class Bottleneck(TableRecord):
     Args:
         verdict: "input", "compute", "contention" or "unclear".
         possible_gain: Part of a step that a perfect input would save, in [0, 1).
-        gain_low: Lower end of its noise band (95 %).
-        gain_high: Upper end of its noise band.
+        gain_low: Lower end of the middle half of the rounds.
+        gain_high: Upper end of it.
         reason: Why, in one sentence.
         advice: What to change first.
         times: Seconds a step, one figure a round: "real", "compute" and "input".
@@ -102,9 +94,8 @@ class Bottleneck(TableRecord):
             rows,
             title=f"{len(self.times['real'])} rounds, batches of {self.batch_size}",
         )
-        gain, *band = map(
-            format_share, (self.possible_gain, self.gain_low, self.gain_high)
-        )
+        gains = (self.possible_gain, self.gain_low, self.gain_high)
+        gain, *band = map(format_share, gains)
         return (
             f"{console.text_of(table)}\nVerdict: {self.verdict}; {self.reason}.\n"
             f"Possible gain: {gain} of a step ({' to '.join(band)}).\n{self.advice}"
@@ -125,21 +116,18 @@ def bottleneck(
     the model's train step (that of `fit`) with the real pipeline, the same step with a
     few batches from memory, and the pipeline alone. Afterwards weights, optimizers,
     statistics, metrics and seed generators are what they were, bit by bit; what is not
-    built is built. A cache inside is empty in the first epoch. Buffers of dozens of
-    batches blur the times.
+    built is built.
 
     Args:
         model: A compiled model.
         dataset: What `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a
             `PyDataset`, a generator of batches, or arrays (x, y, sample_weight).
-        seconds: About how long to measure at most, without building and tracing. It
-            ends after a quarter if the verdict is clear then; slow steps take longer.
+        seconds: About how long to measure, without building and tracing.
         batch_size: Examples in a batch of arrays.
         clock: Gives the time in seconds.
 
     Raises:
-        TypeError: `model` is no Keras model, or `dataset` is not of these: an iterator
-            would be used up.
+        TypeError: `model` is no Keras model, or `dataset` is not of these.
         ValueError: The model is not compiled, or holds an optimizer of its own that
             is not built; the dataset is empty or has single examples.
 
@@ -162,122 +150,83 @@ def bottleneck(
         batch_bytes = sum(t.dtype.size * int(tf.size(t)) for t in tensors)
         with unchanged(model):
             turns = _turns(model, dataset, batch_bytes)
-            times = time_in_rounds(turns, seconds=seconds, clock=clock)
+            timed = _time_in_rounds(turns, seconds, clock)
     steps = int(model.steps_per_execution or 1)
-    times = {name: [one / steps for one in times[name]] for name in _ROWS}
+    times = {name: tuple(one / steps for one in timed[name]) for name in _ROWS}
     verdict, gains, reason = judge(**times)
     return Bottleneck(
         verdict,
         *gains,
         reason,
         _advice(verdict, dataset, batch_bytes),
-        {name: tuple(values) for name, values in times.items()},
+        times,
         batch_size=int(tf.nest.flatten(first)[0].shape[0]),
     )
 
 
 def _turns(
     model: keras.Model, dataset: tf.data.Dataset, batch_bytes: int
-) -> dict[str, Turn]:
-    """Returns what to time; a step is run at once, which compiles it."""
+) -> dict[str, Callable[[int], None]]:
+    """Returns what to time, so many times over; a step is run at once, to compile it.
+
+    The device works on while Python goes on, so the last step's logs are read.
+    """
     strategy = model.distribute_strategy
     steps = int(model.steps_per_execution or 1)
     model.make_train_function()
-    logs: list[Any] = []
 
     def iterator(dataset: tf.data.Dataset) -> Iterator[Any]:
         if strategy.num_replicas_in_sync > 1:
             dataset = strategy.experimental_distribute_dataset(dataset)
         return iter(dataset)
 
-    def train(batches: Iterator[Any]) -> None:
-        logs[:] = tf.nest.flatten(model.train_function(batches))[:1]
-
-    def wait() -> None:
-        """Waits for the last step, by reading what it returned."""
-        for value in logs:
+    def train(batches: Iterator[Any], times: int) -> None:
+        for _ in range(times):
+            logs = model.train_function(batches)
+        for value in tf.nest.flatten(logs)[:1]:
             keras.ops.convert_to_numpy(value)
 
-    @tf.function(reduce_retracing=True)
-    def draw(batches: Any) -> None:
-        for _ in tf.range(steps):
+    def draw(batches: Iterator[Any], times: int) -> None:
+        for _ in range(times * steps):
             next(batches)
 
-    full = _full_batches(dataset)
     number = max(1, min(_MAX_KEPT, _MAX_KEPT_BYTES // max(1, batch_bytes)))
-    kept = full.take(number).cache()
+    kept = dataset.take(number).cache()
     # To the end, since a cache counts only then; a file cache has one writer at a time.
     sum(1 for _ in kept)
     memory = iterator(kept.repeat())
-    draw(memory)
-    train(memory)
-    wait()
+    draw(memory, 1)
+    train(memory, 1)
     # One for both: their epochs go on, so that a cache inside gets filled.
-    source = iterator(full if is_endless(full) else full.repeat())
+    source = iterator(dataset if is_endless(dataset) else dataset.repeat())
     # The input last drew all that was fetched ahead, so the real turn begins with empty
     # buffers; after it they are full or its own.
     return {
-        "input": (lambda: draw(source), lambda: None),
-        "real": (lambda: train(source), wait),
-        "compute": (lambda: train(memory), wait),
+        "input": lambda times: draw(source, times),
+        "real": lambda times: train(source, times),
+        "compute": lambda times: train(memory, times),
     }
 
 
-def _full_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a dataset without batches smaller than its first, if only that varies."""
-    specs = tf.nest.flatten(dataset.element_spec)
-    is_fixed = all(
-        isinstance(spec, tf.TensorSpec) and spec.shape[1:].is_fully_defined()
-        for spec in specs
-    )
-    if not is_fixed or all(spec.shape[0] is not None for spec in specs):
-        return dataset
-    size = tf.shape(tf.nest.flatten(next(iter(dataset.take(1))))[0])[0]
-    return dataset.filter(
-        lambda *parts: tf.equal(tf.shape(tf.nest.flatten(parts)[0])[0], size)
-    )
-
-
-def time_in_rounds(
-    turns: Mapping[str, Turn], *, seconds: float, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Returns seconds a call of each turn, one figure a round, the first left out."""
-    length = seconds / (len(turns) * (_MAX_ROUNDS + 1))
-    times: dict[str, list[float]] = {name: [] for name in turns}
-    start = clock()
-    with console.progress("Timing the input", _MAX_ROUNDS, unit="rounds") as done:
-        for number in range(_MAX_ROUNDS + 1):
-            if number > _MIN_ROUNDS:
-                is_late = (clock() - start) * (1 + 0.5 / number) > seconds
-                is_look = number % _ROUNDS_A_LOOK == 0
-                if is_late or (is_look and judge(**times)[0] != "unclear"):
-                    break
-            for name, (call, wait) in turns.items():
-                _calls(call, wait, clock, length * _WARM_SHARE, _MIN_WARM_CALLS)
-                timed = length * (1 - _WARM_SHARE)
-                figure = _calls(call, wait, clock, timed, _MIN_CALLS)
-                times[name] += [figure] if number else []
-            done(number)
-    return times
-
-
-def _calls(
-    call: Callable[[], None],
-    wait: Callable[[], None],
-    clock: Callable[[], float],
+def _time_in_rounds(
+    turns: dict[str, Callable[[int], None]],
     seconds: float,
-    least: int,
-) -> float:
-    """Calls for a while; returns the mean seconds: batches may come in bursts."""
-    start, calls, burst = clock(), 0, 1
-    while calls < least or clock() - start < seconds:
-        for _ in range(burst):
-            call()
-        wait()
-        calls += burst
-        is_long = (clock() - start) / calls > _LONG_SECONDS
-        burst = 1 if is_long else _CALLS_TO_WAIT
-    return (clock() - start) / calls
+    clock: Callable[[], float],
+) -> dict[str, list[float]]:
+    """Returns seconds a call of each turn, one figure a round."""
+    length = seconds / (len(turns) * _ROUNDS)
+    times: dict[str, list[float]] = {name: [] for name in turns}
+    with console.progress("Timing the input", _ROUNDS, unit="rounds") as done:
+        for number in range(_ROUNDS):
+            for name, call in turns.items():
+                start, warm, calls = clock(), -1.0, -_CALLS
+                while calls < _CALLS or clock() - start < length:
+                    call(_CALLS)
+                    calls += _CALLS
+                    warm = clock() if warm < 0 else warm
+                times[name] += [(clock() - warm) / calls] if number else []
+            done(number + 1)
+    return times
 
 
 def judge(
@@ -286,66 +235,45 @@ def judge(
     """Returns the verdict, the possible gain with its noise band, and the reason.
 
     Figures are medians over rounds of what each round says by itself, so what slows a
-    machine down for a while slows all three and cancels. (On two cores shared with
-    other work, medians of each kind apart left a band of 2.2, pairs one of 0.16.)
+    machine down for a while slows all three and cancels; the band is their middle half.
 
     Example:
         >>> judge([10.0] * 5, [2.0] * 5, [10.0] * 5)[:2]
         ('input', (0.8, 0.8, 0.8))
-
-    Source: the bootstrap's percentile interval, Efron and Tibshirani, An Introduction
-    to the Bootstrap, 1993, chapter 13.
     """
     whole, model, alone = (np.array(times) for times in (real, compute, input))
-    gain = 1 - model / whole
-    to_input = np.maximum(alone - model, 0) / whole
-    to_sharing = np.maximum(whole - np.maximum(alone, model), 0) / whole
-    rounds = np.array([gain, to_input, to_sharing])
-    number = rounds.shape[1]
-    chosen = np.random.default_rng(0).integers(number, size=(_NUM_RESAMPLES, number))
-    gains, inputs, sharings = np.median(rounds[:, chosen], axis=2)
-    low, high = np.percentile(gains, _BAND)
-    more_low, more_high = np.percentile(sharings - inputs, _BAND)
-    middle, lost, shared = np.median(rounds, axis=1)
+    gains = np.maximum(0.0, 1 - model / whole)
+    low, middle, high = map(float, np.percentile(gains, (25, 50, 75)))
+    slow = np.median(np.maximum(alone - model, 0) / whole)
+    shared = np.median(np.maximum(whole - np.maximum(alone, model), 0) / whole)
     verdict: Cause = "unclear"
+    reason = (
+        f"the noise allows a gain from {low:.0%} to {high:.0%}, and {MIN_GAIN:.0%} is "
+        "where the input begins to matter"
+    )
     if high < MIN_GAIN:
         verdict = "compute"
-        reason = f"at most {_percent(high)} of a step goes to the input"
-    elif low <= MIN_GAIN:
-        reason = (
-            f"the noise allows a gain from {_percent(low)} to {_percent(high)}, and "
-            f"{_percent(MIN_GAIN)} is where the input begins to matter"
-        )
-    elif more_low > 0:
-        verdict = "contention"
-        reason = (
-            f"{_percent(shared)} of a step is explained by neither alone: input and "
-            "model compete for the same cores, or wait for one another"
-        )
-    elif more_high < 0:
+        reason = f"at most {high:.0%} of a step goes to the input"
+    elif low > MIN_GAIN and slow >= shared:
         verdict = "input"
         ratio = np.median(alone / model)
         reason = f"alone, the input takes {ratio:.1f} times as long as the model"
-    else:
+    elif low > MIN_GAIN:
+        verdict = "contention"
         reason = (
-            f"{_percent(lost)} of a step is lost to a slow input and "
-            f"{_percent(shared)} to competition; the noise does not tell which is more"
+            f"{shared:.0%} of a step is explained by neither alone: input and model "
+            "compete for the same cores, or wait for one another"
         )
-    figures = [max(0.0, float(one)) for one in (middle, low, high)]
-    return verdict, (figures[0], figures[1], figures[2]), reason
-
-
-def _percent(share: float) -> str:
-    return f"{100 * max(0.0, float(share)):.0f} %"
+    return verdict, (middle, low, high), reason
 
 
 def _advice(verdict: Cause, dataset: tf.data.Dataset, batch_bytes: int) -> str:
     """Returns what to change first, in one sentence."""
+    inputs = tf.nest.flatten(inputs_of(dataset.element_spec))
     if verdict == "compute":
         return "Leave the pipeline as it is: a perfect one would gain less than 10 %."
     if verdict == "unclear":
         return "Measure longer (`seconds=30`) while nothing else runs on this machine."
-    inputs = tf.nest.flatten(inputs_of(dataset.element_spec))
     if any(x.dtype.is_floating and (x.shape.rank or 0) > 3 for x in inputs):
         return (
             "Deliver images as uint8 and scale them in the model: the cast on the CPU "
@@ -356,10 +284,10 @@ def _advice(verdict: Cause, dataset: tf.data.Dataset, batch_bytes: int) -> str:
             "End the pipeline with `.prefetch(2)`; where it does, cache what is the "
             "same each epoch, or give the input fewer threads than there are cores."
         )
-    length, size = known_length(dataset), ""
-    if length is not None:
-        size = f"; an epoch as delivered is {format_bytes(length * batch_bytes)}"
+    length = known_length(dataset) or 0
+    size = f"; an epoch as delivered is {format_bytes(length * batch_bytes)}"
     return (
         "Cache what is the same each epoch, by `.cache` before shuffling and "
-        f"augmenting{size}; map in parallel and by the batch, as a `Pipeline` does."
+        f"augmenting{size * bool(length)}; map in parallel and by the batch, as a "
+        "`Pipeline` does."
     )

@@ -29,44 +29,48 @@ def units(model: keras.Model) -> list[Site]:
     Left out are models and Sequentials that only call others, what is inside a
     recurrent or time-distributed layer, and input layers.
     """
+    found = sites(model)
     inside = {
         id(child)
-        for site in sites(model)
+        for site in found
         if isinstance(site.layer, _WHOLE)
         for _, child, parent in structure.walk(site.layer)
         if parent is not None
     }
-    return [
-        site
-        for site in sites(model)
-        if id(site.layer) not in inside and computes_itself(site)
-    ]
+    return [s for s in found if id(s.layer) not in inside and computes_itself(s)]
 
 
 def computes_itself(site: Site) -> bool:
     """States whether a layer has a call of its own, rather than a graph of others."""
-    if not isinstance(site.layer, keras.layers.Layer):
-        return True
-    return not isinstance(site.layer, keras.layers.InputLayer) and (
-        not structure.only_calls_others(site.layer)
+    return not is_layer(site.layer) or not (
+        isinstance(site.layer, keras.layers.InputLayer)
+        or structure.only_calls_others(site.layer)
     )
+
+
+def is_layer(layer: Any) -> bool:
+    """States whether something is a layer, and no operation of a Functional graph."""
+    return isinstance(layer, keras.layers.Layer)
 
 
 def how_to_keep(found: Sequence[Site]) -> str:
     """Returns what keeps layers and operations in float32, as a sentence for people."""
-    layers = [s for s in found if isinstance(s.layer, keras.layers.Layer)]
-    operations = [s for s in found if not isinstance(s.layer, keras.layers.Layer)]
+    layers = ", ".join(repr(s.path) for s in found if is_layer(s.layer))
+    operations = ", ".join(repr(s.path) for s in found if not is_layer(s.layer))
     sentences = []
     if layers:
-        paths = ", ".join(repr(site.path) for site in layers)
-        sentences.append(f"Keep them in float32: `keep_float32=[{paths}]`.")
+        sentences.append(f"Keep them in float32: `keep_float32=[{layers}]`.")
     if operations:
-        paths = ", ".join(repr(site.path) for site in operations)
         sentences.append(
-            f"Operations of a Functional graph have no dtype: put {paths} into a layer "
-            "of your own and make that with `dtype='float32'`."
+            f"Operations of a Functional graph have no dtype: put {operations} into a "
+            "layer of your own and make that with `dtype='float32'`."
         )
     return " ".join(sentences)
+
+
+def children_of(layer: Any) -> list[keras.layers.Layer]:
+    """Returns the layers directly inside a layer; an operation has none."""
+    return structure.children(layer) if is_layer(layer) else []
 
 
 def runs_whole(layer: Any) -> bool:
@@ -76,11 +80,9 @@ def runs_whole(layer: Any) -> bool:
 
 def watched_sites(model: keras.Model, chosen: Sequence[Site]) -> set[int]:
     """Returns the ids of the layers to record: the units and what they call."""
-    found = {id(site.layer) for site in chosen}
-    for site in chosen:
-        if not runs_whole(site.layer):
-            found |= {id(child) for child in children_of(site.layer)}
-    return found
+    inside = (s.layer for s in chosen if not runs_whole(s.layer))
+    children = (child for layer in inside for child in children_of(layer))
+    return {*(id(site.layer) for site in chosen), *map(id, children)}
 
 
 @dataclasses.dataclass
@@ -122,7 +124,7 @@ class Recorder(Observer):
     def on_call(self, call: Call) -> None:
         """Keeps what goes in."""
         layer = call.site.layer
-        state = state_of(layer) if isinstance(layer, keras.layers.Layer) else ()
+        state = state_of(layer) if is_layer(layer) else ()
         recorded = Recorded(call.site, call.args, call.kwargs, state)
         recorded.input_gradients = [None] * len(recorded.float_inputs)
         if self._running:
@@ -151,8 +153,7 @@ class Recorder(Observer):
 
 def own_losses(layer: Any) -> list[tf.Tensor]:
     """Returns the losses that a layer's last calls have added themselves."""
-    is_layer = isinstance(layer, keras.layers.Layer)
-    return structure.own_losses(layer) if is_layer else []
+    return structure.own_losses(layer) if is_layer(layer) else []
 
 
 def state_of(layer: keras.layers.Layer) -> tuple[tuple[Any, np.ndarray], ...]:
@@ -184,12 +185,6 @@ def state_restored(state: Sequence[tuple[Any, np.ndarray]]) -> Iterator[None]:
         set_state(held)
 
 
-def children_of(layer: Any) -> list[keras.layers.Layer]:
-    """Returns the layers directly inside a layer; an operation has none."""
-    is_layer = isinstance(layer, keras.layers.Layer)
-    return structure.children(layer) if is_layer else []
-
-
 @contextlib.contextmanager
 def computing_in(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[None]:
     """Has layers compute in a dtype, as stock Keras does: without rules of tfamp's.
@@ -203,8 +198,7 @@ def computing_in(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[N
     before = []
     try:
         for layer in layers:
-            is_layer = isinstance(layer, keras.layers.Layer)
-            if not is_layer or layer.quantization_mode is not None:
+            if not is_layer(layer) or layer.quantization_mode is not None:
                 continue
             if layer.compute_dtype not in _FLOATS:
                 continue
@@ -237,7 +231,7 @@ def as_islands(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[Non
     inside = [
         each
         for layer in chosen
-        if isinstance(layer, keras.layers.Layer)
+        if is_layer(layer)
         for _, each, _ in structure.walk(layer)
     ]
     with computing_in(inside, "float32"), contextlib.ExitStack() as stack:

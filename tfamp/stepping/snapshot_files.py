@@ -1,23 +1,30 @@
 """States in files: NumPy archives that are whole or not there, the last of a run.
 
 They are found by their names alone, so that no index can be torn from them. A file has
-its name only when it is whole.
+its name only when it is whole. A bundle is a failing step in a folder, with all that
+looking into it takes.
 """
 
 import contextlib
+import dataclasses
 import io
+import itertools
 import json
 import os
 import re
+import shutil
+import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfamp.records.record import BESIDE, whole
+from tfamp.records.checks import first_line
+from tfamp.records.record import BESIDE, Record, sync_folder, whole
 from tfamp.stepping.snapshots import State
 
 # The member of an archive that is no variable: counters, paths and dtypes as JSON.
@@ -25,16 +32,30 @@ _ABOUT = "about"
 # States that all workers have and that stay: a disk may lose what it told to hold.
 _KEPT = 2
 _NAME = re.compile(r"step-(\d+)\.worker-(\d+)-of-(\d+)\.npz")
+# What is in a bundle.
+_RECORD, _STATE, _BATCH, _MODEL = "bundle.json", "state.npz", "batch", "model.keras"
+_WRITING = ".writing-"
 
 
 def write(state: State, path: str | os.PathLike[str]) -> None:
     """Writes a state as an `.npz` that has reached the disk before it has its name.
 
-    What was at `path` stays until then, also where the process is killed. An OSError
-    says that the disk is full, or the folder is missing or cannot be written.
+    What was at `path`, local or any that `tf.io.gfile` opens, stays until then, also
+    where the process is killed. An OSError says why it cannot be written.
     """
-    with whole(path, durable=True) as beside, open(beside, "wb") as file:
-        write_archive(state, file)
+    text = os.fspath(path)
+    if "://" not in text:
+        with whole(text, durable=True) as beside, open(beside, "wb") as file:
+            write_archive(state, file)
+        return
+    content = io.BytesIO()
+    write_archive(state, content)
+    try:
+        with tf.io.gfile.GFile(f"{text}{BESIDE}", "wb") as file:
+            file.write(content.getvalue())
+        tf.io.gfile.rename(f"{text}{BESIDE}", text, overwrite=True)
+    except tf.errors.OpError as error:
+        raise OSError(error.message) from error
 
 
 def write_archive(state: State, file: Any) -> None:
@@ -53,8 +74,8 @@ def write_archive(state: State, file: Any) -> None:
 def read(path: str | os.PathLike[str]) -> State:
     """Reads a state that `write` wrote; the checksums of every part have to hold.
 
-    Any path that `tf.io.gfile` opens will do. A FileNotFoundError says that there is no
-    such file, a ValueError that it is damaged, or none of ours.
+    A FileNotFoundError says that there is no such file, a ValueError that it is
+    damaged, or none of ours.
     """
     text = os.fspath(path)
     if not tf.io.gfile.exists(text):
@@ -96,7 +117,8 @@ class Folder:
 
     A new one is whole in its place before the oldest goes; the last two that all
     workers have stay. `directory` is local, or any path that `tf.io.gfile` opens, such
-    as "gs://..."; `place` is that of this worker.
+    as "gs://..."; `place` is that of this worker. A ValueError says that the folder
+    cannot be written. What a killed process left half written here is removed.
     """
 
     def __init__(
@@ -104,106 +126,53 @@ class Folder:
     ) -> None:
         self.directory = folder_path(directory)
         self.place, self.num_workers = place, num_workers
-        self._is_local = "://" not in self.directory
-
-    def prepare(self) -> None:
-        """Makes the folder, and clears what a killed process left half written."""
+        self._suffix = f".worker-{place}-of-{num_workers}.npz"
         make_folder(self.directory)
         for name in tf.io.gfile.listdir(self.directory):
             if self._suffix in name and name.endswith(BESIDE):
-                tf.io.gfile.remove(self._path(name))
+                tf.io.gfile.remove(os.path.join(self.directory, name))
 
     def newest(self) -> tuple[Kept, State] | None:
-        """Returns the newest state that all workers have whole, None for none.
+        """Returns the newest state that all workers have, None for none.
 
         A damaged one is passed over with a warning; where there are several workers,
-        who have to go on from the same, one that is whole but for its content raises
-        ValueError.
+        who have to go on from the same, it raises ValueError.
         """
         for files in self._complete():
-            if not all(map(self._is_whole, files)):
-                continue
-            mine = files[self.place if self.place < len(files) else 0]
+            mine = files[min(self.place, len(files) - 1)]
             try:
-                return mine, read(self._path(mine.name))
+                return mine, read(os.path.join(self.directory, mine.name))
             except ValueError as error:
                 if self.num_workers > 1:
                     raise
-                self._pass_over(mine, error)
+                path = os.path.join(self.directory, mine.name)
+                logging.warning("Passed over %r, which is not whole (%s).", path, error)
         return None
-
-    def is_empty(self) -> bool:
-        """Returns whether no file of any worker is there."""
-        return not self._listed()
 
     def write(self, state: State, number: int) -> None:
         """Writes a state under a number, and clears older ones.
 
         After an OSError what was there before still is.
         """
-        path = self._path(f"step-{number:09d}{self._suffix}")
-        if self._is_local:
-            write(state, path)
-        else:
-            _write_far(state, path)
+        name = f"step-{number:09d}{self._suffix}"
+        write(state, os.path.join(self.directory, name))
         complete = [files[0].number for files in self._complete()]
-        first = complete[_KEPT - 1] if len(complete) >= _KEPT else -1
-        for each in self._listed():
-            is_mine = each.place == self.place or each.num_workers != self.num_workers
-            if each.number < first and is_mine:
+        for each in self._listed() if len(complete) >= _KEPT else ():
+            if each.number < complete[_KEPT - 1] and each.place == self.place:
                 with contextlib.suppress(tf.errors.OpError):
-                    tf.io.gfile.remove(self._path(each.name))
-
-    @property
-    def _suffix(self) -> str:
-        return f".worker-{self.place}-of-{self.num_workers}.npz"
-
-    def _complete(self) -> list[list[Kept]]:
-        """Returns the files of each number that all workers have, newest first."""
-        found: dict[tuple[int, bool, int], dict[int, Kept]] = {}
-        for each in self._listed():
-            # Of two trainings with the same step, that with as many workers is first.
-            is_alike = each.num_workers == self.num_workers
-            key = (each.number, is_alike, each.num_workers)
-            found.setdefault(key, {})[each.place] = each
-        return [
-            [files[place] for place in sorted(files)]
-            for key, files in sorted(found.items(), reverse=True)
-            if len(files) == key[2]
-        ]
+                    tf.io.gfile.remove(os.path.join(self.directory, each.name))
 
     def _listed(self) -> list[Kept]:
         found = map(_NAME.fullmatch, tf.io.gfile.listdir(self.directory))
         return [Kept(int(m[1]), int(m[2]), int(m[3]), m[0]) for m in found if m]
 
-    def _is_whole(self, kept: Kept) -> bool:
-        """Returns whether a file is there to its end; warns of one that is not."""
-        try:
-            path = self._path(kept.name)
-            # The end of the file alone is read, which lists what is in it.
-            with tf.io.gfile.GFile(path, "rb") as file, zipfile.ZipFile(file):
-                return True
-        except (zipfile.BadZipFile, OSError, tf.errors.OpError) as error:
-            self._pass_over(kept, error)
-            return False
-
-    def _pass_over(self, kept: Kept, error: Exception) -> None:
-        path = self._path(kept.name)
-        logging.warning("Passed over %r, which is not whole (%s).", path, error)
-
-    def _path(self, name: str) -> str:
-        return os.path.join(self.directory, name)
-
-
-def _write_far(state: State, path: str) -> None:
-    content, beside = io.BytesIO(), f"{path}{BESIDE}"
-    write_archive(state, content)
-    try:
-        with tf.io.gfile.GFile(beside, "wb") as file:
-            file.write(content.getvalue())
-        tf.io.gfile.rename(beside, path, overwrite=True)
-    except tf.errors.OpError as error:
-        raise OSError(error.message) from error
+    def _complete(self) -> list[list[Kept]]:
+        """Returns the files of each number that all workers have, newest first."""
+        found: dict[tuple[int, int], list[Kept]] = {}
+        for each in sorted(self._listed()):
+            found.setdefault((each.number, each.num_workers), []).append(each)
+        newest_first = sorted(found.items(), reverse=True)
+        return [files for (_, number), files in newest_first if len(files) == number]
 
 
 def folder_path(path: object) -> str:
@@ -230,3 +199,99 @@ def make_folder(directory: str) -> None:
         f"`directory` {directory!r} {why}; expected a folder of yours, or a path where "
         "one can be made. Pass another path, or change its permissions."
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle(Record):
+    """What `bundle.json` says of a failing step; docs/triage.md has the rest.
+
+    `cause` is "loss", "weights", "skip" or "error", and `message` what was seen.
+    `epoch` counts from 0; `step` is the batches drawn in this `fit` up to and with it.
+    `no_model` says why `model.keras` is not there, or is "".
+    """
+
+    SCHEMA: ClassVar[int] = 2
+
+    cause: str
+    message: str
+    epoch: int
+    step: int
+    model_class: str
+    policy: str
+    versions: dict[str, str | None]
+    no_model: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def write_bundle(
+    folder: Path,
+    record: Bundle,
+    state: State,
+    batch: Any,
+    save_model: Callable[[Path], None],
+) -> Path:
+    """Writes a bundle and returns its folder; after an error nothing is left of it.
+
+    It is built in a hidden folder and renamed when all of it has reached the disk.
+    Where `save_model`, which takes a path, raises, the bundle has no model.
+    """
+    beside = folder / f"{_WRITING}{os.getpid()}"
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        write(state, beside / _STATE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of a None in the batch
+            tf.data.Dataset.from_tensors(batch).save(os.fspath(beside / _BATCH))
+        try:
+            save_model(beside / _MODEL)
+        except OSError:
+            raise  # the disk, not the model
+        except Exception as error:  # whatever a user's `get_config` raises
+            (beside / _MODEL).unlink(missing_ok=True)
+            why = f"{type(error).__name__}: {first_line(error)}"
+            record = dataclasses.replace(record, no_model=why)
+        record.to_json(beside / _RECORD)
+        for path in filter(Path.is_file, beside.rglob("*")):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(beside)
+        # Runs may share a folder.
+        name = f"failure-{record.step:08d}-{record.cause}"
+        names = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
+        target = next(folder / n for n in names if not (folder / n).exists())
+        os.rename(beside, target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    sync_folder(folder)
+    return target
+
+
+def read_bundle(path: str | os.PathLike[str]) -> tuple[Bundle, State, Any]:
+    """Returns record, state and batch of a bundle, whose every byte is checked.
+
+    A FileNotFoundError says that there is no bundle, a ValueError that it is damaged,
+    or of another version of tfamp.
+    """
+    folder = Path(path)
+    if not (folder / _RECORD).is_file():
+        raise FileNotFoundError(
+            f"Found no bundle in {str(path)!r}: expected a folder with a file "
+            f"{_RECORD!r}, as `tfamp.callbacks.NanRecovery` writes it. Check the path."
+        )
+    try:
+        record = Bundle.from_json(folder / _RECORD)
+        state = read(folder / _STATE)
+        batch = next(iter(tf.data.Dataset.load(os.fspath(folder / _BATCH))))
+    except (ValueError, OSError, StopIteration, tf.errors.OpError) as error:
+        raise ValueError(
+            f"The bundle {str(path)!r} is damaged: {first_line(error)} Expected it as "
+            "`tfamp.callbacks.NanRecovery` wrote it. Copy it again, or take another."
+        ) from error
+    return record, state, batch
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what a process that was killed here left of a bundle half written."""
+    for path in folder.glob(f"{_WRITING}*"):
+        shutil.rmtree(path, ignore_errors=True)

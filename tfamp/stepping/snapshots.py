@@ -20,8 +20,6 @@ from tfamp.loss_scale.counters import ScaleVariables
 
 # What a name begins with, by what the variable holds.
 WEIGHTS, OPTIMIZER, METRICS, RECORD = "weights", "optimizer", "metrics", "record"
-_NUMBERED = re.compile(r"_\d+$")
-_MAX_SHOWN = 3
 
 
 class Named(NamedTuple):
@@ -62,14 +60,18 @@ def named_variables(model: keras.Model) -> list[Named]:
         add(f"{WEIGHTS}/{i}/{bare_name(variable.name)}", variable, is_trained)
     for number, optimizer in enumerate(optimizers_of(model)):
         stored = tally_of(optimizer)
-        reported = (stored.levels, stored.recent) if stored is not None else ()
+        reported = {id(x) for x in (stored.levels, stored.recent)} if stored else set()
         for i, variable in enumerate(optimizer.variables):
-            is_reported = any(variable is each for each in reported)
-            kind = RECORD if is_reported else OPTIMIZER
+            kind = RECORD if id(variable) in reported else OPTIMIZER
             add(f"{kind}/{number}/{type(optimizer).__name__}/{i}", variable, True)
     for i, variable in enumerate(model.metrics_variables):
         add(f"{METRICS}/{i}/{bare_name(variable.name)}", variable, False)
     return list(found.values())
+
+
+def bare_name(name: str) -> str:
+    """Returns a name without the number that makes it unique: "variable_12"."""
+    return re.sub(r"_\d+$", "", name)
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
@@ -114,11 +116,6 @@ def built_from(model: keras.Model, batch: Any) -> bool:
     return model.built and all(optimizer.built for optimizer in optimizers_of(model))
 
 
-def bare_name(name: str) -> str:
-    """Returns a name without the number that makes it unique: "variable_12"."""
-    return _NUMBERED.sub("", name)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class State:
     """A copy of a model's variables in the host's memory.
@@ -150,9 +147,8 @@ def take(model: keras.Model) -> State:
     """
     arrays, paths = {}, {}
     for each in named_variables(model):
-        parts = each.parts(model)
         # A look at the variable's own memory on a CPU, which the copy lets go at once.
-        looks = [np.asarray(tf.convert_to_tensor(part)) for part in parts]
+        looks = [np.asarray(tf.convert_to_tensor(part)) for part in each.parts(model)]
         is_one = each.is_shared or len(looks) == 1
         arrays[each.name] = np.array(looks[0]) if is_one else np.stack(looks)
         paths[each.name] = each.path
@@ -181,17 +177,13 @@ def put(model: keras.Model, state: State, *, metrics: bool = True) -> None:
         given[name] = f"{path} of shape {array.shape} in {array.dtype.name}"
     wrong = [n for n in {**expected, **given} if expected.get(n) != given.get(n)]
     if problems := [n for n in wrong if not n.startswith(f"{METRICS}/")]:
-        lines = [
-            f"{given.get(n, 'nothing')}, in the model {expected.get(n, 'nothing')}"
-            for n in problems[:_MAX_SHOWN]
-        ]
-        more = len(problems) - _MAX_SHOWN
-        rest = f"; and {more} more" if more > 0 else ""
+        first = problems[0]
         raise ValueError(
             f"`state` is of another model than {model.name!r}: it has "
-            f"{'; '.join(lines)}{rest}. Expected the variables of this model on "
-            f"{num_replicas} replicas. Build and compile the model as it was when the "
-            "state was taken."
+            f"{given.get(first, 'nothing')}, in the model "
+            f"{expected.get(first, 'nothing')}; and {len(problems) - 1} more differ. "
+            f"Expected the variables of this model on {num_replicas} replicas. Build "
+            "and compile it as it was when the state was taken."
         )
     model.reset_metrics()
     for name, each in variables.items():
@@ -219,13 +211,7 @@ def nonfinite(state: State) -> Iterator[tuple[str, int]]:
     Metrics don't count, nor what a loss scale reports.
     """
     for name, array in state.arrays.items():
-        if not name.startswith((f"{WEIGHTS}/", f"{OPTIMIZER}/")):
-            continue
-        if array.dtype.kind in "biu" or not array.size:
-            continue
-        with np.errstate(all="ignore"):
-            # One pass over the memory; what is non-finite somewhere is so in the sum.
-            if array.dtype.itemsize > 2 and np.isfinite(array.sum()):
-                continue
-        if bad := int(array.size - np.count_nonzero(np.isfinite(array))):
-            yield state.paths.get(name, name), bad
+        is_counted = name.startswith((f"{WEIGHTS}/", f"{OPTIMIZER}/"))
+        if is_counted and array.dtype.kind not in "biu":
+            if bad := int(array.size - np.count_nonzero(np.isfinite(array))):
+                yield state.paths.get(name, name), bad

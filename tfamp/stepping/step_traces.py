@@ -91,6 +91,16 @@ class Marks:
 
             return __call__
 
+        def marked(layer: keras.layers.Layer) -> Callable[..., Any]:
+            mark, original = self._mark_of.get(id(layer)), layer.call
+
+            @like(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with tf.name_scope(mark or layer.name):
+                    return original(*args, **kwargs)
+
+            return call
+
         # The collector may take the last managed model, and with it the hook on
         # `__call__` that stands below this one.
         collects = gc.isenabled()
@@ -101,25 +111,14 @@ class Marks:
             with contextlib.ExitStack() as stack:
                 for _, layer in self._layers:
                     if isinstance(layer, keras.layers.Wrapper):
-                        stack.enter_context(self._called_past(layer.layer))
+                        # Called without its `__call__`.
+                        inner = layer.layer
+                        stack.enter_context(replaced(inner, call=marked(inner)))
                 yield
         finally:
             patch.remove()
             if collects:
                 gc.enable()
-
-    @contextlib.contextmanager
-    def _called_past(self, layer: keras.layers.Layer) -> Iterator[None]:
-        """Marks a layer whose `call` is called without its `__call__`."""
-        mark, original = self._mark_of.get(id(layer)), layer.call
-
-        @like(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with tf.name_scope(mark or layer.name):
-                return original(*args, **kwargs)
-
-        with replaced(layer, call=call):
-            yield
 
     def layer_of(self, name: str) -> str:
         """Returns the path of the layer that made an operation, "" for none."""
@@ -148,19 +147,19 @@ def plain_name(name: str) -> str:
     return "/".join(part for part in parts if not _REPLICA.match(part))
 
 
+class TracedSpecs(NamedTuple):
+    """A step that was traced, and the layer of each operation."""
+
+    concrete: Any
+    marks: Marks
+
+
 class Trace(NamedTuple):
-    """A traced step, the layer of each operation, and the batch it was traced for."""
+    """The same, and the batch it was traced for."""
 
     concrete: Any
     marks: Marks
     batch: Any
-
-
-class TracedSpecs(NamedTuple):
-    """A step that was traced for shapes, and the layer of each operation."""
-
-    concrete: Any
-    marks: Marks
 
 
 def trace_step(model: Any, dataset: tf.data.Dataset, *, training: bool) -> Trace:
@@ -180,12 +179,11 @@ def trace_step(model: Any, dataset: tf.data.Dataset, *, training: bool) -> Trace
             with model.distribute_strategy.scope():
                 model(x, training=False)
     strategy = model.distribute_strategy
+    argument = tf.nest.map_structure(tf.type_spec_from_value, batch)
     if strategy.num_replicas_in_sync > 1:
         size = int(tf.nest.flatten(batch)[0].shape[0])
         whole = tf.data.Dataset.from_tensors(batch).unbatch().batch(size)
         argument = next(iter(strategy.experimental_distribute_dataset(whole)))
-    else:
-        argument = tf.nest.map_structure(tf.type_spec_from_value, batch)
     with unchanged(model) if model.compiled else contextlib.nullcontext():
         return Trace(*trace_specs(model, argument, training=training), batch)
 
@@ -195,23 +193,16 @@ def trace_specs(model: keras.Model, specs: Any, *, training: bool) -> TracedSpec
 
     On several replicas each gets a batch of these shapes.
     """
-    marks = Marks(model)
-    with seeds_put_back(), marks.placed():
-        concrete = _traced(model, specs, marks, training=training)
-    return TracedSpecs(concrete, marks)
-
-
-def _traced(model: keras.Model, argument: Any, marks: Marks, *, training: bool) -> Any:
-    """Returns a step as a function that is traced and marked."""
+    marks, strategy = Marks(model), model.distribute_strategy
     step = model.train_step if training else model.predict_step
-    strategy = model.distribute_strategy
 
     @tf.autograph.experimental.do_not_convert
     def one_step(data: Any) -> Any:
         with tf.name_scope(marks.scope):
             return strategy.run(step, args=(data,))
 
-    return tf.function(one_step).get_concrete_function(argument)
+    with seeds_put_back(), marks.placed():
+        return TracedSpecs(tf.function(one_step).get_concrete_function(specs), marks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,9 @@ from tfamp.keras_hooks import backend, epochs, saved_state, structure
 from tfamp.keras_hooks.patches import replaced
 from tfamp.models import load_model
 from tfamp.records.checks import first_line
+from tfamp.records.formats import HALF
 from tfamp.stepping.snapshots import named_variables, optimizers_of
 
-_HALF = ("float16", "bfloat16")
 _BY_DTYPE = ("normal", "truncated_normal", "uniform", "gamma", "beta", "binomial")
 
 
@@ -30,40 +30,30 @@ def same_draws() -> Iterator[None]:
     TensorFlow draws other numbers for half precision from the same seed, so a dropout
     mask in float16 is another one than in float32.
     """
-    owner = threading.get_ident()
-
-    def in_this_thread(new: Callable[..., Any], old: Callable[..., Any]) -> Any:
-        @functools.wraps(old)
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            is_here = threading.get_ident() == owner
-            return (new if is_here else old)(*args, **kwargs)
-
-        return draw
+    owner, stock = threading.get_ident(), backend.random
+    stock_dropout = stock.dropout
 
     def by_dtype(old: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(old)
         def draw(*args: Any, dtype: Any = None, **kwargs: Any) -> Any:
             asked = backend.standardize_dtype(dtype)
-            if asked not in _HALF:
+            if asked not in HALF or threading.get_ident() != owner:
                 return old(*args, dtype=dtype, **kwargs)
             return tf.cast(old(*args, dtype="float32", **kwargs), asked)
 
-        return in_this_thread(draw, old)
+        return draw
 
+    @functools.wraps(stock_dropout)
     def dropout(inputs: Any, rate: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = tf.convert_to_tensor(inputs)
-        if inputs.dtype.name not in _HALF:
+        if inputs.dtype.name not in HALF or threading.get_ident() != owner:
             return stock_dropout(inputs, rate, *args, **kwargs)
         ones = tf.ones(tf.shape(inputs), tf.float32)
         kept = stock_dropout(ones, rate, *args, **kwargs)
         return inputs * tf.cast(kept, inputs.dtype)
 
-    random = backend.random
-    stock_dropout = random.dropout
-    with replaced(
-        random,
-        dropout=in_this_thread(dropout, stock_dropout),
-        **{name: by_dtype(getattr(random, name)) for name in _BY_DTYPE},
-    ):
+    draws = {name: by_dtype(getattr(stock, name)) for name in _BY_DTYPE}
+    with replaced(stock, dropout=dropout, **draws):
         yield
 
 
@@ -125,28 +115,26 @@ def copied(model: keras.Model, *, instead: str) -> keras.Model:
     Where its classes cannot be saved, the copy is made in memory. A ValueError says
     that neither can be done, or `instead`.
     """
-    with seeds_put_back():
-        classes = {
-            type(layer).__name__: type(layer)
-            for _, layer, _ in structure.walk(model)
-            if not type(layer).__module__.startswith("keras.")
-        }
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "model.keras")
+    classes = {
+        type(layer).__name__: type(layer)
+        for _, layer, _ in structure.walk(model)
+        if not type(layer).__module__.startswith("keras.")
+    }
+    options = {"custom_objects": classes, "compile": False, "safe_mode": False}
+    with seeds_put_back(), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.keras")
+        try:
+            model.save(path)
+            return load_model(path, **options)
+        except (TypeError, ValueError, NotImplementedError) as error:
             try:
-                model.save(path)
-                return load_model(
-                    path, custom_objects=classes, compile=False, safe_mode=False
-                )
-            except (TypeError, ValueError, NotImplementedError) as error:
-                try:
-                    return saved_state.copied_in_memory(model)
-                except Exception as second:  # of whatever objects the model holds
-                    raise ValueError(
-                        f"Cannot copy model {model.name!r}: {first_line(error)} In "
-                        f"memory: {first_line(second)} Give its classes a `get_config` "
-                        f"that returns their arguments, or {instead}."
-                    ) from error
+                return saved_state.copied_in_memory(model)
+            except Exception as second:  # of whatever objects the model holds
+                raise ValueError(
+                    f"Cannot copy model {model.name!r}: {first_line(error)} In memory: "
+                    f"{first_line(second)} Give its classes a `get_config` that "
+                    f"returns their arguments, or {instead}."
+                ) from error
 
 
 @contextlib.contextmanager

@@ -7,8 +7,9 @@ import keras
 
 from tfamp.numerics.triage.replays import inquire
 from tfamp.numerics.triage.result import Triage
-from tfamp.stepping import bundles, snapshots
+from tfamp.stepping import snapshots
 from tfamp.stepping.arguments import check_model
+from tfamp.stepping.snapshot_files import read_bundle
 from tfamp.stepping.unchanged import seeds_put_back
 
 
@@ -48,7 +49,7 @@ def triage(model: keras.Model, batch_or_bundle: Any) -> Triage:
     with seeds_put_back():
         if not isinstance(batch_or_bundle, (str, os.PathLike)):
             return inquire(model, batch_or_bundle)
-        _, state, batch = bundles.read(batch_or_bundle)
+        _, state, batch = read_bundle(batch_or_bundle)
         snapshots.built_from(model, batch)
         before = snapshots.take(model)
         try:

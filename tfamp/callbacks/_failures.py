@@ -1,0 +1,224 @@
+"""How a training shows that it has failed, and what keeps it from doing so again."""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.dtypes import layer_dtypes, model_dtypes
+from tfamp.dtypes.rules import Rule
+from tfamp.keras_hooks import optimizers, structure
+from tfamp.keras_hooks.layers import policy_of
+from tfamp.loss_scale import stops
+from tfamp.records.formats import HALF
+from tfamp.stepping.eager_step import sites
+from tfamp.stepping.snapshots import State, named_variables, optimizers_of, tally_of
+
+DROP, RATE, SCALE, FLOAT32 = (
+    "drop batch",
+    "cut learning rate",
+    "move loss scale",
+    "keep in float32",
+)
+# What each cause of a triage asks for, the best first; without a cause a batch goes.
+REMEDIES: dict[str, tuple[str, ...]] = {
+    "data": (DROP,),
+    "learning rate": (RATE,),
+    "optimizer": (RATE,),
+    "loss scale": (SCALE, RATE),
+    "precision": (FLOAT32, SCALE, RATE),
+    "model": (),
+}
+# A scale at its floor is at fault no more after so many skips.
+_STALLED_SKIPS = 8
+# Of Keras's own wrapper, which has no floor.
+_STOCK_MIN_SCALE = 2.0**-14
+# Four steps of a scale that halves.
+_SCALE_FACTOR = 16.0
+# How `tf.debugging.enable_check_numerics` words its error.
+_CHECKED = ("Tensor had NaN", "Tensor had Inf", "!!! Detected Infinity or NaN")
+
+
+class Sign(NamedTuple):
+    """One sign of failure: "loss", "weights", "skip" or "error", and it in words."""
+
+    kind: str
+    text: str
+
+
+def plain(logs: Any) -> Any:
+    """Returns the logs of a step with numbers as Python's own, which waits for them."""
+    if not isinstance(logs, Mapping):
+        return float(logs) if getattr(logs, "ndim", 1) == 0 else logs
+    return {name: plain(value) for name, value in logs.items()}
+
+
+def of_logs(logs: Any) -> Sign | None:
+    """Returns the sign where a loss or metric is NaN or inf.
+
+    Example:
+        >>> of_logs({"loss": 1.0, "auc": float("nan")})
+        Sign(kind='loss', text='auc is nan')
+    """
+    for name, value in logs.items() if isinstance(logs, Mapping) else ():
+        for leaf in tf.nest.flatten(value):
+            with contextlib.suppress(TypeError, ValueError):  # ragged, or no numbers
+                array = np.asarray(leaf, np.float64)
+                if not np.all(np.isfinite(array)):
+                    what = leaf if array.ndim == 0 else "not finite everywhere"
+                    return Sign("loss", f"{name} is {what}")
+    return None
+
+
+def of_error(error: BaseException) -> Sign | None:
+    """Returns the sign where an error of a training step says that numbers failed."""
+    text = str(error) if isinstance(error, stops.LossScaleError) else None
+    if isinstance(error, tf.errors.InvalidArgumentError):
+        text = stops.found_in(error.message)
+        if text is None and any(mark in error.message for mark in _CHECKED):
+            text = "a checked tensor had NaN or inf"
+    return None if text is None else Sign("error", text.split(". ")[0][:200])
+
+
+def of_weights(model: keras.Model) -> Sign | None:
+    """Returns the sign where a weight or moving statistic is NaN or inf.
+
+    It waits for the device once.
+    """
+    local = model.distribute_strategy.experimental_local_results
+    paths, flags = [], []
+    for variable in model.variables:
+        for part in local(variable.value):
+            if part.dtype.is_floating:
+                paths.append(variable.path)
+                flags.append(tf.reduce_all(tf.math.is_finite(part)))
+    found = np.array(tf.stack(flags)) if flags else np.array([True])
+    if found.all():
+        return None
+    path = paths[int(found.argmin())]
+    return Sign("weights", f"{path} holds values that are not finite")
+
+
+def of_scale(model: keras.Model) -> Sign | None:
+    """Returns the sign where the loss scale stands at its end and steps are skipped."""
+    for optimizer in optimizers_of(model):
+        if (stored := tally_of(optimizer)) is not None:
+            now = stored.numbers()
+            is_stuck = now.is_frozen > 0 or now.scale <= optimizer.rule.min_scale
+            if is_stuck and now.streak >= _STALLED_SKIPS:
+                return Sign(
+                    "skip",
+                    f"the loss scale stands at {now.scale:g} after "
+                    f"{now.streak} skipped steps in a row",
+                )
+        elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            scale = float(optimizer.dynamic_scale.numpy())
+            if scale < _STOCK_MIN_SCALE:
+                return Sign("skip", f"the loss scale has fallen to {scale:g}")
+    return None
+
+
+@keras.saving.register_keras_serializable(package="tfamp")
+class CutSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """A learning-rate schedule times a number."""
+
+    def __init__(self, schedule: Any, factor: float) -> None:
+        self.schedule, self.factor = schedule, factor
+
+    def __call__(self, step: Any) -> Any:
+        """Returns the rate of a step."""
+        return self.schedule(step) * self.factor
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments."""
+        schedule = keras.saving.serialize_keras_object(self.schedule)
+        return {"schedule": schedule, "factor": self.factor}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "CutSchedule":
+        """Creates the schedule from what `get_config` gave."""
+        schedule = keras.saving.deserialize_keras_object(config["schedule"])
+        return cls(schedule, config["factor"])
+
+
+def multiply_rates(
+    model: keras.Model, *, held: float, factor: float
+) -> tuple[str, bool]:
+    """Multiplies the learning rates of all optimizers of a model.
+
+    Rates that are variables are multiplied by `held`, schedules by `factor`, each as
+    the user gave it. Returns the change for people, "" for none, and whether a schedule
+    was changed, which traced functions hold.
+    """
+    text, needs_trace = "", False
+    for optimizer in optimizers_of(model):
+        while hasattr(optimizer, "inner_optimizer"):
+            optimizer = optimizer.inner_optimizer
+        rate = optimizer.learning_rate
+        schedule = optimizers.rate_or_schedule(optimizer)
+        schedule = getattr(schedule, "schedule", schedule)
+        if isinstance(rate, keras.Variable):
+            before = float(rate.numpy())
+            optimizer.learning_rate = before * held
+            text = text or f"{before:g} -> {before * held:g}"
+        elif isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+            optimizer.learning_rate = CutSchedule(schedule, factor)
+            needs_trace = True
+            text = text or f"schedule x {factor:g}"
+    return text, needs_trace
+
+
+def move_scale(model: keras.Model, state: State, verdict: Any) -> tuple[State, str]:
+    """Returns a state with another loss scale, and the change for people.
+
+    The scale is what the triage found, or is moved by a factor of 16. The text is ""
+    where the model has no loss scale, or it is at its end.
+    """
+    names = {id(each.variable): each.name for each in named_variables(model)}
+    arrays, text = dict(state.arrays), ""
+    factor = _SCALE_FACTOR if "raise" in verdict.remedy.lower() else 1 / _SCALE_FACTOR
+    for optimizer in optimizers_of(model):
+        if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            continue
+        name = names[id(optimizer.dynamic_scale)]
+        before = float(arrays[name])
+        scale = verdict.loss_scale or before * factor
+        if tally_of(optimizer) is not None:
+            scale = min(max(scale, optimizer.rule.min_scale), optimizer.rule.max_scale)
+        if scale != before:
+            arrays[name] = np.asarray(scale, arrays[name].dtype)
+            text = text or f"{before:g} -> {scale:g}"
+    return dataclasses.replace(state, arrays=arrays), text
+
+
+def keep_in_float32(model: keras.Model, verdict: Any) -> str:
+    """Has the layers that a triage names compute in float32; returns their paths.
+
+    Weights and slots stay. Where any is returned, the model's functions are to be
+    traced anew.
+    """
+    known = {site.path: site.layer for site in sites(model)}
+    wanted = verdict.layers or (verdict.layer,)
+    return ", ".join(repr(p) for p in wanted if p in known and _keep(model, known[p]))
+
+
+def _keep(model: keras.Model, layer: Any) -> bool:
+    is_layer = isinstance(layer, keras.layers.Layer)
+    dtypes = structure.compute_dtypes(layer if is_layer else model) & {*HALF}
+    if not dtypes or layer is model:
+        return False
+    rule = Rule("NanRecovery", "a failed step was traced to it")
+    if not is_layer:
+        return model_dtypes.keep(layer, min(dtypes), rule.name, rule.reason)
+    if (policy := policy_of(layer)) is not None:
+        policy.settings.keep(layer, rule)
+        layer_dtypes.propagate_to_sublayers(layer)
+        return True
+    for _, inner, _ in structure.walk(layer):
+        if inner.compute_dtype in HALF:
+            inner.dtype_policy = keras.DTypePolicy("float32")
+    return True
