@@ -45,7 +45,7 @@ def sequential():
     return keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, use_bias=False)])
 
 
-MODELS = {"Functional": functional, "Sequential": sequential, "subclassed": subclassed}
+MODELS = {"Sequential": sequential, "subclassed": subclassed}
 
 
 def compiled(make=sequential, **settings):
@@ -93,8 +93,6 @@ def dataset(*, drop_remainder=False, kind=None):
     made = made.batch(BATCH, drop_remainder=drop_remainder)
     if kind == "dict":
         return made.map(lambda x, y: ({"a": x}, y))
-    if kind == "weights":
-        return made.map(lambda x, y: (x, y, tf.ones(tf.shape(y)[0])))
     if kind == "unknown length":
         return made.filter(lambda x, y: True)
     return made
@@ -106,7 +104,7 @@ def by_name():
 
 
 @pytest.mark.quick("dict")
-@pytest.mark.parametrize("kind", ["dict", "weights", "unknown length"])
+@pytest.mark.parametrize("kind", ["dict", "unknown length"])
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_examples_are_counted_in_batches_of_every_form(kind):
     model = compiled(by_name if kind == "dict" else sequential)

@@ -11,8 +11,9 @@ from tests.replicas import on_both, two_replicas
 
 layers = keras.layers
 BATCH = 16
-# The last batch of 91 leaves the replicas 6 and 5 examples, that of 81 one and none.
-COUNTS = (96, 91, 81)
+# The last batch of 91 leaves the replicas 6 and 5 examples, that of 81 one and none,
+# and 1 has no whole batch at all: an error of shapes in stock Keras.
+COUNTS = (91, 81, 1)
 LAST = 80  # the first row of the last batch
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 # Weights of about 1 after six updates, each of gradients that are rounded a few times.
@@ -92,11 +93,6 @@ def check_equal(two, one, tolerance=TOLERANCE):
 def test_uneven_batches_train_as_on_one_device(strategy, count):
     compiled = {"metrics": ["mae"], "run_eagerly": False, "steps_per_execution": 2}
     check_same(strategy, linear, rows=slice(count), compiled=compiled)
-
-
-@slow
-def test_the_first_batch_may_be_uneven(strategy):
-    check_same(strategy, linear, rows=slice(1))  # an error of shapes in stock Keras
 
 
 @pytest.mark.slow

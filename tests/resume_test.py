@@ -97,10 +97,6 @@ def one_iterator():
     return {"x": data, "steps_per_epoch": 5}
 
 
-def validated():
-    return {**arrays(), "validation_data": (X[:8], Y[:8]), "epochs": 3}
-
-
 def accumulating():
     inner = keras.optimizers.SGD(0.1, momentum=0.5)
     return model_of(tfamp.LossScaleOptimizer(inner, accumulation_steps=4))
@@ -165,7 +161,6 @@ CASES = {
     "dataset, first epoch": (model_of, dataset, 4),
     "a dataset of unknown length": (model_of, unknown_length),
     "one iterator": (model_of, one_iterator),
-    "validation": (model_of, validated),
     "random numbers": (model_of, drawing, 9),
     "accumulation": (accumulating, dataset, 2),
     "three steps an execution": (
@@ -354,23 +349,6 @@ def test_another_training_is_refused_before_a_step(begun, build, data, message):
         train(build, data, Resume(begun), count)
     assert steps == []
     assert sorted(begun.iterdir()) == before
-
-
-def test_what_cannot_be_repeated_is_said_once(tmp_path, lines):
-    resume = Resume(tmp_path)
-    keras.utils.set_random_seed(0)
-    tf.random.set_seed(None)
-    model = model_of()
-    for data in (arrays(), dataset()):
-        model.fit(**data, verbose=0, epochs=0, callbacks=[resume, Kill(9)])
-    why = [line.split(",")[0] for line in lines["warning"]]
-    assert why == [
-        "Resume: `fit` shuffles arrays without a seed",
-        "Resume: the dataset has a `shuffle` without a seed",
-    ]
-    seeded = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=0).batch(4)
-    model.fit(seeded, verbose=0, epochs=0, callbacks=[resume])
-    assert len(lines["warning"]) == 2
 
 
 def test_a_training_of_more_workers_is_refused(copied):
