@@ -64,7 +64,6 @@ def test_what_is_trained_after_a_put_is_what_was_trained_after_the_take(make):
     assert not same_bits(state, wanted)
     for each in (model, compiled(make())):
         snapshots.put(each, state)
-        assert same_bits(snapshots.take(each), state)
         train(each)
         assert same_bits(snapshots.take(each), wanted)
 

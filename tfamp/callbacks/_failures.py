@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -65,6 +66,8 @@ def of_logs(logs: Any) -> Sign | None:
         Sign(kind='loss', text='auc is nan')
     """
     for name, value in logs.items() if isinstance(logs, Mapping) else ():
+        if isinstance(value, float) and math.isfinite(value):
+            continue
         for leaf in tf.nest.flatten(value):
             with contextlib.suppress(TypeError, ValueError):  # ragged, or no numbers
                 array = np.asarray(leaf, np.float64)
@@ -160,7 +163,8 @@ def multiply_rates(
             optimizer = optimizer.inner_optimizer
         rate = optimizer.learning_rate
         schedule = optimizers.rate_or_schedule(optimizer)
-        schedule = getattr(schedule, "schedule", schedule)
+        if isinstance(schedule, CutSchedule):
+            schedule = schedule.schedule
         if isinstance(rate, keras.Variable):
             before = float(rate.numpy())
             optimizer.learning_rate = before * held

@@ -52,7 +52,7 @@ class PrecisionMonitor(FitCallback):
         ValueError: When training begins, a file cannot be written.
 
     Example:
-        >>> import numpy as np
+        >>> import keras, numpy as np
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         >>> guard = LossScaleOptimizer(keras.optimizers.SGD(0.1), 1.0, dynamic=False)
         >>> model.compile(guard, "mse")

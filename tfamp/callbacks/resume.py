@@ -116,6 +116,11 @@ class Resume(FitCallback):
             states.check_same(strategy, step, self.directory)
         if kept is not None:
             self._go_on(*kept, feed)
+        elif self._folder.listed():
+            self._note(
+                f"Resume: {self.directory!r} holds no whole step of all workers, so "
+                "training starts from its beginning. All have to see the folder."
+            )
         self._join()
         self._feed, feed.around = feed, self._steps_of_epoch
         if why := states.unrepeatable(feed):

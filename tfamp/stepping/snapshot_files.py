@@ -157,19 +157,20 @@ class Folder:
         name = f"step-{number:09d}{self._suffix}"
         write(state, os.path.join(self.directory, name))
         complete = [files[0].number for files in self._complete()]
-        for each in self._listed() if len(complete) >= _KEPT else ():
+        for each in self.listed() if len(complete) >= _KEPT else ():
             if each.number < complete[_KEPT - 1] and each.place == self.place:
                 with contextlib.suppress(tf.errors.OpError):
                     tf.io.gfile.remove(os.path.join(self.directory, each.name))
 
-    def _listed(self) -> list[Kept]:
+    def listed(self) -> list[Kept]:
+        """Returns the files of all workers."""
         found = map(_NAME.fullmatch, tf.io.gfile.listdir(self.directory))
         return [Kept(int(m[1]), int(m[2]), int(m[3]), m[0]) for m in found if m]
 
     def _complete(self) -> list[list[Kept]]:
         """Returns the files of each number that all workers have, newest first."""
         found: dict[tuple[int, int], list[Kept]] = {}
-        for each in sorted(self._listed()):
+        for each in sorted(self.listed()):
             found.setdefault((each.number, each.num_workers), []).append(each)
         newest_first = sorted(found.items(), reverse=True)
         return [files for (_, number), files in newest_first if len(files) == number]

@@ -120,12 +120,13 @@ def copied(model: keras.Model, *, instead: str) -> keras.Model:
         for _, layer, _ in structure.walk(model)
         if not type(layer).__module__.startswith("keras.")
     }
-    options = {"custom_objects": classes, "compile": False, "safe_mode": False}
     with seeds_put_back(), tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.keras")
         try:
             model.save(path)
-            return load_model(path, **options)
+            return load_model(
+                path, custom_objects=classes, compile=False, safe_mode=False
+            )
         except (TypeError, ValueError, NotImplementedError) as error:
             try:
                 return saved_state.copied_in_memory(model)
