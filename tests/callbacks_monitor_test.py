@@ -82,14 +82,13 @@ def events(folder):
 
 
 WAYS = {
-    "graph": {"run_eagerly": False},
     "XLA": {"jit_compile": True},
     "eager": {"run_eagerly": True},
     "three steps a call": {"steps_per_execution": 3},
 }
 
 
-@pytest.mark.quick("graph", "three steps a call")
+@pytest.mark.quick("eager", "three steps a call")
 @pytest.mark.parametrize("compiling", WAYS.values(), ids=WAYS)
 def test_logs_and_rows_hold_every_step(compiling, tmp_path, monkeypatch):
     monkeypatch.setattr(monitor, "_EVERY", 4)
@@ -135,9 +134,6 @@ def test_progress_bar_shows_the_counters(capsys):
         assert text in printed.splitlines()[-1]
 
 
-# --- resuming -------------------------------------------------------------------
-
-
 def test_second_fit_appends_and_counts_on(tmp_path):
     model, path = compiled(), tmp_path / "steps.csv"
     fit(model, PrecisionMonitor(csv_path=path), epochs=1)
@@ -163,51 +159,34 @@ def test_steps_before_an_error_are_not_lost(tmp_path):
     assert rows(path)["consecutive_skips"][4:] == [0, 0, 1, 0, 0, 0]
 
 
-# --- by hand: what is hard to bring about in `fit` ------------------------------
-
-
-class ByHand:
-    """A monitor and an optimizer of two variables, stepped with given gradients."""
-
-    def __init__(self, **settings):
-        dense = keras.layers.Dense(1, name="d")
-        self.model = keras.Sequential([keras.Input((1,)), dense], name="m")
-        optimizer = tfamp.LossScaleOptimizer(
-            keras.optimizers.SGD(), 1.0, dynamic=False, max_consecutive_skips=None
-        )
-        self.model.compile(optimizer, "mse")
-        self.monitor = PrecisionMonitor(**settings)
-        self.monitor.set_model(self.model)
-        self.monitor.on_train_begin()
-        self.monitor.on_epoch_begin(0)
-
-    def step(self, kernel, bias):
-        gradients = [tf.constant([[kernel]]), tf.constant([bias])]
-        self.model.optimizer.apply(gradients, self.model.trainable_variables)
-
-
 def test_variables_are_named_once_for_each_set(caplog):
-    trained = ByHand()
-    for kernel, bias in [(1.0, 1.0), (INF, 1.0), (1.0, 1.0)]:
-        trained.step(kernel, bias)
-    trained.monitor._read()
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, name="d")], "m")
+    model.compile(
+        tfamp.LossScaleOptimizer(keras.optimizers.SGD(), 1.0, dynamic=False), "mse"
+    )
+    watch = PrecisionMonitor()
+    watch.set_model(model)
+    watch.on_train_begin()
+    watch.on_epoch_begin(0)
+
+    def steps(*pairs):
+        for kernel, bias in pairs:
+            gradients = [tf.constant([[kernel]]), tf.constant([bias])]
+            model.optimizer.apply(gradients, model.trainable_variables)
+        watch.on_epoch_end(0)
+
+    steps((1.0, 1.0), (INF, 1.0), (1.0, 1.0))
     (warning,) = caplog.messages
     assert warning.startswith(
         "Skipped 1 of 3 steps, the last time step 2: gradients of 'm/d/kernel' were "
         "not finite. The loss scale is 1 now."
     )
-    trained.step(INF, 1.0)
-    trained.monitor._read()
+    steps((INF, 1.0))
     assert len(caplog.messages) == 1
-    trained.step(INF, 1.0)
-    trained.step(1.0, float("nan"))
-    trained.monitor._read()
+    steps((INF, 1.0), (1.0, float("nan")))
     assert "Skipped 2 of 2 steps, the last time step 6" in caplog.messages[1]
     assert "gradients of 'm/d/kernel', 'm/d/bias' were not finite" in caplog.messages[1]
     assert len(caplog.messages) == 2
-
-
-# --- errors ---------------------------------------------------------------------
 
 
 def test_another_optimizer_is_refused_before_training(tmp_path):

@@ -151,7 +151,7 @@ def test_steps_and_batches_are_timed_in_their_places(load, work, verdict, gain):
     assert result.verdict == verdict
     assert result.possible_gain == pytest.approx(gain, abs=1e-6)
     assert result.compute_seconds == pytest.approx(work)
-    assert result.input_seconds == pytest.approx(load)
+    assert result.times["input"][0] == pytest.approx(load)
 
 
 RESULT = Bottleneck(

@@ -24,20 +24,17 @@ class PrecisionMonitor(FitCallback):
 
     `History` gets `loss_scale`, `applied_steps`, `skipped_steps`, `consecutive_skips`,
     `gradient_norm` (unscaled, of the last finite step) and `overflow_rate` (skipped
-    steps per 1,000, over the last 1,000 or as many as there were), exact at the end of
-    each epoch. During an epoch the progress bar, and callbacks after this one in the
-    list, see the first and the third, of the last reading; under Keras 3.10, whose bar
-    shows means, only at its end. A warning names the variables whose gradients were not
-    finite in a skipped step, once for each set of variables. There is a reading every
-    100 batches, and at the end of each epoch.
+    steps per 1,000, over the last 1,000 or as many as there were). The progress bar
+    shows the first and the third, as of the last reading; under Keras 3.10, whose bar
+    shows means, only at an epoch's end. A warning names the variables whose gradients
+    were not finite in a skipped step, once for each set of them.
 
     A second `fit` goes on counting and appends to the CSV. Where an error or Ctrl-C
     ends `fit`, the last steps before it are written too. Where tfamp's policy computes
     in bfloat16 or float32 no loss is scaled, and one line says so.
 
-    Cost: nothing runs in a training step. A reading fetches some numbers from the
-    device, half a millisecond on a CPU. No step is missing in the files as long as
-    fewer than 1024 lie between two readings.
+    Cost: nothing runs in a training step. Every 100 batches, and at the end of an
+    epoch, some numbers are read from the device, half a millisecond on a CPU.
 
     Args:
         log_dir: Folder for TensorBoard scalars of every step, made if need be.
@@ -47,8 +44,8 @@ class PrecisionMonitor(FitCallback):
 
     Raises:
         TypeError: An argument has the wrong type; or, when training begins, the
-            model's optimizer is no `tfamp.LossScaleOptimizer`, though its policy is
-            float16's or none of tfamp's.
+            optimizer is no `tfamp.LossScaleOptimizer`, though its policy is float16's
+            or none of tfamp's.
         ValueError: When training begins, a file cannot be written.
 
     Example:

@@ -421,7 +421,7 @@ class NanRecovery(FitCallback):
             for number, data in [x for x in self._kept if x[0] >= self._good_mark]:
                 before = self._snapshot({}) if tried else state
                 batch = _as_one(model, data)
-                tried.append(_Found(before, number, batch))
+                tried.append(_Found(state, number, batch))
                 try:
                     logs = _failures.plain(step(batch))
                     sign = _failures.of_logs(logs) or _failures.of_weights(model)
@@ -431,10 +431,9 @@ class NanRecovery(FitCallback):
                     if sign is None:
                         break  # it fails otherwise here: nothing can be said
                 if sign is not None:
-                    return tried[-1]._replace(sign=sign)
+                    return _Found(before, number, batch, sign)
         bad = [found for found in tried if _holds_nonfinite(found.batch)]
-        likeliest = [*bad, *tried[-1:], _Found(state)][0]
-        return likeliest._replace(before=state)
+        return [*bad, *tried[-1:], _Found(state)][0]
 
     def _write_bundle(self, found: _Found, sign: Sign) -> str:
         """Writes what failed, with the state ahead of it; "" where that cannot be."""

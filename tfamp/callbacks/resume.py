@@ -31,21 +31,18 @@ class Resume(FitCallback):
 
     The batches of the epoch that were trained are drawn again and left out, and those
     of earlier epochs only with `steps_per_epoch`, where one iterator goes through all;
-    else one of each. A `tfamp.data.Pipeline` goes on in the order, and with the changes
-    and the ramp, of the epoch. So the order has to be the same in each process: call
+    else one of each. So the order has to be the same in each process: call
     `keras.utils.set_random_seed` first, or give `shuffle` a `seed`. Where it is not,
-    one line says that it is not to the bit.
+    one line says that it is not to the bit. A `tfamp.data.Pipeline` goes on in the
+    order, and with the changes, of its epoch.
 
     With several workers each writes a file of its own, to a folder that all see, and
     all go on at the newest step that all have. When one dies the others end within
-    half a minute, and one line says which it was. With another number of workers or
-    replicas a training is refused.
+    half a minute, and one line says which it was.
 
     Not kept: `tf.random` operations inside of the step (`keras.random` with a
     `SeedGenerator` is), state of generators and `PyDataset`s, and, as with
-    `BackupAndRestore`, of other callbacks.
-
-    Cost: each state is copied and written while training waits.
+    `BackupAndRestore`, of other callbacks. Each state is written while training waits.
 
     Args:
         directory: A folder, one for each training: local, or any path that
@@ -59,7 +56,8 @@ class Resume(FitCallback):
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: A value is out of range; or, before any training, the folder cannot
-            be written, or holds a training of another model, policy, or data.
+            be written, or holds a training of another model, policy, data, or number
+            of workers or replicas.
 
     Example:
         >>> import keras, numpy as np, tempfile

@@ -54,20 +54,12 @@ def dataset_of(
 ) -> tf.data.Dataset:
     """Returns a dataset of batches from anything that `fit` takes as data.
 
-    A generator cannot be read again: each pass over the dataset begins with the two
-    batches that told its shapes, as in Keras, and goes on where the generator is.
-
-    Args:
-        data: A dataset of batches, a `Pipeline`, a `PyDataset`, a generator of
-            batches, or arrays: (x, y) or (x, y, sample_weight), each an array, a dict
-            or a list of arrays.
-        batch_size: Examples in a batch of arrays.
-        needs_targets: Whether arrays have to be (x, y); else x alone will do.
-        name: What messages call it.
-
-    Raises:
-        TypeError: It is none of these.
-        ValueError: It has single examples, or the arrays differ in length.
+    That is a dataset of batches, a `Pipeline`, a `PyDataset`, a generator of batches,
+    or arrays, (x, y) or (x, y, sample_weight), each an array, a dict or a list; x alone
+    will do unless it `needs_targets`. Messages call it `name`. A generator cannot be
+    read again: each pass begins with the two batches that told its shapes, as in Keras,
+    and goes on where the generator is. A TypeError says that it is none of these, a
+    ValueError that it has single examples, or that arrays differ in length.
     """
     is_pipeline = callable(getattr(data, "build", None))
     if is_pipeline and not isinstance(data, keras.layers.Layer):
@@ -139,9 +131,7 @@ def batch_of(data: Any, *, name: str = "data") -> Any:
 def build(model: keras.Model, batch: Any) -> None:
     """Builds weights and optimizers, so that there is something to put back.
 
-    Raises:
-        ValueError: The model holds an optimizer of its own that has no state yet, or
-            is only a train step over layers without weights yet.
+    A ValueError says that only its train step knows what some of them will be.
     """
     unbuilt: list[str] = []
     with model.distribute_strategy.scope():

@@ -75,11 +75,6 @@ class Bottleneck(TableRecord):
         """Seconds of a step with batches from memory."""
         return float(np.median(self.times["compute"]))
 
-    @property
-    def input_seconds(self) -> float:
-        """Seconds that the pipeline alone takes for the batch of a step."""
-        return float(np.median(self.times["input"]))
-
     def table(self) -> str:
         """Returns times, verdict and advice as text of at most 110 columns."""
         rows = []
