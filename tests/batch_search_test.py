@@ -187,7 +187,7 @@ REFUSED = {
     "policy": ({"policy": "fp16"}, ValueError, "mixed_float16"),
     "target": ({"target_batch_size": 0}, ValueError, "target_batch_size"),
     "read once": ({"data": iter([(X, Y)])}, TypeError, "expected"),
-    "lengths": ({"data": (X, Y[:3])}, ValueError, "rows"),
+    "lengths": ({"data": (X, Y[:3])}, ValueError, "the same number"),
 }
 
 

@@ -78,10 +78,6 @@ PICKED = {
         {"float32": 0.1, "mixed_bfloat16": 0.1, "mixed_float16": 0.2},
         "float32",
     ),
-    "within three percent the simpler is": (
-        {"float32": 0.2, "mixed_bfloat16": 0.1, "mixed_bfloat16 with XLA": 0.0985},
-        "mixed_bfloat16",
-    ),
     "what cannot run is not": ({"float32": 0.1, "mixed_bfloat16": None}, "float32"),
 }
 

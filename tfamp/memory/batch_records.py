@@ -24,28 +24,16 @@ _WHY = {
 
 @dataclasses.dataclass(frozen=True)
 class Trial(Record):
-    """Training steps of one batch size in a process of their own.
+    """Training steps of one batch size in a process of their own."""
 
-    Args:
-        batch_size: Examples of a step, on all replicas.
-        outcome: "fits", or how it ended.
-        examples_per_second: By the median step; None where it did not fit.
-        step_seconds: Median of the timed steps.
-        peak_bytes: The most memory that was held: by the process, on a GPU by
-            TensorFlow's allocator there. Where the trial was ended for it, the memory
-            held then; None where it is not known.
-        began_training: Whether the model was built and the first step begun; where not,
-            no other size is worth a trial.
-        detail: What the process said of its end, "" where it fits.
-    """
-
-    batch_size: int
+    batch_size: int  # examples of a step, on all replicas
     outcome: Outcome
     examples_per_second: float | None = None
-    step_seconds: float | None = None
-    peak_bytes: int | None = None
+    step_seconds: float | None = None  # the median
+    peak_bytes: int | None = None  # of the process, on a GPU of TensorFlow there
+    # Whether the model was built; where not, no other size is worth a trial.
     began_training: bool = True
-    detail: str = ""
+    detail: str = ""  # what the process said of its end
 
     @property
     def fits(self) -> bool:
@@ -66,35 +54,19 @@ class Trial(Record):
 
 @dataclasses.dataclass(frozen=True)
 class BatchSearch(TableRecord):
-    """The batch size that trains fastest within the memory there is.
-
-    Args:
-        model: The model's name.
-        policy: What it was built under.
-        batch_size: Examples of a step, on all replicas; it was tried and fits.
-        gradient_accumulation_steps: Steps of one update.
-        trials: All that were tried, in this order.
-        stopped_by: What ended the growth: "memory", "knee" (more gained too little),
-            "time" (a trial took too long), "max_batch_size", "target_batch_size", or
-            "data" (half of it is no larger).
-        limit: Memory that a process may take; None where nothing was known.
-        allowed_bytes: What of it a trial may take; None where there is no limit.
-        replicas: Devices that share a batch.
-        data_batch_size: Examples of a batch of the data, for arrays what `fit` takes.
-        target_batch_size: Examples of one update that were asked for, or None.
-    """
+    """The batch size that trains fastest within the memory there is."""
 
     model: str
     policy: str
-    batch_size: int
-    gradient_accumulation_steps: int
-    trials: tuple[Trial, ...]
-    stopped_by: StoppedBy
-    limit: MemoryLimit | None
-    allowed_bytes: int | None
+    batch_size: int  # examples of a step, on all replicas; it was tried and fits
+    gradient_accumulation_steps: int  # steps of one update
+    trials: tuple[Trial, ...]  # in the order they were tried
+    stopped_by: StoppedBy  # what ended the growth
+    limit: MemoryLimit | None  # of a process; None where nothing was known
+    allowed_bytes: int | None  # what of it a trial may take
     replicas: int = 1
-    data_batch_size: int | None = None
-    target_batch_size: int | None = None
+    data_batch_size: int | None = None  # examples of a batch of the data
+    target_batch_size: int | None = None  # examples of one update, as asked for
 
     @property
     def accumulation_steps(self) -> int:

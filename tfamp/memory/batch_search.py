@@ -55,55 +55,45 @@ def find_batch_size(
     """Searches for the smallest batch that trains about as fast as any that fits.
 
     Each size is trained a few steps by `fit` in a fresh process, which takes about ten
-    seconds. So a trial that runs out of memory ends nothing but itself, and nothing is
-    left behind. The size doubles until it does not fit, or until that gains too little
-    speed twice in a row: from there on a larger batch costs memory and accuracy for
-    nothing. It never takes more than half of the data. Where memory ends it, multiples
-    of 8 between are tried too. What is returned has been tried and fits.
+    seconds; one that runs out of memory ends nothing but itself. The size doubles until
+    it does not fit, or until that gains too little speed twice in a row. It never takes
+    more than half of the data. Where memory ends it, multiples of 8 between are tried
+    too. What is returned has been tried and fits.
 
     On a GPU use it from a process that has not used the GPU yet, with a function as
     `data`: TensorFlow takes all of its memory and would leave none to the trials.
-    Whatever else than a policy was set, such as a strategy, belongs into `build_model`;
-    sizes count the examples of all replicas.
 
     Args:
-        build_model: Returns a compiled model, or (model, train) or (model, train,
-            validation) where no data is passed; called in each trial. Or the name of
-            such a function, as "module:function".
-        data: What `fit` takes (a `tf.data.Dataset` of batches, a `Pipeline`, a
-            `PyDataset`, a generator of batches, arrays (x, y)), or a function that
-            returns one of them. The rows of its first batch are repeated to the size
-            that is tried.
-        policy: What to build under, as in `tfamp.compare`: "mixed_bfloat16",
-            "float32+xla" and so on. None takes the policy in force.
+        build_model: Returns a compiled model, or (model, train) where no data is
+            passed, in each trial; a strategy belongs into it. Or "module:function".
+        data: What `fit` takes, or a function that returns it. The rows of its first
+            batch are repeated to the size that is tried.
+        policy: What to build under, as in `tfamp.compare`; None takes that in force.
         max_memory_bytes: The most that a process may hold, on a GPU the most that
             TensorFlow may take there, of which a tenth stays free. None takes what the
             machine has (`tfamp doctor` shows it), which also holds where it is less.
-        start: The first size; halved where it does not fit.
+        start: The first size, of all replicas; halved where it does not fit.
         max_batch_size: The largest size to try; None for 2**20.
-        min_gain: Part by which a doubled batch has to be faster; below lies noise. None
-            takes the largest batch that fits, however fast.
+        min_gain: Part by which a doubled batch has to be faster; None takes the largest
+            batch that fits, however fast.
         target_batch_size: Examples of one update to keep to, in so many steps as it
             takes. The memory for adding up gradients is then held in the trials.
         timeout_seconds: The most that a trial may take.
 
     Returns:
-        The `BatchSearch`: `.batch_size`, `.gradient_accumulation_steps`, `.trials`,
-        `.advice`; `print` it for all of it.
+        The `BatchSearch`: `.batch_size`, `.gradient_accumulation_steps`, `.trials`.
 
     Raises:
         ImportError: A package of `tfamp[report]` is not installed.
         MemoryError: Not even one example for each replica fits.
-        RuntimeError: A trial failed, and not for want of memory; the end of its log
-            is in the message.
+        RuntimeError: A trial failed, and not for want of memory; its log is told.
         TimeoutError: Not even one example for each replica is trained in time.
         TypeError: An argument has the wrong type, or cannot go to another process.
         ValueError: An argument is out of range, or the data is empty.
 
     Example:
-        >>> found = find_batch_size(build_model, data)  # doctest: +SKIP
-        >>> found.batch_size, found.stopped_by  # doctest: +SKIP
-        (256, 'knee')
+        >>> find_batch_size(build_model, data).batch_size  # doctest: +SKIP
+        256
     """
     title = parcel.name_of(build_model)
     caps: dict[StoppedBy, int] = {
@@ -364,10 +354,9 @@ def _raise_none_fits(
 def memory_limit(max_memory_bytes: int | None = None) -> MemoryLimit | None:
     """Returns the memory that a fresh training process may take, and what decides it.
 
-    The one with the least room decides, since a process that passes any of them fails:
-    on a GPU the caller's and what is free there; on a CPU the caller's, the machine's
-    memory and the cgroups of this process (containers, batch systems), both less what
-    is in use, and `ulimit -v`. None where nothing is known, as on a GPU without NVML.
+    The one with the least room decides: on a GPU the caller's and what is free there;
+    on a CPU the caller's, the machine's and that of the cgroups of this process, less
+    what is in use, and `ulimit -v`. None where nothing is known.
     """
     found = []
     if max_memory_bytes is not None:

@@ -37,32 +37,21 @@ _LARGEST = 2**40
 class MemoryEstimate(TableRecord):
     """What one step will hold in memory when it holds most.
 
-    Args:
-        model: Name of the model.
-        policy: The policy it computes under.
-        batch_size: Examples of a step, of all replicas.
-        training: Whether it is a training step or one of `predict`.
-        source: "graph" where it was traced, "measured" where it was trained.
-        peak_bytes: All of it: what is there before the step, and what the step makes.
-        by_kind: Bytes of parameters, optimizer slots, inputs, activations, gradients,
-            casts of weights to half precision, workspace, and what the process holds
-            besides, where it was measured.
-        by_layer: Bytes of each layer that holds any, the largest first.
-        at: The operation that runs at the peak.
-        curve: (batch size, peak bytes) around `batch_size`, smaller sizes first.
-        notes: What else a reader should know.
+    Kinds are parameters, optimizer slots, inputs, activations, gradients, casts of
+    weights to half precision, workspace, and what the process holds besides, where it
+    was measured.
     """
 
     model: str
     policy: str
-    batch_size: int
-    training: bool
-    source: str
-    peak_bytes: int
+    batch_size: int  # examples of a step, of all replicas
+    training: bool  # or a step of `predict`
+    source: str  # "graph" where it was traced, "measured" where it was trained
+    peak_bytes: int  # what is there before the step, and what the step makes
     by_kind: dict[str, int] = dataclasses.field(hash=False)
-    by_layer: dict[str, int] = dataclasses.field(hash=False)
-    at: str
-    curve: tuple[tuple[int, int], ...]
+    by_layer: dict[str, int] = dataclasses.field(hash=False)  # the largest first
+    at: str  # the operation that runs at the peak
+    curve: tuple[tuple[int, int], ...]  # batch size, peak bytes; smaller sizes first
     notes: tuple[str, ...] = ()
 
     @property

@@ -45,14 +45,11 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Predicts the most memory that a step will hold, and nothing is run here.
 
-    The step is traced, with the loss, the optimizer, its loss scale, accumulation and
-    moving averages, as `fit` traces it, and its operations are gone through in the
-    order in which they become ready: each buffer lives from its making to its last
-    reader, operations that write in place do, and what `tfamp.remat` computes again is
-    not kept: what a device's allocator gives out, as a GPU's. Not in it: what a process
-    holds anyway (Python, TensorFlow, the runtime of a GPU), the input pipeline, and
-    what an allocator keeps for later, which on a CPU is as much again. XLA fuses
-    operations and holds less, or more where it copies.
+    The step is traced with loss and optimizer, as `fit` traces it, and its operations
+    are gone through in the order in which they become ready: each buffer lives from its
+    making to its last reader, as a device's allocator gives it out. Not in it: what a
+    process holds anyway, the input pipeline, and what an allocator keeps for later,
+    which on a CPU is as much again.
 
     `measure=True` answers for all of that: the step is trained at two sizes that need
     little, each in a fresh process, which takes some 20 seconds; the peak is on the
@@ -60,20 +57,16 @@ def estimate_memory(
 
     Args:
         model_or_build: A Keras model, compiled unless for inference or with
-            `optimizer`, or a function that returns one. Where it is measured a model
-            is built anew from its config, so pass the function where that is not all
-            of it, as with `tfamp.remat`.
+            `optimizer`, or a function that returns one.
         batch_size: Examples of a step, of all replicas.
         optimizer: Another optimizer than the model's: an object or a Keras name. A
             model without a loss gets the mean squared error.
         policy: Another policy than the model's; a copy of the model is made for it.
         training: False for a step of `predict`.
         measure: Whether to train at two sizes, in processes of their own.
-        data: A batch (x, y), x alone, as an array or a dict, or whatever else `fit`
-            takes, of which only shapes and dtypes are read; needed where the model
-            does not tell its inputs or targets.
-        sequence_length: What to take for every size that the model leaves open, as
-            models of text do; or pass an example as `data`.
+        data: A batch (x, y), x alone, or whatever else `fit` takes, of which only
+            shapes are read; needed where the model does not tell them.
+        sequence_length: What to take for every size that the model leaves open.
 
     Returns:
         The `MemoryEstimate`: `.peak_bytes`, `.by_kind`, `.by_layer`,
@@ -83,15 +76,13 @@ def estimate_memory(
         TypeError: `model_or_build` is no Keras model and returns none, or cannot go to
             another process.
         MemoryError: A size that is measured does not fit.
-        ValueError: It is not compiled, does not tell its inputs, or leaves sizes open
-            that neither `data` nor `sequence_length` tell; a size is not positive, or
-            no multiple of the replicas.
+        ValueError: It is not compiled, does not tell its inputs, or leaves sizes open;
+            a size is not positive, or no multiple of the replicas.
 
     Example:
         >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
         >>> model.compile("sgd", "mse")
-        >>> estimate = estimate_memory(model, 64)
-        >>> estimate.by_kind["inputs"]  # 64 examples of 8 numbers, and 4 targets
+        >>> estimate_memory(model, 64).by_kind["inputs"]  # 8 numbers and 4 targets
         3072
 
     Source: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016,

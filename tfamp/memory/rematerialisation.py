@@ -45,13 +45,6 @@ def remat(
         ValueError: At the first step, a layer draws random numbers or writes to
             variables past Keras.
 
-    Example:
-        >>> layers = [keras.layers.Dense(8, activation="relu") for _ in range(12)]
-        >>> model = keras.Sequential([keras.Input((4,)), *layers])
-        >>> model.compile("sgd", "mse")
-        >>> remat(model) is model
-        True
-
     Source: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     if not isinstance(model_or_layers, keras.Model):

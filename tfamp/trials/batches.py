@@ -27,25 +27,14 @@ class Batch(NamedTuple):
 
 def batch_of(data: Any) -> Batch:
     """Returns one batch of anything that `fit` takes."""
-    arrays = arrays_of(data, needs_targets=False)
-    if arrays is not None:
-        numbers = {len(array) for array in tf.nest.flatten(arrays)}
-        if len(numbers) != 1 or 0 in numbers:
-            raise ValueError(
-                f"The arrays of `data` have {tuple(sorted(numbers))!r} rows; expected "
-                "the same number in all of them, and at least one. Pass (x, y), row by "
-                "row."
-            )
-        (number,) = numbers
-        parts = tf.nest.map_structure(
-            lambda each: tf.convert_to_tensor(each[:_MAX_ROWS]), arrays
-        )
-        return Batch(parts, min(_FIT_BATCH_SIZE, number), number)
-    dataset = dataset_of(data)
+    dataset = dataset_of(data, _MAX_ROWS, needs_targets=False)
     batch = first_batch(dataset)
     first = tf.nest.flatten(batch)[0]
-    size = int(first.shape[0] or tf.shape(first)[0])
-    length = known_length(dataset)
+    size, length = int(first.shape[0] or tf.shape(first)[0]), known_length(dataset)
+    arrays = arrays_of(data, needs_targets=False)
+    if arrays is not None:
+        number = len(tf.nest.flatten(arrays)[0])
+        return Batch(batch, min(_FIT_BATCH_SIZE, number), number)
     return Batch(batch, size, None if length is None else length * size)
 
 

@@ -1,8 +1,7 @@
 """Takes functions and data to the processes of the runs.
 
-A run begins in a fresh process, which gets what builds the model and the data as a
-file. Functions of modules go by name, functions of a script or notebook by their code,
-arrays and datasets by their elements.
+Functions of modules go by name, functions of a script or notebook by their code, arrays
+and datasets by their elements.
 """
 
 import inspect
@@ -16,7 +15,6 @@ from tfamp.trials import targets
 
 _PARCEL = "parcel.pickle"
 _DATASETS = {"train": "train_elements", "validation": "validation_elements"}
-_PURPOSE = "`tfamp.compare`"
 
 
 def call(function: Callable[..., Any], **offered: Any) -> Any:
@@ -43,24 +41,17 @@ def parts(built: Any, *, of: str, compiled: bool = False) -> tuple[Any, Any, Any
     """Returns model, train and validation of what a function returned.
 
     It may have returned the model alone, (model, train) or all three; the rest is None.
-
-    Args:
-        built: What the function returned.
-        of: What messages call the function.
-        compiled: Whether a model that is not compiled is refused.
+    Messages call the function `of`; with `compiled` the model has to be so.
     """
     import keras
 
     model, *data = built if isinstance(built, (tuple, list)) else (built,)
-    if not isinstance(model, keras.Model) or len(data) > 2:
+    is_fine = isinstance(model, keras.Model) and len(data) <= 2
+    if not is_fine or (compiled and not model.compiled):
         raise TypeError(
             f"{of} returned {built!r}; expected a {'compiled ' * compiled}model, "
-            "(model, train) or (model, train, validation). Return the model first."
-        )
-    if compiled and not model.compiled:
-        raise TypeError(
-            f"{of} returned {model!r}, which is not compiled; expected a compiled "
-            "`keras.Model`. Call `model.compile` in it and return the model."
+            "(model, train) or (model, train, validation). Return the model first, "
+            "compiled by `model.compile`."
         )
     train, validation = (*data, None, None)[:2]
     return model, train, validation
@@ -83,32 +74,23 @@ def name_of(build_model: Any) -> str:
 
 
 def pack(
-    folder: Path,
-    build_model: Callable[..., Any] | str,
-    train: Any,
-    validation: Any,
-    *,
-    called: str = "train",
+    folder: Path, build_model: Callable[..., Any] | str, train: Any, validation: Any
 ) -> tuple[str, ...]:
-    """Writes model and data for other processes; returns what a reader should know.
-
-    Messages call the data to train on as `called` says.
-    """
+    """Writes model and data for other processes; returns what a reader should know."""
     discard(folder)
     notes = []
     data = {"train": train, "validation": validation}
     for name, value in data.items():
-        word = called if name == "train" else name
         if hasattr(value, "__next__"):
             raise TypeError(
-                f"`{word}` is {value!r}, which can be read once only; expected data "
+                f"`{name}` is {value!r}, which can be read once only; expected data "
                 "for every run. Pass a function that makes it, a dataset, or arrays."
             )
         if not callable(value) and _pickled({"data": value}) is None:
-            _save(word, value, folder / _DATASETS[name])
+            _save(name, value, folder / _DATASETS[name])
             data[name] = None
             notes.append(
-                f"The elements of `{word}` were written down once, so every epoch of "
+                f"The elements of `{name}` were written down once, so every epoch of "
                 "every run sees them in that order; pass a function that returns the "
                 "dataset to shuffle anew."
             )
@@ -126,21 +108,16 @@ def pack(
 
 def unpack(folder: Path) -> tuple[Callable[..., Any], Any, Any]:
     """Returns the building function and the data as they were packed."""
-    parcel = read(folder / _PARCEL)
+    import tensorflow as tf
+
+    parcel = _pickle().loads((folder / _PARCEL).read_bytes())
     build_model = parcel["build_model"]
     if isinstance(build_model, str):
         build_model = targets.load(build_model)
-    data = []
     for name, saved in _DATASETS.items():
-        path = folder / saved
-        data.append(_load(path) if path.is_dir() else parcel[name])
-    return build_model, data[0], data[1]
-
-
-def read(path: Path) -> Any:
-    """Returns what was pickled in a file."""
-    pickle = checks.require("cloudpickle", extra="report", purpose=_PURPOSE)
-    return pickle.loads(path.read_bytes())
+        if (folder / saved).is_dir():
+            parcel[name] = tf.data.Dataset.load(str(folder / saved)).prefetch(2)
+    return build_model, parcel["train"], parcel["validation"]
 
 
 def discard(folder: Path) -> None:
@@ -150,15 +127,15 @@ def discard(folder: Path) -> None:
     (folder / _PARCEL).unlink(missing_ok=True)
 
 
-def _pickled(value: Any) -> bytes | None:
-    """Returns a value as bytes, None where it cannot be pickled.
+def _pickle() -> Any:
+    return checks.require("cloudpickle", extra="report", purpose="`tfamp.compare`")
 
-    Whatever it holds pickles in its own way and fails with its own errors.
-    """
-    pickle = checks.require("cloudpickle", extra="report", purpose=_PURPOSE)
+
+def _pickled(value: Any) -> bytes | None:
+    """Returns a value as bytes, None where it cannot be pickled."""
     try:
-        text: bytes = pickle.dumps(value)
-    except Exception:
+        text: bytes = _pickle().dumps(value)
+    except Exception:  # whatever it holds pickles and fails in its own way
         return None
     return text
 
@@ -181,9 +158,3 @@ def _save(name: str, value: Any, path: Path) -> None:
             "that returns the dataset."
         )
     dataset.save(str(path))
-
-
-def _load(path: Path) -> Any:
-    import tensorflow as tf
-
-    return tf.data.Dataset.load(str(path)).prefetch(2)

@@ -14,11 +14,8 @@ from pathlib import Path
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 5
 _SIGNALS = {
-    "SIGKILL": "the system killed it, most often for want of memory",
-    "SIGILL": "the processor does not know an instruction that TensorFlow used; "
-    "`tfamp doctor` tells which",
-    "SIGSEGV": "it touched memory that is not its own",
-    "SIGABRT": "TensorFlow gave up; its log says why",
+    "SIGKILL": ": the system killed it, most often for want of memory",
+    "SIGILL": ": the processor lacks an instruction; `tfamp doctor` tells which",
 }
 
 
@@ -41,9 +38,20 @@ def run(
     reading, writing = os.pipe()
     began, part, process = time.monotonic(), 0.0, None
     try:
-        with uninterrupted():
-            words = [*arguments, str(writing)]
-            process = start(module, words, log, pass_fds=(writing,))
+        with uninterrupted(), open(log, "wb") as output:
+            # It finds the same modules as this process.
+            paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments, str(writing)],
+                # Held open: its end tells the process that this one is gone.
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "PYTHONPATH": paths},
+                pass_fds=(writing,),
+                # Ctrl-C reaches this process only, which then ends the other.
+                start_new_session=True,
+            )
             os.close(writing)
         while True:
             if select.select([reading], [], [], _POLL_SECONDS)[0]:
@@ -59,28 +67,7 @@ def run(
     finally:
         os.close(reading)
         if process is not None:
-            if process.poll() is None:
-                end(process)
-            close_input(process)
-
-
-def start(
-    module: str, arguments: Sequence[str], log: Path, *, pass_fds: tuple[int, ...] = ()
-) -> subprocess.Popen[bytes]:
-    """Starts a module of tfamp, which finds the same modules as this process."""
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    with open(log, "wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            # Held open: its end tells the process that this one is gone.
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "PYTHONPATH": paths},
-            pass_fds=pass_fds,
-            # Ctrl-C reaches this process only, which then ends the other.
-            start_new_session=True,
-        )
+            end(process)
 
 
 @contextlib.contextmanager
@@ -112,21 +99,18 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def close_input(process: subprocess.Popen[bytes]) -> None:
-    """Closes the standard input of a process that may have ended."""
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process, by force if it does not go, and closes its input."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process, by force if it does not go."""
-    process.terminate()
-    try:
-        process.wait(_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def why_ended(status: int) -> str:
@@ -134,7 +118,7 @@ def why_ended(status: int) -> str:
     if status >= 0:
         return f"the process ended with status {status} and left no record"
     name = signal.Signals(-status).name
-    return f"{name} ended the process: {_SIGNALS.get(name, 'somebody sent it')}"
+    return f"{name} ended the process{_SIGNALS.get(name, '')}"
 
 
 def tail(log: Path, lines: int = 15) -> str:

@@ -11,7 +11,6 @@ from tfamp.trials.run_records import Run
 from tfamp.trials.tasks import Task
 from tfamp.trials.variant import short_names
 
-WORKER = "tfamp.trials.worker"
 # Of the trial that tells what a model holds.
 _MEMORY_STEPS = 4
 
@@ -32,7 +31,9 @@ def do(
     record.unlink(missing_ok=True)
     words = [str(folder), task.to_json()]
     status = processes.run(
-        *(WORKER, words, log), timeout_seconds=timeout_seconds, on_progress=on_progress
+        *("tfamp.trials.worker", words, log),
+        timeout_seconds=timeout_seconds,
+        on_progress=on_progress,
     )
     if record.is_file():
         return Run.from_json(record)
@@ -62,34 +63,33 @@ def run_all(
     try:
         unit = f"of {len(pairs)} runs"
         with progress("Starting", len(pairs), unit=unit, decimals=1) as show:
-            for done, (policy, seed) in enumerate(pairs):
-                name = f"{names[policy]}, seed {seed}"
-
-                def tell(part: float, done: int = done, name: str = name) -> None:
-                    show(done + part, name)
-
-                tell(0.0)
-                record = folder / f"{tasks.file_name(policy, seed)}.json"
+            for number, (policy, seed) in enumerate(pairs):
+                given = dataclasses.replace(task, policy=policy, seed=seed)
+                record = folder / f"{given.name}.json"
                 kept = Run.from_json(record) if record.is_file() else None
                 if kept is not None and kept.is_finished:
                     runs.append(kept)
                     continue
+
+                def tell(part: float, number: int = number, run: Task = given) -> None:
+                    show(number + part, f"{names[run.policy]}, seed {run.seed}")
+
+                tell(0.0)
                 own = [run.is_finished for run in runs if run.policy == policy]
                 if own and not any(own):
                     why = "left out, since the first run under this policy failed"
                     run = Run(policy, seed, "failed", why)
                 else:
-                    given = dataclasses.replace(task, policy=policy, seed=seed)
-                    how = {"timeout_seconds": timeout_seconds, "on_progress": tell}
-                    run = do(folder, given, **how)  # type: ignore[arg-type]
+                    how = {"timeout_seconds": timeout_seconds}
+                    run = do(folder, given, on_progress=tell, **how)
                     if run.is_finished and seed == seeds[0]:
-                        run = _with_memory(folder, given, run, timeout_seconds)
+                        run = _with_memory(folder, given, run, **how)
                 if not run.is_finished and not runs:
-                    log = folder / f"{tasks.file_name(policy, seed)}.log"
+                    log = processes.tail(folder / f"{given.name}.log")
                     raise RuntimeError(
                         f"The first run, {policy!r} with seed {seed}, failed: "
                         f"{run.error}. Expected it to train; mend what its log ends "
-                        f"with:\n{processes.tail(log)}"
+                        f"with:\n{log}"
                     )
                 runs.append(run)
                 on_run(run)

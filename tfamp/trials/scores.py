@@ -37,17 +37,11 @@ class Score:
 
 
 def score_of(model: keras.Model, metric: Any, outputs: Any, y: Any) -> Score:
-    """Returns the score of a metric; the model's own loss for None.
+    """Returns the score of a metric, seen on the outputs and targets of a batch.
 
-    Args:
-        model: A compiled model.
-        metric: None, "loss", the name of a metric of Keras, a `keras.metrics.Metric`
-            or `keras.losses.Loss`, or a function of targets and outputs.
-        outputs: What the model gives for a batch.
-        y: The targets of that batch.
-
-    Raises:
-        ValueError: There is no such metric, or it gives no value for each example.
+    It is None or "loss" for the compiled loss, the name of a metric of Keras, a
+    `keras.metrics.Metric`, a `keras.losses.Loss`, or a function of targets and outputs.
+    A ValueError says that it gives no finite value for each example.
     """
     found = _score(model, metric, outputs, y)
     values = values_of(found, y, outputs)

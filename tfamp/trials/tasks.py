@@ -21,35 +21,20 @@ CONTEXT, _JOB = "context.json", "job.json"
 
 @dataclasses.dataclass(frozen=True)
 class Task(Record):
-    """What one process does: a whole training, or a few steps of one batch size.
+    """What one process does: a whole training, or a few steps of one batch size."""
 
-    Args:
-        policy: As `Variant` reads it.
-        seed: Of weights, data order and dropout.
-        epochs: Passes over the training data.
-        batch_size: For arrays, None for Keras's 32; of a few steps, what is tried.
-        steps: A few, at least so many; 0 trains whole.
-        latency_batch_sizes: Examples in the timed calls of a trained model.
-        is_fresh: Whether what few steps hold is told apart from what was there before.
-        allowed_bytes: What it may hold; None where there is no limit.
-        target_batch_size: Examples of one update, None where that is left open.
-        data_batch_size: Of a batch of the data, None where only the process knows it.
-        num_examples: Of the data, None where that is not known.
-        command: How to repeat it from a shell, for the record.
-    """
-
-    policy: str
-    seed: int = 0
+    policy: str  # as `Variant` reads it
+    seed: int = 0  # of weights, data order and dropout
     epochs: int = 1
-    batch_size: int | None = None
-    steps: int = 0
+    batch_size: int | None = None  # of arrays, or what is tried
+    steps: int = 0  # a few, at least so many; 0 trains whole
     latency_batch_sizes: tuple[int, ...] = ()
-    is_fresh: bool = False
-    allowed_bytes: int | None = None
-    target_batch_size: int | None = None
-    data_batch_size: int | None = None
-    num_examples: int | None = None
-    command: str = ""
+    is_fresh: bool = False  # whether memory counts from when the model is built
+    allowed_bytes: int | None = None  # what it may hold
+    target_batch_size: int | None = None  # examples of one update
+    data_batch_size: int | None = None  # None where only the process knows it
+    num_examples: int | None = None  # of the data
+    command: str = ""  # how to repeat it from a shell
 
     @property
     def name(self) -> str:
@@ -98,12 +83,7 @@ def order(policies: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]
 
 
 def file_name(policy: str, seed: int) -> str:
-    """Returns what a run's files are called, without their ending.
-
-    Example:
-        >>> file_name("float32+xla", 3), file_name("runs/plan.json", 0)
-        ('float32+xla_seed3', 'runs-plan.json_seed0')
-    """
+    """Returns what a run's files are called, without their ending."""
     return f"{re.sub(r'[^A-Za-z0-9_.+-]', '-', policy)}_seed{seed}"
 
 

@@ -31,7 +31,6 @@ _TRIMMED_PART = 0.125
 _MAX_POINTS = 400
 # Of a few steps that are short, so many seconds; and the most calls of them.
 _ENOUGH_SECONDS, _MAX_STEP_CALLS = 0.5, 100
-_PROGRESS_SECONDS = 0.5
 # Of calls of a trained model, for each batch size.
 _WARMUP_CALLS, _MIN_CALLS, _MAX_CALLS, _SECONDS = 3, 10, 1000, 1.0
 
@@ -49,57 +48,37 @@ class Window(NamedTuple):
 class Clock(keras.callbacks.Callback):
     """Times windows of steps, with validation and the ends of epochs left out.
 
-    Args:
-        steps_an_epoch: None where that is unknown.
-        num_epochs: Epochs to come.
-        tell: Takes the part that is done, in [0, 1].
-        enough: Ends training after so many steps beside the first window, or half a
-            second of shorter ones; None trains to the end.
-        clock: Seconds.
+    `on_window` is called after each; it may end the training.
     """
 
     def __init__(
-        self,
-        steps_an_epoch: int | None,
-        num_epochs: int,
-        tell: Callable[[float], None] = lambda part: None,
-        *,
-        enough: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, steps_an_epoch: int | None, on_window: Callable[["Clock"], None]
     ) -> None:
         super().__init__()
         self.windows: list[Window] = []
-        self._steps_an_epoch, self._tell, self._clock = steps_an_epoch, tell, clock
-        self._num_steps, self._enough = num_epochs * (steps_an_epoch or 0), enough
+        self.done = 0
+        self._steps_an_epoch, self._on_window = steps_an_epoch, on_window
         self._logs: Mapping[str, Any] = {}
-        self._epoch = self._seen = self._done = self._first = 0
-        self._told, self._is_open = -1e9, False
-        self._opened = clock()
+        self._epoch = self._seen = self._first = 0
+        self._opened = time.perf_counter()
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Opens the first window of the epoch."""
-        self._epoch, self._seen = epoch, 0
-        self._open()
+        self._epoch, self._seen, self._first = epoch, 0, self.done
+        self._opened = time.perf_counter()
 
     def on_train_batch_end(
         self, batch: int, logs: Mapping[str, Any] | None = None
     ) -> None:
-        """Closes the window if it is long enough."""
+        """Closes the window if it is long enough; the first holds the first step."""
         self._logs = logs or {}
         # Of a call of several steps; the last one of an epoch may have fewer.
         seen = self._seen + int(self.model.steps_per_execution or 1)
         seen = min(seen, self._steps_an_epoch or seen)
-        self._done, self._seen = self._done + seen - self._seen, seen
-        if self.windows and self._clock() - self._opened < WINDOW_SECONDS:
-            return
-        self._close()
-        timed = self.windows[1:]
-        if self._enough is not None and (
-            sum(window.steps for window in timed) >= self._enough
-            and sum(window.seconds for window in timed) >= _ENOUGH_SECONDS
-        ):
-            self.model.stop_training = True
-        self._open()
+        self.done, self._seen = self.done + seen - self._seen, seen
+        now = time.perf_counter()
+        if not self.windows or now - self._opened >= WINDOW_SECONDS:
+            self._close()
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Closes the window: what follows is no training."""
@@ -109,48 +88,36 @@ class Clock(keras.callbacks.Callback):
         """Closes the window that is open where there was no validation."""
         self._close()
 
-    def _open(self) -> None:
-        self._opened, self._is_open, self._first = self._clock(), True, self._done
-
     def _close(self) -> None:
-        was_open, self._is_open = self._is_open, False
-        if not was_open or self._done == self._first:
+        if self.done == self._first:
             return
         loss = None  # reading it, or the counter, waits for the device
         if "loss" in self._logs:
             loss = float(np.asarray(self._logs["loss"]))
         elif self.model.optimizer is not None:
             np.asarray(self.model.optimizer.iterations)
-        now, steps = self._clock(), self._done - self._first
-        seconds = now - self._opened
-        self.windows.append(Window(self._epoch, self._done, steps, seconds, loss))
-        if self._num_steps and now - self._told >= _PROGRESS_SECONDS:
-            self._told = now
-            self._tell(self._done / self._num_steps)
+        seconds, steps = time.perf_counter() - self._opened, self.done - self._first
+        self.windows.append(Window(self._epoch, self.done, steps, seconds, loss))
+        self._on_window(self)
+        self._first, self._opened = self.done, time.perf_counter()
 
 
-def steady(windows: Sequence[Window]) -> Sequence[Window]:
-    """Returns the windows after the warm-up.
+def seconds_per_step(windows: Sequence[Window]) -> float:
+    """Returns the mean time of a step, but for the warm-up and for stalls.
 
     Of three epochs or more the first is left out, which traces and fills caches of the
-    input; of others the first tenth, or 50 steps.
+    input; of others the first tenth, or 50 steps. Then the slowest and the fastest
+    windows are: a machine that stalls for seconds, as virtual ones do, says nothing
+    about a policy. What happens more often is in the mean, such as waits for the input.
     """
     kept = [window for window in windows if window.epoch > 0]
     if windows[-1].epoch + 1 < _MIN_EPOCHS:
         last = min(_WARMUP_PART * windows[-1].last_step, _MAX_WARMUP_STEPS)
         kept = [window for window in windows[1:] if window.last_step > last]
-    return kept or [windows[-1]]
-
-
-def seconds_per_step(windows: Sequence[Window]) -> float:
-    """Returns the mean time of a step, without the slowest and the fastest windows.
-
-    A machine that stalls for seconds, as virtual ones do, says nothing about a policy;
-    what happens more often is in the mean, such as waits for the input.
-    """
-    ordered = sorted(windows, key=lambda window: window.seconds / window.steps)
-    cut = int(_TRIMMED_PART * len(ordered))
-    kept = ordered[cut : len(ordered) - cut]
+    kept = kept or [windows[-1]]
+    kept.sort(key=lambda window: window.seconds / window.steps)
+    cut = int(_TRIMMED_PART * len(kept))
+    kept = kept[cut : len(kept) - cut]
     return sum(window.seconds for window in kept) / sum(w.steps for w in kept)
 
 
@@ -166,7 +133,7 @@ def train(
 ) -> tuple[Run, Any]:
     """Trains a compiled model; returns `run` with the figures, and some inputs."""
     given, inputs, size, steps = _arguments(data, batch_size)
-    timer = Clock(steps, epochs, tell)
+    timer = Clock(steps, lambda timer: tell(timer.done / epochs / (steps or math.inf)))
     with Nvml.open() or contextlib.nullcontext() as nvml:
         before = _energy_joules(nvml)
         history = model.fit(
@@ -183,12 +150,12 @@ def train(
             "The training data holds no batch; expected at least one. Look at its "
             "source: a wrong path, split or filter leaves nothing."
         )
-    seconds = seconds_per_step(steady(timer.windows))
-    num_steps, num_epochs = timer.windows[-1].last_step, timer.windows[-1].epoch + 1
+    seconds = seconds_per_step(timer.windows)
+    num_epochs = timer.windows[-1].epoch + 1
     # Arrays tell the mean examples of a step: the last one is shorter.
     per_step: float = size
     if isinstance(data, tuple):
-        per_step = len(tf.nest.flatten(data)[0]) / (num_steps // num_epochs)
+        per_step = len(tf.nest.flatten(data)[0]) / (timer.done // num_epochs)
     prefix = "" if validation is None else "val_"
     plain = {
         name: tuple(float(value) for value in values)
@@ -200,8 +167,7 @@ def train(
         for name, values in plain.items()
         if name.startswith(prefix) and (prefix or not name.startswith("val_"))
     }
-    notes = list(run.notes)
-    optimizer, skipped = model.optimizer, 0
+    notes, optimizer, skipped = list(run.notes), model.optimizer, 0
     if isinstance(optimizer, LossScaleOptimizer):
         skipped = int(optimizer.skipped_steps)
     elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -212,14 +178,14 @@ def train(
     run = dataclasses.replace(
         run,
         batch_size=size,
-        num_steps=num_steps,
+        num_steps=timer.done,
         num_epochs=epochs,
         examples_per_second=per_step / seconds,
         step_seconds=seconds,
         first_step_seconds=timer.windows[0].seconds,
         history=plain,
         final_metrics=final,
-        num_examples=round(per_step * num_steps / num_epochs),
+        num_examples=round(per_step * timer.done / num_epochs),
         losses=tuple(points[::-every][::-1]),  # the last one among them
         skipped_steps=skipped,
         energy_joules=None if before is None or after is None else after - before,
@@ -237,6 +203,13 @@ def train_steps(
     memory holds two of them as with a pipeline that prefetches. More than `steps` are
     timed while they are short.
     """
+
+    def stop(timer: Clock) -> None:
+        timed = timer.windows[1:]
+        if sum(window.steps for window in timed) >= steps:
+            seconds = sum(window.seconds for window in timed)
+            model.stop_training = seconds >= _ENOUGH_SECONDS
+
     enlarged = functools.partial(rows, size=size)
     calls = int(getattr(model, "steps_per_execution", 1) or 1)
     dataset = (
@@ -244,15 +217,13 @@ def train_steps(
         .map(lambda _: tf.nest.map_structure(enlarged, parts))
         .prefetch(1)
     )
-    timer = Clock(None, 1, enough=steps)
+    timer = Clock(None, stop)
     model.fit(dataset, epochs=1, verbose=0, callbacks=[timer])
     timed = timer.windows[1:] or timer.windows
     seconds = statistics.median(window.seconds / window.steps for window in timed)
+    rate = size / seconds
     return dataclasses.replace(
-        run,
-        batch_size=size,
-        examples_per_second=size / seconds,
-        step_seconds=seconds,
+        run, batch_size=size, examples_per_second=rate, step_seconds=seconds
     )
 
 
@@ -286,8 +257,7 @@ def _arguments(
 
 def _energy_joules(nvml: Nvml | None) -> float | None:
     """Returns what all GPUs have used since some time, None where one does not tell."""
-    readings = () if nvml is None else nvml.read()
-    each = [reading.energy_joules for reading in readings]
+    each = [reading.energy_joules for reading in (nvml.read() if nvml else ())]
     known = [joules for joules in each if joules is not None]
     return sum(known) if known and len(known) == len(each) else None
 

@@ -74,7 +74,7 @@ class Variant(Record):
 
     @property
     def is_float32(self) -> bool:
-        """Whether it can be what others are compared with: nothing in half."""
+        """Whether it can be what others are compared with."""
         return self.policy == "float32"
 
     def __str__(self) -> str:
@@ -83,12 +83,7 @@ class Variant(Record):
 
 
 def short_names(policies: Sequence[str]) -> dict[str, str]:
-    """Returns what policies are called for people: plans by the names of their files.
-
-    Example:
-        >>> short_names(["float32", "runs/plan.json+xla"])
-        {'float32': 'float32', 'runs/plan.json+xla': 'plan.json+xla'}
-    """
+    """Returns what policies are called for people: plans by their files' names."""
     short = [
         os.path.basename(each) if _PLAN_SUFFIX in each else each for each in policies
     ]

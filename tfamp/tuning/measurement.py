@@ -1,7 +1,6 @@
 """What `tfamp.measure_policies` found."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from tfamp.records import console, units
@@ -14,20 +13,15 @@ _LEAST_GAIN = 1.05  # of more steps in a call
 class PolicyTime(Record):
     """The time of a training step under one policy.
 
-    Attributes:
-        policy: Name of the policy.
-        jit_compile: Whether XLA compiles the step.
-        step_seconds: Median over the turns; None where the policy was not timed.
-        speedup: Times that a step in float32 without XLA takes as long, with the ends
-            of its 95 % interval; None where there is nothing to compare.
-        note: Why it was not timed.
+    The speedup is how many times as long a step in float32 without XLA takes, with the
+    ends of its 95 % interval; None where there is nothing to compare.
     """
 
     policy: str
     jit_compile: bool
-    step_seconds: float | None = None
+    step_seconds: float | None = None  # the median; None where it was not timed
     speedup: tuple[float, float, float] | None = None
-    note: str = ""
+    note: str = ""  # why it was not timed
 
     @property
     def name(self) -> str:
@@ -38,45 +32,25 @@ class PolicyTime(Record):
         return self.name
 
 
-def best_of(seconds_by_steps: Mapping[int, float]) -> int:
-    """Returns the smallest number of steps in a call that none beats by 5 %.
-
-    Example:
-        >>> best_of({1: 3.0, 8: 1.02, 32: 1.0}), best_of({})
-        (8, 1)
-    """
-    limit = min(seconds_by_steps.values(), default=0.0) * _LEAST_GAIN
-    fast = [n for n, each in seconds_by_steps.items() if each <= limit]
-    return min(fast, default=1)
-
-
 @dataclasses.dataclass(frozen=True)
 class Measurement(TableRecord):
-    """The policies that were timed on a model's own step, and the fastest.
-
-    Attributes:
-        model: The model's name.
-        times: Each candidate, float32 without XLA first.
-        chosen: Which of `times` is best.
-        reason: Why, in one line.
-        seconds: What the whole measurement took.
-        evidence: Devices, versions, shapes of the batch.
-        joined: The number of steps in a call of TensorFlow, and the seconds of a step
-            of the best policy; empty where a step is too long to gain by it.
-    """
+    """The policies that were timed on a model's own step, and the fastest."""
 
     model: str
-    times: tuple[PolicyTime, ...]
-    chosen: int
+    times: tuple[PolicyTime, ...]  # float32 without XLA first
+    chosen: int  # which of them is best
     reason: str
-    seconds: float
-    evidence: dict[str, Any]
+    seconds: float  # what the whole measurement took
+    evidence: dict[str, Any]  # devices, versions, shapes of the batch
+    # Steps in a call of TensorFlow, and the seconds of a step of the best policy; empty
+    # where a step is too long to gain by it.
     joined: tuple[tuple[int, float], ...] = ()
 
     @property
     def steps_per_execution(self) -> int:
         """The fewest steps in a call that no other number beats by 5 %."""
-        return best_of(dict(self.joined))
+        limit = min((each for _, each in self.joined), default=0.0) * _LEAST_GAIN
+        return min((n for n, each in self.joined if each <= limit), default=1)
 
     @property
     def best(self) -> PolicyTime:
@@ -103,12 +77,9 @@ class Measurement(TableRecord):
         title = f"Steps of {self.model}"
         told = self.reason
         if self.joined:
-            each = ", ".join(
-                f"{steps} {units.format_seconds(seconds)}"
-                for steps, seconds in self.joined
-            )
+            each = [f"{n} {units.format_seconds(s)}" for n, s in self.joined]
             told += (
-                f" A step by the number in a call: {each}; best "
+                f" A step by the number in a call: {', '.join(each)}; best "
                 f"steps_per_execution={self.steps_per_execution}."
             )
         return console.text_of(console.table(columns, rows, title=title), told)
