@@ -5,12 +5,12 @@ import typing
 from pathlib import Path
 
 from tfamp.numerics.lint import RULE_IDS
-from tfamp.numerics.triage.result import Blamed, Triage
+from tfamp.numerics.triage import Blamed, Triage
 from tfamp.records import checks
 
 ROOT = Path(__file__).parents[1]
 # Where the name of a page is put together, from rules and causes.
-MADE_OF = ("tfamp/numerics/lint/__init__.py", "tfamp/numerics/triage/result.py")
+MADE_OF = ("tfamp/numerics/lint.py", "tfamp/numerics/triage.py")
 
 
 def named_pages() -> dict[str, set[str]]:

@@ -8,13 +8,11 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.graphs_test import operation
-from tests.lint_rules_test import stock
 from tests.refusals import refusals
 from tests.replicas import two_replicas
+from tests.styles import stock_policy
 from tfamp import Proof, prove
 from tfamp.machine.speeds import Device
-from tfamp.stepping.step_traces import Roofline, computing, num_bytes
 
 L = keras.layers
 A100 = Device("gpu", "NVIDIA A100", (8, 0))
@@ -39,12 +37,8 @@ def stacked(shape, *layers, **options):
 def dense_and_head(units=512, outputs=10, policy="mixed_bfloat16"):
     """Returns a product in half precision and a head in float32, on 512 inputs."""
     dense = L.Dense(units, dtype=policy, name="dense")
-    return stacked(
-        (512,), dense, L.Dense(outputs, dtype="float32", name="head"), name="two"
-    )
-
-
-ZEROS = tuple(tf.zeros((8, n)) for n in (512, 10))
+    head = L.Dense(outputs, dtype="float32", name="head")
+    return stacked((512,), dense, head, name="two")
 
 
 def batch_of(*shapes, size=8):
@@ -52,13 +46,7 @@ def batch_of(*shapes, size=8):
     return tuple(tf.zeros((size, *shape)) for shape in shapes)
 
 
-def rows(proof):
-    """Returns {(layer, direction): [(dtype, count), ...]} of a proof's products."""
-    found = {}
-    for product in proof.operations:
-        key = product.layer, product.direction
-        found.setdefault(key, []).append((product.dtype, product.count))
-    return found
+ZEROS = batch_of((512,), (10,))
 
 
 def num_products(proof):
@@ -80,31 +68,25 @@ HEAD_FLOPS = 3 * 2 * 8 * 512 * 10
 DENSE_FLOPS = 2 * 2 * 8 * 512 * 512
 
 
-@pytest.mark.parametrize(
-    "policy, half", [("mixed_bfloat16", "bfloat16"), ("mixed_float16", "float16")]
-)
-def test_the_share_in_half_precision_is_exact(policy, half):
-    proof = prove(dense_and_head(policy=policy), ZEROS, batch_size=8)
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_the_share_in_half_precision_is_exact(half):
+    proof = prove(dense_and_head(policy=f"mixed_{half}"), ZEROS, batch_size=8)
     assert proof.flops == DENSE_FLOPS + HEAD_FLOPS
     assert proof.half_share_of_flops == DENSE_FLOPS / (DENSE_FLOPS + HEAD_FLOPS)
-    assert rows(proof) == {
-        ("dense", "forward"): [(half, 1)],
-        ("dense", "backward"): [(half, 1)],
-        ("head", "forward"): [("float32", 1)],
-        ("head", "backward"): [("float32", 1)] * 2,
-    }
+    found = [(p.layer, p.direction, p.dtype, p.count) for p in proof.operations]
+    assert sorted(found) == [
+        ("dense", "backward", half, 1),
+        ("dense", "forward", half, 1),
+        *[("head", "backward", "float32", 1)] * 2,
+        ("head", "forward", "float32", 1),
+    ]
     assert (proof.model, proof.step, proof.batch_size) == ("two", "train", 8)
     assert proof.notes == ()
-
-
-def test_products_tell_their_shapes_and_types():
-    proof = prove(dense_and_head(), ZEROS)
     forward = proof.operations[0]
-    assert forward.op_type == "MatMul"
-    assert forward.name.endswith("dense_1/MatMul")
+    assert (forward.op_type, forward.flops) == ("MatMul", 2 * 8 * 512 * 512)
+    assert "dense" in forward.name and forward.name.endswith("/MatMul")
     assert "tfamp" not in forward.name
     assert (forward.shapes, forward.output_shape) == (((8, 512), (512, 512)), (8, 512))
-    assert forward.flops == 2 * 8 * 512 * 512
 
 
 def test_convolutions_tell_both_factors_of_a_gradient():
@@ -122,19 +104,16 @@ def test_convolutions_tell_both_factors_of_a_gradient():
 def test_a_float32_model_has_no_casts_and_says_why_it_is_float32():
     model = dense_and_head(policy="float32")
     proof = prove(model, ZEROS, devices=[AMX_CPU])
-    assert proof.half_share_of_flops == 0.0
-    assert proof.casts == ()
-    assert {name: cause.figure for name, cause in causes(proof).items()} == {
-        "float32": 1.0
-    }
-    cause = causes(proof)["float32"]
+    assert (proof.half_share_of_flops, proof.casts) == (0.0, ())
+    assert [(cause.name, cause.figure) for cause in proof.causes] == [("float32", 1.0)]
+    (cause,) = proof.causes
     assert cause.message == (
         "Every matrix product and convolution runs in float32: 'dense' and 'head' "
         "(its dtype policy says so, no rule of tfamp)."
     )
     assert cause.remedy.startswith("Call `tfamp.apply(model, 'mixed_bfloat16')`")
-    slow = prove(model, ZEROS, devices=[OLD_CPU])
-    assert causes(slow)["float32"].remedy == (
+    (slow,) = prove(model, ZEROS, devices=[OLD_CPU]).causes
+    assert slow.remedy == (
         "Leave it: Old Xeon has no bfloat16 instructions (amx_bf16 or avx512_bf16)."
     )
 
@@ -147,36 +126,18 @@ def classifier():
 
 def test_stock_keras_and_tfamp_show_their_own_dtypes():
     data = batch_of((16,), (4,))
-    with stock("mixed_bfloat16"):
+    with stock_policy("mixed_bfloat16"):
         theirs = prove(classifier(), data)
     with tfamp.scope("mixed_bfloat16"):
         ours = prove(classifier(), data)
     assert theirs.half_share_of_flops == 1.0
     assert "float32" not in causes(theirs)
     hidden, head = 2 * 2 * 8 * 16 * 32, 3 * 2 * 8 * 32 * 4
-    assert ours.half_share_of_flops == hidden / (hidden + head)
     assert causes(ours)["float32"].figure == head / (hidden + head)
     assert causes(ours)["float32"].message.endswith(
         "'head' (default: heads: makes an output of the model, which feeds the loss)."
     )
     assert "(default: heads: makes an output" in ours.table().replace("\n   ", " ")
-
-
-class InFloat32(L.Layer):
-    """Multiplies in float32, whatever it computes in."""
-
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(shape[-1], 4))
-
-    def call(self, x):
-        return tf.matmul(tf.cast(x, tf.float32), tf.cast(self.kernel, tf.float32))
-
-
-def test_code_that_multiplies_in_float32_is_named():
-    layer = InFloat32(dtype="mixed_bfloat16", name="own")
-    proof = prove(stacked((16,), layer), batch_of((16,), (4,)))
-    expected = "'own' (computes in bfloat16, its own code in float32)."
-    assert causes(proof)["float32"].message.endswith(expected)
 
 
 def nested():
@@ -190,8 +151,7 @@ def nested():
     )
     inputs = keras.Input((8,))
     outputs = inner(other(shared(shared(inputs))))
-    outputs = L.Dense(8, name="dense")(outputs)
-    return keras.Model(inputs, outputs), ((8,), (8,))
+    return keras.Model(inputs, L.Dense(8, name="dense")(outputs)), ((8,), (8,))
 
 
 def attending():
@@ -207,49 +167,6 @@ def recurrent():
     x = L.LSTM(4, return_sequences=True, name="lstm")(inputs)
     x = L.TimeDistributed(L.Dense(3, name="each"), name="over")(x)
     return keras.Model(inputs, x), ((6, 8), (6, 3))
-
-
-class Block(L.Layer):
-    """A block of two layers."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.first, self.second = L.Dense(8, name="a"), L.Dense(8, name="b")
-
-    def call(self, x):
-        return self.second(self.first(x))
-
-
-class Subclassed(keras.Model):
-    """A subclassed model with a list of blocks."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = [Block(name="block_0"), Block(name="block_1")]
-
-    def call(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x @ tf.ones((8, 8), x.dtype)
-
-
-def subclassed():
-    return Subclassed(), ((8,), (8,))
-
-
-def recomputed():
-    """Returns a layer whose forward pass runs again backwards."""
-
-    class Recomputed(L.Layer):
-        def __init__(self, **kwargs):
-            super().__init__(**kwargs)
-            self.dense = L.Dense(8, name="inside", activation="tanh")
-
-        def call(self, x):
-            return tf.recompute_grad(self.dense)(x)
-
-    layers = [L.Dense(8, name="before"), Recomputed(name="again")]
-    return keras.Sequential([keras.Input((8,)), *layers]), ((8,), (8,))
 
 
 # Layer -> products forward and backward. The inputs need no gradient, so the first
@@ -278,53 +195,16 @@ ATTRIBUTED = {
     ),
     # A step of the cell has two products; the inputs of the loop need no gradient.
     "recurrent": (recurrent, {"lstm/lstm_cell": (12, 18), "over/each": (6, 12)}),
-    "subclassed": (
-        subclassed,
-        {
-            "block_0/a": (1, 1),
-            "block_0/b": (1, 2),
-            "block_1/a": (1, 2),
-            "block_1/b": (1, 2),
-            "subclassed": (1, 1),
-        },
-    ),
-    "recomputed": (recomputed, {"before": (1, 1), "again/inside": (2, 2)}),
 }
 
 
-@pytest.mark.quick("mixed_bfloat16-attention", "float32-subclassed")
 @pytest.mark.parametrize("make, expected", ATTRIBUTED.values(), ids=ATTRIBUTED)
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_every_product_is_attributed_to_its_layer(make, expected, policy):
-    with stock(policy):
+def test_every_product_is_attributed_to_its_layer(make, expected):
+    with stock_policy("mixed_bfloat16"):
         model, shapes = make()
-        compiled(model)
-        found = num_products(prove(model, batch_of(*shapes)))
-        again = num_products(prove(model, batch_of(*shapes)))
-    paths = {row.path for row in tfamp.assignment(model)}
-    if "subclassed" in expected:
-        expected = {
-            model.name if k == "subclassed" else k: v for k, v in expected.items()
-        }
-    assert found == again == expected
-    assert set(found) <= paths
-
-
-def test_functions_that_were_traced_before_are_told_by_names():
-    class Traced(L.Layer):
-        def __init__(self):
-            super().__init__(name="traced")
-            self.dense = L.Dense(8, name="inside")
-            self.other = L.Dense(8, name="inside_1")
-
-        @tf.function
-        def call(self, x):
-            return self.other(self.dense(x))
-
-    model = keras.Sequential([keras.Input((8,)), Traced()])
-    model(tf.zeros((8, 8)))
-    proof = prove(model, batch_of((8,), (8,)), training=False)
-    assert num_products(proof) == {"traced/inside": (1, 0), "traced/inside_1": (1, 0)}
+        found = num_products(prove(compiled(model), batch_of(*shapes)))
+    assert found == expected
+    assert set(found) <= {row.path for row in tfamp.assignment(model)}
 
 
 def test_a_train_step_of_the_user_is_the_one_that_is_traced():
@@ -352,36 +232,30 @@ def test_casts_are_counted_with_their_bytes():
     model = stacked((3,), L.Dense(4, dtype="mixed_bfloat16", name="dense"))
     proof = prove(model, batch_of((3,), (4,)))
     found = {
-        (c.layer, c.what, c.source_dtype): (c.count, c.elements, c.moved_bytes)
+        (c.layer, c.source_dtype): (c.count, c.elements, c.moved_bytes)
         for c in proof.casts
     }
-    # A kernel of 3 x 4 and a bias of 4; six bytes for each number, read and written.
-    assert found["dense", "weights", "float32"] == (2, 16, 16 * 6)
-    assert found["dense", "weight gradients", "bfloat16"] == (2, 16, 16 * 6)
-    assert found["dense", "activations", "float32"] == (1, 24, 24 * 6)
-    # The loss takes the outputs in float32.
-    assert found["", "activations", "bfloat16"] == (1, 32, 32 * 6)
-    assert found["", "activation gradients", "float32"] == (1, 32, 32 * 6)
-    assert len(found) == 5
+    # A kernel of 3 x 4, a bias of 4 and the inputs; six bytes for each number.
+    assert found == {
+        ("dense", "float32"): (3, 16 + 24, 40 * 6),
+        ("dense", "bfloat16"): (2, 16, 16 * 6),
+        # The loss takes the outputs in float32.
+        ("", "bfloat16"): (1, 32, 32 * 6),
+        ("", "float32"): (1, 32, 32 * 6),
+    }
     sizes = [cast.moved_bytes for cast in proof.casts]
     assert sizes == sorted(sizes, reverse=True)
+    share = sum(sizes) / proof.moved_bytes
+    assert causes(proof)["casts"].figure == share
+    assert f"{100 * share:.1f} % of all bytes" in causes(proof)["casts"].message
 
 
-def test_casts_in_a_loop_count_each_step():
+def test_a_loop_counts_as_much_as_its_steps():
     inputs = keras.Input((6, 8))
     layer = L.LSTM(4, dtype="mixed_bfloat16", name="lstm")
-    model = compiled(keras.Model(inputs, layer(inputs)))
-    proof = prove(model, batch_of((6, 8), (4,)))
-    found = {
-        cast.what: (cast.count, cast.elements)
-        for cast in proof.casts
-        if cast.layer == "lstm/lstm_cell"
-    }
-    weights = 8 * 16 + 4 * 16 + 16
-    assert found == {
-        "weights": (18, 6 * weights),
-        "weight gradients": (18, 6 * weights),
-    }
+    proof = prove(compiled(keras.Model(inputs, layer(inputs))), batch_of((6, 8), (4,)))
+    found = [c.elements for c in proof.casts if c.layer == "lstm/lstm_cell"]
+    assert found == [6 * (8 * 16 + 4 * 16 + 16)] * 2
 
 
 def state_of(model):
@@ -397,11 +271,8 @@ class Drawing(L.Layer):
         return x * (1.0 + random.random()) + np.random.rand()
 
 
-@pytest.mark.quick("float32")
-@pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow:UserWarning")
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
-def test_nothing_changes(policy):
-    with tfamp.scope(policy):
+def test_nothing_changes():
+    with tfamp.scope("mixed_bfloat16"):
         layers = L.Dense(8), L.BatchNormalization(), L.Dropout(0.5, seed=1), Drawing()
         model = keras.Sequential([keras.Input((8,)), *layers, L.Dense(4)])
         model.compile("adam", "mse", metrics=["mae"])
@@ -409,7 +280,6 @@ def test_nothing_changes(policy):
     prove(model, data)
     before, called = state_of(model), keras.layers.Layer.__call__
     dtypes = tfamp.assignment(model)
-    random.seed(3)
     first, first_of_numpy = random.getstate(), np.random.get_state()[1].tobytes()
     prove(model, data)
     assert state_of(model) == before
@@ -420,49 +290,29 @@ def test_nothing_changes(policy):
     assert getattr(model, "train_function", None) is None
 
 
-def test_nothing_stays_marked_after_an_error():
-    class Failing(L.Layer):
-        def call(self, x, training=False):
-            if training:
-                raise RuntimeError("not today")
-            return x
-
-    model = stacked((8,), Failing(), L.Dense(4))
-    called = keras.layers.Layer.__call__
-    with pytest.raises(RuntimeError, match="not today"):
-        prove(model, batch_of((8,), (4,)))
-    assert keras.layers.Layer.__call__ is called
-
-
 def test_replicas_count_as_one_step_of_the_whole_batch():
     data = tf.data.Dataset.from_tensors(ZEROS)
     alone = prove(dense_and_head(), data)
-    strategy = two_replicas()
-    with strategy.scope():
+    with two_replicas().scope():
         model = dense_and_head()
-        before = state_of(model)
     both = prove(model, data)
-    assert both.flops == alone.flops
     assert both.half_share_of_flops == alone.half_share_of_flops
     assert [p.layer for p in both.operations] == [p.layer for p in alone.operations]
     assert {product.count for product in both.operations} == {2}
     assert both.operations[0].shapes == ((4, 512), (512, 512))
-    assert state_of(model) == before
 
 
 def test_a_step_that_xla_compiles_is_told_where_its_program_is():
-    layer = L.Dense(16, dtype="mixed_bfloat16")
-    model = compiled(keras.Sequential([keras.Input((512,)), layer]), jit_compile=True)
-    (note,) = prove(model, batch_of((512,), (16,))).notes
+    model = compiled(dense_and_head(), jit_compile=True)
+    (note,) = prove(model, ZEROS).notes
     assert note.startswith("XLA compiles this step and may compute in other dtypes")
     assert "profile" in note
 
 
-def cause_of(name, *, devices, model=None, size=8):
-    """Returns one cause of the model of 512 units, None where it is not named."""
-    model = model or dense_and_head()
+def cause_of(name, *, devices, units=512, size=8):
+    """Returns one cause of the model of two layers, None where it is not named."""
     data = batch_of((512,), (10,), size=size)
-    proof = prove(model, data, batch_size=size, devices=devices)
+    proof = prove(dense_and_head(units), data, batch_size=size, devices=devices)
     figures = [cause.figure for cause in proof.causes]
     assert figures == sorted(figures, reverse=True)
     assert all(0 <= figure <= 1 for figure in figures)
@@ -476,73 +326,29 @@ def test_a_device_without_the_instruction_is_a_cause():
         "bfloat16 (compute capability 7.0, needs 8.0)."
     )
     assert cause.remedy == "Use 'mixed_float16'."
-    assert cause_of("device", devices=[A100]) is None
     # The CPU beside a GPU computes nothing.
     assert cause_of("device", devices=[A100, OLD_CPU]) is None
 
 
-TF32 = {"A100": ([A100], True), "V100": ([V100], False), "CPU": ([AMX_CPU], False)}
-
-
-@pytest.mark.parametrize("devices, expected", TF32.values(), ids=TF32)
-def test_tf32_is_a_cause_where_the_device_has_it(devices, expected):
-    assert (cause_of("TF32", devices=devices) is not None) is expected
-
-
-def test_tf32_that_is_switched_off_is_no_cause():
-    tf.config.experimental.enable_tensor_float_32_execution(False)
-    try:
-        assert cause_of("TF32", devices=[A100]) is None
-    finally:
-        tf.config.experimental.enable_tensor_float_32_execution(True)
-
-
 def test_shapes_are_a_cause_on_tensor_cores():
-    model = dense_and_head(units=100)
-    cause = cause_of("shapes", devices=[A100], model=model, size=20)
+    cause = cause_of("shapes", devices=[A100], units=100, size=20)
     assert cause.message == (
         "Sizes that are not multiples of 8 keep tensor cores from full speed: 'dense' "
         "rows 20 -> 24 and units 100 -> 104."
     )
-    assert cause_of("shapes", devices=[AMX_CPU], model=model) is None
+    assert cause_of("shapes", devices=[AMX_CPU], units=100) is None
     assert cause_of("shapes", devices=[A100]) is None
-
-
-def test_casts_and_float32_are_causes_with_their_figures():
-    model = dense_and_head(outputs=256)
-    proof = prove(model, batch_of((512,), (256,)), devices=[AMX_CPU])
-    by_name = causes(proof)
-    weights = 512 * 512 + 512
-    inputs = 8 * 512
-    # The head takes activations in float32, and hands gradients of them back.
-    moved = 6 * (2 * weights + 3 * inputs)
-    assert sum(cast.moved_bytes for cast in proof.casts) == moved
-    share = moved / proof.moved_bytes
-    assert by_name["casts"].message.startswith("7 casts move 3.1 MiB a step, ")
-    assert f"{100 * share:.1f} % of all bytes" in by_name["casts"].message
-    assert by_name["casts"].figure == share
-    # Three products of the head for 256 columns, two of the other for 512.
-    share = (3 * 256) / (3 * 256 + 2 * 512)
-    assert by_name["float32"].figure == share
-    assert by_name["float32"].message == (
-        f"{100 * share:.1f} % of the FLOPs run in float32: 'head' (its dtype policy "
-        "says so, no rule of tfamp)."
-    )
 
 
 def test_inference_has_no_gradients_and_needs_no_compile():
     model = keras.Sequential([L.Dense(4, name="dense")])
     proof = prove(model, batch_of((8,), (4,)), training=False)
-    assert proof.step == "inference"
+    assert (proof.step, proof.flops) == ("inference", 2 * 8 * 8 * 4)
     assert num_products(proof) == {"dense": (1, 0)}
-    model = compiled(model)
-    again = prove(model, batch_of((8,), (4,)), training=False)
-    assert again.flops == proof.flops == 2 * 8 * 8 * 4
 
 
 def test_a_model_without_products_has_no_share():
-    model = stacked((8,), L.LayerNormalization())
-    proof = prove(model, batch_of((8,), (8,)))
+    proof = prove(stacked((8,), L.LayerNormalization()), batch_of((8,), (8,)))
     assert (proof.flops, proof.half_share_of_flops, proof.operations) == (0, 0.0, ())
     assert proof.causes == ()
     assert proof.notes == ("The step has no matrix product and no convolution.",)
@@ -565,10 +371,8 @@ def test_loops_that_data_end_are_noted():
 
 
 def test_a_proof_goes_to_json_and_back():
-    model = dense_and_head(units=100, outputs=100)
-    proof = prove(model, batch_of((512,), (100,)), devices=[V100])
+    proof = prove(dense_and_head(units=100), ZEROS, devices=[V100])
     assert Proof.from_json(proof.to_json()) == proof
-    assert hash(Proof.from_json(proof.to_json())) == hash(proof)
     assert {"casts", "device", "shapes", "float32"} <= set(causes(proof))
 
 
@@ -583,75 +387,6 @@ def test_the_table_fits_and_leaves_out_what_is_too_much():
     assert "and 1 layers more" in table
 
 
-class Repeated(L.Layer):
-    """Multiplies 20 times, in a loop of the graph or of Python."""
-
-    def __init__(self, in_graph):
-        super().__init__(name="repeated")
-        self.in_graph = in_graph
-
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
-
-    def call(self, x):
-        if not self.in_graph:
-            for _ in range(20):
-                x = x @ self.kernel
-            return x
-        _, x = tf.while_loop(
-            lambda i, x: i < 20, lambda i, x: (i + 1, x @ self.kernel), [0, x]
-        )
-        return x
-
-
-def test_a_loop_counts_as_much_as_its_steps():
-    for in_graph in (True, False):
-        model = stacked((64,), Repeated(in_graph))
-        proof = prove(model, batch_of((64,), (64,)), training=False, devices=[OLD_CPU])
-        assert proof.flops == 20 * 2 * 8 * 64 * 64
-
-
-MOVED = {
-    "cast": (
-        operation("Cast", ((3,),), ((3,),), SrcT="float32", DstT="bfloat16"),
-        3 * 4 + 3 * 2,
-    ),
-    "product": (
-        operation("MatMul", ((2, 3), (3, 4)), ((2, 4),), T="bfloat16"),
-        2 * (6 + 12 + 8),
-    ),
-    "element-wise": (operation("Relu", ((5,),), ((5,),), T="float32"), 4 * 10),
-    "unknown size": (operation("Relu", ((None,),), (None,), T="float32"), 0),
-    "integers": (operation("AddV2", ((5,), (5,)), ((5,),), T="int32"), 0),
-    "same memory": (operation("Reshape", ((5,), (1,)), ((5,),), T="float32"), 0),
-}
-
-
-def test_a_cpu_computes_only_when_it_is_alone():
-    assert computing([A100, OLD_CPU]) == (A100,)
-    assert computing([OLD_CPU]) == (OLD_CPU,)
-
-
-@pytest.mark.parametrize("each, expected", MOVED.values(), ids=MOVED)
-def test_moved_bytes_are_those_by_hand(each, expected):
-    assert num_bytes(each) == expected
-
-
-def test_a_product_costs_the_longer_of_computing_and_moving():
-    small = operation("MatMul", ((2, 3), (3, 4)), ((2, 4),), T="float32")
-    large = operation("MatMul", ((512, 512), (512, 512)), ((512, 512),), T="float32")
-    roofline = Roofline([V100])
-    assert roofline.cost(small) == num_bytes(small)
-    assert roofline.cost(large) == pytest.approx(2 * 512**3 / 17)
-    assert roofline.cost(large, "float16") == pytest.approx(
-        max(2 * 512**3 / 140, num_bytes(large))
-    )
-    # It has no bfloat16, and the slower of two devices counts.
-    assert roofline.flops_per_byte("bfloat16") == 17
-    assert Roofline([A100, V100]).flops_per_byte("bfloat16") == 17
-    assert Roofline([A100], tf32=True).flops_per_byte("float32") == 100
-
-
 # Arguments in the place of good ones.
 WRONG = {
     "no model": (
@@ -663,36 +398,10 @@ WRONG = {
         {"model": keras.Sequential(name="raw")},
         "Model 'raw' is not compiled; expected one that `fit` takes.",
     ),
-    "empty": (
-        {"data": tf.data.Dataset.from_tensors(ZEROS).take(0)},
-        "`dataset` holds no batches; expected at least one.",
-    ),
-    "generator": (
-        {"data": (batch for batch in [])},
-        "`data` holds no batches; expected at least one.",
-    ),
-    "one array": (
-        {"data": np.zeros((8, 512))},
-        "expected what `fit` takes",
-        TypeError,
-    ),
     "a number": (
         {"data": 7},
         "`data` is of type int; expected what `fit` takes: a `tf.data.Dataset` of",
         TypeError,
-    ),
-    "lengths": (
-        {"data": (np.zeros((8, 512)), np.zeros((7, 10)))},
-        "`data` holds arrays of shapes ((8, 512), (7, 10)); expected the same number "
-        "of examples in each. Cut them to one length.",
-    ),
-    "single examples": (
-        {"data": tf.data.Dataset.from_tensors((tf.zeros(512), tf.zeros(())))},
-        "expected batches, as `fit` takes them. Add `.batch(32)`.",
-    ),
-    "batch size": (
-        {"batch_size": 0},
-        "`batch_size` is 0; expected an integer of at least 1.",
     ),
 }
 

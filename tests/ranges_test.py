@@ -140,15 +140,8 @@ def test_the_table_and_the_plot_show_each_layer(tmp_path):
     assert all(layer.path in text for layer in found.layers)
     assert max(map(len, text.splitlines())) <= 110
     assert "Gradients fit float16 best with a loss scale of" in text
-    found.plot(tmp_path / "ranges.png")
+    assert found.plot(tmp_path / "ranges.png") is not None
     assert (tmp_path / "ranges.png").stat().st_size > 10_000
-
-
-def test_as_many_batches_are_looked_at_as_asked_for():
-    found = tfamp.ranges(model_of(), DATA, batch_size=1, num_batches=2)
-    assert found.num_batches == 2
-    by = {(layer.path, layer.kind): layer for layer in found.layers}
-    assert by["first", "activations"].largest == 7.0
 
 
 def test_wrong_arguments_are_refused():

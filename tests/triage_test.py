@@ -14,11 +14,16 @@ from tests.styles import STYLES, Own, assembled
 from tfamp import Triage, triage
 from tfamp.stepping import snapshots
 
-pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
-L = keras.layers
+# As an error the cast would be one of float16, for which a layer is kept in float32.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in cast"),
+]
+L, ops = keras.layers, keras.ops
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 4)).astype(np.float32)
 Y = RNG.integers(0, 3, 16)
+TARGETS = RNG.normal(size=(16, 1)).astype(np.float32)
 LOSS = "sparse_categorical_crossentropy"
 
 
@@ -57,6 +62,14 @@ def made(layers, style="sequential", *, policy="float32", optimizer="adam", **op
     return model
 
 
+def regressor(*layers, loss="mse", optimizer="sgd", policy="float32"):
+    keras.utils.set_random_seed(0)
+    with tfamp.scope(policy):
+        model = keras.Sequential([keras.Input((4,)), *(layer() for layer in layers)])
+    model.compile(optimizer, loss)
+    return model
+
+
 WAYS = (*STYLES, "own step")
 
 
@@ -80,11 +93,33 @@ def test_a_bad_weight_of_an_example_is_found():
 
 
 def test_a_class_number_without_an_output_is_found():
-    found = triage(made(parts), (X, Y + 1))
+    found = triage(made(parts), X, Y + 1)
     assert found.cause == "data"
     count = int((Y + 1 > 2).sum())
     text = f"`y` holds {count} class numbers such as 3, while the model gives 3"
     assert text in found.evidence[0]
+
+
+def test_labels_that_the_loss_ignores_are_no_bad_labels():
+    model = made(parts)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(ignore_class=-1))
+    labels = np.where(np.arange(16) % 4, Y, -1)
+    assert triage(model, (X, labels)).cause == "none"
+    labels[1] = -2
+    assert triage(model, (X, labels)).cause == "data"
+
+
+def fills_gaps():
+    fill = lambda x: tf.where(tf.math.is_finite(x), x, tf.zeros_like(x))  # noqa: E731
+    return [Own(fill, name="fill", dtype="float32"), *huge()]
+
+
+def test_gaps_that_a_model_fills_are_not_to_blame():
+    x = X.copy()
+    x[5, 2], x[9, 0] = np.nan, np.inf
+    assert triage(made(fills_gaps), (x, Y)).cause == "none"
+    found = triage(made(fills_gaps, policy="mixed_float16"), (x, Y))
+    assert (found.cause, found.layer) == ("precision", "huge")
 
 
 def root():
@@ -105,8 +140,7 @@ def test_a_root_at_zero_is_the_models_fault(style, policy):
 
 
 def test_a_log_of_zero_is_found_forward():
-    layers = lambda: parts(Own(tf.math.log, name="log"))  # noqa: E731
-    found = triage(made(layers), (X, Y))
+    found = triage(made(lambda: parts(Own(tf.math.log, name="log"))), (X, Y))
     assert (found.cause, found.layer) == ("model", "log")
     assert "on the way forward" in found.evidence[0]
 
@@ -117,7 +151,6 @@ def test_a_loss_of_the_users_own_that_fails_is_told():
     found = triage(model, (X, Y))
     assert (found.cause, found.layer) == ("model", None)
     assert found.evidence[0].startswith("The loss is not finite in float32, while all")
-    assert found.replays[0].on_the_way == "loss"
 
 
 def test_weights_that_are_nan_already_are_found_behind_a_relu():
@@ -139,31 +172,78 @@ def test_weights_that_ran_away_accuse_the_learning_rate(policy):
     assert "initializers make that about 1" in found.evidence[-1]
 
 
-def falling(rate):
-    """A schedule that is at `rate` in its first step."""
-    return keras.optimizers.schedules.CosineDecay(rate, 100)
+@pytest.mark.parametrize("size, cause", [(1.0, "none"), (1e3, "learning rate")])
+def test_an_embedding_has_exploded_once_its_rows_have_run_away(size, cause):
+    rows = keras.initializers.RandomNormal(0, size)
+    table = L.Embedding(2000, 4, embeddings_initializer=rows, name="table")
+    model = keras.Sequential([keras.Input((3,)), table, L.Flatten(), L.Dense(1)])
+    model.compile("sgd", "mse")
+    found = triage(model, (RNG.integers(0, 2000, (16, 3)), TARGETS))
+    assert found.cause == cause
+    assert cause == "none" or found.layer == "table"
 
 
-@pytest.mark.quick("float32-schedule")
-@pytest.mark.parametrize("rate", [1e4, falling(1e4)], ids=["constant", "schedule"])
+@pytest.mark.quick("mixed_float16")
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
-def test_an_update_that_throws_the_loss_up_accuses_the_learning_rate(rate, policy):
-    model = made(parts, policy=policy, optimizer=keras.optimizers.SGD(rate))
+def test_an_update_that_throws_the_loss_up_accuses_the_learning_rate(policy):
+    falling = keras.optimizers.schedules.CosineDecay(1e4, 100)
+    model = made(parts, policy=policy, optimizer=keras.optimizers.SGD(falling))
     before = [variable.numpy() for variable in model.variables]
     found = triage(model, (X, Y))
-    assert found.cause == "learning rate"
+    assert (found.cause, found.rate_factor) == ("learning rate", 0.1)
     assert found.evidence[0].startswith("One update takes the loss from 1.")
-    assert f"cut the learning rate from 1e+04 to {1e4 * found.rate_factor:.3g}, at" in (
-        found.remedy
-    )
-    # At ten times this rate one update lowers the loss, at a hundred times it does not.
-    losses = []
-    for factor in (10 * found.rate_factor, 100 * found.rate_factor):
-        twin = made(parts, optimizer=keras.optimizers.SGD(1e4 * factor))
-        losses += [twin.train_on_batch(X, Y), float(twin.evaluate(X, Y, verbose=0))]
-    assert losses[1] <= losses[0] == losses[2] < losses[3]
+    twin = made(parts, optimizer=keras.optimizers.SGD(1e3))
+    twin.train_on_batch(X, Y)
+    after = float(twin.evaluate(X, Y, verbose=0))
+    assert "cut the learning rate from 1e+04 to 1e+03 or less, at which" in found.remedy
+    told = re.search(r"one update takes the loss to (\S+);", found.remedy)
+    assert float(told.group(1)) == pytest.approx(after, rel=1e-2)
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def zeros():
+    return L.Dense(1, kernel_initializer="zeros")
+
+
+def shifted(start):
+    """Returns a loss that is `start` for a model that gives 0."""
+    shift = start - float(np.mean(np.square(TARGETS)))
+    return lambda y, y_pred: keras.losses.mean_squared_error(y, y_pred) + shift
+
+
+def exponential(y, y_pred):
+    return -ops.mean(ops.exp(y_pred))
+
+
+def critic(y, y_pred):
+    return -ops.mean(y_pred) - 1
+
+
+# Loss, learning rate, and whether an update is one that leaves.
+BELOW_ZERO = {
+    "up through 0": (shifted(-0.05), 2.0, False),
+    "down": (shifted(-0.05), 0.01, False),
+    "exponential": (exponential, 0.1, False),
+    "to -8": (critic, 5.0, False),
+    "far up": (shifted(-5.0), 1e3, True),
+    "to -inf": (exponential, 1e3, True),
+    "far down": (critic, 1e6, True),
+}
+
+
+@pytest.mark.parametrize("loss, rate, leaves", BELOW_ZERO.values(), ids=BELOW_ZERO)
+def test_a_loss_below_zero_blames_a_learning_rate_that_leaves(loss, rate, leaves):
+    model = regressor(zeros, loss=loss, optimizer=keras.optimizers.SGD(rate))
+    found = triage(model, (X, TARGETS))
+    assert found.cause == ("learning rate" if leaves else "none")
+    assert not leaves or found.evidence[0].startswith("One update takes the loss from")
+
+
+def test_a_loss_near_zero_does_not_blame_the_learning_rate():
+    """Adam's first updates are as large as its rate, however small gradients are."""
+    model = regressor(lambda: L.Dense(1), optimizer=keras.optimizers.Adam(0.02))
+    assert triage(model, (X, np.asarray(model(X)) + 1e-5)).cause == "none"
 
 
 def test_an_epsilon_of_zero_accuses_the_optimizer():
@@ -189,17 +269,12 @@ def huge():
 
 @pytest.mark.quick("own step")
 @pytest.mark.parametrize("style", WAYS)
-def test_a_layer_that_float16_cannot_hold_is_named_and_cured(style):
+def test_a_layer_that_float16_cannot_hold_is_named(style):
     found = triage(made(huge, style, policy="mixed_float16"), (X, Y))
     prefix = "inner/" if style == "nested" else ""
     assert (found.cause, found.layer) == ("precision", f"{prefix}huge")
     assert "; float16 holds 65504." in found.evidence[1]
     assert found.remedy == (f"Keep them in float32: `keep_float32=['{prefix}huge']`.")
-    names = [replay.name for replay in found.replays]
-    scaled = "mixed_float16, loss scale 32768"
-    cured = f"mixed_float16, '{prefix}huge' in float32"
-    assert names == [scaled, "float32", "mixed_float16", cured]
-    assert [replay.is_finite for replay in found.replays] == [False, True, False, True]
 
 
 @pytest.mark.slow
@@ -222,27 +297,20 @@ def test_a_step_of_two_replicas_is_replayed_as_one():
     found = triage(model, (X, Y))
     assert (found.cause, found.layers) == ("precision", ("huge",))
     assert tfamp.assignment(model) == rows
-    alone = triage(made(huge, policy="mixed_float16"), (X, Y))
-    assert [each.is_finite for each in found.replays] == [
-        each.is_finite for each in alone.replays
-    ]
     after = snapshots.take(model)
     for name, value in before.arrays.items():
         assert value.tobytes() == after.arrays[name].tobytes(), name
-
-
-def there_and_back():
-    middle = [L.Rescaling(1e6, name="huge"), L.Rescaling(1e-6, name="back")]
-    return parts(*middle)
 
 
 @pytest.mark.quick("sequential")
 @pytest.mark.parametrize("style", WAYS)
 def test_the_layer_that_takes_huge_numbers_is_named_with_the_one_that_makes_them(style):
     """What a layer in float32 hands over is bad only in the hands of the next one."""
-    found = triage(made(there_and_back, style, policy="mixed_float16"), (X, Y))
+    middle = lambda: [L.Rescaling(1e6, name="huge"), L.Rescaling(1e-6, name="back")]  # noqa: E731
+    model = made(lambda: parts(*middle()), style, policy="mixed_float16")
+    found = triage(model, (X, Y))
     prefix = "inner/" if style == "nested" else ""
-    assert (found.cause, found.layer) == ("precision", f"{prefix}huge")
+    assert found.cause == "precision"
     assert found.layers == (f"{prefix}huge", f"{prefix}back")
     keep = f"['{prefix}huge', '{prefix}back']"
     assert found.remedy == f"Keep them in float32: `keep_float32={keep}`."
@@ -266,6 +334,31 @@ def test_operations_are_named_with_a_remedy_that_can_be_followed():
     assert found.remedy in tfamp.sensitivity(model, (X, Y)).advice
 
 
+class Masked(L.Layer):
+    """Weighs its inputs by a softmax, of which a mask leaves some out."""
+
+    def __init__(self, then):
+        super().__init__()
+        mask = lambda x: tf.where(tf.range(4) < 3, x, tf.constant(-np.inf, x.dtype))  # noqa: E731
+        self.mask, self.softmax = Own(mask, name="mask"), L.Softmax(name="weights")
+        self.then = then
+
+    def call(self, x):
+        return self.then(self.softmax(self.mask(x)))
+
+
+def test_a_mask_of_infinities_is_not_to_blame():
+    bad = Own(lambda x: tf.math.log(x - x), name="bad")
+    model = regressor(lambda: Masked(bad), lambda: L.Dense(1))
+    found = triage(model, (X, TARGETS))
+    assert (found.cause, found.layer.rpartition("/")[2]) == ("model", "bad")
+    bad = lambda: Own(lambda x: x * 1e6 / 1e6, name="bad")  # noqa: E731
+    identity = lambda: Masked(L.Activation("linear"))  # noqa: E731
+    model = regressor(identity, bad, lambda: L.Dense(1), policy="mixed_float16")
+    found = triage(model, (X, TARGETS))
+    assert found.cause == "precision" and "bad" in found.layer
+
+
 @pytest.mark.quick("own step")
 @pytest.mark.parametrize("style", WAYS)
 def test_a_scale_that_is_too_high_is_lowered(style):
@@ -273,7 +366,7 @@ def test_a_scale_that_is_too_high_is_lowered(style):
     found = triage(model, (X * 100, Y))
     assert found.cause == "loss scale"
     lower = re.search(r"finite at a loss scale of (\S+) and not at", found.evidence[0])
-    assert 1 <= float(lower.group(1)) < 2.0**24
+    assert 1 <= float(lower.group(1)) == found.loss_scale < 2.0**24
 
 
 @pytest.mark.quick("mixed_float16-functional")
@@ -286,12 +379,10 @@ def test_a_healthy_step_accuses_nobody(style, policy):
 
 def test_it_goes_to_json_and_into_a_table():
     found = triage(made(huge, policy="mixed_float16"), (X, Y))
-    # By text, since the loss is NaN.
-    assert Triage.from_json(found.to_json()).to_json() == found.to_json()
+    assert Triage.from_json(found.to_json()) == found
     lines = str(found).splitlines()
     assert lines[0] == f"{found.model}: the cause is precision, layer 'huge'"
     assert max(map(len, lines)) <= 110
-    assert "forward: huge" in str(found)
 
 
 def test_no_batch_is_refused():
@@ -303,16 +394,11 @@ def test_no_batch_is_refused():
 def test_a_bundle_is_as_good_as_its_batch(tmp_path):
     # Without a ReLU, which would hide the bad number from the loss.
     model = made(lambda: [L.Dense(3, activation="softmax", name="head")])
-    x = np.tile(X, (3, 1))
+    x, y = np.tile(X, (3, 1)), np.tile(Y, 3)
     x[20] = np.inf
     recovery = tfamp.callbacks.NanRecovery(tmp_path)
-    model.fit(
-        *(x, np.tile(Y, 3)),
-        batch_size=16,
-        shuffle=False,
-        verbose=0,
-        callbacks=[recovery],
-    )
+    options = {"batch_size": 16, "shuffle": False, "verbose": 0}
+    model.fit(x, y, callbacks=[recovery], **options)
     (bundle,) = recovery.bundles
     after = [w.copy() for w in model.get_weights()]
     found = triage(model, bundle)
@@ -320,20 +406,3 @@ def test_a_bundle_is_as_good_as_its_batch(tmp_path):
     assert "`x` holds 4 numbers that are inf or NaN, in 1 of 16" in found.evidence[0]
     for a, b in zip(after, model.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def fills_gaps():
-    fill = lambda x: tf.where(tf.math.is_finite(x), x, tf.zeros_like(x))  # noqa: E731
-    return [Own(fill, name="fill", dtype="float32"), *huge()]
-
-
-def test_gaps_that_a_model_fills_are_not_to_blame():
-    x = X.copy()
-    x[5, 2], x[9, 0] = np.nan, np.inf
-    assert triage(made(fills_gaps), (x, Y)).cause == "none"
-    found = triage(made(fills_gaps, policy="mixed_float16"), (x, Y))
-    assert (found.cause, found.layer) == ("precision", "huge")
-    # A weight of an example is no gap.
-    weights = np.ones(16, np.float32)
-    weights[3] = np.nan
-    assert triage(made(fills_gaps), (x, Y, weights)).cause == "data"

@@ -74,8 +74,8 @@ _RESULTS = {
     "Parity": "tfamp.serving.gate",
     "Proof": "tfamp.numerics.proof",
     "Ranges": "tfamp.numerics.magnitudes",
-    "Sensitivity": "tfamp.numerics.sensitivity.errors",
-    "Triage": "tfamp.numerics.triage.result",
+    "Sensitivity": "tfamp.numerics.sensitivity",
+    "Triage": "tfamp.numerics.triage",
     "Status": "tfamp.policy",
 }
 
@@ -203,10 +203,10 @@ if TYPE_CHECKING:
     from tfamp.numerics.magnitudes import ranges as ranges
     from tfamp.numerics.proof import Proof as Proof
     from tfamp.numerics.proof import prove as prove
+    from tfamp.numerics.sensitivity import Sensitivity as Sensitivity
     from tfamp.numerics.sensitivity import sensitivity as sensitivity
-    from tfamp.numerics.sensitivity.errors import Sensitivity as Sensitivity
+    from tfamp.numerics.triage import Triage as Triage
     from tfamp.numerics.triage import triage as triage
-    from tfamp.numerics.triage.result import Triage as Triage
     from tfamp.plan import PrecisionPlan as PrecisionPlan
     from tfamp.policy import Status as Status
     from tfamp.policy import disable as disable

@@ -55,6 +55,8 @@ def test_a_layer_that_float16_spoils_is_an_error_with_what_keeps_it():
     (guilty,) = found.of(rule="guilty-layer")
     assert "overflow" in guilty.message
     assert "keep_float32=['cents']" in guilty.remedy
+    assert max(map(len, found.table().splitlines())) <= 110
+    assert tfamp.Findings.from_json(found.to_json()) == found
     # The range of bfloat16 is that of float32.
     assert not tfamp.check(model, (SALES, RETURNED), policy="mixed_bfloat16").errors
 
@@ -76,22 +78,6 @@ def added_behind():
     return keras.Model(x, y + 1500.0)
 
 
-def by_a_product_of_its_own():
-    class Own(keras.Model):
-        def __init__(self):
-            super().__init__(name="own")
-            self.dense = layers.Dense(8, "tanh", name="dense")
-
-        def build(self, shape):
-            self.kernel = self.add_weight(shape=(8, 1), name="kernel")
-
-        def call(self, x):
-            x = ops.cast(self.dense(x), self.compute_dtype)
-            return ops.matmul(x, self.kernel) + 1500.0
-
-    return Own()
-
-
 def far_head():
     head = layers.Dense(1, bias_initializer=FAR, name="head")
     return keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), head])
@@ -101,7 +87,6 @@ def far_head():
 HEADS = {
     "a layer": far_head,
     "an operation behind it": added_behind,
-    "a product of the model's own": by_a_product_of_its_own,
 }
 
 
@@ -117,10 +102,15 @@ def test_a_spoilt_head_that_a_default_rule_keeps_is_a_note(make):
 def test_it_tells_what_computes_in_float32_and_why():
     model = shop(layers.LayerNormalization(name="norm"))
     found = tfamp.check(model, policy="mixed_bfloat16")
-    told = {each.layer: each.message for each in found.of(rule="in-float32")}
-    assert set(told) == {"norm", "returned"}
-    assert "heads" in told["returned"]
-    assert "1 of 3 layers" in told["norm"]
+    (told,) = found.of(rule="in-float32")
+    assert told.message.startswith("2 of 3 layers compute in float32: 'norm' (default:")
+    assert "'returned' (default: heads" in told.message
+    assert told.figure == 2
+
+
+def test_targets_may_be_passed_beside_the_inputs():
+    together = tfamp.check(shop(), (SALES, RETURNED), policy="mixed_bfloat16")
+    assert tfamp.check(shop(), SALES, RETURNED, policy="mixed_bfloat16") == together
 
 
 def test_its_numbers_are_those_of_the_single_tools():
@@ -130,19 +120,13 @@ def test_its_numbers_are_those_of_the_single_tools():
     found = tfamp.check(model, data)
     share, *_ = found.of(rule="half-share")
     assert share.figure == tfamp.prove(model, data).half_share_of_flops
-    scale = tfamp.ranges(model, data).best_loss_scale
-    assert scale in [each.figure for each in found.of(rule="ranges")]
-    guilty = {each.layer for each in found.of(rule="guilty-layer")}
-    assert guilty == set(tfamp.sensitivity(model, data).guilty)
-    assert set(tfamp.lint(model, data)) <= set(found)
-
-
-def test_a_healthy_model_gets_one_loss_scale_from_every_tool():
-    model = shop()
-    data = (SALES, RETURNED)
     ranges, layers_of = tfamp.ranges(model, data), tfamp.sensitivity(model, data)
+    assert ranges.best_loss_scale in [e.figure for e in found.of(rule="ranges")]
     low, high = ranges.loss_scales
     assert low <= layers_of.loss_scale <= high
+    guilty = {each.layer for each in found.of(rule="guilty-layer")}
+    assert guilty == set(layers_of.guilty)
+    assert set(tfamp.lint(model, data)) <= set(found)
 
 
 class Regressor(keras.Model):
@@ -175,12 +159,7 @@ class Sales(keras.utils.PyDataset):
         return SALES[rows], RETURNED[rows]
 
 
-def slices():
-    return tf.data.Dataset.from_tensor_slices((SALES, RETURNED))
-
-
 FORMS = {
-    "dataset": lambda: slices().batch(16),
     "pipeline": lambda: tfamp.data.Pipeline.from_arrays(SALES, RETURNED).batch(16),
     "generator": lambda: (Sales()[i] for i in itertools.cycle(range(3))),
     "PyDataset": Sales,
@@ -215,13 +194,6 @@ def test_in_float32_it_says_so_and_judges_no_layer():
     assert [text for text in found.skipped if text.startswith("guilty-layer: ")]
 
 
-def test_a_model_made_before_the_policy_is_told_so():
-    model = shop()
-    with tfamp.scope("mixed_bfloat16"):
-        found = tfamp.check(model, (SALES, RETURNED))
-    assert places(found, "late-policy") == [("warning", "hidden")]
-
-
 def test_data_that_fail_in_float32_are_told_with_their_cause():
     spoilt = SALES.copy()
     spoilt[4, 2] = np.nan
@@ -231,24 +203,16 @@ def test_data_that_fail_in_float32_are_told_with_their_cause():
     assert "data" in bad.message and "number 4" in bad.message
 
 
-def test_a_layer_that_fails_in_float32_is_named():
-    model = shop(layers.Lambda(ops.log, name="logarithm"))
-    found = tfamp.check(model, (SALES, RETURNED), policy="mixed_bfloat16")
-    assert places(found, "not-finite") == [("error", "logarithm")]
-
-
 def test_a_plan_is_judged_as_it_says(tmp_path):
     with tfamp.scope("mixed_float16", keep_float32=["hidden"]):
         plan = tfamp.PrecisionPlan.from_model(shop())
     plan.to_json(tmp_path / "plan.json")
     found = tfamp.check(shop(), (SALES, RETURNED), policy=tmp_path / "plan.json")
-    assert {each.layer for each in found.of(rule="in-float32")} == {
-        "hidden",
-        "returned",
-    }
+    (told,) = found.of(rule="in-float32")
+    assert "'hidden'" in told.message and "'returned'" in told.message
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_the_model_is_left_as_it_was(policy):
     model = shop(layers.BatchNormalization(), layers.Dropout(0.3))
     model.fit(SALES, RETURNED, verbose=0)
@@ -284,12 +248,6 @@ def test_what_is_no_model_is_refused():
         tfamp.check(shop, (SALES, RETURNED))
     with pytest.raises(ValueError, match="Unknown `policy` 'fp16'"):
         tfamp.check(shop(), policy="fp16")
-
-
-def test_the_table_is_at_most_as_wide_as_a_terminal():
-    found = tfamp.check(shop(Cents()), (SALES, RETURNED), policy="mixed_float16")
-    assert max(map(len, found.table().splitlines())) <= 110
-    assert tfamp.Findings.from_json(found.to_json()) == found
 
 
 def test_a_float16_program_behind_a_check_hears_nothing_of_it():

@@ -75,20 +75,6 @@ def test_a_fault_of_the_model_is_found_behind_large_weights(fault, policy):
     assert (found.cause, found.layer) == ("model", "faulty")
 
 
-def test_two_layers_with_large_weights_do_not_hide_one_that_float16_cannot_hold():
-    with tfamp.scope("mixed_float16"):
-        x, z = keras.Input((4000,)), keras.Input((4000,))
-        both = [layers.Dense(4, name=n)(i) for n, i in (("left", x), ("right", z))]
-        h = layers.Rescaling(3e4, name="in_grams")(ops.concatenate(both, axis=-1))
-        model = keras.Model([x, z], layers.Dense(1)(layers.LayerNormalization()(h)))
-        model.compile(keras.optimizers.Adam(1e-3), "mse")
-    for name in ("left", "right"):
-        kernel = RNG.normal(size=(4000, 4)).astype("float32")
-        model.get_layer(name).set_weights([kernel, np.zeros(4, "float32")])
-    found = tfamp.triage(model, ((ingredients(), ingredients()), np.ones((48, 1))))
-    assert (found.cause, found.layer) == ("precision", "in_grams")
-
-
 def test_a_number_that_was_spoilt_beside_large_weights_is_no_learning_rate():
     model = known_cook(layers.Dense(1, name="price"))
     price = model.get_layer("price")
@@ -97,20 +83,8 @@ def test_a_number_that_was_spoilt_beside_large_weights_is_no_learning_rate():
     assert (found.cause, found.layer) == ("model", "price")
 
 
-def test_a_loss_that_falls_far_under_large_weights_is_no_fault():
-    """A loss without a lowest value may fall by any factor."""
-    model = known_cook(optimizer=keras.optimizers.SGD(1.0))
-    model.compile(keras.optimizers.SGD(1.0), lambda y, p: ops.mean(p, axis=-1) * 1e-3)
-    x = np.ones((8, 4000), "float32")
-    weights = model.get_weights()
-    weights[0] -= weights[0].mean(axis=0)  # so that the loss begins at 0
-    model.set_weights(weights)
-    assert tfamp.triage(model, (x, np.zeros((8, 2)))).cause == "none"
-
-
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(1e4),
-    "momentum": lambda: keras.optimizers.SGD(1e3, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(3e3),
 }
 
@@ -152,11 +126,6 @@ def a_column(x, y):
     return x, y
 
 
-def most_rows(x, y):
-    x[:20] *= 1e30
-    return x, y
-
-
 def all_targets(x, y):
     return x, y * np.float32(1e24)
 
@@ -171,18 +140,11 @@ def beyond_float32(x, y):
     return x, y
 
 
-def two_examples(x, y):
-    x[1, 0] = 1e30
-    return x[:2], y[:2]
-
-
 HUGE = {
     "a column": (a_column, "x"),
-    "most rows": (most_rows, "x"),
     "all targets": (all_targets, "y"),
     "weights of examples": (weights_of_examples, "sample_weight"),
     "beyond float32": (beyond_float32, "x"),
-    "two examples": (two_examples, "x"),
 }
 
 
@@ -195,14 +157,6 @@ def test_numbers_too_large_for_float32_are_the_datas_fault(case):
     assert f"`{name}`" in found.evidence[0]
 
 
-def test_a_dataset_of_float64_is_told_what_float32_cannot_hold():
-    x, y = beyond_float32(*features())
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
-    found = tfamp.triage(regression(), dataset)
-    assert found.cause == "data"
-    assert "such as 1e+200, in 1 of 32 examples (number 7)" in found.evidence[0]
-
-
 def test_nanoseconds_as_they_are_are_the_datas_fault():
     """Times since 1970 in nanoseconds, whose third powers float32 cannot hold."""
     when = 1_700_000_000_000_000_000 + RNG.integers(0, 10**15, (32, 2))
@@ -213,15 +167,6 @@ def test_nanoseconds_as_they_are_are_the_datas_fault():
     found = tfamp.triage(model, (when, np.ones((32, 1), "float32")))
     assert (found.cause, found.layer) == ("data", None)
     assert "`x`" in found.evidence[0]
-
-
-def test_plain_numbers_that_a_layer_raises_too_far_are_the_layers_fault():
-    x, y = features()
-    steep = Own(lambda z: ops.exp(200 * z), name="steep")
-    model = keras.Sequential([keras.Input((5,)), steep, layers.Dense(1)])
-    model.compile("adam", "mse")
-    found = tfamp.triage(model, (x, y))
-    assert (found.cause, found.layer) == ("model", "steep")
 
 
 # --- ids and labels that nothing stands for
@@ -244,7 +189,6 @@ class Gathered(Taken):
 
 LOOKUPS = {
     "embedding": lambda: layers.Embedding(10, 4, name="items"),
-    "masked embedding": lambda: layers.Embedding(10, 4, mask_zero=True, name="items"),
     "gather": lambda: Gathered(name="items"),
 }
 
@@ -333,13 +277,6 @@ def test_a_constraint_that_divides_by_zero_is_the_layers_fault(where, policy):
     assert (found.cause, found.layer) == ("model", "mix")
     assert "constraint" in found.evidence[0] and "constraint" in found.remedy
     assert "epsilon" not in found.remedy
-
-
-def test_an_update_that_is_bad_without_its_constraint_is_the_optimizers_fault():
-    model = constrained("kernel")
-    model.compile(keras.optimizers.Adam(epsilon=0.0), "mse")
-    zeros = np.zeros((32, 5), "float32")
-    assert tfamp.triage(model, (zeros, np.zeros((32, 1)))).cause == "optimizer"
 
 
 def test_a_learning_rate_that_is_nan_is_no_epsilon():

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -30,10 +30,15 @@ from tfamp.loss_scale.tape import scaled_by
 from tfamp.models import Assignment, assignment
 from tfamp.numerics.lint import lint
 from tfamp.numerics.magnitudes import Ranges, Tallies
-from tfamp.numerics.passes import exactly, name_layers, record
-from tfamp.numerics.proof import Proof, prove
+from tfamp.numerics.passes import (
+    build_by_call,
+    check_is_model,
+    exactly,
+    name_layers,
+    record,
+)
+from tfamp.numerics.proof import prove
 from tfamp.numerics.sensitivity import NotFiniteError, Search
-from tfamp.numerics.sensitivity.errors import Sensitivity
 from tfamp.numerics.triage import triage
 from tfamp.plan import PrecisionPlan, read_plan
 from tfamp.records.findings import Finding, Findings
@@ -45,14 +50,16 @@ from tfamp.stepping.layer_calls import how_to_keep
 from tfamp.stepping.unchanged import seeds_put_back
 
 # Batches that are looked at, and numbers in one of them: each layer runs several times.
-_NUM_BATCHES = 2
-_MAX_NUMBERS = 2**20
+_NUM_BATCHES, _MAX_NUMBERS = 2, 2**20
 _MIN_EXAMPLES, _MAX_EXAMPLES = 4, 32
+# The rules that need data.
+_OF_DATA = ("half-share", "ranges", "guilty-layer")
 
 
 def check(
     model: keras.Model,
     data: Any = None,
+    y: Any = None,
     *,
     policy: str | os.PathLike[str] | PrecisionPlan = "auto",
 ) -> Findings:
@@ -70,6 +77,7 @@ def check(
         data: What `fit` takes: a `tf.data.Dataset` of batches, (x, y) arrays, a
             `Pipeline`, a `PyDataset` or a generator. Without, only the model itself is
             read; `skipped` says what that leaves out.
+        y: The targets, where `data` are x alone.
         policy: As for `tfamp.enable`. A model that was built under a policy is judged
             as it stands, whatever this says.
 
@@ -90,114 +98,42 @@ def check(
         >>> found[0].rule, found[0].layer
         ('guilty-layer', 'huge')
     """
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"`model` is {model!r}, of type {type(model).__name__}; expected a "
-            "`keras.Model`. Pass the model itself, not a function that builds it."
-        )
+    check_is_model(model)
     with seeds_put_back():
-        batches = [] if data is None else _batches(data)
-        if batches and not model.built:
-            x = keras.utils.unpack_x_y_sample_weight(batches[0])[0]
-            with contextlib.suppress(Exception), model.distribute_strategy.scope():
-                model(x, training=False)
+        batches = [] if data is None else _batches(data if y is None else (data, y))
+        if batches:
+            build_by_call(model, keras.utils.unpack_x_y_sample_weight(batches[0])[0])
         with _judged(model, policy) as why:
-            return _Check(model, batches, why).run()
+            return _found(model, batches, why)
 
 
-class _Check:
-    """One check, of a model that computes now as it is to be judged."""
-
-    def __init__(self, model: keras.Model, batches: list[Any], why: str) -> None:
-        self._model, self._batches, self._why = model, batches, why
-        halves = structure.compute_dtypes(model) & {*HALF}
-        self._dtype = next((dtype for dtype in HALF if dtype in halves), "")
-        self._skipped: list[str] = []
-        self._rules: list[str] = []
-
-    def run(self) -> Findings:
-        model, dataset = self._model, None
-        for batch in map(tf.data.Dataset.from_tensors, self._batches):
-            dataset = batch if dataset is None else dataset.concatenate(batch)
-        linted = lint(model, dataset)
-        self._skipped += linted.skipped
-        self._rules += [*linted.rules, "in-float32"]
-        rows = assignment(model)  # heads are known by the call that was traced
-        findings = [*linted, *in_float32(model, rows, self._dtype)]
-        if dataset is None:
-            self._skip("no `data` were passed", "half-share", "ranges", "guilty-layer")
-        else:
-            findings = [*self._of_numbers(rows), *findings, *self._of_products(dataset)]
-        policy = self._dtype and f", with {self._dtype}"
-        return Findings(
-            tuple(dict.fromkeys(findings)),
-            title=f"Check of model {model.name!r}{policy} ({self._why})",
-            rules=tuple(self._rules),
-            skipped=tuple(self._skipped),
-        )
-
-    def _skip(self, why: Any, *rules: str) -> None:
-        self._skipped += [f"{rule}: {why}" for rule in rules]
-
-    def _of_products(self, dataset: tf.data.Dataset) -> Iterator[Finding]:
-        training = bool(self._model.compiled)
-        try:
-            with scaled_by(1.0):  # as by hand, for an optimizer without a scale
-                proof = prove(self._model, dataset, training=training)
-        except (TypeError, ValueError) as error:
-            self._skip(error, "half-share")
-            return
-        self._rules.append("half-share")
-        yield from half_share(proof)
-
-    def _of_numbers(self, rows: Assignment) -> Iterator[Finding]:
-        """Yields what one tapped pass tells: magnitudes, then guilty layers."""
-        model, batches = self._model, self._batches
-        if not model.compiled:
-            why = "the model is not compiled, so no loss"
-            self._skip(why, "ranges", "guilty-layer")
-            return
-        try:
-            build(model, batches[0])
-        except ValueError as error:
-            self._skip(error, "ranges", "guilty-layer")
-            return
-        kept = _kept(model, rows)
-        with exactly(model) as sites:
-            recordings = [record(model, sites, batch) for batch in batches]
-            tallies = Tallies(sites)
-            for recording in recordings:
-                tallies.add(recording)
-            self._rules.append("ranges")
-            yield from magnitudes(tallies.ranges(model.name), self._dtype)
-            if not self._dtype:
-                self._skip(
-                    "nothing computes in half precision; policy='mixed_float16' or "
-                    "'mixed_bfloat16' judges it in that",
-                    "guilty-layer",
-                )
-                return
-            self._rules.append("guilty-layer")
-            by_path = {site.path: site for site in sites}
-            search = Search(model, sites, recordings, self._dtype)
-            try:
-                yield from guilty_layers(search.run(), by_path, kept)
-                return
-            except NotFiniteError:
-                pass
-        blamed = triage(model, batches[0])
-        yield Finding(
-            "not-finite",
-            "error",
-            f"A step is not finite in float32 either; the cause is {blamed.cause}: "
-            + " ".join(blamed.evidence),
-            blamed.remedy,
-            layer=blamed.layer,
-        )
+def _found(model: keras.Model, batches: list[Any], why: str) -> Findings:
+    """Returns what is found in a model that computes now as it is to be judged."""
+    halves = structure.compute_dtypes(model) & {*HALF}
+    dtype = next((each for each in HALF if each in halves), "")
+    dataset: Any = None
+    for batch in map(tf.data.Dataset.from_tensors, batches):
+        dataset = batch if dataset is None else dataset.concatenate(batch)
+    linted = lint(model, dataset)
+    rows = assignment(model)  # heads are known by the call that was traced
+    findings = [*linted, *_in_float32(model, rows, dtype)]
+    skipped: dict[str, Any] = {}
+    if dataset is None:
+        skipped = dict.fromkeys(_OF_DATA, "no `data` were passed")
+    else:
+        numbers = list(_of_numbers(model, batches, dtype, rows, skipped))
+        findings = [*numbers, *findings, *_half_share(model, dataset, skipped)]
+    ran = [rule for rule in ("in-float32", *_OF_DATA) if rule not in skipped]
+    return Findings(
+        tuple(dict.fromkeys(findings)),
+        title=f"Check of model {model.name!r}{dtype and f', with {dtype}'} ({why})",
+        rules=(*linted.rules, *ran),
+        skipped=(*linted.skipped, *(f"{rule}: {skipped[rule]}" for rule in skipped)),
+    )
 
 
-def in_float32(model: keras.Model, rows: Assignment, dtype: str) -> Iterator[Finding]:
-    """Yields a note for each reason why layers compute in float32."""
+def _in_float32(model: keras.Model, rows: Assignment, dtype: str) -> Iterator[Finding]:
+    """Yields a note on the layers that compute in float32, and why each does."""
     layers = {path: layer for path, layer, _ in structure.walk(model)}
     computing = [
         row
@@ -206,52 +142,86 @@ def in_float32(model: keras.Model, rows: Assignment, dtype: str) -> Iterator[Fin
         and not isinstance(layers[row.path], keras.layers.InputLayer)
     ]
     wide = [row for row in computing if row.compute_dtype == "float32"]
-    if not dtype:
-        yield Finding(
-            "in-float32",
-            "note",
-            f"All {len(wide)} layers compute in float32.",
-            "See the title for why; `policy=` judges the model under another policy.",
-            figure=len(wide),
-        )
-        return
     reasons: dict[str, list[str]] = {}
     for row in wide:
         rule = "a dtype of its own" if row.rule == "not managed" else row.rule
         why = f"{rule}: {row.reason}" if row.reason else rule
         reasons.setdefault(why, []).append(row.path)
-    for why, paths in reasons.items():
-        yield Finding(
-            "in-float32",
-            "note",
-            f"{len(paths)} of {len(computing)} layers compute in float32, "
-            f"{name_layers(paths)} ({why}).",
-            "Nothing, unless the share of float32 below is too large.",
-            layer=paths[0],
-            figure=len(paths),
+    because = "; ".join(f"{name_layers(p)} ({why})" for why, p in reasons.items())
+    text = f"{len(wide)} of {len(computing)} layers compute in float32: {because}."
+    remedy = "Nothing, unless the share of half precision is too small."
+    if not dtype:
+        text = f"All {len(wide)} layers compute in float32."
+        remedy = (
+            "See the title for why; `policy=` judges the model under another policy."
         )
+    if wide:
+        yield Finding("in-float32", "note", text, remedy, figure=len(wide))
 
 
-def half_share(proof: Proof) -> Iterator[Finding]:
+def _half_share(
+    model: keras.Model, dataset: tf.data.Dataset, skipped: dict[str, Any]
+) -> Iterator[Finding]:
     """Yields the share of half precision in a step, and why it is not larger."""
+    try:
+        with scaled_by(1.0):  # as by hand, for an optimizer without a scale
+            proof = prove(model, dataset, training=bool(model.compiled))
+    except (TypeError, ValueError) as error:
+        skipped["half-share"] = error
+        return
+    share = proof.half_share_of_flops
     step = "training" if proof.step == "train" else "inference"
-    yield Finding(
-        "half-share",
-        "note",
-        f"{format_share(proof.half_share_of_flops)} of the FLOPs of a step of {step} "
-        "run in half precision.",
-        "`tfamp.prove` shows each product and cast.",
-        figure=proof.half_share_of_flops,
-    )
+    text = f"{format_share(share)} of the FLOPs of a step of {step} run in half "
+    text += "precision."
+    remedy = "`tfamp.prove` shows each product and cast."
+    yield Finding("half-share", "note", text, remedy, figure=share)
     for cause in proof.causes:
-        if cause.name == "float32":  # told layer by layer already
-            continue
-        yield Finding(
-            "half-share", "note", cause.message, cause.remedy, figure=cause.figure
-        )
+        if cause.name != "float32":  # told layer by layer already
+            told = cause.message, cause.remedy
+            yield Finding("half-share", "note", *told, figure=cause.figure)
 
 
-def magnitudes(found: Ranges, dtype: str) -> Iterator[Finding]:
+def _of_numbers(
+    model: keras.Model,
+    batches: list[Any],
+    dtype: str,
+    rows: Assignment,
+    skipped: dict[str, Any],
+) -> Iterator[Finding]:
+    """Yields what one tapped pass tells: magnitudes, then guilty layers."""
+    try:
+        if not model.compiled:
+            raise ValueError("the model is not compiled, so no loss")
+        build(model, batches[0])
+    except ValueError as error:
+        skipped |= dict.fromkeys(("ranges", "guilty-layer"), error)
+        return
+    kept = _kept(model, rows)
+    with exactly(model) as sites:
+        recordings = [record(model, sites, batch) for batch in batches]
+        tallies = Tallies(sites)
+        for recording in recordings:
+            tallies.add(recording)
+        yield from _magnitudes(tallies.ranges(model.name), dtype)
+        if not dtype:
+            skipped["guilty-layer"] = (
+                "nothing computes in half precision; policy='mixed_float16' or "
+                "'mixed_bfloat16' judges it in that"
+            )
+            return
+        try:
+            search = Search(model, sites, recordings, dtype)
+            yield from _guilty_layers(search, sites, kept)
+            return
+        except NotFiniteError:
+            pass
+    blamed = triage(model, batches[0])
+    text = f"A step is not finite in float32 either; the cause is {blamed.cause}: "
+    text += " ".join(blamed.evidence)
+    yield Finding("not-finite", "error", text, blamed.remedy, layer=blamed.layer)
+
+
+def _magnitudes(found: Ranges, dtype: str) -> Iterator[Finding]:
     """Yields how large the numbers are, and which loss scale suits the gradients."""
     largest = max(found.layers, key=lambda each: each.largest, default=None)
     if largest is not None:
@@ -287,16 +257,17 @@ def _kept(model: keras.Model, rows: Assignment) -> set[str]:
     }
 
 
-def guilty_layers(
-    found: Sensitivity, sites: Mapping[str, Site], kept: set[str]
+def _guilty_layers(
+    search: Search, sites: list[Site], kept: set[str]
 ) -> Iterator[Finding]:
     """Yields the layers that half precision spoils, kept ones as notes."""
+    found, by_path = search.run(), {site.path: site for site in sites}
     for layer in found.layers:
         if not layer.is_guilty:
             continue
         is_kept, remedy = layer.path in kept, "It is in float32 already."
         if not is_kept:
-            remedy = how_to_keep([sites[layer.path]])
+            remedy = how_to_keep([by_path[layer.path]])
         yield Finding(
             "guilty-layer",
             "note" if is_kept else "error",

@@ -2,9 +2,8 @@
 
 Rules know Keras's layers and operations; what a layer of the user's computes itself can
 only be tried. On some examples of the first batch the model runs eagerly in float32,
-then each such layer again, as it is managed, on the inputs and with the gradients it
-had there; layers inside it hand over what they gave. Outputs, gradients and variables
-that it assigns are compared. Nothing of it is left but the layers that are kept.
+then each such layer again, as it is managed. Outputs, gradients and variables that it
+assigns are compared. Nothing of it is left but the layers that are kept.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -27,9 +26,14 @@ from tfamp.keras_hooks import backend, structure, trainer, trials
 from tfamp.keras_hooks.layers import Kind, policy_of
 from tfamp.loss_scale.fit_hooks import BEFORE_FIRST_BATCH
 from tfamp.loss_scale.tape import scaled_by
+from tfamp.numerics.reruns import (
+    REPEATED,
+    Rerun,
+    forward_error,
+    gradient_error,
+    rerun,
+)
 from tfamp.numerics.sensitivity import BACKWARD_LIMIT, FORWARD_LIMIT
-from tfamp.numerics.sensitivity.errors import forward_error, gradient_error
-from tfamp.numerics.sensitivity.reruns import REPEATED, Rerun, rerun
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
 from tfamp.stepping.eager_step import floats, tapped
@@ -52,37 +56,15 @@ _SIZES = (1.0, 2.0**-8)
 _EFFECTS = re.compile(
     "Print|PyFunc|Summary|WriteFile|Save|Generator|Queue|Lookup.*Insert"
 )
+# How far a layer is off, over the limit: outputs, gradients, assigned variables.
+_Error = tuple[float, float, float]
+_OFF = (
+    ("outputs", "their spread over the batch"),
+    ("gradients", "their size"),
+    ("assigned variables", "how far they move"),
+)
 # The settings under which a model has been through this.
 _ASKED: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
-
-
-class _Error(NamedTuple):
-    """How far a layer is off: outputs, gradients, variables, each over its limit."""
-
-    outputs: float = 0.0
-    gradients: float = 0.0
-    variables: float = 0.0
-
-    @property
-    def is_guilty(self) -> bool:
-        return max(self) > 1.0
-
-    def text(self, dtype: str) -> str:
-        """Returns what is wrong, in words."""
-        limits = (FORWARD_LIMIT[dtype], BACKWARD_LIMIT[dtype], _STATE_LIMIT)
-        place = max(range(3), key=self.__getitem__)
-        off = self[place] * limits[place]
-        what = (
-            ("outputs", "their spread over the batch"),
-            ("gradients", "their size"),
-            ("assigned variables", "how far they move"),
-        )[place]
-        if math.isinf(off):
-            return f"in {dtype} its {what[0]} are not finite, on the first batch"
-        return (
-            f"in {dtype} its {what[0]} are off by {off:.0%} of {what[1]}, on the first "
-            "batch"
-        )
 
 
 def is_due(model: keras.Model) -> bool:
@@ -107,32 +89,48 @@ def check_first(model: keras.Model, batch: Any) -> None:
         return
     settings = policy.settings
     _ASKED[model] = settings.number
-    if batch is None:
-        _not_checked(model, "its batches are on several replicas")
-        return
-    is_kept, guilty, failure = settings.check == "keep", {}, ""
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    with _without_a_trace(model):
-        try:
-            x = tf.nest.map_structure(lambda part: part[:_NUM_EXAMPLES], x)
-            guilty = _Check(model, x, settings).run()
-        except Exception as error:  # a `call` that is never called so, for one
-            failure = f"{type(error).__name__}: {first_line(error)}"
+    guilty: dict[keras.layers.Layer, str] = {}
+    failure = "its batches are on several replicas" if batch is None else ""
+    if batch is not None:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        with _without_a_trace(model):
+            try:
+                x = tf.nest.map_structure(lambda part: part[:_NUM_EXAMPLES], x)
+                guilty = _Check(model, x, settings).run()
+            except Exception as error:  # a `call` that is never called so, for one
+                failure = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
     if failure:
-        _not_checked(model, failure)
-        return
+        logging.info(
+            "The layers of model %r are not checked at its first training: %s. Call "
+            "`tfamp.check(model, data)`.",
+            model.name,
+            failure,
+        )
     if guilty:
         trainer.drop_traced_functions(model, but_training=True)
     for layer, reason in guilty.items():
-        _tell(layer, reason, is_kept=is_kept)
+        if settings.check == "keep":
+            logging.warning(
+                "Layer %r computes in float32: %s. Name it in `keep_float32`, or pass "
+                "`check=None` to leave it.",
+                layer.name,
+                reason,
+            )
+        else:
+            warnings.warn(
+                f"Layer {layer.name!r} is spoiled by half precision: {reason}. Keep it "
+                f"by `keep_float32=[{layer.name!r}]`, or by `check='keep'`.",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 BEFORE_FIRST_BATCH.append((is_due, check_first))
 
 
-def _is_own(layer: keras.layers.Layer) -> bool:
+def _is_own(layer: Any) -> bool:
     """States whether a layer runs code of the user's in half precision."""
-    policy = policy_of(layer)
+    policy = policy_of(layer) if isinstance(layer, keras.layers.Layer) else None
     return (
         policy is not None
         and not trials.is_of_keras(layer)
@@ -140,31 +138,6 @@ def _is_own(layer: keras.layers.Layer) -> bool:
         and policy.kind in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
         and layer.compute_dtype in HALF
     )
-
-
-def _not_checked(model: keras.Model, because: str) -> None:
-    logging.info(
-        "The layers of model %r are not checked at its first training: %s. Call "
-        "`tfamp.check(model, data)`.",
-        model.name,
-        because.rstrip("."),
-    )
-
-
-def _tell(layer: Any, reason: str, *, is_kept: bool) -> None:
-    if is_kept:
-        logging.warning(
-            "Layer %r computes in float32: %s. Name it in `keep_float32`, or pass "
-            "`check=None` to leave it.",
-            layer.name,
-            reason,
-        )
-        return
-    message = (
-        f"Layer {layer.name!r} is spoiled by half precision: {reason}. Keep it by "
-        f"`keep_float32=[{layer.name!r}]`, or by `check='keep'`."
-    )
-    warnings.warn(message, UserWarning, stacklevel=2)
 
 
 @contextlib.contextmanager
@@ -196,7 +169,11 @@ class _Check:
         with own_operations.switched_off():
             function = tf.function(self._model, autograph=False)
             graph = function.get_concrete_function(self._x, training=True).graph
-            effects = _effects_in(graph)
+            # What is seen outside of the model is not done a second time.
+            written = graph.as_graph_def()
+            functions = [node for f in written.library.function for node in f.node_def]
+            names = {node.op for node in [*written.node, *functions]}
+            effects = sorted(name for name in names if _EFFECTS.search(name))
             if effects:
                 raise ValueError(f"its layers run {', '.join(effects)} in their `call`")
             held = [(v, v.numpy()) for v in graph.variables]
@@ -207,21 +184,19 @@ class _Check:
                     variable.assign(value)
 
     def _guilty(self) -> dict[keras.layers.Layer, str]:
-        chosen = [s for s in units(self._model) if _is_own_site(s.layer)]
-        if not chosen:
-            return {}
-        calls = self._recorded(chosen)
+        chosen = [site for site in units(self._model) if _is_own(site.layer)]
+        calls = self._recorded(chosen) if chosen else {}
         guilty = {}
         # Those inside began later, and come first.
         for layer in reversed(list(calls)):
             error, dtype = self._error(calls[layer]), layer.compute_dtype
-            if not error.is_guilty:
+            if max(error) <= 1.0:
                 continue
-            reason = error.text(dtype)
+            reason = _words(error, dtype)
             before = layer_dtypes.Before(part for _, part, _ in structure.walk(layer))
             rule = Rule(RULE, reason, applies_to="own")
             own_operations.take(layer, self._settings, rule)
-            is_cured = not self._error(calls[layer], dtype).is_guilty
+            is_cured = max(self._error(calls[layer], dtype)) <= 1.0
             if not (is_cured and self._settings.check == "keep"):
                 before.put_back()
             if is_cured:
@@ -239,20 +214,27 @@ class _Check:
         ):
             with tf.GradientTape() as tape:
                 outputs = floats(self._model(self._x, training=True))
-                seeds = [_signs(output) for output in outputs]
+                # Like a loss's gradients: of both signs, the same each time.
+                seeds = [
+                    tf.cast(np.random.default_rng(0).standard_normal(x.shape), x.dtype)
+                    for x in outputs
+                ]
             tape.gradient(outputs, self._model.trainable_variables, seeds)
         ids = {id(site.layer) for site in chosen}
         calls: dict[Any, list[Recorded]] = {}
-        for each in recorder.calls:
-            _without_nonfinite(each)
-            if id(each.site.layer) in ids:
-                calls.setdefault(each.site.layer, []).append(each)
+        for call in recorder.calls:
+            # What is not finite in float32 is nobody's fault here.
+            for kept in (call.input_gradients, call.output_gradients):
+                kept[:] = [None if g is None or not _is_finite(g) else g for g in kept]
+            if id(call.site.layer) in ids:
+                calls.setdefault(call.site.layer, []).append(call)
         return {layer: found[:_NUM_CALLS] for layer, found in calls.items()}
 
     def _error(self, calls: Sequence[Recorded], dtype: str | None = None) -> _Error:
         """Returns how far a layer as it computes now is from float32."""
         found = [self._error_of(call, dtype) for call in calls]
-        return _Error(*map(max, zip(*found, strict=True)))
+        outputs, gradients, variables = map(max, zip(*found, strict=True))
+        return outputs, gradients, variables
 
     def _error_of(self, call: Recorded, dtype: str | None) -> _Error:
         layer = call.site.layer
@@ -261,52 +243,27 @@ class _Check:
             exact = rerun(call, "float32", given_exact=self._exact_inputs)
         pairs = zip(exact.outputs, floats(call.outputs), strict=False)
         if any(forward_error(a, _array(b)) > REPEATED for a, b in pairs):
-            return _Error()
-        errors = []
-        for scale in _scales(call):
-            low = rerun(
+            return 0.0, 0.0, 0.0
+        sent = [g for inner in call.inside for g in inner.input_gradients]
+        known = [g for g in (*call.output_gradients, *sent) if g is not None]
+        sizes = [float(tf.reduce_max(tf.abs(g))) for g in known if tf.size(g)]
+        largest = max(sizes, default=0.0)
+        errors = [
+            _compared(
+                rerun(
+                    call,
+                    dtype,
+                    loss_scale=size / largest if largest else 1.0,
+                    is_managed=True,
+                    given_exact=self._exact_inputs,
+                ),
+                exact,
                 call,
                 dtype,
-                loss_scale=scale,
-                is_managed=True,
-                given_exact=self._exact_inputs,
             )
-            errors.append(_compared(low, exact, call, dtype))
+            for size in (_SIZES if largest else _SIZES[:1])
+        ]
         return min(errors, key=max)
-
-
-def _is_own_site(layer: Any) -> bool:
-    return isinstance(layer, keras.layers.Layer) and _is_own(layer)
-
-
-def _effects_in(graph: Any) -> list[str]:
-    """Returns the operations of a graph that are seen outside of the model."""
-    written = graph.as_graph_def()
-    functions = [node for f in written.library.function for node in f.node_def]
-    names = {node.op for node in [*written.node, *functions]}
-    return sorted(name for name in names if _EFFECTS.search(name))
-
-
-def _without_nonfinite(call: Recorded) -> None:
-    """Drops gradients that are not finite in float32: they are nobody's fault here."""
-    for kept in (call.input_gradients, call.output_gradients):
-        for place, gradient in enumerate(kept):
-            if gradient is not None and not bool(
-                tf.reduce_all(tf.math.is_finite(gradient))
-            ):
-                kept[place] = None
-
-
-def _scales(call: Recorded) -> list[float]:
-    """Returns what brings the largest gradient sent back to each of `_SIZES`."""
-    sent = [g for c in call.inside for g in c.input_gradients]
-    sizes = [
-        float(tf.reduce_max(tf.abs(gradient)))
-        for gradient in [*call.output_gradients, *sent]
-        if gradient is not None and tf.size(gradient)
-    ]
-    largest = max(sizes, default=0.0)
-    return [size / largest for size in _SIZES] if largest else [1.0]
 
 
 def _compared(low: Rerun, exact: Rerun, call: Recorded, dtype: str) -> _Error:
@@ -319,17 +276,26 @@ def _compared(low: Rerun, exact: Rerun, call: Recorded, dtype: str) -> _Error:
     gradients = (
         [*each.input_gradients, *each.weight_gradients] for each in (low, exact)
     )
-    return _Error(
+    return (
         max(outputs, default=0.0) / FORWARD_LIMIT[dtype],
         gradient_error(*gradients) / BACKWARD_LIMIT[dtype],
         max(moved) / _STATE_LIMIT,
     )
 
 
-def _signs(x: tf.Tensor) -> tf.Tensor:
-    """Returns numbers like a loss's gradients: of both signs, the same each time."""
-    draws = np.random.default_rng(0).standard_normal(x.shape)
-    return tf.cast(draws, x.dtype)
+def _words(error: _Error, dtype: str) -> str:
+    """Returns what is wrong, in words."""
+    limits = (FORWARD_LIMIT[dtype], BACKWARD_LIMIT[dtype], _STATE_LIMIT)
+    worst = max(range(3), key=error.__getitem__)
+    what, of = _OFF[worst]
+    off = f"off by {error[worst] * limits[worst]:.0%} of {of}"
+    if math.isinf(error[worst]):
+        off = "not finite"
+    return f"in {dtype} its {what} are {off}, on the first batch"
+
+
+def _is_finite(x: tf.Tensor) -> bool:
+    return bool(tf.reduce_all(tf.math.is_finite(x)))
 
 
 def _array(x: tf.Tensor) -> np.ndarray:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import keras
 import numpy as np
@@ -13,7 +13,6 @@ import tensorflow as tf
 from tfamp.keras_hooks import structure
 from tfamp.numerics.passes import Recording, batches_of, exactly, record
 from tfamp.records import checks, console
-from tfamp.records.console import progress
 from tfamp.records.formats import FLOAT16, FORMATS, HALF, Format
 from tfamp.records.record import Record, TableRecord
 from tfamp.stepping.eager_step import Site, floats
@@ -29,14 +28,10 @@ _SCALES = range(-14, 25)
 _AS_GOOD = 1e-4
 
 
-@dataclasses.dataclass(frozen=True)
-class Fit(Record):
+class Fit(NamedTuple):
     """What a format would do to numbers, as parts of those that are finite and not 0.
 
-    Args:
-        overflow: Part that would become inf.
-        zero: Part that would become 0.
-        coarse: Part below the smallest normal number, which loses digits.
+    They become inf, become 0, or lose digits below the smallest normal number.
     """
 
     overflow: float
@@ -46,54 +41,64 @@ class Fit(Record):
     @property
     def total(self) -> float:
         """Part that would be spoiled in any of these ways."""
-        return self.overflow + self.zero + self.coarse
+        return sum(self)
+
+    def __str__(self) -> str:
+        """Returns the three parts, as a row of a table shows them."""
+        texts = (f"{p:.1%}" if p >= 0.001 else "<0.1%" if p else "·" for p in self)
+        return " / ".join(texts) if self.total else "·"
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerRange(Record):
-    """The numbers of one kind in one layer.
+    """The numbers of one kind in one layer or operation of a Functional graph.
 
-    Args:
-        path: The layer, or the operation of a Functional graph.
-        class_name: Its class.
-        kind: "weights", "activations" are its outputs, "gradients" those of the loss by
-            its outputs and weights, without a loss scale.
-        count: How many numbers were seen.
-        zeros: How many of them are 0.
-        nonfinite: How many of them are inf or NaN.
-        smallest: The smallest magnitude that is not 0; inf if there is none.
-        largest: The largest finite magnitude.
-        exponents: How many lie in [2**e, 2**(e+1)), by e as text.
+    "activations" are its outputs, "gradients" those of the loss by its outputs and
+    weights, without a loss scale. `smallest` and `largest` are magnitudes of numbers
+    that are finite and not 0; `exponents` says how many lie in [2**e, 2**(e+1)), by e.
     """
 
     path: str
     class_name: str
     kind: Kind
-    count: int
-    zeros: int
-    nonfinite: int
-    smallest: float
-    largest: float
-    exponents: dict[str, int] = dataclasses.field(hash=False)
+    count: int = 0
+    zeros: int = 0
+    nonfinite: int = 0
+    smallest: float = math.inf
+    largest: float = 0.0
+    exponents: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
     def fit(self, format: str) -> Fit:
         """Returns what "float16" or "bfloat16" would do to them."""
         checks.choice("format", format, HALF)
         return _fit(_bins([self]), FORMATS[format])
 
+    def and_of(self, tensor: Any) -> "LayerRange":
+        """Returns the record with the numbers of one more tensor."""
+        values = np.abs(np.asarray(tf.cast(tensor, tf.float32)).ravel())
+        finite = values[np.isfinite(values)]
+        usable = finite[finite > 0]
+        bins = _bins([self])
+        bins += np.bincount(np.frexp(usable)[1] - 1 - _LOWEST, minlength=len(bins))
+        return dataclasses.replace(
+            self,
+            count=self.count + values.size,
+            zeros=self.zeros + finite.size - usable.size,
+            nonfinite=self.nonfinite + values.size - finite.size,
+            smallest=min(self.smallest, float(usable.min(initial=math.inf))),
+            largest=max(self.largest, float(usable.max(initial=0.0))),
+            exponents={str(i + _LOWEST): int(bins[i]) for i in np.flatnonzero(bins)},
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Ranges(TableRecord):
     """How large the numbers of a model are in float32, layer by layer.
 
-    Args:
-        model: The model's name.
-        num_batches: Batches that were looked at.
-        layers: A record for each layer and kind, in the order of the layers.
-        best_loss_scale: The power of two that gradients fit float16 best with.
-        loss_scales: The smallest and the largest power of two that are as good.
-        lost_gradients: Part of the gradients that are not 0 and that float16 would
-            spoil, at scale 1 and at the best one.
+    `layers` has a record for each layer and kind. `best_loss_scale` is the power of two
+    that gradients fit float16 best with, `loss_scales` are the smallest and the largest
+    one as good, `lost_gradients` the parts of the gradients that float16 would spoil at
+    scale 1 and at the best one.
     """
 
     model: str
@@ -109,18 +114,12 @@ class Ranges(TableRecord):
 
     def table(self) -> str:
         """Returns a table of at most 110 columns, a line for each layer and kind."""
-        rows = [
-            (
-                layer.path,
-                layer.kind,
-                *(
-                    f"{magnitude:.1e}" if 0 < magnitude < math.inf else "-"
-                    for magnitude in (layer.smallest, layer.largest)
-                ),
-                *(_shares(layer.fit(name)) for name in HALF),
-            )
-            for layer in self.layers
-        ]
+        rows = []
+        for layer in self.layers:
+            ends = (layer.smallest, layer.largest)
+            texts = (f"{end:.1e}" if 0 < end < math.inf else "-" for end in ends)
+            fits = (str(layer.fit(name)) for name in HALF)
+            rows.append((layer.path, layer.kind, *texts, *fits))
         columns = {
             "layer": console.FOLD,
             "kind": console.WHOLE,
@@ -146,25 +145,21 @@ class Ranges(TableRecord):
             f"{before:.2%}."
         )
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws the magnitudes of each layer beside float16's limits.
 
-        Args:
-            path: An image file, whose ending says its kind, such as "ranges.png".
-
-        Raises:
-            ImportError: matplotlib is not installed.
+        `path` is an image file, whose ending says its kind, such as "ranges.png". The
+        matplotlib figure is returned; an ImportError says that it is not installed.
         """
         height = min(max(3.0, 1.8 + 0.28 * len(self.layers)), 60.0)
         figure = checks.figure("`Ranges.plot`", 10.0, height)
         axes = figure.subplots()
         for row, layer in enumerate(self.layers):
-            counts = {int(exponent): n for exponent, n in layer.exponents.items()}
-            most = max(counts.values(), default=1)
+            most = max(layer.exponents.values(), default=1)
             # Rare numbers are what overflows: even one of a million is to be seen.
-            heights = [0.15 + 0.7 * n / most for n in counts.values()]
+            heights = [0.15 + 0.7 * n / most for n in layer.exponents.values()]
             axes.bar(
-                [exponent + 0.5 for exponent in counts],
+                [int(exponent) + 0.5 for exponent in layer.exponents],
                 heights,
                 bottom=[row + 0.4 - height for height in heights],
                 width=0.9,
@@ -179,13 +174,9 @@ class Ranges(TableRecord):
         best = f"2^{math.log2(self.best_loss_scale):.0f}"
         title = f"{self.model}: magnitudes in float32, best loss scale {best}"
         axes.set_title(title, loc="left")
-        figure.savefig(path, dpi=150)
-
-
-def _shares(fit: Fit) -> str:
-    parts = (fit.overflow, fit.zero, fit.coarse)
-    texts = (f"{p:.1%}" if p >= 0.001 else "<0.1%" if p else "·" for p in parts)
-    return " / ".join(texts) if fit.total else "·"
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
 
 
 def ranges(
@@ -193,16 +184,13 @@ def ranges(
 ) -> Ranges:
     """Looks at the magnitudes of weights, activations and gradients in float32.
 
-    A few train steps run in float32, eagerly and without rules, at the weights the
-    model has; nothing is updated, and weights, optimizers, metrics and seeds are
-    afterwards what they were. Gradients by an output that a loss takes as logits are
-    not counted, only those by the weights behind it.
+    A few train steps run in float32, eagerly and without rules; weights, optimizers,
+    metrics and seeds are afterwards what they were. Gradients by an output that a loss
+    takes as logits are not counted, only those by the weights behind it.
 
     Args:
         model: A compiled model, written in whatever way.
-        data: What `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a
-            `PyDataset`, a generator of batches, or arrays (x, y), with sample weights
-            or without.
+        data: What `fit` takes, as for `tfamp.sensitivity`.
         num_batches: How many batches to look at.
         batch_size: Examples in a batch of arrays.
 
@@ -224,15 +212,10 @@ def ranges(
     """
     with seeds_put_back():
         batches = batches_of(model, data, num_batches, batch_size)
-        what = "Counting magnitudes"
-        with (
-            exactly(model) as sites,
-            progress(what, len(batches), unit="batches") as done,
-        ):
+        with exactly(model) as sites:
             tallies = Tallies(sites)
-            for number, batch in enumerate(batches, start=1):
+            for batch in batches:
                 tallies.add(record(model, sites, batch))
-                done(number)
             return tallies.ranges(model.name)
 
 
@@ -240,10 +223,9 @@ class Tallies:
     """What was counted of each layer, from recordings of float32 steps."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
-        self._sites = sites
+        self._sites, self._num_batches = sites, 0
         self._counted: dict[tuple[str, Kind], LayerRange] = {}
         self._owner: dict[int, Site] = {}
-        self._num_batches = 0
         for site in sites:
             for weight in _weights_of(site.layer):
                 self._owner[id(weight)] = site
@@ -266,38 +248,17 @@ class Tallies:
     def ranges(self, name: str) -> Ranges:
         """Returns the record of all that was counted."""
         kinds: tuple[Kind, ...] = ("weights", "activations", "gradients")
-        layers = tuple(
-            self._counted[site.path, kind]
-            for site in self._sites
-            for kind in kinds
-            if (site.path, kind) in self._counted
-        )
+        keys = [(site.path, kind) for site in self._sites for kind in kinds]
+        layers = tuple(self._counted[key] for key in keys if key in self._counted)
         bins = _bins(each for each in layers if each.kind == "gradients")
         best, scales = _best_loss_scale(bins)
         lost = [_fit(bins, FLOAT16, round(math.log2(s))).total for s in (1.0, best)]
         return Ranges(name, self._num_batches, layers, best, scales, (lost[0], lost[1]))
 
     def _count(self, site: Site, kind: Kind, tensor: Any) -> None:
-        values = np.abs(np.asarray(tf.cast(tensor, tf.float32)).ravel())
-        finite = values[np.isfinite(values)]
-        usable = finite[finite > 0]
-        counts = np.bincount(np.frexp(usable)[1] - 1 - _LOWEST)
-        key = site.path, kind
-        new = LayerRange(site.path, site.class_name, kind, 0, 0, 0, math.inf, 0.0, {})
-        before = self._counted.get(key, new)
-        exponents = dict(before.exponents)
-        for place in np.flatnonzero(counts):
-            power = str(place + _LOWEST)
-            exponents[power] = exponents.get(power, 0) + int(counts[place])
-        self._counted[key] = dataclasses.replace(
-            before,
-            count=before.count + values.size,
-            zeros=before.zeros + finite.size - usable.size,
-            nonfinite=before.nonfinite + values.size - finite.size,
-            smallest=min(before.smallest, float(usable.min(initial=math.inf))),
-            largest=max(before.largest, float(usable.max(initial=0.0))),
-            exponents=dict(sorted(exponents.items(), key=lambda pair: int(pair[0]))),
-        )
+        new = LayerRange(site.path, site.class_name, kind)
+        before = self._counted.get((site.path, kind), new)
+        self._counted[site.path, kind] = before.and_of(tensor)
 
 
 def _weights_of(layer: Any) -> list[Any]:

@@ -57,6 +57,22 @@ class _Outputs(Observer):
         self.kept += [np.asarray(tf.cast(x, tf.float32)) for x in floats(outputs)]
 
 
+def check_is_model(model: Any) -> None:
+    """Raises unless `model` is a Keras model, compiled or not."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"`model` is {model!r}, of type {type(model).__name__}; expected a "
+            "`keras.Model`. Pass the model itself, not a function that builds it."
+        )
+
+
+def build_by_call(model: keras.Model, x: Any) -> None:
+    """Builds a model as `fit` does; what fails is told by who calls it next."""
+    if not model.built:
+        with contextlib.suppress(Exception), model.distribute_strategy.scope():
+            model(x, training=False)
+
+
 def run(model: keras.Model, batch: Any, *, loss_scale: float = 1.0) -> Ran:
     """Runs a train step eagerly as the model computes now; nothing is updated."""
     outputs = _Outputs()

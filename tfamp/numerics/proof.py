@@ -17,7 +17,6 @@ from tfamp.machine.speeds import Device
 from tfamp.models import assignment
 from tfamp.numerics.passes import name_layers
 from tfamp.records import console
-from tfamp.records.console import progress
 from tfamp.records.formats import HALF
 from tfamp.records.record import Record, TableRecord
 from tfamp.records.units import format_bytes, format_share, join_words
@@ -33,31 +32,20 @@ from tfamp.stepping.step_traces import (
 
 Shape = tuple[int | None, ...] | None
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
-_VARIABLES = ("ReadVariableOp", "VarHandleOp")
-# TF32 came with this compute capability (A100).
-_TF32_SINCE = (8, 0)
 # Causes of a smaller share explain nothing; layers beyond these are counted.
-_MIN_SHARE, _MAX_LAYERS, _MAX_NAMED = 0.005, 40, 4
+_MIN_SHARE, _MAX_LAYERS = 0.005, 40
 
 
 @dataclasses.dataclass(frozen=True)
 class Product(Record):
     """A matrix product or convolution of the step.
 
-    Args:
-        name: The operation's name, without what a replica adds to it.
-        op_type: Its type, such as "MatMul" or "Conv2DBackpropFilter".
-        layer: Path of the layer that made it, as `tfamp.assignment` names layers;
-            "" for the loss, the optimizer and a custom train step.
-        direction: "forward", or "backward" for a gradient. What a gradient computes
-            anew to save memory counts as "forward" again.
-        dtype: The dtype of its factors, of the wider one if they differ.
-        shapes: Shapes of the factors.
-        output_shape: Shape of the result.
-        flops: Floating-point operations of one run, two for a multiply-add; None
-            where shapes are not known.
-        count: How often it runs in a step, over all replicas.
-        is_counted: Whether `count` is known; in a loop that data end it is 1.
+    `layer` is the path of the layer that made it, "" for the loss, the optimizer and a
+    custom train step. What a gradient computes anew to save memory is "forward" again.
+    `dtype` is that of its factors, of the wider one if they differ, `shapes` are
+    theirs. `flops` are those of one run, two for a multiply-add, None where shapes are
+    not known. `count` is how often it runs in a step, over all replicas: 1 where it is
+    not `is_counted`, in a loop that data end.
     """
 
     name: str
@@ -79,20 +67,9 @@ class Product(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Cast(Record):
-    """Casts of one kind in one layer.
-
-    Args:
-        layer: Path of the layer they are made for; "" for none.
-        what: What is cast.
-        source_dtype: From which dtype.
-        target_dtype: To which.
-        count: How many run in a step.
-        elements: Numbers cast in a step.
-        moved_bytes: Bytes read and written in a step.
-    """
+    """Casts from one dtype to another in one layer ("" for none), all of a step."""
 
     layer: str
-    what: Literal["weights", "activations", "weight gradients", "activation gradients"]
     source_dtype: str
     target_dtype: str
     count: int
@@ -104,15 +81,11 @@ class Cast(Record):
 class Cause(Record):
     """A reason why half precision brings less than it could.
 
-    Args:
-        name: Which one; stable, for scripts.
-        figure: Part of the step's FLOPs that it concerns, in [0, 1]; of casts the part
-            of the bytes that the step moves if nothing is fused. Causes may overlap.
-        message: What was found, with the figures of this model.
-        remedy: What to do.
+    `figure` is the part of the step's FLOPs that it concerns, in [0, 1]; of casts the
+    part of the bytes that the step moves if nothing is fused. Causes may overlap.
     """
 
-    name: Literal["float32", "casts", "shapes", "device", "TF32"]
+    name: Literal["float32", "casts", "shapes", "device"]
     figure: float
     message: str
     remedy: str
@@ -122,20 +95,10 @@ class Cause(Record):
 class Proof(TableRecord):
     """What a step computes in which dtype, and why it is not faster.
 
-    Args:
-        model: The model's name.
-        step: "train" or "inference".
-        batch_size: Examples in the batch, over all replicas.
-        half_share_of_flops: Part of the FLOPs of matrix products and convolutions that
-            run in float16 or bfloat16, in [0, 1]; 0 where there are none.
-        flops: FLOPs of matrix products and convolutions in a step.
-        operations: Each product and convolution.
-        casts: Casts between floating-point dtypes, most bytes first. Scalars are left
-            out.
-        moved_bytes: Bytes that all operations read and write, if nothing is fused.
-        devices: The devices that the step runs on.
-        causes: Why it is not faster, the largest figure first.
-        notes: What else a reader should know.
+    `flops` and `half_share_of_flops` are of matrix products and convolutions, which
+    `operations` holds; `casts` between floating-point dtypes come with most bytes
+    first, without scalars. `moved_bytes` is what all operations read and write if
+    nothing is fused. `causes` have the largest figure first.
     """
 
     model: str
@@ -170,14 +133,15 @@ class Proof(TableRecord):
         for product in self.operations:
             groups.setdefault(product.layer, []).append(product)
         rows = []
-        for layer, products in [*groups.items()][:_MAX_LAYERS]:
+        for layer, products in groups.items():
             flops = sum(product.step_flops for product in products)
-            ways = (_directed(products, way) for way in ("forward", "backward"))
             share = format_share(flops / self.flops if self.flops else 0.0)
-            rows.append((layer or "(no layer)", *ways, _format_flops(flops), share))
-        if len(groups) > _MAX_LAYERS:
-            more = f"and {len(groups) - _MAX_LAYERS} layers more"
-            rows.append((more, "", "", "", ""))
+            if flops / max(self.flops, 1) >= 0.00005:  # others read 0.00 %
+                ways = (_directed(products, way) for way in ("forward", "backward"))
+                rows.append((layer or "(no layer)", *ways, _format_flops(flops), share))
+        if len(groups) > len(rows[:_MAX_LAYERS]) > 0:
+            more = len(groups) - len(rows[:_MAX_LAYERS])
+            rows[_MAX_LAYERS:] = [(f"and {more} layers more", "", "", "", "")]
         columns = {
             "layer": {**console.FOLD, "max_width": 36},
             "forward": {**console.FOLD, "max_width": 24},
@@ -203,8 +167,7 @@ def _directed(products: list[Product], direction: str) -> str:
     for product in products:
         if product.direction == direction:
             counts[product.dtype] += product.count
-    parts = [f"{n}x {name}" if n > 1 else name for name, n in counts.items()]
-    return " + ".join(parts)
+    return " + ".join(f"{n}x {name}" if n > 1 else name for name, n in counts.items())
 
 
 def _format_flops(flops: int) -> str:
@@ -227,18 +190,13 @@ def prove(
 
     The step that `fit` runs is traced on the first batch, under any policy and any
     strategy, with a `train_step` of the user's too, and nothing of it is run: weights,
-    optimizers, metrics and seeds are afterwards what they were, bit by bit. A model or
-    optimizer that is not built is built. It takes as long as tracing a step.
-
-    TensorFlow fuses and moves operations after that without changing dtypes. What XLA
-    makes of a step, and how long each operation takes, a profile tells: TensorBoard's
-    profiler with xprof.
+    optimizers, metrics and seeds are afterwards what they were. A model or optimizer
+    that is not built is built. What XLA makes of a step, and how long each operation
+    takes, a profile tells (xprof).
 
     Args:
         model: A Keras model, compiled unless `training` is False.
-        data: What `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a
-            `PyDataset`, a generator of batches, or arrays (x, y), with sample weights
-            or without.
+        data: What `fit` takes, as for `tfamp.sensitivity`.
         training: Whether to look at the step of `fit`, or at that of `predict`.
         batch_size: Examples in a batch where `data` are arrays, as in `fit`.
         devices: The devices to judge for; None looks at this machine.
@@ -247,8 +205,7 @@ def prove(
         The record; `print` it for a table.
 
     Raises:
-        TypeError: `model` is no Keras model, or `data` can be read once only or is
-            nothing of the above.
+        TypeError: `model` is no Keras model, or `data` are nothing that `fit` takes.
         ValueError: The model is not compiled or holds an optimizer of its own that is
             not built; the data are empty or single examples.
 
@@ -263,13 +220,10 @@ def prove(
     """
     # Of single inputs the step of `predict` needs no targets.
     dataset = dataset_of(data, batch_size, needs_targets=training)
-    with progress("Tracing the step", 2, unit="parts") as done:
-        trace = trace_step(model, dataset, training=training)
-        done(1)
-        operations = read_operations(trace.concrete)
-        done(2)
+    trace = trace_step(model, dataset, training=training)
+    operations = read_operations(trace.concrete)
     pairs = _products_of(operations, trace.marks)
-    products = [product for _, product in pairs]
+    products = tuple(product for _, product in pairs)
     flops = sum(product.step_flops for product in products)
     half = sum(p.step_flops for p in products if p.dtype in HALF)
     proof = Proof(
@@ -278,18 +232,14 @@ def prove(
         batch_size=int(tf.nest.flatten(trace.batch)[0].shape[0]),
         half_share_of_flops=half / flops if flops else 0.0,
         flops=flops,
-        operations=tuple(products),
+        operations=products,
         casts=_casts_of(operations, trace.marks),
         moved_bytes=sum(num_bytes(each) * each.count for each in operations),
         devices=computing(hardware.devices() if devices is None else devices),
         notes=tuple(_notes(model, products)),
     )
-    found = [
-        *_float32(proof, model),
-        *_moving(proof),
-        *_shapes(proof, pairs),
-        *_of_devices(proof),
-    ]
+    found = [_float32(proof, model), _moving(proof), *_shapes(proof, pairs)]
+    found += _of_devices(proof)
     kept = [cause for cause in found if cause.figure >= _MIN_SHARE]
     causes = tuple(sorted(kept, key=lambda cause: -cause.figure))
     return dataclasses.replace(proof, causes=causes)
@@ -330,41 +280,19 @@ def _products_of(
 
 
 def _casts_of(operations: Sequence[Operation], marks: Marks) -> tuple[Cast, ...]:
-    """Returns the casts between floating-point dtypes, most bytes first."""
-    casts = [each for each in operations if _is_cast(each)]
-    of_weights = {
-        plain_name(each.name): bool(set(each.sources[:1]) & {*_VARIABLES})
-        for each in casts
-        if not each.is_backward
-    }
+    """Returns the casts of more than a scalar between floats, most bytes first."""
     totals: dict[tuple[str, ...], list[int]] = collections.defaultdict(lambda: [0] * 3)
-    for each in casts:
-        name = plain_name(each.name)
-        what = "weights" if of_weights.get(name) else "activations"
-        if each.is_backward:
-            # The gradient of the cast "x" is "gradient_tape/x/Cast", of one in a loop
-            # ".../gradients/x_grad/Cast".
-            name = name.rpartition("/")[0].removesuffix("_grad")
-            tails = [
-                name.rpartition(f"{t}/")[2] for t in ("gradient_tape", "gradients")
-            ]
-            is_of_weights = any(of_weights.get(tail) for tail in tails)
-            what = f"{'weight' if is_of_weights else 'activation'} gradients"
-        layer = marks.layer_of(each.name)
-        total = totals[layer, what, each.dtype("SrcT"), each.dtype("DstT")]
-        total[0] += each.count
-        total[1] += each.count * math.prod(dim or 0 for dim in each.outputs[0] or (0,))
-        total[2] += each.count * num_bytes(each)
+    for each in operations:
+        source, target = each.dtype("SrcT"), each.dtype("DstT")
+        is_cast = each.op_type == "Cast" and source != target
+        if is_cast and {source, target} <= {*_FLOATS} and each.outputs[0] != ():
+            total = totals[marks.layer_of(each.name), source, target]
+            elements = math.prod(dim or 0 for dim in each.outputs[0] or (0,))
+            total[0] += each.count
+            total[1] += each.count * elements
+            total[2] += each.count * num_bytes(each)
     found = [Cast(*key, *total) for key, total in totals.items()]  # type: ignore[arg-type]
     return tuple(sorted(found, key=lambda cast: -cast.moved_bytes))
-
-
-def _is_cast(operation: Operation) -> bool:
-    """States whether an operation casts floats that are more than a scalar."""
-    source, target = operation.dtype("SrcT"), operation.dtype("DstT")
-    is_cast = operation.op_type == "Cast" and source != target
-    are_floats = source in _FLOATS and target in _FLOATS
-    return is_cast and are_floats and operation.outputs[0] != ()
 
 
 def _notes(model: keras.Model, products: Sequence[Product]) -> Iterator[str]:
@@ -384,12 +312,11 @@ def _notes(model: keras.Model, products: Sequence[Product]) -> Iterator[str]:
         yield "The step has no matrix product and no convolution."
 
 
-def _float32(proof: Proof, model: keras.Model) -> Iterator[Cause]:
+def _float32(proof: Proof, model: keras.Model) -> Cause:
     share = proof.share_of_flops("float32")
-    wide = {p.layer: None for p in proof.operations if p.dtype == "float32"}
-    rows = {row.path: row for row in assignment(model)} if wide else {}
-    by_reason: dict[str, list[str]] = {}
-    for layer in wide:
+    rows = {row.path: row for row in assignment(model)} if share else {}
+    by_reason: dict[str, dict[str, None]] = {}
+    for layer in [p.layer for p in proof.operations if p.dtype == "float32"]:
         row = rows.get(layer)
         if row is None:
             reason = "made by the loss, the optimizer or the train step itself"
@@ -397,12 +324,10 @@ def _float32(proof: Proof, model: keras.Model) -> Iterator[Cause]:
             reason = f"computes in {row.compute_dtype}, its own code in float32"
         elif row.rule == "not managed":
             reason = "its dtype policy says so, no rule of tfamp"
-        elif row.rule == "policy":
-            reason = "the policy says so"
         else:
             reason = f"{row.rule}: {row.reason}" if row.reason else row.rule
-        by_reason.setdefault(reason, []).append(layer)
-    why = "; ".join(f"{name_layers(ls)} ({why})" for why, ls in by_reason.items())
+        by_reason.setdefault(reason, {})[layer] = None
+    why = "; ".join(f"{name_layers([*ls])} ({why})" for why, ls in by_reason.items())
     message = f"{format_share(share)} of the FLOPs run in float32: {why}."
     remedy = (
         "If they may lose precision, name other layers in `keep_float32` of "
@@ -417,21 +342,17 @@ def _float32(proof: Proof, model: keras.Model) -> Iterator[Cause]:
                 f"Call `tfamp.apply(model, {best.policy!r})`, or `tfamp.enable` before "
                 f"the model is built: {best.reason}"
             )
-    yield Cause("float32", share, message, remedy)
+    return Cause("float32", share, message, remedy)
 
 
-def _moving(proof: Proof) -> Iterator[Cause]:
-    kinds: collections.Counter[str] = collections.Counter()
-    for cast in proof.casts:
-        kinds[cast.what] += cast.moved_bytes
-    share = kinds.total() / proof.moved_bytes if proof.moved_bytes else 0.0
-    parts = [f"{format_bytes(size)} of {what}" for what, size in kinds.most_common()]
-    yield Cause(
+def _moving(proof: Proof) -> Cause:
+    moved = sum(cast.moved_bytes for cast in proof.casts)
+    share = moved / proof.moved_bytes if proof.moved_bytes else 0.0
+    return Cause(
         "casts",
         share,
-        f"{sum(cast.count for cast in proof.casts):,} casts move "
-        f"{format_bytes(kinds.total())} a step, {format_share(share)} of all bytes if "
-        f"nothing is fused: {join_words(parts) if parts else 'none'}; most in "
+        f"{sum(cast.count for cast in proof.casts):,} casts move {format_bytes(moved)} "
+        f"a step, {format_share(share)} of all bytes if nothing is fused; most in "
         f"{name_layers(list(dict.fromkeys(cast.layer for cast in proof.casts)))}.",
         "Give layers between two layers of half precision that dtype too, so that "
         "activations stay in it. Casts of weights cost less with a larger batch.",
@@ -443,46 +364,26 @@ def _shapes(
 ) -> Iterator[Cause]:
     if not any(d.kind == "gpu" and hardware.fast_dtypes(d) for d in proof.devices):
         return
-    sizes: dict[str, dict[str, int]] = {}
+    sizes: dict[str, str] = {}
     for operation, product in pairs:
         if product.dtype in HALF and product.direction == "forward":
             if odd := unaligned_sizes(operation):
-                sizes.setdefault(product.layer, {}).update(odd)
+                texts = [f"{n} {size} -> {padded(size)}" for n, size in odd.items()]
+                sizes[product.layer] = f"{product.layer!r} {join_words(texts)}"
     flops = sum(p.step_flops for p in proof.operations if p.layer in sizes)
-    parts = [
-        f"{layer!r} " + join_words([f"{n} {size} -> {padded(size)}" for n, size in odd])
-        for layer, odd in [(x, [*o.items()]) for x, o in sizes.items()][:_MAX_NAMED]
-    ]
-    if len(sizes) > _MAX_NAMED:
-        parts.append(f"{len(sizes) - _MAX_NAMED} layers more")
+    more = f"; {len(sizes) - 4} layers more" if len(sizes) > 4 else ""
     yield Cause(
         "shapes",
         flops / proof.flops if proof.flops else 0.0,
         "Sizes that are not multiples of 8 keep tensor cores from full speed: "
-        f"{'; '.join(parts)}.",
+        f"{'; '.join([*sizes.values()][:4])}{more}.",
         "Pad them to what stands behind the arrow: units, channels, vocabulary, batch.",
     )
 
 
 def _of_devices(proof: Proof) -> Iterator[Cause]:
     for dtype in HALF:
-        objection = hardware.objection(f"mixed_{dtype}", proof.devices)
-        if objection:
+        if objection := hardware.objection(f"mixed_{dtype}", proof.devices):
             message, _, remedy = objection.rpartition("; ")
             remedy = remedy[:1].upper() + remedy[1:]
-            share = proof.share_of_flops(dtype)
-            yield Cause("device", share, f"{message}.", remedy)
-    if tf.config.experimental.tensor_float_32_execution_enabled() and any(
-        device.kind == "gpu" and (device.compute_capability or (0, 0)) >= _TF32_SINCE
-        for device in proof.devices
-    ):
-        yield Cause(
-            "TF32",
-            sum(map(proof.share_of_flops, (*HALF, "float32"))),
-            "TF32 is on: products in float32 run on tensor cores already, at half the "
-            "rate of float16 and bfloat16, so half precision makes them at most twice "
-            "as fast.",
-            "Compare with it off, by "
-            "`tf.config.experimental.enable_tensor_float_32_execution(False)`, to see "
-            "what half precision gains over true float32.",
-        )
+            yield Cause("device", proof.share_of_flops(dtype), f"{message}.", remedy)

@@ -203,7 +203,8 @@ def _observed(
     @like(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal number
-        if any(
+        # In a trace, as a trial of a layer that tfamp manages, nothing of a step runs.
+        if not tf.executing_eagerly() or any(
             isinstance(leaf, keras.KerasTensor)
             for leaf in structure.flatten((args, kwargs))
         ):

@@ -1,14 +1,14 @@
 """Runs recorded calls of single layers again in another dtype, and measures them.
 
 A layer gets the inputs it had in float32, and the gradients that came to its outputs.
-What it calls inside is not run again: it hands over what it gave in float32, so that
-only the layer's own operations are lowered. What goes into the inner layers counts
-among the outputs of those operations.
+Layers inside hand over what they gave in float32, so that only its own operations are
+lowered. What goes into the inner layers counts among the outputs of those operations.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -18,7 +18,6 @@ import tensorflow as tf
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.patches import like, replaced
 from tfamp.loss_scale.tape import scaled_by
-from tfamp.numerics.sensitivity.errors import forward_error, gradient_error
 from tfamp.records.checks import first_line
 from tfamp.records.formats import FORMATS
 from tfamp.stepping.eager_step import Site, floats, is_float
@@ -40,6 +39,8 @@ CANNOT_RUN = (
     tf.errors.NotFoundError,
     tf.errors.UnimplementedError,
 )
+# A spread of less than this part of the magnitude is that of a constant.
+_CONSTANT = 1e-6
 # An error of gradients from which it is asked whether they are 0 by their nature.
 _WORTH_A_LOOK = 0.05
 # A gradient below this part of the sum of its parts' magnitudes is. So is one below so
@@ -49,6 +50,59 @@ _CANCELLED, _ROUNDED = 1e-4, 4.0
 _SIGNS = np.array([-1, 1], np.float32)
 # A layer that runs again on the same numbers gives the same up to this.
 REPEATED = 1e-3
+
+
+def deviation(values: np.ndarray) -> float:
+    """Returns how much numbers of shape (batch, ...) differ over the batch.
+
+    That root mean square is what the next layers learn from. Where nothing differs, or
+    there is one example, it is the magnitude.
+    """
+    magnitude = _rms(values)
+    if values.ndim < 1 or len(values) < 2:
+        return magnitude
+    around = _rms(values - values.mean(axis=0))
+    return around if around > _CONSTANT * magnitude else magnitude
+
+
+def forward_error(low: np.ndarray, exact: np.ndarray) -> float:
+    """Returns the error of outputs relative to their spread over the batch.
+
+    inf where a number is not finite that is so in float32, 0 where nothing is wrong;
+    numbers that are not finite in float32 either are left out.
+    """
+    low, exact = low.astype(np.float64), exact.astype(np.float64)
+    usable = np.isfinite(exact)
+    if not np.isfinite(low[usable]).all():
+        return math.inf
+    low, exact = np.where(usable, low, 0.0), np.where(usable, exact, 0.0)
+    scale = deviation(exact)
+    # Against outputs that are all 0 nothing can be said to be large.
+    return _rms(low - exact) / scale if scale else 0.0
+
+
+def gradient_error(
+    low: Sequence[np.ndarray | None], exact: Sequence[np.ndarray | None]
+) -> float:
+    """Returns the error of a layer's gradients, all of them together.
+
+    One that is 0 by its nature, such as that of a bias ahead of a normalization, is
+    noise on both sides and counts for nothing beside the others.
+    """
+    pairs = [
+        (a.astype(np.float64), b.astype(np.float64))
+        for a, b in zip(low, exact, strict=True)
+        if a is not None and b is not None and np.isfinite(b).all()
+    ]
+    if not all(np.isfinite(a).all() for a, _ in pairs):
+        return math.inf
+    error = sum(float(np.square(a - b).sum()) for a, b in pairs)
+    size = sum(float(np.square(b).sum()) for _, b in pairs)
+    return math.sqrt(error / size) if size else 0.0
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
 
 
 class Rerun(NamedTuple):
@@ -77,71 +131,88 @@ def rerun(
     is_managed: bool = False,
     given_exact: Collection[int] = (),
 ) -> Rerun:
-    """Runs a recorded call again.
+    """Runs a recorded call again, with inputs in a dtype and the layer in it, too.
 
-    Args:
-        recorded: The call.
-        dtype: What the layer computes in, and what others hand to it.
-        loss_scale: What gradients are multiplied by on their way.
-        changed: Is made of the gradients that are sent back, such as their magnitudes.
-        is_managed: Whether the layer computes as its own policy has it, in place of
-            `dtype`.
-        given_exact: Ids of inputs that it is given as they are; no gradient by them.
+    A layer that `is_managed` computes as its own policy has it. Gradients are scaled on
+    their way; `changed` is made of those that are sent back, such as their magnitudes.
+    Inputs whose ids are `given_exact` are handed over as they are, without gradients.
     """
-    layer = recorded.site.layer
-    tape = tf.GradientTape()
-    stand_ins = _StandIns(recorded, dtype, tape)
-    tensors = [
+    layer, tape = recorded.site.layer, tf.GradientTape()
+    # What inner layers are given, with the gradients by it, and what they hand over.
+    given: list[tf.Tensor] = []
+    sent: list[tf.Tensor | None] = []
+    handed_over: list[tf.Tensor] = []
+    num_before: list[int] = []
+
+    def hand_over(x: Any) -> Any:
+        if not is_float(x):
+            return x
+        source = tf.identity(x)
+        tape.watch(source)
+        handed_over.append(source)
+        return structure.with_mask_of(x, tf.cast(source, dtype))
+
+    def stand_in(child: Any) -> Any:
+        original = child.call
+        calls = iter([call for call in recorded.inside if call.site.layer is child])
+
+        @like(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(map(_is_symbolic, structure.flatten((args, kwargs)))):
+                return original(*args, **kwargs)  # in a trace that finds heads
+            this, tensors = next(calls), floats((args, kwargs))
+            given.extend(tensors)
+            sent.extend(this.input_gradients)
+            num_before.extend([len(inputs) + len(handed_over)] * len(tensors))
+            return structure.map_structure(hand_over, this.outputs)
+
+        return call
+
+    inputs = [
         tensor if id(tensor) in given_exact else tf.identity(tensor)
         for tensor in recorded.float_inputs
     ]
-    watched = [tensor for tensor in tensors if id(tensor) not in given_exact]
     lowered, weights = _lowered(layer)
     with contextlib.ExitStack() as stack:
         stack.enter_context(state_restored(recorded.state))
         if not is_managed:
             stack.enter_context(computing_in(lowered, dtype))
-        stack.enter_context(stand_ins.instead_of_children())
+        for child in () if runs_whole(layer) else children_of(layer):
+            stack.enter_context(replaced(child, call=stand_in(child)))
         stack.enter_context(tape)
-        tape.watch(watched)
+        tape.watch([tensor for tensor in inputs if id(tensor) not in given_exact])
         # As other layers would hand it over: operations and some layers cast nothing.
-        rest = iter([t if id(t) in given_exact else tf.cast(t, dtype) for t in tensors])
+        rest = iter([x if id(x) in given_exact else tf.cast(x, dtype) for x in inputs])
         args, kwargs = structure.map_structure(
             lambda x: structure.with_mask_of(x, next(rest)) if is_float(x) else x,
             (recorded.args, recorded.kwargs),
         )
-        outputs = layer(*args, **kwargs)
-        losses = own_losses(layer)[: len(recorded.losses)]
-        results = [*floats(outputs), *losses, *stand_ins.given]
+        outputs = floats(layer(*args, **kwargs))
+        outputs += own_losses(layer)[: len(recorded.losses)]
         states = [np.asarray(v.value).copy() for v, _ in recorded.state]
-    gradients = [
-        *recorded.output_gradients,
-        *map(tf.ones_like, recorded.losses),  # each counts as much as the model's
-        *stand_ins.gradients,
-    ]
+    results = [*outputs, *given]
+    # A loss counts as much as the model's.
+    ones = map(tf.ones_like, recorded.losses)
+    gradients = [*recorded.output_gradients, *ones, *sent]
     with tape:  # of numbers in float32, as a loss is
         pairs = [
             (tf.cast(result, tf.float32), changed(gradient) * loss_scale)
             for result, gradient in zip(results, gradients, strict=True)
             if gradient is not None
         ]
-    sources = [*tensors, *stand_ins.handed_over, *weights]
+    sources = [*inputs, *handed_over, *weights]
     found: list[Any] = [None] * len(sources)
     if pairs:
         with scaled_by(loss_scale) as scale:
             scale.is_by_hand = True
-            found = tape.gradient(
-                [result for result, _ in pairs],
-                sources,
-                output_gradients=[gradient for _, gradient in pairs],
-            )
+            targets, seeds = zip(*pairs, strict=True)
+            found = tape.gradient([*targets], sources, output_gradients=[*seeds])
     unscaled = [None if each is None else _array(each) / loss_scale for each in found]
     num_inputs = len(sources) - len(weights)
-    num_before = [len(tensors) + number for number in stand_ins.num_handed_before]
     return Rerun(
         [_array(each) for each in results],
         [_array(each) for each in sources[:num_inputs]],
-        [num_inputs] * (len(results) - len(num_before)) + num_before,
+        [num_inputs] * len(outputs) + num_before,
         unscaled[:num_inputs],
         unscaled[num_inputs:],
         states,
@@ -150,55 +221,6 @@ def rerun(
 
 def _array(tensor: Any) -> np.ndarray:
     return np.asarray(tf.cast(tf.convert_to_tensor(tensor), tf.float32))
-
-
-class _StandIns:
-    """Stands in for the layers inside a recorded call, and keeps what they are given.
-
-    The tape watches what they hand over.
-    """
-
-    def __init__(self, recorded: Recorded, dtype: str, tape: tf.GradientTape) -> None:
-        self._recorded, self._dtype, self._tape = recorded, dtype, tape
-        self.given: list[tf.Tensor] = []
-        self.gradients: list[tf.Tensor | None] = []
-        self.handed_over: list[tf.Tensor] = []
-        self.num_handed_before: list[int] = []
-
-    @contextlib.contextmanager
-    def instead_of_children(self) -> Iterator[None]:
-        """Has the layers inside hand over what they gave in float32."""
-        layer = self._recorded.site.layer
-        with contextlib.ExitStack() as stack:
-            for child in () if runs_whole(layer) else children_of(layer):
-                stack.enter_context(replaced(child, call=self._stand_in(child)))
-            yield
-
-    def _stand_in(self, child: Any) -> Any:
-        calls = iter([c for c in self._recorded.inside if c.site.layer is child])
-
-        original = child.call
-
-        @like(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if any(map(_is_symbolic, structure.flatten((args, kwargs)))):
-                return original(*args, **kwargs)  # in a trace that finds heads
-            this = next(calls)
-            given = floats((args, kwargs))
-            self.given += given
-            self.num_handed_before += [len(self.handed_over)] * len(given)
-            self.gradients += this.input_gradients
-            return structure.map_structure(self._hand_over, this.outputs)
-
-        return call
-
-    def _hand_over(self, x: Any) -> Any:
-        if not is_float(x):
-            return x
-        source = tf.identity(x)
-        self._tape.watch(source)
-        self.handed_over.append(source)
-        return structure.with_mask_of(x, tf.cast(source, self._dtype))
 
 
 def _is_symbolic(x: Any) -> bool:
@@ -219,17 +241,15 @@ def _lowered(layer: Any) -> tuple[list[Any], list[Any]]:
 class Suspect:
     """What the reruns of one layer came to, the worst over batches and calls.
 
-    `forward` is the error of its outputs relative to their spread over the batch,
-    `backward` that of its gradients by loss scale, `worst` and `worst_backward` the
-    calls they are of; `failure` is what it raised instead of running. A layer that
-    `is_random` gives something else each time and is not judged.
+    `forward` is the error of its outputs, of the call `worst`, `backward` that of its
+    gradients by loss scale; `failure` is what it raised. A layer that `is_random` gives
+    something else each time and is not judged.
     """
 
     site: Site
     forward: float = 0.0
     backward: dict[float, float] = dataclasses.field(default_factory=dict)
     worst: Recorded | None = None
-    worst_backward: Recorded | None = None
     failure: str = ""
     is_random: bool = False
 
@@ -250,7 +270,7 @@ class Suspect:
             try:
                 low = rerun(recorded, dtype, loss_scale=loss_scale)
             except CANNOT_RUN as error:
-                self.failure, self.worst = first_line(error), recorded
+                self.failure = first_line(error)
                 return
             forward, backward = _forward(low, exact), _backward(low, exact)
             if backward > _WORTH_A_LOOK:
@@ -258,8 +278,6 @@ class Suspect:
                 backward = _backward(low, kept)
             if self.worst is None or forward > self.forward:
                 self.forward, self.worst = forward, recorded
-            if backward > max(self.backward.values(), default=-1.0):
-                self.worst_backward = recorded
             known = self.backward.get(loss_scale, 0.0)
             self.backward[loss_scale] = max(known, backward)
 
@@ -287,19 +305,17 @@ def _backward(low: Rerun, exact: Rerun) -> float:
 def _without_cancelled(recorded: Recorded, exact: Rerun, dtype: str) -> Rerun:
     """Returns a rerun in float32 but for gradients that are 0 by their nature.
 
-    Of a bias ahead of a normalization all parts cancel, so what is left is rounding in
-    every precision; of a scale ahead of one all but its epsilon. So a gradient is
-    compared with the sum of its parts' magnitudes, and with about the root of the sum
-    of their squares.
+    Of a bias ahead of a normalization all parts cancel, of a scale all but its epsilon.
+    So a gradient is compared with the sum of its parts' magnitudes, and with about the
+    root of the sum of their squares.
     """
-    signs = np.random.default_rng(0)
+    signs, rounded = np.random.default_rng(0), _ROUNDED * FORMATS[dtype].epsilon
     sums = rerun(recorded, "float32", changed=tf.abs)
     roots = rerun(
         recorded,
         "float32",
         changed=lambda each: each * signs.choice(_SIGNS, each.shape),
     )
-    rounded = _ROUNDED * FORMATS[dtype].epsilon
 
     def kept(gradient: Any, total: Any, root: Any) -> Any:
         if gradient is None or total is None or root is None:
@@ -307,10 +323,6 @@ def _without_cancelled(recorded: Recorded, exact: Rerun, dtype: str) -> Rerun:
         least = max(_CANCELLED * np.linalg.norm(total), rounded * np.linalg.norm(root))
         return gradient if np.linalg.norm(gradient) >= least else None
 
-    def all_kept(name: str) -> list[Any]:
-        return list(map(kept, *(getattr(each, name) for each in (exact, sums, roots))))
-
-    return exact._replace(
-        input_gradients=all_kept("input_gradients"),
-        weight_gradients=all_kept("weight_gradients"),
-    )
+    names = ("input_gradients", "weight_gradients")
+    sides = {n: [getattr(each, n) for each in (exact, sums, roots)] for n in names}
+    return exact._replace(**{n: list(map(kept, *side)) for n, side in sides.items()})

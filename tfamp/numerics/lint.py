@@ -1,0 +1,524 @@
+"""`tfamp.lint`: what half precision would spoil in a model, before a step is run."""
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.data._examples import Column
+from tfamp.data.health.columns import Profile, find, rounding_for
+from tfamp.dtypes.in_force import IN_FORCE
+from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.layers import policy_of
+from tfamp.numerics.passes import build_by_call, check_is_model, name_layers
+from tfamp.records import checks
+from tfamp.records.findings import Finding, Findings, Severity
+from tfamp.records.formats import FORMATS, HALF
+from tfamp.stepping.arguments import dataset_of, first_batch
+from tfamp.stepping.snapshots import optimizers_of
+from tfamp.stepping.step_traces import Marks
+from tfamp.stepping.unchanged import seeds_put_back
+
+# Batches whose numbers are looked at, and how many of one input in one batch.
+_NUM_BATCHES, _MAX_NUMBERS = 8, 2**22
+# Arrays beyond this are data, not constants that someone wrote.
+_MAX_ELEMENTS = 2**20
+# What hands numbers on as they are, in another shape or in part.
+_PASSING = frozenset(
+    "Identity Reshape Squeeze ExpandDims Transpose StridedSlice Slice Pack Unpack "
+    "Split SplitV ConcatV2 StopGradient EnsureShape".split()
+)
+# Answers from here on are rounded to 1 (a distance of half the spacing below 1), so
+# that the gradient of a wrong one is 0: ln(2**12) in float16, ln(2**9) in bfloat16.
+_SURE_AT = {"float16": 8.3, "bfloat16": 6.2}
+_SATURATING = ("Softmax", "LogSoftmax", "Sigmoid")
+_OF_NUMBERS = ("overflow", "unnormalized", "resolution")
+# Keras's own, whose mask is no fault.
+_EXEMPT = (keras.layers.UnitNormalization, keras.layers.Dot)
+
+
+class _CannotTellError(Exception):
+    """Raised by a rule that could not look; its text is the reason."""
+
+
+class _Graph:
+    """A traced call for training: what runs of it by name, and whose it is."""
+
+    def __init__(self, concrete: Any, marks: Marks) -> None:
+        self.outputs, self._marks = concrete.outputs, marks
+        self.operations: dict[str, tf.Operation] = {}
+        # What gives no tensor assigns; what nobody reads does not run.
+        waiting = [tensor.op for tensor in concrete.outputs]
+        waiting += [
+            each for each in concrete.graph.get_operations() if not each.outputs
+        ]
+        while waiting:
+            each = waiting.pop()
+            if each.name not in self.operations:
+                self.operations[each.name] = each
+                waiting += [
+                    *(tensor.op for tensor in each.inputs),
+                    *each.control_inputs,
+                ]
+
+    def layer_of(self, operation: tf.Operation) -> str | None:
+        return self._marks.layer_of(operation.name) or None
+
+    def readers(
+        self, operation: tf.Operation, passing: Collection[str] = _PASSING
+    ) -> list[tf.Operation]:
+        """Returns the readers of an operation, behind those that hand it on."""
+        found: list[tf.Operation] = []
+        waiting, seen = [operation], {operation.name}
+        while waiting:
+            for tensor in waiting.pop().outputs:
+                for reader in tensor.consumers():
+                    if reader.name in self.operations and reader.name not in seen:
+                        seen.add(reader.name)
+                        (waiting if reader.type in passing else found).append(reader)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Subject:
+    """A model with all that its rules look at; texts say why something is missing.
+
+    `layers` are the model and every layer in it by path; `leaves` are name and values
+    of each input in a few batches. Loss and optimizers were passed or are `compile`'s.
+    """
+
+    layers: dict[str, keras.layers.Layer]
+    traced: _Graph | str
+    leaves: list[tuple[str, np.ndarray]] | None
+    loss: Any
+    optimizers: list[Any]
+
+    @property
+    def graph(self) -> _Graph:
+        if isinstance(self.traced, str):
+            raise _CannotTellError(self.traced)
+        return self.traced
+
+    def casts(self) -> Iterator[tuple[str, tf.Operation, np.ndarray, bool]]:
+        """Yields input, cast to half, values, and whether it becomes integers again."""
+        if self.leaves is None:
+            raise _CannotTellError("no `data` were passed")
+        graph = self.graph
+        for place, (name, values) in enumerate(self.leaves):
+            argument = graph.operations.get(_leaf_name(place))
+            for cast in [] if argument is None else graph.readers(argument):
+                if cast.type == "Cast" and _dtype(cast) in HALF:
+                    casts = [
+                        each for each in graph.readers(cast) if each.type == "Cast"
+                    ]
+                    yield name, cast, values, any("int" in _dtype(c) for c in casts)
+
+
+def _leaf_name(place: int) -> str:
+    """Returns the name of an argument of the traced call."""
+    return f"tfamp_leaf_{place}"
+
+
+def _dtype(operation: tf.Operation) -> str:
+    return str(operation.outputs[0].dtype.name)
+
+
+# What a rule yields: severity, layer or None, figure, message and remedy.
+_Found = Iterator[tuple[Severity, str | None, float, str, str]]
+
+
+def lint(
+    model: keras.Model,
+    data: Any = None,
+    *,
+    loss: Any = None,
+    optimizer: Any = None,
+    batch_size: int = 32,
+) -> Findings:
+    """Returns what half precision would spoil in a model.
+
+    Rules read the layers, the graph of one call for training, the first batches of
+    the data, the loss and the optimizer. No step is run. Weights, seeds and policies
+    are afterwards what they were; a model that is not built is built, if there are
+    data. What tfamp keeps in float32 is no finding, and neither are faults of Keras
+    that it mends. It takes as long as tracing the model.
+
+    Args:
+        model: A Keras model of any kind, compiled or not.
+        data: What `fit` takes, or inputs alone. Without, rules on numbers are skipped,
+            and of a subclassed model those on its graph.
+        loss: What it is trained with; None takes that of `compile`.
+        optimizer: An optimizer or its name, likewise.
+        batch_size: Examples in a batch where `data` are arrays, as in `fit`.
+
+    Returns:
+        The findings, worst first; `print` them for a table. `skipped` names the rules
+        that could not run, and why.
+
+    Raises:
+        TypeError: `model` is no Keras model, or `data` are nothing of the above.
+        ValueError: The data are empty or single examples.
+
+    Example:
+        >>> layers = [keras.Input((4,)), keras.layers.Dense(8, dtype="mixed_bfloat16"),
+        ...     keras.layers.Dense(8, "softmax", dtype="mixed_bfloat16", name="head")]
+        >>> model = keras.Sequential(layers)
+        >>> [(each.rule, each.layer) for each in lint(model).errors]
+        [('half-head', 'head')]
+    """
+    check_is_model(model)
+    dataset = None
+    if data is not None:
+        dataset = dataset_of(data, batch_size, needs_targets=False)
+    subject = _look(model, loss, optimizer, dataset)
+    findings, ran, skipped = [], [], []
+    for name, rule in _RULES.items():
+        try:
+            found = dict.fromkeys(rule(subject))
+        except _CannotTellError as reason:
+            skipped.append(f"{name}: {reason}")
+            continue
+        ran.append(name)
+        details: Any = {"documentation": checks.address(f"lint#{name}")}
+        findings += [
+            Finding(
+                name, severity, message, remedy, layer, None, float(figure), {**details}
+            )
+            for severity, layer, figure, message, remedy in found
+        ]
+    halves = {each.compute_dtype for each in subject.layers.values()} & {*HALF}
+    computing = " and ".join(sorted(halves)) or "no half precision"
+    return Findings(
+        tuple(findings),
+        title=f"Lint of model {model.name!r}, with {computing}",
+        rules=tuple(ran),
+        skipped=tuple(skipped),
+    )
+
+
+def _look(
+    model: keras.Model, loss: Any, optimizer: Any, dataset: tf.data.Dataset | None
+) -> _Subject:
+    """Returns what the rules look at; a model that is not built is built, with data."""
+    x: Any = None
+    leaves = None
+    if dataset is not None:
+        first_batch(dataset)  # or it raises what every function says of an empty one
+        batches = map(keras.utils.unpack_x_y_sample_weight, dataset.take(_NUM_BATCHES))
+        inputs = [batch[0] for batch in batches]
+        rows = [[_as_rows(leaf) for leaf in tf.nest.flatten(each)] for each in inputs]
+        numbers = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
+        x = inputs[0]
+        paths = [path for path, _ in keras.tree.flatten_with_path(x)]
+        names = ["/".join(["x", *map(str, path)]) for path in paths]
+        leaves = list(zip(names, numbers, strict=True))
+    elif structure.graph_of(model) is not None:
+        specs = [tf.TensorSpec(t.shape, t.dtype) for t in model.inputs]
+        x = specs[0] if len(specs) == 1 else specs
+    graph: _Graph | str = (
+        f"model {model.name!r} tells its inputs by its call only, and no `data` were "
+        "passed"
+    )
+    with seeds_put_back(), warnings.catch_warnings():
+        # What a call warns of, it will warn of in training.
+        warnings.simplefilter("ignore")
+        if dataset is not None:
+            build_by_call(model, x)
+        if x is not None:
+            try:
+                graph = _traced(model, x)
+            except Exception as error:  # the user's own code, which may do anything
+                why = f"{type(error).__name__}: {checks.first_line(error)}"
+                graph = f"the model cannot be traced ({why})"
+    if loss is None:
+        loss = getattr(model, "loss", None)
+    optimizers = optimizers_of(model)
+    if optimizer is not None:
+        optimizers = [keras.optimizers.get(optimizer)]
+    layers = {path: layer for path, layer, _ in structure.walk(model)}
+    return _Subject(layers, graph, leaves, loss, optimizers)
+
+
+def _as_rows(leaf: Any) -> np.ndarray:
+    """Returns a tensor as (numbers, features), so that batches of any shape join.
+
+    Of a large one every n-th row is taken; ragged and sparse ones have none.
+    """
+    if not isinstance(leaf, tf.Tensor):
+        return np.zeros((0, 1))
+    array = leaf.numpy()
+    array = array.reshape(-1, array.shape[-1] if array.ndim > 1 else 1)
+    return array[:: 1 + array.size // _MAX_NUMBERS]
+
+
+def _traced(model: keras.Model, x: Any) -> _Graph:
+    """Traces a call for training of a built model on inputs or specs of them."""
+    marks, flat = Marks(model), tf.nest.flatten(x)
+    specs = [
+        tf.TensorSpec(leaf.shape, leaf.dtype, name=_leaf_name(place))
+        if isinstance(leaf, (tf.Tensor, tf.TensorSpec))
+        else tf.type_spec_from_value(leaf)
+        for place, leaf in enumerate(flat)
+    ]
+    parameters = inspect.signature(model.call).parameters
+    options = {"training": True} if "training" in parameters else {}
+
+    @tf.autograph.experimental.do_not_convert
+    def forward(*leaves: Any) -> Any:
+        inputs = tf.nest.pack_sequence_as(x, leaves)
+        # Layers keep the losses that they add, but not those of this call.
+        with keras.StatelessScope(collect_losses=True), tf.name_scope(marks.scope):
+            return model(inputs, **options)
+
+    with model.distribute_strategy.scope(), marks.placed():
+        return _Graph(tf.function(forward).get_concrete_function(*specs), marks)
+
+
+def _half_head(subject: _Subject) -> _Found:
+    """Outputs that are made in half precision, above all by softmax and sigmoid."""
+    for output in subject.graph.outputs:
+        maker = output.op
+        while maker.type in _PASSING | {"Cast"} and maker.inputs[0].dtype.is_floating:
+            maker = maker.inputs[0].op
+        dtype, saturates = _dtype(maker), maker.type in _SATURATING
+        is_low = saturates or output.dtype.name in HALF
+        if not output.dtype.is_floating or dtype not in HALF or not is_low:
+            continue
+        message = (
+            f"This layer makes an output in {dtype}, with "
+            f"{3 if dtype == 'float16' else 2} digits, and the loss is computed on "
+            "what was rounded."
+        )
+        if saturates:
+            message = (
+                f"The output is the {maker.type.lower()} of this layer in {dtype}: "
+                f"from logits of about {_SURE_AT[dtype]:g} on it is rounded to 0 or 1, "
+                "where the gradient of a wrong answer is 0 or NaN."
+            )
+        yield (
+            "error" if saturates else "warning",
+            subject.graph.layer_of(maker),
+            _SURE_AT[dtype] if saturates else FORMATS[dtype].epsilon,
+            message,
+            "Give the layer `dtype='float32'`, or build the model under "
+            "`tfamp.enable`, which keeps heads in float32.",
+        )
+
+
+def _half_loss(subject: _Subject) -> _Found:
+    """Losses that compute in half precision themselves."""
+    if subject.loss is None:
+        raise _CannotTellError("no `loss` was passed, and the model has none")
+    losses = {
+        each.name: each.dtype
+        for each in structure.flatten(subject.loss)
+        if isinstance(each, keras.losses.Loss)
+    }
+    floatx = keras.config.floatx()
+    losses["Keras's default for losses (`keras.config.floatx()`)"] = floatx
+    for name, dtype in losses.items():
+        if dtype in HALF:
+            yield (
+                "error",
+                None,
+                FORMATS[dtype].max,
+                f"The loss {name!r} is computed in {dtype}: logarithms and sums over "
+                f"the batch have few digits and end at {FORMATS[dtype].max:g}.",
+                "Leave out the loss's `dtype`, and keep `keras.config.floatx()` at "
+                "'float32'.",
+            )
+
+
+def _late_policy(subject: _Subject) -> _Found:
+    """Layers that were made before the policy, and so in float32."""
+    records = {path: policy_of(layer) for path, layer in subject.layers.items()}
+    settings = [IN_FORCE.settings, *(r.settings for r in records.values() if r)]
+    wanted = [s.policy.name for s in settings if s is not None and s.is_half]
+    computing = [p for p, each in subject.layers.items() if structure.own_weights(each)]
+    late = [
+        path
+        for path in computing
+        if records[path] is None and subject.layers[path].compute_dtype == "float32"
+    ]
+    if wanted and late:
+        yield (
+            "warning",
+            late[0],
+            len(late),
+            f"{len(late)} of {len(computing)} layers with weights were made in float32 "
+            f"before the policy {wanted[0]!r} was set, and stay there: "
+            f"{name_layers(late)}.",
+            "Set the policy before the first layer is made, or convert the model in "
+            "place: `tfamp.apply(model)`.",
+        )
+
+
+def _half_weights(subject: _Subject) -> _Found:
+    """Trainable weights in half precision, and what optimizers lose on them.
+
+    Keras casts rates, betas and epsilons to the dtype of the weight, and keeps the
+    moments in it.
+    """
+    for dtype in HALF:
+        layers = [
+            path
+            for path, layer in subject.layers.items()
+            for weights in [structure.own_weights(layer)]
+            if any(w.trainable and w.dtype == dtype for w in weights)
+        ]
+        if not layers:
+            continue
+        spacing, stored = FORMATS[dtype].epsilon, name_layers(layers)
+        remedy = f"Use the policy 'mixed_{dtype}', which keeps weights in float32."
+        yield (
+            "warning",
+            layers[0],
+            spacing / 4,
+            f"The weights of {stored} are stored in {dtype}, where the "
+            f"next number after 1 is {1 + spacing:g}: an update of less than "
+            f"{spacing / 4:.2g} of a weight is lost, and at a learning rate of "
+            "0.001 those near 1 hardly move or never.",
+            remedy,
+        )
+        for optimizer in subject.optimizers:
+            inner = getattr(optimizer, "inner_optimizer", optimizer)
+            for name in "beta_1 beta_2 momentum rho epsilon epsilon_1".split():
+                value = getattr(inner, name, None)
+                if not isinstance(value, float) or value in (0, 1):
+                    continue
+                rounded = float(tf.cast(value, dtype))
+                effect = "what it averages never decays"
+                if rounded == 0:
+                    effect = "where squares of gradients are 0, the update is 0 / 0"
+                if rounded in (0, 1):
+                    yield (
+                        "error",
+                        layers[0],
+                        value,
+                        f"`{name}={value:g}` of {inner.name!r} is {rounded:g} in "
+                        f"{dtype}, in which {stored} are stored: {effect}.",
+                        remedy,
+                    )
+
+
+def _constant_range(subject: _Subject) -> _Found:
+    """Constants beyond a format's range, above all in masks."""
+    told = set()
+    for operation, value in _beyond(subject.graph):
+        dtype, path = _dtype(operation), subject.graph.layer_of(operation)
+        users = {reader.type for reader in subject.graph.readers(operation)}
+        is_exempt = isinstance(subject.layers.get(path or ""), _EXEMPT)
+        key = (path, is_factor := "Mul" in users)
+        # A limit that nothing reaches is no fault.
+        if users <= {"Minimum", "Maximum"} or is_exempt or key in told:
+            continue
+        told.add(key)
+        came = "is infinite" if np.isinf(value) else f"of {value:g} becomes infinite"
+        effect = "a row in which it masks everything is NaN after a softmax"
+        if is_factor:
+            effect = (
+                "where it is multiplied by 0, as in a mask of (1 - m) * constant, the "
+                "result is NaN"
+            )
+        yield (
+            "error" if is_factor else "warning",
+            path,
+            value,
+            f"A constant {came} in {dtype}, which ends at {FORMATS[dtype].max:.4g}: "
+            f"{effect}.",
+            "Take a constant within the format, such as "
+            f"{'-3e4' if dtype == 'float16' else '-1e9'}, or compute the mask in "
+            "float32.",
+        )
+
+
+def _beyond(graph: _Graph) -> Iterator[tuple[tf.Operation, float]]:
+    """Yields operations that give constants which are infinite in half precision.
+
+    What a cast meets counts: a constant, or one that is a factor or term. Infinite
+    ones ahead of a cast were written so and are no fault of the format.
+    """
+    for operation in graph.operations.values():
+        if operation.type not in ("Const", "Cast") or _dtype(operation) not in HALF:
+            continue
+        if operation.type == "Const":
+            array = _constant(operation)
+            found = array[np.isinf(array)]
+        else:
+            behind = [operation.inputs[0].op]
+            if behind[0].type in ("Mul", "SelectV2", "Select", "AddV2", "Sub"):
+                behind = [tensor.op for tensor in behind[0].inputs]
+            array = np.concatenate([_constant(each) for each in behind])
+            limit = FORMATS[_dtype(operation)].max
+            found = array[np.isfinite(array) & (np.abs(array) > limit)]
+        if found.size:
+            yield operation, float(max(found, key=abs))
+
+
+def _constant(operation: tf.Operation) -> np.ndarray:
+    """Returns the numbers of a constant that someone wrote, none of anything else."""
+    tensor = operation.outputs[0]
+    if operation.type != "Const" or not tensor.dtype.is_floating:
+        return np.zeros(0)
+    if tensor.shape.num_elements() > _MAX_ELEMENTS:
+        return np.zeros(0)
+    return np.ravel(tf.get_static_value(tensor)).astype(np.float64)
+
+
+def _unnormalised_input(subject: _Subject) -> _Found:
+    """Inputs that are cast, and what `tfamp.data.check` says of them in that dtype."""
+    for name, cast, values, becomes_ids in subject.casts():
+        column = Column(name, "float32", values.shape[1:])
+        profile = Profile(column, rounding_for(_dtype(cast)))
+        profile.update(values)
+        for each in find(profile):
+            if each.rule in _OF_NUMBERS and not becomes_ids:
+                layer, figure = subject.graph.layer_of(cast), each.figure or 0.0
+                yield each.severity, layer, figure, each.message, each.remedy
+
+
+def _float_ids(subject: _Subject) -> _Found:
+    """Ids in a float input that half precision rounds to other ids."""
+    for name, cast, values, becomes_ids in subject.casts():
+        dtype, path = _dtype(cast), subject.graph.layer_of(cast)
+        exact = rounding_for(dtype).max_integer
+        finite = np.where(np.isfinite(values), values, 0.5)
+        # Of the features that hold integers only.
+        integers = (finite == np.round(finite)).all(axis=0)
+        reach = largest = int(np.abs(finite[:, integers]).max(initial=0))
+        for reader in subject.graph.readers(cast, _PASSING | {"Cast"}):
+            by = subject.graph.layer_of(reader)
+            layer: Any = subject.layers.get(by or "")
+            if isinstance(layer, keras.layers.Embedding):
+                path, reach = by, max(reach, layer.input_dim - 1)
+        if not becomes_ids or reach <= exact:
+            continue
+        beyond = largest > exact
+        yield (
+            "error" if beyond else "warning",
+            path,
+            largest if beyond else reach,
+            f"{name} holds ids up to {largest if beyond else reach:,} as floats"
+            + ("" if beyond else " (by the size of the table)")
+            + f" and is cast to {dtype} before they are looked up: beyond "
+            f"{exact:,} neighbours become one, such as {exact:,} and {exact + 1:,}.",
+            "Feed ids as integers, in an input of their own "
+            "(`keras.Input(..., dtype='int32')`).",
+        )
+
+
+_RULES: dict[str, Callable[[_Subject], _Found]] = {
+    "half-head": _half_head,
+    "half-loss": _half_loss,
+    "late-policy": _late_policy,
+    "half-weights": _half_weights,
+    "constant-range": _constant_range,
+    "unnormalised-input": _unnormalised_input,
+    "float-ids": _float_ids,
+}
+RULE_IDS = tuple(_RULES)
