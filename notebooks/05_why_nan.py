@@ -148,7 +148,7 @@ why = tfamp.triage(broken, (train[0][:64], train[1][:64]))
 print(why)
 
 # %% [markdown]
-# **What to see.** The step was replayed as it is, in float32, and without a loss scale.
+# **What to see.** The step is replayed as it is, in float32, and without a loss scale.
 # Only float32 is finite, so precision is to blame; kept in float32, the layer is cured,
 # and so is the step. The file and line are those of its `call`.
 #

@@ -154,13 +154,6 @@ def nested():
     return keras.Model(inputs, L.Dense(8, name="dense")(outputs)), ((8,), (8,))
 
 
-def attending():
-    """Returns attention over six tokens."""
-    inputs = keras.Input((6, 8))
-    x = L.MultiHeadAttention(2, 4, name="attention")(inputs, inputs)
-    return keras.Model(inputs, L.Dense(8, name="dense")(x)), ((6, 8), (6, 8))
-
-
 def recurrent():
     """Returns two ways of running over six steps."""
     inputs = keras.Input((6, 8))
@@ -179,17 +172,6 @@ ATTRIBUTED = {
             "shared_1": (1, 2),
             "inner/dense": (1, 2),
             "inner/out": (1, 2),
-            "dense": (1, 2),
-        },
-    ),
-    "attention": (
-        attending,
-        {
-            "attention/query": (1, 1),
-            "attention/key": (1, 1),
-            "attention/value": (1, 1),
-            "attention": (2, 4),
-            "attention/attention_output": (1, 2),
             "dense": (1, 2),
         },
     ),

@@ -13,7 +13,6 @@ from tests.replicas import two_replicas
 from tests.styles import STYLES, Own, assembled
 from tfamp.numerics.reruns import deviation, forward_error
 from tfamp.numerics.sensitivity import Sensitivity, sensitivity
-from tfamp.stepping.unchanged import same_draws
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 L, ops = keras.layers, keras.ops
@@ -175,23 +174,6 @@ def test_a_layer_that_draws_past_the_seeds_of_keras_is_not_judged():
     draw = L.Lambda(lambda x: x + 1e6 * tf.random.normal(tf.shape(x)))
     model = regressor(draw, L.Dense(1))
     assert draw.name not in sensitivity(model, (X, TARGETS)).guilty
-
-
-def test_dropout_drops_the_same_in_every_dtype():
-    def dropped(dtype):
-        layer = L.Dropout(0.5, seed=3, dtype=dtype)
-        return np.asarray(layer(tf.ones((64, 8), dtype), training=True), "float32")
-
-    with same_draws():
-        np.testing.assert_array_equal(dropped("float16"), dropped("float32"))
-    assert (dropped("float16") != dropped("float32")).any()  # TensorFlow alone
-
-
-def test_a_head_that_is_off_by_its_targets_spread_is_found():
-    """Its gradients are a small part of all; what it gives is wrong all the same."""
-    far = keras.initializers.Constant(1500.0)
-    model = regressor(L.Dense(32, "relu"), L.Dense(1, bias_initializer=far, name="far"))
-    assert list(sensitivity(model, (X, 1500 + TARGETS)).guilty) == ["far"]
 
 
 class Adding(L.Layer):

@@ -174,20 +174,6 @@ def test_the_file_holds_what_was_kept(tmp_path):
     assert row_of(loaded).compute_dtype == "float32"
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_models_without_layers_of_ones_own_are_not_run(policy, monkeypatch):
-    called = []
-    monkeypatch.setattr(
-        "tfamp.numerics.first_check._Check", lambda *_, **__: called.append(1)
-    )
-    x = numbers()
-    with tfamp.scope(policy):
-        model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        model.fit(x, x[:, :1], verbose=0)
-    assert not called
-
-
 class Transformer(keras.layers.Layer):
     """Keras's layers in two residual branches, as its guides write it."""
 

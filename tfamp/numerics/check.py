@@ -68,15 +68,15 @@ def check(
     One table of what `tfamp.lint` finds, what computes in float32 and why, the share
     of half precision in the work of a step, how large the numbers are and which loss
     scale suits them, and the layers that should stay in float32. Up to two batches of
-    32 examples are looked at, fewer of large ones. Nothing is trained: weights,
-    optimizers, dtypes and seeds are afterwards what they were.
+    32 examples are looked at. Nothing is trained: weights, optimizers, dtypes and seeds
+    are afterwards what they were.
 
     Args:
-        model: A Keras model, compiled or not; one that is not has no loss, so only
-            what does not need one is judged.
+        model: A Keras model; one that is not compiled has no loss, so only what does
+            not need one is judged.
         data: What `fit` takes: a `tf.data.Dataset` of batches, (x, y) arrays, a
-            `Pipeline`, a `PyDataset` or a generator. Without, only the model itself is
-            read; `skipped` says what that leaves out.
+            `Pipeline`, a `PyDataset` or a generator. `skipped` says what is left out
+            without.
         y: The targets, where `data` are x alone.
         policy: As for `tfamp.enable`. A model that was built under a policy is judged
             as it stands, whatever this says.
@@ -152,9 +152,7 @@ def _in_float32(model: keras.Model, rows: Assignment, dtype: str) -> Iterator[Fi
     remedy = "Nothing, unless the share of half precision is too small."
     if not dtype:
         text = f"All {len(wide)} layers compute in float32."
-        remedy = (
-            "See the title for why; `policy=` judges the model under another policy."
-        )
+        remedy = "The title says why; `policy=` judges the model under another one."
     if wide:
         yield Finding("in-float32", "note", text, remedy, figure=len(wide))
 
@@ -172,13 +170,12 @@ def _half_share(
     share = proof.half_share_of_flops
     step = "training" if proof.step == "train" else "inference"
     text = f"{format_share(share)} of the FLOPs of a step of {step} run in half "
-    text += "precision."
-    remedy = "`tfamp.prove` shows each product and cast."
-    yield Finding("half-share", "note", text, remedy, figure=share)
+    told = [(f"{text}precision.", "`tfamp.prove` shows each product and cast.", share)]
     for cause in proof.causes:
         if cause.name != "float32":  # told layer by layer already
-            told = cause.message, cause.remedy
-            yield Finding("half-share", "note", *told, figure=cause.figure)
+            told.append((cause.message, cause.remedy, cause.figure))
+    for message, remedy, figure in told:
+        yield Finding("half-share", "note", message, remedy, figure=figure)
 
 
 def _of_numbers(
@@ -205,16 +202,13 @@ def _of_numbers(
         yield from _magnitudes(tallies.ranges(model.name), dtype)
         if not dtype:
             skipped["guilty-layer"] = (
-                "nothing computes in half precision; policy='mixed_float16' or "
-                "'mixed_bfloat16' judges it in that"
+                "nothing computes in half precision; `policy=` judges it under another"
             )
             return
-        try:
+        with contextlib.suppress(NotFiniteError):
             search = Search(model, sites, recordings, dtype)
             yield from _guilty_layers(search, sites, kept)
             return
-        except NotFiniteError:
-            pass
     blamed = triage(model, batches[0])
     text = f"A step is not finite in float32 either; the cause is {blamed.cause}: "
     text += " ".join(blamed.evidence)

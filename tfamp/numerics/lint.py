@@ -10,8 +10,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._examples import Column
-from tfamp.data.health.columns import Profile, find, rounding_for
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layers import policy_of
@@ -37,7 +35,6 @@ _PASSING = frozenset(
 # that the gradient of a wrong one is 0: ln(2**12) in float16, ln(2**9) in bfloat16.
 _SURE_AT = {"float16": 8.3, "bfloat16": 6.2}
 _SATURATING = ("Softmax", "LogSoftmax", "Sigmoid")
-_OF_NUMBERS = ("overflow", "unnormalized", "resolution")
 # Keras's own, whose mask is no fault.
 _EXEMPT = (keras.layers.UnitNormalization, keras.layers.Dot)
 
@@ -103,20 +100,6 @@ class _Subject:
         if isinstance(self.traced, str):
             raise _CannotTellError(self.traced)
         return self.traced
-
-    def casts(self) -> Iterator[tuple[str, tf.Operation, np.ndarray, bool]]:
-        """Yields input, cast to half, values, and whether it becomes integers again."""
-        if self.leaves is None:
-            raise _CannotTellError("no `data` were passed")
-        graph = self.graph
-        for place, (name, values) in enumerate(self.leaves):
-            argument = graph.operations.get(_leaf_name(place))
-            for cast in [] if argument is None else graph.readers(argument):
-                if cast.type == "Cast" and _dtype(cast) in HALF:
-                    casts = [
-                        each for each in graph.readers(cast) if each.type == "Cast"
-                    ]
-                    yield name, cast, values, any("int" in _dtype(c) for c in casts)
 
 
 def _leaf_name(place: int) -> str:
@@ -290,10 +273,9 @@ def _half_head(subject: _Subject) -> _Found:
         if not output.dtype.is_floating or dtype not in HALF or not is_low:
             continue
         message = (
-            f"This layer makes an output in {dtype}, with "
-            f"{3 if dtype == 'float16' else 2} digits, and the loss is computed on "
-            "what was rounded."
+            f"This layer makes an output in {dtype}: the loss is computed on what "
         )
+        message += "was rounded."
         if saturates:
             message = (
                 f"The output is the {maker.type.lower()} of this layer in {dtype}: "
@@ -379,10 +361,8 @@ def _half_weights(subject: _Subject) -> _Found:
             "warning",
             layers[0],
             spacing / 4,
-            f"The weights of {stored} are stored in {dtype}, where the "
-            f"next number after 1 is {1 + spacing:g}: an update of less than "
-            f"{spacing / 4:.2g} of a weight is lost, and at a learning rate of "
-            "0.001 those near 1 hardly move or never.",
+            f"The weights of {stored} are stored in {dtype}, where an update of less "
+            f"than {spacing / 4:.2g} of a weight is lost.",
             remedy,
         )
         for optimizer in subject.optimizers:
@@ -470,46 +450,41 @@ def _constant(operation: tf.Operation) -> np.ndarray:
     return np.ravel(tf.get_static_value(tensor)).astype(np.float64)
 
 
-def _unnormalised_input(subject: _Subject) -> _Found:
-    """Inputs that are cast, and what `tfamp.data.check` says of them in that dtype."""
-    for name, cast, values, becomes_ids in subject.casts():
-        column = Column(name, "float32", values.shape[1:])
-        profile = Profile(column, rounding_for(_dtype(cast)))
-        profile.update(values)
-        for each in find(profile):
-            if each.rule in _OF_NUMBERS and not becomes_ids:
-                layer, figure = subject.graph.layer_of(cast), each.figure or 0.0
-                yield each.severity, layer, figure, each.message, each.remedy
-
-
 def _float_ids(subject: _Subject) -> _Found:
     """Ids in a float input that half precision rounds to other ids."""
-    for name, cast, values, becomes_ids in subject.casts():
-        dtype, path = _dtype(cast), subject.graph.layer_of(cast)
-        exact = rounding_for(dtype).max_integer
-        finite = np.where(np.isfinite(values), values, 0.5)
-        # Of the features that hold integers only.
-        integers = (finite == np.round(finite)).all(axis=0)
-        reach = largest = int(np.abs(finite[:, integers]).max(initial=0))
-        for reader in subject.graph.readers(cast, _PASSING | {"Cast"}):
-            by = subject.graph.layer_of(reader)
-            layer: Any = subject.layers.get(by or "")
-            if isinstance(layer, keras.layers.Embedding):
-                path, reach = by, max(reach, layer.input_dim - 1)
-        if not becomes_ids or reach <= exact:
-            continue
-        beyond = largest > exact
-        yield (
-            "error" if beyond else "warning",
-            path,
-            largest if beyond else reach,
-            f"{name} holds ids up to {largest if beyond else reach:,} as floats"
-            + ("" if beyond else " (by the size of the table)")
-            + f" and is cast to {dtype} before they are looked up: beyond "
-            f"{exact:,} neighbours become one, such as {exact:,} and {exact + 1:,}.",
-            "Feed ids as integers, in an input of their own "
-            "(`keras.Input(..., dtype='int32')`).",
-        )
+    if subject.leaves is None:
+        raise _CannotTellError("no `data` were passed")
+    graph = subject.graph
+    for place, (name, values) in enumerate(subject.leaves):
+        argument = graph.operations.get(_leaf_name(place))
+        for cast in [] if argument is None else graph.readers(argument):
+            after = [each for each in graph.readers(cast) if each.type == "Cast"]
+            is_low = cast.type == "Cast" and _dtype(cast) in HALF
+            if not is_low or not any("int" in _dtype(each) for each in after):
+                continue
+            dtype, path = _dtype(cast), graph.layer_of(cast)
+            exact = int(2 / FORMATS[dtype].epsilon)
+            finite = np.where(np.isfinite(values), values, 0.5)
+            # Of the features that hold integers only.
+            integers = (finite == np.round(finite)).all(axis=0)
+            reach = largest = int(np.abs(finite[:, integers]).max(initial=0))
+            for reader in graph.readers(cast, _PASSING | {"Cast"}):
+                by = graph.layer_of(reader)
+                layer: Any = subject.layers.get(by or "")
+                if isinstance(layer, keras.layers.Embedding):
+                    path, reach = by, max(reach, layer.input_dim - 1)
+            if reach > exact:
+                beyond = largest > exact
+                yield (
+                    "error" if beyond else "warning",
+                    path,
+                    largest if beyond else reach,
+                    f"{name} holds ids as floats, up to "
+                    f"{largest if beyond else reach:,}, and is cast to {dtype} before "
+                    f"they are looked up: beyond {exact:,} neighbours become one.",
+                    "Feed ids as integers, in an input of their own "
+                    "(`keras.Input(..., dtype='int32')`).",
+                )
 
 
 _RULES: dict[str, Callable[[_Subject], _Found]] = {
@@ -518,7 +493,6 @@ _RULES: dict[str, Callable[[_Subject], _Found]] = {
     "late-policy": _late_policy,
     "half-weights": _half_weights,
     "constant-range": _constant_range,
-    "unnormalised-input": _unnormalised_input,
     "float-ids": _float_ids,
 }
 RULE_IDS = tuple(_RULES)

@@ -156,24 +156,18 @@ class Ranges(TableRecord):
         axes = figure.subplots()
         for row, layer in enumerate(self.layers):
             most = max(layer.exponents.values(), default=1)
-            # Rare numbers are what overflows: even one of a million is to be seen.
-            heights = [0.15 + 0.7 * n / most for n in layer.exponents.values()]
-            axes.bar(
-                [int(exponent) + 0.5 for exponent in layer.exponents],
-                heights,
-                bottom=[row + 0.4 - height for height in heights],
-                width=0.9,
-                color=_COLOURS[layer.kind],
-            )
+            for exponent, count in layer.exponents.items():
+                # Rare numbers are what overflows: even one of a million is to be seen.
+                height, colour = 0.15 + 0.7 * count / most, _COLOURS[layer.kind]
+                bottom = row + 0.4 - height
+                axes.bar(int(exponent) + 0.5, height, 0.9, bottom, color=colour)
         for limit in (FLOAT16.smallest_subnormal, FLOAT16.max):
             axes.axvline(math.log2(limit), color="#555555", linewidth=1.0)
         names = [f"{layer.path}  {layer.kind}" for layer in self.layers]
         axes.set_yticks(range(len(self.layers)), names, fontsize="small")
         axes.invert_yaxis()
         axes.set_xlabel("magnitude, as a power of 2; lines: the limits of float16")
-        best = f"2^{math.log2(self.best_loss_scale):.0f}"
-        title = f"{self.model}: magnitudes in float32, best loss scale {best}"
-        axes.set_title(title, loc="left")
+        axes.set_title(f"{self.model}: magnitudes in float32", loc="left")
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure

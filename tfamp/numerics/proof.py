@@ -298,15 +298,11 @@ def _casts_of(operations: Sequence[Operation], marks: Marks) -> tuple[Cast, ...]
 def _notes(model: keras.Model, products: Sequence[Product]) -> Iterator[str]:
     """Yields what else a reader should know."""
     if getattr(model, "jit_compile", False) is True:
-        yield (
-            "XLA compiles this step and may compute in other dtypes: on CPUs in "
-            "float32 what is bfloat16 here. Its program is in a profile (xprof)."
-        )
+        yield "XLA compiles this step and may compute in other dtypes: see a profile."
     if unknown := [p for p in products if p.flops is None or not p.is_counted]:
         yield (
             f"The FLOPs of {len(unknown)} products are not known, the first is "
-            f"{unknown[0].name!r}: shapes or the number of times a loop runs depend on "
-            "data. Each counts at most once."
+            f"{unknown[0].name!r}: they depend on data. Each counts at most once."
         )
     if not products:
         yield "The step has no matrix product and no convolution."

@@ -198,9 +198,9 @@ class Search:
         """Reruns the layers, verifies those that look guilty, and tells."""
         if not all(each.ran.step.is_finite for each in self._recordings):
             raise NotFiniteError(
-                f"Loss or gradients of {self._model.name!r} are not finite in "
-                "float32; expected a healthy step to begin with. Ask "
-                "`tfamp.triage(model, batch)` for the cause."
+                f"Loss or gradients of {self._model.name!r} are not finite in float32; "
+                "expected a healthy step to begin with. Ask `tfamp.triage(model, "
+                "batch)` for the cause."
             )
         scale = self._best_scale()
         suffering, unscaled = self._suffering(scale), self._suffering(1.0)
@@ -261,8 +261,7 @@ class Search:
 
     def _measure(self, *loss_scales: float) -> None:
         calls = [call for recording in self._recordings for call in recording.calls]
-        what = f"Rerunning layers in {self._dtype}"
-        with console.progress(what, len(calls), unit="calls") as done:
+        with console.progress("Rerunning layers", len(calls), unit="calls") as done:
             for number, call in enumerate(calls, start=1):
                 suspect = self._suspects[call.site.path]
                 suspect.measure(call, self._dtype, loss_scales)
@@ -295,14 +294,11 @@ class Search:
         if not left <= WHOLE_LIMIT[self._dtype]:
             return needed, left
         # Those who take bad numbers come after those who make them: they go first.
-        tried = guilty[: -_MAX_VERIFIED - 1 : -1]
-        with console.progress("Verifying guilty layers", len(tried)) as done:
-            for number, suspect in enumerate(tried, start=1):
-                rest = [each for each in needed if each is not suspect]
-                without = self._errors(rest, scale)
-                if without is not None and self._is_no_worse(without, errors):
-                    needed, left = rest, without["gradients"]
-                done(number)
+        for suspect in guilty[: -_MAX_VERIFIED - 1 : -1]:
+            rest = [each for each in needed if each is not suspect]
+            without = self._errors(rest, scale)
+            if without is not None and self._is_no_worse(without, errors):
+                needed, left = rest, without["gradients"]
         return needed, left
 
     def _errors(self, guilty: Sequence[Suspect], scale: float) -> Errors | None:
@@ -337,39 +333,31 @@ class Search:
         A layer with a small part of the gradients may be wholly wrong, so it counts by
         its own, and by what the model gives.
         """
-        limits = dict.fromkeys(("outputs", "loss"), self._forward_limit)
+        limits = dict.fromkeys(these, self._backward_limit)
+        limits |= dict.fromkeys(("outputs", "loss"), self._forward_limit)
         limits["gradients"] = than["gradients"] + _NOTICEABLE
-        return all(
-            error
-            <= max(
-                _NO_WORSE * than.get(name, 0.0), limits.get(name, self._backward_limit)
-            )
-            for name, error in these.items()
-        )
+        usual = {name: _NO_WORSE * than.get(name, 0.0) for name in these}
+        return all(these[name] <= max(usual[name], limits[name]) for name in these)
 
     def _advice(
         self, verdict: Verdict, scale: float, error: float, unscaled: list[Suspect]
     ) -> str:
         """Returns what to do where no layer is guilty."""
-        dtype, off_by = self._dtype, f"off by {error:.2g} times their size"
         paths = ", ".join(repr(each.site.path) for each in unscaled[:3])
-        if verdict == "loss scale" and scale != _FIRST_SCALE:
-            return (
-                f"Gradients fit {dtype} at a loss scale of {scale:g}, not at "
-                f"{_FIRST_SCALE:g}: pass `loss_scale_options={{'initial_scale': "
-                f"2.0**{math.log2(scale):.0f}}}` to `tfamp.enable`."
-            )
+        keep = "as `tfamp.enable` brings it"
+        if scale != _FIRST_SCALE:
+            keep = "passed to `tfamp.enable` as `loss_scale_options={'initial_scale': "
+            keep += f"2.0**{math.log2(scale):.0f}}}`"
+        off_by = f"gradients that are off by {error:.2g} times their size"
         return {
-            "safe": f"Nothing is spoiled by {dtype}: gradients are {off_by}.",
-            "loss scale": "It needs a loss scale, as `tfamp.enable` brings it: without "
+            "safe": f"Nothing to do: {self._dtype} gives {off_by}.",
+            "loss scale": f"It needs a loss scale of about {scale:g}, {keep}: without "
             f"one the gradients of {paths} are spoiled.",
-            "cannot run": f"The step raises in {dtype}: {self._failure}. "
+            "cannot run": f"The step raises in {self._dtype}: {self._failure}. "
             "`tfamp.enable` keeps a layer in float32 whose `call` does; a `train_step` "
             "is to cast to the dtype of the outputs.",
-            "amplification": "Each layer is fine alone, but the model as a whole turns "
-            f"rounding to {dtype} into gradients that are {off_by}: keeping single "
-            "layers does not help. Train it in float32, or normalize between its "
-            "layers.",
+            "amplification": "Each layer is fine alone, and the model as a whole gives "
+            f"{off_by}. Train it in float32, or normalize between its layers.",
         }[verdict]
 
 
