@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import tfamp
 from tfamp.cli.shown import show
@@ -18,9 +18,6 @@ from tfamp.records import checks, units
 from tfamp.trials import parcel, targets
 from tfamp.trials.run_records import Run
 from tfamp.trials.variant import Variant, in_force, short_names
-
-if TYPE_CHECKING:
-    from tfamp.comparison.result import Comparison
 
 # What people call the answers of a comparison -> those answers.
 _FAILURES = {
@@ -41,7 +38,9 @@ class _Built(NamedTuple):
 
 
 @contextlib.contextmanager
-def _built(target: str, policy: str | None, data: str | None) -> Iterator[_Built]:
+def _built(
+    target: str, policy: str | None, data: str | None = None
+) -> Iterator[_Built]:
     """Yields what a target names, built under a policy that is in force in the block.
 
     None is for the policy that the program sets itself. What it prints goes to the
@@ -50,8 +49,7 @@ def _built(target: str, policy: str | None, data: str | None) -> Iterator[_Built
     with in_force(Variant.parse(policy or "keras:float32")):
         with contextlib.redirect_stdout(sys.stderr):
             if target.endswith(".keras"):
-                sys.path.insert(0, os.getcwd())  # where the model's classes may lie
-                found = tfamp.load_model(target)
+                found = _saved(target)
             else:
                 build = targets.load(target, own_policy=policy is None, shuffled=False)
                 found = parcel.call(build, seed=0, epochs=1)
@@ -59,6 +57,11 @@ def _built(target: str, policy: str | None, data: str | None) -> Iterator[_Built
             if data is not None:
                 made = made._replace(train=targets.load(data)())
         yield made
+
+
+def _saved(path: str) -> Any:
+    sys.path.insert(0, os.getcwd())  # where the model's classes and data may lie
+    return tfamp.load_model(path)
 
 
 def _needed(made: _Built, target: str) -> Any:
@@ -83,46 +86,39 @@ def check(read: argparse.Namespace) -> int:
 def compare(read: argparse.Namespace) -> int:
     """Trains under each policy and writes a report, or times steps with --quick."""
     if read.quick:
-        return _measure(read)
+        given = {"policies": read.policies}
+        if read.policies == ["float32", "auto"]:
+            given = {}
+        with _built(read.target, "float32") as made:
+            data = _needed(made, read.target)
+            show(read, tfamp.measure_policies(made.model, data, **given))
+        return 0
     for module in ("jinja2", "matplotlib.figure"):  # not after hours of training
         checks.require(module, extra="report", purpose="The report")
     out = Path(read.out or time.strftime("tfamp-report-%Y%m%d-%H%M%S"))
-    total = len(read.policies) * read.seeds
+    names = ("policies", "seeds", "epochs", "tolerance", "metric", "better")
     found = tfamp.compare(
         read.target,
-        policies=read.policies,
-        seeds=read.seeds,
-        epochs=read.epochs,
-        tolerance=read.tolerance,
-        metric=read.metric,
-        better=read.better,
+        **{name: getattr(read, name) for name in names},
         resume=read.resume,
         timeout_seconds=read.timeout_seconds,
         directory=out / "runs",
         command=shlex.join(["tfamp", "compare", *read.argv]),
-        on_run=_run_lines(read.policies, total),
+        on_run=_run_lines(read.policies, len(read.policies) * read.seeds),
     )
     found.to_json(out / "report.json")
     found.to_html(out / "report.html")
     show(read, found, f"{found.table()}\nReport: {out / 'report.html'}")
-    problems = _failures(found, read.fail_on)
-    for problem in problems:
-        read.complain(problem)
-    return int(bool(problems))
-
-
-def _failures(found: "Comparison", fail_on: Sequence[str]) -> list[str]:
-    """Returns a sentence for each policy and word of --fail_on that applies to it."""
-    problems = []
+    status = 0
     for policy, verdict in found.verdicts.items():
         failed = any(r.policy == policy and not r.is_finished for r in found.runs)
-        problems += [
-            f"{found.label(policy)} is {word.replace('_', ' ')}: {verdict}"
-            for word in fail_on
-            if verdict.answer in _FAILURES.get(word, ())
-            or (word == "failed" and failed)
-        ]
-    return problems
+        for word in read.fail_on:
+            is_so = verdict.answer in _FAILURES.get(word, ())
+            if is_so or (word == "failed" and failed):
+                status = 1
+                name = f"{found.label(policy)} is {word.replace('_', ' ')}"
+                read.complain(f"{name}: {verdict}")
+    return status
 
 
 def _run_lines(policies: Sequence[str], total: int) -> Callable[[Run], None]:
@@ -144,17 +140,6 @@ def _run_lines(policies: Sequence[str], total: int) -> Callable[[Run], None]:
         print(line, file=sys.stderr, flush=True)
 
     return tell
-
-
-def _measure(read: argparse.Namespace) -> int:
-    given = {}
-    if read.policies != ["float32", "auto"]:
-        given["policies"] = read.policies
-    with _built(read.target, "float32", None) as made:
-        data = _needed(made, read.target)
-        found = tfamp.measure_policies(made.model, data, **given)
-    show(read, found)
-    return 0
 
 
 def tune(read: argparse.Namespace) -> int:
@@ -202,51 +187,42 @@ def memory(read: argparse.Namespace) -> int:
         )
         show(read, found)
         return 0
-    with _built(read.target, read.policy, None) as made:
-        estimate = _estimate(read, made)
-    lines = [estimate.table()]
-    if read.max_memory is not None:
-        lines.append(_largest(estimate, read.max_memory))
-    show(read, estimate, "\n".join(lines))
-    return 0
-
-
-def _estimate(read: argparse.Namespace, made: _Built) -> Any:
     from tfamp.trials.batches import batch_of
 
-    data, size = None, _BATCH_SIZE
-    if made.train is not None:
-        batch = batch_of(made.train)
-        size = batch.size
-        data = batch.parts if isinstance(batch.parts, tuple) else (batch.parts,)
-        data = data[:1] if read.inference else data
-    return tfamp.estimate_memory(
-        made.model,
-        read.batch_size or size,
-        training=not read.inference,
-        measure=read.measure,
-        data=data,
-        sequence_length=read.sequence_length,
-    )
-
-
-def _largest(estimate: Any, limit: int) -> str:
-    """Returns a line on the largest batch that fits."""
-    try:
-        size = f"{estimate.largest_batch(limit):,}"
-    except ValueError as error:
-        size = str(error)
-    return f"Largest batch size that fits in {units.format_bytes(limit)}: {size}"
+    with _built(read.target, read.policy) as made:
+        data, size = None, _BATCH_SIZE
+        if made.train is not None:
+            batch = batch_of(made.train)
+            size = batch.size
+            data = batch.parts if isinstance(batch.parts, tuple) else (batch.parts,)
+            data = data[:1] if read.inference else data
+        estimate = tfamp.estimate_memory(
+            made.model,
+            read.batch_size or size,
+            training=not read.inference,
+            measure=read.measure,
+            data=data,
+            sequence_length=read.sequence_length,
+        )
+    text, limit = estimate.table(), read.max_memory
+    if limit is not None:
+        try:
+            largest = f"{estimate.largest_batch(limit):,}"
+        except ValueError as error:
+            largest = str(error)
+        fits = f"Largest batch size that fits in {units.format_bytes(limit)}"
+        text = f"{text}\n{fits}: {largest}"
+    show(read, estimate, text)
+    return 0
 
 
 def triage(read: argparse.Namespace) -> int:
     """Prints why a step fails, of a batch or of a failure's bundle."""
-    target, bundle = read.target, read.bundle
+    target, batch = read.target, read.bundle
     if os.path.isdir(target):
-        target, bundle = os.path.join(target, "model.keras"), bundle or target
+        target, batch = os.path.join(target, "model.keras"), batch or target
     with _built(target, read.policy, read.data) as made:
-        batch: Any = bundle
-        if bundle is None:
+        if batch is None:
             from tfamp.stepping.arguments import dataset_of, first_batch
 
             batches = dataset_of(_needed(made, target), _BATCH_SIZE)
@@ -258,15 +234,14 @@ def triage(read: argparse.Namespace) -> int:
 
 def export(read: argparse.Namespace) -> int:
     """Writes a saved model for a runtime."""
-    source = Path(read.target)
-    sys.path.insert(0, os.getcwd())  # where the model's classes and data may lie
+    model = _saved(read.target)
     given: dict[str, Any] = {
         name: targets.load(text)() if (text := getattr(read, name)) else None
         for name in ("calibration", "validation")
     }
     found = tfamp.export(
-        tfamp.load_model(source),
-        read.out or source.with_suffix(""),
+        model,
+        read.out or Path(read.target).with_suffix(""),
         format=read.format,
         dtype=read.dtype,
         keep_float32=read.keep_float32,

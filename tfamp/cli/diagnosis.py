@@ -8,7 +8,7 @@ from rich import box
 
 from tfamp.machine import cpus
 from tfamp.machine.clusters import Cluster
-from tfamp.machine.limits import GpuMemory, MachineMemory
+from tfamp.machine.limits import MachineMemory
 from tfamp.machine.speeds import Device, Recommendation
 from tfamp.records import console, units, versions
 from tfamp.records.record import Record, TableRecord
@@ -56,24 +56,13 @@ class ClusterReport(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis(TableRecord):
-    """What `tfamp.doctor` finds; `print` shows it as tables, the problems last.
+    """What `tfamp.doctor` finds; `print` shows it as tables, the problems last."""
 
-    Args:
-        versions: Package -> version, None if it is missing.
-        devices: The devices of TensorFlow; none if it does not run.
-        settings: The environment variables and switches that matter.
-        recommendation: The policy that suits; None if there are no devices.
-        findings: Problems, errors first.
-        memory: What there is, and who holds it; None if TensorFlow does not run.
-        cluster: The workers that train together; None where there is no cluster, or a
-            finding says what is wrong with it.
-    """
-
-    versions: dict[str, str | None]
-    devices: tuple[DeviceReport, ...]
+    versions: dict[str, str | None]  # of packages, None if one is missing
+    devices: tuple[DeviceReport, ...]  # none if TensorFlow does not run
     settings: tuple[Setting, ...]
-    recommendation: Recommendation | None
-    findings: tuple[DoctorFinding, ...]
+    recommendation: Recommendation | None  # None if there are no devices
+    findings: tuple[DoctorFinding, ...]  # errors first
     memory: MachineMemory | None = None
     cluster: ClusterReport | None = None
 
@@ -92,46 +81,45 @@ def text_of(found: Diagnosis, *, show_all: bool = False) -> str:
 
     `show_all` is for settings that are not set, too.
     """
-    versions_ = [
+    packages = [
         (package, version or "missing", versions.SUPPORTED.get(package, ""))
         for package, version in found.versions.items()
     ]
-    parts = [_table("Versions", ("Package", "Found", "Supported"), versions_)]
-    devices = [_device(each) for each in found.devices]
-    devices = devices or [("none", "TensorFlow does not run here", "", "", "")]
-    kinds = ("Kind", "Name", "Memory", "Can do", "Fast in")
-    parts.append(_table("Devices", kinds, devices))
-    if found.memory is not None:
-        names = ("Of", "Size", "Free", "Held by")
-        parts.append(_table("Memory", names, _memory(found.memory)))
+    nothing = [("none", "TensorFlow does not run here", "", "", "")]
+    settings = [
+        (s.name, "unset" if s.value is None else s.value or "''", s.meaning)
+        for s in found.settings
+        if show_all or s.value is not None
+    ]
+    parts = [
+        _table("Versions", "Package,Found,Supported", packages),
+        _table(
+            *("Devices", "Kind,Name,Memory,Can do,Fast in"),
+            [_device(each) for each in found.devices] or nothing,
+        ),
+        _table("Memory", "Of,Size,Free,Held by", _memory(found.memory)),
+    ]
     if found.cluster is not None:
         title = f"Workers, as {found.cluster.cluster.source} says"
-        heads = ("Index", "Address", "Role")
-        parts.append(_table(title, heads, _workers(found.cluster)))
+        parts.append(_table(title, "Index,Address,Role", _workers(found.cluster)))
         variables = found.cluster.variables.items()
-        parts.append("\n".join(f"{k}={v}" for k, v in variables) or "")
-    shown = [s for s in found.settings if show_all or s.value is not None]
-    if shown:
-        rows = [
-            (s.name, "unset" if s.value is None else s.value or "''", s.meaning)
-            for s in shown
-        ]
-        parts.append(_table("Settings", ("Name", "Value", "Effect"), rows))
-    if unset := len(found.settings) - len(shown):
-        parts.append(
-            f"{unset} settings are not set; `tfamp doctor --all` lists them.\n"
-        )
+        parts.append("\n".join(f"{name}={value}" for name, value in variables))
+    parts.append(_table("Settings", "Name,Value,Effect", settings))
+    if unset := len(found.settings) - len(settings):
+        text = f"{unset} settings are not set; `tfamp doctor --all` lists them.\n"
+        parts.append(text)
     if found.recommendation is not None:
         parts.append(f"Recommended policy: {found.recommendation.policy}")
         parts.append(f"  {found.recommendation.reason}\n")
     rows = [(each.severity, each.message, each.remedy) for each in found.findings]
-    problems = _table("Problems", ("", "What", "Remedy"), rows)
-    parts.append(problems if rows else "No problems found.")
+    parts.append(_table("Problems", ",What,Remedy", rows) or "No problems found.")
     return console.text_of(*filter(None, parts))
 
 
-def _table(title: str, names: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Any:
-    columns: dict[str, Any] = {name: console.FOLD for name in names}
+def _table(title: str, names: str, rows: Sequence[tuple[str, ...]]) -> Any:
+    if not rows:
+        return ""
+    columns: dict[str, Any] = {name: console.FOLD for name in names.split(",")}
     look = {"box": box.SIMPLE_HEAD, "pad_edge": False}
     return console.table(columns, rows, title=title, **look)
 
@@ -141,19 +129,26 @@ def _device(report: DeviceReport) -> tuple[str, ...]:
     can = [feature for feature in _TELLING if feature in device.features]
     if device.compute_capability is not None:
         can.append("compute capability {}.{}".format(*device.compute_capability))
-    if device.partition:
-        can.append("MIG slice")
+    can += ["MIG slice"] * bool(device.partition)
     fast = ", ".join(report.fast_dtypes) or "float32"
     memory = _size(device.memory_bytes or None)
     return device.kind.upper(), device.name, memory, ", ".join(can), fast
 
 
-def _memory(memory: MachineMemory) -> Sequence[tuple[str, ...]]:
+def _memory(memory: MachineMemory | None) -> Sequence[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
+    if memory is None:
+        return rows
     for gpu in memory.gpus:
         mig = f" (MIG {gpu.mig_slice})" if gpu.mig_slice else ""
+        holders = [
+            f"{'this process' if holder.is_own else holder.name or 'a process'} "
+            f"(pid {holder.pid}) {_size(holder.bytes)}".strip()
+            for holder in gpu.holders
+        ]
+        who = ", ".join(holders) or "nobody to be seen"
         sizes = (_size(gpu.total_bytes), _size(gpu.free_bytes))
-        rows.append((f"GPU:{gpu.index}{mig}", *sizes, _holders(gpu)))
+        rows.append((f"GPU:{gpu.index}{mig}", *sizes, who))
     for limit in memory.limits:
         first = "sets the limit" if limit == memory.limit else ""
         free = None if limit.used_bytes is None else limit.free_bytes
@@ -163,15 +158,6 @@ def _memory(memory: MachineMemory) -> Sequence[tuple[str, ...]]:
 
 def _size(num_bytes: int | None) -> str:
     return "" if num_bytes is None else units.format_bytes(num_bytes)
-
-
-def _holders(gpu: GpuMemory) -> str:
-    """Returns who holds memory of a GPU."""
-    found = []
-    for holder in gpu.holders:
-        name = "this process" if holder.is_own else holder.name or "a process"
-        found.append(f"{name} (pid {holder.pid}) {_size(holder.bytes)}".strip())
-    return ", ".join(found) or "nobody to be seen"
 
 
 def _workers(report: ClusterReport) -> Sequence[tuple[str, ...]]:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tfamp
 from tfamp.cli import findings
@@ -110,32 +110,53 @@ def diagnose(probes: Probes) -> Diagnosis:
     found += [DoctorFinding("error", each.found, each.remedy) for each in problems]
     if fault := _versions.keras_fault(versions.get("keras")):
         found.append(DoctorFinding("advice", *fault))
+
+    def attempt(probe: Callable[..., T], fallback: T, *given: Any) -> T:
+        """Returns the probe's answer, or notes why there is none."""
+        try:
+            return probe(*given)
+        except Exception as error:  # a half-installed TensorFlow, a driver that fails
+            text = f"{type(error).__name__}: {checks.first_line(error)}"
+            remedy = "Install it anew: `pip install --force-reinstall tensorflow`."
+            finding = DoctorFinding("error", f"TensorFlow does not run: {text}", remedy)
+            if given:
+                remedy = "The rest of this report is right without it."
+                text = f"Memory cannot be read: {checks.first_line(error)}"
+                finding = DoctorFinding("advice", text, remedy)
+            found.extend([] if finding in found else [finding])
+            return fallback
+
     devices: tuple[Device, ...] = ()
     tf32: bool | None = None
     if versions.get("tensorflow") is not None:
-        devices = _attempt(probes.devices, found, ())
-        tf32 = _attempt(probes.tensorfloat32, found, None) if devices else None
+        devices = attempt(probes.devices, ())
+        tf32 = attempt(probes.tensorfloat32, None) if devices else None
     settings = [Setting(k, environ.get(k), v) for k, v in VARIABLES.items()]
     if tf32 is not None:
         meaning = "tf.config: float32 products may round to TF32 on a GPU"
         settings.append(Setting("TF32", "on" if tf32 else "off", meaning))
+    has_gpu = any(device.kind == "gpu" for device in devices)
     found += findings.of_policy(environ, devices)
     found += findings.of_gpus(environ, devices, probes.nvidia_gpus(), tf32)
-    if any(device.kind == "gpu" for device in devices):
-        found += findings.of_kernels(devices, _attempt(probes.built_for, found, ()))
+    if has_gpu:
+        found += findings.of_kernels(devices, attempt(probes.built_for, ()))
     found += findings.of_cpu(environ, devices)
     reports: tuple[DeviceReport, ...] = ()
     recommendation = memory = None
     if devices:
         # Imports TensorFlow, which is there, as it told of devices.
         from tfamp.machine.devices import fast_dtypes, recommend
+        from tfamp.machine.memory import advice
 
         onednn = findings.uses_onednn(environ)
         reports = tuple(
             DeviceReport(each, fast_dtypes(each, onednn=onednn)) for each in devices
         )
         recommendation = recommend(devices, onednn=onednn)
-        memory = _judged_memory(probes, found)
+        memory = attempt(probes.memory, None, environ)
+        if memory is not None:
+            for each in advice(memory):
+                found.append(DoctorFinding("advice", each.message, each.remedy))
     cluster, of_cluster = findings.of_cluster(environ)
     found += of_cluster
     # A stable sort: errors first, else in the order they were found.
@@ -149,41 +170,6 @@ def diagnose(probes: Probes) -> Diagnosis:
         memory=memory,
         cluster=cluster,
     )
-
-
-def _judged_memory(probes: Probes, found: list[DoctorFinding]) -> MachineMemory | None:
-    """Returns the machine's memory, and notes what could be better about it."""
-    from tfamp.machine.memory import advice
-
-    try:
-        memory = probes.memory(probes.environ)
-    except Exception as error:  # a driver, or files of the kernel, that answer oddly
-        message = f"Memory cannot be read: {checks.first_line(error)}"
-        remedy = "The rest of this report is right without it."
-        found.append(DoctorFinding("advice", message, remedy))
-        return None
-    for each in advice(memory):
-        found.append(DoctorFinding("advice", each.message, each.remedy))
-    return memory
-
-
-def _attempt(probe: Callable[[], T], found: list[DoctorFinding], fallback: T) -> T:
-    """Returns the probe's answer, or notes why there is none.
-
-    A half-installed TensorFlow fails in many ways, and the doctor outlives them all.
-    """
-    try:
-        return probe()
-    except Exception as error:
-        finding = DoctorFinding(
-            "error",
-            "TensorFlow does not run: "
-            f"{type(error).__name__}: {checks.first_line(error)}",
-            "Install it anew: `pip install --force-reinstall tensorflow`.",
-        )
-        if finding not in found:
-            found.append(finding)
-        return fallback
 
 
 def main(read: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """The `tfamp` command: nine subcommands, read before TensorFlow is imported.
 
-Each line of `COMMANDS` is a subcommand: what it is for, an example, its flags, and
+Each entry of `COMMANDS` is a subcommand: what it is for, an example, its flags, and
 the function that does it, given what was read.
 """
 
@@ -23,75 +23,192 @@ from tfamp.trials.variant import Variant
 
 # 2 is the shell's convention for a command that was called wrongly, 130 for Ctrl-C.
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
-_HALF = ("mixed_float16", "mixed_bfloat16")
-_FORMATS = ("auto", "saved_model", "litert", "onnx", "openvino")
-_DTYPES = ("float32", "float16", "bfloat16", "int8", "auto")
-_TARGET = """TARGET is one of
+_FAIL_ON = ("worse", "slower", "not_faster", "undecided", "failed")
+_NOTES = """TARGET is one of
   script.py      a program as it is, run up to its first `fit`
   module:build   a function that returns a compiled model with its data: (model,
                  train) or (model, train, validation)
   model.keras    a saved model, with --data where data are needed"""
 _STATUS = "Ends with status 0, 1 if it fails{}, 2 if called wrongly."
+_GATED = f"{_NOTES}\n\n{_STATUS.format(' or --fail_on applies')}"
+_VARIANTS = (
+    "float32, mixed_bfloat16+xla, keras:mixed_float16 for stock Keras, plan.json"
+)
+_TARGET = "TARGET target - what to look at, see below"
+_DATA = (
+    "--data function - function that returns what `fit` takes, if the target lacks it"
+)
+_OWN_POLICY = f"--policy variant - what to build under, else what it sets: {_VARIANTS}"
 
 
-class Parser(argparse.ArgumentParser):
-    """Reads the flags of a command; what is wrong with them is one line."""
+class Command(NamedTuple):
+    """A subcommand; `work` is a module of this folder and its function.
 
-    def error(self, message: str) -> Any:
-        """Ends the command."""
-        end = "" if message.endswith((".", "?")) else "."
-        self.exit(
-            WRONG_CALL, f"{self.prog}: {message}{end} See `{self.prog} --help`.\n"
-        )
+    `flags` has a line each: name, kind of value (a key of `_KINDS`, "switch" or words
+    with bars between), default (- for none), and what it is.
+    """
 
-    def flag(self, name: str, help: str, **how: Any) -> None:
-        """Adds a flag; its default is told in the help."""
-        default = how.get("default")
-        if default is not None and default is not False:
-            shown = ",".join(default) if isinstance(default, list) else default
-            help = f"{help} (default: {shown})"
-        if "action" not in how and "choices" not in how:
-            how.setdefault("metavar", name.strip("-").rpartition("_")[2].upper())
-        self.add_argument(name, help=help, **how)
-
-    def target(self, help: str = "what to look at, see below", **how: Any) -> None:
-        """Adds the argument that names what a command is about."""
-        self.add_argument(
-            "target",
-            metavar="TARGET",
-            help=help,
-            type=_argument_type(targets.checked),
-            **how,
-        )
-
-    def policy(self, default: str | None = "auto", more: str = "") -> None:
-        """Adds the flag of what is built under."""
-        help = "what to build under: float32, mixed_bfloat16+xla, keras:mixed_float16 "
-        help += f"for stock Keras, plan.json{more}"
-        self.flag("--policy", help, type=_argument_type(_variant), default=default)
-
-    def data(self) -> None:
-        """Adds the flag that names data."""
-        help = "function that returns what `fit` takes, where the target has no data"
-        self.flag("--data", help, metavar="MODULE:FUNCTION")
-
-    def size(self, name: str, help: str, **how: Any) -> None:
-        """Adds a flag in bytes, or in units of them."""
-        read = _argument_type(lambda text: parse_bytes(name, text))
-        self.flag(name, f"{help}, such as 16GB", type=read, metavar="SIZE", **how)
-
-    def count(self, name: str, help: str, least: int = 1, **how: Any) -> None:
-        """Adds a flag that is a whole number."""
-
-        def read(text: str) -> int:
-            if not text.isdigit() or int(text) < least:
-                raise ValueError(f"{text!r} is no whole number of at least {least}")
-            return int(text)
-
-        self.flag(name, help, type=_argument_type(read), metavar="N", **how)
+    purpose: str
+    example: str
+    work: str
+    flags: str
+    notes: str = ""
 
 
-def _argument_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
+COMMANDS = {
+    "doctor": Command(
+        "what is here: devices, versions, settings, the policy that suits, problems",
+        *("tfamp doctor", "doctor:main"),
+        "--all switch - show settings that are not set, too",
+        _STATUS.format(" or something is broken"),
+    ),
+    "run": Command(
+        "run an unchanged program under a policy",
+        *("tfamp run train.py --policy=auto", "program:run"),
+        f"""--policy enabled - {", ".join(POLICIES)}, measure, or plan.json \
+(default: TFAMP_POLICY, else auto)
+        -m text - a module, as `python -m` runs it""",
+        "--policy may stand before the script or right behind it; all else behind it "
+        "is the script's own. Its children find the policy in TFAMP_POLICY.",
+    ),
+    "check": Command(
+        "what half precision would spoil in a model, and the remedy",
+        *("tfamp check train.py", "commands:check"),
+        f"""{_TARGET}
+        {_OWN_POLICY}
+        {_DATA}
+        --fail_on error|warning error severity that ends the command with status 1""",
+        _GATED,
+    ),
+    "compare": Command(
+        "train under policies, and report what that changes",
+        *("tfamp compare train.py --seeds=3 --epochs=2", "commands:compare"),
+        f"""{_TARGET}
+        --policies variants float32,auto what to compare, float32 among them
+        --quick switch - only time a few steps of each policy, in this process
+        --seeds count 3 runs of each policy
+        --epochs count 1 passes over the data
+        --tolerance number - loss of the metric that counts as none
+        --metric text - what quality is judged by, else the first compiled one
+        --better max|min - which way the metric is better, if its name leaves it open
+        --out file - folder for report.html, report.json and the runs, else a new one
+        --resume switch - go on with the runs in --out
+        --timeout_seconds number - the most that a run may take
+        --fail_on words - end with status 1 if a policy is {", ".join(_FAIL_ON)}""",
+        "`seed` and `epochs` are passed to functions that have arguments of these\n"
+        f"names; seeds that a script sets are shifted.\n\n{_GATED}",
+    ),
+    "tune": Command(
+        "find the layers that need float32 for a metric to stay",
+        *("tfamp tune train.py --tolerance=0.005 --out=plan.json", "commands:tune"),
+        f"""{_TARGET}
+        --policy auto|mixed_float16|mixed_bfloat16 auto what the plan is for
+        {_DATA}
+        --metric text - a metric of Keras by name, else the loss
+        --tolerance number 0.005 loss of the metric that counts as none: of accuracies \
+as it is, of losses relative to float32
+        --max_evaluations two 12 plans to try at most
+        --out file plan.json file that gets the plan""",
+        f"{_NOTES}\n\nThe plan is for `tfamp run train.py --policy=plan.json`.",
+    ),
+    "memory": Command(
+        "what a step will hold, and which batch fits",
+        *("tfamp memory train.py --max_memory=16GB", "commands:memory"),
+        f"""{_TARGET}
+        --policy variant auto what to build under: {_VARIANTS}
+        --batch_size count - examples of a step, else those of the data, or 32
+        --max_memory size - memory there is, as 16GB; tells the largest batch that fits
+        --measure switch - train two small sizes, and predict the whole process
+        --find switch - search by trials for the batch that trains fastest
+        --target_batch_size count - with --find: examples of one update
+        --inference switch - of a step of `predict`
+        --sequence_length count - stands for sizes that the model leaves open""",
+        _NOTES,
+    ),
+    "triage": Command(
+        "why a step fails: data, model, rate or precision",
+        *("tfamp triage train.py --batch=17", "commands:triage"),
+        f"""{_TARGET}, or the folder of a failure's bundle
+        {_OWN_POLICY}
+        {_DATA}
+        --bundle file - the folder of a failure's bundle; else a batch is taken
+        --batch any 0 which batch of the data, from 0""",
+        _NOTES,
+    ),
+    "export": Command(
+        "write a saved model for a runtime that only predicts",
+        *("tfamp export model.keras --format=onnx --dtype=int8", "commands:export"),
+        """TARGET target - a saved model, model.keras
+        --out file - the new folder, else model/ beside model.keras
+        --format auto|saved_model|litert|onnx|openvino auto what runs it
+        --dtype float32|float16|bfloat16|int8|auto float32 what holds the weights
+        --calibration function - function that returns inputs, for integers
+        --validation function - function that returns (x, y) or a dataset to compare on
+        --keep_float32 list - paths of layers that stay in float32, commas between""",
+    ),
+    "serve": Command(
+        "answer for exported models over HTTP, by the Open Inference Protocol",
+        *("tfamp serve exported/ --port=8000", "commands:serve"),
+        """PATH paths - an exported folder, or several; name=path names the model
+        --host text 127.0.0.1 address to listen at
+        --port any 8000 port to listen at; 0 takes a free one
+        --token_file file - file with what requests have to bear as a token
+        --threads count - threads of a run of a model, else all cores
+        --max_batch_size count - examples in one run of a model
+        --max_queue count 256 requests that may wait
+        --max_body size 64MiB the largest request
+        --max_json size 4MiB the largest JSON
+        --max_connections count - connections at a time
+        --timeout_seconds number 10 how long an answer may take""",
+    ),
+}
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise ValueError(f"{text!r} is no whole number of at least {least}")
+        return int(text)
+
+    return read
+
+
+def _variant(text: str) -> str:
+    return str(Variant.named(text, "--policy"))
+
+
+def _enabled(text: str) -> str:
+    if text.endswith(".json"):
+        return os.path.abspath(_variant(text))
+    return checks.choice("--policy", text, (*POLICIES, "measure"))
+
+
+def _fail_words(text: str) -> list[str]:
+    words = text.replace("-", "_").split(",")
+    return [checks.choice("--fail_on", word, _FAIL_ON) for word in words]
+
+
+# Kind of a value -> what it is called in the help, and what reads it.
+_KINDS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "target": ("TARGET", targets.checked),
+    "paths": ("PATH", str),
+    "text": ("TEXT", str),
+    "file": ("FILE", str),
+    "function": ("MODULE:FUNCTION", str),
+    "number": ("NUMBER", float),
+    "any": ("N", _whole(0)),
+    "count": ("N", _whole(1)),
+    "two": ("N", _whole(2)),
+    "size": ("SIZE", lambda text: parse_bytes("SIZE", text)),
+    "variant": ("POLICY", _variant),
+    "variants": ("POLICIES", lambda text: [_variant(t) for t in text.split(",")]),
+    "enabled": ("POLICY", _enabled),
+    "words": ("WORDS", _fail_words),
+    "list": ("PATHS", lambda text: text.split(",")),
+}
+
+
+def _told(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Returns a reader of values whose errors argparse tells as they are."""
 
     def reading(text: str) -> Any:
@@ -103,224 +220,51 @@ def _argument_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return reading
 
 
-def _variant(text: str) -> str:
-    return str(Variant.named(text, "--policy"))
-
-
-def _variants(text: str) -> list[str]:
-    return [_variant(word) for word in text.split(",")]
-
-
-def _some_of(*options: str) -> Callable[[str], list[str]]:
-    def read(text: str) -> list[str]:
-        words = text.replace("-", "_").split(",")
-        return [checks.choice("--fail_on", word, options) for word in words]
-
-    return _argument_type(read)
-
-
-def _doctor(parser: Parser) -> None:
-    parser.flag("--all", "show settings that are not set, too", action="store_true")
-
-
-def _check(parser: Parser) -> None:
-    parser.target()
-    parser.policy(None, " (default: what the program sets)")
-    parser.data()
-    help = "severity that ends the command with status 1: error or warning"
-    parser.flag("--fail_on", help, choices=("error", "warning"), default="error")
-
-
-def _compare(parser: Parser) -> None:
-    parser.target()
-    help = "what to compare, float32 among them; as plan.json, mixed_bfloat16+xla"
-    both = ["float32", "auto"]
-    parser.flag("--policies", help, type=_argument_type(_variants), default=both)
-    parser.flag(
-        *("--quick", "only time a few steps of each policy, in this process"),
-        action="store_true",
+def _parser(name: str) -> "_Parser":
+    command = COMMANDS[name]
+    parser = _Parser(
+        prog=f"tfamp {name}",
+        description=f"{command.purpose[:1].upper()}{command.purpose[1:]}.",
+        epilog=f"example:\n  {command.example}\n\n{command.notes}".rstrip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.count("--seeds", "runs of each policy", default=3)
-    parser.count("--epochs", "passes over the data", default=1)
-    parser.flag("--tolerance", "loss of the metric that counts as none", type=float)
-    parser.flag("--metric", "what quality is judged by (default: the first compiled)")
-    help = "which way the metric is better, where its name does not say"
-    parser.flag("--better", help, choices=("max", "min"))
-    parser.flag(
-        "--out", "folder for report.html, report.json and the runs (default: a new one)"
-    )
-    parser.flag("--resume", "go on with the runs in --out", action="store_true")
-    parser.flag("--timeout_seconds", "the most that a run may take", type=float)
-    words = ("worse", "slower", "not_faster", "undecided", "failed")
-    help = f"end with status 1 if a policy is one of {', '.join(words)}"
-    parser.flag("--fail_on", help, type=_some_of(*words), default=[])
+    lines = command.flags.splitlines()
+    if name == "run":
+        words = "tfamp run [--policy=POLICY]"
+        parser.usage = f"{words} script.py ...\n       {words} -m module ..."
+    elif name != "serve":
+        help = "file that gets the result as JSON; - prints it, and nothing else"
+        lines.append(f"--json file - {help}")
+    for line in lines:
+        flag, kind, default, help = line.split(None, 3)
+        how: dict[str, Any] = {}
+        if kind == "switch":
+            how = {"action": "store_true"}
+        elif "|" in kind:
+            how = {"choices": kind.split("|")}
+        else:
+            word, read = _KINDS[kind]
+            how = {"metavar": word, "type": _told(read)}
+            how |= {"nargs": "+"} if kind == "paths" else {}
+        if default != "-":
+            how["default"] = default
+            help = f"{help} (default: {default})"
+        if kind in ("words", "list"):
+            how["default"] = []
+        flag = {"TARGET": "target", "PATH": "paths"}.get(flag, flag)
+        parser.add_argument(flag, help=help, **how)
+    return parser
 
 
-def _tune(parser: Parser) -> None:
-    parser.target()
-    parser.flag(
-        *("--policy", "what the plan is for"),
-        choices=("auto", *_HALF),
-        default="auto",
-    )
-    parser.data()
-    parser.flag("--metric", "a metric of Keras by name (default: the loss)")
-    help = "loss of the metric that counts as none: of accuracies as it is, of losses "
-    help += "relative to float32"
-    parser.flag("--tolerance", help, type=float, default=0.005)
-    parser.count("--max_evaluations", "plans to try at most", 2, default=12)
-    parser.flag("--out", "file that gets the plan", default="plan.json")
+class _Parser(argparse.ArgumentParser):
+    """Reads the flags of a command; what is wrong with them is one line."""
 
-
-def _memory(parser: Parser) -> None:
-    parser.target()
-    parser.policy()
-    parser.count("--batch_size", "examples of a step (default: of the data, else 32)")
-    parser.size("--max_memory", "memory there is; tells the largest batch that fits")
-    help = "train two small sizes in fresh processes, and predict the whole process"
-    parser.flag("--measure", help, action="store_true")
-    help = "search for the batch that trains fastest, by trials in fresh processes"
-    parser.flag("--find", help, action="store_true")
-    help = "with --find: examples of one update, in as many steps as it takes"
-    parser.count("--target_batch_size", help)
-    parser.flag("--inference", "of a step of `predict`", action="store_true")
-    parser.count(
-        "--sequence_length", "what stands for sizes that the model leaves open"
-    )
-
-
-def _triage(parser: Parser) -> None:
-    parser.target("what to look at, see below, or the folder of a failure's bundle")
-    parser.policy(None, " (default: what the program sets)")
-    parser.data()
-    parser.flag("--bundle", "the folder of a failure's bundle; else a batch is taken")
-    parser.count("--batch", "which batch of the data, from 0", 0, default=0)
-
-
-def _export(parser: Parser) -> None:
-    parser.target("a saved model, model.keras")
-    parser.flag("--out", "the new folder (default: model/ beside model.keras)")
-    parser.flag("--format", "what runs it", choices=_FORMATS, default="auto")
-    help = "what holds the weights"
-    parser.flag("--dtype", help, choices=_DTYPES, default="float32")
-    where = {"metavar": "MODULE:FUNCTION"}
-    parser.flag("--calibration", "function that returns inputs, for integers", **where)
-    help = "function that returns (x, y) or a dataset to compare on"
-    parser.flag("--validation", help, **where)
-    help = "paths of layers that stay in float32, with commas between"
-    parser.flag("--keep_float32", help, type=lambda text: text.split(","), default=[])
-
-
-def _serve(parser: Parser) -> None:
-    help = "an exported folder, or one of several; name=path names the model"
-    parser.add_argument("paths", metavar="PATH", nargs="+", help=help)
-    parser.flag("--host", "address to listen at", default="127.0.0.1")
-    parser.count("--port", "port to listen at; 0 takes a free one", 0, default=8000)
-    parser.flag("--token_file", "file with what requests have to bear as a token")
-    parser.count("--threads", "threads of a run of a model (default: all cores)")
-    parser.count("--max_batch_size", "examples in one run of a model")
-    parser.count("--max_queue", "requests that may wait", default=256)
-    parser.size("--max_body", "the largest request", default=64 * 2**20)
-    parser.size("--max_json", "the largest JSON", default=4 * 2**20)
-    parser.count("--max_connections", "connections at a time")
-    help = "how long an answer may take"
-    parser.flag("--timeout_seconds", help, type=float, default=10.0)
-
-
-def _run(parser: Parser) -> None:
-    parser.usage = (
-        "tfamp run [--policy=POLICY] script.py ...\n"
-        "       tfamp run [--policy=POLICY] -m module ..."
-    )
-    help = f"{', '.join(POLICIES)}, measure, or the file of a plan, plan.json "
-    help += "(default: TFAMP_POLICY, else auto)"
-    parser.flag("--policy", help, type=_argument_type(_enabled))
-    help = "a module, as `python -m` runs it"
-    parser.add_argument("-m", dest="module", metavar="module", help=help)
-
-
-def _enabled(text: str) -> str:
-    if text.endswith(".json"):
-        return os.path.abspath(_variant(text))
-    return checks.choice("--policy", text, (*POLICIES, "measure"))
-
-
-class _Command(NamedTuple):
-    """A subcommand; `work` is a module of this folder and its function."""
-
-    purpose: str
-    example: str
-    add: Callable[[Parser], None]
-    work: str
-    notes: str = ""
-
-
-_GATED = _STATUS.format(" or --fail_on applies")
-COMMANDS = {
-    "doctor": _Command(
-        "what is here: devices, versions, settings, the policy that suits, problems",
-        "tfamp doctor",
-        _doctor,
-        "doctor:main",
-        _STATUS.format(" or something is broken"),
-    ),
-    "run": _Command(
-        "run an unchanged program under a policy",
-        "tfamp run train.py --policy=auto",
-        _run,
-        "program:run",
-        "--policy may stand before the script or right behind it; all else behind it "
-        "is the script's own. Its children find the policy in TFAMP_POLICY.",
-    ),
-    "check": _Command(
-        "what half precision would spoil in a model, and the remedy",
-        "tfamp check train.py",
-        _check,
-        "commands:check",
-        f"{_TARGET}\n\n{_GATED}",
-    ),
-    "compare": _Command(
-        "train under policies, and report what that changes",
-        "tfamp compare train.py --seeds=3 --epochs=2",
-        _compare,
-        "commands:compare",
-        f"{_TARGET}\n\n`seed` and `epochs` are passed to functions that have arguments "
-        f"of these\nnames; seeds that a script sets are shifted.\n\n{_GATED}",
-    ),
-    "tune": _Command(
-        "find the layers that need float32 for a metric to stay",
-        "tfamp tune train.py --tolerance=0.005 --out=plan.json",
-        _tune,
-        "commands:tune",
-        f"{_TARGET}\n\nThe plan is for `tfamp run train.py --policy=plan.json`.",
-    ),
-    "memory": _Command(
-        "what a step will hold, and which batch fits",
-        "tfamp memory train.py --max_memory=16GB",
-        _memory,
-        "commands:memory",
-        _TARGET,
-    ),
-    "triage": _Command(
-        "why a step fails: data, model, rate or precision",
-        "tfamp triage train.py --batch=17",
-        _triage,
-        "commands:triage",
-        _TARGET,
-    ),
-    "export": _Command(
-        "write a saved model for a runtime that only predicts",
-        "tfamp export model.keras --format=onnx --dtype=int8",
-        _export,
-        "commands:export",
-    ),
-    "serve": _Command(
-        "answer for exported models over HTTP, by the Open Inference Protocol",
-        "tfamp serve exported/ --port=8000",
-        _serve,
-        "commands:serve",
-    ),
-}
+    def error(self, message: str) -> Any:
+        """Ends the command."""
+        end = "" if message.endswith((".", "?")) else "."
+        text = f"{self.prog}: {message}{end} See `{self.prog} --help`.\n"
+        self.exit(WRONG_CALL, text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -354,11 +298,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         read = (_read_run if name == "run" else _read)(_parser(name), rest)
     except SystemExit as stop:
         return int(stop.code or 0)
+    module, _, function = COMMANDS[name].work.partition(":")
     if name == "run":  # a program's errors are its own
         _start_tensorflow()
-        return int(_work(name)(read))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    return _done(name, read, rest)
+
+    def work() -> int:
+        if name not in ("run", "doctor", "serve"):
+            _start_tensorflow()
+        home = importlib.import_module(f"tfamp.cli.{module}")
+        return int(getattr(home, function)(read))
+
+    return work() if name == "run" else _done(name, read, rest, work)
 
 
 def _start_tensorflow() -> None:
@@ -374,23 +325,7 @@ def _start_tensorflow() -> None:
         raise
 
 
-def _parser(name: str) -> Parser:
-    command = COMMANDS[name]
-    parser = Parser(
-        prog=f"tfamp {name}",
-        description=f"{command.purpose[:1].upper()}{command.purpose[1:]}.",
-        epilog=f"example:\n  {command.example}\n\n{command.notes}".rstrip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    command.add(parser)
-    if name not in ("run", "serve"):
-        help = "file that gets the result as JSON; - prints it, and nothing else"
-        parser.flag("--json", help, metavar="FILE")
-    return parser
-
-
-def _read_run(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+def _read_run(parser: _Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Returns what was read of `run`: what stands behind the program is its own."""
     own: list[str] = []
     rest = list(argv)
@@ -399,7 +334,7 @@ def _read_run(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
         own += rest[: 1 + is_pair]
         del rest[: 1 + is_pair]
     read = parser.parse_args(own)
-    if read.module is None:
+    if read.m is None:
         # People look for it behind the program, too.
         if read.policy is None and rest[1:] and rest[1].startswith("--policy"):
             end = 2 if "=" in rest[1] else 3
@@ -413,7 +348,7 @@ def _read_run(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     return read
 
 
-def _read(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+def _read(parser: _Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Returns what was read; flags may be typed with dashes for underscores, too."""
     argv = [
         re.sub(r"^--[\w-]+", lambda word: "--" + word[0][2:].replace("-", "_"), each)
@@ -426,35 +361,25 @@ def _read(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     return read
 
 
-def _work(name: str) -> Callable[[Any], int]:
-    module, _, function = COMMANDS[name].work.partition(":")
-    found: Callable[[Any], int] = getattr(
-        importlib.import_module(f"tfamp.cli.{module}"), function
-    )
-    return found
-
-
-def _done(name: str, read: argparse.Namespace, argv: Sequence[str]) -> int:
+def _done(
+    name: str, read: argparse.Namespace, argv: Sequence[str], work: Callable[[], int]
+) -> int:
     """Does a command; what it warns of comes after what it prints, each once."""
 
     def complain(text: object) -> None:
         print(f"tfamp {name}: {text}", file=sys.stderr)
 
     read.argv, read.complain = argv, complain
+    known = (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
     status = FAILED
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            if name not in ("doctor", "serve"):
-                _start_tensorflow()
-            status = _work(name)(read)
+            status = work()
         except KeyboardInterrupt:
             complain("stopped")
             return INTERRUPTED
-        except (
-            *(ImportError, MemoryError, OSError),
-            *(RuntimeError, TypeError, ValueError),
-        ) as error:
+        except known as error:
             complain(error)
     for text in dict.fromkeys(str(warning.message) for warning in caught):
         complain(text)

@@ -22,16 +22,16 @@ def run(read: argparse.Namespace) -> int:
         os.environ["TFAMP_POLICY"] = read.policy
     tfamp.enable(read.policy or "auto")
     sys.excepthook = _trimmed(sys.excepthook)
-    sys.argv = [*([read.module] if read.module else []), *read.program]
+    sys.argv = [*([read.m] if read.m else []), *read.program]
     place = os.getcwd()
-    if read.module is None:
+    if read.m is None:
         place = os.path.dirname(os.path.realpath(sys.argv[0]))
     if not getattr(sys.flags, "safe_path", False):  # new in Python 3.11
         sys.path[0] = place
-    if read.module is None:
+    if read.m is None:
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:
-        runpy.run_module(read.module, run_name="__main__", alter_sys=True)
+        runpy.run_module(read.m, run_name="__main__", alter_sys=True)
     return 0
 
 

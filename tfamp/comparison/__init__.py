@@ -44,11 +44,9 @@ def compare(
 
     Each policy and seed is trained by `fit` in a fresh process, so that memory peaks,
     traced functions and random states are its own. The policies of a seed follow one
-    another, so that a machine that gets slower slows all of them. The same seed under
-    two policies starts from the same weights. Quality is judged by an equivalence test
-    on the differences of pairs, speed by an interval of their ratios
-    (`tfamp.comparison.verdict`). Ctrl-C ends it with the runs that are finished, if
-    they can be compared.
+    another, so that a machine that gets slower slows all of them, and start from the
+    same weights. Quality is judged by an equivalence test on the differences of pairs,
+    speed by an interval of their ratios. Ctrl-C ends it with the runs there are.
 
     On a GPU use it from a process that has not used the GPU yet: TensorFlow takes all
     of its memory and would leave none to the runs. `tfamp compare` does so.
@@ -56,38 +54,31 @@ def compare(
     Args:
         build_model: Returns a compiled model, or (model, train, validation) where no
             data is passed. Called in each process once its policy is set, with `seed`
-            and `epochs` where it has arguments of these names. Or the name of such a
-            function, as "module:function".
-        train: Training data: a function that returns it (called like `build_model`),
-            a `tf.data.Dataset` of batches, a `Pipeline`, a `PyDataset`, or arrays,
-            (x, y) or (x, y, sample_weight).
+            and `epochs` where it has arguments of these names. Or its name, as
+            "module:function".
+        train: A function that returns training data, a `tf.data.Dataset` of batches,
+            a `Pipeline`, a `PyDataset`, or arrays, (x, y) or (x, y, sample_weight).
             The elements of a dataset are written down once and keep their order.
         validation: Likewise; without it the metric is that of the training data.
         policies: At least two of "float32", "auto", "mixed_bfloat16" and so on, or
-            plans: a `PrecisionPlan`, or the path of its file. A prefix "keras:"
-            leaves out tfamp, a suffix "+xla" compiles with XLA. The fastest float32
-            is what the others are held against.
-        seeds: How many, or which. Two are needed for a verdict, three or more for one
-            that is worth something.
+            plans or their files. A prefix "keras:" leaves out tfamp, a suffix "+xla"
+            compiles with XLA. The fastest float32 is what the others are held against.
+        seeds: How many, or which. Two are needed for a verdict, three for a good one.
         epochs: Passes over the training data.
         tolerance: The loss of the metric that counts as none: absolute where more is
             better, else a part of its mean. None is 0.005 for accuracies and other
-            metrics in [0, 1] of which more is better, and 5 % of every other metric,
-            such as a loss.
+            metrics in [0, 1] of which more is better, and 5 % of every other metric.
         metric: What quality is judged by; None takes the first compiled metric.
         better: "max" or "min"; None goes by the metric's name, where that is known.
         batch_size: For arrays; None takes 32.
-        latency_batch_sizes: Sizes of the timed calls of the trained model; the size
-            of a training batch is always timed too.
+        latency_batch_sizes: Sizes of the timed calls of the trained model, besides the
+            size of a training batch.
         directory: Where records and logs of the runs are kept; None keeps none.
         resume: Take the finished runs of `directory`, of the same settings, and do
             what is missing.
         timeout_seconds: The most that a run may take; None for no end.
         command: How to repeat it from a shell, for the report.
         on_run: Gets each run as it ends.
-
-    Returns:
-        The `Comparison`; `print` it for a table.
 
     Raises:
         ImportError: A package of `tfamp[report]` is not installed.

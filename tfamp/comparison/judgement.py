@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tfamp.comparison.verdict import Answer, Examples, Fractions, Verdict, judge
+from tfamp.comparison.verdict import Examples, Verdict, judge
 from tfamp.records import checks
 from tfamp.trials.run_records import Run
 from tfamp.trials.statistics import (
@@ -117,83 +117,65 @@ def verdict_on(
     sign = 1 if better == "max" else -1
     differences = [sign * (y - x) for x, y in values]
 
-    def unjudged(answer: Answer, reason: str, **rest: Any) -> Verdict:
-        speed = interval_of_ratios(ratios)
-        given: dict[str, Any] = {
-            "quality": interval([d for d in differences if math.isfinite(d)]),
-            "speed_effect": effect_of_ratio(speed, more_is_better=True),
-            **rest,
-        }
-        return Verdict(
-            *(answer, reason),
-            speed=speed,
-            tolerance=tolerance,
-            num_seeds=len(pairs),
-            **given,
-        )
-
+    given: dict[str, Any] = {
+        "quality": _UNKNOWN,
+        "speed": interval_of_ratios(ratios),
+        "tolerance": tolerance,
+        "num_seeds": len(pairs),
+    }
+    given["speed_effect"] = effect_of_ratio(given["speed"], more_is_better=True)
     broken = [
-        str(b.seed)
+        b.seed
         for (_, b), (x, y) in zip(pairs, values, strict=True)
         if math.isfinite(x) and not math.isfinite(y)
     ]
     if broken:
-        noun = "seed" if len(broken) == 1 else "seeds"
-        return unjudged(
-            "worse",
-            f"the metric is not a number after training with {noun} "
-            f"{', '.join(broken)}, where the reference's is",
-            quality=_UNKNOWN,
-            quality_effect="worse",
+        reason = (
+            "the metric is not a number after training with seeds "
+            f"{', '.join(map(str, broken))}, where the reference's is"
         )
+        return Verdict("worse", reason, **given, quality_effect="worse")
+    reason = needs = ""
     if not all(math.isfinite(x) for x, _ in values):
-        return unjudged(
-            "undecided",
-            "the reference itself trains to a metric that is not a number",
-            quality=_UNKNOWN,
-            needs="a reference that trains would decide",
-        )
-    if failures:
+        reason = "the reference itself trains to a metric that is not a number"
+        needs = "a reference that trains would decide"
+    elif failures:
         first = failures[0]
         name = short_names([run.policy for run in failures])[first.policy]
-        return unjudged(
-            "undecided",
-            f"the run under {name} with seed {first.seed} failed: {first.error}",
-            quality=_UNKNOWN,
-            needs="runs that do not fail would decide",
-        )
+        reason = f"the run under {name} with seed {first.seed} failed: {first.error}"
+        needs = "runs that do not fail would decide"
+    if reason:
+        return Verdict("undecided", reason, **given, needs=needs)
+    given["quality"] = interval(differences)
     if pairs and all(are_same(before, after) for before, after in pairs):
         before, after = pairs[0]
-        return unjudged(
-            "equivalent, not faster",
+        reason = (
             f"{after.policy} came to {before.policy} itself, so there is nothing to "
-            "gain or to lose; what differs is noise",
-            quality_effect="same",
-            speed_effect="same",
+            "gain or to lose; what differs is noise"
         )
+        given |= {"quality_effect": "same", "speed_effect": "same"}
+        return Verdict("equivalent, not faster", reason, **given)
     if len(pairs) < 2:
-        return unjudged(
-            "undecided",
-            "one seed shows no spread" if pairs else "0 seeds show no spread",
-            more_seeds=_USUAL_SEEDS - len(pairs),
-            needs=f"{_USUAL_SEEDS} seeds may decide",
-        )
+        reason = "one seed shows no spread" if pairs else "0 seeds show no spread"
+        given["more_seeds"] = _USUAL_SEEDS - len(pairs)
+        needs = f"{_USUAL_SEEDS} seeds may decide"
+        return Verdict("undecided", reason, **given, needs=needs)
     number = min(run.num_examples for pair in pairs for run in pair)
     is_rate = _is_fraction(values, number, better)
-    found: Examples | Fractions | None = None
+    found: Examples | None = None
     if examples is not None:
         is_rate = is_rate and bool(np.abs(examples).max(initial=0.0) <= 1)
         found = Examples.of(sign * examples, is_rate=is_rate)
     elif is_rate and number:
         before, after = np.mean(values, axis=0) if sign > 0 else 1 - np.mean(values, 0)
-        found = Fractions(float(before), float(after), number)
+        found = Examples.of_fractions(float(before), float(after), number)
     elif is_rate:
-        return unjudged(
-            "undecided",
+        reason = (
             f"on how many examples {metric} was taken is not known, so nothing says "
-            "how far it may be off",
-            needs="validation data whose examples can be counted would decide",
+            "how far it may be off"
         )
+        needs = "validation data whose examples can be counted would decide"
+        return Verdict("undecided", reason, **given, needs=needs)
     return judge(differences, ratios, tolerance=tolerance, examples=found)
 
 
@@ -206,26 +188,25 @@ def _is_fraction(
     which less is better where they are multiples of one part of the examples.
     """
     array = np.asarray(values, np.float64)
-    if (array < 0).any() or (array > 1).any():
-        return False
     parts = array * number
     is_count = number > 0 and bool((np.abs(parts - np.round(parts)) < 1e-3).all())
-    return better == "max" or is_count
+    in_range = bool(((array >= 0) & (array <= 1)).all())
+    return in_range and (better == "max" or is_count)
 
 
 def are_same(before: Run, after: Run) -> bool:
-    """Whether two runs computed the same under two names, as "auto" often does.
-
-    The policy of a plan is not that of each of its layers.
-    """
-    if not before.resolved_policy or before.resolved_policy != after.resolved_policy:
-        return False
+    """Whether two runs computed the same under two names, as "auto" often does."""
+    one, two = (
+        {layer.path: layer.compute_dtype for layer in run.layers}
+        for run in (before, after)
+    )
     first, second = Variant.parse(before.policy), Variant.parse(after.policy)
-    if first.is_plan or second.is_plan:
-        one, two = (
-            {layer.path: layer.compute_dtype for layer in run.layers}
-            for run in (before, after)
-        )
-        if not one or one != two:
-            return False
-    return first == dataclasses.replace(second, policy=first.policy)
+    is_plan = first.is_plan or second.is_plan
+    return (
+        bool(before.resolved_policy)
+        and before.resolved_policy == after.resolved_policy
+        and one == two
+        # The policy of a plan is not that of each of its layers.
+        and (bool(one) or not is_plan)
+        and first == dataclasses.replace(second, policy=first.policy)
+    )

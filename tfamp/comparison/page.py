@@ -33,33 +33,31 @@ def to_html(found: Comparison, path: str | os.PathLike[str] | None = None) -> st
     )
     columns, order = table.columns(found), (found.reference, *found.candidates)
     colors = dict(zip(order, _COLORS * len(order), strict=False))
-    policies = [
-        {
-            "name": table.named(found, policy),
-            "cells": [column.cells[policy] for column in columns],
-            "word": (word := table.word_of(found, policy)),
-            "kind": _KINDS.get(word, "neutral"),
-            "color": colors[policy],
-        }
-        for policy in order
-    ]
+    words = {policy: table.word_of(found, policy) for policy in order}
+    sentence, advice = table.sentences(found, found.best)
+    others = [policy for policy in found.candidates if policy != found.best]
     text: str = environment.from_string(source).render(
         found=found,
-        sentence=table.policy_sentence(found, found.best),
-        advice=table.advice(found, found.best),
+        sentence=sentence,
+        advice=advice,
         reference=table.reference_sentence(found),
         legend=table.LEGEND.format(found.label(found.reference)),
-        word=table.word_of(found, found.best),
-        headings=[column.heading for column in columns],
-        policies=policies,
-        others=[
-            f"{table.policy_sentence(found, policy)} {table.advice(found, policy)}"
-            for policy in found.candidates
-            if policy != found.best
+        word=words[found.best],
+        headings=list(columns),
+        policies=[
+            {
+                "name": table.named(found, policy),
+                "cells": [cells[policy] for cells in columns.values()],
+                "word": words[policy],
+                "kind": _KINDS.get(words[policy], "neutral"),
+                "color": colors[policy],
+            }
+            for policy in order
         ],
+        others=[" ".join(table.sentences(found, policy)) for policy in others],
         figures=_figures(found, colors),
         failed=[run for run in found.runs if not run.is_finished],
-        settings=settings(found),
+        settings=_settings(found),
         command=found.context.command if found.context else "",
     )
     if path is not None:
@@ -67,27 +65,26 @@ def to_html(found: Comparison, path: str | os.PathLike[str] | None = None) -> st
     return text
 
 
-def settings(found: Comparison) -> list[tuple[str, str]]:
+def _settings(found: Comparison) -> list[tuple[str, str]]:
     """Returns what was trained and where, as names and values."""
-    runs = [run for run in found.runs if run.is_finished]
-
-    def several(name: str) -> str:
-        values = dict.fromkeys(getattr(run, name) for run in runs)
-        return join_words([f"{value:,}" for value in values])
-
-    better = "larger" if found.better == "max" else "smaller"
     rows = [
         ("Seeds", join_words([*map(str, found.seeds)])),
-        ("Judged by", f"{found.metric} ({better} is better)"),
-        ("Tolerance", f"{found.tolerance:,.3g}"),
-        ("Batch", several("batch_size")),
-        ("Steps", several("num_steps")),
-        ("Epochs", several("num_epochs")),
-        ("Parameters", several("num_parameters")),
+        (
+            "Judged by",
+            f"{found.metric} ({'larger' if found.better == 'max' else 'smaller'} is "
+            f"better), tolerance {found.tolerance:,.3g}",
+        ),
     ]
+    for title, name in {
+        "Batch": "batch_size",
+        "Steps": "num_steps",
+        "Epochs": "num_epochs",
+        "Parameters": "num_parameters",
+    }.items():
+        values = {getattr(run, name): 0 for run in found.runs if run.is_finished}
+        rows.append((title, join_words([f"{value:,}" for value in values])))
     if found.context is not None:
         context = found.context
-        rows.append(("Date", context.date))
         for device in context.devices:
             details = [
                 device.kind.upper(),
@@ -101,26 +98,23 @@ def settings(found: Comparison) -> list[tuple[str, str]]:
         rows += [
             ("System", f"{context.system}, {context.num_cores} cores"),
             ("Versions", ", ".join(versions)),
+            ("Date", context.date),
         ]
     return [(name, value) for name, value in rows if value]
 
 
 def _figures(found: Comparison, colors: dict[str, str]) -> list[dict[str, str]]:
     """Returns the plots, as sources of images with what they show in words."""
-    runs = [run for run in found.runs if run.is_finished]
-    plots = []
-    if any(run.losses for run in runs):
-        plots.append(("Training loss by step", _draw_losses))
-    if any(
-        math.isfinite(run.final_metrics.get(found.metric, math.nan)) for run in runs
-    ):
-        where = "Validation" if found.on_validation else "Training"
-        plots.append((f"{where} {found.metric}, a dot a seed", _draw_metric))
+    where = "Validation" if found.on_validation else "Training"
     figures = []
-    for title, draw in plots:
+    for title, draw in (
+        ("Training loss by step", _draw_losses),
+        (f"{where} {found.metric}, a dot a seed", _draw_metric),
+    ):
         figure = checks.figure("`to_html`", 5.2, 3.4)
         axes = figure.subplots()
-        draw(axes, found, colors)
+        if not draw(axes, found, colors):
+            continue
         axes.spines[["top", "right"]].set_visible(False)
         file = io.BytesIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
@@ -130,7 +124,7 @@ def _figures(found: Comparison, colors: dict[str, str]) -> list[dict[str, str]]:
     return figures
 
 
-def _draw_losses(axes: Any, found: Comparison, colors: dict[str, str]) -> None:
+def _draw_losses(axes: Any, found: Comparison, colors: dict[str, str]) -> bool:
     for policy, color in colors.items():
         label = found.label(policy)
         for run in found.finished(policy):
@@ -143,25 +137,29 @@ def _draw_losses(axes: Any, found: Comparison, colors: dict[str, str]) -> None:
     if values and min(values) > 0 and max(values) > 20 * min(values):
         axes.set_yscale("log")
     axes.set_xlabel("step")
-    axes.legend(frameon=False, fontsize="small")
+    if axes.lines:
+        axes.legend(frameon=False, fontsize="small")
+    return bool(axes.lines)
 
 
-def _draw_metric(axes: Any, found: Comparison, colors: dict[str, str]) -> None:
+def _draw_metric(axes: Any, found: Comparison, colors: dict[str, str]) -> bool:
+    names, means = [], {}
     for place, (policy, color) in enumerate(colors.items()):
         runs = found.finished(policy)
         values = [run.final_metrics.get(found.metric, math.nan) for run in runs]
+        values = [value for value in values if math.isfinite(value)]
         heights = place + np.linspace(-0.12, 0.12, len(values))
         axes.plot(values, heights, "o", color=color, alpha=0.8)
-    runs = found.finished(found.reference)
-    before = [run.final_metrics.get(found.metric, math.nan) for run in runs]
-    if before and np.isfinite(before).all():
-        sign = -1 if found.better == "max" else 1
-        allowed = float(np.mean(before)) + sign * found.tolerance
-        axes.axvline(allowed, color="#888888", linestyle=":", label="tolerance")
+        means[policy] = np.mean(values) if values else math.nan
+        name = found.label(policy)
+        names.append(name if len(name) <= 24 else f"{name[:10]}...{name[-11:]}")
+    sign = -1 if found.better == "max" else 1
+    limit = means[found.reference] + sign * found.tolerance
+    if math.isfinite(limit):
+        axes.axvline(limit, color="#888888", linestyle=":", label="tolerance")
         axes.legend(frameon=False, fontsize="small")
-    names = [found.label(policy) for policy in colors]
-    short = [n if len(n) <= 24 else f"{n[:10]}...{n[-11:]}" for n in names]
-    axes.set_yticks(range(len(short)), short)
-    axes.set_ylim(len(short) - 0.5, -0.5)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel(found.metric)
     axes.locator_params(axis="x", nbins=5)
+    return any(map(math.isfinite, means.values()))

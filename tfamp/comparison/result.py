@@ -8,15 +8,8 @@ from typing import Any, ClassVar, get_args
 
 import numpy as np
 
-from tfamp.comparison import page, table
-from tfamp.comparison.judgement import (
-    Better,
-    allowed,
-    choose_metric,
-    choose_reference,
-    direction,
-    verdict_on,
-)
+from tfamp.comparison import judgement, page, table
+from tfamp.comparison.judgement import Better
 from tfamp.comparison.verdict import Answer, Verdict
 from tfamp.records import checks
 from tfamp.records.record import TableRecord
@@ -61,9 +54,8 @@ class Comparison(TableRecord):
 
         def rank(policy: str) -> tuple[int, float]:
             verdict = self.verdicts[policy]
-            speed = verdict.speed.estimate
             place = get_args(Answer).index(verdict.answer)
-            return place, speed if math.isfinite(speed) else 0.0
+            return place, float(np.nan_to_num(verdict.speed.estimate))
 
         return max(self.candidates, key=rank)
 
@@ -86,10 +78,8 @@ class Comparison(TableRecord):
     ) -> tuple[tuple[Run, Run], ...]:
         """Returns finished runs of the reference and a policy with equal seeds."""
         checks.choice("policy", policy, self.policies)
-        reference = checks.choice(
-            "reference", reference or self.reference, self.policies
-        )
-        before = {run.seed: run for run in self.finished(reference)}
+        other = checks.choice("reference", reference or self.reference, self.policies)
+        before = {run.seed: run for run in self.finished(other)}
         own = self.finished(policy)
         return tuple((before[run.seed], run) for run in own if run.seed in before)
 
@@ -111,26 +101,19 @@ class Comparison(TableRecord):
         Raises:
             ValueError: The measure or the policy is unknown.
         """
-        found = table.find(measure, self.runs)
-        return interval_of_ratios(self.ratios(found, policy, reference))
-
-    def ratios(
-        self, measure: table.Measure, policy: str, reference: str | None = None
-    ) -> list[float]:
-        """Returns that ratio for each pair of runs that has both values."""
-        pairs = self.pairs(policy, reference)
-        values = ((measure.of(before), measure.of(after)) for before, after in pairs)
-        return [second / first for first, second in values if first and second]
+        checks.choice("measure", measure, table.measures_of(self.runs))
+        values = [
+            [table.value_of(run, measure) for run in pair]
+            for pair in self.pairs(policy, reference)
+        ]
+        return interval_of_ratios([b / a for a, b in values if a and b])
 
     def table(self) -> str:
         """Returns verdict, figures and ratios as text of at most 110 columns."""
         return table.table(self)
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the report as one page that opens without a network.
-
-        Args:
-            path: File to write it to; its folder exists.
+        """Returns the report as a page that opens offline; writes it, if given a path.
 
         Raises:
             ImportError: jinja2 or matplotlib is not installed.
@@ -161,12 +144,13 @@ def conclude(
     `examples` gives the differences of a metric on each example of pairs of runs,
     `given` has the other fields (title, policies, seeds, context, notes).
     """
-    metric = choose_metric(runs, metric)
-    better = better or direction(metric)
+    metric = judgement.choose_metric(runs, metric)
+    better = better or judgement.direction(metric)
     policies, seeds = given["policies"], given["seeds"]
-    reference = choose_reference(policies, runs)
+    reference = judgement.choose_reference(policies, runs)
     own = [run for run in runs if run.policy == reference and run.is_finished]
-    tolerance = allowed(tolerance, better, [r.final_metrics[metric] for r in own])
+    values = [run.final_metrics.get(metric, math.nan) for run in own]
+    tolerance = judgement.allowed(tolerance, better, values)
 
     def order(run: Run) -> tuple[int, int]:
         return seeds.index(run.seed), policies.index(run.policy)
@@ -184,7 +168,7 @@ def conclude(
     verdicts = {}
     for policy in first.candidates:
         both = [run for run in first.runs if run.policy in (reference, policy)]
-        verdicts[policy] = verdict_on(
+        verdicts[policy] = judgement.verdict_on(
             first.pairs(policy),
             [run for run in both if not run.is_finished],
             metric=metric,

@@ -7,7 +7,7 @@ Quality and speed are two answers, each from one interval (`tfamp.trials.statist
 import bisect
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from tfamp.records.record import Record
 from tfamp.records.units import join_words
 from tfamp.trials import statistics
-from tfamp.trials.statistics import ERROR_RATE, MIN_GAIN, Effect, Interval
+from tfamp.trials.statistics import MIN_GAIN, Effect, Interval
 
 # Beyond so many seeds, or so many times the examples, more of them is no advice.
 _MAX_SEEDS, _MAX_FACTOR = 100, 100
@@ -80,6 +80,15 @@ class Examples:
         passing = min(within / seeds / all_in_all, 1.0) if all_in_all else 0.0
         return cls(means, is_rate, within / number, passing)
 
+    @classmethod
+    def of_fractions(cls, before: float, after: float, number: int) -> "Examples":
+        """Returns them of two fractions, as if right answers came independently."""
+        lost = round(before * (1 - after) * number)
+        won = round(after * (1 - before) * number)
+        changes = np.zeros(number)
+        changes[:lost], changes[lost : lost + won] = -1, 1
+        return cls(changes, is_rate=True)
+
     @property
     def number(self) -> int:
         """How many there are."""
@@ -96,40 +105,12 @@ class Examples:
         return half, half
 
 
-@dataclasses.dataclass(frozen=True)
-class Fractions:
-    """The same of two fractions of examples that are not known one by one."""
-
-    before: float
-    after: float
-    number: int
-    within: float = 0.0
-    passing: float = 0.0
-
-    def reach(self, times: float = 1.0) -> tuple[float, float]:
-        """Returns how far the true difference may lie below and above theirs."""
-        number = times * self.number
-
-        def off(part: float) -> float:
-            limit = statistics.fraction_limit(part * number, number, ERROR_RATE)
-            return limit - part
-
-        before, after = self.before, self.after
-        return (
-            math.hypot(off(before), off(1 - after)),
-            math.hypot(off(1 - before), off(after)),
-        )
-
-
-Sample = Examples | Fractions | None
-
-
 def judge(
     differences: Sequence[float],
     ratios: Sequence[float],
     *,
     tolerance: float,
-    examples: Sample = None,
+    examples: Examples | None = None,
 ) -> Verdict:
     """Returns the verdict on a policy against a reference, from values by seed.
 
@@ -146,8 +127,6 @@ def judge(
     Example:
         >>> judge([0.001, -0.001, 0.0], [1.9, 2.0, 2.1], tolerance=0.005).answer
         'equivalent and faster'
-        >>> judge([0.0, 0.0, 0.0], [0.28, 0.24, 0.35], tolerance=0.005).answer
-        'slower'
         >>> judge([0.01, -0.01], [2.0, 2.1], tolerance=0.005).needs
         '24 seeds or a tolerance of 0.064 would decide'
 
@@ -156,7 +135,7 @@ def judge(
     """
     quality = _quality(differences, examples)
     speed = statistics.interval_of_ratios(ratios)
-    effect = quality_effect(quality, tolerance)
+    effect = _effect(quality, tolerance)
     speed_effect = statistics.effect_of_ratio(speed, more_is_better=True)
     lost = f"at most {-quality.low:.3g}" if quality.low < 0 else "nothing"
     reason = f"the metric loses {lost}"
@@ -179,15 +158,14 @@ def judge(
         rest = _what_decides_speed(ratios)
     if answer != "worse" and speed_effect == "worse":
         answer, rest = "slower", {"tolerance_needed": rest.get("tolerance_needed")}
-    estimate, low, high = (
+    middle, low, high = (
         f"{value:#.3g}".rstrip(".") for value in dataclasses.astuple(speed)
     )
-    reason += (
-        f", where {tolerance:.3g} is allowed; {estimate} times ({low} to {high}) as "
-        "many examples/s"
-    )
     return Verdict(
-        *(answer, reason, quality, speed, tolerance, len(ratios)),
+        answer,
+        f"{reason}, where {tolerance:.3g} is allowed; {middle} times ({low} to {high}) "
+        "as many examples/s",
+        *(quality, speed, tolerance, len(ratios)),
         num_examples=0 if examples is None else examples.number,
         quality_effect=effect,
         speed_effect=speed_effect,
@@ -195,7 +173,7 @@ def judge(
     )
 
 
-def quality_effect(found: Interval, tolerance: float) -> Effect:
+def _effect(found: Interval, tolerance: float) -> Effect:
     """Returns what a difference of the metric comes to."""
     if found.high < -tolerance:
         return "worse"
@@ -204,21 +182,18 @@ def quality_effect(found: Interval, tolerance: float) -> Effect:
     return "as good" if found.low >= -tolerance else "unclear"
 
 
-def _quality(differences: Sequence[float], examples: Sample) -> Interval:
-    within = 0.0 if examples is None else examples.within
-    reach = (0.0, 0.0) if examples is None else examples.reach()
-    middle, variance = float(np.mean(differences)), float(np.var(differences, ddof=1))
-    return _joined(middle, variance, len(differences), within, reach)
-
-
-def _joined(
-    middle: float,
-    variance: float,
-    number: int,
-    within: float,
-    reach: tuple[float, float],
+def _quality(
+    differences: Sequence[float],
+    examples: Examples | None,
+    *,
+    reach: tuple[float, float] | None = None,
+    seeds: int | None = None,
+    times: float = 1.0,
 ) -> Interval:
-    """Returns the interval over a number of seeds and over examples.
+    """Returns the interval of the difference over seeds and over examples.
+
+    `seeds`, or `times` as many examples, are what it would be with more of these;
+    `reach` is that of the examples, where it is known.
 
     Both parts are joined by adding squares. Most of what the examples alone make seeds
     differ by is left out of the seeds' part, else it would count twice; not all of it,
@@ -227,37 +202,40 @@ def _joined(
     Source: Zou & Donner, Construction of confidence limits about effect measures,
     Statistics in Medicine 27, 2008.
     """
-    own = variance - (_COUNTED_TWICE * within if number > 2 else 0.0)
-    half = statistics.half_width(math.sqrt(max(own, 0.0)), number)
-    below, above = (math.hypot(half, each) for each in reach)
+    middle, variance = float(np.mean(differences)), float(np.var(differences, ddof=1))
+    number, within, below, above = len(differences), 0.0, 0.0, 0.0
+    seeds = number if seeds is None else seeds
+    if examples is not None:
+        below, above = examples.reach(times) if reach is None else reach
+        left = 1 - examples.passing + examples.passing * number / seeds
+        below, above = math.sqrt(left) * below, math.sqrt(left) * above
+        within = examples.within / times
+        variance = max(variance - (examples.within - within), 0.0)
+    own = variance - (_COUNTED_TWICE * within if seeds > 2 else 0.0)
+    half = statistics.half_width(math.sqrt(max(own, 0.0)), seeds)
+    below, above = math.hypot(half, below), math.hypot(half, above)
     return Interval(middle, middle - below, middle + above)
 
 
 def _what_decides_quality(
-    quality: Interval, differences: Sequence[float], tolerance: float, examples: Sample
+    quality: Interval,
+    differences: Sequence[float],
+    tolerance: float,
+    examples: Examples | None,
 ) -> dict[str, Any]:
     """Returns the fields of a verdict that say what would decide its quality."""
-    number, variance = len(differences), float(np.var(differences, ddof=1))
-    within = 0.0 if examples is None else examples.within
-    passing = 0.0 if examples is None else examples.passing
-    now = (0.0, 0.0) if examples is None else examples.reach()
+    number = len(differences)
 
-    def decides(seeds: int, reach: tuple[float, float], times: float = 1.0) -> bool:
-        own = max(variance - within * (1 - 1 / times), 0.0)
-        found = _joined(quality.estimate, own, seeds, within / times, reach)
-        return quality_effect(found, tolerance) != "unclear"
+    def decides(**more: Any) -> bool:
+        found = _quality(differences, examples, **more)
+        return _effect(found, tolerance) != "unclear"
 
-    def with_seeds(count: int) -> bool:
-        left = math.sqrt(1 - passing + passing * number / count)
-        return decides(count, (left * now[0], left * now[1]))
-
-    seeds = next(filter(with_seeds, range(number + 1, _MAX_SEEDS + 1)), None)
+    reach = None if examples is None else examples.reach()
+    seeds = _first(lambda count: decides(seeds=count, reach=reach), number)
     needed = None
     if examples is not None:
-        sizes, reach = np.geomspace(1.0, _MAX_FACTOR, 64).tolist(), examples.reach
-        place = bisect.bisect_left(
-            sizes, True, key=lambda times: decides(number, reach(times), times)
-        )
+        sizes = np.geomspace(1.0, _MAX_FACTOR, 64).tolist()
+        place = bisect.bisect_left(sizes, True, key=lambda each: decides(times=each))
         if place < len(sizes):
             needed = int(_rounded_up(sizes[place] * examples.number))
     least = _rounded_up(-quality.low)
@@ -279,13 +257,17 @@ def _what_decides_speed(ratios: Sequence[float]) -> dict[str, Any]:
     # From 1, to be faster; from the least gain, to be not.
     distance = middle if middle >= least else least - middle
     spread, number = float(np.std(logarithms, ddof=1)), len(ratios)
-    for seeds in range(number + 1, _MAX_SEEDS + 1):
-        if statistics.half_width(spread, seeds) < distance:
-            needs = f"{seeds} seeds would decide"
-            return {"needs": needs, "more_seeds": seeds - number}
-    return {
-        "needs": "a machine with less noise would decide: the gain is small beside it"
-    }
+    seeds = _first(
+        lambda count: statistics.half_width(spread, count) < distance, number
+    )
+    if seeds is None:
+        return {"needs": "a machine with less noise would decide: the gain is small"}
+    return {"needs": f"{seeds} seeds would decide", "more_seeds": seeds - number}
+
+
+def _first(decides: Callable[[int], bool], number: int) -> int | None:
+    """Returns the first number of seeds above one that decides."""
+    return next(filter(decides, range(number + 1, _MAX_SEEDS + 1)), None)
 
 
 def _rounded_up(value: float) -> float:

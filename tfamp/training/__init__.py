@@ -1,7 +1,7 @@
 """Learning rates: one that suits, by trying, and one for another batch size."""
 
 import math
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import keras
 
@@ -9,11 +9,9 @@ from tfamp.records import checks
 from tfamp.training.rate_search import LearningRates as LearningRates
 from tfamp.training.rate_search import lr_find as lr_find
 
-Rate: TypeAlias = Any  # a number or a schedule of Keras, which has no types
-
 
 def scale_learning_rate(
-    learning_rate: Rate,
+    learning_rate: Any,
     *,
     batch_size: int,
     base_batch_size: int,
@@ -33,9 +31,6 @@ def scale_learning_rate(
         base_batch_size: Examples of one update before.
         rule: "linear" or "sqrt".
         warmup_steps: Updates of the warm-up.
-
-    Returns:
-        A schedule that optimizers take, and that files keep.
 
     Raises:
         TypeError: An argument is no number of its kind.
@@ -61,18 +56,14 @@ def scale_learning_rate(
 
 @keras.saving.register_keras_serializable(package="tfamp")
 class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """A learning rate or schedule times a factor, which a warm-up comes to evenly.
-
-    Args:
-        learning_rate: A number above 0, or a schedule.
-        factor: What it is multiplied by in the end.
-        warmup_steps: Updates over which the factor goes from 1 to that.
-    """
+    """A learning rate or schedule times a factor, which a warm-up comes to evenly."""
 
     def __init__(
-        self, learning_rate: Rate, factor: float, warmup_steps: int = 0
+        self, learning_rate: Any, factor: float, warmup_steps: int = 0
     ) -> None:
         super().__init__()
+        if isinstance(learning_rate, dict):  # of a config
+            learning_rate = keras.saving.deserialize_keras_object(learning_rate)
         schedule = keras.optimizers.schedules.LearningRateSchedule
         if not isinstance(learning_rate, schedule):
             learning_rate = checks.positive("learning_rate", learning_rate)
@@ -84,21 +75,12 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
         """Returns the rate of an update, counted from 0; float32."""
         ops, rate = keras.ops, self.learning_rate
         rate = ops.cast(rate(step) if callable(rate) else rate, "float32")
-        if not self.warmup_steps:
-            return rate * self.factor
-        part = ops.minimum(ops.cast(step, "float32") / self.warmup_steps, 1.0)
+        part = ops.minimum(ops.cast(step, "float32") / max(self.warmup_steps, 1), 1.0)
+        part = part if self.warmup_steps else 1.0
         return rate * (1.0 + (self.factor - 1.0) * part)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments, for files."""
-        return {
-            "learning_rate": keras.saving.serialize_keras_object(self.learning_rate),
-            "factor": self.factor,
-            "warmup_steps": self.warmup_steps,
-        }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "ScaledSchedule":
-        """Returns the schedule that a file holds."""
-        rate = keras.saving.deserialize_keras_object(config["learning_rate"])
-        return cls(**{**config, "learning_rate": rate})
+        rate = keras.saving.serialize_keras_object(self.learning_rate)
+        names = ("factor", "warmup_steps")
+        return {"learning_rate": rate} | {name: getattr(self, name) for name in names}

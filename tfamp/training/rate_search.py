@@ -32,39 +32,24 @@ _NOTICEABLE, _BEGUN = 0.02, 0.1
 
 @dataclasses.dataclass(frozen=True)
 class LearningRates(Record):
-    """The losses of steps at growing learning rates.
-
-    Args:
-        model: The model's name.
-        rates: Of each step.
-        losses: Of each step's batch, before its update.
-        smoothed: The same, averaged over the steps before.
-        suggestion: Where the smoothed loss falls fastest, but no more than `highest`;
-            None where it never falls.
-        highest: A tenth of the rate at which the loss was lowest; None as above.
-        why_it_ended: "it diverged", "a loss is not finite", "all rates were tried", or
-            that the data came to an end.
-        why: What the suggestion rests on, in one sentence.
-    """
+    """The losses of steps at growing learning rates."""
 
     model: str
-    rates: tuple[float, ...]
-    losses: tuple[float, ...]
-    smoothed: tuple[float, ...]
+    rates: tuple[float, ...]  # of each step
+    losses: tuple[float, ...]  # of each step's batch, before its update
+    smoothed: tuple[float, ...]  # the same, averaged over the steps before
+    # Where the smoothed loss falls fastest, but no more than `highest`; a tenth of the
+    # rate at which it was lowest. None where it never falls.
     suggestion: float | None
     highest: float | None
     why_it_ended: str
-    why: str
+    why: str  # what the suggestion rests on, in one sentence
 
     def __str__(self) -> str:
         return f"{self.why}\n{self.table()}"
 
     def table(self, rows: int = 12) -> str:
-        """Returns some of the steps as a table, evenly spread.
-
-        Args:
-            rows: How many at most.
-        """
+        """Returns some of the steps as a table, evenly spread, at most so many."""
         every = max(1, -(-len(self.rates) // rows))
         columns = (self.rates, self.losses, self.smoothed)
         shown = [
@@ -77,14 +62,7 @@ class LearningRates(Record):
         return console.text_of(table, width=100)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the losses against the rates, with the suggestion.
-
-        Args:
-            path: An image file; its ending says its kind.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
+        """Draws the losses against the rates into an image file; needs matplotlib."""
         figure = checks.figure("`LearningRates.plot`", 8.0, 4.5)
         axes = figure.subplots()
         axes.plot(self.rates, self.losses, color="#bbbbbb", label="loss of a batch")
@@ -117,23 +95,16 @@ def lr_find(
     The rate grows by the same factor each step until the loss diverges. Where the loss
     falls fastest lies a rate that trains well from the start; a tenth of the one at the
     lowest loss is about the highest that a schedule should reach, and the most that is
-    suggested. The test holds for
-    this model, policy and batch size. Weights, optimizer, loss scale, metrics and seeds
-    are afterwards what they were.
+    suggested. The test holds for this model, policy and batch size. Weights, optimizer,
+    loss scale, metrics and seeds are afterwards what they were.
 
     Args:
         model: A compiled model.
-        data: What `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a
-            `PyDataset`, a generator of batches, or arrays (x, y), with sample weights
-            or without. It is read again from the start where it ends.
+        data: What `fit` takes. It is read again from the start where it ends.
         min_rate: The first rate.
         max_rate: The last one.
         num_steps: Steps from one to the other.
         batch_size: Examples in a batch of arrays.
-
-    Returns:
-        The `LearningRates`: `.suggestion`, `.highest`, `.rates`, `.losses`, `.table()`,
-        `.plot(path)`, `.to_json(path)`.
 
     Raises:
         TypeError: `model` is not a compiled Keras model, or `data` not of these.
@@ -200,7 +171,9 @@ def _losses(
                     return losses, "a loss is not finite"
                 losses.append(loss)
                 done(number + 1)
-                if _has_diverged(losses):
+                smoothed = _smoothed(losses)
+                is_high = abs(smoothed[-1]) > _DIVERGED * abs(min(smoothed))
+                if len(losses) > _FIRST_STEPS and is_high:
                     return losses, "it diverged"
         if len(losses) < len(rates):
             return losses, "the data came to an end, and cannot be read again"
@@ -218,13 +191,6 @@ def _smoothed(losses: Sequence[float]) -> list[float]:
         weight = _MEMORY * weight + (1 - _MEMORY)
         found.append(total / weight)
     return found
-
-
-def _has_diverged(losses: Sequence[float]) -> bool:
-    """Whether the last loss is far above the lowest one, both smoothed."""
-    smoothed = _smoothed(losses)
-    is_high = abs(smoothed[-1]) > _DIVERGED * abs(min(smoothed))
-    return len(losses) > _FIRST_STEPS and is_high
 
 
 def _judged(
