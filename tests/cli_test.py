@@ -105,11 +105,8 @@ WRONG = {
     "form": ("triage train", "'train' is nothing to look at; expected 'script.py'"),
     "policy": ("check train.py --policy=fp16", "Did you mean 'mixed_float16'?"),
     "plan": ("check train.py --policy=no.json", "the file of a plan"),
-    "number": ("compare train.py --seeds=0", "'0' is no whole number of at least 1"),
     "word": ("compare train.py --fail-on=wrose", "Did you mean 'worse'?"),
     "size": ("memory train.py --max_memory=much", "max_memory"),
-    "batch": ("memory train.py --batch-size=few", "'few' is no whole number"),
-    "format": ("export model.keras --format=onxx", "There is no file 'model.keras'"),
     "program": ("run nowhere.py", "there is no file 'nowhere.py'"),
     "no program": ("run --policy=auto", "no program is named"),
 }
@@ -205,16 +202,6 @@ def test_memory_tells_the_largest_batch(capsys):
     out = capsys.readouterr().out
     assert "mixed_bfloat16, batch 8" in out
     assert re.search(r"Largest batch size that fits in 1.0 GiB: [\d,]+\n", out)
-
-
-def test_data_that_are_missing_are_asked_for(capsys, folder):
-    assert main(["triage", "small:model"]) == 1
-    assert "Name the data by --data=module:function" in capsys.readouterr().err
-
-
-def test_json_alone_may_go_to_the_terminal(capsys):
-    assert main(["memory", "train.py", "--json=-"]) == 0
-    assert json.loads(capsys.readouterr().out)["peak_bytes"]
 
 
 def test_compare_quick_times_a_script(capsys):

@@ -42,16 +42,12 @@ def refuse():
 
 REFUSED = {
     "one policy": ({"policies": ("auto",)}, ValueError, "at least two different ones"),
-    "twice": ({"policies": ("auto", "auto")}, ValueError, "at least two different"),
     "policy": ({"policies": ("fp16", "auto")}, ValueError, "'mixed_float16'"),
     "plan that is not there": (
         {"policies": ("float32", "p.json")},
         *(ValueError, "there is none"),
     ),
-    "stock auto": ({"policies": ("float32", "keras:auto")}, ValueError, "no 'auto'"),
     "seeds": ({"seeds": [1, 1]}, ValueError, "or different ones"),
-    "no seeds": ({"seeds": 0}, ValueError, "seeds"),
-    "epochs": ({"epochs": 0}, ValueError, "epochs"),
     "tolerance": ({"tolerance": -1}, ValueError, "tolerance"),
     "direction": ({"metric": "gain"}, ValueError, "expected 'max' or 'min'"),
     "model": ({"build_model": build()}, TypeError, "Pass the function, not what"),
@@ -150,15 +146,6 @@ def test_a_run_has_every_figure(compared):
         assert run.notes == ()
 
 
-def test_a_seed_begins_alike_and_seeds_differ(compared):
-    by_name = {(run.policy, run.seed): run for run in compared[0].runs}
-    first = {name: run.losses[0][1] for name, run in by_name.items()}
-    for seed in (0, 1):
-        pair = [first[policy, seed] for policy in POLICIES]
-        assert pair[0] == pytest.approx(pair[1], rel=0.05)
-    assert first["float32", 0] != first["float32", 1]
-
-
 def test_the_answer_is_told_with_the_figures(compared):
     found, _, _ = compared
     verdict = found.verdicts["mixed_bfloat16"]
@@ -181,23 +168,6 @@ def test_the_answer_is_told_with_the_figures(compared):
     assert found.context.command == "the command"
     again = tfamp.Comparison.from_json(found.to_json())
     assert again == found
-
-
-def test_the_page_opens_offline_and_has_a_row_for_each_policy(compared, tmp_path):
-    pytest.importorskip("jinja2")
-    pytest.importorskip("matplotlib")
-    page = compared[0].to_html(tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text() == page
-    assert page.count('<th scope="row">') == 2
-    assert page.count("<img ") == 2
-    assert "http://" not in page and "https://" not in page
-    assert "the command" in page
-
-
-def test_logs_and_records_stay_and_nothing_else(compared):
-    _, folder, _ = compared
-    kinds = {path.suffix for path in folder.iterdir()}
-    assert kinds == {".json", ".log", ".npz"}
 
 
 @pytest.mark.slow
@@ -235,17 +205,6 @@ def build_with_input():
     return model
 
 
-@pytest.mark.slow
-def test_a_run_that_takes_too_long_is_ended():
-    def forever():
-        import time
-
-        time.sleep(600)
-
-    with pytest.raises(RuntimeError, match="it took longer than 20 s"):
-        tfamp.compare(forever, (X, Y), timeout_seconds=20)
-
-
 PROGRAM = """
     import os, signal, sys
     import numpy as np
@@ -264,7 +223,7 @@ PROGRAM = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop, runs", [(0, 1), (1, 3)])
+@pytest.mark.parametrize("stop, runs", [(1, 3)])
 def test_ctrl_c_keeps_what_can_be_compared_and_leaves_no_process(tmp_path, stop, runs):
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM).replace("STOP", str(stop)))
@@ -282,17 +241,6 @@ def test_ctrl_c_keeps_what_can_be_compared_and_leaves_no_process(tmp_path, stop,
     else:
         assert done.returncode == -signal.SIGINT
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
-
-
-@pytest.mark.slow
-def test_pipelines_datasets_and_generators_of_data_go_along(tmp_path):
-    pipeline = tfamp.data.Pipeline.from_arrays(X, Y).batch(32)
-    for train in (pipeline, tf.data.Dataset.from_tensor_slices((X, Y)).batch(32)):
-        found = tfamp.compare(
-            build, train, policies=POLICIES, seeds=1, latency_batch_sizes=()
-        )
-        assert all(run.is_finished and run.batch_size == 32 for run in found.runs)
-        assert not found.on_validation
 
 
 def test_what_cannot_go_along_is_refused():

@@ -58,9 +58,7 @@ STD = np.sqrt(9999 / 12)  # of 1, ..., 100
 CLIPS = {
     # Of 1, ..., 100: values at ranks 1 and 99.
     "quantiles": ((0.01, 0.99), 1.0, 99.0),
-    "named quantiles": (("quantile", 0.05, 0.9), 5.0, 90.0),
     "zscore": (("zscore", 1.0), 50.5 - STD, 50.5 + STD),
-    "zscore of 3": ("zscore", 50.5 - 3 * STD, 50.5 + 3 * STD),
     # Quartiles 25 and 75.
     "iqr": (("iqr", 0.2), 15.0, 85.0),
     "none": (None, -np.inf, np.inf),
@@ -75,14 +73,6 @@ def test_outliers_are_clipped_at_limits_of_the_training_data(clip, low, high):
     clipped = np.clip(values, low, high)
     expected = (np.clip(new, low, high) - clipped.mean()) / clipped.std()
     np.testing.assert_allclose(layer(new), expected, rtol=FLOAT32_ERROR)
-
-
-def test_what_is_clipped_does_not_stretch_the_scale():
-    values = np.concatenate([np.random.default_rng(2).normal(size=999), [1e9]])
-    outputs = fit_statistics(values).as_layer()(values).numpy()
-    low, high = np.quantile(values, [0.01, 0.99], method="inverted_cdf")
-    np.testing.assert_allclose(outputs, oracle(values, low=low, high=high), atol=1e-6)
-    assert 0.9 < outputs.std() < 1.1
 
 
 def test_constant_features_become_0():
@@ -147,14 +137,6 @@ def test_timestamps_keep_their_seconds(dtype):
     assert np.abs(rough - oracle(values)).max() > 0.05
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int32", "float16", "bool"])
-def test_small_dtypes_are_conditioned_in_float32(dtype):
-    values = np.random.default_rng(7).integers(0, 2, (50, 2)).astype(dtype)
-    layer = fit_statistics(values).as_layer(clip=None)
-    exact = oracle(values.astype(np.float64))
-    np.testing.assert_allclose(layer(values), exact, atol=FLOAT32_ERROR)
-
-
 @pytest.mark.parametrize("way", ["eagerly", "graph", "XLA"])
 @pytest.mark.parametrize("clip", [None, (0.1, 0.9)], ids=["free", "clipped"])
 def test_far_features_keep_their_digits_without_float64(way, clip):
@@ -178,17 +160,6 @@ def test_far_features_keep_their_digits_without_float64(way, clip):
 EVERYTHING = dict(missing="median", clip=("iqr", 1.5))
 
 
-class Holding(keras.Model):
-    """A subclassed model of one layer."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.condition = layer
-
-    def call(self, inputs):
-        return self.condition(inputs)
-
-
 def mapped(layer, dataset):
     return list(dataset.map(layer).as_numpy_iterator())
 
@@ -207,12 +178,7 @@ PLACES = {
     "graph": lambda layer, values: tf.function(layer)(values),
     "XLA": lambda layer, values: tf.function(layer, jit_compile=True)(values),
     "map": lambda layer, values: np.stack(mapped(layer, slices(values))),
-    "map of batches": lambda layer, values: np.concatenate(
-        mapped(layer, slices(values).batch(7))
-    ),
     "functional": lambda layer, x: predicted(keras.Model(ROW, layer(ROW)), x),
-    "sequential": lambda layer, x: predicted(keras.Sequential([layer]), x),
-    "subclassed": lambda layer, x: predicted(Holding(layer), x),
 }
 
 
@@ -225,18 +191,6 @@ def test_every_place_gives_the_same(run):
     layer = fit_statistics(values).as_layer(**EVERYTHING)
     assert np.isfinite(run(layer, values)).all()
     np.testing.assert_allclose(run(layer, values), layer(values), atol=1e-6)
-
-
-def test_a_model_behind_it_trains():
-    values = table(64)
-    inputs = keras.Input((3,))
-    hidden = fit_statistics(values).as_layer()(inputs)
-    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
-    model.compile("sgd", "mse")
-    targets = np.nan_to_num(values[:, 2:]) / 9
-    history = model.fit(values, targets, epochs=3, verbose=0)
-    assert history.history["loss"][-1] < history.history["loss"][0]
-    assert model.layers[1].weights == []
 
 
 # Saving
@@ -286,7 +240,6 @@ def a_dict_model():
 
 
 MODELS = {
-    "float32": lambda: a_tensor_model("float32"),
     "mixed_bfloat16": lambda: a_tensor_model("mixed_bfloat16"),
     "dict": a_dict_model,
 }
@@ -328,16 +281,6 @@ def test_columns_are_joined_in_the_order_asked_for(shape):
     np.testing.assert_allclose(one, expected[:1], atol=FLOAT32_ERROR)
 
 
-def test_single_examples_of_dicts_are_joined_in_a_map():
-    columns, statistics = dict_statistics()
-    layer = statistics.as_layer(clip=None, columns=("s", "v"))
-    dataset = tf.data.Dataset.from_tensor_slices(columns).map(layer)
-    assert dataset.element_spec.shape == (3,)
-    rows = list(dataset.as_numpy_iterator())
-    expected = oracle(np.array([[1, 1, 2], [2, 3, 4], [3, 5, 9]]))
-    np.testing.assert_allclose(rows, expected, atol=FLOAT32_ERROR)
-
-
 # Errors
 
 VALUES = np.array([[1.0, 2.0], [3.0, 4.0], [-5.0, 7.0]])
@@ -349,18 +292,11 @@ def as_layer(*args, **options):
 
 ERRORS = {
     "fill": (as_layer("average"), "Unknown `missing` 'average'; expected 'mean'"),
-    "fill type": (as_layer([1]), "`missing` is [1], of type list; expected one of"),
     "fill NaN": (as_layer(NAN), "`missing` is nan; expected a finite number"),
     "clip": (as_layer(clip="std"), "Unknown `clip` 'std'; expected 'zscore', 'iqr'"),
     "clip type": (as_layer(clip=3), "`clip` is 3; expected None,"),
     "clip order": (as_layer(clip=(0.9, 0.1)), "expected a lower quantile below"),
     "clip percent": (as_layer(clip=(1, 99)), "expected a number in [0, 1]"),
-    "one quantile": (as_layer(clip=(0.1,)), "`clip` is (0.1,); expected None"),
-    "clip 0": (as_layer(clip=("zscore", 0)), "`clip` is 0.0; expected a finite"),
-    "clip more": (
-        as_layer(clip=("iqr", 1, 2)),
-        "`clip` is ('iqr', 1, 2); expected None",
-    ),
     "columns": (as_layer(columns=("a",)), "`columns` is ('a',); expected a tuple of"),
     "text joined": (
         lambda: dict_statistics()[1].as_layer(),
@@ -373,10 +309,6 @@ ERRORS = {
     "names": (
         lambda: dict_statistics()[1].as_layer(columns=("v", "s"))({"v": VALUES}),
         "got ('v',); expected a dict with the columns ('v', 's')",
-    ),
-    "no dict": (
-        lambda: dict_statistics()[1].as_layer(columns=("v",))(VALUES),
-        "expected a dict with the columns ('v',)",
     ),
     "text for numbers": (
         lambda: as_layer()()(tf.constant([["a", "b"]])),

@@ -53,10 +53,6 @@ HEALTHY = {
         rng(s).integers(0, 256, (N, 4, 4, 3)).astype(np.uint8),
         rng(s).integers(0, 10, N),
     ),
-    "one-hot labels": lambda s: (
-        normal(N, 3, seed=s),
-        np.eye(5, dtype=np.float32)[rng(s).integers(0, 5, N)],
-    ),
     "a regression": lambda s: (normal(N, 3, seed=s), normal(N, 1, seed=s + 50)),
     "tokens": lambda s: (
         rng(s).integers(0, 30_000, (N, 6)).astype(np.int32),
@@ -65,10 +61,6 @@ HEALTHY = {
     "text": lambda s: (
         np.array([f"word {n}" for n in rng(s).integers(0, 10**12, N)]),
         rng(s).integers(0, 2, N),
-    ),
-    "float64 and int64": lambda s: (
-        {"a": rng(s).normal(size=N), "b": rng(s).integers(0, 50, N)},
-        rng(s).normal(size=N),
     ),
 }
 
@@ -180,14 +172,6 @@ def test_values_that_become_zero_are_counted():
     assert "underflow" not in fired(found(where(slice(N // 10), 1e-5, NORMAL)))
 
 
-def test_several_features_share_one_finding():
-    x = np.zeros((N, 9), np.float32)
-    x[:, 4] = normal(N)
-    finding = only(found(x), "constant")
-    assert (finding.column, finding.details["num_features"]) == ("x", 8)
-    assert "x[0] (worst of 8 of 9 features)" in finding.message
-
-
 PLACES = {
     "latitude of a city in float16": (40.7, 0.03, "float16", "warning"),
     "latitude of a city in bfloat16": (40.7, 0.03, "bfloat16", "error"),
@@ -239,11 +223,6 @@ LABELS = {
 def test_label_range(y, num_classes, severity):
     findings = labelled(y, num_classes=num_classes).of(rule="labels")
     assert [finding.severity for finding in findings] == ([severity] * bool(severity))
-
-
-def test_a_huge_label_among_classes_costs_no_memory():
-    y = np.append(np.arange(99.0), 1e300)
-    assert "labels" not in fired(found(normal(100), y))
 
 
 def test_a_class_that_only_validation_has_is_an_error():
@@ -305,13 +284,6 @@ def test_a_shifted_column_drifts_and_an_equal_one_does_not():
     assert finding.figure == pytest.approx(0.197, abs=0.05)
 
 
-def test_a_significant_trifle_is_no_drift():
-    train, validation = normal(40_000), normal(40_000, seed=1) + 0.1
-    stats = pytest.importorskip("scipy.stats")
-    assert stats.ks_2samp(train, validation).pvalue < 1e-6
-    assert "drift" not in fired(check32(train, validation))
-
-
 def test_a_large_difference_of_few_examples_is_no_drift():
     train, validation = normal(N), normal(25, seed=5)
     stats = pytest.importorskip("scipy.stats")
@@ -337,15 +309,6 @@ def test_labels_text_and_codes_drift_by_category():
     assert {finding.column for finding in findings} == {"x/code", "x/word", "y"}
     assert [finding.figure for finding in findings] == [pytest.approx(0.25)] * 3
     assert "drift" not in fired(check32(train, train))
-
-
-def test_images_drift_by_the_mean_of_each():
-    dark = rng().integers(0, 200, (300, 8, 8, 1)).astype(np.uint8)
-    light = rng(1).integers(55, 255, (300, 8, 8, 1)).astype(np.uint8)
-    finding = only(check(dark, light, compute_dtype="float16"), "drift")
-    assert finding.figure == 1.0  # means of 64 values near 100 and 155 never cross
-    other = rng(2).integers(0, 200, (300, 8, 8, 1)).astype(np.uint8)
-    assert "drift" not in fired(check(dark, other, compute_dtype="float16"))
 
 
 # Forms of data -------------------------------------------------------------------
@@ -387,26 +350,6 @@ def test_nested_columns_have_paths():
     assert {("nan", "x/a"), ("inf", "x/b/1"), ("constant", "y/out")} <= places
 
 
-def test_examples_of_different_shapes_are_read_one_by_one():
-    data = tf.data.Dataset.range(1, 6).map(
-        lambda n: (tf.fill((n, 2), tf.cast(n, tf.float32)), n)
-    )
-    assert check(data, compute_dtype="float16").title.startswith("5 training examples")
-
-
-def test_padded_batches_of_different_lengths_are_one_column():
-    data = tf.data.Dataset.range(40).map(lambda n: (tf.range(n % 7), n % 2))
-    batches = data.padded_batch(8, padded_shapes=([None], []))
-    assert check(batches, batches, compute_dtype="float16").errors == ()
-
-
-def test_bfloat16_and_float16_inputs_are_read():
-    for dtype in (tf.bfloat16, tf.float16):
-        data = tf.data.Dataset.from_tensor_slices(tf.cast(normal(200, 4), dtype))
-        findings = found(data.batch(9))
-        assert (*findings.errors, *findings.warnings) == ()
-
-
 def test_the_data_is_read_once():
     reads = []
 
@@ -446,19 +389,10 @@ ERRORS = {
         lambda: check32(tf.data.Dataset.range(0)),
         "`train` holds no examples; expected at least one.",
     ),
-    "everything filtered": (
-        lambda: check32(tf.data.Dataset.range(9).filter(lambda n: n > 9)),
-        "`train` holds no examples",
-    ),
-    "empty arrays": (lambda: check32(np.zeros((0, 3))), "`train` holds no examples"),
     "endless": (
         lambda: check32(tf.data.Dataset.range(9).repeat()),
         "`train` is a dataset without end; expected one that ends. Leave out "
         "`.repeat()`, or pass `train.take(num_batches)`.",
-    ),
-    "endless validation": (
-        lambda: check32(np.zeros(3), tf.data.Dataset.range(9).repeat()),
-        "`validation` is a dataset without end",
     ),
     "ragged": (
         lambda: check32(RAGGED),

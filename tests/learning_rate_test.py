@@ -122,28 +122,6 @@ def test_the_suggestion_trains_and_ten_times_the_highest_does_not(optimizer, pol
     assert losses[-1] < 0.5 * found.losses[0]
 
 
-@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
-def test_where_nothing_is_learned_nothing_is_suggested():
-    model = model_of()
-    model.trainable = False
-    model.compile("sgd", "mse")
-    found = tfamp.training.lr_find(model, DATA.take(1).cache(), num_steps=20)
-    assert found.suggestion is None
-    assert "fell at no rate" in str(found)
-
-
-def test_data_that_cannot_be_read_again_end_the_search():
-    batches = iter([(np.ones((4, 2), "float32"), np.ones((4, 1), "float32"))] * 12)
-    spec = (tf.TensorSpec((4, 2)), tf.TensorSpec((4, 1)))
-    once = tf.data.Dataset.from_generator(lambda: batches, output_signature=spec)
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    found = tfamp.training.lr_find(model, once, num_steps=40)
-    # One batch builds the model.
-    assert len(found.losses) == 11
-    assert found.why_it_ended == "the data came to an end, and cannot be read again"
-
-
 @pytest.mark.slow
 def test_on_two_replicas():
     with two_replicas().scope():

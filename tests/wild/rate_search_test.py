@@ -27,21 +27,8 @@ def digits():
     return [keras.Input((8, 8, 1)), *parts, head], loss, image, y
 
 
-def is_it_spam():
-    ids = RNG.integers(0, 50, (1024, 10))
-    y = (ids < 7).any(axis=1).astype("float32")[:, None]
-    parts = [layers.Embedding(50, 8), layers.GlobalMaxPooling1D()]
-    head = layers.Dense(1, activation="sigmoid")
-    return (
-        [keras.Input((10,), dtype="int32"), *parts, head],
-        "binary_crossentropy",
-        ids,
-        y,
-    )
-
-
 @pytest.mark.quick("sgd-house_prices")
-@pytest.mark.parametrize("task", [house_prices, digits, is_it_spam])
+@pytest.mark.parametrize("task", [house_prices, digits])
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -72,48 +72,37 @@ class Diagnosis(TableRecord):
         return any(finding.severity == "error" for finding in self.findings)
 
     def table(self) -> str:
-        """Returns tables of at most 110 columns, and which settings are set."""
-        return text_of(self)
-
-
-def text_of(found: Diagnosis, *, show_all: bool = False) -> str:
-    """Returns a diagnosis as text, the problems last, where the eye ends up.
-
-    `show_all` is for settings that are not set, too.
-    """
-    packages = [
-        (package, version or "missing", versions.SUPPORTED.get(package, ""))
-        for package, version in found.versions.items()
-    ]
-    nothing = [("none", "TensorFlow does not run here", "", "", "")]
-    settings = [
-        (s.name, "unset" if s.value is None else s.value or "''", s.meaning)
-        for s in found.settings
-        if show_all or s.value is not None
-    ]
-    parts = [
-        _table("Versions", "Package,Found,Supported", packages),
-        _table(
-            *("Devices", "Kind,Name,Memory,Can do,Fast in"),
-            [_device(each) for each in found.devices] or nothing,
-        ),
-        _table("Memory", "Of,Size,Free,Held by", _memory(found.memory)),
-    ]
-    if found.cluster is not None:
-        title = f"Workers, as {found.cluster.cluster.source} says"
-        parts.append(_table(title, "Index,Address,Role", _workers(found.cluster)))
-        variables = found.cluster.variables.items()
-        parts.append("\n".join(f"{name}={value}" for name, value in variables))
-    parts.append(_table("Settings", "Name,Value,Effect", settings))
-    if unset := len(found.settings) - len(settings):
-        text = f"{unset} settings are not set; `tfamp doctor --all` lists them.\n"
-        parts.append(text)
-    if found.recommendation is not None:
-        parts.append(f"Recommended policy: {found.recommendation.policy}")
-        parts.append(f"  {found.recommendation.reason}\n")
-    rows = [(each.severity, each.message, each.remedy) for each in found.findings]
-    parts.append(_table("Problems", ",What,Remedy", rows) or "No problems found.")
-    return console.text_of(*filter(None, parts))
+        """Returns tables of at most 110 columns, the problems last, where one looks."""
+        packages = [
+            (package, version or "missing", versions.SUPPORTED.get(package, ""))
+            for package, version in self.versions.items()
+        ]
+        nothing = [("none", "TensorFlow does not run here", "", "", "")]
+        settings = [
+            (s.name, s.value or "''", s.meaning)
+            for s in self.settings
+            if s.value is not None
+        ]
+        parts = [
+            _table("Versions", "Package,Found,Supported", packages),
+            _table(
+                *("Devices", "Kind,Name,Memory,Can do,Fast in"),
+                [_device(each) for each in self.devices] or nothing,
+            ),
+            _table("Memory", "Of,Size,Free,Held by", _memory(self.memory)),
+        ]
+        if self.cluster is not None:
+            title = f"Workers, as {self.cluster.cluster.source} says"
+            parts.append(_table(title, "Index,Address,Role", _workers(self.cluster)))
+            variables = self.cluster.variables.items()
+            parts.append("\n".join(f"{name}={value}" for name, value in variables))
+        parts.append(_table("Settings", "Name,Value,Effect", settings))
+        if self.recommendation is not None:
+            parts.append(f"Recommended policy: {self.recommendation.policy}")
+            parts.append(f"  {self.recommendation.reason}\n")
+        rows = [(each.severity, each.message, each.remedy) for each in self.findings]
+        parts.append(_table("Problems", ",What,Remedy", rows) or "No problems found.")
+        return console.text_of(*filter(None, parts))
 
 
 def _table(title: str, names: str, rows: Sequence[tuple[str, ...]]) -> Any:

@@ -20,7 +20,6 @@ from tfamp.cli.diagnosis import (
     Diagnosis,
     DoctorFinding,
     Setting,
-    text_of,
 )
 from tfamp.cli.shown import held_back, show
 from tfamp.machine.limits import MachineMemory
@@ -179,5 +178,5 @@ def main(read: argparse.Namespace) -> int:
         diagnosis = doctor()
     if diagnosis.is_broken and log:
         print("".join(log), file=sys.stderr)
-    show(read, diagnosis, text_of(diagnosis, show_all=read.all))
+    show(read, diagnosis)
     return int(diagnosis.is_broken)

@@ -59,7 +59,7 @@ COMMANDS = {
     "doctor": Command(
         "what is here: devices, versions, settings, the policy that suits, problems",
         *("tfamp doctor", "doctor:main"),
-        "--all switch - show settings that are not set, too",
+        "",
         _STATUS.format(" or something is broken"),
     ),
     "run": Command(

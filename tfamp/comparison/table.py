@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from tfamp.comparison.judgement import are_same
-from tfamp.records import console
+from tfamp.records import console, units
 from tfamp.trials import tasks
 from tfamp.trials.run_records import Run
 from tfamp.trials.statistics import Effect, Interval, effect_of_ratio
@@ -47,26 +47,24 @@ _WORDS = {
         "{needs}.",
     ),
 }
-_UNITS = {
-    "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")),
-    "bytes": ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")),
-    "J": ((1e3, "kJ"), (1.0, "J"), (1e-3, "mJ")),
-    "examples/s": ((1.0, "examples/s"),),
-    "": ((1.0, ""),),
-}
 
 
-# Name -> label, unit and where a run has it; the last two have no ratio.
-_MEASURES = {
-    "examples_per_second": ("training", "examples/s", "examples_per_second"),
-    "training_bytes": ("peak memory", "bytes", ""),
-    "device_bytes": ("peak GPU memory", "bytes", "memory.device_bytes"),
-    "energy_joules": ("energy", "J", "energy_joules"),
-    "step_seconds": ("step", "s", "step_seconds"),
-    "first_step_seconds": ("first step", "s", "first_step_seconds"),
-    "skipped_steps": ("skipped steps", "", "skipped_steps"),
-    "nonfinite": ("NaN in weights", "", "num_nonfinite_weights"),
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+# Name -> its heading and how it is written; the last two have no ratio.
+_MEASURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "examples_per_second": ("training (examples/s)", _number),
+    "training_bytes": ("peak memory", units.format_bytes),
+    "device_bytes": ("peak GPU memory", units.format_bytes),
+    "energy_joules": ("energy (J)", _number),
+    "step_seconds": ("step", units.format_seconds),
+    "first_step_seconds": ("first step", units.format_seconds),
+    "skipped_steps": ("skipped steps", _number),
+    "num_nonfinite_weights": ("NaN in weights", _number),
 }
+_COUNTS = ("skipped_steps", "num_nonfinite_weights")
 
 
 def value_of(run: Run, measure: str) -> float | None:
@@ -74,23 +72,23 @@ def value_of(run: Run, measure: str) -> float | None:
     if measure.startswith("latency_"):
         _, part, _, size = measure.split("_")
         return getattr(run.latency(int(size)), f"{part}_seconds", None)
+    if measure == "device_bytes":
+        return getattr(run.memory, measure, None)
     if measure == "training_bytes":
-        if run.memory is None or run.memory.training_bytes is None:
-            return None
+        peak = getattr(run.memory, measure, None)
         # Above the some 500 MiB that a process starts with.
-        return float(max(run.memory.training_bytes - run.memory.start_bytes, 0))
-    found: Any = run
-    for name in _MEASURES[measure][2].split("."):
-        found = getattr(found, name, None)
-    return found
+        return peak and float(max(peak - run.memory.start_bytes, 0))  # type: ignore[union-attr]
+    value: float | None = getattr(run, measure)
+    return value
 
 
-def measures_of(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
-    """Returns label and unit of each measure that a finished run has, by name."""
-    every = {name: (label, unit) for name, (label, unit, _) in _MEASURES.items()}
+def measures_of(runs: Sequence[Run]) -> dict[str, tuple[str, Callable[[float], str]]]:
+    """Returns heading and format of each measure that a finished run has, by name."""
+    every = {**_MEASURES}
     for size in sorted({each.batch_size for run in runs for each in run.latencies}):
         for part in ("p50", "p90", "p99"):
-            every[f"latency_{part}_batch_{size}"] = (f"latency, batch {size}", "s")
+            how = (f"latency, batch {size}", units.format_seconds)
+            every[f"latency_{part}_batch_{size}"] = how
     finished = [run for run in runs if run.is_finished]
     return {
         name: how
@@ -120,96 +118,66 @@ def columns(found: Comparison) -> dict[str, dict[str, Cell]]:
     geometric mean and its ratio, so that a ratio is that of the figures beside it;
     where a run failed, and its pair is left out, it says "paired".
     """
-    measures, table = measures_of(found.runs), {}
+    measures = measures_of(found.runs)
     latencies = [name for name in measures if name.startswith("latency_p50")][:1]
-    rest = ("training_bytes", "device_bytes", *latencies, "energy_joules")
-    for name in ("examples_per_second", "", *rest, "skipped_steps", "nonfinite"):
+    names = ("training_bytes", "device_bytes", *latencies, "energy_joules", *_COUNTS)
+    where = "validation" if found.on_validation else "training"
+    table = {}
+    for name in ("examples_per_second", "", *names):
         if not name:
-            where = "validation" if found.on_validation else "training"
             table[f"{found.metric}, {where}"] = {
                 policy: _quality(found, policy) for policy in found.policies
             }
         elif name in measures:
-            label, unit = measures[name]
-            means = {policy: _mean(found, policy, name) for policy in found.policies}
-            unit, texts = scaled(unit, list(means.values()))
-            table[f"{label} ({unit})" if unit else label] = {
-                policy: _measured(found, policy, name, text)
-                for policy, text in zip(means, texts, strict=True)
+            heading, text = measures[name]
+            table[heading] = {
+                p: _measured(found, p, name, text) for p in found.policies
             }
     return table
 
 
-def _mean(found: Comparison, policy: str, measure: str) -> float:
-    """Returns the mean over a policy's runs, geometric where all are above 0."""
-    values = [value_of(run, measure) for run in found.finished(policy)]
+def _measured(
+    found: Comparison, policy: str, name: str, text: Callable[[float], str]
+) -> Cell:
+    values = [value_of(run, name) for run in found.finished(policy)]
     known = [value for value in values if value is not None]
-    if not known or min(known) <= 0:
-        return float(np.mean(known)) if known else math.nan
-    return float(np.exp(np.mean(np.log(known))))
-
-
-def _measured(found: Comparison, policy: str, name: str, text: str) -> Cell:
-    is_plain = name in ("skipped_steps", "nonfinite") or policy == found.reference
+    if not known:
+        return Cell("-")
+    if name in _COUNTS or min(known) <= 0:
+        return Cell(text(float(np.mean(known))))
+    value = text(float(np.exp(np.mean(np.log(known)))))
     ratio = found.ratio(name, policy)
-    if is_plain or math.isnan(ratio.estimate):
-        return Cell(text)
-    more_is_better = name == "examples_per_second"
-    effect = effect_of_ratio(ratio, more_is_better=more_is_better)
+    if policy == found.reference or math.isnan(ratio.estimate):
+        return Cell(value)
+    effect = effect_of_ratio(ratio, more_is_better=name == "examples_per_second")
     if all(are_same(*pair) for pair in found.pairs(policy)):
         effect = "same"
     change = f"{_digits(ratio.estimate)}x{_paired(found, policy)}"
-    return Cell(text, change, _between(ratio, _digits), effect)
+    return Cell(value, change, _between(ratio, _digits), effect)
 
 
 def _quality(found: Comparison, policy: str) -> Cell:
-    decimals = _decimals(found.tolerance)
-    text, verdict = _mean_metric(found, found.finished(policy), decimals), None
-    if policy != found.reference:
-        verdict = found.verdicts[policy]
+    text = _mean_metric(found, found.finished(policy))
+    verdict = found.verdicts.get(policy)
     if verdict is None or not math.isfinite(verdict.quality.estimate):
         return Cell(text)
-
-    def signed(value: float) -> str:
-        return f"{round(value, decimals) + 0.0:+,.{decimals}f}"
-
     change = verdict.quality
     if found.better == "min":
         change = Interval(-change.estimate, -change.high, -change.low)
-    told = signed(change.estimate) + _paired(found, policy)
+    told = _signed(change.estimate) + _paired(found, policy)
     effect: Effect = verdict.quality_effect or "unclear"
-    return Cell(text, told, _between(change, signed), effect)
+    return Cell(text, told, _between(change, _signed), effect)
 
 
-def _mean_metric(found: Comparison, runs: Sequence[Run], decimals: int) -> str:
+def _mean_metric(found: Comparison, runs: Sequence[Run]) -> str:
     values = [run.final_metrics.get(found.metric, math.nan) for run in runs]
     if not np.isfinite(values).all():
         return "not a number"
-    return f"{np.mean(values):,.{decimals}f}" if values else "-"
+    return _number(float(np.mean(values))) if values else "-"
 
 
-def _decimals(tolerance: float, digits: int = 2) -> int:
-    """Returns how many decimals a metric needs for the digits of its tolerance."""
-    if not (math.isfinite(tolerance) and tolerance > 0):
-        return 4
-    return min(max(digits - 1 - math.floor(math.log10(tolerance)), 0), 9)
-
-
-def scaled(unit: str, values: Sequence[float]) -> tuple[str, list[str]]:
-    """Returns the unit in which the least of some values has three digits, and those.
-
-    Example:
-        >>> scaled("s", [0.0641, 0.0337]), scaled("bytes", [2.0**29, 1.2 * 2**30])
-        (('ms', ['64.1', '33.7']), ('MiB', ['512', '1,229']))
-    """
-    known = [abs(v) for v in values if math.isfinite(v) and v]
-    least = min(known, default=1.0)
-    scales = _UNITS[unit]
-    factor, name = next((s for s in scales if least >= 0.9995 * s[0]), scales[-1])
-    decimals = 0 if unit == "" else 2 - math.floor(math.log10(least / factor) + 1e-9)
-    decimals = min(max(decimals, 0), 3)
-    texts = [f"{v / factor:,.{decimals}f}" if math.isfinite(v) else "-" for v in values]
-    return name, texts
+def _signed(value: float) -> str:
+    return f"{value:+,.2g}"
 
 
 def _digits(ratio: float) -> str:
@@ -263,10 +231,7 @@ def sentences(found: Comparison, policy: str) -> tuple[str, str]:
         "how": _how_to_use(policy),
         "needs": f"{verdict.needs[:1].upper()}{verdict.needs[1:]}",
     }
-    decimals = _decimals(found.tolerance, digits=1)
-    before, after = (
-        _mean_metric(found, runs, decimals) for runs in zip(*pairs, strict=True)
-    )
+    before, after = (_mean_metric(found, runs) for runs in zip(*pairs, strict=True))
     seeds = "1 seed" if verdict.num_seeds == 1 else f"{verdict.num_seeds} seeds"
     return (
         f"{lead.format(**words)}: {found.metric} {after} against {before}, {seeds}; "

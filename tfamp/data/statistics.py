@@ -27,12 +27,10 @@ def fit_statistics(
 ) -> Statistics:
     """Returns the statistics of a dataset's inputs, read in one pass.
 
-    Counts, mean, variance, minimum and maximum are exact: float64, merged by
-    Welford's method. Quantiles are exact up to 100,000 rows; beyond that they are those
-    of 100,000 rows drawn at random (10,000 where a column has more than 1,600
-    features). The rank of a quantile q then has a standard error of
-    sqrt(q (1 - q) / 100,000): 0.16 % at the median, 0.03 % at the first percentile. NaN
-    and inf are counted and touch nothing else. Memory is up to 0.8 MiB per feature,
+    Counts, mean, variance, minimum and maximum are exact. Quantiles are exact up to
+    100,000 rows; beyond that they are those of 100,000 rows drawn at random (10,000
+    where a column has more than 1,600 features), whose median is off by 0.16 % in rank.
+    NaN and inf are counted and touch nothing else. Memory is up to 0.8 MiB per feature,
     twice that of float64, whatever the dataset's length.
 
     The features of a tensor are the entries of its last axis: columns of a table,
@@ -40,17 +38,12 @@ def fit_statistics(
 
     Args:
         dataset: A `tf.data.Dataset` of examples or batches, x, (x, y) or
-            (x, y, sample_weight), where x is a tensor or a dict of them; a
-            `tfamp.data.Pipeline`; or arrays `(examples, ...)` in the same forms.
-            Without augmentation, and the training part alone: statistics of
-            validation data in the model are a leak.
+            (x, y, sample_weight), where x is a tensor or a dict of them; a `Pipeline`;
+            or arrays in the same forms. The training part alone, without augmentation.
         missing_value: What stands for a missing value besides NaN, in all columns that
             can hold it: a number, a text, or several.
         batched: Whether elements are batches; None to tell from the stages of a
             pipeline, else from their shapes.
-
-    Returns:
-        A record that prints as a table, goes to JSON, and makes a layer.
 
     Raises:
         TypeError: Inputs are nested, ragged, sparse or complex.

@@ -28,11 +28,10 @@ def check(
 ) -> Findings:
     """Returns what would go wrong with this data in a compute dtype, before training.
 
-    One pass over each set, in float64, exact but for drift, which comes from a random
-    sample of up to 20,000 examples (the same at each call). Drift is reported if
-    distributions differ by at least 0.1, and the chance of any false alarm over all
-    columns is below 1 %; it needs scipy. Memory: about 32 MiB for each column and 50
-    bytes for each example. Time: about 20 ns a value.
+    One pass over each set, in float64, exact but for drift, which comes from up to
+    20,000 examples, is reported from a difference of 0.1 on, is a false alarm with a
+    chance below 1 %, and needs scipy. Memory: about 32 MiB for each column and 50 bytes
+    for each example. Time: about 20 ns a value.
 
     Vectors are looked at feature by feature ("x[3]"), images as a whole. NaN in one
     place hides nothing in others.
