@@ -187,24 +187,6 @@ def test_a_policy_that_fails_is_left_out_and_told():
     assert "2 of 4 runs failed" in found.table()
 
 
-@pytest.mark.slow
-def test_plans_are_compared_and_results_read_where_their_file_is_not():
-    with tfamp.scope("mixed_bfloat16"):
-        model = build()
-        model.build((None, 6))
-    plan = tfamp.PrecisionPlan.from_model(model)
-    found = tfamp.compare(build_with_input, (X, Y), policies=("float32", plan), seeds=1)
-    (run,) = (run for run in found.runs if run.policy != "float32")
-    assert "bfloat16" in {layer.compute_dtype for layer in run.layers}
-    assert "tfamp.enable(plan)" in found.to_json() or found.table()
-
-
-def build_with_input():
-    model = build()
-    model.build((None, 6))
-    return model
-
-
 PROGRAM = """
     import os, signal, sys
     import numpy as np
@@ -241,9 +223,3 @@ def test_ctrl_c_keeps_what_can_be_compared_and_leaves_no_process(tmp_path, stop,
     else:
         assert done.returncode == -signal.SIGINT
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
-
-
-def test_what_cannot_go_along_is_refused():
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(32)
-    with pytest.raises(TypeError, match="cannot be taken to another process"):
-        tfamp.compare(lambda: (build(), data))

@@ -48,12 +48,6 @@ def test_missing_values_are_filled(missing):
     np.testing.assert_allclose(layer(values)[:, 0], expected, atol=FLOAT32_ERROR)
 
 
-def test_missing_values_pass_as_nan_when_asked_to():
-    values = np.array([[1.0], [3.0], [-1.0], [NAN]], np.float32)
-    layer = fit_statistics(values, missing_value=-1).as_layer(None)
-    np.testing.assert_array_equal(layer(values)[:, 0], [-1, 1, NAN, NAN])
-
-
 STD = np.sqrt(9999 / 12)  # of 1, ..., 100
 CLIPS = {
     # Of 1, ..., 100: values at ranks 1 and 99.
@@ -61,7 +55,6 @@ CLIPS = {
     "zscore": (("zscore", 1.0), 50.5 - STD, 50.5 + STD),
     # Quartiles 25 and 75.
     "iqr": (("iqr", 0.2), 15.0, 85.0),
-    "none": (None, -np.inf, np.inf),
 }
 
 
@@ -73,11 +66,6 @@ def test_outliers_are_clipped_at_limits_of_the_training_data(clip, low, high):
     clipped = np.clip(values, low, high)
     expected = (np.clip(new, low, high) - clipped.mean()) / clipped.std()
     np.testing.assert_allclose(layer(new), expected, rtol=FLOAT32_ERROR)
-
-
-def test_constant_features_become_0():
-    layer = fit_statistics(np.full((5, 1), 3.0)).as_layer()
-    np.testing.assert_array_equal(layer(np.array([[3.0], [NAN]])), [[0.0], [0.0]])
 
 
 def test_rare_flags_are_not_clipped_away_and_it_is_said():
@@ -220,14 +208,6 @@ def test_config_keeps_every_field():
     assert scalar.scalar and number.missing_values == (0.5,)
 
 
-def a_tensor_model(policy):
-    values = table(60)
-    with tfamp.scope(policy):
-        layer = fit_statistics(values).as_layer(**EVERYTHING)
-        inputs = keras.Input((3,))
-        return keras.Model(inputs, layer(inputs)), values
-
-
 def a_dict_model():
     columns = {"v": table(30), "t": np.arange(30) + 1_700_000_000, "u": np.ones(30)}
     layer = fit_statistics(columns).as_layer(columns=("t", "v"))
@@ -239,16 +219,8 @@ def a_dict_model():
     return keras.Model(inputs, layer(inputs)), fed
 
 
-MODELS = {
-    "mixed_bfloat16": lambda: a_tensor_model("mixed_bfloat16"),
-    "dict": a_dict_model,
-}
-
-
-@pytest.mark.quick("dict")
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_saved_models_give_the_same_bits(make, tmp_path):
-    model, values = make()
+def test_saved_models_give_the_same_bits(tmp_path):
+    model, values = a_dict_model()
     expected = tf.cast(model(values), tf.float32).numpy()
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
@@ -294,9 +266,7 @@ ERRORS = {
     "fill": (as_layer("average"), "Unknown `missing` 'average'; expected 'mean'"),
     "fill NaN": (as_layer(NAN), "`missing` is nan; expected a finite number"),
     "clip": (as_layer(clip="std"), "Unknown `clip` 'std'; expected 'zscore', 'iqr'"),
-    "clip type": (as_layer(clip=3), "`clip` is 3; expected None,"),
     "clip order": (as_layer(clip=(0.9, 0.1)), "expected a lower quantile below"),
-    "clip percent": (as_layer(clip=(1, 99)), "expected a number in [0, 1]"),
     "columns": (as_layer(columns=("a",)), "`columns` is ('a',); expected a tuple of"),
     "text joined": (
         lambda: dict_statistics()[1].as_layer(),
@@ -305,10 +275,6 @@ ERRORS = {
     "features": (
         lambda: as_layer()()(np.zeros((2, 3))),
         "Column 'x' has shape (2, 3); expected a last axis of 2 features",
-    ),
-    "names": (
-        lambda: dict_statistics()[1].as_layer(columns=("v", "s"))({"v": VALUES}),
-        "got ('v',); expected a dict with the columns ('v', 's')",
     ),
     "text for numbers": (
         lambda: as_layer()()(tf.constant([["a", "b"]])),

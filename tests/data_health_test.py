@@ -6,7 +6,6 @@ Also the forms of data and the pass over them.
 import functools
 import importlib.util
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -49,18 +48,10 @@ def fired(findings):
 
 HEALTHY = {
     "normalized features": lambda s: (normal(N, 8, seed=s), rng(s).integers(0, 4, N)),
-    "bytes of images": lambda s: (
-        rng(s).integers(0, 256, (N, 4, 4, 3)).astype(np.uint8),
-        rng(s).integers(0, 10, N),
-    ),
     "a regression": lambda s: (normal(N, 3, seed=s), normal(N, 1, seed=s + 50)),
     "tokens": lambda s: (
         rng(s).integers(0, 30_000, (N, 6)).astype(np.int32),
         rng(s).integers(0, 2, N).astype(bool),
-    ),
-    "text": lambda s: (
-        np.array([f"word {n}" for n in rng(s).integers(0, 10**12, N)]),
-        rng(s).integers(0, 2, N),
     ),
 }
 
@@ -102,18 +93,15 @@ RULES = {
     "an outlier that standardizing leaves too large": (
         *("overflow", where(0, 1e9, rng().normal(size=100_000)), "error x"),
     ),
-    "tiny values in bfloat16": ("underflow", TINY, "", "bfloat16"),
     "zeros": ("underflow", where(slice(N // 2), 0, NORMAL), ""),
     "a constant feature": ("constant", FLAT, "note x[0]"),
     "a constant column": (
         *("constant", {"a": FLAT[:, 0], "b": FLAT[:, 1]}, "warning x/a"),
     ),
     "constant targets": ("constant", (PAIR, np.zeros(N)), "warning y"),
-    "one example": ("constant", FLAT[:1], ""),
     "squares that overflow": ("unnormalized", NORMAL * 1000, "warning x"),
     "squares in bfloat16": ("unnormalized", NORMAL * 1000, "", "bfloat16"),
     "float images": ("unnormalized", rng().uniform(0, 255, N), ""),
-    "a small offset": ("unnormalized", 5 + NORMAL, ""),
     "years": ("resolution", {"year": YEARS}, ""),
     # Steps of 8 round by 8 / sqrt(12), a quarter of the deviation.
     "years in bfloat16": ("resolution", {"year": YEARS}, "warning x/year", "bfloat16"),
@@ -175,10 +163,7 @@ def test_values_that_become_zero_are_counted():
 PLACES = {
     "latitude of a city in float16": (40.7, 0.03, "float16", "warning"),
     "latitude of a city in bfloat16": (40.7, 0.03, "bfloat16", "error"),
-    "longitude of a state in bfloat16": (-119.6, 2.0, "bfloat16", "warning"),
-    "longitude of a state in float16": (-119.6, 2.0, "float16", None),
     "time in float32": (1.7e9, 1e7, "float32", None),
-    "some minutes in float32": (1.7e9, 500.0, "float32", "warning"),
     "a minute of seconds in float32": (1.7e9, 20.0, "float32", "error"),
 }
 
@@ -207,13 +192,10 @@ LABELS = {
     "from 1 on": (np.arange(N) % 5 + 1, None, "warning"),
     "with a gap": (np.arange(N) % 5 + 3 * (np.arange(N) % 5 == 4), None, "warning"),
     "with a gap that is known": (np.arange(N) % 5, 6, None),
-    "as many as classes": (np.arange(N) % 5, 5, None),
     "too large": (np.arange(N) % 5, 4, "error"),
     "-1 for ignore": (np.arange(N) % 5 - 1, None, "error"),
     "-1 and 1": (np.arange(N) % 2 * 2 - 1, None, None),
     "temperatures": (np.arange(N) % 50 - 20, None, None),
-    "whole floats": ((np.arange(N) % 5).astype(np.float32), None, None),
-    "0.0 and 1.0": ((np.arange(N) % 2).astype(np.float32), None, None),
     "prices": (rng().integers(1000, 10**6, N), None, None),
     "quantities": (normal(N), None, None),
 }
@@ -253,13 +235,6 @@ def test_validation_examples_that_are_in_train_leak(shared, severity):
     leaks = check32(train, validation).of(rule="leak")
     told = [(leak.severity, leak.figure) for leak in leaks]
     assert told == [(severity, shared / N)] * bool(severity)
-
-
-def test_few_distinct_inputs_make_duplicates_a_note():
-    codes = rng().integers(0, 5, (N, 2)).astype(np.int32)
-    findings = check32(codes, codes)
-    assert only(findings, "duplicates").severity == "note"
-    assert only(findings, "leak").severity == "note"
 
 
 def test_rows_are_compared_over_all_columns_and_all_bytes():
@@ -373,13 +348,6 @@ def test_validation_of_its_own_faults_is_said_once():
     assert only(both, "nan").message.startswith("x[1] holds")
 
 
-def test_what_could_not_be_compared_is_said():
-    findings = found(normal(N))
-    assert findings.skipped[0] == "leak: no `validation`."
-    assert not {"leak", "unseen_class", "drift"} & set(findings.rules)
-    assert check32(normal(N), normal(N)).skipped == ()
-
-
 # Errors --------------------------------------------------------------------------
 
 
@@ -397,16 +365,6 @@ ERRORS = {
     "ragged": (
         lambda: check32(RAGGED),
         "expected a dense tensor. Map it to one first: `.to_tensor()`",
-        TypeError,
-    ),
-    "complex": (
-        lambda: check32(np.zeros(3, complex)),
-        "Column 'x' is of dtype complex128; expected floats, integers, booleans or ",
-        TypeError,
-    ),
-    "no data": (
-        lambda: check32("train.csv"),
-        "Column 'x' of `train` is of type str; expected an array",
         TypeError,
     ),
     "lengths": (
@@ -431,20 +389,7 @@ ERRORS = {
         "Unknown `compute_dtype` 'fp16'; expected 'float32', 'float16', 'bfloat16', "
         "'mixed_float16' or 'mixed_bfloat16'. Did you mean 'mixed_float16'?",
     ),
-    "classes": (
-        lambda: check32(np.zeros(3), num_classes=0),
-        "`num_classes` is 0; expected an integer of at least 1.",
-    ),
 }
 
 
 test_errors = refusals(ERRORS)
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    ["mixed_float16", keras.DTypePolicy("mixed_float16"), keras.DTypePolicy("float16")],
-    ids=["name", "policy", "pure policy"],
-)
-def test_policies_stand_for_their_compute_dtype(dtype):
-    assert found(normal(N), dtype=dtype).title.endswith("for float16")

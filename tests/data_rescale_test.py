@@ -14,8 +14,6 @@ MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 CASES = {
     "to 0..1": (1 / 255, 0.0),
     "to -1..1": (1 / 127.5, -1.0),
-    "to -0.5..0.5": (1 / 255, -0.5),
-    "power of two": (1 / 64, -2.0),
     "negative": (-0.0123, 0.777),
     "far offset": (0.01, 1000.0),
     "mean and deviation": (1 / (255 * STD), -MEAN / STD),
@@ -39,8 +37,6 @@ def units_off(found, scale, offset, dtype):
 
 @pytest.mark.quick(
     "graph-mixed_float16-to -1..1",
-    "graph-mixed_float16-to -0.5..0.5",
-    "graph-mixed_float16-power of two",
     "graph-mixed_float16-far offset",
     "xla-mixed_bfloat16-to 0..1",
 )
@@ -78,12 +74,6 @@ def test_it_maps_elements_of_a_dataset_as_it_does_eagerly():
     np.testing.assert_array_equal(np.stack(list(dataset)), layer(PIXELS).numpy())
 
 
-def test_float_inputs_are_not_rounded_before_they_are_scaled():
-    layer = Rescale(1 / 4096, -1.0, dtype="mixed_float16")
-    # 4097 needs 13 bits; float16 has 11.
-    assert float(layer(tf.constant([4097.0]))[0]) == float(np.float16(1 / 4096))
-
-
 @pytest.mark.parametrize("form", ["keras", "saved model"])
 def test_a_model_keeps_it_through_its_files(form, tmp_path):
     scale, offset = [0.1, 0.2, 0.3], [-0.5, 0.1, -2.0]
@@ -102,15 +92,6 @@ def test_a_model_keeps_it_through_its_files(form, tmp_path):
         model.export(tmp_path / "served", verbose=False)
         found = tf.saved_model.load(tmp_path / "served").serve(PIXELS)
     np.testing.assert_array_equal(found.numpy(), expected)
-
-
-def test_fit_takes_uint8_and_the_first_layer_scales():
-    model = keras.Sequential(
-        [keras.Input((3,), dtype="uint8"), Rescale(1 / 255), keras.layers.Dense(1)]
-    )
-    model.compile("sgd", "mse", jit_compile=True)
-    history = model.fit(PIXELS, np.ones(256), batch_size=128, verbose=0)
-    assert np.isfinite(history.history["loss"][0])
 
 
 test_wrong_arguments_are_refused = refused_arguments(

@@ -8,7 +8,6 @@ import tensorflow as tf
 import tfamp
 from tests.replicas import two_replicas
 from tests.styles import STYLES, assembled
-from tfamp.training import LearningRates
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 
@@ -130,16 +129,6 @@ def test_on_two_replicas():
     assert tfamp.training.lr_find(model, DATA, num_steps=30).suggestion > 0
     for ours, was in zip(bits(model), before, strict=True):
         np.testing.assert_array_equal(ours, was)
-
-
-def test_it_is_drawn_told_and_written(tmp_path):
-    found = tfamp.training.lr_find(model_of(), DATA, num_steps=40)
-    assert f"{found.suggestion:.3g}" in str(found)
-    assert found.table(rows=5).count("\n") < 12
-    found.plot(tmp_path / "rates.png")
-    assert (tmp_path / "rates.png").stat().st_size > 10_000
-    found.to_json(tmp_path / "rates.json")
-    assert LearningRates.from_json(tmp_path / "rates.json") == found
 
 
 def test_what_cannot_be_tried_is_told():

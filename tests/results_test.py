@@ -1,8 +1,6 @@
 """Records: the round trip through JSON with every kind of field, and refusals."""
 
 import dataclasses
-import json
-import math
 import re
 from typing import Any, Literal
 
@@ -70,23 +68,8 @@ def test_every_field_survives_the_round_trip(record, tmp_path):
             assert type(after) is type(before), field.name
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
-def test_floats_that_are_not_finite_survive_in_strict_json(value):
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    text = dataclasses.replace(OUTER, share=value).to_json()
-    json.loads(text, parse_constant=refuse)
-    assert Outer.from_json(text).share == pytest.approx(value, nan_ok=True)
-
-
 FIELDS = "('policy', 'reason')"
 BAD = {
-    "unknown field": (
-        {"policy": "float32", "reason": "", "why": 1},
-        "Fields ('why',) of Recommendation are unknown, or missing; expected "
-        f"{FIELDS}. Correct them, or update tfamp if a later version wrote them.",
-    ),
     "missing field": (
         {"policy": "float32"},
         "Fields ('reason',) of Recommendation are unknown, or missing; expected "
@@ -113,7 +96,6 @@ test_a_dictionary_that_does_not_fit_is_an_error = refusals(
 WRONG = {
     "a number for a flag": ("is_done", 1, "bool"),
     "a flag for a number": ("count", True, "int"),
-    "a tuple too short": ("pair", ["text"], "tuple[str, float]"),
     "no member of a union": ("either", 3, None),
 }
 

@@ -18,7 +18,6 @@ def flipped(image, strength):
 
 TARGETS = {
     "a mask": np.zeros((6, 8, 10), "uint8"),
-    "a mask with a channel": np.zeros((6, 8, 10, 1), "int32"),
     "masks in a dict": {"mask": np.zeros((6, 8, 10)), "label": np.zeros(6)},
 }
 MOVING = {

@@ -56,13 +56,6 @@ def test_words_in_text_are_kept(tmp_path, word):
     assert columns(Pipeline.from_csv(path))[1] == [b"Oslo", word.encode()]
 
 
-def test_what_stands_for_a_gap_in_text_too_can_be_said(tmp_path):
-    path = table(tmp_path, [("1", "Oslo"), ("?", "?"), ("3", "NA")])
-    ages, cities = columns(Pipeline.from_csv(path, na_values=["?"]))
-    np.testing.assert_array_equal(ages, [1, np.nan, 3])
-    assert cities == [b"Oslo", b"", b"NA"]
-
-
 ADDRESSES = {
     "gs://bucket/data": "gcsfuse",
     "s3://bucket/data": "opy",
@@ -72,7 +65,6 @@ ADDRESSES = {
 }
 VERBS = {
     "from_csv": Pipeline.from_csv,
-    "from_text": Pipeline.from_text,
     "from_tfrecord": Pipeline.from_tfrecord,
     "from_images": Pipeline.from_images,
     "cache": lambda path: Pipeline.from_arrays(np.zeros(3)).cache(path),
@@ -81,7 +73,7 @@ VERBS = {
 
 @pytest.mark.quick(
     "from_csv-text-gs://bucket/data-gcsfuse",
-    "from_text-Path-s3://bucket/data-opy",
+    "from_csv-Path-s3://bucket/data-opy",
     "from_tfrecord-text-file:///data/train.csv-'/data/train.csv'",
     "from_images-text-hdfs://host/data-opy",
     "cache-text-https://example.org/data.csv-opy",

@@ -81,7 +81,6 @@ def compare(
         on_run: Gets each run as it ends.
 
     Raises:
-        ImportError: A package of `tfamp[report]` is not installed.
         RuntimeError: The first run failed; the end of its log is in the message.
         TypeError: An argument has the wrong type, or cannot go to another process.
         ValueError: An argument is unknown, `directory` has runs that are none of this

@@ -18,8 +18,6 @@ _LARGEST_PIXEL = 255.0
 _FLOAT64_NOISE = 4 * 2.0**-53
 # What float32 holds without loss.
 _FITS_FLOAT32 = ("bfloat16", "float16", "float32", "int8", "uint8", "int16", "uint16")
-# Beside a smaller width a quotient by it in float32 is not exact to its last digits.
-_LEAST_WIDTH = float(np.finfo(np.float32).smallest_normal)
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
@@ -27,22 +25,15 @@ class Rescale(keras.layers.Layer):
     """Computes `x * scale + offset` for pixels, in the layer's compute dtype.
 
     Put it first in the model and feed it uint8: the batch is a quarter of float32's
-    size on its way to the device. The sum is made in float32 before the product, as
-    `(x + offset / scale) * scale`, and rounded once to the compute dtype. So float16
-    and bfloat16 get the nearest value to the true one, and float32 one that is off by
-    less than 2 units in the last place.
-
-    `keras.layers.Rescaling` rounds scale, product and sum one after another: to
-    [-1, 1] (`1 / 127.5`, -1) 82 % of the 256 values are not the nearest in bfloat16.
+    size on its way to the device. The sum is made in float32 before the product and
+    rounded once, so float16 and bfloat16 get the value nearest to the true one, and
+    float32 one off by less than 2 units in the last place. Of `keras.layers.Rescaling`
+    to [-1, 1] 82 % of the 256 values are not the nearest in bfloat16.
 
     Args:
         scale: Factor, not 0; one number, or one for each channel (the last axis).
         offset: What is added after the factor; likewise.
         **kwargs: As for every layer: `name`, `dtype`, ...
-
-    Raises:
-        ValueError: `scale` is 0, or either is not finite or no number or list of
-            numbers.
 
     Example:
         >>> layer = Rescale(1 / 127.5, -1.0)
@@ -128,18 +119,6 @@ class ColumnRule(Record):
     upper: tuple[float, ...]
     center: tuple[float, ...]  # subtracted
     width: tuple[float, ...]  # divided by
-
-    def work_dtype(self, dtype: Any) -> str:
-        """Returns the dtype to compute in: float64 where float32 would lose digits.
-
-        Runtimes of phones have no float64, so all else does with float32.
-        """
-        constants = np.array([*self.center, *self.width])
-        with np.errstate(over="ignore"):
-            has_range = np.isfinite(constants.astype(np.float32)).all()
-        is_wide = (np.array(self.width) >= _LEAST_WIDTH).all()
-        fits = tf.as_dtype(dtype).name in _FITS_FLOAT32
-        return "float32" if fits and has_range and is_wide else "float64"
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
@@ -232,7 +211,8 @@ class Condition(keras.layers.Layer):
                 f"last axis of {len(rule.fill)} features, as in its statistics. Fit "
                 "them on inputs of this shape."
             )
-        dtype = rule.work_dtype(values.dtype)
+        # Runtimes of phones have no float64, so all that can do with float32 does.
+        dtype = "float32" if values.dtype.name in _FITS_FLOAT32 else "float64"
         center, width = np.array(rule.center), np.array(rule.width)
         # What the center lacks in the dtype is added to what is scaled: two sums with
         # constants in a row are made one by TensorFlow's optimizer.
