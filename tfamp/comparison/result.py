@@ -121,14 +121,6 @@ class Comparison(TableRecord):
         """
         return page.to_html(self, path)
 
-    def __repr__(self) -> str:
-        """Returns what it comes to in a line."""
-        found = {p: verdict.answer for p, verdict in self.verdicts.items()}
-        return (
-            f"Comparison(title={self.title!r}, reference={self.reference!r}, "
-            f"metric={self.metric!r}, verdicts={found!r}, runs=<{len(self.runs)}>)"
-        )
-
 
 def conclude(
     runs: Sequence[Run],

@@ -2,7 +2,6 @@
 
 import collections
 import math
-import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -84,18 +83,10 @@ def fit_statistics(
 
 def _values(missing_value: Any) -> tuple[Any, ...]:
     """Returns one value or several as a tuple of floats and texts, without NaN."""
-    is_one = isinstance(missing_value, (str, bytes)) or missing_value is None
-    several = isinstance(missing_value, Iterable) and not is_one
-    values = tuple(missing_value) if several else (missing_value,)
     if missing_value is None:
         return ()
-    for value in values:
-        if not isinstance(value, (str, numbers.Real)):
-            raise TypeError(
-                f"`missing_value` holds {value!r}, of type {type(value).__name__}; "
-                "expected numbers or text. Pass what stands for a missing value, "
-                "such as -999 or '?'; NaN always does."
-            )
+    is_one = isinstance(missing_value, str) or not isinstance(missing_value, Iterable)
+    values = (missing_value,) if is_one else tuple(missing_value)
     converted = (v if isinstance(v, str) else float(v) for v in values)
     return tuple(v for v in converted if isinstance(v, str) or not math.isnan(v))
 

@@ -276,7 +276,13 @@ class Augmentation(Stage):
                 else:
                     given = _restored(current[0], dtype)
                     taken = (given, strength, own)[: _num_arguments(step)]
-                    current = _checked(_name(step), step(*taken), given)[None]
+                    current = tf.convert_to_tensor(step(*taken))[None]
+                    if not current.shape[1:].is_compatible_with(given.shape):
+                        raise ValueError(
+                            f"`{_name(step)}` makes the shape {current.shape[1:]}; "
+                            f"expected {given.shape}, as it was given. Use `.map` for "
+                            "a lasting change."
+                        )
             return tf.ensure_shape(_restored(current, dtype), images.shape)
 
         return tf.cond(strength > 0, changed, lambda: tf.identity(images))
@@ -304,19 +310,6 @@ def _num_arguments(function: Any) -> int:
 
 def _name(step: Any) -> str:
     return getattr(step, "__name__", type(step).__name__)
-
-
-def _checked(name: str, found: Any, given: tf.Tensor) -> tf.Tensor:
-    """Returns what a user's function gave, if it is like what it was given."""
-    found = tf.convert_to_tensor(found)
-    if found.dtype != given.dtype or not found.shape.is_compatible_with(given.shape):
-        raise ValueError(
-            f"`{name}` makes {found.dtype.name} of shape {tuple(found.shape)}; "
-            f"expected what it was given, {given.dtype.name} of shape "
-            f"{tuple(given.shape)}. Cast and crop inside it, or use `.map` for a "
-            "lasting change."
-        )
-    return found
 
 
 def _part(element: Any, key: str | None) -> Any:
