@@ -266,7 +266,7 @@ ERRORS = {
     "fill": (as_layer("average"), "Unknown `missing` 'average'; expected 'mean'"),
     "fill NaN": (as_layer(NAN), "`missing` is nan; expected a finite number"),
     "clip": (as_layer(clip="std"), "Unknown `clip` 'std'; expected 'zscore', 'iqr'"),
-    "clip order": (as_layer(clip=(0.9, 0.1)), "expected a lower quantile below"),
+    "clip order": (as_layer(clip=(0.9, 0.1)), "the lower one first"),
     "columns": (as_layer(columns=("a",)), "`columns` is ('a',); expected a tuple of"),
     "text joined": (
         lambda: dict_statistics()[1].as_layer(),

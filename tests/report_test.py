@@ -73,9 +73,9 @@ CASES = {
             seeds=(0, 1), replaced=(failed("float32", 0), failed())
         ),
         "not enough runs",
-        "Nothing is known of auto: no seed finished both under it and under float32; "
-        "float32 with seed 0 failed with ValueError: no such layer.",
-        "Look at the errors of the runs, and measure again.",
+        "accuracy unknown against unknown, 0 seeds; the run under float32 with seed 0 "
+        "failed: ValueError: no such layer.",
+        "Runs that do not fail would decide.",
     ),
     "the same under another name": (
         same_under_another_name,

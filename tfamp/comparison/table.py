@@ -173,7 +173,7 @@ def _mean_metric(found: Comparison, runs: Sequence[Run]) -> str:
     values = [run.final_metrics.get(found.metric, math.nan) for run in runs]
     if not np.isfinite(values).all():
         return "not a number"
-    return _number(float(np.mean(values))) if values else "-"
+    return _number(float(np.mean(values))) if values else "unknown"
 
 
 def _signed(value: float) -> str:
@@ -206,18 +206,6 @@ def sentences(found: Comparison, policy: str) -> tuple[str, str]:
     """Returns what a candidate comes to, with the figures, and what to do about it."""
     verdict, pairs = found.verdicts[policy], found.pairs(policy)
     name, reference = named(found, policy), found.label(found.reference)
-    if not pairs:
-        own = [run for run in found.runs if not run.is_finished]
-        own = [run for run in own if run.policy in (policy, found.reference)]
-        why = "no two runs have the same seed"
-        if own:
-            who = f"{found.label(own[0].policy)} with seed {own[0].seed}"
-            why = f"{who} failed with {_shortened(own[0].error)}"
-        return (
-            f"Nothing is known of {name}: no seed finished both under it and under "
-            f"{reference}; {why}.",
-            "Look at the errors of the runs, and measure again.",
-        )
     _, lead, advice = _WORDS[verdict.answer]
     if verdict.quality_effect == "same":  # it came to the reference itself
         advice = (
@@ -231,7 +219,9 @@ def sentences(found: Comparison, policy: str) -> tuple[str, str]:
         "how": _how_to_use(policy),
         "needs": f"{verdict.needs[:1].upper()}{verdict.needs[1:]}",
     }
-    before, after = (_mean_metric(found, runs) for runs in zip(*pairs, strict=True))
+    before, after = (
+        _mean_metric(found, [pair[place] for pair in pairs]) for place in (0, 1)
+    )
     seeds = "1 seed" if verdict.num_seeds == 1 else f"{verdict.num_seeds} seeds"
     return (
         f"{lead.format(**words)}: {found.metric} {after} against {before}, {seeds}; "

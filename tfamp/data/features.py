@@ -300,26 +300,19 @@ def check_rule(argument: str, rule: Any) -> tuple[str, tuple[float, ...]] | None
     """
     if rule is None:
         return None
-    parts = (rule,) if isinstance(rule, str) else rule
-    is_tuple = isinstance(parts, (tuple, list)) and len(parts) > 0
-    named = is_tuple and isinstance(parts[0], str)
-    name, *given = parts if named else ("quantile", *(parts if is_tuple else ()))
+    parts = (rule,) if isinstance(rule, str) or not np.iterable(rule) else (*rule,)
+    if parts and not isinstance(parts[0], str):
+        parts = ("quantile", *parts)
+    name, *given = parts or ("quantile", 0.0)
     checks.choice(argument, name, _LEVELS)
-    levels = given or (_LEVELS[name] if named else ())
-    if len(levels) != len(_LEVELS[name]):
+    levels = tuple(given) or _LEVELS[name]
+    is_sound = len(levels) == len(_LEVELS[name]) and levels[0] >= 0 < levels[-1]
+    if not is_sound or (name == "quantile" and not levels[0] < levels[1] <= 1):
         raise ValueError(
             f"`{argument}` is {rule!r}; expected None, ('zscore', 3.0), ('iqr', 1.5) "
-            "or ('quantile', 0.01, 0.99). Pass one of these."
+            "or ('quantile', 0.01, 0.99), the lower one first. Pass one of these."
         )
-    if name != "quantile":
-        return name, (checks.positive(argument, levels[0]),)
-    low, high = (checks.fraction(argument, level) for level in levels)
-    if low >= high:
-        raise ValueError(
-            f"`{argument}` is {rule!r}; expected a lower quantile below the upper "
-            "one. Swap them."
-        )
-    return name, (low, high)
+    return name, levels
 
 
 def outlier_limits(
