@@ -5,7 +5,6 @@ some are real processes.
 """
 
 import math
-import re
 
 import keras
 import numpy as np
@@ -249,16 +248,6 @@ def test_a_process_that_the_system_kills_did_not_fit():
     found = tfamp.find_batch_size(killed_above_16, (X, Y), start=16, min_gain=None)
     assert found.batch_size == 16
     assert {t.outcome for t in found.trials if t.batch_size > 16} == {"killed"}
-
-
-@pytest.mark.slow
-def test_a_fault_of_the_users_is_raised():
-    def not_compiled():
-        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-
-    words = "failed, and not for want of memory: TypeError"
-    with pytest.raises(RuntimeError, match=re.escape(words)):
-        tfamp.find_batch_size(not_compiled, (X, Y))
 
 
 @pytest.mark.parametrize("asked", [None, 3 * MIB])

@@ -129,22 +129,6 @@ def test_what_devices_have_no_units_for_is_tried_only_where_it_is_asked_for(
     assert asked == [PolicyTime("float32", False), PolicyTime("mixed_float16", False)]
 
 
-@pytest.mark.slow
-def test_a_policy_whose_every_step_is_skipped_is_not_timed():
-    inputs = keras.Input((6,))
-    far = layers.Lambda(lambda x: tf.square(x * 1e4) / 1e4 / 1e4)(inputs)
-    model = keras.Model(inputs, layers.Dense(1)(layers.Dense(4)(far)))
-    model.compile(keras.optimizers.Adam(0.01), "mse")
-    found = tfamp.measure_policies(
-        *(model, (X, Y)), policies=["mixed_float16"], jit_compile=False
-    )
-    assert found.best.policy == "float32"
-    assert found.times[1].step_seconds is None
-    assert found.times[1].note.startswith(
-        "cannot run: its gradients were not finite in 20 steps in a row; `tfamp.tune`"
-    )
-
-
 @pytest.mark.quick("mixed_float16")
 @pytest.mark.parametrize(
     "policy, style", [*zip(("float32", *POLICIES), STYLES, strict=False)]
@@ -213,7 +197,7 @@ def bfloat16_is_faster(monkeypatch):
 
 @pytest.mark.quick("functional")
 @pytest.mark.usefixtures("bfloat16_is_faster")
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", ["functional", "subclassed"])
 def test_measure_trains_under_the_fastest_from_the_first_step(style):
     with tfamp.scope("measure", keep_float32=[layers.BatchNormalization]):
         model = made(style)
@@ -244,15 +228,6 @@ def test_what_a_network_inside_was_traced_with_is_forgotten():
         tfamp.apply(model, "mixed_bfloat16")
         assert not np.array_equal(inner.predict(x, verbose=0), before)
     np.testing.assert_array_equal(inner.predict(x, verbose=0), before)
-
-
-@pytest.mark.usefixtures("bfloat16_is_faster")
-def test_each_model_of_a_program_is_measured():
-    with tfamp.scope("measure"):
-        models = [made() for _ in range(2)]
-        for model in models:
-            model.fit(X, Y, verbose=0)
-    assert [model.layers[0].compute_dtype for model in models] == 2 * ["bfloat16"]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import warnings
 
 import keras
@@ -96,19 +95,6 @@ def test_a_step_of_predict_has_neither_slots_nor_gradients():
     assert estimate.by_kind["activations"] == 2 * 2**12 * 256 * 4
 
 
-def test_layers_add_up_to_the_peak_without_inputs_and_metrics():
-    model = mlp()
-    estimate = tfamp.estimate_memory(model, BATCH)
-    metrics = sum(int(np.prod(v.shape)) * 4 for v in model.metrics_variables)
-    total = sum(estimate.by_layer.values())
-    without = estimate.peak_bytes - estimate.by_kind["inputs"] - metrics
-    # Slots are shared out by rounding down; the counter of steps is nobody's.
-    assert abs(total - without) <= 64
-    assert {"dense", "dense_1"} <= {
-        re.sub(r"_\d+$", "", p) for p in estimate.by_layer
-    } | {"dense_1"}
-
-
 def test_accumulation_and_moving_averages_are_slots():
     weights = 4 * num_weights(mlp())
     plain = tfamp.estimate_memory(mlp(optimizer=keras.optimizers.SGD()), BATCH)
@@ -131,13 +117,6 @@ def test_another_optimizer_is_counted_and_the_model_stays_as_it_was():
     assert vars(model).keys() == before.keys()
     assert isinstance(model.optimizer, keras.optimizers.SGD)
     model.fit(np.ones((4, 256)), np.ones((4, 10)), verbose=0)
-
-
-def test_a_model_that_is_not_compiled_takes_an_optimizer():
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-    estimate = tfamp.estimate_memory(model, BATCH, optimizer="adam")
-    assert estimate.by_kind["optimizer slots"] >= 2 * 4 * (8 * 4 + 4)
-    assert not model.compiled and not hasattr(model, "optimizer")
 
 
 @pytest.mark.slow
@@ -216,13 +195,6 @@ def test_a_subclassed_model_is_asked_with_data():
     assert again.by_kind == estimate.by_kind
 
 
-def test_a_subclassed_model_remembers_what_it_was_built_with():
-    model = Own()
-    model(np.ones((2, 16), np.float32))
-    model.compile("sgd", "mse")
-    assert tfamp.estimate_memory(model, 64).by_kind["inputs"] == 64 * (16 + 4) * 4
-
-
 def test_classes_as_numbers_are_targets_of_a_sparse_loss():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     estimate = tfamp.estimate_memory(mlp(loss=loss), BATCH)
@@ -246,15 +218,6 @@ def test_each_replica_has_its_part_of_the_batch():
     assert both.by_kind["inputs"] == single.by_kind["inputs"]
     with pytest.raises(ValueError, match=r"`batch_size` is 33 on 2 replicas"):
         tfamp.estimate_memory(model, 33)
-
-
-def test_nothing_is_run_or_changed():
-    model = mlp()
-    before = [np.array(w) for w in model.get_weights()]
-    tfamp.estimate_memory(model, BATCH)
-    after = model.get_weights()
-    assert all((a == b).all() for a, b in zip(before, after, strict=True))
-    assert int(model.optimizer.iterations) == 0
 
 
 def test_records_make_the_round_trip_and_tables_show_them(tmp_path):
@@ -349,17 +312,9 @@ def test_sizes_that_a_model_leaves_open_are_a_length_or_an_example_s(training):
         assert again.notes == ()
 
 
-LENGTHS = {
-    "a length": lambda: {"data": rows_of_any_length(), "sequence_length": 50},
-    "an example": lambda: {
-        "data": (np.ones((1, 50, 4), np.float32), np.ones((1, 50, 2), np.float32))
-    },
-}
-
-
-@pytest.mark.parametrize("given", LENGTHS.values(), ids=LENGTHS)
-def test_what_data_or_the_model_leave_open_is_given(given):
-    estimate = tfamp.estimate_memory(sequences(), 8, **given())
+def test_what_data_leave_open_is_given():
+    given = {"data": rows_of_any_length(), "sequence_length": 50}
+    estimate = tfamp.estimate_memory(sequences(), 8, **given)
     assert estimate.by_kind["inputs"] == 8 * 50 * (4 + 2) * 4
 
 

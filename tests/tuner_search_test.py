@@ -75,13 +75,6 @@ def test_nothing_holds():
     assert search.tried[-1].float32 == ("0", "1", "2", "3")
 
 
-def test_spent_evaluations_leave_the_best_so_far():
-    given = suspects(np.linspace(5, 1, 16), set(range(16)))
-    best, search = run(World([3, 7, 11]), given, max_evaluations=2)
-    assert len(search.tried) == 2
-    assert best is not None and {"3", "7", "11"} <= set(best.float32)
-
-
 def test_an_interrupt_leaves_the_best_so_far():
     world = World([0])
 
