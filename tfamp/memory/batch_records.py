@@ -97,15 +97,12 @@ class BatchSearch(TableRecord):
         ]
         steps, effective = self.gradient_accumulation_steps, self.effective_batch_size
         if steps > 1:
+            target = self.target_batch_size
+            rest = "" if target == effective else f", not {target:,}"
             lines.append(
-                f"Add up {steps} of them to one update of {effective:,} examples: "
-                "`tfamp.LossScaleOptimizer(optimizer, "
+                f"Add up {steps} of them to one update of {effective:,} examples{rest}"
+                ": `tfamp.LossScaleOptimizer(optimizer, "
                 f"gradient_accumulation_steps={steps})`."
-            )
-        if self.target_batch_size not in (None, effective):
-            lines.append(
-                f"An update then has {effective:,} examples, not "
-                f"{self.target_batch_size:,}: no batch that fits goes into that evenly."
             )
         base = self.data_batch_size
         if base is not None and base != effective:

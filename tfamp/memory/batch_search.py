@@ -7,7 +7,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -133,7 +133,8 @@ def find_batch_size(
         search.run(start)
         fitting = [trial for trial in search.trials.values() if trial.fits]
         if not fitting:
-            _raise_none_fits(search, limit, title)
+            smallest = min(search.trials.values(), key=lambda each: each.batch_size)
+            raise _none_fits(smallest, limit, title)
         size, steps = search.split(_choice(fitting, min_gain).batch_size)
     return BatchSearch(
         model=search.facts.model,
@@ -326,25 +327,22 @@ def _ended_by(trial: Trial) -> StoppedBy:
     return "time" if trial.outcome == "too slow" else "memory"
 
 
-def _raise_none_fits(
-    search: _Search, limit: MemoryLimit | None, title: str
-) -> NoReturn:
-    trial = min(search.trials.values(), key=lambda trial: trial.batch_size)
+def _none_fits(trial: Trial, limit: MemoryLimit | None, title: str) -> Exception:
+    """Returns the error that says that not even the smallest size fits."""
     what = f"The model of {title!r} is not even built"
     if trial.began_training:
         what = f"Not even batch size {trial.batch_size} of {title!r} is trained"
-    if trial.outcome == "too slow":
-        raise TimeoutError(
-            f"{what} in time: {trial.detail}. Expected a few steps to end by then. "
-            "Pass a larger `timeout_seconds`."
-        )
-    held = "" if trial.peak_bytes is None else f" at {format_bytes(trial.peak_bytes)}"
     why = f" ({trial.detail})" if trial.detail else ""
+    if trial.outcome == "too slow":
+        return TimeoutError(
+            f"{what} in time{why}; expected a few steps to end by then. Pass a larger "
+            "`timeout_seconds`."
+        )
     most = "this machine's memory"
     if limit is not None:
         most = f"{limit.source}: {format_bytes(limit.free_bytes)} less a tenth"
-    raise MemoryError(
-        f"{what}: the trial ended by {trial.outcome!r}{held}{why}; expected it to stay "
+    return MemoryError(
+        f"{what}: the trial ended by {trial.outcome!r}{why}; expected it to stay "
         f"within {most}. Compute activations again by `tfamp.remat(model)`, pass a "
         "`policy` of half precision such as 'mixed_bfloat16', shorten or shrink the "
         "inputs, or allow more memory."

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfamp.records.console import progress
-from tfamp.trials import processes, tasks
+from tfamp.trials import processes
 from tfamp.trials.run_records import Run
 from tfamp.trials.tasks import Task
 from tfamp.trials.variant import short_names
@@ -56,14 +56,20 @@ def run_all(
     """Trains under each policy from each seed; Ctrl-C ends it with what is there.
 
     Finished runs that the folder has are taken. `check` may refuse the first run,
-    before others are run.
+    before others are run. All policies of a seed follow one another, so that a machine
+    that gets slower slows them alike, and each goes first in its turn.
     """
-    pairs, names = tasks.order(policies, seeds), short_names(policies)
+    names, number = short_names(policies), len(policies)
+    pairs = [
+        (policies[(turn + place) % number], seed)
+        for turn, seed in enumerate(seeds)
+        for place in range(number)
+    ]
     runs: list[Run] = []
     try:
         unit = f"of {len(pairs)} runs"
         with progress("Starting", len(pairs), unit=unit, decimals=1) as show:
-            for number, (policy, seed) in enumerate(pairs):
+            for place, (policy, seed) in enumerate(pairs):
                 given = dataclasses.replace(task, policy=policy, seed=seed)
                 record = folder / f"{given.name}.json"
                 kept = Run.from_json(record) if record.is_file() else None
@@ -71,8 +77,8 @@ def run_all(
                     runs.append(kept)
                     continue
 
-                def tell(part: float, number: int = number, run: Task = given) -> None:
-                    show(number + part, f"{names[run.policy]}, seed {run.seed}")
+                def tell(part: float, place: int = place, run: Task = given) -> None:
+                    show(place + part, f"{names[run.policy]}, seed {run.seed}")
 
                 tell(0.0)
                 own = [run.is_finished for run in runs if run.policy == policy]

@@ -64,24 +64,6 @@ class Facts(Record):
         return -(-size // self.replicas) * self.replicas
 
 
-def order(policies: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
-    """Returns policies and seeds in the order they are run.
-
-    All policies of a seed follow one another, so that a machine that gets slower slows
-    them alike, and each goes first in its turn.
-
-    Example:
-        >>> order(("a", "b"), (0, 1))
-        [('a', 0), ('b', 0), ('b', 1), ('a', 1)]
-    """
-    count = len(policies)
-    return [
-        (policies[(turn + place) % count], seed)
-        for turn, seed in enumerate(seeds)
-        for place in range(count)
-    ]
-
-
 def file_name(policy: str, seed: int) -> str:
     """Returns what a run's files are called, without their ending."""
     return f"{re.sub(r'[^A-Za-z0-9_.+-]', '-', policy)}_seed{seed}"
@@ -125,11 +107,7 @@ def opened(directory: str | os.PathLike[str] | None) -> Iterator[Path]:
 
 
 def begin(folder: Path, task: Task, *, resume: bool) -> None:
-    """Notes in a folder what all its runs share.
-
-    A ValueError where there are runs and `resume` is False, or they are of another
-    comparison.
-    """
+    """Notes in a folder what all its runs share, or raises where others are there."""
     path = folder / _JOB
     if not path.exists():
         task.to_json(path)

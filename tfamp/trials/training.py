@@ -132,7 +132,28 @@ def train(
     tell: Callable[[float], None] = lambda part: None,
 ) -> tuple[Run, Any]:
     """Trains a compiled model; returns `run` with the figures, and some inputs."""
-    given, inputs, size, steps = _arguments(data, batch_size)
+    is_arrays = isinstance(data, tuple)
+    dataset = dataset_of(data, batch_size or 32, needs_targets=False)
+    if batch_size is not None and not is_arrays:
+        raise ValueError(
+            f"`batch_size` is {batch_size!r}, but the training data comes in "
+            "batches; expected None with a dataset. Batch the dataset so."
+        )
+    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            "The training data has no end; expected a dataset that ends. Add "
+            "`.take(steps)`."
+        )
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(first_batch(dataset))
+    size = int(tf.nest.flatten(inputs, expand_composites=True)[0].shape[0])
+    given = {"x": data if isinstance(data, keras.utils.PyDataset) else dataset}
+    if is_arrays:  # which `fit` shuffles
+        names = ("x", "y", "sample_weight")
+        given = dict(
+            zip(names, keras.utils.unpack_x_y_sample_weight(data), strict=True)
+        )
+        given["batch_size"] = batch_size or 32
+    steps = known_length(dataset)
     timer = Clock(steps, lambda timer: tell(timer.done / epochs / (steps or math.inf)))
     with Nvml.open() or contextlib.nullcontext() as nvml:
         before = _energy_joules(nvml)
@@ -145,16 +166,11 @@ def train(
             callbacks=[timer],
         ).history
         after = _energy_joules(nvml)
-    if not timer.windows:
-        raise ValueError(
-            "The training data holds no batch; expected at least one. Look at its "
-            "source: a wrong path, split or filter leaves nothing."
-        )
     seconds = seconds_per_step(timer.windows)
     num_epochs = timer.windows[-1].epoch + 1
     # Arrays tell the mean examples of a step: the last one is shorter.
     per_step: float = size
-    if isinstance(data, tuple):
+    if is_arrays:
         per_step = len(tf.nest.flatten(data)[0]) / (timer.done // num_epochs)
     prefix = "" if validation is None else "val_"
     plain = {
@@ -225,34 +241,6 @@ def train_steps(
     return dataclasses.replace(
         run, batch_size=size, examples_per_second=rate, step_seconds=seconds
     )
-
-
-def _arguments(
-    data: Any, batch_size: int | None
-) -> tuple[dict[str, Any], Any, int, int | None]:
-    """Returns the arguments of `fit`, some inputs, the batch size, steps an epoch."""
-    if isinstance(data, tuple):
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        size = batch_size or 32
-        count = len(tf.nest.flatten(x)[0])
-        inputs = tf.nest.map_structure(lambda each: tf.constant(each[:size]), x)
-        given = {"x": x, "y": y, "sample_weight": weights, "batch_size": size}
-        return given, inputs, min(size, count), -(-count // size)
-    if batch_size is not None:
-        raise ValueError(
-            f"`batch_size` is {batch_size!r}, but the training data comes in "
-            "batches; expected None with a dataset. Batch the dataset so."
-        )
-    dataset = dataset_of(data)
-    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise ValueError(
-            "The training data has no end; expected a dataset that ends. Add "
-            "`.take(steps)`."
-        )
-    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(first_batch(dataset))
-    size = int(tf.nest.flatten(inputs, expand_composites=True)[0].shape[0])
-    given = data if isinstance(data, keras.utils.PyDataset) else dataset
-    return {"x": given}, inputs, size, known_length(dataset)
 
 
 def _energy_joules(nvml: Nvml | None) -> float | None:

@@ -58,7 +58,7 @@ class Variant(Record):
 
     @classmethod
     def named(cls, text: object, argument: str = "policies") -> "Variant":
-        """Returns what `parse` does, for work to come, which needs a plan's file."""
+        """Returns what `parse` does; a plan's file has to be there."""
         found = cls.parse(text, argument)
         if found.is_plan and not os.path.isfile(found.policy):
             raise ValueError(
