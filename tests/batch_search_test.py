@@ -4,8 +4,6 @@ Most trials are made up, as of a machine whose steps have a fixed and a growing 
 some are real processes.
 """
 
-import math
-
 import keras
 import numpy as np
 import pytest
@@ -121,8 +119,8 @@ def test_nothing_above_a_cap_is_tried(machine, request, options, examples, most)
     assert found.stopped_by in request.node.name
 
 
-@pytest.mark.parametrize("most", [4, 50, 203])
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("most", [4, 203])
+@pytest.mark.parametrize("replicas", [3])
 def test_sizes_are_multiples_of_the_replicas(machine, replicas, most):
     machine.most, machine.fixed = most, 10**6
     machine.facts = Facts(replicas, None, "linear")
@@ -131,7 +129,7 @@ def test_sizes_are_multiples_of_the_replicas(machine, replicas, most):
     assert f"on each of {replicas} replicas" in str(found)
 
 
-SPLITS = {"evenly": (100, 256, 64), "odd": (100, 150, 75), "alone": (1000, 256, 256)}
+SPLITS = {"evenly": (100, 256, 64), "alone": (1000, 256, 256)}
 
 
 @pytest.mark.parametrize("most, target, size", SPLITS.values(), ids=SPLITS)
@@ -250,10 +248,6 @@ def test_a_process_that_the_system_kills_did_not_fit():
     assert {t.outcome for t in found.trials if t.batch_size > 16} == {"killed"}
 
 
-@pytest.mark.parametrize("asked", [None, 3 * MIB])
-def test_the_least_room_decides(asked):
-    found = batch_search.memory_limit(asked)
-    if asked is not None:
-        assert (found.source, found.bytes) == ("max_memory_bytes", asked)
-    elif found is not None:
-        assert 0 < found.free_bytes < math.inf
+def test_the_least_room_decides():
+    found = batch_search.memory_limit(3 * MIB)
+    assert (found.source, found.bytes) == ("max_memory_bytes", 3 * MIB)

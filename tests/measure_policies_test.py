@@ -9,7 +9,6 @@ import tensorflow as tf
 
 import tfamp
 from tests.styles import STYLES, assembled
-from tfamp.stepping.unchanged import unchanged
 from tfamp.tuning import measured_policies
 from tfamp.tuning.measured_policies import Racer, put_back, race
 from tfamp.tuning.measurement import PolicyTime
@@ -163,23 +162,6 @@ def test_a_step_is_traced_once_though_metrics_were_given_by_names():
     model.compile("adam", "mse", metrics=["mae", "accuracy"])
     tfamp.measure_policies(model, (X, Y), policies=["float32"], jit_compile=False)
     assert len(traces) == 1
-
-
-def test_a_trace_for_each_policy_is_no_reason_to_warn(retracing):
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
-    model.compile("sgd", "mse")
-    with unchanged(model), put_back(model):
-        for _ in range(5):
-            measured_policies._prepared(model, [(X, Y)], PolicyTime("float32", False))
-    assert retracing() == []
-
-
-@pytest.mark.slow
-def test_xla_is_timed_too_and_put_back():
-    model = made(jit_compile=False)
-    found = tfamp.measure_policies(model, (X, Y), policies=["float32"])
-    assert [each.name for each in found.times] == ["float32", "float32 with XLA"]
-    assert model.jit_compile is False
 
 
 @pytest.fixture

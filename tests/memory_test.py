@@ -133,19 +133,6 @@ def test_other_policies_are_of_copies():
     assert model.optimizer is optimizer and model.compute_dtype == "float32"
 
 
-@pytest.mark.slow
-def test_rematerialised_activations_are_not_kept():
-    def deep():
-        layers = [keras.layers.Dense(256, activation="gelu") for _ in range(8)]
-        model = keras.Sequential([keras.Input((256,)), *layers, keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        return model
-
-    plain = tfamp.estimate_memory(deep(), 4096)
-    again = tfamp.estimate_memory(tfamp.remat(deep()), 4096)
-    assert again.step_bytes < 0.5 * plain.step_bytes
-
-
 def test_the_largest_batch_fits_and_one_more_does_not():
     model = mlp()
     limit = 64 * 2**20
@@ -316,13 +303,6 @@ def test_what_data_leave_open_is_given():
     given = {"data": rows_of_any_length(), "sequence_length": 50}
     estimate = tfamp.estimate_memory(sequences(), 8, **given)
     assert estimate.by_kind["inputs"] == 8 * 50 * (4 + 2) * 4
-
-
-def test_an_example_alone_is_enough_for_a_model_that_is_not_built():
-    model = keras.Sequential([keras.layers.Dense(64), keras.layers.Dense(4)])
-    model.compile("sgd", "mse")
-    estimate = tfamp.estimate_memory(model, 64, data=np.ones((2, 16), np.float32))
-    assert estimate.by_kind["inputs"] == 64 * (16 + 4) * 4
 
 
 test_wrong_calls_are_refused = refusals(ERRORS)

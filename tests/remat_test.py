@@ -180,15 +180,6 @@ def test_a_model_in_a_model_is_cut_inside():
     assert matmuls(model) >= plain + 6
 
 
-def test_a_trained_model_goes_on_with_it():
-    losses, _, model = trained(deep, "float32", {}, again=False)
-    tfamp.remat(model)
-    before = model.train_function
-    assert before is None
-    more = model.fit(X, Y, 8, 1, shuffle=False, verbose=0).history["loss"]
-    assert more[0] < losses[-1]
-
-
 def test_a_loop_of_ones_own():
     def gradients(again):
         keras.utils.set_random_seed(0)
@@ -204,16 +195,6 @@ def test_a_loop_of_ones_own():
     np.testing.assert_allclose(loss, plain, rtol=1e-6)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_inference_and_statistics_are_untouched():
-    model = assembled(blocks(), "functional", (8,))
-    before = [np.asarray(variable) for variable in model.variables]
-    expected = model.predict(X, verbose=0)
-    tfamp.remat(model)
-    np.testing.assert_array_equal(model.predict(X, verbose=0), expected)
-    for variable, value in zip(model.variables, before, strict=True):
-        np.testing.assert_array_equal(np.asarray(variable), value)
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])

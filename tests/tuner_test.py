@@ -242,20 +242,3 @@ def test_the_bound_holds_in_at_least_95_percent_of_samples():
         flips = generator.choice([-1.0, 0.0, 1.0], 400, p=[0.01, 0.97, 0.02])
         below += upper_bound(flips, 0.05, is_rate=True) < 0.01
     assert below <= 0.05 * 400 + 2 * np.sqrt(400 * 0.05 * 0.95)
-
-
-def test_batches_of_several_shapes_are_traced_once():
-    traces = []
-
-    class Noted(layers.Layer):
-        def call(self, x):
-            traces.append(x.shape)
-            return x
-
-    model = keras.Sequential([keras.Input((None,)), Noted(name="noted")])
-    traces.clear()
-    batches = [(np.full((2 + n, 3 + n), n, "float32"), None) for n in range(3)]
-    found = scores.predict(model, batches)
-    assert [tuple(shape) for shape in traces] == [(None, None)]
-    for (x, _), outputs in zip(batches, found, strict=True):
-        np.testing.assert_array_equal(outputs, x)

@@ -27,15 +27,17 @@ class Batch(NamedTuple):
 
 def batch_of(data: Any) -> Batch:
     """Returns one batch of anything that `fit` takes."""
-    dataset = dataset_of(data, _MAX_ROWS, needs_targets=False)
-    batch = first_batch(dataset)
-    first = tf.nest.flatten(batch)[0]
-    size, length = int(first.shape[0] or tf.shape(first)[0]), known_length(dataset)
     arrays = arrays_of(data, needs_targets=False)
     if arrays is not None:
         number = len(tf.nest.flatten(arrays)[0])
-        return Batch(batch, min(_FIT_BATCH_SIZE, number), number)
-    return Batch(batch, size, None if length is None else length * size)
+        arrays = tf.nest.map_structure(lambda each: each[:_MAX_ROWS], arrays)
+        parts = first_batch(dataset_of(arrays, _MAX_ROWS, needs_targets=False))
+        return Batch(parts, min(_FIT_BATCH_SIZE, number), number)
+    dataset = dataset_of(data)
+    parts, length = first_batch(dataset), known_length(dataset)
+    first = tf.nest.flatten(parts)[0]
+    size = int(first.shape[0] or tf.shape(first)[0])
+    return Batch(parts, size, None if length is None else length * size)
 
 
 def as_fit_takes_it(data: Any) -> Any:

@@ -133,27 +133,19 @@ def train(
 ) -> tuple[Run, Any]:
     """Trains a compiled model; returns `run` with the figures, and some inputs."""
     is_arrays = isinstance(data, tuple)
-    dataset = dataset_of(data, batch_size or 32, needs_targets=False)
-    if batch_size is not None and not is_arrays:
-        raise ValueError(
-            f"`batch_size` is {batch_size!r}, but the training data comes in "
-            "batches; expected None with a dataset. Batch the dataset so."
-        )
-    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise ValueError(
-            "The training data has no end; expected a dataset that ends. Add "
-            "`.take(steps)`."
-        )
-    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(first_batch(dataset))
-    size = int(tf.nest.flatten(inputs, expand_composites=True)[0].shape[0])
-    given = {"x": data if isinstance(data, keras.utils.PyDataset) else dataset}
-    if is_arrays:  # which `fit` shuffles
-        names = ("x", "y", "sample_weight")
-        given = dict(
-            zip(names, keras.utils.unpack_x_y_sample_weight(data), strict=True)
-        )
-        given["batch_size"] = batch_size or 32
-    steps = known_length(dataset)
+    if is_arrays:
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        size, number = batch_size or 32, len(tf.nest.flatten(x)[0])
+        inputs = tf.nest.map_structure(lambda each: tf.constant(each[:size]), x)
+        given = {"x": x, "y": y, "sample_weight": weights, "batch_size": size}
+        size, steps = min(size, number), -(-number // size)
+    else:
+        dataset = dataset_of(data)
+        _check_dataset(dataset, batch_size)
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(first_batch(dataset))
+        size = int(tf.nest.flatten(inputs, expand_composites=True)[0].shape[0])
+        given = {"x": data if isinstance(data, keras.utils.PyDataset) else dataset}
+        steps = known_length(dataset)
     timer = Clock(steps, lambda timer: tell(timer.done / epochs / (steps or math.inf)))
     with Nvml.open() or contextlib.nullcontext() as nvml:
         before = _energy_joules(nvml)
@@ -241,6 +233,19 @@ def train_steps(
     return dataclasses.replace(
         run, batch_size=size, examples_per_second=rate, step_seconds=seconds
     )
+
+
+def _check_dataset(dataset: tf.data.Dataset, batch_size: int | None) -> None:
+    if batch_size is not None:
+        raise ValueError(
+            f"`batch_size` is {batch_size!r}, but the training data comes in "
+            "batches; expected None with a dataset. Batch the dataset so."
+        )
+    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            "The training data has no end; expected a dataset that ends. Add "
+            "`.take(steps)`."
+        )
 
 
 def _energy_joules(nvml: Nvml | None) -> float | None:
