@@ -132,7 +132,7 @@ def train(
     tell: Callable[[float], None] = lambda part: None,
 ) -> tuple[Run, Any]:
     """Trains a compiled model; returns `run` with the figures, and some inputs."""
-    is_arrays = isinstance(data, tuple)
+    is_arrays, steps = isinstance(data, tuple), None
     if is_arrays:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         size, number = batch_size or 32, len(tf.nest.flatten(x)[0])
