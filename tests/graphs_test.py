@@ -67,30 +67,21 @@ FORWARD = {
     "EinsumDense": (L.EinsumDense("abc,cd->abd", (None, 5)), (2, 7, 3), 7 * 3 * 5),
     "Conv1D": (L.Conv1D(6, 3), (2, 8, 4), 6 * 6 * 3 * 4),
     "Conv2D valid": (L.Conv2D(6, (3, 5)), IMAGES, (6 * 4) * 6 * (3 * 5) * 4),
-    "Conv2D same": (L.Conv2D(6, 3, padding="same"), IMAGES, (8 * 8) * 6 * 9 * 4),
     "Conv2D strided": (L.Conv2D(6, 3, 2, padding="same"), IMAGES, (4 * 4) * 6 * 9 * 4),
-    "Conv2D dilated": (L.Conv2D(6, 3, dilation_rate=2), IMAGES, (4 * 4) * 6 * 9 * 4),
     "Conv2D in groups": (L.Conv2D(6, 3, groups=2), IMAGES, (6 * 6) * 6 * 9 * 2),
     "Conv3D": (L.Conv3D(3, 2), (2, 4, 4, 4, 2), 27 * 3 * 8 * 2),
     "depthwise": (L.DepthwiseConv2D(3, depth_multiplier=2), IMAGES, 6 * 6 * 8 * 9),
     "separable": (L.SeparableConv2D(5, 3), IMAGES, 6 * 6 * 4 * 9 + 6 * 6 * 5 * 4),
     # Each of the 8 x 8 x 4 inputs is spread over a window of 9 x 5.
     "transposed": (L.Conv2DTranspose(5, 3, strides=2), IMAGES, (8 * 8 * 4) * 9 * 5),
-    "in 3D": (L.Conv3DTranspose(3, 2, strides=2), (2, 2, 2, 2, 4), (8 * 4) * 8 * 3),
     # Four projections of 8 x 8; two products of 6 x 6 x 4 for each of two heads.
     "attention": (attention(2, 4), TOKENS, 4 * (6 * 8 * 8) + 2 * 2 * (6 * 6 * 4)),
     # Six steps of inputs 8 x 16 and states 4 x 16 (four gates of four units).
     "LSTM": (L.LSTM(4), TOKENS, 6 * (8 * 16 + 4 * 16)),
-    "LSTM unrolled": (L.LSTM(4, unroll=True), TOKENS, 6 * (8 * 16 + 4 * 16)),
     "Bidirectional GRU": (
         L.Bidirectional(L.GRU(4, return_sequences=True)),
         TOKENS,
         2 * 6 * (8 * 12 + 4 * 12),
-    ),
-    "stacked cells": (
-        L.RNN([L.SimpleRNNCell(4), L.SimpleRNNCell(3)]),
-        TOKENS,
-        6 * (8 * 4 + 4 * 4 + 4 * 3 + 3 * 3),
     ),
     "no product": (L.LayerNormalization(), (2, 3), 0),
 }
@@ -148,21 +139,6 @@ FUNCTIONS = {
         ),
         ONE,
     ),
-    "branch by data, the dearer one short": (
-        lambda a, b: tf.cond(
-            tf.reduce_sum(a) > 8,
-            lambda: tf.sin(tf.cos(tf.sin(tf.cos(tf.zeros((3, 5)) + a[0, 0])))),
-            lambda: tf.matmul(a, b),
-        ),
-        ONE,
-    ),
-    "switch": (
-        lambda a, b: tf.switch_case(
-            tf.cast(a[0, 0], tf.int32),
-            [lambda: a @ b, lambda: tf.zeros((3, 5)), lambda: (a + a) @ b + 1.0],
-        ),
-        ONE,
-    ),
 }
 
 
@@ -209,7 +185,6 @@ LOOPS = {
     "range with a step": (loop_over_range, 4),
     "loop in a loop": (loop_in_loop, 12),
     "counting down": (squared_while(lambda i: i > 2, 7, -1), 5),
-    "limited by a maximum": (squared_while(lambda i: i < 7, maximum_iterations=3), 3),
     "never": (squared_while(lambda i: i < 0), 0),
     "map": (lambda x: tf.map_fn(lambda row: x @ x, x), 4),
 }
@@ -264,13 +239,6 @@ def test_gradients_of_every_convolution_count_like_it():
     assert found == 3 * convolution + 2 * depthwise
 
 
-def test_recomputed_layers_count_again():
-    x = tf.TensorSpec((2, 4))
-    weights = tf.ones((4, 4))
-    step = tf.recompute_grad(lambda x: tf.tanh(tf.matmul(tf.tanh(x), weights)))
-    assert flops_of(with_gradient(step), x) == 3 * 2 * 2 * 4 * 4
-
-
 def operation(op_type, inputs, outputs=(), **attributes):
     """Returns an operation that was never in a graph, as on a GPU or after fusion."""
     node = tf.compat.v1.NodeDef(op=op_type)
@@ -314,10 +282,6 @@ SIZES = {
         operation("MatMul", ((None, 27), (27, 10)), ((None, 10),)),
         {"inputs": 27, "units": 10},
     ),
-    "unknown inner size of one factor": (
-        operation("MatMul", (None, (27, 10)), ((32, 10),)),
-        {"inputs": 27, "units": 10},
-    ),
     # Heads b and h are apart; tokens q by features d by tokens k.
     "einsum": (
         operation(
@@ -328,10 +292,6 @@ SIZES = {
     "einsum with dots": (
         operation("Einsum", ((2, 6, 4), (4, 9)), (), equation=b"...d,de->...e"),
         {"rows": 12, "inputs": 4, "units": 9},
-    ),
-    "einsum without rank": (
-        operation("Einsum", (None, (4, 9)), (), equation=b"bd,de->be"),
-        {},
     ),
     "convolution": (convolution((3, 3, 3, 12)), {"channels in": 3, "channels out": 12}),
     "gradient of a kernel": (

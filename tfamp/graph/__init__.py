@@ -30,12 +30,6 @@ def read_operations(concrete: Any) -> tuple[Operation, ...]:
     counter ends the loop. Of the branches of a condition the dearest counts. TensorFlow
     fuses and moves operations afterwards; it changes neither what is multiplied nor,
     unless its own mixed precision is on, in which dtype.
-
-    Example:
-        >>> matmul = tf.function(lambda x: tf.matmul(x, x))
-        >>> traced = matmul.get_concrete_function(tf.TensorSpec((2, 2)))
-        >>> [each.op_type for each in read_operations(traced)]
-        ['Placeholder', 'MatMul', 'Identity']
     """
     return tuple(_walk(read_bodies(concrete), "", 1, True))
 

@@ -18,17 +18,7 @@ class Reference(NamedTuple):
 
 
 class Body:
-    """A graph, or a function of one.
-
-    Attributes:
-        nodes: Its operations by name.
-        arguments: Index of each argument by name; a graph has none.
-        results: The tensors it returns.
-        kept: Names of nodes that run whether or not a result needs them.
-        argument_shapes: Shapes of arguments by index, where they are known.
-        argument_values: Values of arguments by index, where every call has the same.
-        loops: What was found out about loops, filled by `constants`.
-    """
+    """A graph, or a function of one."""
 
     def __init__(
         self,
@@ -39,13 +29,15 @@ class Body:
         functions: Mapping[str, "Body"],
     ) -> None:
         self.nodes = {node.name: node for node in nodes}
+        # The index of each argument; a graph has none.
         self.arguments = {name: index for index, name in enumerate(arguments)}
         self._outputs: dict[str, list[str]] = {}
         self.results = [self._reference(text) for text in results]
-        self.kept = list(kept)
+        self.kept = list(kept)  # nodes that run though no result needs them
         self.argument_shapes: dict[int, Shape] = {}
+        # Where every call has the same.
         self.argument_values: dict[int, Any] = {}
-        self.loops: dict[Any, Any] = {}
+        self.loops: dict[Any, Any] = {}  # what `constants` found out
         self._functions = functions
         self._live: list[tf.compat.v1.NodeDef] | None = None
 
@@ -176,29 +168,16 @@ def functions_of(node: tf.compat.v1.NodeDef) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation of a graph, and how often it runs.
+    """One operation of a graph, and how often it runs."""
 
-    Attributes:
-        name: Its name; behind those of the calls that it is in, where the names of a
-            function start anew.
-        op_type: Its type without what marks a variant of it, such as "MatMul" of a
-            "_FusedMatMul".
-        inputs: Shapes of what it reads.
-        outputs: Shapes of what it gives.
-        attributes: Its attributes, as protocol buffers.
-        sources: Types of the operations that its inputs come from, "" for arguments.
-        count: How often it runs in one call of the function.
-        is_counted: Whether `count` is known; in a loop that data end it is 1.
-    """
-
-    name: str
-    op_type: str
+    name: str  # behind those of the calls that it is in
+    op_type: str  # such as "MatMul", of a "_FusedMatMul" too
     inputs: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
-    attributes: Any = dataclasses.field(repr=False)
-    sources: tuple[str, ...] = ()
-    count: int = 1
-    is_counted: bool = True
+    attributes: Any = dataclasses.field(repr=False)  # as protocol buffers
+    sources: tuple[str, ...] = ()  # types of what made its inputs, "" for arguments
+    count: int = 1  # in one call of the function
+    is_counted: bool = True  # in a loop that data end `count` is 1, and not known
 
     def dtype(self, attribute: str = "T") -> str:
         """Returns the dtype that an attribute names, "" where there is none."""

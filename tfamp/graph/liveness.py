@@ -19,19 +19,12 @@ from tfamp.graph.schedules import (
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A buffer that lives when most memory is in use.
-
-    Attributes:
-        num_bytes: Its size.
-        name: The operation that made it.
-        op: Its type; "scratch" for what an operation holds only while it runs.
-        source: Type of the operation that its first input comes from, "" for none.
-    """
+    """A buffer that lives when most memory is in use."""
 
     num_bytes: int
-    name: str
-    op: str
-    source: str = ""
+    name: str  # of the operation that made it
+    op: str  # its type; "scratch" for what it holds only while it runs
+    source: str = ""  # type of the operation that its first input comes from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +52,6 @@ def find_peak(schedule: Schedule, *, emulated: frozenset[str] = frozenset()) -> 
     ready. A buffer lives until its last reader has run. Operations that TensorFlow runs
     in place do; what a loop keeps for its gradient counts once for each of its runs.
     Products of `emulated` dtypes are computed in float32.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> from tfamp.graph.schedules import read_schedule
-        >>> spec = tf.TensorSpec((256, 256))
-        >>> twice = tf.function(lambda x: tf.transpose(tf.exp(tf.transpose(x))))
-        >>> schedule = read_schedule(twice.get_concrete_function(spec))
-        >>> find_peak(schedule).num_bytes / 2**10
-        512.0
     """
     return _Run(schedule, emulated).peak()
 

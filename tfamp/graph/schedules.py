@@ -56,39 +56,26 @@ _FLOAT32_BYTES = 4
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """One operation: what it reads, and the bytes of what it gives (0 for unknown).
+    """One operation: what it reads, and the bytes of what it gives (0 for unknown)."""
 
-    Its name stands behind those of the calls it is in. `after` are steps that have to
-    run before it, beside those that make its inputs; `node` is None for the begin and
-    the end of a call; `inner` is what a loop, `trips` times, or the branches of a
-    condition run.
-    """
-
-    name: str
+    name: str  # behind those of the calls it is in
     op: str
     inputs: list[Tensor]
-    after: list[int]
+    after: list[int]  # steps that run before it, beside those that make its inputs
     outputs: list[int]
-    node: tf.compat.v1.NodeDef | None = None
-    inner: tuple["Schedule", ...] = ()
+    node: tf.compat.v1.NodeDef | None = None  # of the begin and end of a call
+    inner: tuple["Schedule", ...] = ()  # of a loop, or the branches of a condition
     trips: int = 1
 
 
 class Schedule:
-    """The steps of a graph, or of a function that a loop or a condition runs.
-
-    Attributes:
-        argument_bytes: Bytes of what is passed to it.
-        steps: Each behind those that it needs.
-        results: What it returns.
-        unknown: Names of operations whose outputs' sizes the graph does not tell,
-            and of loops whose number of runs it does not tell.
-    """
+    """The steps of a graph, or of a function that a loop or a condition runs."""
 
     def __init__(self, argument_bytes: Iterable[int] = ()) -> None:
         self.argument_bytes = list(argument_bytes)
-        self.steps: list[Step] = []
+        self.steps: list[Step] = []  # each behind those that it needs
         self.results: list[Tensor] = []
+        # Operations whose sizes, and loops whose runs the graph does not tell.
         self.unknown: list[str] = []
 
     @property
@@ -111,14 +98,7 @@ class Schedule:
 
 
 def read_schedule(concrete: Any) -> Schedule:
-    """Returns the steps that one call of a traced, concrete function runs.
-
-    Example:
-        >>> double = tf.function(lambda x: tf.matmul(x, x))
-        >>> traced = double.get_concrete_function(tf.TensorSpec((2, 2)))
-        >>> [(step.op, step.outputs) for step in read_schedule(traced).steps]
-        [('Placeholder', [16]), ('MatMul', [16]), ('Identity', [16])]
-    """
+    """Returns the steps that one call of a traced, concrete function runs."""
     schedule = Schedule()
     schedule.results, _ = _append(schedule, read_bodies(concrete), "", [], [])
     return schedule
