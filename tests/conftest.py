@@ -105,19 +105,6 @@ def traced_steps_are_given_back():
         del registered[name]
 
 
-@pytest.fixture
-def retracing(monkeypatch, caplog):
-    """Gives what TensorFlow warns of retracing, as in a process that is new."""
-    import tensorflow as tf
-    from tensorflow.python.eager import polymorphic_function
-
-    module = polymorphic_function.polymorphic_function
-    counts = module._FrequentTracingDetectorManager()
-    monkeypatch.setattr(module, "_frequent_tracing_detector_manager", counts)
-    monkeypatch.setattr(tf.get_logger(), "propagate", True)
-    return lambda: [each for each in caplog.messages if "retracing" in each]
-
-
 @pytest.fixture(autouse=True, scope="module")
 def garbage_is_collected_while_it_is_young():
     """Collects what a file's tests leave, and leaves the rest out of later rounds.

@@ -143,7 +143,7 @@ def _run_lines(policies: Sequence[str], total: int) -> Callable[[Run], None]:
 
 
 def tune(read: argparse.Namespace) -> int:
-    """Writes a plan that keeps a metric, judged by short trainings."""
+    """Writes a plan that keeps a metric of a model that is trained for a moment."""
     out = Path(read.out)
     if not out.parent.is_dir():
         raise ValueError(
