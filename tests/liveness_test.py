@@ -12,10 +12,10 @@ KIB = 2**10
 ONE = 16 * KIB
 
 
-def peak_of(function, *specs, **options):
+def peak_of(function, *specs):
     """Returns the peak of a traced function, and what lives then."""
     concrete = tf.function(function).get_concrete_function(*specs)
-    return find_peak(read_schedule(concrete), **options)
+    return find_peak(read_schedule(concrete))
 
 
 def square(dtype=tf.float32):
@@ -107,17 +107,6 @@ def test_the_dearer_branch_of_a_condition_counts():
 
     peak = peak_of(branches, square(), tf.TensorSpec((), tf.bool))
     assert 2 * ONE <= peak.num_bytes <= 2 * ONE + 64
-
-
-def test_a_product_that_is_emulated_holds_copies_in_float32():
-    def product(x, y):
-        return tf.matmul(x, y)
-
-    specs = square(tf.bfloat16), square(tf.bfloat16)
-    native = peak_of(product, *specs)
-    emulated = peak_of(product, *specs, emulated=frozenset(["bfloat16"]))
-    assert native.num_bytes == ONE // 2
-    assert emulated.num_bytes == ONE // 2 + 3 * ONE
 
 
 def test_an_einsum_that_has_to_transpose_holds_the_copies():

@@ -78,9 +78,7 @@ def test_mixed_precision_halves_activations_and_adds_casts(dtype):
         return tfamp.estimate_memory(model, 2**14).by_kind
 
     plain, mixed = estimated("float32"), estimated(f"mixed_{dtype}")
-    # A CPU that multiplies in this type peaks with four wide outputs of half the bytes.
-    # Another one widens operands on the way: its peak is the backward product of the
-    # fourth layer, whose own output is gone by then.
+    # Four wide outputs of half the bytes.
     ratio = mixed["activations"] / plain["activations"]
     assert 3 / 8 <= ratio <= 0.55
     # Three wide kernels and the small ones; the first casts may be over.

@@ -45,20 +45,19 @@ class _Buffer:
     users: int = 0
 
 
-def find_peak(schedule: Schedule, *, emulated: frozenset[str] = frozenset()) -> Peak:
+def find_peak(schedule: Schedule) -> Peak:
     """Returns the most memory that a schedule needs, above what is there before.
 
     Steps run as TensorFlow's executor starts them: in the order in which they become
     ready. A buffer lives until its last reader has run. Operations that TensorFlow runs
     in place do; what a loop keeps for its gradient counts once for each of its runs.
-    Products of `emulated` dtypes are computed in float32.
     """
-    return _Run(schedule, emulated).peak()
+    return _Run(schedule).peak()
 
 
 class _Run:
-    def __init__(self, schedule: Schedule, emulated: frozenset[str]) -> None:
-        self._schedule, self._emulated = schedule, emulated
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
         self._buffers: dict[Tensor, _Buffer] = {}
         self._alive: dict[int, _Buffer] = {}
         self._total = self._peak = self._at = 0
@@ -126,10 +125,10 @@ class _Run:
             return self._loop(number, step, given)
         made = [self._new(size, number) for size in sizes] or [_Buffer()]
         if step.inner:
-            peaks = [_Run(each, self._emulated).peak() for each in step.inner]
+            peaks = [_Run(each).peak() for each in step.inner]
             return made, [*max(peaks, key=lambda peak: peak.num_bytes).held]
         read = [self._schedule.bytes_of(tensor) for tensor in step.inputs]
-        extra = scratch_bytes(step.node, read, step.outputs, emulated=self._emulated)
+        extra = scratch_bytes(step.node, read)
         return made, [Held(extra, step.name, "scratch")] if extra else []
 
     def _loop(
@@ -137,7 +136,7 @@ class _Run:
     ) -> tuple[list[_Buffer], list[Held]]:
         """Runs a loop: one run of its body, with the lists that all runs fill."""
         (inner,) = step.inner
-        once = _Run(inner, self._emulated).peak()
+        once = _Run(inner).peak()
         pushed, popped = _pushed_and_popped(inner)
         made, grown = [], 0
         for index, result in enumerate(inner.results):

@@ -49,9 +49,7 @@ GIVEN = frozenset(
 # Give what a list holds already.
 TAKING = frozenset(("TensorListPopBack", "TensorListGetItem"))
 LISTS = frozenset(("TensorListPushBack", "TensorListSetItem"))
-_PRODUCTS = frozenset(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"))
 _WITHOUT_BYTES = (tf.resource, tf.variant, tf.string)
-_FLOAT32_BYTES = 4
 
 
 @dataclasses.dataclass(slots=True)
@@ -209,33 +207,14 @@ def _plain(text: str) -> str:
     return text.lstrip("^").split(":")[0]
 
 
-def scratch_bytes(
-    node: tf.compat.v1.NodeDef | None,
-    inputs: list[int],
-    outputs: list[int],
-    *,
-    emulated: frozenset[str],
-) -> int:
-    """Returns what an operation holds while it runs, beside inputs and outputs.
-
-    Products of `emulated` dtypes are computed in float32 on this device: it copies the
-    factors to float32 and the result back.
-    """
-    if node is not None and node.op == "Einsum":
-        return _transposed(node, inputs)
-    if node is not None and node.op in _PRODUCTS:
-        dtype = tf.as_dtype(node.attr["T"].type)
-        if dtype.name in emulated:
-            return (sum(inputs) + sum(outputs)) // dtype.size * _FLOAT32_BYTES
-    return 0
-
-
-def _transposed(node: tf.compat.v1.NodeDef, inputs: list[int]) -> int:
+def scratch_bytes(node: tf.compat.v1.NodeDef | None, inputs: list[int]) -> int:
     """Returns the bytes of the copies that an Einsum makes to multiply matrices.
 
     A factor is a matrix as it lies where the labels of the batch, those kept and those
     summed over follow one another.
     """
+    if node is None or node.op != "Einsum":
+        return 0
     equation = node.attr["equation"].s.decode().replace(" ", "")
     terms, _, result = equation.partition("->")
     factors = terms.split(",")

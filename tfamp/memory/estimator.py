@@ -13,13 +13,11 @@ from tfamp.graph.liveness import Peak, find_peak
 from tfamp.graph.schedules import Schedule, read_schedule, scaled
 from tfamp.keras_hooks import trainer
 from tfamp.keras_hooks.structure import bytes_of, num_bytes
-from tfamp.machine import devices
 from tfamp.memory.estimates import KINDS, PROCESS, MemoryEstimate, by_kind, by_layer
 from tfamp.memory.measured import Line, measured_line, rebuilding
 from tfamp.memory.specs import specs_of
 from tfamp.models import apply, assignment
 from tfamp.records import checks
-from tfamp.records.formats import HALF
 from tfamp.stepping.arguments import build
 from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.step_traces import Marks, plain_name, trace_specs
@@ -159,9 +157,6 @@ def _estimate(
             f"`batch_size` is {size} on {replicas} replicas; expected a multiple of "
             "their number, as each gets as many. Round it."
         )
-    # Half dtypes that some device here does not multiply in by itself.
-    fast = [set(devices.fast_dtypes(device)) for device in devices.devices()]
-    emulated = frozenset(HALF) - set(HALF).intersection(*fast)
 
     def trace(number: int) -> tuple[Schedule, Marks]:
         traced = trace_specs(model, specs(number // replicas), training=training)
@@ -171,9 +166,9 @@ def _estimate(
 
     def peak_at(number: int) -> Peak:
         other = scaled(schedule, double, (size, 2 * size), number)
-        return find_peak(other or trace(number)[0], emulated=emulated)
+        return find_peak(other or trace(number)[0])
 
-    peak = find_peak(schedule, emulated=emulated)
+    peak = find_peak(schedule)
     # What is there before a step.
     parameters = [*model.variables, *model.metrics_variables]
     known = {id(variable) for variable in parameters}
