@@ -30,7 +30,7 @@ from tfamp.data.stages.dropped import ErrorLog, OnError, SkippedElement
 from tfamp.data.stages.filter import Filter
 from tfamp.data.stages.sampling import Balance, Subset, Weights
 from tfamp.data.stages.workers import Shard, cluster_shard
-from tfamp.keras_hooks.pipelines import built_by_fit
+from tfamp.keras_hooks.epochs import built_by_fit
 from tfamp.records import checks
 
 if TYPE_CHECKING:

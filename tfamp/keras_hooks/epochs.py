@@ -5,18 +5,20 @@ others, and running through it once an epoch; `_enumerate_iterator` giving for e
 execution a tuple of its first step and, last, what the training function draws from;
 `_get_iterator` being called for each iterator that is made; `_current_iterator` and
 `_steps_seen` being all that lasts from one epoch to the next; `_initial_epoch` being
-where `fit` begins, where callbacks have set it when training begins.
+where `fit` begins, where callbacks have set it when training begins; epoch iterators
+calling `data_adapters.get_data_adapter` by this name for all data, as `x`.
 """
 
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
@@ -34,6 +36,7 @@ class Execution(NamedTuple):
 
 
 Around = Callable[[Iterator[Execution]], Iterator[Execution]]
+Kind = TypeVar("Kind", bound=type)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,3 +220,17 @@ def order_patches() -> list[Patch]:
     if "_tf_shuffle" not in vars(ArrayDataAdapter):
         return []
     return [Patch(ArrayDataAdapter, "_tf_shuffle", wrap_shuffle)]
+
+
+def built_by_fit(kind: Kind) -> Kind:
+    """Has Keras call `build` of objects of a class, for the dataset to read."""
+
+    @wrapper
+    def wrap_adapter(original: Function, x: Any, *args: Any, **kwargs: Any) -> Any:
+        data: Any = x
+        if isinstance(x, kind):
+            data = data.build()
+        return original(data, *args, **kwargs)
+
+    PatchSet([Patch(data_adapters, "get_data_adapter", wrap_adapter)]).install()
+    return kind

@@ -10,7 +10,7 @@ call context and the autocast scope being global attributes, which inner layers 
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import keras
@@ -25,48 +25,22 @@ from tfamp.keras_hooks.patches import replaced
 
 # What hangs on a tensor: a mask, its value ahead of a cast, the logits it came from.
 _HANGING = ("_keras_mask", "_tfamp_source", "_keras_logits")
-_CONTEXT = "current_call_ctx"
-_AUTOCAST = "autocast_scope"
+_CONTEXT, _AUTOCAST = "current_call_ctx", "autocast_scope"
 # Sums of outputs differ by less than that part of the magnitudes where all is the same.
 _SAME = 1e-5
 # Kinds of operations that a second time would do twice, or otherwise.
 _WRITES = ("Assign", "ResourceScatter", "ResourceApply")
 _DRAWS = ("Random", "TruncatedNormal", "Multinomial", "ParameterizedTruncatedNormal")
-
-
-class _Form(NamedTuple):
-    """What a flat list of tensors is packed into."""
-
-    structure: Any  # a nested structure of the leaves' places
-    places: list[int | None]  # the number of each leaf's tensor, if it is one
-    hanging: list[tuple[int, str, int]]  # tensor, attribute, what hangs on it
-    leaves: list[Any]  # with None for tensors
+Pack = Callable[[Sequence[Any]], Any]
 
 
 class _Results(NamedTuple):
     """What one run came to: output tensors with what hangs on them, and the rest."""
 
     tensors: list[Any]
-    form: _Form
+    pack: Pack
     updates: list[tuple[Any, Any]]
     losses: list[Any]
-
-
-class _Surroundings:
-    """The scopes around a call, to be put around it again."""
-
-    def __init__(self) -> None:
-        # Layers write into the context on their way.
-        self._context = copy.copy(global_state.get_global_attribute(_CONTEXT))
-        self._autocast = backend.get_autocast_scope()
-        self._stack = list(CALLS.stack)
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function in them."""
-        scopes = {_CONTEXT: copy.copy(self._context), _AUTOCAST: self._autocast}
-        stack = replaced(CALLS, stack=list(self._stack))
-        with backend.global_attributes(**scopes), stack:
-            return function(*args)
 
 
 def recomputed(
@@ -90,13 +64,15 @@ def recomputed(
         # Where Keras asks for shapes, or variables are yet to be made, nothing is kept.
         if backend.in_stateless_scope() or not is_ready():
             return call(*args, **kwargs)
-        variables = _fixed(layers)
-        surroundings = _Surroundings()
-        inputs, form = _flat((args, kwargs))
+        # Those that no gradient is asked for, seeds among them.
+        every = ((v, layer) for layer in layers for v in layer.variables)
+        fixed = {id(v): v for v, x in every if not (v.trainable and x.trainable)}
+        variables = list(fixed.values())
+        inputs, pack = _flat((args, kwargs))
         told: list[_Results] = []
 
         def run(tensors: Sequence[Any], state: Sequence[Any]) -> _Results:
-            again_args, again_kwargs = _packed(tensors, form)
+            again_args, again_kwargs = pack(tensors)
             # What needs weights and seeds alone, casts and masks, waits for its turn;
             # not under a strategy, whose graph went in a circle on two replicas.
             waits = not tf.distribute.has_strategy()
@@ -107,6 +83,8 @@ def recomputed(
                     list(zip(variables, state, strict=True)),
                 )
 
+        run_there = _surrounded(run)
+
         @tf.custom_gradient
         def once(*tensors: Any) -> Any:
             with backend.AutocastScope(None):
@@ -116,24 +94,25 @@ def recomputed(
             results = told[-1]
             sums = _sums(results)
 
-            def again(tensors: Sequence[Any], state: Sequence[Any]) -> _Results:
-                found: _Results = surroundings.call(run, tensors, state)
-                if any(
-                    abs(a - b) > _SAME * size
-                    for (a, _), (b, size) in zip(_sums(found), sums, strict=True)
-                ):
-                    _refuse(
-                        name, "its outputs add up to something else the second time"
-                    )
-                return found
-
             def back(*upstream: Any, variables: Any = None) -> Any:
-                return _gradients(
-                    again,
-                    *_behind(tensors, state, upstream, in_xla()),
-                    upstream,
-                    list(variables or ()),
+                given, seeds = _behind(tensors, state, upstream, in_xla())
+                weights, floats = list(variables or ()), _floats(given)
+                with tf.GradientTape() as tape:
+                    tape.watch(floats)
+                    again = run_there(given, seeds)
+                pairs = zip(_sums(again), sums, strict=True)
+                if any(abs(a - b) > _SAME * size for (a, _), (b, size) in pairs):
+                    _refuse(name, "its outputs add up otherwise the second time")
+                targets = zip([*again.tensors, *again.losses], upstream, strict=False)
+                known = [(x, g) for x, g in targets if _floats([x]) and g is not None]
+                found = tape.gradient(
+                    [target for target, _ in known],
+                    [*floats, *weights],
+                    output_gradients=[gradient for _, gradient in known],
                 )
+                of_floats = iter(found[: len(floats)])
+                by_tensors = [next(of_floats) if _floats([x]) else None for x in given]
+                return (by_tensors, found[len(floats) :]) if weights else by_tensors
 
             flat = [*results.tensors, *results.losses]
             return [*flat, *(value for _, value in results.updates)], back
@@ -141,16 +120,29 @@ def recomputed(
         flat = list(once(*inputs))
         results = told[-1]
         num_outputs, num_losses = len(results.tensors), len(results.losses)
-        outputs = _packed(flat[:num_outputs], results.form)
-        losses = flat[num_outputs : num_outputs + num_losses]
-        updates = flat[num_outputs + num_losses :]
-        for loss in losses:
+        outputs = results.pack(flat[:num_outputs])
+        for loss in flat[num_outputs : num_outputs + num_losses]:
             keras.layers.Layer.add_loss(owner, loss)  # which graphs refuse to users
+        updates = flat[num_outputs + num_losses :]
         for (variable, _), value in zip(results.updates, updates, strict=True):
             variable.assign(tf.stop_gradient(value))
         return outputs
 
     return calling
+
+
+def _surrounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that is called in the scopes that are around it now."""
+    # Layers write into the context on their way.
+    context = copy.copy(global_state.get_global_attribute(_CONTEXT))
+    autocast, stack = backend.get_autocast_scope(), list(CALLS.stack)
+
+    def call(*args: Any) -> Any:
+        scopes = {_CONTEXT: copy.copy(context), _AUTOCAST: autocast}
+        with backend.global_attributes(**scopes), replaced(CALLS, stack=list(stack)):
+            return function(*args)
+
+    return call
 
 
 def _run(call: Callable[[], Any], state: list[tuple[Any, Any]]) -> _Results:
@@ -164,38 +156,7 @@ def _run(call: Callable[[], Any], state: list[tuple[Any, Any]]) -> _Results:
         for (variable, _), before in zip(state, given, strict=True)
         if (value := scope.get_current_value(variable)) is not before
     ]
-    tensors, form = _flat(outputs)
-    return _Results(tensors, form, updates, list(scope.losses))
-
-
-def _gradients(
-    run: Callable[[Any, Any], _Results],
-    tensors: Sequence[Any],
-    state: Sequence[Any],
-    upstream: Sequence[Any],
-    variables: list[Any],
-) -> Any:
-    """Runs the call again and returns gradients by tensors, or also by variables."""
-    floats = [x for x in tensors if x.dtype.is_floating]
-    with tf.GradientTape() as tape:
-        tape.watch(floats)
-        results = run(tensors, state)
-        targets = [*results.tensors, *results.losses]
-    pairs = [
-        (target, gradient)
-        for target, gradient in zip(targets, upstream, strict=False)
-        if target.dtype.is_floating and gradient is not None
-    ]
-    found = tape.gradient(
-        [target for target, _ in pairs],
-        [*floats, *variables],
-        output_gradients=[gradient for _, gradient in pairs],
-    )
-    of_floats = iter(found[: len(floats)])
-    by_tensors = [next(of_floats) if x.dtype.is_floating else None for x in tensors]
-    if variables:
-        return by_tensors, found[len(floats) :]
-    return by_tensors
+    return _Results(*_flat(outputs), updates, list(scope.losses))
 
 
 def _behind(
@@ -215,8 +176,7 @@ def _behind(
     # A tensor that comes as several arguments becomes several, each with a gradient.
     after: Callable[[Any], Any] = tf.identity
     if is_xla:
-        first = next(x for x in given if x.dtype.is_floating)
-        number = tf.reduce_sum(tf.reshape(first, [-1])[:1])
+        number = tf.reduce_sum(tf.reshape(_floats(given)[0], [-1])[:1])
         is_finite = tf.math.is_finite(number)
         zero = tf.where(is_finite, number * 0, tf.zeros_like(number))
 
@@ -231,51 +191,37 @@ def _behind(
         return [after(x) for x in tensors], [after(x) for x in state]
 
 
-def _fixed(layers: Iterable[keras.layers.Layer]) -> list[Any]:
-    """Returns the variables that no gradient is asked for, seeds among them."""
-    found = {
-        id(variable): variable
-        for layer in layers
-        for variable in layer.variables
-        if not variable.trainable or not layer.trainable
-    }
-    return list(found.values())
+def _floats(tensors: Sequence[Any]) -> list[Any]:
+    return [x for x in tensors if x.dtype.is_floating]
 
 
-def _flat(nested: Any) -> tuple[list[Any], _Form]:
-    """Returns the tensors of a nested structure, and what hangs on them, once each."""
-    tensors: list[Any] = []
-    hanging: list[tuple[int, str, int]] = []
+def _flat(nested: Any) -> tuple[list[Any], Pack]:
+    """Returns the tensors of a nested structure, and what packs others in its form.
+
+    Behind them come those that hang on one of them.
+    """
     leaves = tree.flatten(nested)
-    places: list[int | None] = []
-    for leaf in leaves:
-        if not tf.is_tensor(leaf) or isinstance(leaf, keras.Variable):
-            places.append(None)
-            continue
-        places.append(len(tensors))
-        tensors.append(leaf)
-    for number, tensor in enumerate(list(tensors)):
-        for name in _HANGING:
-            other = getattr(tensor, name, None)
-            if other is not None:
-                hanging.append((number, name, len(tensors)))
-                tensors.append(other)
-    kept = [
-        leaf if place is None else None
-        for leaf, place in zip(leaves, places, strict=True)
+    is_tensor = [tf.is_tensor(x) and not isinstance(x, keras.Variable) for x in leaves]
+    tensors = [x for x, yes in zip(leaves, is_tensor, strict=True) if yes]
+    rest = [None if yes else x for x, yes in zip(leaves, is_tensor, strict=True)]
+    hanging = [
+        (place, name, other)
+        for place, tensor in enumerate(tensors)
+        for name in _HANGING
+        if (other := getattr(tensor, name, None)) is not None
     ]
+    places = [(place, name) for place, name, _ in hanging]
     shape = tree.map_structure(lambda _: 0, nested)  # which holds no tensor
-    return tensors, _Form(shape, places, hanging, kept)
 
+    def pack(given: Sequence[Any]) -> Any:
+        others = given[len(given) - len(places) :]
+        for (place, name), other in zip(places, others, strict=True):
+            setattr(given[place], name, other)
+        left, pairs = iter(given), zip(rest, is_tensor, strict=True)
+        packed = [next(left) if yes else x for x, yes in pairs]
+        return tree.pack_sequence_as(shape, packed)
 
-def _packed(tensors: Sequence[Any], form: _Form) -> Any:
-    for number, name, other in form.hanging:
-        setattr(tensors[number], name, tensors[other])
-    leaves = [
-        leaf if place is None else tensors[place]
-        for leaf, place in zip(form.leaves, form.places, strict=True)
-    ]
-    return tree.pack_sequence_as(form.structure, leaves)
+    return [*tensors, *(other for _, _, other in hanging)], pack
 
 
 def _refuse_what_differs(run: Callable[[], Any], name: str) -> None:
@@ -291,16 +237,14 @@ def _refuse_what_differs(run: Callable[[], Any], name: str) -> None:
         writes = kind.startswith(_WRITES) and kind.endswith("Op")
         if writes or kind.startswith(_DRAWS):
             what = "writes to a variable" if writes else "draws random numbers"
-            _refuse(
-                name, f"its operation {operation.name!r} ({kind}) {what} past Keras"
-            )
+            _refuse(name, f"its {operation.name!r} ({kind}) {what} past Keras")
 
 
 def _sums(results: _Results) -> list[tuple[float, float]]:
     """Returns the sums of outputs, and of their magnitudes, where known at once."""
     if not tf.executing_eagerly():
         return []
-    floats = [tf.cast(x, tf.float32) for x in results.tensors if x.dtype.is_floating]
+    floats = [tf.cast(x, tf.float32) for x in _floats(results.tensors)]
     return [(float(tf.reduce_sum(x)), float(tf.reduce_sum(abs(x)))) for x in floats]
 
 
