@@ -39,6 +39,16 @@ _ROWS = {
     "compute": "model alone, batches from memory",
     "input": "pipeline alone",
 }
+_ADVICE = {
+    "compute": "Leave the pipeline as it is: a perfect one would gain less than 10 %.",
+    "unclear": "Measure longer (`seconds=30`) while nothing else runs on this machine.",
+    "images": "Deliver images as uint8 and scale them in the model: the cast on the "
+    "CPU is most of the cost of a decoded batch, and a batch is 4 times smaller.",
+    "contention": "End the pipeline with `.prefetch(2)`; where it does, cache what is "
+    "the same each epoch, or give the input fewer threads than there are cores.",
+    "input": "Cache what is the same each epoch, by `.cache` before shuffling and "
+    "augmenting{}; map in parallel and by the batch, as a `Pipeline` does.",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,16 +94,14 @@ class Bottleneck(TableRecord):
             rate = f"{self.batch_size / middle:,.0f}"
             rows.append((_ROWS[name], format_seconds(middle), between, rate))
         right = ("median", "middle half", "examples/s")
-        table = console.table(
-            {"a step of": {}, **dict.fromkeys(right, console.RIGHT)},
-            rows,
-            title=f"{len(self.times['real'])} rounds, batches of {self.batch_size}",
-        )
+        columns = {"a step of": {}, **dict.fromkeys(right, console.RIGHT)}
+        title = f"{len(self.times['real'])} rounds, batches of {self.batch_size}"
+        table = console.text_of(console.table(columns, rows, title=title))
         gains = (self.possible_gain, self.gain_low, self.gain_high)
-        gain, *band = map(format_share, gains)
+        gain, low, high = map(format_share, gains)
         return (
-            f"{console.text_of(table)}\nVerdict: {self.verdict}; {self.reason}.\n"
-            f"Possible gain: {gain} of a step ({' to '.join(band)}).\n{self.advice}"
+            f"{table}\nVerdict: {self.verdict}; {self.reason}.\n"
+            f"Possible gain: {gain} of a step ({low} to {high}).\n{self.advice}"
         )
 
 
@@ -107,11 +115,10 @@ def bottleneck(
 ) -> Bottleneck:
     """Returns what holds training up, how much there is to gain, and what to change.
 
-    Three things are timed in turns, so that what disturbs the machine disturbs all:
-    the model's train step (that of `fit`) with the real pipeline, the same step with a
-    few batches from memory, and the pipeline alone. Afterwards weights, optimizers,
-    statistics, metrics and seed generators are what they were, bit by bit; what is not
-    built is built.
+    Three things are timed in turns: the model's train step (that of `fit`) with the
+    real pipeline, the same step with a few batches from memory, and the pipeline alone.
+    Afterwards weights, optimizers, statistics, metrics and seed generators are what
+    they were, bit by bit; what is not built is built.
 
     Args:
         model: A compiled model.
@@ -204,9 +211,7 @@ def _turns(
 
 
 def _time_in_rounds(
-    turns: dict[str, Callable[[int], None]],
-    seconds: float,
-    clock: Callable[[], float],
+    turns: dict[str, Callable[[int], None]], seconds: float, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
     """Returns seconds a call of each turn, one figure a round."""
     length = seconds / (len(turns) * _ROUNDS)
@@ -214,11 +219,12 @@ def _time_in_rounds(
     with console.progress("Timing the input", _ROUNDS, unit="rounds") as done:
         for number in range(_ROUNDS):
             for name, call in turns.items():
-                start, warm, calls = clock(), -1.0, -_CALLS
+                start, calls = clock(), 0
+                call(_CALLS)
+                warm = clock()
                 while calls < _CALLS or clock() - start < length:
                     call(_CALLS)
                     calls += _CALLS
-                    warm = clock() if warm < 0 else warm
                 times[name] += [(clock() - warm) / calls] if number else []
             done(number + 1)
     return times
@@ -227,7 +233,7 @@ def _time_in_rounds(
 def judge(
     real: Sequence[float], compute: Sequence[float], input: Sequence[float]
 ) -> tuple[Cause, tuple[float, float, float], str]:
-    """Returns the verdict, the possible gain with its noise band, and the reason.
+    """Returns the verdict, the possible gain with its band, and the reason.
 
     Figures are medians over rounds of what each round says by itself, so what slows a
     machine down for a while slows all three and cancels; the band is their middle half.
@@ -265,24 +271,9 @@ def judge(
 def _advice(verdict: Cause, dataset: tf.data.Dataset, batch_bytes: int) -> str:
     """Returns what to change first, in one sentence."""
     inputs = tf.nest.flatten(inputs_of(dataset.element_spec))
-    if verdict == "compute":
-        return "Leave the pipeline as it is: a perfect one would gain less than 10 %."
-    if verdict == "unclear":
-        return "Measure longer (`seconds=30`) while nothing else runs on this machine."
-    if any(x.dtype.is_floating and (x.shape.rank or 0) > 3 for x in inputs):
-        return (
-            "Deliver images as uint8 and scale them in the model: the cast on the CPU "
-            "is most of the cost of a decoded batch, and a batch is 4 times smaller."
-        )
-    if verdict == "contention":
-        return (
-            "End the pipeline with `.prefetch(2)`; where it does, cache what is the "
-            "same each epoch, or give the input fewer threads than there are cores."
-        )
+    has_images = any(x.dtype.is_floating and (x.shape.rank or 0) > 3 for x in inputs)
+    if has_images and verdict in ("input", "contention"):
+        return _ADVICE["images"]
     length = known_length(dataset) or 0
     size = f"; an epoch as delivered is {format_bytes(length * batch_bytes)}"
-    return (
-        "Cache what is the same each epoch, by `.cache` before shuffling and "
-        f"augmenting{size * bool(length)}; map in parallel and by the batch, as a "
-        "`Pipeline` does."
-    )
+    return _ADVICE[verdict].format(size * bool(length))
