@@ -160,7 +160,8 @@ def test_steps_before_an_error_are_not_lost(tmp_path):
 
 
 def test_variables_are_named_once_for_each_set(caplog):
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, name="d")], "m")
+    dense = keras.layers.Dense(1, name="d")
+    model = keras.Sequential([keras.Input((1,)), dense], name="m")
     model.compile(
         tfamp.LossScaleOptimizer(keras.optimizers.SGD(), 1.0, dynamic=False), "mse"
     )
