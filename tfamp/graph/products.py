@@ -21,8 +21,6 @@ _RECURRENT = frozenset(
     for kind in ("", "Backprop")
     for version in ("", "V2", "V3")
 )
-# Tensor cores take 16 bytes of each row at a time.
-MULTIPLE = 8
 _GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}
 
 
@@ -46,8 +44,7 @@ def flops_of(operation: Operation) -> int | None:
     if not is_product(operation):
         return 0
     if operation.op_type in MATRIX_PRODUCTS:
-        inner = _product_sizes(operation)["inputs"]
-        return _times(2, _size(operation.outputs[0]), inner)
+        return _times(2, _size(operation.outputs[0]), _inner_size(operation))
     if operation.op_type == "Einsum":
         return _einsum(operation)
     if operation.op_type in CONVOLUTIONS:
@@ -78,7 +75,7 @@ def _convolution(operation: Operation) -> int | None:
 
 
 def _einsum(operation: Operation) -> int | None:
-    factors = einsum_sizes(operation)
+    factors = _einsum_sizes(operation)
     if factors is None:
         return None
     first, second, result = factors
@@ -88,7 +85,7 @@ def _einsum(operation: Operation) -> int | None:
     return _times(2, *(known[label] for label in known if label in both | result))
 
 
-def einsum_sizes(
+def _einsum_sizes(
     operation: Operation,
 ) -> tuple[dict[str, int | None], dict[str, int | None], set[str]] | None:
     """Returns the sizes of both factors' labels in an Einsum, and its result's labels.
@@ -140,81 +137,15 @@ def _recurrent(operation: Operation) -> int | None:
     return _times(inputs[0], inputs[1], each)
 
 
-# Sizes by name; those that the graph does not tell are left out.
-Sizes = dict[str, int]
-
-
-def sizes_of(operation: Operation) -> Sizes:
-    """Returns the sizes of a product that tensor cores want to be multiples of 8.
-
-    Of a matrix product of the forward pass "rows" (batch and positions), "inputs" (what
-    is summed over) and "units" (columns); of a convolution "channels in" (of a group)
-    and "channels out". Nothing of a depthwise one, which no matrix unit computes.
-
-    Source: NVIDIA, Matrix Multiplication Background User's Guide, section 4.1 (2023).
-    """
-    sizes: dict[str, int | None] = {}
-    if operation.op_type in MATRIX_PRODUCTS:
-        sizes = _product_sizes(operation)
-    elif operation.op_type == "Einsum" and len(operation.inputs) == 2:
-        sizes = _einsum_product_sizes(operation)
-    elif operation.op_type in CONVOLUTIONS:
-        sizes = _convolution_sizes(operation)
-    return {name: size for name, size in sizes.items() if size is not None}
-
-
-def unaligned_sizes(operation: Operation) -> Sizes:
-    """Returns those of `sizes_of` that are no multiples of 8."""
-    return {n: size for n, size in sizes_of(operation).items() if size % MULTIPLE}
-
-
-def padded(size: int) -> int:
-    """Returns the next multiple of 8."""
-    return -(-size // MULTIPLE) * MULTIPLE
-
-
-def _product_sizes(operation: Operation) -> dict[str, int | None]:
+def _inner_size(operation: Operation) -> int | None:
+    """Returns how many terms a matrix product sums for each number."""
     flags = operation.attributes
     a, b = operation.inputs[:2]
     left = flags["transpose_a"].b or flags["adj_x"].b
     right = flags["transpose_b"].b or flags["adj_y"].b
     inner = _at(a, -2 if left else -1)
     # In the gradient of a loop one factor comes off a stack without a shape.
-    sizes = {
-        "rows": _at(a, -1 if left else -2),
-        "inputs": _at(b, -1 if right else -2) if inner is None else inner,
-        "units": _at(b, -2 if right else -1),
-    }
-    # A kernel of rank 2 is one product for all positions of all examples.
-    if a is not None and len(a) > 2 and b is not None and len(b) == 2:
-        sizes["rows"] = _times(*a[:-1])
-    return sizes
-
-
-def _einsum_product_sizes(operation: Operation) -> dict[str, int | None]:
-    factors = einsum_sizes(operation)
-    if factors is None:
-        return {}
-    first, second, result = factors
-    groups: dict[str, list[int | None]] = {"rows": [], "inputs": [], "units": []}
-    for label, size in {**second, **first}.items():
-        if label in first and label in second:
-            if label not in result:
-                groups["inputs"].append(size)
-        elif label in result:
-            groups["rows" if label in first else "units"].append(size)
-    return {name: _times(*sizes) for name, sizes in groups.items()}
-
-
-def _convolution_sizes(operation: Operation) -> dict[str, int | None]:
-    if operation.op_type.startswith("Depthwise"):
-        return {}
-    kernel = operation.inputs[1] if len(operation.inputs) > 1 else None
-    if operation.op_type.endswith(("Filter", "FilterV2")):
-        kernel = operation.outputs[0]
-    if kernel is None:
-        return {}
-    return {"channels in": kernel[-2], "channels out": kernel[-1]}
+    return _at(b, -1 if right else -2) if inner is None else inner
 
 
 def _at(shape: Shape, index: int) -> int | None:

@@ -81,9 +81,6 @@ def check(
         policy: As for `tfamp.enable`. A model that was built under a policy is judged
             as it stands, whatever this says.
 
-    Returns:
-        The `Findings`, worst first; `print` them for the table.
-
     Raises:
         TypeError: `model` is no Keras model, or `data` are nothing that `fit` takes.
         ValueError: The policy is unknown, or the data are empty or single examples.

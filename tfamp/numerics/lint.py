@@ -126,10 +126,10 @@ def lint(
     """Returns what half precision would spoil in a model.
 
     Rules read the layers, the graph of one call for training, the first batches of
-    the data, the loss and the optimizer. No step is run. Weights, seeds and policies
-    are afterwards what they were; a model that is not built is built, if there are
-    data. What tfamp keeps in float32 is no finding, and neither are faults of Keras
-    that it mends. It takes as long as tracing the model.
+    the data, the loss and the optimizer. No step is run, and nothing changes but that a
+    model without weights is built, if there are data. What tfamp keeps in float32 is no
+    finding. It takes as long as tracing the model; `skipped` names the rules that could
+    not run, and why.
 
     Args:
         model: A Keras model of any kind, compiled or not.
@@ -138,10 +138,6 @@ def lint(
         loss: What it is trained with; None takes that of `compile`.
         optimizer: An optimizer or its name, likewise.
         batch_size: Examples in a batch where `data` are arrays, as in `fit`.
-
-    Returns:
-        The findings, worst first; `print` them for a table. `skipped` names the rules
-        that could not run, and why.
 
     Raises:
         TypeError: `model` is no Keras model, or `data` are nothing of the above.

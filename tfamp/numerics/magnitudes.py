@@ -156,11 +156,11 @@ class Ranges(TableRecord):
         axes = figure.subplots()
         for row, layer in enumerate(self.layers):
             most = max(layer.exponents.values(), default=1)
-            for exponent, count in layer.exponents.items():
-                # Rare numbers are what overflows: even one of a million is to be seen.
-                height, colour = 0.15 + 0.7 * count / most, _COLOURS[layer.kind]
-                bottom = row + 0.4 - height
-                axes.bar(int(exponent) + 0.5, height, 0.9, bottom, color=colour)
+            # Rare numbers are what overflows: even one of a million is to be seen.
+            heights = [0.15 + 0.7 * n / most for n in layer.exponents.values()]
+            places = [int(exponent) + 0.5 for exponent in layer.exponents]
+            bottoms = [row + 0.4 - height for height in heights]
+            axes.bar(places, heights, 0.9, bottoms, color=_COLOURS[layer.kind])
         for limit in (FLOAT16.smallest_subnormal, FLOAT16.max):
             axes.axvline(math.log2(limit), color="#555555", linewidth=1.0)
         names = [f"{layer.path}  {layer.kind}" for layer in self.layers]
@@ -187,10 +187,6 @@ def ranges(
         data: What `fit` takes, as for `tfamp.sensitivity`.
         num_batches: How many batches to look at.
         batch_size: Examples in a batch of arrays.
-
-    Returns:
-        The `Ranges`: `.layers`, `.best_loss_scale`, `.table()`, `.to_json(path)` and
-        `.plot(path)`.
 
     Raises:
         TypeError: `model` is not a compiled Keras model, or `data` not of these.

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfamp.graph import read_operations
 from tfamp.graph.bodies import Operation
-from tfamp.graph.products import flops_of, is_product, padded, unaligned_sizes
+from tfamp.graph.products import flops_of, is_product
 from tfamp.machine import devices as hardware
 from tfamp.machine.speeds import Device
 from tfamp.models import assignment
@@ -19,7 +19,7 @@ from tfamp.numerics.passes import name_layers
 from tfamp.records import console
 from tfamp.records.formats import HALF
 from tfamp.records.record import Record, TableRecord
-from tfamp.records.units import format_bytes, format_share, join_words
+from tfamp.records.units import format_bytes, format_share
 from tfamp.stepping.arguments import dataset_of
 from tfamp.stepping.step_traces import (
     Marks,
@@ -85,7 +85,7 @@ class Cause(Record):
     part of the bytes that the step moves if nothing is fused. Causes may overlap.
     """
 
-    name: Literal["float32", "casts", "shapes", "device"]
+    name: Literal["float32", "casts", "device"]
     figure: float
     message: str
     remedy: str
@@ -190,9 +190,8 @@ def prove(
 
     The step that `fit` runs is traced on the first batch, under any policy and any
     strategy, with a `train_step` of the user's too, and nothing of it is run: weights,
-    optimizers, metrics and seeds are afterwards what they were. A model or optimizer
-    that is not built is built. What XLA makes of a step, and how long each operation
-    takes, a profile tells (xprof).
+    optimizers, metrics and seeds are afterwards what they were. What XLA makes of a
+    step, and how long each operation takes, a profile tells (xprof).
 
     Args:
         model: A Keras model, compiled unless `training` is False.
@@ -201,13 +200,9 @@ def prove(
         batch_size: Examples in a batch where `data` are arrays, as in `fit`.
         devices: The devices to judge for; None looks at this machine.
 
-    Returns:
-        The record; `print` it for a table.
-
     Raises:
         TypeError: `model` is no Keras model, or `data` are nothing that `fit` takes.
-        ValueError: The model is not compiled or holds an optimizer of its own that is
-            not built; the data are empty or single examples.
+        ValueError: The model is not compiled, or the data are empty.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
@@ -222,8 +217,7 @@ def prove(
     dataset = dataset_of(data, batch_size, needs_targets=training)
     trace = trace_step(model, dataset, training=training)
     operations = read_operations(trace.concrete)
-    pairs = _products_of(operations, trace.marks)
-    products = tuple(product for _, product in pairs)
+    products = _products_of(operations, trace.marks)
     flops = sum(product.step_flops for product in products)
     half = sum(p.step_flops for p in products if p.dtype in HALF)
     proof = Proof(
@@ -238,18 +232,15 @@ def prove(
         devices=computing(hardware.devices() if devices is None else devices),
         notes=tuple(_notes(model, products)),
     )
-    found = [_float32(proof, model), _moving(proof), *_shapes(proof, pairs)]
-    found += _of_devices(proof)
+    found = [_float32(proof, model), _moving(proof), *_of_devices(proof)]
     kept = [cause for cause in found if cause.figure >= _MIN_SHARE]
     causes = tuple(sorted(kept, key=lambda cause: -cause.figure))
     return dataclasses.replace(proof, causes=causes)
 
 
-def _products_of(
-    operations: Sequence[Operation], marks: Marks
-) -> list[tuple[Operation, Product]]:
+def _products_of(operations: Sequence[Operation], marks: Marks) -> tuple[Product, ...]:
     """Returns the products and convolutions of a trace, those of replicas as one."""
-    found: dict[tuple[object, ...], tuple[Operation, Product]] = {}
+    found: dict[tuple[object, ...], Product] = {}
     for operation in filter(is_product, operations):
         factors = operation.inputs[:2]
         if "Backprop" in operation.op_type and len(operation.inputs) > 2:
@@ -271,12 +262,11 @@ def _products_of(
         # Replicas have names that differ by the replica alone.
         parts = operation.name.split("/")
         name = "/".join(part for part in parts if not part.startswith("replica_"))
-        key = name, product.shapes
-        if key in found:
-            operation, first = found[key]
-            product = dataclasses.replace(first, count=first.count + product.count)
-        found[key] = operation, product
-    return list(found.values())
+        same = found.get((name, factors))
+        if same is not None:
+            product = dataclasses.replace(same, count=same.count + product.count)
+        found[name, factors] = product
+    return tuple(found.values())
 
 
 def _casts_of(operations: Sequence[Operation], marks: Marks) -> tuple[Cast, ...]:
@@ -352,28 +342,6 @@ def _moving(proof: Proof) -> Cause:
         f"{name_layers(list(dict.fromkeys(cast.layer for cast in proof.casts)))}.",
         "Give layers between two layers of half precision that dtype too, so that "
         "activations stay in it. Casts of weights cost less with a larger batch.",
-    )
-
-
-def _shapes(
-    proof: Proof, pairs: Sequence[tuple[Operation, Product]]
-) -> Iterator[Cause]:
-    if not any(d.kind == "gpu" and hardware.fast_dtypes(d) for d in proof.devices):
-        return
-    sizes: dict[str, str] = {}
-    for operation, product in pairs:
-        if product.dtype in HALF and product.direction == "forward":
-            if odd := unaligned_sizes(operation):
-                texts = [f"{n} {size} -> {padded(size)}" for n, size in odd.items()]
-                sizes[product.layer] = f"{product.layer!r} {join_words(texts)}"
-    flops = sum(p.step_flops for p in proof.operations if p.layer in sizes)
-    more = f"; {len(sizes) - 4} layers more" if len(sizes) > 4 else ""
-    yield Cause(
-        "shapes",
-        flops / proof.flops if proof.flops else 0.0,
-        "Sizes that are not multiples of 8 keep tensor cores from full speed: "
-        f"{'; '.join([*sizes.values()][:4])}{more}.",
-        "Pad them to what stands behind the arrow: units, channels, vocabulary, batch.",
     )
 
 

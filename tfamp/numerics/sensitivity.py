@@ -147,14 +147,10 @@ def sensitivity(
         num_batches: How many batches to look at.
         batch_size: Examples in a batch of arrays.
 
-    Returns:
-        The `Sensitivity`: `.verdict`, `.guilty` (layer path -> reason), `.layers`,
-        `.table()`, and `.advice` on how to keep them in float32.
-
     Raises:
         TypeError: `model` is not a compiled Keras model, or `data` not of these.
-        ValueError: The dtype is neither; the data is empty or comes in single
-            examples; or the model is not finite in float32.
+        ValueError: The dtype is neither, the data is empty, or the model is not finite
+            in float32.
 
     Example:
         >>> keras.utils.set_random_seed(0)
@@ -413,8 +409,11 @@ def _reason(suspect: Suspect, format: Format, scale: float) -> tuple[str, str]:
         if largest_out < too_large:
             reach = f"a number on the way is beyond range, while {reach} only"
         return "overflow", f"{reach}, {holds}"
-    pairs = zip(low, exact, strict=True)
-    vanished = max(float(np.mean((a == 0) & (b != 0))) for a, b in pairs)
+    vanished = 0.0
+    for a, b in zip(low, exact, strict=True):
+        is_gone = (a == 0) & (b != 0)
+        if forward_error(a[~is_gone], b[~is_gone]) <= limit:  # the rest is fine
+            vanished = max(vanished, float(np.mean(is_gone)))
     # A format with float32's range lets nothing vanish that is not rounded away.
     if vanished > limit and needs_loss_scale(format):
         return "underflow", f"{vanished:.0%} of its outputs become 0 in {name}"

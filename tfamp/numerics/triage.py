@@ -101,19 +101,15 @@ def triage(model: keras.Model, batch_or_bundle: Any, y: Any = None) -> Triage:
 
     The train step runs eagerly with every layer watched: in the model's policy at its
     loss scale, in float32, and in the policy at scale 1. Nothing is updated; weights,
-    optimizers, metrics and seeds are afterwards what they were. It takes a few
-    steps' time, eager ones.
+    optimizers, metrics and seeds are afterwards what they were.
 
     Args:
         model: A compiled model with the weights of the failing step.
         batch_or_bundle: The batch of the step, as `(x, y)` or `(x, y, sample_weight)`;
             whatever else `fit` takes, of which it is the first batch; or the path of a
-            bundle that `tfamp.callbacks.NanRecovery` wrote, whose
-            state the model is given for the time of the replay.
+            bundle of `tfamp.callbacks.NanRecovery`, whose state the model gets
+            meanwhile.
         y: The targets, where the batch is x alone.
-
-    Returns:
-        The `Triage`: `.cause`, `.layer`, `.evidence`, `.remedy`, `.table()`.
 
     Raises:
         TypeError: `model` is not a compiled Keras model, or the batch is none.
