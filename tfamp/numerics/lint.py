@@ -1,10 +1,9 @@
 """`tfamp.lint`: what half precision would spoil in a model, before a step is run."""
 
-import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -37,10 +36,6 @@ _SURE_AT = {"float16": 8.3, "bfloat16": 6.2}
 _SATURATING = ("Softmax", "LogSoftmax", "Sigmoid")
 # Keras's own, whose mask is no fault.
 _EXEMPT = (keras.layers.UnitNormalization, keras.layers.Dot)
-
-
-class _CannotTellError(Exception):
-    """Raised by a rule that could not look; its text is the reason."""
 
 
 class _Graph:
@@ -81,25 +76,19 @@ class _Graph:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
-class _Subject:
-    """A model with all that its rules look at; texts say why something is missing.
+class _Subject(NamedTuple):
+    """A model with all that its rules look at, and why some of it is `missing`.
 
     `layers` are the model and every layer in it by path; `leaves` are name and values
     of each input in a few batches. Loss and optimizers were passed or are `compile`'s.
     """
 
     layers: dict[str, keras.layers.Layer]
-    traced: _Graph | str
-    leaves: list[tuple[str, np.ndarray]] | None
+    graph: Any
+    leaves: list[tuple[str, np.ndarray]]
     loss: Any
     optimizers: list[Any]
-
-    @property
-    def graph(self) -> _Graph:
-        if isinstance(self.traced, str):
-            raise _CannotTellError(self.traced)
-        return self.traced
+    missing: dict[str, str]
 
 
 def _leaf_name(place: int) -> str:
@@ -156,11 +145,10 @@ def lint(
         dataset = dataset_of(data, batch_size, needs_targets=False)
     subject = _look(model, loss, optimizer, dataset)
     findings, ran, skipped = [], [], []
-    for name, rule in _RULES.items():
-        try:
-            found = dict.fromkeys(rule(subject))
-        except _CannotTellError as reason:
-            skipped.append(f"{name}: {reason}")
+    for name, (rule, *needs) in _RULES.items():
+        missing = [subject.missing[need] for need in needs if need in subject.missing]
+        if missing:
+            skipped.append(f"{name}: {missing[0]}")
             continue
         ran.append(name)
         details: Any = {"documentation": checks.address(f"lint#{name}")}
@@ -168,7 +156,7 @@ def lint(
             Finding(
                 name, severity, message, remedy, layer, None, float(figure), {**details}
             )
-            for severity, layer, figure, message, remedy in found
+            for severity, layer, figure, message, remedy in dict.fromkeys(rule(subject))
         ]
     halves = {each.compute_dtype for each in subject.layers.values()} & {*HALF}
     computing = " and ".join(sorted(halves)) or "no half precision"
@@ -185,7 +173,7 @@ def _look(
 ) -> _Subject:
     """Returns what the rules look at; a model that is not built is built, with data."""
     x: Any = None
-    leaves = None
+    leaves, missing = [], {}
     if dataset is not None:
         first_batch(dataset)  # or it raises what every function says of an empty one
         batches = map(keras.utils.unpack_x_y_sample_weight, dataset.take(_NUM_BATCHES))
@@ -196,10 +184,13 @@ def _look(
         paths = [path for path, _ in keras.tree.flatten_with_path(x)]
         names = ["/".join(["x", *map(str, path)]) for path in paths]
         leaves = list(zip(names, numbers, strict=True))
-    elif structure.graph_of(model) is not None:
+    else:
+        missing["data"] = "no `data` were passed"
+    if x is None and structure.graph_of(model) is not None:
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in model.inputs]
         x = specs[0] if len(specs) == 1 else specs
-    graph: _Graph | str = (
+    graph = None
+    missing["graph"] = (
         f"model {model.name!r} tells its inputs by its call only, and no `data` were "
         "passed"
     )
@@ -211,16 +202,19 @@ def _look(
         if x is not None:
             try:
                 graph = _traced(model, x)
+                del missing["graph"]
             except Exception as error:  # the user's own code, which may do anything
                 why = f"{type(error).__name__}: {checks.first_line(error)}"
-                graph = f"the model cannot be traced ({why})"
+                missing["graph"] = f"the model cannot be traced ({why})"
     if loss is None:
         loss = getattr(model, "loss", None)
+    if loss is None:
+        missing["loss"] = "no `loss` was passed, and the model has none"
     optimizers = optimizers_of(model)
     if optimizer is not None:
         optimizers = [keras.optimizers.get(optimizer)]
     layers = {path: layer for path, layer, _ in structure.walk(model)}
-    return _Subject(layers, graph, leaves, loss, optimizers)
+    return _Subject(layers, graph, leaves, loss, optimizers, missing)
 
 
 def _as_rows(leaf: Any) -> np.ndarray:
@@ -290,8 +284,6 @@ def _half_head(subject: _Subject) -> _Found:
 
 def _half_loss(subject: _Subject) -> _Found:
     """Losses that compute in half precision themselves."""
-    if subject.loss is None:
-        raise _CannotTellError("no `loss` was passed, and the model has none")
     losses = {
         each.name: each.dtype
         for each in structure.flatten(subject.loss)
@@ -448,8 +440,6 @@ def _constant(operation: tf.Operation) -> np.ndarray:
 
 def _float_ids(subject: _Subject) -> _Found:
     """Ids in a float input that half precision rounds to other ids."""
-    if subject.leaves is None:
-        raise _CannotTellError("no `data` were passed")
     graph = subject.graph
     for place, (name, values) in enumerate(subject.leaves):
         argument = graph.operations.get(_leaf_name(place))
@@ -483,12 +473,13 @@ def _float_ids(subject: _Subject) -> _Found:
                 )
 
 
-_RULES: dict[str, Callable[[_Subject], _Found]] = {
-    "half-head": _half_head,
-    "half-loss": _half_loss,
-    "late-policy": _late_policy,
-    "half-weights": _half_weights,
-    "constant-range": _constant_range,
-    "float-ids": _float_ids,
+# Rule -> its function, and what it needs besides the layers.
+_RULES: dict[str, tuple[Any, ...]] = {
+    "half-head": (_half_head, "graph"),
+    "half-loss": (_half_loss, "loss"),
+    "late-policy": (_late_policy,),
+    "half-weights": (_half_weights,),
+    "constant-range": (_constant_range, "graph"),
+    "float-ids": (_float_ids, "data", "graph"),
 }
 RULE_IDS = tuple(_RULES)

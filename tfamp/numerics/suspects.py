@@ -51,16 +51,12 @@ def bad_data(batch: Any) -> tuple[list[Suspicion], Any]:
         with np.errstate(over="ignore"):
             is_good = np.isfinite(values.astype(np.float32))
         largest = float(np.abs(values[is_good]).max(initial=0.0))
-        bad, text = (
-            ~is_good,
-            f"holds {int((~is_good).sum())} numbers that are inf or NaN",
-        )
+        bad, what = ~is_good, "are inf or NaN"
+        if np.isfinite(values).all() and bad.any():
+            what = f"float32 cannot hold, such as {values[bad].flat[0]:.3g}"
+        text = f"holds {int(bad.sum())} numbers that {what}"
         if is_good.all():
             bad, text = np.abs(values) > _HUGE, f"reaches {largest:.3g}"
-        elif np.isfinite(values).all():
-            such = f"{values[bad].flat[0]:.3g}"
-            text = f"holds {int(bad.sum())} numbers that float32 cannot hold, such as "
-            text += such
         if bad.any():
             found.append(Suspicion(f"`{name}` {text}, in {examples(bad)}."))
             mean = values[is_good].mean() if is_good.any() else 1.0
@@ -149,8 +145,8 @@ def bad_added_loss(model: keras.Model) -> Suspicion | None:
     return found
 
 
-def large_weights(model: keras.Model) -> dict[str, tuple[float, Suspicion]]:
-    """Returns by how much weights that are far too large multiply inputs, by path.
+def large_weights(model: keras.Model) -> dict[str, Suspicion]:
+    """Returns a sentence for each weight that is far too large, by path, worst first.
 
     They are no fault by themselves: of sparse inputs a weight of size one is right.
     """
@@ -161,7 +157,8 @@ def large_weights(model: keras.Model) -> dict[str, tuple[float, Suspicion]]:
             text = f"The weight {weight.path!r} multiplies by about {gain:.3g}; "
             text += "initializers make that about 1."
             found[weight.path] = gain, Suspicion(text, path)
-    return dict(sorted(found.items(), key=lambda each: -each[1][0]))
+    worst_first = sorted(found.items(), key=lambda each: -each[1][0])
+    return {path: suspicion for path, (_, suspicion) in worst_first}
 
 
 def _gain(values: np.ndarray, fan_in: float) -> float:

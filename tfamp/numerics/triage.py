@@ -218,7 +218,7 @@ class _Inquiry:
         has made them large; where weights are large already, it is enough that it lifts
         the loss, and by more than a tenth of it does.
         """
-        large = [each for _, each in suspects.large_weights(self._model).values()]
+        large = list(suspects.large_weights(self._model).values())
         update = None
         if found or large:
             with suspects.tamed(self._model):
@@ -334,7 +334,7 @@ class _Inquiry:
         cut = f" from {self._rate:.3g} to {self._rate / 10:.3g}"
         cut += "" if -math.inf < at_tenth <= before else " or less"
         cut += f", at which one update takes the loss to {at_tenth:.4g}"
-        large = [each for _, each in suspects.large_weights(self._model).values()]
+        large = list(suspects.large_weights(self._model).values())
         found = [told, *large[:3]]
         return self.answer("learning rate", found, _CUT.format(cut), rate_factor=0.1)
 
