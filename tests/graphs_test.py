@@ -6,7 +6,6 @@ import tensorflow as tf
 
 from tfamp import graph
 from tfamp.graph import products
-from tfamp.graph.bodies import Operation, plain_type
 
 L = keras.layers
 pytestmark = pytest.mark.usefixtures("without_float16")
@@ -237,20 +236,6 @@ def test_gradients_of_every_convolution_count_like_it():
     found = flops_of(gradients, (2, 6, 6, 3), (3, 3, 3, 5), (3, 3, 5, 2))
     # What the second returns is not used, its gradients are.
     assert found == 3 * convolution + 2 * depthwise
-
-
-def operation(op_type, inputs, outputs=(), **attributes):
-    """Returns an operation that was never in a graph, as on a GPU or after fusion."""
-    node = tf.compat.v1.NodeDef(op=op_type)
-    for name, value in attributes.items():
-        if isinstance(value, bool):
-            node.attr[name].b = value
-        elif isinstance(value, str):
-            node.attr[name].type = tf.as_dtype(value).as_datatype_enum
-        else:
-            node.attr[name].s = value
-    plain = plain_type(op_type)
-    return Operation("x", plain, inputs, outputs, node.attr)
 
 
 def test_an_unknown_batch_is_reported_by_name():
