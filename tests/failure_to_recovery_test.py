@@ -3,7 +3,6 @@
 Every fault strikes in every style of model, and `tfamp.triage` itself is asked.
 """
 
-import functools
 import itertools
 
 import keras
@@ -63,12 +62,6 @@ def bad_slot(model):
     slot.assign(tf.fill(slot.shape, np.inf))
 
 
-def bad_weight(model):
-    """Hidden where a ReLU follows, which makes 0 of NaN on a CPU."""
-    kernel = model.trainable_variables[0]
-    kernel.assign(tf.fill(kernel.shape, np.nan))
-
-
 def far_mask(x):
     hidden = tf.cast(x < -1e4, x.dtype)
     return x + hidden * tf.cast(-1e9, x.dtype)
@@ -82,10 +75,6 @@ def adam(rate=0.01):
     return keras.optimizers.Adam(rate)
 
 
-def sgd(rate=0.1):
-    return keras.optimizers.SGD(rate)
-
-
 def too_high_a_scale():
     return tfamp.LossScaleOptimizer(
         adam(), initial_scale=2.0**30, dynamic=False, max_consecutive_skips=4
@@ -96,14 +85,12 @@ def too_high_a_scale():
 F16 = "mixed_float16"
 FAULTS = {
     "NaN in the data": (F16, {"spoil": nan_in_an_example}, "data"),
-    "learning rate": ("float32", {"optimizer": lambda: sgd(1e5)}, "learning rate"),
     "rate in float16": (F16, {"optimizer": lambda: adam(1e3)}, "learning rate"),
     "overflow": (F16, {"middle": there_and_back}, "precision"),
     "mask": (F16, {"middle": lambda: [Own(far_mask, name="mask")]}, "precision"),
     "loss scale": (F16, {"optimizer": too_high_a_scale}, "loss scale"),
-    # Of these nothing is left in the snapshot from before.
+    # Of this nothing is left in the snapshot from before.
     "a slot": ("float32", {"callback": bad_slot}, "none"),
-    "a weight": ("mixed_bfloat16", {"callback": bad_weight}, "none"),
 }
 REMEDIES = {
     "data": "drop batch",
@@ -140,15 +127,10 @@ def quality(model):
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    """Accuracy of a run without a fault, by optimizer."""
-
-    @functools.cache
-    def of(optimizer):
-        model = made("sequential", "float32", optimizer=optimizer)
-        fit(model, batches())
-        return quality(model)
-
-    return of
+    """Accuracy of a run without a fault."""
+    model = made("sequential", "float32")
+    fit(model, batches())
+    return quality(model)
 
 
 # Each fault in one style; each style has one.
@@ -173,8 +155,7 @@ def test_training_is_cured(fault, style, undisturbed, tmp_path):
         assert run.recoveries[0].detail == kept
     assert len(recovery.bundles) == 1
     assert np.isfinite(run.history["loss"]).all()
-    healthy = undisturbed(sgd if fault == "learning rate" else adam)
-    assert quality(model) == pytest.approx(healthy, rel=0.01)
+    assert quality(model) == pytest.approx(undisturbed, rel=0.01)
 
 
 @pytest.mark.slow
@@ -193,7 +174,7 @@ def test_operations_that_overflow_are_kept_in_float32(undisturbed, tmp_path):
     run = fit(model, batches(), recovery)
     assert [each.remedy for each in run.recoveries] == ["keep in float32"]
     assert run.recoveries[0].detail == ", ".join(map(repr, names))
-    assert quality(model) == pytest.approx(undisturbed(adam), rel=0.01)
+    assert quality(model) == pytest.approx(undisturbed, rel=0.01)
 
 
 def test_a_fault_of_the_model_itself_ends_with_the_layer_and_the_way_out(tmp_path):

@@ -16,23 +16,10 @@ def dense(units=3, **options):
     return L.Dense(units, kernel_initializer="ones", **options)
 
 
-def sequential():
-    return keras.Sequential([keras.Input((3,)), dense(name="a"), dense(name="b")])
-
-
 def functional():
     x = keras.Input((3,))
     y = dense(name="a")(x)
     return keras.Model(x, dense(name="b")(y * 2.0))
-
-
-class Subclassed(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = dense(name="a"), dense(name="b")
-
-    def call(self, x):
-        return self.b(2.0 * self.a(x))
 
 
 class Nested(keras.Model):
@@ -46,9 +33,7 @@ class Nested(keras.Model):
 
 
 MODELS = {
-    "sequential": (sequential, "a", 1.0),
     "functional": (functional, "a", 2.0),
-    "subclassed": (Subclassed, "a", 2.0),
     "nested": (Nested, "in/a", 2.0),
 }
 

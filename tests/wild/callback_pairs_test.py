@@ -131,14 +131,3 @@ def test_resume_goes_on_to_the_bit_beside_each(other, plain, tmp_path):
     assert history["loss"] == plain[0]
     for ours, theirs in zip(model.get_weights(), plain[1], strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.quick("NanRecovery")
-@pytest.mark.parametrize("name", [n for n in MAKERS if n != "BackupAndRestore"])
-def test_ctrl_c_leaves_a_model_that_trains_on_plainly(name, tmp_path):
-    model = made()
-    with pytest.raises(KeyboardInterrupt):
-        fit(model, [MAKERS[name](tmp_path), Halt()], spoilt=False)
-    assert not type(model.train_function).__module__.startswith("tfamp.keras_hooks")
-    history = fit(model, [], spoilt=False, epochs=1)
-    assert sorted(history) == ["loss", "mae"]
