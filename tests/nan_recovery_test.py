@@ -347,7 +347,7 @@ def test_several_workers_are_refused_with_what_works_there(tmp_path, monkeypatch
     monkeypatch.setattr(keras.Model, "distribute_strategy", spread)
     recovery = NanRecovery(tmp_path)
     recovery.set_model(keras.Sequential())
-    message = "Train with `tfamp.LossScaleOptimizer(optimizer)`, which skips a bad"
+    message = "`tfamp.LossScaleOptimizer(optimizer)`, which skips a bad step on all."
     with pytest.raises(ValueError, match=re.escape(message)):
         recovery.on_train_begin()
 
@@ -355,7 +355,7 @@ def test_several_workers_are_refused_with_what_works_there(tmp_path, monkeypatch
 def test_training_that_begins_with_bad_weights_is_refused(tmp_path):
     model = linear()
     model.layers[0].bias.assign([1, np.nan, np.inf, 1])
-    with pytest.raises(ValueError, match="begins with 2 weights .* good checkpoint"):
+    with pytest.raises(ValueError, match="begins with 2 numbers .* good checkpoint"):
         fit(model, data(), often(tmp_path))
 
 

@@ -189,10 +189,9 @@ class NanRecovery(FitCallback):
         """Opens the folder and takes its place around the training function."""
         if has_workers(self.model):
             raise ValueError(
-                "NanRecovery was given a model on several workers; expected one "
-                "process, since nothing makes workers go back together. Train with "
-                "`tfamp.LossScaleOptimizer(optimizer)`, which skips a bad step on all "
-                "of them alike, and `tfamp.callbacks.Resume`."
+                "NanRecovery was given a model on several workers, which nothing makes "
+                "go back together; expected one process. Train with `Resume` and "
+                "`tfamp.LossScaleOptimizer(optimizer)`, which skips a bad step on all."
             )
         make_folder(self.directory)
         snapshot_files.remove_leftovers(Path(self.directory))
@@ -282,9 +281,9 @@ class NanRecovery(FitCallback):
         state = self._snapshot({})
         if bad := list(nonfinite(state)):
             raise ValueError(
-                f"Training begins with {sum(count for _, count in bad)} weights or "
-                f"optimizer values that are not finite, the first in {bad[0][0]!r}; "
-                "expected finite ones. Load a good checkpoint."
+                f"Training begins with {sum(count for _, count in bad)} numbers that "
+                f"are not finite, the first in {bad[0][0]!r}; expected finite weights "
+                "and optimizer values. Load a good checkpoint."
             )
         if is_whole:  # else the first step makes more variables
             self._good = state
@@ -441,10 +440,7 @@ class NanRecovery(FitCallback):
             return ""
         self._restore(found.before)
         kind = type(self.model)
-        note = (
-            "No step since the last good state failed when it was made again: this is "
-            "the likeliest one, and what broke it is not in model or batch."
-        )
+        note = "No step since the last good state failed again; this is the likeliest."
         record = snapshot_files.Bundle(
             cause=sign.kind,
             message=f"{sign.text}.",
