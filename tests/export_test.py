@@ -50,8 +50,11 @@ def close(found, wanted, tolerance=1e-5):
     np.testing.assert_allclose(found, wanted, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("format", PACKAGES)
-@pytest.mark.parametrize("build", [mlp, lstm], ids=["mlp", "lstm"])
+@pytest.mark.parametrize(
+    ("build", "format"),
+    [*((mlp, each) for each in PACKAGES), (lstm, "onnx")],
+    ids=lambda each: getattr(each, "__name__", each),
+)
 @pytest.mark.quick("mlp-onnx")
 def test_float32_answers_as_the_model_does_in_each_thread(build, format, tmp_path):
     model = build()
@@ -310,7 +313,7 @@ def test_a_missing_runtime_names_the_extra(package, tmp_path, monkeypatch):
 
 
 def changed(record, path, text):
-    if text == "format version 99":
+    if text == "of format version 99":
         record["format_version"] = 99
     elif text == "is damaged":
         del record["files"]
@@ -336,7 +339,7 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize(
     "text",
     [
-        *("format version 99", "is damaged", "lies outside of", "is missing"),
+        *("of format version 99", "is damaged", "lies outside of", "is missing"),
         *("is not named by export.json", "is changed: its SHA-256 is", ""),
     ],
 )

@@ -98,12 +98,6 @@ PROBLEMS = {
         "End it, or choose another GPU by CUDA_VISIBLE_DEVICES; where both are to "
         "share it, set TF_FORCE_GPU_ALLOW_GROWTH=true for both.",
     ),
-    "ulimit -v": (
-        cpu(MemoryLimit(8 * GIB, "RLIMIT_AS")),
-        "RLIMIT_AS lets this process reserve 8.0 GiB of addresses. TensorFlow reserves "
-        "many more than it uses, and ends with `std::bad_alloc` at the limit.",
-        "Run `ulimit -v unlimited`, and bound the memory by a cgroup.",
-    ),
     "a container that is full": (
         cpu(MemoryLimit(4 * GIB, "cgroup v2", 4 * GIB - 100 * MIB)),
         "100 MiB of 4.0 GiB (cgroup v2) is free.",

@@ -55,7 +55,7 @@ def right_of(address, form, side, count):
     return found
 
 
-@pytest.mark.slow("test_one_connection_gets_the_right_answer_each_time")
+@pytest.mark.slow("test_a_body_in_chunks_is_read_to_its_end")
 @every_form
 def test_200_of_200_requests_get_the_right_answer(address, form, side):
     assert right_of(address, form, side, count=200) == 200

@@ -13,16 +13,15 @@ from tfamp.records import checks
 from tfamp.records.record import Record
 from tfamp.records.units import format_bytes
 
-PHYSICAL, ADDRESS_SPACE = "physical memory", "RLIMIT_AS"
+PHYSICAL = "physical memory"
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryLimit(Record):
     """The most memory there is to take, who says so, and what counts against it now.
 
-    `source` is "physical memory", "cgroup v2" (a container's limit), or "RLIMIT_AS"
-    (`ulimit -v`, which counts reserved addresses). `used_bytes` is of all processes
-    that share it, without cached files, which the system gives up on demand.
+    `source` is "physical memory" or "cgroup v2" (a container's limit). `used_bytes` is
+    of all processes that share it, without cached files, which the system gives up.
     """
 
     bytes: int
@@ -115,9 +114,6 @@ def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
             held = max(0, int(now) - cached) if now.isdecimal() else None
             groups.append(MemoryLimit(int(limit), "cgroup v2", held))
     found += sorted(groups, key=lambda each: each.bytes)[:1]
-    if (space := _address_space()) is not None:
-        used = sizes_in(root / "proc/self/status").get("VmSize")
-        found.append(MemoryLimit(space, ADDRESS_SPACE, used))
     return tuple(found)
 
 
@@ -150,16 +146,6 @@ def text_of(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def _address_space() -> int | None:
-    """Returns RLIMIT_AS, None where there is none."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def system_bytes() -> int:

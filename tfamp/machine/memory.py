@@ -7,14 +7,13 @@ machine can be described and asked about.
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfamp.machine import limits
-from tfamp.machine.limits import GpuMemory, Holder, MachineMemory, MemoryLimit
+from tfamp.machine.limits import GpuMemory, Holder, MachineMemory
 from tfamp.machine.nvml import Nvml
 from tfamp.records import checks
 from tfamp.records.units import format_bytes
@@ -146,22 +145,13 @@ def advice(memory: MachineMemory) -> tuple[Advice, ...]:
         for holder in gpu.others
         if (holder.bytes or 0) >= _NOTICEABLE * (gpu.total_bytes or 1)
     ]
-    for limit in memory.limits:
-        found += _of_limit(limit, memory.limits[0])
-    return tuple(found)
-
-
-def _of_limit(limit: MemoryLimit, machine: MemoryLimit) -> Iterator[Advice]:
-    if limit.source == limits.ADDRESS_SPACE and limit.bytes < machine.bytes:
-        yield Advice(
-            f"RLIMIT_AS lets this process reserve {format_bytes(limit.bytes)} of "
-            "addresses. TensorFlow reserves many more than it uses, and ends with "
-            "`std::bad_alloc` at the limit.",
-            "Run `ulimit -v unlimited`, and bound the memory by a cgroup.",
-        )
-    elif limit.used_bytes is not None and limit.free_bytes < _SCARCE * limit.bytes:
-        yield Advice(
+    found += [
+        Advice(
             f"{format_bytes(limit.free_bytes)} of {format_bytes(limit.bytes)} "
             f"({limit.source}) is free.",
             "End other processes, or raise the container's limit.",
         )
+        for limit in memory.limits
+        if limit.used_bytes is not None and limit.free_bytes < _SCARCE * limit.bytes
+    ]
+    return tuple(found)

@@ -370,11 +370,5 @@ def memory_limit(max_memory_bytes: int | None = None) -> MemoryLimit | None:
             if each.memory_total_bytes is not None
         ]
     else:
-        found += [
-            # Addresses are each process's own; what this one uses is no loss.
-            dataclasses.replace(limit, used_bytes=None)
-            if limit.source == limits.ADDRESS_SPACE
-            else limit
-            for limit in limits.memory_limits()
-        ]
+        found += limits.memory_limits()
     return min(found, key=lambda limit: limit.free_bytes, default=None)

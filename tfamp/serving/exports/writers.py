@@ -130,20 +130,15 @@ def reduces_range(flags: Iterable[str] | None = None) -> bool:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps loggers and warnings of converters quiet: running a file finds faults."""
-    names = ("", "absl", "tensorflow", "tf2onnx", "nncf")
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    silent = io.StringIO()
+    before, silent = logging.root.manager.disable, io.StringIO()
+    logging.disable(logging.CRITICAL)
     try:
         with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
 
 
 @contextlib.contextmanager

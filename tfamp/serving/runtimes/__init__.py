@@ -29,13 +29,11 @@ def load_exported(
 
     Each file is compared with its SHA-256 first; nothing of the folder is run as
     Python. TensorFlow is imported for the format "saved_model" and Keras models alone.
-    A Keras model is traced once, without what `predict` does around each batch.
 
     Args:
         path: The folder; or a `.keras` file, frozen or not, as `tfamp.load_model` takes
             it; or a Keras model itself, whose weights are shared.
-        threads: Threads that one prediction may use, set once; None for as many as
-            the cores that this process may use.
+        threads: Threads that one prediction may use; None for all usable cores.
 
     Returns:
         The model: `.predict(x)`, `.run({name: array})`, `.signature`, `.runtime`. It
@@ -45,8 +43,7 @@ def load_exported(
         FileNotFoundError: There is no such folder, or it is none of `tfamp.export`.
         ImportError: The runtime is not installed; the message names the extra.
         TypeError: `path` is neither a path nor a Keras model.
-        ValueError: A file is missing or changed, or a later version wrote the folder;
-            a Keras model is not built, or does not tell its inputs.
+        ValueError: A file is missing or changed, or a later version wrote the folder.
 
     Example:
         >>> load_exported("/nowhere")

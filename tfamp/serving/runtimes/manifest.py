@@ -58,24 +58,20 @@ def read(path: Path) -> Manifest:
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         version, runtime = record["format_version"], record["runtime"]
+        if version != FORMAT_VERSION or runtime not in RUNTIMES:
+            raise ValueError(f"it is of format version {version!r}, for {runtime!r}")
         told = {name: value for name, value in record.items() if name in known}
         told["signature"] = Signature.from_dict(record["signature"])
-        manifest = Manifest(**told)
+        return Manifest(**told)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{str(file)!r} is damaged: {type(error).__name__}: {error}. {_AGAIN}"
+            f"{str(file)!r} is damaged, or of another tfamp: {type(error).__name__}: "
+            f"{error}; expected version {FORMAT_VERSION}. {_AGAIN}"
         ) from error
-    if version != FORMAT_VERSION or runtime not in RUNTIMES:
-        raise ValueError(
-            f"{str(file)!r} is of format version {version!r}, for {runtime!r}; "
-            f"expected version {FORMAT_VERSION} and one of {RUNTIMES}. Update tfamp, "
-            "or export with this version."
-        )
-    return manifest
 
 
 def written_in(path: Path) -> frozenset[str] | None:
-    """Returns the files that an export wrote into a folder, None without any export."""
+    """Returns the files that an export of whatever version wrote; None without any."""
     try:
         record = json.loads((path / NAME).read_text(encoding="utf-8"))
         return frozenset({NAME, *record["files"]} if record["runtime"] else ())
@@ -88,7 +84,7 @@ def verify(path: Path, manifest: Manifest) -> None:
 
     What lies beside them is not looked at, but where the runtime would read it.
     """
-    root = path.resolve()
+    root, why = path.resolve(), ""
     for name, digest in manifest.files.items():
         file = path / name
         if root not in file.resolve().parents:
@@ -97,16 +93,12 @@ def verify(path: Path, manifest: Manifest) -> None:
             why = "is missing"
         elif (found := sha256(file)) != digest:
             why = f"is changed: its SHA-256 is {found}; expected {digest}"
-        else:
-            continue
-        raise ValueError(f"{str(file)!r}, named by {NAME}, {why}. {_AGAIN}")
+        if why:
+            raise ValueError(f"{str(file)!r}, named by {NAME}, {why}. {_AGAIN}")
     folders = SAVED_MODEL_FOLDERS if manifest.runtime == "saved_model" else ()
     for file in (file for folder in folders for file in (path / folder).rglob("*")):
         if file.is_file() and file.relative_to(path).as_posix() not in manifest.files:
-            raise ValueError(
-                f"{str(file)!r} is not named by {NAME}; expected no other files where "
-                "the runtime reads. Take it away."
-            )
+            raise ValueError(f"{str(file)!r} is not named by {NAME}. Take it away.")
 
 
 def digests(folder: Path) -> dict[str, str]:
