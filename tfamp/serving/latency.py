@@ -44,28 +44,16 @@ _QUANTILES = {"p50": (0.5, 1), "p90": (0.9, 10), "p99": (0.99, 100)}
 
 @dataclasses.dataclass(frozen=True)
 class Latency(TableRecord):
-    """How long a model takes to answer.
+    """How long a model takes to answer; quantiles are None below so many answers."""
 
-    Args:
-        p50: Seconds within which half of all answers came; None without an answer.
-        p90: Of nine in ten; None below 10 answers.
-        p99: Of 99 in 100; None below 100 answers.
-        answers_per_second: Answers over the seconds from the first request to the last
-            answer.
-        num_answers: Number of answers.
-        errors: Status or error -> how many requests got it for an answer.
-        clients: How many asked at a time, each waiting for its answer; None at a rate.
-        rate: Requests a second that were due; None for clients that wait.
-    """
-
-    p50: float | None
-    p90: float | None
-    p99: float | None
+    p50: float | None  # seconds within which half of all answers came
+    p90: float | None  # of nine in ten; None below 10 answers
+    p99: float | None  # of 99 in 100; None below 100 answers
     answers_per_second: float
     num_answers: int
-    errors: dict[str, int]
-    clients: int | None = None
-    rate: float | None = None
+    errors: dict[str, int]  # status or error -> how many requests got it
+    clients: int | None = None  # who asked at a time, each waiting for its answer
+    rate: float | None = None  # requests a second that were due
 
     def table(self) -> str:
         """Returns a line."""

@@ -164,7 +164,8 @@ def _server(
             if len(self.connections) <= most:
                 return
             idle = [each for each in self.connections if each.is_idle()]
-            oldest = min((e for e in idle if e is not self), key=_since, default=None)
+            others = (each for each in idle if each is not self)
+            oldest = min(others, key=lambda each: each.since, default=None)
             if oldest is not None:
                 self.connections.discard(oldest)
                 oldest.transport.abort()
@@ -212,10 +213,6 @@ def _server(
     )
 
 
-def _since(connection: Any) -> float:
-    return float(connection.since)
-
-
 @contextlib.contextmanager
 def _ending_at_sigterm() -> Iterator[None]:
     """Ends the block in order at SIGTERM as at Ctrl-C."""
@@ -237,11 +234,11 @@ def _ending_at_sigterm() -> Iterator[None]:
 
 def _token(path: Path) -> str:
     """Returns the token in a file."""
-    why = "holds no token"
+    why, token = "holds no token", ""
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        token, why = "", f"cannot be read ({error})"
+        why = f"cannot be read ({error})"
     if not token or not token.isascii() or not token.isprintable():
         raise ValueError(
             f"`token_file` {str(path)!r} {why}; expected a line of letters and "

@@ -26,8 +26,8 @@ Arrays = Mapping[str, np.ndarray]
 log = logging.getLogger("tfamp.serve")
 # Examples of a batch, where nobody says.
 DEFAULT_BATCH_SIZE = 64
-# Lengths that are tried for dimensions that the signature leaves open.
-_LENGTHS = (16, 32, 64, 1, 224)
+# Of dimensions that the signature leaves open, in the example.
+_LENGTH = 32
 
 
 class ModelError(RuntimeError):
@@ -216,24 +216,21 @@ class Served:
 
 
 def warm_up(model: LoadedModel) -> dict[str, np.ndarray] | None:
-    """Runs a model on an example; returns one that it answers, None where none is."""
-    specs = model.signature.inputs
-    is_open = any(None in spec.shape[1:] for spec in specs)
-    for length in _LENGTHS if is_open else (1,):
-        inputs = {}
-        for spec in specs:
-            shape = [length if size is None else size for size in spec.shape]
-            if spec.shape and spec.shape[0] is None:
-                shape[0] = 1
-            dtype = dtype_named(spec.dtype)
-            inputs[spec.name] = np.full(shape, "" if dtype.kind == "O" else 1, dtype)
-        try:
-            model.run(inputs)
-            return inputs
-        except Exception:
-            if not is_open:
-                raise
-    return None
+    """Runs a model on an example; returns it, or None where no example was found."""
+    inputs = {}
+    for spec in model.signature.inputs:
+        shape = [_LENGTH if size is None else size for size in spec.shape]
+        if spec.shape and spec.shape[0] is None:
+            shape[0] = 1
+        dtype = dtype_named(spec.dtype)
+        inputs[spec.name] = np.full(shape, "" if dtype.kind == "O" else 1, dtype)
+    try:
+        model.run(inputs)
+    except Exception:
+        if any(None in spec.shape[1:] for spec in model.signature.inputs):
+            return None
+        raise
+    return inputs
 
 
 def named_folders(texts: Iterable[str]) -> dict[str, Path]:
