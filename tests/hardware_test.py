@@ -113,15 +113,6 @@ def test_onednn_is_asked_of_the_environment(monkeypatch, value, policy):
     assert ("bfloat16" in hardware.fast_dtypes(AMX_CPU)) is not slow
 
 
-@pytest.mark.parametrize("policy, exponent", [("float16", -12), ("bfloat16", -9)])
-def test_the_step_in_the_objection_is_where_weights_stop(policy, exponent):
-    one = tf.ones((), policy)
-    assert one - tf.cast(2.0**exponent * 0.99, policy) == one
-    assert one - tf.cast(2.0**exponent * 1.01, policy) < one
-    objection = hardware.objection(policy, [A100], onednn=True)
-    assert f" {2.0**exponent:.1g};" in objection
-
-
 DTYPES = {
     "P100": (P100, ()),
     "T4": (T4, ("float16",)),

@@ -7,10 +7,7 @@ import pytest
 from tfamp.serving.exports.int8_layers import (
     layers_kept,
     rank,
-    spoilt,
 )
-from tfamp.serving.exports.writers import NothingRoundedError
-from tfamp.serving.gate import MetricChange, Parity, judged
 
 L = keras.layers
 # What gives a channel its size.
@@ -62,63 +59,6 @@ def test_a_planted_outlier_channel_is_found_with_who_gives_it(
     assert not any(each.times > 20 for each in others)
     for now, then in zip(model.get_weights(), weights, strict=True):
         np.testing.assert_array_equal(now, then)
-
-
-def parity(worse, number=1000):
-    bound = worse + 0.003
-    metric = MetricChange(
-        "accuracy", "y", 0.9, 0.9 - worse, worse, worse, bound, 0.005, number
-    )
-    return Parity(*judged([metric]), number, (metric,))
-
-
-def searched(needed, mode, model=None):
-    """Returns the search on a model whose int8 is as good with some layers in float."""
-    asked = []
-
-    def evaluate(keep):
-        asked.append(tuple(keep))
-        return parity(0.0 if {*needed} <= {*keep} else 0.3)
-
-    if model is None:
-        keras.utils.set_random_seed(1)
-        model = dense_net()
-        plant(model, "d1", "d2")
-    return spoilt(model, inputs_of(model), evaluate, scheme=mode), asked, model
-
-
-SEARCHES = {
-    "dynamic": ("dynamic", ["d2"], ["d2"]),
-    "static": ("static", ["d2", "d1"], ["d2", "d1"]),
-    "harmless": ("dynamic", [], []),
-}
-
-
-@pytest.mark.parametrize("mode, needed, expected", SEARCHES.values(), ids=SEARCHES)
-def test_few_layers_are_kept_in_few_exports(mode, needed, expected):
-    kept, asked, model = searched(needed, mode)
-    assert list(kept) == expected
-    assert asked == [(), tuple(expected)][: 1 + bool(expected)]
-    if mode == "static":
-        assert kept["d1"] == "its outputs go into 'd2'"
-
-
-def test_where_nothing_holds_three_are_tried():
-    kept, asked, _ = searched(["nobody"], "dynamic")
-    assert len(asked) == 3
-
-
-def test_where_what_is_kept_was_all_there_is_to_round_none_is():
-    keras.utils.set_random_seed(1)
-    model = dense_net()
-    plant(model, "d1", "d2")
-
-    def evaluate(keep):
-        if keep:
-            raise NothingRoundedError("nothing")
-        return parity(0.3)
-
-    assert spoilt(model, inputs_of(model), evaluate, scheme="dynamic") == {}
 
 
 def test_heads_stay_in_float32_unless_they_are_much_of_the_model():

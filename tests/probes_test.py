@@ -112,12 +112,6 @@ def full(name="NVIDIA A100", uuid="GPU-a"):
     )
 
 
-def names(driver, gpus, **environ):
-    """Names that a reader finds for TensorFlow's GPUs."""
-    with Nvml(driver, gpus=gpus, environ=environ) as nvml:
-        return {reading.index: reading.name for reading in nvml.read()}
-
-
 def test_a_gpu_is_read_in_the_units_of_the_names():
     driver = Driver(full())
     with Nvml(driver, gpus=[(0, "NVIDIA A100")], environ={}) as nvml:
@@ -154,23 +148,6 @@ def test_memory_is_the_slices_and_power_the_whole_gpus_under_mig():
     with Nvml(Driver(whole), gpus=[(0, other.name)], environ=listed) as nvml:
         (reading,) = nvml.read()
     assert (reading.mig_slice, reading.power_watts) == ("3g.20gb", 90.0)
-
-
-# What CUDA_VISIBLE_DEVICES shows of a, b, c, and the names of what TensorFlow sees.
-SHOWN = {
-    "all": (None, ["a", "b", "c"], {0: "a", 1: "b", 2: "c"}),
-    "another order": ("2,0", ["c", "a"], {0: "c", 1: "a"}),
-    "a UUID": ("GPU-b", ["b"], {0: "b"}),
-    "up to what is no GPU": ("1,-1,0", ["b"], {0: "b"}),
-    "without names": ("2,1", ["", ""], {0: "c", 1: "b"}),
-}
-
-
-@pytest.mark.parametrize("listed, seen, expected", SHOWN.values(), ids=SHOWN)
-def test_only_the_gpus_that_tensorflow_sees_are_read(listed, seen, expected):
-    driver = Driver(*(Gpu(name, f"GPU-{name}") for name in "abc"))
-    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    assert names(driver, list(enumerate(seen)), **environ) == expected
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux")
