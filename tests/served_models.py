@@ -29,7 +29,7 @@ class Scaled(LoadedModel):
     def run(self, inputs):
         first = next(iter(inputs.values()))
         self.batches.append(len(first))
-        if self.seconds:
+        if self.seconds and (first != 1).any():  # not at the start
             time.sleep(self.seconds)
         if (first == -1e6).any():
             raise RuntimeError("minus a million is more than this model takes")

@@ -187,6 +187,15 @@ def test_sigterm_ends_it_in_order_without_tensorflow(tmp_path):
     assert (status, out.splitlines()[-1]) == (0, "False"), err  # no TensorFlow
 
 
+def test_a_run_that_never_ends_does_not_keep_the_process(tmp_path):
+    folder = served_models.write(tmp_path / "m", 2, seconds=600)
+    with serving(folder, "--timeout_seconds=0.5") as (process, address):
+        with contextlib.closing(connect(address)) as connection:
+            assert predict(connection, [[1, 2, 3]])[0] == 504
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 1
+
+
 def test_what_cannot_be_listened_to_is_told(tmp_path):
     from tfamp.serving.server.main import serve
 

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -82,6 +83,8 @@ def serve(
         gc.collect()
         gc.freeze()
         _server(app, max_connections, lambda: on_start(address)).run([listener])
+    if any(model.is_stuck for model in app.models.values()):
+        os._exit(1)  # Python would wait for the thread that never ends.
 
 
 def application(

@@ -106,8 +106,13 @@ class Served:
         if self._is_failing:
             with contextlib.suppress(Refusal):
                 await self._ask_example()
+        return not self.is_stuck and not self._is_failing
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a run takes longer than any may."""
         took = 0.0 if self._run_since is None else time.monotonic() - self._run_since
-        return took <= self._limits.timeout_seconds and not self._is_failing
+        return took > self._limits.timeout_seconds
 
     async def _ask_example(self) -> None:
         """Tells a model that is broken from inputs that are."""
