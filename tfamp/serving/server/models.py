@@ -158,11 +158,9 @@ class Served:
             batch = self._next()
             if not batch:
                 continue
-            self._run_since = time.monotonic()
-            try:
-                found = await loop.run_in_executor(self._thread, self._answers, batch)
-            finally:
-                self._run_since = None
+            self._run_since = time.monotonic()  # stays where the loop ends meanwhile
+            found = await loop.run_in_executor(self._thread, self._answers, batch)
+            self._run_since = None
             for each, result in zip(batch, found, strict=True):
                 if each.future.done():
                     continue
