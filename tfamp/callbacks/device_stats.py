@@ -25,19 +25,16 @@ _GPU_FIGURES = {
 class DeviceStats(FitCallback):
     """Shows what the machine does while a model trains.
 
-    A thread reads, every second,
-
-    - `cpu_percent` (of one core: 200 is two at work) and `process_bytes`, everywhere;
-    - of each NVIDIA GPU that TensorFlow uses `gpu0_utilisation` (the part of the last
-      moments in which a kernel ran, in [0, 1]), `gpu0_memory_bytes` (in use by all;
-      TensorFlow reserves most of it at once unless memory growth is on),
-      `gpu0_temperature_celsius`, `gpu0_power_watts` and `gpu0_energy_joules`. On a MIG
-      slice memory is the slice's and the others are those of the whole GPU.
+    A thread reads every second `cpu_percent` (of one core: 200 is two at work),
+    `process_bytes`, and of each NVIDIA GPU that TensorFlow uses `gpu0_utilisation` (the
+    part of the last moments in which a kernel ran, in [0, 1]), `gpu0_memory_bytes` (in
+    use by all; TensorFlow reserves most of it at once unless memory growth is on),
+    `gpu0_temperature_celsius`, `gpu0_power_watts` and `gpu0_energy_joules`. On a MIG
+    slice memory is the slice's and the others are those of the whole GPU.
 
     `History` gets the mean and the most of an epoch, as `cpu_percent_mean` and
-    `cpu_percent_max`, and the energy that it took, as `gpu0_energy_joules`. There is
-    one more sample at the end of each epoch. It never ends training: what cannot be
-    read is said in one line. The thread ends with `fit`, however that ends.
+    `cpu_percent_max`, and the energy that it took. It never ends training: what cannot
+    be read is said in one line. The thread ends with `fit`, however that ends.
 
     Attributes:
         notes: What cannot be read and why, a line each.

@@ -104,16 +104,13 @@ class _Found(NamedTuple):
 class NanRecovery(FitCallback):
     """Goes back to the last good state when training fails, and applies a remedy.
 
-    A failure is a loss or metric that is not finite, a weight or moving statistic that
-    is not, steps that are skipped without end under a loss scale, or the
-    `tfamp.LossScaleError` that follows. No other callback sees the bad state. The model
-    goes back to its last good snapshot, bit by bit: weights, statistics, seeds,
-    optimizers, loss scale and metrics. One of these follows, by the triage of the
-    failing step, and training goes on with the next batch:
+    A failure is a loss, metric, weight or moving statistic that is not finite, steps
+    that are skipped without end under a loss scale, or the `tfamp.LossScaleError` that
+    follows. No other callback sees it. The model goes back to its last good snapshot,
+    bit by bit, and by the triage of the failing step one of these follows:
 
     - "drop batch": nothing else; also where the triage finds nothing;
-    - "cut learning rate": the rates of all optimizers times what the triage found to
-      lower the loss, or a half, from here on;
+    - "cut learning rate": by what the triage found to lower the loss, or by half;
     - "move loss scale": to what the triage found to be finite, or by a factor of 16;
     - "keep in float32": the layers that the triage named, optimizer state kept;
     - "stop": where the triage says that the model is to blame, or none is left.
@@ -122,11 +119,11 @@ class NanRecovery(FitCallback):
     snapshot are trained again, the oldest first, until a step fails. That one is asked
     about, and kept as a folder for `tfamp.triage(model, folder)` (docs/triage.md). A
     snapshot is good once all of the one after it is finite and the loss has not run
-    away. `recoveries` in the logs is their number so far; `recoveries.jsonl` in the
-    folder and `model.history.recoveries` have each of them.
+    away. `recoveries` in the logs is their number; `recoveries.jsonl` in the folder and
+    `model.history.recoveries` have each.
 
-    Cost: memory of the host for three copies of weights and optimizer state, and for
-    the last 256 MiB of batches; half a percent of the time. The steps that
+    Cost: three copies of weights and optimizer state in the host's memory, and the last
+    256 MiB of batches; half a percent of the time. The steps that
     `steps_per_execution` joins are a call each.
 
     Args:
@@ -141,8 +138,8 @@ class NanRecovery(FitCallback):
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: A value is out of range; or, when training begins, the folder
-            cannot be written, weights are not finite, or workers are several.
+        ValueError: A value is out of range; or, when training begins, the folder cannot
+            be written, weights are not finite, or workers are several.
         RecoveryError: No recovery was left that might help.
 
     Example:

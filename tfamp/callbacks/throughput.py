@@ -37,15 +37,12 @@ class _Call(NamedTuple):
 class Throughput(FitCallback):
     """Shows how fast a model trains, while it does.
 
-    `fit`'s progress bar and `History` get
-
-    - `examples_per_second`: of all replicas, a short last batch as what it is;
-    - `step_seconds`: the median step;
-    - `input_wait`: the part of the time that steps waited for their batch, in
-      [0, 1]; what a faster pipeline would gain `tfamp.data.bottleneck` measures;
-    - `first_step_seconds`: the first step of each `fit`, in the first epoch's logs.
-      It holds tracing and compiling, and is left out of all else, as are validation,
-      the first step on each shape of batch, and other callbacks at the ends of epochs.
+    `fit`'s progress bar and `History` get `examples_per_second` (of all replicas, a
+    short last batch as what it is), `step_seconds` (the median step), `input_wait` (the
+    part of the time that steps waited for their batch, in [0, 1]) and, in the first
+    epoch, `first_step_seconds`. That holds tracing and compiling, and is left out of
+    all else, as are validation, the first step on each shape of batch, and other
+    callbacks at the ends of epochs.
 
     A value that cannot be had is absent, and one line says why: with
     `steps_per_execution` above 1, and on several workers, the steps draw their batches
