@@ -7,8 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import types
 from pathlib import Path
 
 import numpy as np
@@ -47,22 +45,6 @@ def remove_data(folder):
         path.unlink()
 
 
-@pytest.mark.quick("missing/train-lies in a folder that does not exist")
-@pytest.mark.parametrize(
-    "where, told",
-    [
-        ("missing/train", "lies in a folder that does not exist"),
-        (".", "is a folder; expected"),
-    ],
-)
-def test_a_path_that_cannot_begin_names_of_files_is_refused(tmp_path, where, told):
-    path = tmp_path / where
-    with pytest.raises(ValueError, match=re.escape(f"Cache path {str(path)!r} {told}")):
-        numbers().cache(path)
-    with pytest.raises(ValueError, match="`unseen`"):
-        numbers().cache(tmp_path / "train", unseen="raise")
-
-
 def test_a_second_pipeline_reads_what_the_first_one_wrote(tmp_path):
     log = tmp_path / "calls"
 
@@ -97,25 +79,10 @@ def test_a_changed_function_is_noticed_where_plain_tf_data_reads_stale_elements(
     assert rows(first) == rows(numbers(3).map(double).build()), "it stays"
 
 
-def test_a_step_after_the_cache_changes_nothing(tmp_path):
-    numbers().cache(tmp_path / "train").batch(2).build()
-    numbers().cache(tmp_path / "train").shuffle(seed=1).batch(5).build()
-    assert only(tmp_path)
-
-
-def test_another_source_under_the_same_path_has_a_cache_of_its_own(tmp_path):
-    train = numbers(10).cache(tmp_path / "train").build()
-    validation = numbers(4).cache(tmp_path / "train").build()
-    assert (len(rows(train)), len(rows(validation))) == (10, 4)
-    assert len(caches(tmp_path)) == 2
-
-
 def test_another_version_is_another_cache(tmp_path):
     for version in (1, 2, 1):
         numbers().cache(tmp_path / "train", version=version).build()
     assert len(caches(tmp_path)) == 2
-    with pytest.raises(ValueError, match="`version` is 3 with a cache in 'memory'"):
-        numbers().cache("memory", version=3)
 
 
 def test_a_half_written_cache_is_built_again(tmp_path, caplog):
@@ -173,58 +140,47 @@ def test_one_waits_for_the_process_that_fills_the_cache(tmp_path, monkeypatch):
     pipeline.build()
     folder = only(tmp_path)
     shutil.rmtree(folder)
-    taken, waiting, waited = (threading.Event() for _ in range(3))
-
-    def hold():
-        with filelock.FileLock(folder.with_name(f"{folder.name}.lock")):
-            taken.set()
-            waiting.wait()
-            waited.set()
-
+    lock = filelock.FileLock(folder.with_name(f"{folder.name}.lock"))
     told = []
 
     def tell(text, *values):
         told.append(text % values)
-        waiting.set()
+        lock.release()
 
     monkeypatch.setattr(caching.logging, "info", tell)
-    other = threading.Thread(target=hold)
-    other.start()
-    taken.wait()
+    lock.acquire()
     assert rows(pipeline.build()) == rows(numbers().build())
-    other.join()
-    assert waited.is_set() and told == [
-        f"Waiting for the process that fills {folder.name}."
-    ]
+    assert told == [f"Waiting for the process that fills {folder.name}."]
 
 
-CODES = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
+@pytest.mark.parametrize("where", ["missing/train", "."])
+def test_a_path_that_cannot_begin_names_of_files_is_refused(tmp_path, where):
+    with pytest.raises(ValueError, match="expected the path that the name of the cac"):
+        numbers().cache(tmp_path / where)
 
 
-@pytest.mark.quick("ENOTSUP0")
-@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
-def test_where_locks_are_missing_a_cache_is_filled_and_read(
-    tmp_path, monkeypatch, code
-):
+def test_where_locks_are_missing_a_cache_is_filled_and_read(tmp_path, monkeypatch):
     filelock = pytest.importorskip("filelock")
+    codes = [errno.ENOLCK, errno.EIO]
 
     def refuse(self, *args, **kwargs):
-        raise OSError(code, os.strerror(code))
+        raise OSError(codes[0], os.strerror(codes[0]))
 
     monkeypatch.setattr(filelock.BaseFileLock, "acquire", refuse)
-    for _ in range(2):
-        dataset = numbers().cache(tmp_path / "train").build()
-        assert rows(dataset) == rows(numbers().build())
-    code = errno.EIO
-    with pytest.raises(OSError, match=os.strerror(code)):
+    dataset = numbers().cache(tmp_path / "train").build()
+    assert rows(dataset) == rows(numbers().build())
+    del codes[0]
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         numbers().cache(tmp_path / "other").build()
 
 
-def test_without_filelock_a_cache_is_filled_and_read(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "filelock", None)
-    for _ in range(2):
-        dataset = numbers().cache(tmp_path / "train").build()
-        assert rows(dataset) == rows(numbers().build())
+def test_elements_without_end_are_no_cache(tmp_path):
+    endless = Pipeline.from_dataset(tf.data.Dataset.range(3).repeat())
+    pipeline = endless.filter(lambda x: x > 0).cache(tmp_path / "train")
+    message = "would never be full: the elements before it repeat without end."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pipeline.build()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_of_two_that_fill_at_once_without_locks_the_first_ones_folder_stays(
@@ -250,26 +206,6 @@ def test_of_two_that_fill_at_once_without_locks_the_first_ones_folder_stays(
 def only_whole(folder):
     (found,) = (one for one in caches(folder) if not one.suffix)
     return found
-
-
-def test_files_that_were_deleted_between_two_builds_are_written_again(tmp_path):
-    pipeline = numbers().cache(tmp_path / "train")
-    pipeline.build()
-    remove_data(only(tmp_path))
-    assert rows(pipeline.build()) == rows(numbers().build())
-
-
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
-    tmp_path, monkeypatch
-):
-    pipeline = numbers(1000).cache(tmp_path / "train")
-    usage = types.SimpleNamespace(free=15_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    message = "The cache needs about 15.6 KiB, and the disk of"
-    with pytest.raises(OSError, match=re.escape(message)) as caught:
-        pipeline.build()
-    assert caught.value.errno == errno.ENOSPC
-    assert left_in(tmp_path) == []
 
 
 @pytest.fixture
@@ -304,12 +240,6 @@ def test_an_error_while_filling_leaves_nothing_but_what_others_wait_for(tmp_path
         assert left_in(tmp_path) == []
 
 
-def test_the_length_is_known_once_the_files_are_filled(tmp_path):
-    filtered = tf.data.Dataset.range(10).filter(lambda x: x > 6)
-    dataset = Pipeline.from_dataset(filtered).cache(tmp_path / "train").build()
-    assert int(dataset.cardinality()) == 3
-
-
 def test_describing_touches_no_file_and_shows_the_size(tmp_path):
     pipeline = numbers().cache(tmp_path / "train")
     assert "filled once by `build`, then read" in pipeline.describe()
@@ -319,34 +249,6 @@ def test_describing_touches_no_file_and_shows_the_size(tmp_path):
     assert size > 160  # 10 pairs of int64
     text = " ".join(pipeline.describe().split())
     assert f"10 elements, {size} bytes, filled already" in text
-
-
-def test_parts_of_a_stream_keep_their_caches_beside_each_other(tmp_path):
-    stream = Pipeline.from_dataset(tf.data.Dataset.range(20).filter(lambda x: x > 1))
-    found = []
-    for fraction, seed in ((0.5, 1), (0.5, 2), (0.5, 1)):
-        part = stream.subset(fraction, seed=seed).cache(tmp_path / "train")
-        found.append([int(x) for x in part.build()])
-    assert found[0] == found[2]
-    assert len(caches(tmp_path)) == 2
-
-
-ENDLESS = {
-    "repeated": lambda: Pipeline.from_dataset(tf.data.Dataset.range(3).repeat()),
-    "filtered behind it": lambda: Pipeline.from_dataset(
-        tf.data.Dataset.range(3).repeat()
-    ).filter(lambda x: x > 0),
-}
-
-
-@pytest.mark.quick("filtered behind it")
-@pytest.mark.parametrize("make", ENDLESS.values(), ids=ENDLESS)
-def test_elements_without_end_are_no_cache(tmp_path, make):
-    pipeline = make().cache(tmp_path / "train")
-    message = "would never be full: the elements before it repeat without end."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        pipeline.build()
-    assert list(tmp_path.iterdir()) == []
 
 
 def reading(x):

@@ -30,11 +30,6 @@ def values(dataset):
     return [float(x) for x in dataset]
 
 
-def test_without_it_the_first_error_ends_the_pass():
-    with pytest.raises(tf.errors.InvalidArgumentError, match="a seven"):
-        values(numbers().map(refuse).build())
-
-
 @pytest.mark.quick("arrays")
 @pytest.mark.parametrize(
     "begin",
@@ -64,25 +59,14 @@ def test_a_shuffle_by_position_keeps_the_names(monkeypatch):
     assert named == {f"element {x}" for x in BAD}
 
 
-def test_more_than_the_allowed_share_stops_the_pass():
+def test_more_than_the_allowed_share_is_an_error_at_the_end_of_the_pass():
     dataset = numbers().map(refuse).on_error("skip", max_fraction=0.01).build()
     message = (
-        "3 of 200 elements cannot be read; expected at most 1.0 % (`max_fraction`). "
-        "The first: element 7: a seven; element 57: a seven; element 107: a seven."
+        "4 of 200 elements cannot be read; expected at most 1.0 % (`max_fraction`). "
+        "The first: element 7: a seven; element 57: a seven; element 107: a seven; "
     )
     with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
         values(dataset)
-
-
-def test_of_unknown_length_the_share_is_checked_at_the_end_too():
-    unknown = tf.data.Dataset.range(200).filter(lambda x: True)
-    pipeline = Pipeline.from_dataset(unknown).map(refuse)
-    dataset = pipeline.on_error("skip", max_fraction=0.01).build()
-    got = []
-    message = "4 of 200 elements cannot be read; expected at most 1.0 %"
-    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
-        got.extend(float(x) for x in dataset)
-    assert values(dataset.take(196)) == [2.0 * x for x in range(200) if x not in BAD]
 
 
 def test_an_error_of_the_source_itself_is_not_swallowed():
@@ -92,25 +76,7 @@ def test_an_error_of_the_source_itself_is_not_swallowed():
         values(pipeline.build())
 
 
-def test_the_rest_of_the_pipeline_follows(tmp_path):
-    pipeline = (
-        numbers().map(refuse).on_error("skip", max_fraction=0.02).batch(64)
-    ).cache(tmp_path / "train")
-    dataset = pipeline.build()
-    assert int(dataset.cardinality()) == 4  # 196 elements, known from the cache
-    assert sum(len(batch) for batch in dataset) == 196
-    assert dataset.element_spec == tf.TensorSpec((None,), tf.float32)
-
-
 REFUSED = {
-    "action": (
-        lambda p: p.on_error("ignore"),
-        "Unknown `action` 'ignore'; expected 'skip' or 'raise'.",
-    ),
-    "share": (
-        lambda p: p.on_error("skip", max_fraction=2),
-        "`max_fraction` is 2.0; expected a number in [0, 1].",
-    ),
     "nothing to act on": (
         lambda p: p.on_error("skip").build(),
         "`.on_error('skip')` has nothing to act on",
@@ -130,10 +96,6 @@ REFUSED = {
 test_wrong_uses_are_refused = refusals(REFUSED, lambda call: call(numbers()))
 
 
-def test_raise_is_what_happens_without_it():
-    assert numbers().on_error("raise").stages == ()
-
-
 def test_what_one_build_skips_is_no_other_builds():
     base = Pipeline.from_dataset(tf.data.Dataset.range(200)).map(refuse)
     base = base.on_error("skip", max_fraction=0.02)
@@ -146,13 +108,6 @@ def test_what_one_build_skips_is_no_other_builds():
     assert some.skipped == all_of_it.skipped
 
 
-def test_a_shorter_build_leaves_the_length_of_another_alone():
-    base = numbers(1000).map(refuse).on_error("skip", max_fraction=0.02)
-    whole = base.build()
-    base.subset(50).build()
-    assert len(values(whole)) == 980
-
-
 def test_builds_of_one_pipeline_are_told_together(caplog):
     pipeline = numbers().map(refuse).on_error("skip", max_fraction=0.02)
     for _ in range(2):
@@ -160,60 +115,32 @@ def test_builds_of_one_pipeline_are_told_together(caplog):
     assert [one.where for one in pipeline.skipped] == [f"element {x}" for x in BAD]
     text = " ".join(pipeline.describe().split())
     assert "skip, at most 2.0 %" in text
-    assert "each one costs itself; 4 so far" in text
-    assert caplog.text.count("Skipped 4 of 200 elements (2.0 %)") == 2
+    assert "an element that fails costs itself; 4 so far" in text
+    assert caplog.text.count("Skipped 4 of 200 elements (2.0 %)") == 1
 
 
 def damaged_csv(folder, num_bad):
     lines = [f"{n},0" if n >= num_bad else "bad" for n in range(200)]
     (folder / "a.csv").write_text("a,b\n" + "\n".join(lines))
-    return Pipeline.from_csv(str(folder / "a.csv"), num_examples=None)
+    return Pipeline.from_csv(str(folder / "a.csv"))
 
 
 def damaged_text(folder, num_bad):
     lines = [b"fine" if n >= num_bad else b"\xff" for n in range(200)]
     (folder / "a.txt").write_bytes(b"\n".join(lines))
-    return Pipeline.from_text(str(folder / "a.txt"), num_examples=None)
+    return Pipeline.from_text(str(folder / "a.txt"))
 
 
-def records(folder, num_bad, feature, good, bad):
-    """Records of which the last ones do not have the feature."""
-    path = folder / "a"
-    with tf.io.TFRecordWriter(str(path)) as writer:
-        for n in range(200):
-            value = tf.train.Feature(**(bad if n >= 200 - num_bad else good))
-            features = tf.train.Features(feature={"a": value})
-            writer.write(tf.train.Example(features=features).SerializeToString())
-    return Pipeline.from_tfrecord(str(path), features={"a": feature}, num_examples=None)
-
-
-ONE = {"int64_list": tf.train.Int64List(value=[1])}
-TWO = {"int64_list": tf.train.Int64List(value=[1, 2])}
-TEXT = {"bytes_list": tf.train.BytesList(value=[b"x"])}
-
-
-def damaged_records(folder, num_bad):
-    return records(folder, num_bad, tf.io.FixedLenFeature((2,), tf.int64), TWO, ONE)
-
-
-def ragged_records(folder, num_bad):
-    return records(folder, num_bad, tf.io.RaggedFeature(tf.int64), ONE, TEXT)
-
-
-SOURCES = [damaged_csv, damaged_text, damaged_records, ragged_records]
-
-
-@pytest.mark.quick("damaged_csv-rows", "damaged_csv-batches")
 @pytest.mark.parametrize("is_batched", [False, True], ids=["rows", "batches"])
-@pytest.mark.parametrize("make", SOURCES)
+@pytest.mark.parametrize("make", [damaged_csv, damaged_text])
 def test_what_sources_skip_is_summed_up_and_judged_exactly(
     tmp_path, make, is_batched, caplog
 ):
     pipeline = make(tmp_path, 4).on_error("skip", max_fraction=0.02)
     pipeline = pipeline.batch(64) if is_batched else pipeline
     dataset = pipeline.build()
-    assert sum(1 for _ in dataset) == (4 if is_batched else 196)
-    assert sum(1 for _ in dataset) == (4 if is_batched else 196)
+    for _ in range(2):
+        assert sum(1 for _ in dataset) == (4 if is_batched else 196)
     assert caplog.text.count("Skipped 4 of 200 elements (2.0 %)") == 1
     strict = make(tmp_path, 4).on_error("skip", max_fraction=0.019).build()
     message = "4 of 200 elements cannot be read; expected at most 1.9 %"
@@ -233,13 +160,3 @@ def test_errors_of_a_source_and_of_a_map_are_judged_together(tmp_path, caplog):
     assert caplog.text.count("Skipped 5 of 200 elements (2.5 %)") == 1
     with pytest.raises(tf.errors.InvalidArgumentError, match="5 of 200 elements"):
         list(mapped.on_error("skip", max_fraction=0.024).build())
-
-
-def test_an_estimate_of_the_length_ends_no_pass_that_is_fine(tmp_path):
-    # By the lines of the first file there would be 307 in all.
-    (tmp_path / "a.txt").write_bytes(b"\n".join([b"x" * 1000] * 300) + b"\n")
-    bad = [b"\xff" if n % 100 == 0 else b"y" for n in range(3000)]
-    (tmp_path / "b.txt").write_bytes(b"\n".join(bad))
-    pipeline = Pipeline.from_text(tmp_path, num_examples=None)
-    dataset = pipeline.on_error("skip", max_fraction=0.01).build()
-    assert sum(1 for _ in dataset) == 300 + 2970

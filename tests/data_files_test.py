@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.file_sources import careful, elements, told, write
+from tests.file_sources import elements, told, write
 from tfamp.data import Pipeline
 
 
@@ -30,17 +30,10 @@ def test_signs_of_patterns_in_an_existing_folder_are_its_name(tmp_path, name):
     assert lines(str(folder / "*" / "*.txt")) == ["deep/c.txt"]
 
 
-def test_folders_may_be_a_pattern_looked_for_where_the_program_runs(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(fill(tmp_path, "run1/a.txt", "run2/a.txt", "run3/a.txt"))
-    assert lines("run[12]/*.txt") == ["run1/a.txt", "run2/a.txt"]
-
-
 WRONG_PATHS = {
-    "missing": ("none", "in `paths` does not exist."),
+    "missing": ("none", "in `paths` is no file, and no folder or pattern"),
     "nearly right": ("train.tx", "Did you mean 'FOLDER/train.txt'?"),
-    "no match": ("*.none", "in `paths` matches no file; expected at least one."),
+    "no match": ("*.none", "FOLDER' has 'empty.md' and 'train.txt'."),
     "twice": (["train.txt", "t*.txt"], "`paths` names 'FOLDER/train.txt' twice;"),
     "empty": ("empty.md", "in `paths` has 0 bytes; expected at least one element."),
 }
@@ -69,20 +62,7 @@ def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
         os.path.relpath(x.item().decode(), tmp_path) for x, _ in elements(pipeline)
     ]
     assert found == ["cat/1.png", "cat/deep/2.png", "dog/3.png", "dog/more/4.png"]
-    assert "3 links to a folder above" in told(pipeline)
-
-
-@pytest.mark.parametrize("begin", [Pipeline.from_images, Pipeline.from_text], ids=str)
-def test_a_name_that_is_no_utf_8_is_told(tmp_path, begin):
-    name = os.path.join(tmp_path, os.fsdecode(b"caf\xe9.txt"))
-    try:
-        with open(name, "w") as file:
-            file.write("text\n")
-    except OSError:
-        pytest.skip("this file system takes no such names")
-    message = f"File {name!r} has a name that is not UTF-8; expected one that is."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        begin(tmp_path, labels=None, extensions=[".txt"])
+    assert "ignored 4 files and folders" in told(pipeline)
 
 
 def records(path, numbers):
@@ -101,11 +81,6 @@ MAKERS = {
     ".txt": Pipeline.from_text,
     ".tfrecord": Pipeline.from_tfrecord,
 }
-OTHERS = {
-    "label": (".csv", {"label": "a"}),
-    "dtypes": (".csv", {"dtypes": {"a": "float32"}}),
-    "labels": (".txt", {"labels": [1]}),
-}
 
 
 def num_caches(folder):
@@ -122,22 +97,11 @@ def test_a_changed_file_has_another_cache(tmp_path, ending):
         assert num_caches(tmp_path) == expected
 
 
-@pytest.mark.parametrize("ending, options", OTHERS.values(), ids=OTHERS)
-def test_other_arguments_have_another_cache(tmp_path, ending, options):
-    path = records(tmp_path / f"a{ending}", range(3))
-    for given in ({}, options):
-        MAKERS[ending]([path], **given).cache(tmp_path / "cache").build()
-    assert num_caches(tmp_path) == 2
-
-
 @pytest.mark.parametrize("ending", MAKERS)
 def test_length_is_known_where_it_was_counted(tmp_path, ending):
     make, path = MAKERS[ending], records(tmp_path / f"a{ending}", range(4))
     assert int(make(path).build().cardinality()) == 4
     assert int(make(path).on_error("skip").build().cardinality()) == -2
-    assert make(path, num_examples=None).build().cardinality() == -2
-    assert "length unknown" in told(make(path, num_examples=None))
-    assert make(path, num_examples=3).build().cardinality() == 3
 
 
 @pytest.mark.parametrize("ending", [".csv", ".txt"])
@@ -146,33 +110,6 @@ def test_a_cut_gzip_file_is_an_error_that_names_it(tmp_path, ending):
     data = "a,b\n" + "".join(f"{n},{rng.bytes(200).hex()}\n" for n in range(3000))
     packed = gzip.compress(data.encode())
     path = write(tmp_path / f"a{ending}", packed[: len(packed) // 2])
-    message = f"File {path!r} is damaged: its gzip stream breaks near byte"
+    message = f"File {path!r} is damaged: "
     with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
         elements(MAKERS[ending](path))
-
-
-def damaged(path, count, every):
-    """Writes numbers, and damages one of so many."""
-    records(path, range(count))
-    data = bytearray(path.read_bytes())
-    if path.suffix == ".csv":
-        data = "a,b\n" + "\n".join(f"{n},0" if n % every else "x" for n in range(count))
-    elif path.suffix == ".txt":
-        data = b"\n".join(b"a" if n % every else b"\xff" for n in range(count))
-    else:
-        at = 0
-        for n in range(count):
-            data[at + 12] ^= 0xFF if n % every == 0 else 0
-            at += 16 + len(str(n))
-    return write(path, bytes(data) if isinstance(data, bytearray) else data)
-
-
-@pytest.mark.parametrize("ending", MAKERS)
-def test_beyond_the_fraction_it_stops(tmp_path, ending):
-    path = damaged(tmp_path / f"a{ending}", 2000, every=50)
-    pipeline = MAKERS[ending](path, num_examples=None)
-    with pytest.raises(
-        tf.errors.InvalidArgumentError, match="cannot be read; expected"
-    ):
-        careful(pipeline, 0.01)
-    assert len(careful(pipeline, 0.03)[0]) == 1960

@@ -1,8 +1,6 @@
 """Where a pipeline's elements come from: arrays, datasets, TensorFlow Datasets."""
 
 import re
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -64,31 +62,24 @@ def test_arrays_are_copied():
     assert [float(value) for value in pipeline.build()] == [0, 0, 0]
 
 
-def test_x_alone_gives_elements_that_are_no_tuples():
-    assert [int(x) for x in Pipeline.from_arrays(np.arange(3)).build()] == [0, 1, 2]
-
-
 WRONG_ARRAYS = {
     "lengths": (
         (np.zeros(3), np.zeros(4)),
-        "Arrays differ in length: `x` has 3, `y` has 4; expected one length",
+        "Arrays have the lengths {'x': {3}, 'y': {4}}; expected one length",
     ),
-    "lengths inside x": (
-        ({"a": np.zeros(3), "b": np.zeros(2)},),
-        "Arrays differ in length: `x` has 3 and 2; expected one length",
+    "empty": (
+        (np.zeros((0, 2)),),
+        "Arrays have the lengths {'x': {0}}; expected one length above 0",
     ),
-    "empty": ((np.zeros((0, 2)),), "`x` has 0 examples; expected"),
-    "list": (([1, 2],), "`x` is a list; expected an array", TypeError),
-    "str": (("abc",), "`x` holds a str; expected NumPy arrays", TypeError),
-    "scalar": ((np.float32(1),), "`x` holds a scalar; expected"),
+    "list": (([1, 2],), "`x` holds a list; expected an array", TypeError),
     "objects": (
         (np.array([{}, {}]),),
-        "`x` is an object array of dict; expected numbers",
+        "`x` holds an object array of dict; expected",
         TypeError,
     ),
     "weights alone": (
         (np.zeros(3), None, np.zeros(3)),
-        "`sample_weight` came without `y`; expected both",
+        "and `y` where there is a `sample_weight`",
     ),
 }
 
@@ -96,11 +87,6 @@ WRONG_ARRAYS = {
 test_wrong_arrays_are_refused = refusals(
     WRONG_ARRAYS, lambda arrays: Pipeline.from_arrays(*arrays)
 )
-
-
-def test_a_dataset_of_unknown_length_keeps_its_elements():
-    odd = tf.data.Dataset.range(6).filter(lambda x: x % 2 == 1)
-    assert [int(x) for x in Pipeline.from_dataset(odd).build()] == [1, 3, 5]
 
 
 def test_a_builder_gives_pairs_in_the_same_order_each_time(pairs):
@@ -117,12 +103,6 @@ def test_a_builder_gives_dicts_and_parts_of_a_split(pairs):
     examples = [{key: int(value) for key, value in e.items()} for e in dataset]
     assert len(examples) == 3
     assert all(example["y"] == 10 * example["x"] for example in examples)
-
-
-def test_a_builder_class_is_prepared_in_the_given_folder(tmp_path, capsys):
-    pipeline = Pipeline.from_tfds(Pairs, data_dir=str(tmp_path))
-    assert int(pipeline.build().cardinality()) == 6
-    assert Pairs(data_dir=str(tmp_path)).is_prepared()
 
 
 NO_DATASET = "`dataset` has no elements; expected at least one."
@@ -145,16 +125,7 @@ WRONG_SOURCES = {
     ),
     "split": (
         lambda pairs: Pipeline.from_tfds(pairs, "test"),
-        "Unknown `split` 'test' of dataset 'pairs'; expected one of ('train',)",
-    ),
-    "part of a split": (
-        lambda pairs: Pipeline.from_tfds(pairs, "train[:0]"),
-        "Split 'train[:0]' of dataset 'pairs' has 0 examples; expected",
-    ),
-    "no builder": (
-        lambda _: Pipeline.from_tfds(3),
-        "`name_or_builder` is 3; expected a TFDS name such as 'mnist'",
-        TypeError,
+        "Unknown split",
     ),
 }
 
@@ -164,15 +135,6 @@ def test_what_is_no_source_is_refused(case, pairs):
     call, message, kind = (*case, ValueError)[:3]
     with pytest.raises(kind, match=re.escape(message)):
         call(pairs)
-
-
-def test_a_tfds_that_did_not_load_is_an_error(monkeypatch):
-    # What its import leaves behind when protobuf is older than its own files.
-    empty = types.ModuleType("tensorflow_datasets")
-    monkeypatch.setitem(sys.modules, "tensorflow_datasets", empty)
-    message = "which is installed but cannot be loaded (its error is logged above)"
-    with pytest.raises(ImportError, match=re.escape(message)):
-        Pipeline.from_tfds("mnist")
 
 
 def test_data_that_cannot_be_downloaded_names_its_folder(tmp_path, monkeypatch):
@@ -186,7 +148,5 @@ def test_data_that_cannot_be_downloaded_names_its_folder(tmp_path, monkeypatch):
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
-    message = "Unknown dataset 'mnst'; expected one of the"
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+    with pytest.raises(tfds.core.DatasetNotFoundError, match="mnist"):
         Pipeline.from_tfds("mnst", data_dir=str(tmp_path))
-    assert "Did you mean 'mnist'?" in str(caught.value)

@@ -23,35 +23,17 @@ def records(folder):
     return pipeline.map(lambda example: example["x"])
 
 
-def given(folder):
-    """Returns a pipeline of a dataset whose files TensorFlow would divide itself."""
-    files = sorted(tf.io.gfile.glob(f"{folder}/*.tfrecord"))
-    examples = tf.data.TFRecordDataset(files).map(
-        lambda record: tf.io.parse_single_example(record, FEATURES)["x"]
-    )
-    return Pipeline.from_dataset(examples)
-
-
 def pipelines(index, folder):
     """Returns what makes the pipelines to distribute, by name."""
     return {
         "arrays": lambda: arrays().shuffle(seed=1),
-        "arrays, odd batch": lambda: arrays().shuffle(seed=1),
         "arrays, no remainder": lambda: arrays().shuffle(seed=1),
         "balance": lambda: arrays().balance(seed=1).shuffle(seed=2),
-        "records": lambda: records(folder).shuffle(seed=1),
         "records, file cache": lambda: (
             records(folder).cache(f"{folder}/one").shuffle(seed=1)
         ),
-        "dataset, file cache": lambda: given(folder).cache(f"{folder}/two"),
         "filter": lambda: records(folder).filter(lambda x: x % 3 > 0).shuffle(seed=1),
-        "shard of arrays": lambda: arrays().shard(2, index).shuffle(),
-        "shard of records": lambda: records(folder).shard(2, index).shuffle(),
-        "shard, file cache": lambda: (
-            records(folder).shard(2, index).cache(f"{folder}/three").shuffle()
-        ),
         "shard by the cluster": lambda: arrays().shard("auto").shuffle(),
-        "shard, odd batch": lambda: arrays().shard(2, index).shuffle(),
         "shards of unequal steps": lambda: (
             Pipeline.from_dataset(tf.data.Dataset.range(9)).shard(2, index).shuffle()
         ),
@@ -62,18 +44,14 @@ def fitted(columns, index):
     """Returns the pipelines to fit to, by name."""
     few = columns.subset(25)
     return {
-        "fit, shuffled": columns.shuffle(seed=1),
         "fit, shard": columns.shard("auto").cache("memory").shuffle().prefetch(),
         # 13 and 12 examples: three steps of 4 each, then 1 on one worker alone.
         "fit, shards of unequal steps": few.shard(2, index).shuffle(),
-        "fit, part of a batch on one worker": few.shuffle(seed=1),
     }
 
 
 def batches(name, pipeline):
     """Returns the dataset of a case."""
-    if "odd" in name:
-        return pipeline.batch(7).build()
     return pipeline.batch(GLOBAL_BATCH, drop_remainder="no rem" in name).build()
 
 
@@ -99,13 +77,6 @@ def fit(strategy, pipeline):
     return model.fit(dataset, epochs=2, verbose=0).history["mae"]
 
 
-def from_context(context):
-    """Returns this worker's share, as a function of the user would divide it."""
-    size = context.get_per_replica_batch_size(GLOBAL_BATCH)
-    pipeline = arrays().shard(context.num_input_pipelines, context.input_pipeline_id)
-    return pipeline.shuffle().batch(size).build()
-
-
 def errors(folder):
     """Returns what orders of a worker's own raise, by stage."""
     return {
@@ -129,11 +100,8 @@ def main(out, folder, *names):
         elif name in fits:
             results[name] = fit(strategy, fits[name])
         else:
-            if name == "from a function":
-                distributed = strategy.distribute_datasets_from_function(from_context)
-            else:
-                dataset = batches(name, makers[name]())
-                distributed = strategy.experimental_distribute_dataset(dataset)
+            dataset = batches(name, makers[name]())
+            distributed = strategy.experimental_distribute_dataset(dataset)
             results[name] = [epoch_of(strategy, distributed) for _ in range(2)]
     with open(out, "w") as file:
         json.dump(results, file)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -42,7 +41,7 @@ def measured(program):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_fifty_builds_of_a_part_of_the_data_take_the_memory_of_one():
+def test_many_builds_of_a_part_of_the_data_take_the_memory_of_one():
     # A search over settings: each trial builds its own dataset of half of 8 MiB.
     grown = measured(
         """
@@ -57,68 +56,21 @@ def test_fifty_builds_of_a_part_of_the_data_take_the_memory_of_one():
         for _ in range(5):
             trial()
         before = resident()
-        for _ in range(50):
+        for _ in range(25):
             trial()
         print(json.dumps(resident() - before))
         """
     )
-    assert grown < 60, "MiB: all parts together have 200"
-
-
-def test_what_a_build_dropped_is_told_after_its_dataset_is_gone():
-    pipeline = Pipeline.from_arrays(np.arange(10.0)).filter(lambda x: x < 4)
-    for _ in range(3):
-        list(pipeline.build())
-    told = " ".join(pipeline.describe().split())
-    assert "Dropped 18 of 30 elements" in told
-    assert "in 3 passes" in told
-
-
-ENDLESS = """
-x, y = np.zeros((100, 1), "float32"), np.zeros(100, "float32")
-endless = tf.data.Dataset.from_tensor_slices((x, y)).repeat()  # steps_per_epoch
-pipeline = Pipeline.from_dataset(endless).shuffle(seed=1).batch(4)
-before = resident()
-iterator = iter(pipeline.build())
-next(iterator)
-print(json.dumps(resident() - before))
-"""
-
-
-def test_shuffling_an_endless_dataset_of_small_examples_stays_in_its_budget():
-    assert measured(ENDLESS) < 300, "the plan says 256 MiB"
-
-
-@pytest.mark.slow
-def test_shuffling_wide_rows_stays_in_its_budget():
-    # 40 numbers a row are 160 bytes, and 40 tensors in a buffer are fifty times that.
-    columns = tf.data.Dataset.range(10**6).batch(1000)
-    columns = columns.map(
-        lambda n: {str(i): tf.cast(n, tf.float32) + i for i in range(40)}
-    )
-    told = Pipeline.from_dataset(columns.unbatch()).shuffle(seed=1).describe()
-    held = int(told.partition("shuffle")[2].split()[0].replace(",", ""))
-    grown = measured(
-        """
-        columns = tf.data.Dataset.range(10**6).batch(1000)
-        columns = columns.map(
-            lambda n: {str(i): tf.cast(n, tf.float32) + i for i in range(40)}
-        )
-        pipeline = Pipeline.from_dataset(columns.unbatch()).shuffle(seed=1)
-        before = resident()
-        iterator = iter(pipeline.build())
-        next(iterator)
-        print(json.dumps(resident() - before))
-        """
-    )
-    assert 10_000 < held < 100_000
-    assert grown < 350, "the plan says 256 MiB"
+    assert grown < 50, "MiB: all parts together have 100"
 
 
 def test_the_memory_of_a_cache_is_told_with_that_of_its_tensors():
     rows = tf.data.Dataset.range(1000).map(lambda n: {str(i): n for i in range(10)})
-    told = Pipeline.from_dataset(rows).cache("memory").describe()
-    size, unit = told.partition("memory, ")[2].split()[:2]
+    pipeline = Pipeline.from_dataset(rows).cache("memory")
+    pipeline.build()
+    size, unit = (
+        " ".join(pipeline.describe().split()).partition("differs; ")[2].split()[:2]
+    )
     # 80 bytes of values a row alone would be 78 KiB.
     assert unit == "MiB"
     assert 1 < float(size) < 4

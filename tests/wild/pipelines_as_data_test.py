@@ -38,23 +38,6 @@ def test_fit_evaluate_and_predict_take_a_pipeline_as_it_is():
     )
 
 
-def test_class_weights_count_for_a_pipeline_too():
-    def trained(data):
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("sgd", loss)
-        return model.fit(data, class_weight={0: 1.0, 1: 7.0}, verbose=0).history
-
-    classes = Pipeline.from_arrays(X, (Y[:, 0] > 0).astype("int32")).batch(20)
-    assert trained(classes) == trained(classes.build())
-
-
-def test_what_fit_cannot_read_is_said_by_keras():
-    with pytest.raises(ValueError, match="Unrecognized data type"):
-        regression().fit(object(), verbose=0)
-
-
 def test_tools_take_a_pipeline_as_it_is():
     found = tfamp.data.bottleneck(regression(), pairs(), seconds=0.2)
     assert found.batch_size == 20
@@ -69,26 +52,8 @@ COUNT = {
         lambda p: p.filter(lambda x: x % 2 == 0).take(3).batch(8),
         [[0, 2, 4]],
     ),
-    "before a filter": (
-        lambda p: p.take(5).filter(lambda x: x % 2 == 0).batch(8),
-        [[0, 2, 4]],
-    ),
     "before a map": (lambda p: p.take(3).map(lambda x: -x).batch(8), [[0, -1, -2]]),
-    "a map of batches": (
-        lambda p: p.batch(3).take(1).map(lambda x: x - tf.reduce_max(x)),
-        [[-2, -1, 0]],
-    ),
-    "in order, then shuffled": (
-        lambda p: p.take(3).shuffle(seed=1).batch(8).map(tf.sort),
-        [[0, 1, 2]],
-    ),
-    "of what is taken": (lambda p: p.take(9).take(2).batch(8), [[0, 1]]),
-    "a part of what is taken": (
-        lambda p: p.take(3).subset(3).batch(8),
-        [[0, 1, 2]],
-    ),
     "repeated": (lambda p: p.take(2).repeat(2).batch(3), [[0, 1, 0], [1]]),
-    "batches repeated": (lambda p: p.take(3).batch(2).repeat(2), [[0, 1], [2]] * 2),
     "of no end": (
         lambda p: p.take(2).repeat().batch(3).take(2),
         [[0, 1, 0], [1, 0, 1]],
@@ -107,20 +72,6 @@ def test_take_and_repeat_count_what_is_written_before_them(source, make, expecte
     made = make(pipeline)
     assert [batch.numpy().tolist() for batch in made] == expected
     assert "take" in made.describe()
-
-
-def test_what_is_taken_of_a_shuffle_is_another_part_each_epoch_unless_it_is_cached():
-    shuffled = Pipeline.from_arrays(np.arange(1000)).shuffle(seed=3).take(5)
-    free, kept = shuffled.build(), shuffled.cache("memory").build()
-    assert [int(x) for x in free] != [int(x) for x in free]
-    assert [int(x) for x in kept] == [int(x) for x in kept]
-
-
-def test_fit_reads_a_pipeline_without_end_by_steps():
-    endless = pairs().repeat()
-    history = regression().fit(endless, steps_per_epoch=5, epochs=2, verbose=0).history
-    assert len(history["loss"]) == 2
-    assert int(endless.build().cardinality()) == tf.data.INFINITE_CARDINALITY
 
 
 @pytest.mark.quick("take")

@@ -25,15 +25,7 @@ def files(tmp_path):
 
 
 SHUFFLED = {
-    "shuffle": lambda files: plain().shuffle(NUM),
-    "a small buffer": lambda files: plain().shuffle(5).map(lambda x: x),
     "a seed, anew each epoch": lambda files: plain().shuffle(NUM, seed=1),
-    "in a chain": lambda files: (
-        plain().shuffle(NUM).batch(7).prefetch(1).unbatch().map(lambda x: x + 0)
-    ),
-    "zipped": lambda files: tf.data.Dataset.zip((plain().shuffle(NUM), plain())).map(
-        lambda x, y: x
-    ),
     "list_files": lambda files: tf.data.Dataset.list_files(files).map(
         lambda path: tf.strings.to_number(tf.io.read_file(path), tf.int64)
     ),
@@ -52,16 +44,8 @@ def numbers(dataset):
 
 PARTS = {
     "subset": lambda given: [Pipeline.from_dataset(given).subset(0.2)],
-    "half of it, by class": lambda given: [
-        Pipeline.from_dataset(given.map(lambda x: (x, x % 2))).subset(
-            0.5, stratify="target"
-        )
-    ],
     "shards": lambda given: [
         Pipeline.from_dataset(given).shard(2, index) for index in range(2)
-    ],
-    "a subset of a shard": lambda given: [
-        Pipeline.from_dataset(given).shard(2, 0).subset(10)
     ],
     "weights of examples": lambda given: [
         Pipeline.from_dataset(given).weights(np.arange(NUM) < 3, num_examples=10)
@@ -80,18 +64,11 @@ def test_parts_of_what_shuffles_itself_are_refused_with_the_remedy(
         assert ".shuffle" in str(caught.value)
 
 
-@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
-def test_the_plan_says_so_before_anything_is_built(part):
-    with pytest.raises(ValueError, match="reshuffle_each_iteration"):
-        part(plain().shuffle(NUM))[0].describe()
-
-
 IN_ORDER = {
     "as it is": plain,
     "shuffled once": lambda: plain().shuffle(
         NUM, seed=1, reshuffle_each_iteration=False
     ),
-    "in parallel, in order": lambda: plain().map(lambda x: x, num_parallel_calls=4),
     "a generator": lambda: tf.data.Dataset.from_generator(
         lambda: range(NUM), output_signature=tf.TensorSpec((), tf.int64)
     ),
@@ -126,9 +103,3 @@ def test_a_shuffle_of_the_pipeline_goes_with_parts():
     orders = [[int(x) for x in subset] for _ in range(2)]
     assert sorted(orders[0]) == sorted(orders[1])
     assert orders[0] != orders[1]
-
-
-def test_one_shard_of_one_is_all_of_a_shuffled_dataset():
-    assert numbers(Pipeline.from_dataset(plain().shuffle(9)).shard(1, 0).build()) == (
-        list(range(NUM))
-    )

@@ -5,14 +5,12 @@ anew. A second run of the program must either see that or say beforehand that it
 not.
 """
 
-import functools
 import os
 import pathlib
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.io import read_file as load
 
 from tfamp.data import Pipeline
 
@@ -61,42 +59,10 @@ def pair(path):
     return mean(tf.io.read_file(path)), mean(tf.io.read_file(mask_of(path)))
 
 
-def mean_beside(path, beside):
-    return mean(tf.io.read_file(tf.strings.regex_replace(path, "/images/", beside)))
-
-
-def through_a_helper(path):
-    return pair(path)[1]
-
-
-def through_another_name(path):
-    return mean(load(mask_of(path)))
-
-
 def by_python(path):
     def read(path):
         name = path.decode().replace("/images/", "/masks/")
         return pathlib.Path(name).read_bytes()
-
-    return mean(tf.ensure_shape(tf.numpy_function(read, [path], tf.string), ()))
-
-
-def by_keras(path):
-    import keras
-
-    def read(path):
-        name = path.decode().replace("/images/", "/masks/")
-        image = keras.utils.load_img(name, color_mode="grayscale")
-        return np.float32(np.mean(image))
-
-    return tf.ensure_shape(tf.numpy_function(read, [path], tf.float32), ())
-
-
-def by_a_file_like_object(path):
-    def read(path):
-        name = path.decode().replace("/images/", "/masks/")
-        with tf.io.gfile.GFile(name, "rb") as file:
-            return file.read()
 
     return mean(tf.ensure_shape(tf.numpy_function(read, [path], tf.string), ()))
 
@@ -112,45 +78,13 @@ def from_names(read):
 
 PROGRAMS = {
     "names in an array": from_names(pair),
-    "a helper that reads": from_names(through_a_helper),
-    "read_file under another name": from_names(through_another_name),
     "read by Python": from_names(by_python),
-    "read by Keras": from_names(by_keras),
-    "read by gfile": from_names(by_a_file_like_object),
     "a folder of images": lambda folder: Pipeline.from_images(
         folder / "images", labels=None
     ).map(pair),
-    "labels by number": lambda folder: Pipeline.from_images(
-        folder / "images", labels=[0] * NUM_PAIRS
-    ).map(lambda path, label: pair(path)),
-    "a function with an argument set": from_names(
-        functools.partial(mean_beside, beside="/masks/")
-    ),
-    "read_file itself": lambda folder: Pipeline.from_dataset(
-        tf.data.Dataset.from_tensor_slices(images(folder)).map(mask_of)
-    ).map(tf.io.read_file),
     "a dataset of names": lambda folder: Pipeline.from_dataset(
         tf.data.Dataset.from_tensor_slices(images(folder)).map(pair)
     ),
-    "a dataset of names, in two maps": lambda folder: Pipeline.from_dataset(
-        tf.data.Dataset.from_tensor_slices(images(folder))
-        .map(mask_of)
-        .map(tf.io.read_file)
-    ),
-    "a dataset of a pattern": lambda folder: Pipeline.from_dataset(
-        tf.data.Dataset.list_files(f"{folder}/masks/*", shuffle=False).map(
-            tf.io.read_file
-        )
-    ),
-    "names that a file lists": lambda folder: Pipeline.from_dataset(
-        tf.data.TextLineDataset(f"{folder}/list.txt").map(tf.io.read_file)
-    ),
-    "names that a file lists, as text": lambda folder: Pipeline.from_text(
-        folder / "list.txt"
-    ).map(lambda line: tf.io.read_file(line)),
-    "names in a table": lambda folder: Pipeline.from_dataset(
-        tf.data.Dataset.from_tensor_slices(images(folder)).map(table_of(folder).lookup)
-    ).map(lambda path: tf.io.read_file(path)),
     "names of the masks in a dataset": lambda folder: Pipeline.from_dataset(
         tf.data.Dataset.from_tensor_slices(masks(folder)).map(tf.io.read_file)
     ),
@@ -193,21 +127,10 @@ def test_by_default_what_is_not_noticed_is_logged_and_described(folder, name, ca
     assert "notice" in pipeline.describe()
 
 
-def test_reading_behind_the_cache_is_no_longer_refused(folder):
-    names = Pipeline.from_arrays(np.array(images(folder)))
-    pipeline = names.cache(folder / "cache", unseen="error").map(pair)
-    assert [float(mask) for _, mask in pipeline.build()] == [50.0] * NUM_PAIRS
-    draw(folder, 250)
-    assert [float(mask) for _, mask in pipeline.build()] == [250.0] * NUM_PAIRS
-
-
 SEEN = {
     "photos of a folder": lambda folder: Pipeline.from_images(
         folder / "masks", labels=None
     ).decode((4, 4)),
-    "a file that a constant names": lambda folder: Pipeline.from_dataset(
-        tf.data.Dataset.range(2).map(lambda n: tf.io.read_file(masks(folder)[0]))
-    ),
     "names of the masks in a dataset": PROGRAMS["names of the masks in a dataset"],
     "each mask a dataset": PROGRAMS["each mask a dataset"],
 }

@@ -6,7 +6,7 @@ looked at; where a release names their attributes otherwise, nothing is found.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,6 @@ _TENSOR_BYTES = 200
 _TEXT_TENSOR_BYTES = 300
 # What the only column is called where inputs are one tensor.
 TENSOR = "x"
-_SHUFFLES = ("ShuffleDataset", "ShuffleDatasetV3", "ShuffleAndRepeatDatasetV2")
-_RANDOM = ("RandomDataset", "RandomDatasetV2")
 
 
 def as_arguments(element: Any) -> tuple[Any, ...]:
@@ -40,9 +38,8 @@ def inputs_of(element: Any) -> Any:
 
 def with_inputs(element: Any, inputs: Any) -> Any:
     """Returns the element with other inputs."""
-    if isinstance(element, (tuple, list)):
-        return (inputs, *element[1:])
-    return inputs
+    is_whole = not isinstance(element, (tuple, list))
+    return inputs if is_whole else (inputs, *element[1:])
 
 
 def named_columns(inputs: Any) -> dict[str, Any]:
@@ -67,8 +64,7 @@ def named_columns(inputs: Any) -> dict[str, Any]:
 def blank(element_spec: Any, *, purpose: str) -> Any:
     """Returns an element of a spec that holds nothing: zeros, unknown sizes 0.
 
-    The purpose is what needs it, for the error where a part is ragged, sparse or of
-    unknown rank.
+    The purpose is for the error where a part is ragged, sparse or of unknown rank.
     """
 
     def blank_part(spec: tf.TypeSpec) -> tf.Tensor:
@@ -78,10 +74,14 @@ def blank(element_spec: Any, *, purpose: str) -> Any:
                 f"{purpose}. Set the shape in `.map` (`tf.ensure_shape`), or make the "
                 "part dense (`.to_tensor()`)."
             )
-        shape = [size or 0 for size in spec.shape]
-        return tf.zeros(shape, spec.dtype)  # of text "", as of every dtype
+        return tf.zeros([size or 0 for size in spec.shape], spec.dtype)
 
     return tf.nest.map_structure(blank_part, element_spec)
+
+
+def is_endless(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a dataset is known to have no end."""
+    return int(dataset.cardinality()) == int(tf.data.INFINITE_CARDINALITY)
 
 
 def known_length(dataset: tf.data.Dataset) -> int | None:
@@ -90,17 +90,16 @@ def known_length(dataset: tf.data.Dataset) -> int | None:
     return cardinality if cardinality >= 0 else None
 
 
-def with_length_of(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a dataset whose length is known where that of another one is."""
-    cardinality = int(like.cardinality())
-    if cardinality == int(tf.data.UNKNOWN_CARDINALITY):
-        return dataset
-    return with_length(dataset, cardinality)
-
-
 def with_length(dataset: tf.data.Dataset, length: int) -> tf.data.Dataset:
     """Returns a dataset whose length is told, and checked at the end of a pass."""
     return dataset.apply(tf.data.experimental.assert_cardinality(length))
+
+
+def with_length_of(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset whose length is known where that of another one is."""
+    cardinality = int(like.cardinality())
+    is_unknown = cardinality == int(tf.data.UNKNOWN_CARDINALITY)
+    return dataset if is_unknown else with_length(dataset, cardinality)
 
 
 def of_unknown_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -108,121 +107,88 @@ def of_unknown_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.filter(lambda *parts: True)
 
 
-def never_empty(dataset: tf.data.Dataset, message: str) -> tf.data.Dataset:
-    """Returns a dataset of which a pass that brings nothing is an error.
+def at_end(
+    dataset: tf.data.Dataset, action: Callable[[tf.Tensor], Any], purpose: str
+) -> tf.data.Dataset:
+    """Returns a dataset that ends each pass by an operation, given how many came.
 
-    That is a `tf.errors.InvalidArgumentError` with the message. Datasets of which no
-    element can be made up, such as ragged ones, are returned as they are.
+    The purpose is for the error where no mark can be made up that ends a pass.
     """
-    specs = tf.nest.flatten(dataset.element_spec)
-    is_plain = all(
-        isinstance(one, tf.TensorSpec)
-        and one.shape.rank is not None
-        and one.dtype not in (tf.variant, tf.resource)
-        for one in specs
-    )
-    if is_endless(dataset) or not is_plain:
-        return dataset
-    end = tf.data.Dataset.from_tensors(
-        (True, blank(dataset.element_spec, purpose="a mark ends them"))
-    )
+    nothing = blank(dataset.element_spec, purpose=purpose)
+    end = tf.data.Dataset.from_tensors((True, nothing))
     marked = dataset.map(lambda *parts: (False, from_arguments(parts)))
 
-    def check(number: tf.Tensor, marked: Any) -> Any:
+    def look(number: tf.Tensor, marked: Any) -> Any:
         is_end, element = marked
-        is_fine = tf.logical_or(number > 0, tf.logical_not(is_end))
-        with tf.control_dependencies([tf.debugging.Assert(is_fine, [message])]):
+        done = tf.cond(is_end, lambda: action(number), tf.no_op)
+        with tf.control_dependencies([done]):
             return tf.identity(is_end), element
 
-    checked = marked.concatenate(end).enumerate().map(check)
-    kept = checked.filter(lambda is_end, element: tf.logical_not(is_end))
+    looked = marked.concatenate(end).enumerate().map(look)
+    kept = looked.filter(lambda is_end, element: tf.logical_not(is_end))
     return with_length_of(dataset, kept.map(lambda is_end, element: element))
 
 
-def is_endless(dataset: tf.data.Dataset) -> bool:
-    """Returns whether a dataset is known to have no end."""
-    return int(dataset.cardinality()) == int(tf.data.INFINITE_CARDINALITY)
+def never_empty(dataset: tf.data.Dataset, message: str) -> tf.data.Dataset:
+    """Returns a dataset of which a pass that brings nothing is an error.
+
+    Datasets of which no element can be made up, as ragged ones, are returned as they
+    are.
+    """
+    if is_endless(dataset):
+        return dataset
+
+    def check(number: tf.Tensor) -> Any:
+        return tf.group(tf.debugging.Assert(number > 0, [message]))
+
+    try:
+        return at_end(dataset, check, "a mark ends them")
+    except TypeError:
+        return dataset
 
 
 def bytes_of_element(element_spec: Any) -> int | None:
-    """Returns the size of one element, None where a shape or a size is not known.
-
-    Example:
-        >>> bytes_of_element((tf.TensorSpec((8, 8, 1), tf.uint8),
-        ...                   tf.TensorSpec((), tf.int64)))
-        72
-    """
+    """Returns the size of one element, None where a shape or a size is not known."""
     total = 0
     for spec in tf.nest.flatten(element_spec):
-        if not isinstance(spec, tf.TensorSpec):
+        is_dense = isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string
+        num_values = spec.shape.num_elements() if is_dense else None
+        if num_values is None or spec.dtype.size is None:
             return None
-        size = None if spec.dtype == tf.string else spec.dtype.size
-        num_values = spec.shape.num_elements()
-        if num_values is None or size is None:
-            return None
-        total += num_values * size
+        total += num_values * spec.dtype.size
     return total
 
 
 def bytes_held(element_spec: Any) -> int | None:
-    """Returns the memory of one element in a buffer, None where that is not known.
-
-    Example:
-        >>> bytes_held({"a": tf.TensorSpec(()), "b": tf.TensorSpec(())})  # 8 of values
-        408
-    """
+    """Returns the memory of one element in a buffer, None where that is not known."""
     values = bytes_of_element(element_spec)
     if values is None:
         return None
     return values + _TENSOR_BYTES * len(tf.nest.flatten(element_spec))
 
 
-def bytes_of_first(
-    dataset: tf.data.Dataset, count: int, *, beside: int = _TEXT_TENSOR_BYTES
-) -> int | None:
-    """Returns the mean bytes of the first elements, None where they cannot be read.
-
-    So many stand beside the values of each tensor: by default those of a buffer.
-    """
+def bytes_of_first(dataset: tf.data.Dataset, count: int) -> int | None:
+    """Returns the mean memory of the first elements, None where they cannot be read."""
     total = num_elements = 0
     try:
         for element in dataset.take(count):
-            parts = tf.nest.flatten(element, expand_composites=True)
-            total += sum(beside + _bytes_of_values(part) for part in parts)
+            for part in tf.nest.flatten(element, expand_composites=True):
+                total += _TEXT_TENSOR_BYTES
+                if part.dtype == tf.string:
+                    total += sum(map(len, np.ravel(np.asarray(part.numpy(), object))))
+                elif part.dtype not in (tf.variant, tf.resource):
+                    total += int(tf.size(part)) * part.dtype.size
             num_elements += 1
     except tf.errors.OpError:
         return None  # the pass itself says what is wrong
     return total // num_elements if num_elements else None
 
 
-def _bytes_of_values(tensor: tf.Tensor) -> int:
-    if tensor.dtype == tf.string:
-        return sum(map(len, np.ravel(np.asarray(tensor.numpy(), object))))
-    if tensor.dtype in (tf.variant, tf.resource):
-        return 0
-    return int(tf.size(tensor)) * tensor.dtype.size
-
-
 def looks_batched(element_spec: Any) -> bool:
-    """Whether every part of an element begins with an unknown dimension.
-
-    That is how tf.data types a batch whose last one may be smaller. Labels of
-    single examples are scalars, so a labelled dataset rarely looks so by chance.
-
-    Example:
-        >>> looks_batched((tf.TensorSpec((None, 8), tf.float32),
-        ...                tf.TensorSpec((None,), tf.int64)))
-        True
-    """
-    shapes = [
-        spec.shape
-        for spec in tf.nest.flatten(element_spec)
-        if isinstance(spec, tf.TensorSpec)
-    ]
-    return bool(shapes) and all(
-        shape.rank is not None and shape.rank > 0 and shape[0] is None
-        for shape in shapes
-    )
+    """Whether every part begins with an unknown dimension, as those of batches do."""
+    specs = tf.nest.flatten(element_spec)
+    shapes = [spec.shape for spec in specs if isinstance(spec, tf.TensorSpec)]
+    return bool(shapes) and all(shape.rank and shape[0] is None for shape in shapes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,99 +214,53 @@ def order_of(dataset: tf.data.Dataset) -> Order:
         >>> order_of(numbers)
         Order(varies='', differs='')
     """
-    order = Order()
+    varies = differs = ""
     for part in _parts(dataset):
-        for found in (_own_order(part), *map(_order_in, _graphs(part))):
-            order = Order(order.varies or found.varies, order.differs or found.differs)
-    return order
+        kind = type(part).__name__
+        seeds = [getattr(part, name, None) for name in ("_seed", "_seed2")]
+        is_loose = all(seed is not None and int(seed) == 0 for seed in seeds)
+        if "Shuffle" in kind:
+            if getattr(part, "_reshuffle_each_iteration", True) is not False:
+                varies = "a shuffle"
+            differs = "a shuffle" if is_loose else differs
+        elif "RandomDataset" in kind and is_loose:
+            differs = "a random choice"
+        if getattr(part, "_deterministic", None) == "false":
+            varies = differs = "parallel calls with `deterministic=False`"
+    for node in _nodes(dataset):
+        if "ShuffleDataset" in node.op:  # whose seeds are told elsewhere in its graph
+            differs = "a shuffle in a function"
+            if node.attr["reshuffle_each_iteration"].b:
+                varies = differs
+    return Order(varies, differs)
 
 
 def runs_python(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset has a Python generator in it, which may end for good.
+    """Whether a dataset has a Python generator in it, which may end for good."""
+    return any(node.op == "GeneratorDataset" for node in _nodes(dataset))
 
-    Example:
-        >>> spec = tf.TensorSpec((), tf.int32)
-        >>> runs_python(tf.data.Dataset.from_generator(list, output_signature=spec))
-        True
-        >>> runs_python(tf.data.Dataset.range(9))
-        False
-    """
-    return any(
-        node.op == "GeneratorDataset"
-        for part in _parts(dataset)
-        for graph in _graphs(part)
-        for node in _nodes(graph)
-    )
+
+def begins_anew(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset that runs Python begins with the same element twice."""
+    both = [next(iter(dataset), None) for _ in range(2)]
+    first, again = (tf.nest.flatten(one, expand_composites=True) for one in both)
+    return len(first) == len(again) and all(map(np.array_equal, first, again))
 
 
 def _parts(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     """Yields a dataset and all that it is made of."""
-    rest = [dataset]
-    while rest:
-        part = rest.pop()
-        yield part
-        rest += getattr(part, "_inputs", list)()
+    yield dataset
+    for part in getattr(dataset, "_inputs", list)():
+        yield from _parts(part)
 
 
-def _graphs(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """Yields the graphs of the functions that a dataset calls itself."""
-    for one in getattr(dataset, "_functions", list)():
-        graph = getattr(getattr(one, "function", None), "graph", None)
-        if graph is not None:
-            yield graph.as_graph_def()
-
-
-def _nodes(graph: Any) -> Iterator[Any]:
-    yield from graph.node
-    for function in graph.library.function:
-        yield from function.node_def
-
-
-def _own_order(dataset: tf.data.Dataset) -> Order:
-    """Returns in how far a dataset itself keeps an order."""
-    kind = type(dataset).__name__.lstrip("_")
-    seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
-    no_seed = all(seed is not None and int(seed) == 0 for seed in seeds)
-    if kind in _SHUFFLES:
-        varies = getattr(dataset, "_reshuffle_each_iteration", True) is not False
-        return Order("a shuffle" if varies else "", "a shuffle" if no_seed else "")
-    if kind in _RANDOM:
-        return Order("", "a random choice" if no_seed else "")
-    if getattr(dataset, "_deterministic", None) == "false":
-        found = "parallel calls with `deterministic=False`"
-        return Order(found, found)
-    return Order()
-
-
-def _order_in(graph: Any) -> Order:
-    """Returns in how far a graph's datasets keep an order."""
-    varies = differs = False
-    for node in _nodes(graph):
-        if node.op in _SHUFFLES:
-            varies |= node.attr["reshuffle_each_iteration"].b
-            # Behind the dataset and the size of the buffer.
-            differs |= all(_value(graph, name) == 0 for name in node.input[2:4])
-    return Order("a shuffle" if varies else "", "a shuffle" if differs else "")
-
-
-def _value(graph: Any, name: str) -> Any:
-    """Returns the value of a constant of a graph, None if it is none."""
-    base = name.partition(":")[0]
-    for node in _nodes(graph):
-        if node.name == base and node.op == "Const":
-            found = tf.make_ndarray(node.attr["value"].tensor)
-            return found.item() if found.size == 1 else None
-    return None
-
-
-def begins_anew(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset that runs Python begins with the same element twice.
-
-    A generator that was called already goes on instead, and what was read is lost.
-    """
-    both = [next(iter(dataset), None) for _ in range(2)]
-    first, again = (tf.nest.flatten(one, expand_composites=True) for one in both)
-    return len(first) == len(again) and all(
-        np.array_equal(np.asarray(a), np.asarray(b))
-        for a, b in zip(first, again, strict=True)
-    )
+def _nodes(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """Yields the operations of the functions that a dataset calls."""
+    for part in _parts(dataset):
+        for one in getattr(part, "_functions", list)():
+            graph = getattr(getattr(one, "function", None), "graph", None)
+            if graph is not None:
+                definition = graph.as_graph_def()
+                yield from definition.node
+                for function in definition.library.function:
+                    yield from function.node_def

@@ -4,12 +4,8 @@
 stage that `ORDER` has after them; the result can then be another one, and they stay
 there: behind batches, as they get these; a map behind an augmentation; behind one
 another; and behind anything where they draw at random, keep a state or read files,
-since a cache would freeze that. What is written behind a `.take` or a `.repeat` runs
-behind it, and what is written before runs before.
-
-`RULES` are the exceptions for speed or exactness, each a function of its own.
-`make_plan` applies both; `Build` makes the dataset of a plan, and `describe` its
-description, of the same steps.
+since a cache would freeze that. No stage passes a `.take` or a `.repeat`. `RULES` are
+the exceptions for speed or exactness, each a function of its own.
 """
 
 import dataclasses
@@ -21,14 +17,13 @@ from typing import Any, Literal
 import rich.box
 import tensorflow as tf
 
-from tfamp.data._elements import as_arguments, known_length, of_unknown_length
+from tfamp.data._elements import as_arguments, of_unknown_length
 from tfamp.data.sources import RandomAccess, Source
 from tfamp.data.sources._files import ChunkedSource
 from tfamp.data.sources.datasets import ArraySource
 from tfamp.data.stages import (
     ORDER,
     Autotune,
-    Role,
     Settings,
     Stage,
     Step,
@@ -38,9 +33,9 @@ from tfamp.data.stages import (
     workers,
 )
 from tfamp.data.stages.augment import Augmentation
-from tfamp.data.stages.batches import Permutation, Rebatch
+from tfamp.data.stages.batches import Permutation
 from tfamp.data.stages.cache import Cache
-from tfamp.data.stages.dropped import Careful
+from tfamp.data.stages.dropped import Careful, OnError
 from tfamp.data.stages.workers import Shard
 from tfamp.records import console
 
@@ -50,27 +45,17 @@ _FUNCTIONS, _BATCHES = ("map", "filter"), ("batch", "bucket")
 _SETTINGS = ("on_error", "prefetch")
 # Operations without a state whose result still is of the moment.
 _READERS = ("ReadFile", "MatchingFiles")
-# Positions in a buffer take 25 times their 8 bytes. Beyond so many, 200 MiB, their
-# order is drawn as one tensor.
-MAX_BUFFERED_POSITIONS = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
-    """A source and its steps in running order.
-
-    Attributes:
-        rest: Steps on elements, or on chunks of them, first to last.
-        passed: Of stages, by name, those that were written before and run after them.
-        first: Steps before these, on the source as a whole or on positions in it.
-        reads: What the first step is given.
-    """
+    """A source and its steps in running order."""
 
     source: Source
     settings: Settings
-    rest: tuple[Stage, ...]
-    passed: Mapping[str, tuple[str, ...]]
-    first: tuple[Stage, ...] = ()
+    rest: tuple[Stage, ...]  # on elements, or on chunks of them
+    passed: Mapping[str, tuple[str, ...]]  # written before a stage and run after it
+    first: tuple[Stage, ...] = ()  # on the source as a whole, or positions in it
     reads: Literal["elements", "positions", "chunks"] = "elements"
 
     @property
@@ -89,7 +74,7 @@ class PipelinePlan:
     @property
     def head(self) -> list[Any]:
         """The steps on elements ahead of a `.take` or `.repeat`, if there is one."""
-        is_free = lambda step: not has_role(step, Role.PARTS)  # noqa: E731
+        is_free = lambda step: not has_role(step, "parts")  # noqa: E731
         return list(itertools.takewhile(is_free, self.rest))
 
     def replace(self, old: Stage, *new: Stage) -> "PipelinePlan":
@@ -103,19 +88,23 @@ def make_plan(
     source: Source, stages: Sequence[Stage], settings: Settings
 ) -> PipelinePlan:
     """Returns the plan of stages that were asked for in any order."""
-    _check_pairs(stages)
+    for role in ("draws", "batches"):
+        names = sorted(f"`.{stage.name}`" for stage in stages if has_role(stage, role))
+        if len(names) > 1:
+            raise ValueError(
+                f"{' and '.join(names)} came together; expected one. Leave the other "
+                "out: weights may balance classes, and `.bucket` makes batches."
+            )
     workers.check_order(source, stages)
     rest, passed = in_order(source, stages, settings)
     if rest and rest[0].name == "on_error":
         calls = any(map(_calls_with_care, rest))
         if not (calls or source.skips_errors):
             raise ValueError(
-                "`.on_error('skip')` has nothing to act on: this source reads what is "
-                "in memory or raises its own errors, and there is no `.map` or "
-                "`.decode`; expected one of them. Leave `.on_error` out."
+                "`.on_error('skip')` has nothing to act on; expected text, CSV or "
+                "TFRecord files, a `.map` or a `.decode`. Leave `.on_error` out."
             )
-        on_error: Any = dataclasses.replace(rest.pop(0), is_last=not calls)  # type: ignore[call-arg]
-        settings = dataclasses.replace(settings, errors=on_error)
+        settings = dataclasses.replace(settings, errors=rest.pop(0))
     plan = PipelinePlan(source, settings, tuple(rest), passed)
     for rule in RULES:
         plan = rule(plan)
@@ -125,27 +114,11 @@ def make_plan(
 def check_once(stage: Stage, stages: Sequence[Stage]) -> None:
     """Raises where a stage is there already that may be asked for once."""
     is_there = any(stage.name == other.name for other in stages)
-    if is_there and not has_role(stage, Role.REPEATS):
+    if is_there and not has_role(stage, "repeats"):
         raise ValueError(
-            f"`.{stage.name}` came twice; expected each stage once, since the order "
-            "they run in does not follow the order of the calls. Keep the one that is "
-            "meant."
+            f"`.{stage.name}` came twice; expected each stage once, since they do not "
+            "run in the order of the calls. Keep the one that is meant."
         )
-
-
-def _check_pairs(stages: Sequence[Stage]) -> None:
-    """Raises where two stages do the same thing in two ways."""
-    advice = {
-        Role.DRAWS: "For both, pass `.weights` the weight of the example over the "
-        "number of its class.",
-        Role.BATCHES: "`.bucket` makes batches: leave `.batch` out.",
-    }
-    for role, what in advice.items():
-        names = sorted(f"`.{stage.name}`" for stage in stages if has_role(stage, role))
-        if len(names) > 1:
-            raise ValueError(
-                f"{' and '.join(names)} came together; expected one of them. {what}"
-            )
 
 
 def in_order(
@@ -157,7 +130,7 @@ def in_order(
     part, begin = 0, 0  # between those that nothing passes
     for number, stage in enumerate(stages):
         place, earlier = _PLACES[stage.name], stages[begin:number]
-        if has_role(stage, Role.PARTS):
+        if has_role(stage, "parts"):
             part, begin, floor = part + 2, number + 1, 0
         elif stage.name in _FUNCTIONS:
             ahead = [one.name for one in earlier if _PLACES[one.name] > place]
@@ -170,13 +143,13 @@ def in_order(
                     held = loose
             floor = max([place, floor, *(_PLACES[name] for name in held)])
             behind = list(ORDER)[floor] if floor > place else ""
-            joined = [one.name for one in stages[:begin] if has_role(one, Role.BATCHES)]
+            joined = [one.name for one in stages[:begin] if has_role(one, "batches")]
             if joined and not held and set(joined) & {*_held_behind(stage)}:
                 behind = behind or joined[0]
             if behind:
                 stage = dataclasses.replace(stage, stays_behind=behind)
             place = floor
-        own = part - has_role(stage, Role.PARTS)
+        own = part - has_role(stage, "parts")
         if stage.name in _SETTINGS:
             own = 2 * len(stages) if stage.name == "prefetch" else 0
         keys.append((own, place, number))
@@ -207,7 +180,7 @@ def _is_of_the_moment(
     dataset = source.dataset(settings)
     changing = [one for one in earlier if one.name in ("decode", *_FUNCTIONS)]
     for one in sorted(changing, key=lambda one: one.name != "decode"):
-        dataset = one.preview(dataset, settings)
+        dataset = one.apply(dataset, settings)
     function = stage.function if stage.name == "map" else stage.predicate
     return function is not None and draws(function, dataset.element_spec)
 
@@ -216,12 +189,6 @@ def draws(function: Callable[..., Any], element_spec: Any) -> bool:
     """Whether a function draws at random, keeps a state, reads files or runs Python.
 
     It is traced for that; one that cannot be traced counts as one that does.
-
-    Example:
-        >>> draws(lambda x: 2 * x, tf.TensorSpec(()))
-        False
-        >>> draws(lambda x: x + tf.random.uniform(()), tf.TensorSpec(()))
-        True
     """
 
     def call(*parts: Any) -> Any:
@@ -240,63 +207,68 @@ def _even_parts(plan: PipelinePlan) -> PipelinePlan:
 
     One would else have a batch more than another.
     """
-    batch: Any = next((one for one in plan.rest if has_role(one, Role.BATCHES)), None)
+    batch: Any = next((one for one in plan.rest if has_role(one, "batches")), None)
     parts = [one for one in plan.rest if isinstance(one, Shard) and one.cluster]
     if batch is None or not batch.drop_remainder or not parts:
         return plan
     if batch.name == "bucket" and parts[0].num_shards > 1:
         raise ValueError(
             "`.bucket(drop_remainder=True)` came with `.shard('auto')` for several "
-            "workers; expected the remainder to be kept, as equal parts fill unequal "
-            "numbers of buckets, and a worker with fewer batches stops all. Leave "
-            "`drop_remainder` out."
+            "workers; expected the remainder to be kept: equal parts fill unequal "
+            "numbers of buckets, and a worker with fewer batches stops all."
         )
     return plan.replace(parts[0], dataclasses.replace(parts[0], is_even=True))
 
 
-def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
-    """Where any element can be read by its position, choices are made of positions.
+def _cut_positions(plan: PipelinePlan) -> PipelinePlan:
+    """Where any element can be read by its position, a part is cut before all.
 
-    A part is cut before all. Samplers and shuffles are then exact at any size. A filter
-    must have judged the elements that are balanced, and a cache would freeze the order:
-    behind one they act on elements. A memory cache of bare arrays is left out: it would
-    hold them twice.
+    A memory cache of bare arrays is left out: it would hold them twice.
     """
     source = plan.source
     if not isinstance(source, RandomAccess):
         return plan
     first: list[Stage] = []
     for stage in plan.head:
-        if not has_role(stage, Role.CUTS):
+        if not has_role(stage, "cuts"):
             continue
-        every = tf.data.Dataset.range(source.num_examples)
-        setting, reason = stage.explain(every, plan.settings)
-        reason += f"; of {source.num_examples:,}, before any is read"
-        first.append(Step(stage.name, setting, reason, of=stage))
+        reason = f"{stage.reason}; of {source.num_examples:,}, before any is read"
+        first.append(Step(stage.name, stage.setting, reason, of=stage))
         plan = plan.replace(stage)
         if getattr(stage, "num_shards", 0) != 1:  # all of it would be a copy
             source = source.part(stage.chosen(source, plan.settings))
-    if isinstance(source, ArraySource) and [s.name for s in plan.head[:1]] == ["cache"]:
-        if plan.head[0].path is None:
-            told = "the arrays are in memory already"
-            plan = plan.replace(plan.head[0], Step("cache", "left out", told))
-    plan = dataclasses.replace(plan, source=source, first=tuple(first))
+    begin: Any = plan.head[0] if plan.head else None
+    if isinstance(source, ArraySource) and isinstance(begin, Cache) and not begin.path:
+        told = "the arrays are in memory already"
+        plan = plan.replace(begin, Step("cache", "left out", told))
+    return dataclasses.replace(plan, source=source, first=tuple(first))
+
+
+def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
+    """Samplers and large shuffles of such a source act on positions: exact at any size.
+
+    But a filter must have judged the elements that are balanced, and a cache would
+    freeze the order: behind these they act on elements.
+    """
+    source: Any = plan.source
     left = [step for step in plan.head if not isinstance(step, Step)]
-    if any(step.name == "cache" for step in left):
-        return plan
-    samplers = [step for step in left if has_role(step, Role.DRAWS)]
+    samplers = [step for step in left if has_role(step, "draws")]
     is_judged = any(step.name == "filter" and not step.stays_behind for step in left)
-    drawn = [] if is_judged else samplers
-    found = [dataclasses.replace(sampler, source=source) for sampler in drawn]
+    is_cached = any(step.name == "cache" for step in left)
+    if not isinstance(source, RandomAccess) or is_cached or (samplers and is_judged):
+        return plan
+    found = [dataclasses.replace(sampler, source=source) for sampler in samplers]
     shuffle: Any = next((step for step in left if step.name == "shuffle"), None)
-    # Elements that a sampler draws on the stream are shuffled behind it.
-    is_free = shuffle is not None and samplers == drawn
-    if is_free and (drawn or shuffle.is_too_large(source)):
-        found.append(_shuffled_positions(shuffle, source.num_examples, bool(drawn)))
-        drawn = [*drawn, shuffle]
+    moved = [*samplers]
+    if shuffle is not None and samplers:
+        told = "what is drawn comes in random order already"
+        moved, found = [*moved, shuffle], [*found, Step("shuffle", "left out", told)]
+    elif shuffle is not None and shuffle.is_too_large(source):
+        order = Permutation(None, shuffle.seed, found=shuffle.found)
+        moved, found = [shuffle], [shuffle if shuffle.buffer_size else order]
     if not found:
         return plan
-    rest = [step for step in plan.rest if not any(step is one for one in drawn)]
+    rest = [step for step in plan.rest if not any(step is one for one in moved)]
     # A batch of positions is read at once.
     split = 1 if rest and rest[0].name == "batch" else 0
     following = [step for step in rest if not isinstance(step, Step)][:1]
@@ -306,35 +278,24 @@ def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
         rows = source.rows(position)
         return (position, rows) if numbers else rows
 
-    setting = f"one {'batch' if split else 'element'} a call"
     reason = "order drawn on positions, then read: exact at any size"
     act = functools.partial(map_in_order, function=read, settings=plan.settings)
-    gather = Step("gather", f"{setting}, {plan.settings.parallelism}", reason, act=act)
+    setting = f"one {'batch' if split else 'element'} a call"
+    gather = Step("gather", setting, reason, act=act)
     rest.insert(split, gather)
-    first, plan = [*plan.first, *found], dataclasses.replace(plan, rest=tuple(rest))
-    return dataclasses.replace(plan, first=tuple(first), reads="positions")
-
-
-def _shuffled_positions(shuffle: Any, num_examples: int, are_drawn: bool) -> Any:
-    """Returns a shuffle as it acts on positions, which a sampler has drawn, or all."""
-    size = shuffle.buffer_size or num_examples
-    if size < num_examples or num_examples <= MAX_BUFFERED_POSITIONS:
-        return dataclasses.replace(shuffle, buffer_size=size)
-    if are_drawn:  # in random order already
-        return dataclasses.replace(shuffle, buffer_size=MAX_BUFFERED_POSITIONS)
-    return Permutation(num_examples, shuffle.seed)
+    first = (*plan.first, *found)
+    return dataclasses.replace(plan, rest=tuple(rest), first=first, reads="positions")
 
 
 def _batch_chunks(plan: PipelinePlan) -> PipelinePlan:
     """Rows of a table that nothing looks at one by one go from chunks to batches."""
     batch: Any = plan.rest[0] if plan.rest else None
-    if not isinstance(plan.source, ChunkedSource) or batch is None:
+    is_chunked = isinstance(plan.source, ChunkedSource) and plan.settings.errors is None
+    if not is_chunked or batch is None or batch.name != "batch":
         return plan
-    if batch.name != "batch":
-        return plan
-    num_rows = known_length(plan.source.dataset(plan.settings))
-    rebatch = Rebatch(batch.size, batch.drop_remainder, num_rows)
-    return dataclasses.replace(plan.replace(batch, rebatch), reads="chunks")
+    num_rows = getattr(plan.source, "num_examples", None)
+    batch = dataclasses.replace(batch, num_rows=-1 if num_rows is None else num_rows)
+    return dataclasses.replace(plan.replace(plan.rest[0], batch), reads="chunks")
 
 
 def _skip_errors(plan: PipelinePlan) -> PipelinePlan:
@@ -349,7 +310,7 @@ def _skip_errors(plan: PipelinePlan) -> PipelinePlan:
     reason = "so that a skipped element can be named"
     numbers = Step("number", "positions", reason, act=tf.data.Dataset.enumerate)
     done: list[Any] = []
-    careful: list[int] = []  # their places
+    last = 0  # the place behind the last careful step
     for is_called, run in itertools.groupby(plan.rest, _calls_with_care):
         calls: list[Any] = list(run)
         if not is_called:
@@ -362,25 +323,19 @@ def _skip_errors(plan: PipelinePlan) -> PipelinePlan:
             done = done if is_gathered else [numbers, *done]
         else:
             done.append(numbers)
-            locate = functools.partial(_place_behind, calls[0].name)
-        careful.append(len(done))
+            text = f"element {{}} of those that reach `.{calls[0].name}`"
+            locate = text.format
         functions = tuple(step.function for step in calls)
         names = tuple(step.name for step in calls)
         done.append(Careful(functions, names, locate, on_error))
-    for at in careful:
-        ends = {"is_first": at == careful[0], "is_last": at == careful[-1]}
-        done[at] = dataclasses.replace(done[at], **ends)
-    done.insert(careful[-1] + 1 if careful else 0, on_error)
+        last = len(done)
+    done.insert(last, on_error)
     return dataclasses.replace(plan, rest=tuple(done))
 
 
 def _calls_with_care(step: Stage) -> bool:
     """States whether a step calls a function on single elements, which may fail."""
-    return has_role(step, Role.CALLS) and not step.acts_on_batches
-
-
-def _place_behind(name: str, position: int) -> str:
-    return f"element {position} of those that reach `.{name}`"
+    return has_role(step, "calls") and not step.acts_on_batches
 
 
 def _count_epochs(plan: PipelinePlan) -> PipelinePlan:
@@ -406,6 +361,7 @@ def _cache_in_files(plan: PipelinePlan) -> PipelinePlan:
 # The exceptions, in the order in which they are looked at.
 RULES = (
     _even_parts,
+    _cut_positions,
     _draw_positions,
     _batch_chunks,
     _skip_errors,
@@ -414,69 +370,44 @@ RULES = (
 )
 
 
-class Build:
-    """Copies of a pipeline's stages with counts of their own, for one dataset.
-
-    A pipeline keeps its builds for these counts. So a build holds neither the plan nor
-    the dataset, which may hold a copy of a part of the data.
-    """
-
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self.stages = tuple(stage.for_build() for stage in stages)
-        pairs = zip(self.stages, stages, strict=True)
-        self.counts = any(own is not given for own, given in pairs)
-
-    def dataset(self, source: Source, autotune: Autotune) -> tf.data.Dataset:
-        """Returns the dataset, after every step's own checks."""
-        plan = make_plan(source, self.stages, settings_of(autotune))
-        policy = workers.shard_policy(plan.source, plan.steps)
-        num_workers = workers.num_workers()
-        for stage in self.stages:
-            if isinstance(stage, Shard):
-                stage.check_workers(num_workers)
-        dataset = plan.start()
-        for step in plan.steps:
-            step.check(dataset)
-            dataset = step.apply(dataset, plan.settings)
-        if num_workers > 1 and any(step.name == "shard" for step in plan.steps):
-            # A part of one of n workers has an n-th of the batches. tf.distribute cuts
-            # these into n, so there are n times as many steps; `fit` would stop after
-            # the length, which is therefore made unknown.
-            dataset = of_unknown_length(dataset)
-        options = tf.data.Options()
-        options.deterministic = True
-        options.autotune.enabled = plan.settings.autotune
-        if not plan.settings.autotune:
-            options.threading.private_threadpool_size = plan.settings.num_threads
-        options.experimental_distribute.auto_shard_policy = policy
-        return dataset.with_options(options)
-
-
-def counted(stages: Sequence[Stage], builds: Sequence[Build]) -> list[Stage]:
-    """Returns stages with what all builds of them have counted."""
-    return [
-        stage.with_counts_of([build.stages[number] for build in builds])
-        for number, stage in enumerate(stages)
-    ]
-
-
-def describe(
-    source: Source,
-    stages: Sequence[Stage],
-    builds: Sequence[Build],
-    autotune: Autotune,
-) -> str:
-    """Returns a table: stage, setting and reason in running order."""
-    plan = make_plan(source, counted(stages, builds), settings_of(autotune))
-    rows = [("source", *plan.source.explain(plan.source.dataset(plan.settings)))]
+def build(
+    source: Source, stages: Sequence[Stage], autotune: Autotune
+) -> tf.data.Dataset:
+    """Returns the dataset, after every step's own checks."""
+    num_workers = workers.num_workers()
+    for stage in stages:
+        if isinstance(stage, OnError):
+            source = source.without_damage(stage)
+        if isinstance(stage, Shard):
+            stage.check_workers(num_workers)
+    plan = make_plan(source, stages, settings_of(autotune))
+    policy = workers.shard_policy(plan.source, plan.steps)
     dataset = plan.start()
     for step in plan.steps:
-        setting, reason = step.explain(dataset, plan.settings)
+        dataset = step.apply(dataset, plan.settings)
+    if num_workers > 1 and any(step.name == "shard" for step in plan.steps):
+        # A part of one of n workers has an n-th of the batches. tf.distribute cuts
+        # these into n, so there are n times as many steps; `fit` would stop after
+        # the length, which is therefore made unknown.
+        dataset = of_unknown_length(dataset)
+    options = tf.data.Options()
+    options.deterministic = True
+    options.autotune.enabled = plan.settings.autotune
+    if not plan.settings.autotune:
+        options.threading.private_threadpool_size = plan.settings.num_threads
+    options.experimental_distribute.auto_shard_policy = policy
+    return dataset.with_options(options)
+
+
+def describe(source: Source, stages: Sequence[Stage], autotune: Autotune) -> str:
+    """Returns a table: stage, setting and reason in running order."""
+    plan = make_plan(source, stages, settings_of(autotune))
+    rows = [("source", *plan.source.explain())]
+    for step in plan.steps:
         passed = [f"`.{name}`" for name in plan.passed.get(step.name, ())]
-        if passed:
-            reason += f"; ahead of {', '.join(passed)}, though written behind"
-        rows.append((step.name, setting, reason))
-        dataset = step.preview(dataset, plan.settings)
+        ahead = f"; ahead of {', '.join(passed)}, though written behind"
+        reason = step.reason + (ahead if passed else "")
+        rows.append((step.name, step.setting, reason))
     threads = ("tf.data chooses", "autotune=True: may stall an epoch's end")
     if not plan.settings.autotune:
         off = "autotune=False" if autotune is False else "autotune could stall"

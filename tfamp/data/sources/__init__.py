@@ -1,8 +1,4 @@
-"""Where elements come from: what every source can do, and a file for each kind.
-
-A source with random access lets a shuffle move 8 bytes an element instead of the
-element, which is exact at any size and holds nothing twice.
-"""
+"""Where elements come from: what every source can do, and a file for each kind."""
 
 import abc
 import dataclasses
@@ -20,35 +16,30 @@ DATA = tf.data.experimental.AutoShardPolicy.DATA
 
 @dataclasses.dataclass(frozen=True)
 class Source(abc.ABC):
-    """What every source can do.
+    """What every source can do."""
 
-    Attributes:
-        shard_policy: How `tf.distribute` splits the elements over workers. DATA is
-            exact for any number of files, and behind a cache or a sampling: each
-            worker reads all and takes its share.
-        skips_errors: Whether `dataset` itself leaves out what it cannot read when
-            `settings.errors` is given.
-        gives_examples: Whether an element is one example, and never a batch.
-    """
-
+    # How `tf.distribute` splits the elements over workers. DATA is exact for any number
+    # of files, and behind a cache or a sampling: each worker takes its share of all.
     shard_policy: ClassVar[tf.data.experimental.AutoShardPolicy] = DATA
-    skips_errors: ClassVar[bool] = False
-    gives_examples: ClassVar[bool] = True
+    skips_errors: ClassVar[bool] = False  # where that is asked for
+    gives_examples: ClassVar[bool] = True  # never batches
 
     @abc.abstractmethod
     def dataset(self, settings: Settings) -> tf.data.Dataset:
         """Returns the elements in their own order."""
 
     @abc.abstractmethod
-    def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
+    def explain(self) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
 
     @abc.abstractmethod
     def identity(self) -> Any:
-        """Returns what tells this source from a changed one, for a cache in files.
+        """Returns what tells this source from a changed one, for a cache in files."""
 
-        Files count by path, size and time of change, arrays by their bytes.
-        """
+    def without_damage(self, log: Any) -> "Source":
+        """Returns the source as a build that skips errors reads it; `log` counts."""
+        del log
+        return self
 
     def order(self) -> Order:
         """Returns in how far elements come in one order; those of most sources do."""
@@ -69,15 +60,11 @@ def files_identity(paths: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
 class RandomAccess(Source):
     """A source of which any element can be read by its position.
 
-    Attributes:
-        tensors: A structure of tensors `(examples, ...)` on the CPU, whose first
-            dimensions are equal.
-        num_examples: The size of that first dimension.
-        origin: Where the elements lay in the source that this is a part of, int64
-            `(examples,)`; None if it is no part.
+    So a shuffle moves 8 bytes an element, which is exact at any size. The origin tells
+    where elements lay in the source that this is a part of, if it is one.
     """
 
-    tensors: Any
+    tensors: Any  # a structure of tensors `(examples, ...)` on the CPU
     num_examples: int
     origin: Any = dataclasses.field(default=None, compare=False, kw_only=True)
 
@@ -87,9 +74,7 @@ class RandomAccess(Source):
 
     def rows(self, positions: tf.Tensor) -> Any:
         """Returns the elements at `positions`, a scalar or `(batch,)`."""
-        return tf.nest.map_structure(
-            lambda tensor: tf.gather(tensor, positions), self.tensors
-        )
+        return tf.nest.map_structure(lambda t: tf.gather(t, positions), self.tensors)
 
     def part(self, positions: tf.Tensor) -> "RandomAccess":
         """Returns a source of the elements at `positions` alone."""
@@ -100,9 +85,8 @@ class RandomAccess(Source):
 
     def locate(self, position: int) -> str:
         """Returns the number that element `position` has in the whole source."""
-        return super().locate(
-            position if self.origin is None else int(self.origin[position])
-        )
+        at = position if self.origin is None else int(self.origin[position])
+        return super().locate(at)
 
     def identity(self) -> Any:
         """Returns the tensors, which count by their bytes."""

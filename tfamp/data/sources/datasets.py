@@ -1,7 +1,7 @@
 """Data that is there already as sources: arrays, a tf.data.Dataset, a split of TFDS."""
 
 import dataclasses
-import inspect
+import functools
 import os
 from typing import Any
 
@@ -25,7 +25,7 @@ _EMPTY = (
 class ArraySource(RandomAccess):
     """Tensors in memory."""
 
-    def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
+    def explain(self) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
         tensors = tf.nest.flatten(self.tensors)
         total = sum(t.shape.num_elements() * t.dtype.size for t in tensors)
@@ -35,68 +35,43 @@ class ArraySource(RandomAccess):
 
 def array_source(x: Any, y: Any = None, sample_weight: Any = None) -> ArraySource:
     """Checks arrays and puts them on the CPU as tensors."""
-    if y is None and sample_weight is not None:
-        raise ValueError(
-            "`sample_weight` came without `y`; expected both or neither, since Keras "
-            "reads a pair as (x, y). Pass `y`, or put the weights into `x`."
-        )
     given = {"x": x, "y": y, "sample_weight": sample_weight}
-    parts, lengths = {}, {}
-    for name, part in given.items():
-        if part is None and name != "x":
-            continue
-        if isinstance(part, list):
-            raise TypeError(
-                f"`{name}` is a list; expected an array, or a dict or tuple of arrays. "
-                f"Use `np.asarray({name})` for one array, `tuple({name})` for several "
-                "inputs."
-            )
-        parts[name] = tf.nest.map_structure(lambda a, n=name: _as_array(a, n), part)
-        lengths[name] = [int(leaf.shape[0]) for leaf in tf.nest.flatten(parts[name])]
-    distinct = {length for part in lengths.values() for length in part}
-    if len(distinct) != 1:
-        listed = ", ".join(
-            f"`{name}` has {' and '.join(map(str, part)) or 'no array'}"
-            for name, part in lengths.items()
-        )
+    parts = {name: part for name, part in given.items() if part is not None}
+    lengths = {}
+    for name, part in parts.items():
+        check = functools.partial(_as_array, name)
+        # Of a list tf.data would make one tensor.
+        is_list = isinstance(part, list)
+        parts[name] = check(part) if is_list else tf.nest.map_structure(check, part)
+        lengths[name] = {len(leaf) for leaf in tf.nest.flatten(parts[name])}
+    distinct = set().union(*lengths.values())
+    if len(distinct) != 1 or distinct == {0} or (y is None and len(parts) > 1):
         raise ValueError(
-            f"Arrays differ in length: {listed}; expected one length for all. Cut them "
-            "to the same examples, or check which axis holds the examples (the first)."
-        )
-    num_examples = distinct.pop()
-    if num_examples == 0:
-        raise ValueError(
-            "`x` has 0 examples; expected at least one. `fit` on an empty dataset "
-            "trains nothing and says nothing: check the filter or the file before it."
+            f"Arrays have the lengths {lengths}; expected one length above 0 for all, "
+            "and `y` where there is a `sample_weight`. Cut them to the same examples, "
+            "or check which axis holds the examples (the first)."
         )
     # On a GPU machine `tf.constant` would otherwise put the dataset on the GPU.
     with tf.device("CPU:0"):
         tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(parts.values()))
-    return ArraySource(tensors if len(tensors) > 1 else tensors[0], num_examples)
+    return ArraySource(tensors if len(tensors) > 1 else tensors[0], distinct.pop())
 
 
-def _as_array(leaf: Any, name: str) -> Any:
+def _as_array(name: str, leaf: Any) -> Any:
     """Returns `leaf` as a NumPy array or a tensor, with its own dtype."""
-    if not hasattr(leaf, "__array__"):
-        raise TypeError(
-            f"`{name}` holds a {type(leaf).__name__}; expected NumPy arrays or dense "
-            "tensors. Convert it with `np.asarray`; for anything that does not fit in "
-            "memory use `Pipeline.from_dataset`."
-        )
-    array = leaf if isinstance(leaf, tf.Tensor) else np.asarray(leaf)
-    if len(array.shape) == 0:
-        raise ValueError(
-            f"`{name}` holds a scalar; expected arrays whose first dimension counts "
-            "the examples. Pass one value for each example."
-        )
-    if isinstance(array, np.ndarray) and array.dtype == object:
+    array = np.asarray(leaf) if hasattr(leaf, "__array__") else None
+    what = f"a {type(leaf).__name__}"
+    if array is not None and array.dtype == object:
         kinds = {type(value).__name__ for value in array.flat[:100]}
-        if kinds - {"str", "bytes"}:
-            raise TypeError(
-                f"`{name}` is an object array of {', '.join(sorted(kinds))}; expected "
-                "numbers or strings. Give it one dtype with `.astype`."
-            )
-    return array
+        what = f"an object array of {', '.join(sorted(kinds))}"
+        array = None if kinds - {"str", "bytes"} else array
+    if array is None or array.ndim == 0:
+        raise TypeError(
+            f"`{name}` holds {what}; expected an array of numbers or strings, or a "
+            "dict or tuple of arrays, whose first dimension counts the examples. "
+            "Convert it with `np.asarray`, or use `Pipeline.from_dataset`."
+        )
+    return leaf if isinstance(leaf, tf.Tensor) else array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +105,9 @@ class DatasetSource(Source):
         given = self.given
         return never_empty(given, _EMPTY) if runs_python(given) else given
 
-    def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
+    def explain(self) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
-        length = known_length(dataset)
+        length = known_length(self.given)
         size = "length unknown" if length is None else f"{length:,} elements"
         return f"dataset, {size}", "as given; its own stages come first"
 
@@ -150,9 +125,8 @@ def dataset_source(dataset: Any) -> DatasetSource:
     is_unknown = is_unknown and not runs_python(dataset)
     if cardinality == 0 or (is_unknown and next(iter(dataset), None) is None):
         raise ValueError(
-            "`dataset` has no elements; expected at least one. `fit` on an empty "
-            "dataset trains nothing and says nothing: check the files or the filter "
-            "that it is made of."
+            "`dataset` has no elements; expected at least one. Check the files or the "
+            "filter that it is made of."
         )
     return DatasetSource(dataset)
 
@@ -186,12 +160,14 @@ class TfdsSource(Source):
             split=self.split, as_supervised=self.as_supervised, read_config=config
         )
 
-    def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
+    def explain(self) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
-        length = known_length(dataset)
-        size = "length unknown" if length is None else f"{length:,} examples"
-        name = f"{self.builder.info.full_name}[{self.split}]"
-        return f"TFDS {name}, {size}", "in the order written, which TFDS shuffled once"
+        info = self.builder.info
+        size = f"{info.splits[self.split].num_examples:,} examples"
+        return (
+            f"TFDS {info.full_name}[{self.split}], {size}",
+            "in the order written, which TFDS shuffled once",
+        )
 
 
 def tfds_source(
@@ -199,9 +175,17 @@ def tfds_source(
 ) -> TfdsSource:
     """Returns a split as a source, prepared, with examples, and of pairs if asked.
 
-    `Pipeline.from_tfds` explains the arguments and the errors.
+    What TFDS knows nothing of, it says itself, with the names that there are.
     """
-    builder = _builder(name_or_builder, data_dir)
+    for module in ("tensorflow_datasets", "importlib_resources"):
+        checks.require(module, extra="data", purpose="`Pipeline.from_tfds`")
+    import tensorflow_datasets as tfds
+
+    builder = name_or_builder
+    if isinstance(builder, str):
+        builder = tfds.builder(builder, data_dir=data_dir)
+    elif callable(builder):  # a class of one
+        builder = builder(data_dir=data_dir)
     if not builder.is_prepared():
         try:
             builder.download_and_prepare()
@@ -212,8 +196,7 @@ def tfds_source(
                 f"Dataset {builder.info.full_name!r} is not prepared in "
                 f"{str(builder.data_dir)!r}, and cannot be downloaded: {error}. "
                 "Expected prepared data or a network: connect and try again, set "
-                "HTTPS_PROXY, or pass the `data_dir` of a copy that was prepared "
-                "elsewhere."
+                "HTTPS_PROXY, or pass the `data_dir` of a copy."
             ) from error
     if as_supervised and builder.info.supervised_keys is None:
         raise ValueError(
@@ -221,57 +204,9 @@ def tfds_source(
             f"features {tuple(builder.info.features)}; expected one. Pass "
             "`as_supervised=False` and choose in `.map`."
         )
-    splits = tuple(builder.info.splits)
-    try:
-        num_examples = builder.info.splits[split].num_examples
-    except (KeyError, ValueError) as error:
+    if builder.info.splits[split].num_examples == 0:
         raise ValueError(
-            f"Unknown `split` {split!r} of dataset {builder.name!r}; expected one of "
-            f"{splits}, or a part such as 'train[:80%]'. Print them with "
-            "`builder.info.splits`."
-        ) from error
-    if num_examples == 0:
-        raise ValueError(
-            f"Split {split!r} of dataset {builder.name!r} has 0 examples; expected at "
-            f"least one. Its splits are {splits}: take a larger part."
+            f"Split {split!r} of dataset {builder.name!r} has no examples; expected "
+            f"one of {tuple(builder.info.splits)}, or a larger part of it."
         )
     return TfdsSource(builder, split, as_supervised)
-
-
-def _builder(given: Any, data_dir: str | None) -> Any:
-    """Returns the builder of a name or a class, or the builder itself."""
-    for module in ("tensorflow_datasets", "importlib_resources"):
-        checks.require(module, extra="data", purpose="`Pipeline.from_tfds`")
-    import tensorflow_datasets as tfds
-
-    if not hasattr(tfds, "core"):
-        # TFDS logs what stopped its import, and leaves an empty module.
-        raise ImportError(
-            "`Pipeline.from_tfds` needs tensorflow-datasets, which is installed but "
-            "cannot be loaded (its error is logged above); expected packages that fit "
-            "TensorFlow's protobuf. With TensorFlow 2.19 run `pip install "
-            "'tensorflow-metadata<1.18'`.",
-            name="tensorflow_datasets",
-        )
-    if inspect.isclass(given) and issubclass(given, tfds.core.DatasetBuilder):
-        return given(data_dir=data_dir)  # type: ignore[call-arg]  # it has no types
-    if isinstance(given, tfds.core.DatasetBuilder):
-        return given
-    if not isinstance(given, str):
-        raise TypeError(
-            f"`name_or_builder` is {given!r}; expected a TFDS name such as "
-            "'mnist', a tfds.core.DatasetBuilder, or a class of one. For arrays use "
-            "`Pipeline.from_arrays`."
-        )
-    try:
-        # Data that lies here needs no code of it.
-        return tfds.builder(given, data_dir=data_dir)
-    except tfds.core.DatasetNotFoundError as error:
-        known = tfds.list_builders()
-        base = given.partition("/")[0].partition(":")[0]
-        close = checks.did_you_mean(base, known)
-        hint = f" Did you mean {close!r}?" if close else ""
-        raise ValueError(
-            f"Unknown dataset {base!r}; expected one of the {len(known)} names "
-            f"that `tfds.list_builders()` gives.{hint}"
-        ) from error

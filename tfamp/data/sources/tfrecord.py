@@ -1,53 +1,33 @@
 """TFRecord files as a source, parsed by the chunk.
 
-TensorFlow reads and parses them. Where damaged records are to be skipped Python reads
-the frames, at the same speed, since TensorFlow stops at the first one. A frame is the
-payload's length (8 bytes, little-endian), a masked CRC32C of these 8, the payload, and
-a masked CRC32C of it. Behind a damaged length nothing can be found.
+TensorFlow reads and parses them, and stops at the first damaged record. Where damage is
+to be skipped, each file is read once beforehand, and one that is damaged is left out.
+A record is its length (8 bytes, little-endian), a checksum, the payload, a checksum.
 
-Source: tensorflow/core/lib/io/record_writer.h; RFC 3720, section 12.1.
+Source: tensorflow/core/lib/io/record_writer.h.
 """
 
 import dataclasses
-import itertools
 import os
-import struct
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+import re
+from collections.abc import Mapping
+from typing import Any
 
 import tensorflow as tf
 
 from tfamp.data.sources import files_identity
-from tfamp.data.sources._files import (
-    ChunkedSource,
-    checked_number,
-    find_files,
-    is_gzip,
-    open_bytes,
-)
-from tfamp.data.stages import Settings, map_in_order
-from tfamp.records import checks
+from tfamp.data.sources._files import ChunkedSource, find_files, is_gzip
+from tfamp.data.stages import Settings, map_in_order, settings_of
 from tfamp.records.console import progress
 
 # Files read by turns. Not the number of cores: the order would depend on it.
 FILES_AT_ONCE = 4
-# Records in a chunk: at most so many, and at most so many bytes of them.
-_CHUNK_RECORDS = 2048
-_CHUNK_BYTES = 2**20
+# Records in a chunk: at most so many, and about so many bytes of them.
+_CHUNK_RECORDS, _CHUNK_BYTES = 2048, 2**20
 # Lengths of up to so many records are read at once, in 0.15 s.
-MAX_WALKED_RECORDS = 100_000
+_MAX_WALKED_RECORDS = 100_000
 _NUM_SAMPLED = 100
-_HEADER = struct.Struct("<QI")
-_FOOTER_BYTES = 4
-
-
-class Frame(NamedTuple):
-    """A record of a file, or a stretch of it that holds none."""
-
-    number: int  # frames before it
-    offset: int  # of its first byte, in the file as unpacked
-    payload: bytes | None  # None where it is damaged
-    damage: str = ""
+_FRAME_BYTES = 16  # of a record beside its payload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,23 +38,17 @@ class TfrecordSource(ChunkedSource):
     features: Mapping[str, Any] | None  # None for records as strings
     chunk_size: int
     damage: str = ""  # that counting met: TensorFlow takes a cut header for the end
+    left_out: frozenset[str] = frozenset()  # files that are damaged
 
     def chunks(self, settings: Settings) -> tf.data.Dataset:
         """Returns the records, parsed if there are features, `chunk_size` at a time."""
-        if settings.errors is not None:
-            _checksum()
-            spec = tf.TensorSpec((None,), tf.string)
-            records = self.generated(self._whole_records, spec, settings)
-            if self.features is None:
-                return records
-            return map_in_order(records, self._parse, settings)
-        if self.damage:
+        if self.damage and settings.errors is None:
             raise ValueError(self.damage)
-        files = tf.data.Dataset.from_tensor_slices(
-            (list(self.paths), list(self.compressions))
-        )
-        at_once = min(FILES_AT_ONCE, len(self.paths))
-        chunks = files.interleave(
+        pairs = zip(self.paths, self.compressions, strict=True)
+        kept = [pair for pair in pairs if pair[0] not in self.left_out]
+        at_once = max(1, min(FILES_AT_ONCE, len(kept)))
+        files = tf.constant(kept, tf.string, (len(kept), 2))
+        chunks = tf.data.Dataset.from_tensor_slices(files).interleave(
             self._stock,
             cycle_length=at_once,
             block_length=1,
@@ -82,90 +56,78 @@ class TfrecordSource(ChunkedSource):
             num_parallel_calls=min(at_once, settings.num_parallel_calls),
             deterministic=True,
         )
-        if self.features is None:
-            return chunks.map(lambda records, path, first: records)
         return map_in_order(chunks, self._parse, settings)
 
     # Nothing in these functions is for AutoGraph, whose look at them takes 0.5 s.
     @tf.autograph.experimental.do_not_convert
-    def _stock(self, path: tf.Tensor, compression: tf.Tensor) -> tf.data.Dataset:
+    def _stock(self, file: tf.Tensor) -> tf.data.Dataset:
         """Returns (records, path, number of the first record) of one file."""
-        records = tf.data.TFRecordDataset(path, compression_type=compression)
+        records = tf.data.TFRecordDataset(file[0], compression_type=file[1])
 
         def number(before: tf.Tensor, chunk: tf.Tensor) -> Any:
-            return before + tf.size(chunk, tf.int64), (chunk, path, before)
+            return before + tf.size(chunk, tf.int64), (chunk, file[0], before)
 
         return records.batch(self.chunk_size).scan(tf.constant(0, tf.int64), number)
 
     @tf.autograph.experimental.do_not_convert
-    def _parse(self, records: tf.Tensor, path: Any = None, first: Any = None) -> Any:
+    def _parse(self, records: tf.Tensor, path: tf.Tensor, first: tf.Tensor) -> Any:
         """Parses; TensorFlow's error for a record begins with the name of that."""
-        names = None
-        if path is not None:
-            numbers = tf.strings.as_string(first + tf.range(tf.size(records, tf.int64)))
-            names = tf.strings.join([path, ", record ", numbers])
+        if self.features is None:
+            return records
+        numbers = tf.strings.as_string(first + tf.range(tf.size(records, tf.int64)))
+        names = tf.strings.join([path, ", record ", numbers])
         return tf.io.parse_example(records, self.features, names)
 
-    def _whole_records(self, settings: Settings) -> Iterator[tuple[int, list[bytes]]]:
-        """Yields the same as the stock reader, without records that are damaged."""
-        waiting = (self._chunks_of(path, settings) for path in self.paths)
-        turns = list(itertools.islice(waiting, FILES_AT_ONCE))
-        while turns:
-            left = []
-            for chunks in turns:
-                records = next(chunks, None)
-                if records is not None:
-                    yield len(records), records
-                    left.append(chunks)
-                else:  # The next file takes its place.
-                    left += itertools.islice(waiting, 1)
-            turns = left
+    def without_damage(self, log: Any) -> "TfrecordSource":
+        """Returns the source without files that are damaged, all of which are read."""
+        bad = set()
+        with progress("Checking files", len(self.paths), unit="files") as update:
+            for number, path in enumerate(self.paths):
+                if message := self._damage_of(path, self.compressions[number]):
+                    log.add(path, message)
+                    bad.add(path)
+                update(number + 1)
+        log.finish(len(self.paths) - len(bad), "files")
+        return dataclasses.replace(self, left_out=frozenset(bad))
 
-    def _chunks_of(self, path: str, settings: Settings) -> Iterator[list[bytes]]:
-        """Yields the whole records of a file that fit, and reports the others."""
-        frames = read_frames(path)
-        while chunk := list(itertools.islice(frames, self.chunk_size)):
-            whole = [frame.payload for frame in chunk if frame.payload is not None]
-            fits = self.features is None or not _why_unfit(whole, self.features)
-            if len(whole) == len(chunk) and fits:
-                yield whole
-                continue
-            good = []
-            for frame in chunk:
-                where = f"{path}, record {frame.number}"
-                if frame.payload is None:
-                    self.report(
-                        settings, f"{where} at byte {frame.offset}", frame.damage
-                    )
-                elif not fits and (why := _why_unfit([frame.payload], self.features)):
-                    self.report(settings, where, why)
-                else:
-                    good.append(frame.payload)
-            yield good
+    def _damage_of(self, path: str, compression: str) -> str:
+        """Returns why not all of a file can be read and parsed, "" if it can."""
 
-    def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
+        @tf.autograph.experimental.do_not_convert
+        def bytes_of(records: tf.Tensor, *rest: Any) -> Any:
+            sizes = tf.strings.length(records) + _FRAME_BYTES
+            # What nobody takes is not parsed.
+            return tf.reduce_sum(tf.cast(sizes, tf.int64)), self._parse(records, *rest)
+
+        stock = self._stock(tf.constant([path, compression]))
+        found = map_in_order(stock, bytes_of, settings_of("auto"))
+        try:
+            size = sum(int(num_bytes) for num_bytes, _ in found)
+        except tf.errors.OpError as error:
+            # Behind TensorFlow's names of functions and iterators.
+            line = str(error).splitlines()[0].partition(" [Op:")[0]
+            return re.split(r"}} |Iterator::Root\S*: ", line)[-1]
+        except UnicodeDecodeError:  # TensorFlow's error quotes the bytes
+            return "a record cannot be parsed, and holds bytes that are no text"
+        is_cut = not compression and size < os.path.getsize(path)
+        return "cut off in the header of a record" if is_cut else ""
+
+    def explain(self) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
         packed = ", GZIP" if any(self.compressions) else ""
-        at_once = min(FILES_AT_ONCE, len(self.paths))
-        turns = f"{at_once} files by turns, " if at_once > 1 else ""
+        turns = f"{min(FILES_AT_ONCE, len(self.paths))} file(s) by turns"
         parsed = "parsed" if self.features is not None else "read"
-        reason = f"{turns}{parsed} by {self.chunk_size}, order fixed"
+        reason = f"{turns}, {parsed} by {self.chunk_size}, order fixed"
         return f"TFRecord, {self.length('records')}{packed}", reason
 
     def identity(self) -> Any:
         """Returns the files with size and time of change, and the features."""
-        features = None
-        if self.features is not None:
-            features = sorted((key, repr(f)) for key, f in self.features.items())
-        return ("tfrecord", features, self.chunk_size, files_identity(self.paths))
+        features = sorted((key, repr(f)) for key, f in (self.features or {}).items())
+        files = files_identity(self.paths)
+        return ("tfrecord", features, self.chunk_size, sorted(self.left_out), files)
 
 
-def tfrecord_source(
-    paths: Any,
-    *,
-    features: Mapping[str, Any] | None = None,
-    num_examples: int | str | None = "auto",
-) -> TfrecordSource:
+def tfrecord_source(paths: Any, features: Mapping[str, Any] | None) -> TfrecordSource:
     """Returns the records of TFRecord files as a source, after a look at each file.
 
     `Pipeline.from_tfrecord` explains the arguments and the errors.
@@ -177,95 +139,40 @@ def tfrecord_source(
         )
     found = find_files(paths)
     compressions = tuple(map(_compression_of, found))
-    frame_bytes = _frame_bytes(found[0], compressions[0])
-    asked, damage = checked_number(num_examples), ""
-    count = asked if isinstance(asked, int) else None
-    if asked == "auto" and not any(compressions):
-        about = sum(map(os.path.getsize, found)) // frame_bytes
-        asked = "count" if about <= MAX_WALKED_RECORDS else None
-    if asked == "count":
-        count = 0
-        with progress("Counting records", unit="records") as update:
-            for path, compression in zip(found, compressions, strict=True):
-                number, end = _walk(path, compression)
+    count, damage, chunk_size = None, "", _CHUNK_RECORDS // 8
+    if not any(compressions):
+        number, end = _walk(found[0], _NUM_SAMPLED)
+        size = max(_FRAME_BYTES, end // number)
+        chunk_size = max(1, min(_CHUNK_RECORDS, _CHUNK_BYTES // size))
+        if sum(map(os.path.getsize, found)) // size <= _MAX_WALKED_RECORDS:
+            count = 0
+            for path in found:
+                number, end = _walk(path)
                 count += number
-                update(count)
-                if not compression and end < os.path.getsize(path):
+                if end < os.path.getsize(path):
                     damage = (
                         f"File {path!r} is cut off or damaged: record {number} at byte "
                         f"{end} does not end in the file. Expected whole records: "
-                        "restore the file, or leave out what is damaged with "
-                        "`.on_error('skip')`."
+                        "restore the file, or leave it out with `.on_error('skip')`."
                     )
-    chunk_size = max(1, min(_CHUNK_RECORDS, _CHUNK_BYTES // frame_bytes))
     features = None if features is None else dict(features)
     return TfrecordSource(found, count, compressions, features, chunk_size, damage)
 
 
-def read_frames(path: str) -> Iterator[Frame]:
-    """Yields the frames of a file in order, and each damaged stretch once."""
-    checksum, number, offset = _checksum(), 0, 0
-    with _open(path, _compression_of(path)) as file:
-        while header := file.read(_HEADER.size):
-            if not _is_header(header, checksum):
-                damage = "its length is damaged, so the rest of the file cannot be read"
-                if len(header) < _HEADER.size:
-                    damage = f"cut off after {len(header)} bytes"
-                yield Frame(number, offset, None, damage)
-                return
-            length, _ = _HEADER.unpack(header)
-            payload = file.read(length + _FOOTER_BYTES)
-            if len(payload) < length + _FOOTER_BYTES:
-                damage = f"cut off after {len(payload):,} of {length:,} bytes"
-                yield Frame(number, offset, None, damage)
-                return
-            data, footer = payload[:-_FOOTER_BYTES], payload[-_FOOTER_BYTES:]
-            if _masked(checksum(data)) == int.from_bytes(footer, "little"):
-                yield Frame(number, offset, data)
-            else:
-                damage = "its bytes do not fit their checksum"
-                yield Frame(number, offset, None, damage)
-            number += 1
-            offset += _HEADER.size + len(payload)
-
-
-def _checksum() -> Callable[[bytes], int]:
-    """Returns the function that computes checksums, of google-crc32c."""
-    module = checks.require(
-        "google_crc32c", extra="data", purpose="Reading past damaged TFRecords"
-    )
-    return module.value
-
-
-def _masked(checksum: int) -> int:
-    """Returns a checksum as TFRecord files store it."""
-    return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _is_header(start: bytes, checksum: Callable[[bytes], int]) -> bool:
-    """Whether bytes are a length and its checksum."""
-    if len(start) < _HEADER.size:
-        return False
-    return _masked(checksum(start[:8])) == _HEADER.unpack(start)[1]
-
-
 def _compression_of(path: str) -> str:
-    """Returns "" or "GZIP" by the first bytes of a file; raises if it has no records.
+    """Returns "" or "GZIP" by the beginning of a file; raises if it has no records.
 
-    A plain file whose first length looks like the mark of gzip is told by the checksum
-    behind it. Without google-crc32c, which is needed to tell, every file passes.
+    The first length of a plain file may look like the mark of gzip.
     """
-    try:
-        checksum = _checksum()
-    except ImportError:
-        return "GZIP" if is_gzip(path) else ""
-    with open(path, "rb") as file:
-        if _is_header(file.read(_HEADER.size), checksum):
-            return ""
     if is_gzip(path):
-        with open_bytes(path) as file:
-            if _is_header(file.read(_HEADER.size), checksum):
+        packed = tf.data.TFRecordDataset(path, compression_type="GZIP")
+        try:
+            if next(iter(packed), None) is not None:
                 return "GZIP"
+        except tf.errors.OpError:
+            pass
+    if _walk(path, 1)[0] == 1:
+        return ""
     raise ValueError(
         f"File {path!r} in `paths` is no TFRecord file: it begins with no record. "
         "Expected files that `tf.io.TFRecordWriter` wrote, plain or with GZIP. Leave "
@@ -273,48 +180,18 @@ def _compression_of(path: str) -> str:
     )
 
 
-def _open(path: str, compression: str) -> Any:
-    """Opens a file of records, through gzip where it is packed."""
-    return open_bytes(path) if compression else open(path, "rb", buffering=0)
+def _walk(path: str, max_records: int | None = None) -> tuple[int, int]:
+    """Returns how many records a plain file has, and the byte behind the last.
 
-
-def _walk(
-    path: str, compression: str, *, max_frames: int | None = None
-) -> tuple[int, int]:
-    """Returns how many frames a file has, and the byte behind the last; reads lengths.
-
-    What a plain file breaks off with is no frame.
+    It reads lengths alone. What a file breaks off with is no record.
     """
-    size = None if compression else os.path.getsize(path)
-    number = offset = 0
-    with _open(path, compression) as file:
-        while number != max_frames:
-            header = file.read(_HEADER.size)
-            if len(header) < _HEADER.size:
+    size, number, end = os.path.getsize(path), 0, 0
+    with open(path, "rb", buffering=0) as file:
+        while number != max_records:
+            file.seek(end)
+            header = file.read(8)
+            after = end + int.from_bytes(header, "little") + _FRAME_BYTES
+            if len(header) < 8 or after > size:
                 break
-            length = _HEADER.unpack(header)[0] + _FOOTER_BYTES
-            end = offset + _HEADER.size + length
-            if size is not None and end > size:
-                break
-            file.seek(length, os.SEEK_CUR)
-            number, offset = number + 1, end
-    return number, offset
-
-
-def _frame_bytes(path: str, compression: str) -> int:
-    """Returns the size of a frame in the file, from its first hundred, at least 1."""
-    number, end = _walk(path, compression, max_frames=_NUM_SAMPLED)
-    # Packed to a third, as text and small numbers are; this is an estimate.
-    return max(1, end // max(1, number) // (3 if compression else 1))
-
-
-def _why_unfit(records: Any, features: Any) -> str:
-    """Returns what is wrong with records that do not have the features, else ""."""
-    try:
-        tf.io.parse_example(records, features)
-    except UnicodeDecodeError:  # TensorFlow's error quotes the bytes
-        return "cannot be parsed, and holds bytes that are no text"
-    except tf.errors.InvalidArgumentError as error:
-        first = error.message.splitlines()[0]
-        return first.partition("} ")[2] or first
-    return ""
+            number, end = number + 1, after
+    return number, end

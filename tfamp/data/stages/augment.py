@@ -25,7 +25,7 @@ from tfamp.data.augmentation import DEFAULT, Transform
 from tfamp.data.stages import Settings, Stage, Step, map_in_order
 from tfamp.records import checks
 
-# From `check` over `Build.dataset` and `Pipeline.build` to the caller.
+# From `_check` over `apply`, `plan.build` and `Pipeline.build` to the caller.
 _STACKLEVEL = 5
 # A block of small images costs a half of what they cost one by one; in float32 it
 # should fit into a core's own cache.
@@ -159,7 +159,7 @@ class Augmentation(Stage):
         count = Step("epochs", "whole passes are counted", reason, act=counter.count)
         return dataclasses.replace(self, counter=counter), count
 
-    def check(self, dataset: tf.data.Dataset) -> None:
+    def _check(self, dataset: tf.data.Dataset) -> None:
         """Raises, before anything runs, if `dataset` does not suit."""
         spec = _part(dataset.element_spec, self.key)
         if not isinstance(spec, tf.TensorSpec) or not (
@@ -199,12 +199,13 @@ class Augmentation(Stage):
                     "height and width. A mask no longer fits its image: join it to "
                     "the image as one more channel in `.map`, use `Flip` and `Shift` "
                     "alone, and split them in a `.map` written after `.augment`.",
-                    stacklevel=_STACKLEVEL - 1,
+                    stacklevel=_STACKLEVEL,
                 )
                 return
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Numbers elements and epochs, then changes elements in parallel."""
+        self._check(dataset)
         if self.strength == 0:
             return dataset
         numbered = self.counter.number(dataset)
@@ -230,18 +231,13 @@ class Augmentation(Stage):
         changed = map_in_order(blocks, change_block, settings).unbatch()
         return with_length_of(dataset, changed)
 
-    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the dataset as it is: elements keep shape and dtype."""
-        return dataset
-
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
+    @property
+    def setting(self) -> str:
+        """The steps, and how strong they are."""
         strength = f"strength {self.strength:g}"
         if self.ramp_epochs:
             strength = f"strength 0 to {self.strength:g} in {self.ramp_epochs} epochs"
-        names = ", ".join(map(_name, self.steps))
-        reason = f"after the cache, so each epoch differs; {settings.parallelism}"
-        return f"{names}; {strength}", reason
+        return f"{', '.join(map(_name, self.steps))}; {strength}"
 
     def _span(self, dtype: tf.DType) -> float:
         """Returns largest minus smallest value of images of a dtype."""

@@ -13,7 +13,6 @@ import dataclasses
 import errno
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
@@ -25,14 +24,11 @@ from absl import logging
 
 from tfamp.data._elements import (
     bytes_held,
-    bytes_of_element,
     is_endless,
     known_length,
-    of_unknown_length,
     with_length,
 )
 from tfamp.data.fingerprints import Fingerprint, fingerprint
-from tfamp.data.sources._files import check_no_address
 from tfamp.data.stages import Settings, Stage
 from tfamp.records import checks, units
 from tfamp.records.console import progress
@@ -61,45 +57,44 @@ class Cache(Stage):
     def __post_init__(self) -> None:
         checks.choice("unseen", self.unseen, ["warn", "error"])
         if not isinstance(self.where, (str, os.PathLike)) or self.where == "":
-            raise TypeError(
-                f"`where` is {self.where!r}; expected 'memory' or a path. Pass "
-                "'memory' if the decoded data fits there."
-            )
+            raise TypeError(f"`where` is {self.where!r}; expected 'memory' or a path.")
         if self.where != "memory":
-            object.__setattr__(self, "path", _absolute(self.where))
-        elif self.version is not None:
-            raise ValueError(
-                f"`version` is {self.version!r} with a cache in 'memory', which ends "
-                "with the process; expected None. Leave it out, or pass a path."
-            )
+            path = Path(self.where).expanduser().absolute()
+            if path.is_dir() or not os.access(path.parent, os.W_OK):
+                raise ValueError(
+                    f"Cache path {os.fspath(self.where)!r} is a folder, or lies in one "
+                    "that does not exist or cannot be written; expected the path that "
+                    "the name of the cache begins with, such as "
+                    f"{os.fspath(path / 'train')!r}. Create its folder with `mkdir -p`."
+                )
+            object.__setattr__(self, "path", path)
 
     def in_files(
         self, source: Any, steps: Sequence[Stage], settings: Settings
     ) -> "FileCache":
         """Returns the cache in files of what steps make of a source."""
         path: Any = self.path
+        dataset = source.dataset(settings)
         # Looked at in the source, since a filter hides that there is no end.
-        given = getattr(source, "given", None)
-        is_cut = any(step.name == "subset" for step in steps)
-        repeats = given is not None and is_endless(given) and not is_cut
+        is_cut = any(step.name in ("subset", "take") for step in steps)
         # The careful step tells what is skipped.
         before = [step for step in steps if step.name != "on_error"]
         identity = (type(source).__name__, source.identity())
-        spec = source.dataset(settings).element_spec
-        found = fingerprint(identity, before, spec, self.version)
+        found = fingerprint(identity, before, dataset.element_spec, self.version)
+        repeats = is_endless(dataset) and not is_cut
         return FileCache(path, found, self.unseen, repeats)
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the dataset behind a cache in memory."""
+        each, length = bytes_held(dataset.element_spec), known_length(dataset)
+        if each is not None and length is not None:
+            self.found["size"] = units.format_bytes(each * length)
         return dataset.cache()
 
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        each, length = bytes_held(dataset.element_spec), known_length(dataset)
-        size = "size unknown"
-        if each is not None and length is not None:
-            size = units.format_bytes(each * length)
-        return f"memory, {size}", "after map: done once; before shuffle: order varies"
+    @property
+    def setting(self) -> str:
+        """Where they are kept."""
+        return str(self.path or "memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,14 +107,14 @@ class FileCache(Stage):
 
     name: ClassVar[str] = Cache.name
     path: Path
-    found: Fingerprint
+    of: Fingerprint
     unseen: str = "warn"
     repeats: bool = False
 
     @property
     def folder(self) -> Path:
         """Where the elements lie."""
-        return self.path.with_name(f"{self.path.name}-{self.found.digest}")
+        return self.path.with_name(f"{self.path.name}-{self.of.digest}")
 
     def read(self) -> dict[str, Any]:
         """Returns the record of a cache that is whole, nothing of any other."""
@@ -129,15 +124,15 @@ class FileCache(Stage):
                 return record
         return {}
 
-    def check(self, dataset: tf.data.Dataset) -> None:
-        """Raises where the cache would never be full, or not notice a change."""
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Fills the folder, unless it is here, and reads it."""
         if self.repeats or is_endless(dataset):
             raise ValueError(
                 f"Cache {str(self.path)!r} would never be full: the elements before it "
                 "repeat without end. Expected a pass that ends: leave `repeat()` out, "
                 "since `fit` repeats the dataset each epoch, or give it a number."
             )
-        unseen = self.found.unseen
+        unseen = self.of.unseen
         if self.unseen == "error" and unseen:
             raise ValueError(
                 f"Cache {str(self.path)!r} would not notice changes in: "
@@ -146,33 +141,17 @@ class FileCache(Stage):
                 "or a global), do this part in a `.map` written after the cache, or "
                 "pass `unseen='warn'` and another `version` after a change."
             )
-
-    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns a dataset of the same spec, of the length that is on record."""
-        record = self.read()
-        if not record:
-            return dataset
-        return with_length(of_unknown_length(dataset), record["num_elements"])
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Fills the folder, unless it is here, and reads it."""
-        if self.found.unseen:
+        if self.of.unseen:
             logging.warning(
                 "Cache %s does not notice changes in: %s. Pass `.cache` another "
                 "`version` after one.",
                 self.folder,
-                "; ".join(self.found.unseen),
+                "; ".join(self.of.unseen),
             )
-        if not self.read():
+        while not (record := self.read()):  # again if it is removed at once
             with _alone(self.path.with_name(f"{self.folder.name}.lock")) as is_alone:
                 if not self.read():
                     self._fill(dataset, is_alone)
-        record = self.read()
-        if not record:
-            raise FileNotFoundError(
-                f"Cache {str(self.folder)!r} was removed as soon as it was filled; "
-                "expected nobody to remove it. Build again."
-            )
         cached = dataset.cache(str(self.folder / _DATA))
         return with_length(cached, record["num_elements"])
 
@@ -180,7 +159,6 @@ class FileCache(Stage):
         """Writes the folder in one pass, or leaves none."""
         if is_alone:
             self._remove_left()
-        _check_space(self.path.parent, dataset)
         part = self._beside()
         part.mkdir()
         try:
@@ -195,7 +173,8 @@ class FileCache(Stage):
             self._put_in_place(part)
         except (OSError, tf.errors.OpError) as error:
             shutil.rmtree(part, ignore_errors=True)
-            if not _is_about_space(error):
+            is_full = any(word in str(error) for word in _SPACE_WORDS)
+            if not (is_full or getattr(error, "errno", None) in _SPACE_ERRORS):
                 raise
             folder = self.path.parent
             free = units.format_bytes(shutil.disk_usage(folder).free)
@@ -229,24 +208,27 @@ class FileCache(Stage):
 
     def _remove_left(self) -> None:
         """Removes what processes left that were killed, under the lock."""
-        name = re.escape(self.folder.name)
-        pattern = re.compile(rf"{name}\.[0-9a-f]+{re.escape(_UNFINISHED)}")
-        for path in list(self.path.parent.iterdir()):
-            if pattern.fullmatch(path.name):
+        for path in list(self.path.parent.glob(f"*-{self.of.digest}.*")):
+            if path.name.startswith(self.folder.name) and path.suffix == _UNFINISHED:
                 text = "Removed %s, which a process that has ended left unfinished."
                 logging.warning(text, path)
                 shutil.rmtree(path, ignore_errors=True)
 
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        record = self.read()
-        reason = "filled once by `build`, then read"
+    @property
+    def setting(self) -> str:
+        """The folder."""
+        return f"files {self.folder}"
+
+    @property
+    def told(self) -> str:
+        """How large it is, and what it does not notice."""
+        told, record = "filled once by `build`, then read", self.read()
         if record:
             size = units.format_bytes(sum(record["files"].values()))
-            reason = f"{record['num_elements']:,} elements, {size}, filled already"
-        if self.found.unseen:
-            reason += f"; does not notice changes in: {'; '.join(self.found.unseen)}"
-        return f"files {self.folder}", reason
+            told = f"{record['num_elements']:,} elements, {size}, filled already"
+        if self.of.unseen:
+            told += f"; does not notice changes in: {'; '.join(self.of.unseen)}"
+        return told
 
 
 @contextlib.contextmanager
@@ -281,29 +263,6 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {one.name: one.stat().st_size for one in files}
 
 
-def _absolute(path: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path of a cache whose folder exists and can be written."""
-    text = os.fspath(path)
-    check_no_address(f"Cache path is {text!r}", text)
-    absolute = Path(path).expanduser().absolute()
-    if absolute.is_dir():
-        raise ValueError(
-            f"Cache path {text!r} is a folder; expected the path that the name "
-            f"of the cache begins with. Pass {str(Path(path) / 'train')!r}."
-        )
-    if not absolute.parent.is_dir():
-        raise ValueError(
-            f"Cache path {text!r} lies in a folder that does not exist; expected "
-            f"an existing one. Create it with `mkdir -p {absolute.parent}`."
-        )
-    if not os.access(absolute.parent, os.W_OK):
-        raise ValueError(
-            f"Cache path {text!r} lies in a folder that cannot be written; "
-            "expected a writable one. Choose another, or cache in 'memory'."
-        )
-    return absolute
-
-
 def _write(folder: Path, name: str, dataset: tf.data.Dataset) -> int:
     """Lets tf.data write its files, and returns the number of elements."""
     cached, count = dataset.cache(str(folder / _DATA)), 0
@@ -314,23 +273,3 @@ def _write(folder: Path, name: str, dataset: tf.data.Dataset) -> int:
             count += int(batch.shape[0])
             update(count)
     return count
-
-
-def _check_space(folder: Path, dataset: tf.data.Dataset) -> None:
-    """Raises if the cache will not fit, as far as its size can be foreseen."""
-    each, length = bytes_of_element(dataset.element_spec), known_length(dataset)
-    free = shutil.disk_usage(folder).free
-    if each is not None and length is not None and each * length > free:
-        raise OSError(
-            errno.ENOSPC,
-            f"The cache needs about {units.format_bytes(each * length)}, and the disk "
-            f"of {str(folder)!r} has {units.format_bytes(free)} free; expected more. "
-            "Free space, choose a path on another disk, or cache fewer elements "
-            "(`.subset`)",
-        )
-
-
-def _is_about_space(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in _SPACE_ERRORS
-    return any(word in str(error) for word in _SPACE_WORDS)

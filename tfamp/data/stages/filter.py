@@ -1,113 +1,70 @@
 """The stage that drops elements, and counts them by reason."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfamp.data._elements import as_arguments, inputs_of, looks_batched, named_columns
-from tfamp.data.features import Statistics, TextColumn, check_rule, outlier_limits
-from tfamp.data.layers import is_missing_tensor
+from tfamp.data._elements import as_arguments, blank, inputs_of, looks_batched
 from tfamp.data.stages import Settings, Stage, map_in_order
-from tfamp.data.stages.dropped import DropLog, drop
 from tfamp.records import checks, units
 
 # Codes of elements are positions in here, from 1.
-REASONS = ("missing value", "outlier", "predicate")
+_REASONS = ("missing value", "predicate")
+# Stands for the reason of the mark behind the last element.
+_END = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Filter(Stage):
-    """Drops elements with missing values or outliers, or that a predicate refuses.
+    """Drops elements with missing values, or that a predicate refuses.
 
     `Pipeline.filter` explains the arguments. An element is dropped, and counted, for
-    its first reason. `columns` are, by name, what stands for a missing value and the
-    lowest and highest value that is no outlier.
+    its first reason.
     """
 
     name: ClassVar[str] = "filter"
     predicate: Callable[..., Any] | None = None
-    _: dataclasses.KW_ONLY
-    missing: str | None = None
-    outliers: Any = None
-    statistics: Statistics | None = dataclasses.field(
-        default=None, compare=False, repr=False
-    )
-    columns: dict[str, Any] | None = dataclasses.field(init=False, repr=False)
-    log: DropLog = dataclasses.field(init=False, compare=False)
+    missing: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.predicate is not None and not callable(self.predicate):
-            raise TypeError(
-                f"`predicate` is {self.predicate!r}; expected something that can be "
-                "called with one element. Pass a function, such as `lambda x, y: y < "
-                "10`."
-            )
         if self.missing is not None:
             checks.choice("missing", self.missing, ["drop"])
-        if self.predicate is None and not self._has_rules:
-            raise ValueError(
-                "`.filter` came without anything to do; expected `predicate`, "
-                "`missing` or `outliers`. Pass one, or leave the filter out."
-            )
-        is_needed = self.outliers is not None
-        if not isinstance(self.statistics, Statistics) and (
-            is_needed or self.statistics is not None
-        ):
+        if not (callable(self.predicate) or (self.missing and not self.predicate)):
             raise TypeError(
-                f"`outliers` is {self.outliers!r} and `statistics` is "
-                f"{self.statistics!r}; expected what `tfamp.data.fit_statistics` "
-                "returns. Fit them on the training data and pass `statistics=...`."
+                f"`predicate` is {self.predicate!r}; expected something that can be "
+                "called with the parts of an element, or `missing='drop'` alone. Pass "
+                "a function, such as `lambda x, y: y < 10`."
             )
-        object.__setattr__(self, "columns", self._columns())
-        object.__setattr__(self, "log", DropLog(REASONS))
 
-    @property
-    def _has_rules(self) -> bool:
-        return self.missing is not None or self.outliers is not None
-
-    def _columns(self) -> dict[str, Any] | None:
-        """Returns what is missing and what is no outlier, for each column."""
-        if self.statistics is None:
-            return None
-        rule, found = check_rule("outliers", self.outliers), {}
-        for column in self.statistics.columns:
-            limits = None
-            if not isinstance(column, TextColumn) and rule is not None:
-                low, high = outlier_limits(column, rule)
-                limits = (low[0], high[0]) if column.scalar else (low, high)
-            found[column.name] = (column.missing_values, limits)
-        return found
-
-    def for_build(self) -> "Filter":
-        """Returns the filter with counts of its own."""
-        return dataclasses.replace(self)
-
-    def with_counts_of(self, builds: Sequence[Any]) -> "Filter":
-        """Returns the filter with the counts of several builds."""
-        joined = dataclasses.replace(self)
-        for build in builds:
-            log = build.log
-            joined.log.add((log.seen, *log.dropped.values()), passes=log.passes)
-        return joined
-
-    def check(self, dataset: tf.data.Dataset) -> None:
-        """Raises if elements are batches, or if a rule or the predicate can't act."""
-        if self._has_rules and self.acts_on_batches:
+    def _check(self, spec: Any) -> None:
+        """Raises if elements are batches, or if nothing in them can be missing."""
+        if self.missing and self.acts_on_batches:
             raise ValueError(
-                f"`.filter` behind `.{self.stays_behind}` has rules on values; "
-                "expected a predicate alone, which gets whole batches there. Write the "
-                "rules in a `.filter` of their own, before `.batch` and what follows."
+                f"`.filter` behind `.{self.stays_behind}` has `missing`; expected a "
+                "predicate alone, which gets whole batches there. Write `missing` in a "
+                "`.filter` of its own, before `.batch` and what follows."
             )
-        if looks_batched(dataset.element_spec) and not self.acts_on_batches:
+        if looks_batched(spec) and not self.acts_on_batches:
             raise ValueError(
-                f"Elements {dataset.element_spec} look like batches; expected single "
-                "examples, since `.filter` keeps or drops one at a time. Pass "
-                "`dataset.unbatch()`."
+                f"Elements {spec} look like batches; expected single examples, since "
+                "`.filter` keeps or drops one at a time. Pass `dataset.unbatch()`."
             )
-        if self._has_rules:
-            self._check_columns(named_columns(inputs_of(dataset.element_spec)))
+        inputs = tf.nest.flatten(inputs_of(spec))
+        if self.missing and not any(one.dtype.is_floating for one in inputs):
+            raise ValueError(
+                f"`missing` is 'drop', and inputs {inputs} cannot hold NaN; expected a "
+                "float. Leave `missing` out, or pass a predicate."
+            )
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Judges in parallel, drops in order.
+
+        Every iterator counts for itself, and reports at its end. A pass in which all of
+        one or more elements went ends in `tf.errors.InvalidArgumentError`.
+        """
+        self._check(dataset.element_spec)
         if self.predicate is not None:
             answer = dataset.map(self.predicate).element_spec
             if answer != tf.TensorSpec((), tf.bool):
@@ -116,30 +73,6 @@ class Filter(Stage):
                     "element, or for a batch behind `.batch`, True to keep it. Reduce "
                     "it with `tf.reduce_all`."
                 )
-
-    def _check_columns(self, specs: dict[str, Any]) -> None:
-        """Raises unless elements have the columns, and one can have a missing value."""
-        kinds = {name: spec.dtype.name for name, spec in specs.items()}
-        lacking = [name for name in self.columns or () if name not in specs]
-        if lacking:
-            raise ValueError(
-                f"`statistics` has column {lacking[0]!r}, and elements have "
-                f"{tuple(specs)!r}; expected the same names ('x' for inputs that are "
-                "one tensor). Rename them, or fit statistics without it."
-            )
-        can_miss = any(one.dtype.is_floating for one in specs.values())
-        can_miss = can_miss or any(
-            values for values, _ in (self.columns or {}).values()
-        )
-        if self.missing is not None and not can_miss:
-            raise ValueError(
-                f"`missing` is 'drop', and columns {kinds!r} cannot hold NaN; expected "
-                "a float column, or `statistics` fitted with `missing_value`. Leave "
-                "`missing` out, or say there what stands for a missing value."
-            )
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Judges in parallel, drops in order."""
         if self.acts_on_batches:
             return dataset.filter(self.predicate)
         is_tuple = isinstance(dataset.element_spec, tuple)
@@ -148,28 +81,72 @@ class Filter(Stage):
             element = parts if is_tuple else parts[0]
             return self._code(element), element
 
-        return drop(map_in_order(dataset, judge, settings), self.log)
+        last = blank(dataset.element_spec, purpose="`.filter` drops some")
+        end = tf.data.Dataset.from_tensors((tf.constant(_END), last))
+        judged = map_in_order(dataset, judge, settings).concatenate(end)
+        text = (
+            f"`filter` dropped all {{}} elements ({{}} of them by {[*_REASONS]}); "
+            "expected one or more to be left. Loosen it: call the predicate on some."
+        )
 
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
+        def report(counts: tf.Tensor) -> tf.Operation:
+            is_fine = (counts[0] == 0) | (counts[0] > tf.reduce_sum(counts[1:]))
+            message = tf.strings.format(text, (counts[0], counts[1:]))
+            check = tf.debugging.Assert(is_fine, [message])
+            told = tf.py_function(lambda c: self._note(c.numpy()), [counts], [])
+            return tf.group(check, told)
+
+        def count(counts: tf.Tensor, judged: Any) -> Any:
+            code, element = judged
+            is_end = tf.equal(code, _END)
+            # Position 0 counts all that was seen, kept or not.
+            kinds = tf.one_hot(code, 1 + len(_REASONS), dtype=tf.int64)
+            seen = tf.cast(tf.logical_not(is_end), tf.int64)
+            counts = counts + tf.concat([[seen], kinds[1:]], 0)
+            done = tf.cond(is_end, lambda: report(counts), tf.no_op)
+            with tf.control_dependencies([done]):
+                is_kept = tf.equal(code, 0)
+            return counts, {"is_kept": is_kept, "element": element}
+
+        counted = judged.scan(tf.zeros(1 + len(_REASONS), tf.int64), count)
+        kept = counted.filter(lambda found: found["is_kept"])
+        return kept.map(lambda found: found["element"])
+
+    def _note(self, counts: Any) -> None:
+        """Adds what a pass saw, and dropped for each reason."""
+        passes = self.found.setdefault("passes", [])  # of which each thread appends one
+        passes.append(counts)
+
+    @property
+    def told(self) -> str:
+        """How many were dropped in all passes, and why."""
+        passes = self.found.get("passes", [])
+        if self.acts_on_batches or not passes:
+            return "drops are not counted" if self.acts_on_batches else ""
+        seen, *dropped = sum(passes).tolist()
+        share = units.format_share(sum(dropped) / max(1, seen))
+        pairs = zip(dropped, _REASONS, strict=True)
+        reasons = [f"{num:,} {reason}" for num, reason in pairs if num]
+        text = f"Dropped {sum(dropped):,} of {seen:,} elements ({share}) in "
+        text += f"{len(passes)} pass{'' if len(passes) == 1 else 'es'}"
+        return f"{text}: {units.join_words(reasons)}." if reasons else f"{text}."
+
+    @property
+    def setting(self) -> str:
+        """What is dropped, or kept."""
         words = ["drop missing values"] if self.missing is not None else []
-        words += ["drop outliers"] if self.outliers is not None else []
         if self.predicate is not None:
             name = getattr(self.predicate, "__name__", repr(self.predicate))
             words.append(f"keep where {name}")
-        so_far = str(self.log) if self.log.seen else "drops are counted"
-        if self.acts_on_batches:
-            so_far = "drops are not counted"
-        why = self.why_here("before the cache, done once")
-        return units.join_words(words), f"{why}; {so_far}"
+        return units.join_words(words)
 
     def _code(self, element: Any) -> tf.Tensor:
         """Returns the number of the first reason to drop an element, 0 to keep it."""
         code = tf.constant(0)
-        if self._has_rules:
-            columns = named_columns(inputs_of(element))
-            for number, found in enumerate(self._found(columns), start=1):
-                code = tf.where(found & (code == 0), number, code)
+        for part in tf.nest.flatten(inputs_of(element)) if self.missing else ():
+            if part.dtype.is_floating:
+                is_missing = tf.reduce_any(tf.math.is_nan(part))
+                code = tf.where(is_missing, 1, code)
         if self.predicate is None:
             return code
         keep = tf.cond(
@@ -177,20 +154,4 @@ class Filter(Stage):
             lambda: tf.convert_to_tensor(self.predicate(*as_arguments(element))),
             lambda: tf.constant(True),
         )
-        return tf.where(keep, code, len(REASONS))
-
-    def _found(self, columns: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns whether a value is missing, and whether one is an outlier."""
-        missing, beyond = [tf.constant(False)], [tf.constant(False)]
-        known = self.columns or dict.fromkeys(columns, ((), None))
-        for name, (values, limits) in known.items():
-            given = columns[name]
-            absent = is_missing_tensor(given, values)
-            missing.append(tf.reduce_any(absent))
-            if limits is not None:
-                low, high = (tf.constant(limit, tf.float64) for limit in limits)
-                wide = tf.cast(given, tf.float64)
-                outside = (wide < low) | (wide > high)
-                beyond.append(tf.reduce_any(outside & ~absent))
-        is_missing, is_outlier = tf.reduce_any(missing), tf.reduce_any(beyond)
-        return is_missing if self.missing else tf.constant(False), is_outlier
+        return tf.where(keep, code, len(_REASONS))

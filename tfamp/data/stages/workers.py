@@ -8,25 +8,21 @@ import tensorflow as tf
 
 from tfamp.data._elements import known_length
 from tfamp.data.sources import DATA
-from tfamp.data.stages import Role, Settings, Stage, has_role
+from tfamp.data.stages import Settings, Stage, has_role
 from tfamp.data.stages.cache import FileCache
 from tfamp.machine.clusters import Cluster
 from tfamp.machine.clusters import cluster as cluster_here
 from tfamp.records import checks
 
 _Policy = tf.data.experimental.AutoShardPolicy
-_WORKER_JOBS = ("worker", "chief")
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard(Stage):
     """Keeps each n-th element of the source, before anything is read of the others.
 
-    Attributes:
-        cluster: What told the number of parts and which one this is, None for the user.
-        is_even: Whether all parts are to have one size; what is left over is dropped.
-            Where batches drop a remainder, a part that is larger by one element may
-            else have a batch more.
+    The cluster, if any, told the number of parts. Where batches drop a remainder all
+    parts have one size (`is_even`), since a larger one may have a batch more.
     """
 
     name: ClassVar[str] = "shard"
@@ -54,18 +50,15 @@ class Shard(Stage):
         """Raises if other processes train together than those of the cluster."""
         if self.cluster is None or num_workers == self.num_shards:
             return
-        told = "as no cluster is described in the environment"
-        if self.cluster.workers:
-            told = f"as {self.cluster.source} says"
+        told = self.cluster.source if self.cluster.workers else "an empty environment"
         raise ValueError(
-            f"`.shard('auto')` makes {self.num_shards} part(s), {told}, and TensorFlow "
-            f"trains with {num_workers} worker(s); expected one part for each: some "
-            "elements would come several times, or never. Call "
-            "`tfamp.distribute.strategy()` before `build`. Otherwise pass "
-            "`.shard(num_shards, index)`, or leave it out to train alone."
+            f"`.shard('auto')` makes {self.num_shards} part(s), as {told} says, and "
+            f"TensorFlow trains with {num_workers} worker(s); expected one part for "
+            "each: some elements would come several times, or never. Call "
+            "`tfamp.distribute.strategy()` before `build`, or pass the numbers."
         )
 
-    def check(self, dataset: tf.data.Dataset) -> None:
+    def _check(self, dataset: tf.data.Dataset) -> None:
         """Raises if the part, or that of another worker, is known to be empty."""
         length = known_length(dataset)
         least = self.index + 1 if self.cluster is None else self.num_shards
@@ -78,32 +71,26 @@ class Shard(Stage):
 
     def chosen(self, source: Any, settings: Settings) -> tf.Tensor:
         """Returns the positions of the part in a source, ascending, int64."""
-        self.check(source.dataset(settings))
+        self._check(source.dataset(settings))
         every = tf.range(self.index, source.num_examples, self.num_shards, tf.int64)
         return every[: self._num_kept(source.num_examples)]
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the elements of the part, in their order."""
+        self._check(dataset)
         part, length = dataset.shard(self.num_shards, self.index), known_length(dataset)
         return part if length is None else part.take(self._num_kept(length))
 
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        setting = f"part {self.index} of {self.num_shards}"
-        reason = f"each {self.num_shards}th element; tf.distribute divides no further"
+    @property
+    def setting(self) -> str:
+        """Which part, and who told."""
+        part = f"part {self.index} of {self.num_shards}"
         if self.cluster is None:
-            return setting, reason
-        told = self.cluster.source
-        if self.num_shards == 1:
-            found = "no cluster is described" if told == "none" else told
-            return "all, as one process trains", f"auto: {found}"
-        length, left = known_length(dataset), "none is dropped or repeated"
-        if self.is_even:
-            left = "length unknown: a worker may have a full batch more than others"
-            if length is not None:
-                each, dropped = divmod(length, self.num_shards)
-                left = f"{each:,} each, drops {dropped}"
-        return setting, f"auto: {told}; {reason}; {left}"
+            return part
+        is_described = self.num_shards > 1 or self.cluster.workers
+        told = self.cluster.source if is_described else "no cluster, so all elements"
+        even = ", all of one size, the rest dropped" if self.is_even else ""
+        return f"auto, by {told}: {part}{even}"
 
     def _num_kept(self, length: int) -> int:
         """Returns how many elements this part has, of `length` in all."""
@@ -128,7 +115,7 @@ def num_workers(device_names: Sequence[str] | None = None) -> int:
     specs = [tf.DeviceSpec.from_string(name) for name in device_names]
     if any(spec.job == "ps" for spec in specs):
         return 1
-    tasks = {(spec.job, spec.task) for spec in specs if spec.job in _WORKER_JOBS}
+    tasks = {(spec.job, spec.task) for spec in specs if spec.job in ("worker", "chief")}
     return max(1, len(tasks))
 
 
@@ -143,9 +130,8 @@ def check_order(source: Any, stages: Sequence[Stage]) -> None:
             f"`.{name}` got a dataset whose order differs in each pass, by "
             f"{order.varies} in it; expected one order, since examples are chosen by "
             "their place: some would come twice, others never. Leave shuffling to "
-            "`Pipeline.shuffle`, which comes behind, or pass the dataset's own "
-            "`reshuffle_each_iteration=False` and a `seed` (`list_files` takes "
-            "`shuffle=False`)."
+            "`Pipeline.shuffle`, or pass the dataset's own "
+            "`reshuffle_each_iteration=False` (`list_files` takes `shuffle=False`)."
         )
     if order.differs and "processes" in needs.values():
         raise _several_orders(f"`.shard` got {order.differs} without a seed")
@@ -161,7 +147,7 @@ def shard_policy(source: Any, steps: Sequence[Stage]) -> Any:
     counting = [
         step.name
         for step in steps
-        if has_role(step, Role.CUTS, Role.DRAWS) or isinstance(step, FileCache)
+        if has_role(step, "cuts", "draws") or isinstance(step, FileCache)
     ]
     if policy == _Policy.FILE and counting:
         raise ValueError(
@@ -171,16 +157,18 @@ def shard_policy(source: Any, steps: Sequence[Stage]) -> Any:
         )
     if policy == _Policy.OFF or any(step.name == "shard" for step in steps):
         return _Policy.OFF
-    workers = num_workers()
-    if workers > 1:
+    loose = [f"`.{step.name}` has no seed" for step in steps if _is_loose(step)]
+    if policy == DATA and (differs := source.order().differs):
+        loose.append(f"`dataset` has {differs} without a seed")
+    if loose and (workers := num_workers()) > 1:
         together = f"and {workers} worker processes train together"
-        differs = source.order().differs if policy == DATA else ""
-        if differs:
-            raise _several_orders(f"`dataset` has {differs} without a seed, {together}")
-        for step in steps:
-            if has_role(step, Role.SEEDED) and getattr(step, "seed", 0) is None:
-                raise _several_orders(f"`.{step.name}` has no seed, {together}")
+        raise _several_orders(f"{loose[0]}, {together}")
     return policy
+
+
+def _is_loose(step: Stage) -> bool:
+    """Whether a step draws an order without a seed."""
+    return has_role(step, "seeded") and getattr(step, "seed", 0) is None
 
 
 def _several_orders(found: str) -> ValueError:
