@@ -23,69 +23,52 @@ _MAX_ROWS = 60
 
 
 @dataclasses.dataclass(frozen=True)
-class Feature(Record):
-    """What the values of one feature are like."""
-
-    name: str  # the column's, with a position in it if it has several: "age", "x[3]"
-    count: int  # finite values, which all that follows but for two counts is about
-    missing: int  # NaN, and what was declared to stand for a missing value
-    infinite: int  # inf and -inf
-    mean: float
-    variance: float  # divided by the count, as Keras and NumPy do
-    min: float
-    max: float
-    # Values in ascending order that stand for all, and how many each stands for.
-    values: tuple[float, ...] = dataclasses.field(repr=False)
-    weights: tuple[int, ...] = dataclasses.field(repr=False)
-
-    @property
-    def std(self) -> float:
-        """Standard deviation."""
-        return math.sqrt(self.variance)
-
-    @property
-    def median(self) -> float:
-        """The smallest value with half of the values at or below it."""
-        return self.quantile(0.5)
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether all finite values are equal."""
-        return self.min == self.max
-
-    def quantile(self, q: float) -> float:
-        """Returns the smallest value with the fraction `q` in [0, 1] at or below it.
-
-        It is one of the values, never a mean of two (NumPy's "inverted_cdf").
-        """
-        checks.fraction("q", q)
-        if q in (0, 1):
-            return self.max if q else self.min
-        upto = np.cumsum(self.weights)
-        # 0.1 * 10 times over must not ask for rank 3.0000000000000004.
-        place = np.searchsorted(upto, q * upto[-1] * (1 - 2**-50))
-        return self.values[min(int(place), len(self.values) - 1)]
-
-
-@dataclasses.dataclass(frozen=True)
 class Column(Record):
-    """A column of numbers, with a feature for each entry of the last axis."""
+    """A column of numbers, with a feature for each entry of the last axis.
+
+    The figures have an entry a feature, and but for two counts are of finite values.
+    """
 
     name: str  # its key in the dict of inputs; "x" where inputs are one tensor
     dtype: str
     scalar: bool  # whether an example has one value, without an axis
     missing_values: tuple[float, ...]  # that stand for a missing value, besides NaN
-    features: tuple[Feature, ...]
+    count: tuple[int, ...]
+    missing: tuple[int, ...]  # NaN, and what was declared to stand for a missing value
+    infinite: tuple[int, ...]
+    mean: tuple[float, ...]
+    variance: tuple[float, ...]  # divided by the count, as Keras and NumPy do
+    min: tuple[float, ...]
+    max: tuple[float, ...]
+    # Values in ascending order that stand for all, and how many each stands for.
+    values: tuple[tuple[float, ...], ...] = dataclasses.field(repr=False)
+    weights: tuple[tuple[int, ...], ...] = dataclasses.field(repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the name of each feature: "age", or "x[3]" if there are several."""
+        places = range(len(self.count))
+        return tuple(self.name if self.scalar else f"{self.name}[{i}]" for i in places)
 
     def array(self, field: str) -> Any:
-        """Returns an attribute of all features, `(features,)`; of a scalar a number."""
-        values = np.array([getattr(feature, field) for feature in self.features])
+        """Returns a figure of all features, `(features,)`; of a scalar a number."""
+        values = np.array(getattr(self, field))
         return values[0].item() if self.scalar else values
 
     def quantile(self, q: float) -> Any:
-        """Returns the quantile of each feature, `(features,)`; of a scalar a number."""
-        values = np.array([feature.quantile(q) for feature in self.features])
-        return values[0].item() if self.scalar else values
+        """Returns the smallest value of each feature with the fraction `q` at or below.
+
+        That is an array `(features,)`; of a scalar a number. It is one of the values,
+        never a mean of two (NumPy's "inverted_cdf").
+        """
+        checks.fraction("q", q)
+        found = np.array(self.max if q == 1 else self.min)
+        if 0 < q < 1:
+            for i, upto in enumerate(map(np.cumsum, self.weights)):
+                # 0.1 * 10 times over must not ask for rank 3.0000000000000004.
+                place = np.searchsorted(upto, q * upto[-1] * (1 - 2**-50))
+                found[i] = self.values[i][min(int(place), len(upto) - 1)]
+        return found[0].item() if self.scalar else found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,16 +202,22 @@ def _rows(column: Column | TextColumn) -> list[tuple[str, ...]]:
         share = units.format_share(column.missing / (column.count + column.missing))
         text = f"{column.name} (text, {len(column.values):,} values)"
         return [(text, share, *("",) * 8)]
-    rows = []
-    for feature in column.features:
-        total = feature.count + feature.missing + feature.infinite
-        name = f"{feature.name} (constant)" if feature.is_constant else feature.name
-        share = units.format_share(feature.missing / total)
-        low, high = feature.quantile(0.01), feature.quantile(0.99)
-        values = (feature.mean, feature.std, feature.min, low, feature.median, high)
-        figures = (f"{value:.4g}" for value in (*values, feature.max))
-        rows.append((name, share, f"{feature.infinite:,}", *figures))
-    return rows
+    totals = np.sum([column.count, column.missing, column.infinite], axis=0)
+    shares = map(units.format_share, column.missing / totals)
+    quantiles = [np.ravel(column.quantile(q)) for q in (0.01, 0.5, 0.99)]
+    std = np.sqrt(column.variance)
+    figures = zip(column.mean, std, column.min, *quantiles, column.max, strict=True)
+    return [
+        (
+            f"{name} (constant)" if low == high else name,
+            *(share, f"{infinite:,}"),
+            *(f"{value:.4g}" for value in values),
+        )
+        for name, share, infinite, values, low, high in zip(
+            *(column.names, shares, column.infinite, figures, column.min, column.max),
+            strict=True,
+        )
+    ]
 
 
 def _rule(
@@ -243,21 +232,17 @@ def _rule(
     the clipped values on record: outliers that are clipped don't stretch the scale.
     """
     lower, upper = outlier_limits(column, clip)
-    center, width = [], []
-    for place, feature in enumerate(column.features):
-        low, high = np.clip((feature.min, feature.max), lower[place], upper[place])
-        if low == high and not feature.is_constant:
-            lower[place], upper[place] = -np.inf, np.inf
-            low, high = feature.min, feature.max
-            unclipped.append(feature.name)
-        mean, std = feature.mean, feature.std
-        if (low, high) != (feature.min, feature.max):
-            values = np.clip(np.array(feature.values), low, high)
-            mean = float(np.average(values, weights=feature.weights))
-            squares = np.average((values - mean) ** 2, weights=feature.weights)
-            std = math.sqrt(squares)
-        center.append(mean)
-        width.append(std or 1.0)
+    low, high = np.array(column.min), np.array(column.max)
+    lost = (np.clip(low, lower, upper) == np.clip(high, lower, upper)) & (low < high)
+    unclipped += [column.names[i] for i in np.flatnonzero(lost)]
+    lower[lost], upper[lost] = -np.inf, np.inf
+    center, width = np.array(column.mean), np.sqrt(column.variance)
+    for i in np.flatnonzero((low < lower) | (high > upper)):
+        values = np.clip(column.values[i], lower[i], upper[i])
+        center[i] = np.average(values, weights=column.weights[i])
+        squares = (values - center[i]) ** 2
+        width[i] = math.sqrt(np.average(squares, weights=column.weights[i]))
+    width[width == 0] = 1.0
     return ColumnRule(
         name=column.name,
         scalar=column.scalar,
@@ -265,8 +250,8 @@ def _rule(
         fill=_fill_values(column, missing),
         lower=tuple(lower.tolist()),
         upper=tuple(upper.tolist()),
-        center=tuple(center),
-        width=tuple(width),
+        center=tuple(center.tolist()),
+        width=tuple(width.tolist()),
     )
 
 
@@ -274,7 +259,8 @@ def _fill_values(column: Column, missing: Any) -> tuple[float, ...]:
     """Returns what to write for a missing value of each feature; NaN for None."""
     if isinstance(missing, str):
         checks.choice("missing", missing, FILLS)
-        return tuple(getattr(feature, missing) for feature in column.features)
+        found = column.mean if missing == "mean" else column.quantile(0.5)
+        return tuple(np.ravel(found).tolist())
     if isinstance(missing, bool) or not isinstance(missing, (numbers.Real, type(None))):
         raise TypeError(
             f"`missing` is {missing!r}, of type {type(missing).__name__}; expected "
@@ -286,7 +272,7 @@ def _fill_values(column: Column, missing: Any) -> tuple[float, ...]:
             "missing values as NaN."
         )
     value = math.nan if missing is None else float(missing)
-    return (value,) * len(column.features)
+    return (value,) * len(column.count)
 
 
 def check_rule(argument: str, rule: Any) -> tuple[str, tuple[float, ...]] | None:
@@ -319,19 +305,14 @@ def outlier_limits(
     column: Column, rule: tuple[str, tuple[float, ...]] | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the lowest and highest value that is no outlier, each `(features,)`."""
-
-    def limits(feature: Feature) -> tuple[float, float]:
-        if rule is None:
-            return -math.inf, math.inf
-        name, (level, *rest) = rule
-        if name == "quantile":
-            return feature.quantile(level), feature.quantile(rest[0])
-        if name == "zscore":
-            low, high, width = feature.mean, feature.mean, feature.std
-        else:
-            low, high = feature.quantile(0.25), feature.quantile(0.75)
-            width = high - low
-        return low - level * width, high + level * width
-
-    lower, upper = np.array([limits(f) for f in column.features], np.float64).T
-    return lower, upper
+    name, (level, *rest) = rule or ("zscore", (math.inf,))
+    if name == "quantile":
+        low, high = (np.ravel(column.quantile(q)) for q in (level, *rest))
+        return low, high
+    low = high = np.array(column.mean)
+    width = np.sqrt(column.variance)
+    if name == "iqr":
+        low, high = (np.ravel(column.quantile(q)) for q in (0.25, 0.75))
+        width = high - low
+    reach = level * width if rule else np.full(len(low), np.inf)
+    return low - reach, high + reach

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfamp.data import _examples
 from tfamp.data._figures import Numbers, RowSample
-from tfamp.data.features import Column, Feature, Statistics, TextColumn
+from tfamp.data.features import Column, Statistics, TextColumn
 from tfamp.data.layers import suits
 
 # Rows kept of a column, fewer where it has many features: 64 MiB of float32.
@@ -122,48 +122,41 @@ class _Numbers(Numbers):
 
     def finish(self) -> Column:
         """Returns the record of the column; each feature needs a finite value."""
-        scalar = self._column.shape == ()
-        names = [
-            self.name if scalar else f"{self.name}[{place}]"
-            for place in range(self.num_features)
-        ]
-        empty = tuple(n for n, c in zip(names, self.num_finite, strict=True) if not c)
+        limit = max(_MIN_RECORD_VALUES, _RECORD_VALUES // self.num_features)
+        values, weights = [], []
+        for i, sampled in enumerate(self._sample.rows().T.astype(np.float64)):
+            finite = sampled[np.isfinite(sampled)]
+            if not len(finite):  # of a feature that is nearly always missing
+                finite = np.array([self.low[i], self.high[i]])
+            if len(finite) > limit:  # each stands for as many
+                places = (np.arange(limit) + 0.5) / limit
+                finite = np.quantile(finite, places, method="inverted_cdf")
+            seen, counts = np.unique(finite, return_counts=True)
+            ends = np.cumsum(counts) * (self.num_finite[i] / counts.sum())
+            ends = np.round(ends).astype(np.int64)
+            values.append(tuple(seen.tolist()))
+            weights.append(tuple(np.diff(ends, prepend=0).tolist()))
+        found = Column(
+            *(self.name, self._column.dtype, self._column.shape == ()),
+            missing_values=self.missing_values,
+            count=tuple(self.num_finite.tolist()),
+            missing=tuple(self.num_nan.tolist()),
+            infinite=tuple(self.num_infinite.tolist()),
+            mean=tuple(self.mean.tolist()),
+            variance=tuple(self.variance.tolist()),
+            min=tuple(self.low.tolist()),
+            max=tuple(self.high.tolist()),
+            values=tuple(values),
+            weights=tuple(weights),
+        )
+        empty = tuple(n for n, c in zip(found.names, found.count, strict=True) if not c)
         if empty:
             raise ValueError(
                 f"Features {empty[:10]!r} have no finite value: all are NaN, infinite, "
                 f"or one of {self.missing_values!r}; expected at least one. Leave them "
                 "out of the inputs, or correct their source."
             )
-        rows = self._sample.rows()
-        features = tuple(self._feature(i, name, rows) for i, name in enumerate(names))
-        dtype = self._column.dtype
-        return Column(self.name, dtype, scalar, self.missing_values, features)
-
-    def _feature(self, place: int, name: str, rows: np.ndarray) -> Feature:
-        """Returns the record of one feature."""
-        count = int(self.num_finite[place])
-        sampled = rows[:, place].astype(np.float64)
-        finite = sampled[np.isfinite(sampled)]
-        if not len(finite):  # of a feature that is nearly always missing
-            finite = np.array([self.low[place], self.high[place]])
-        limit = max(_MIN_RECORD_VALUES, _RECORD_VALUES // self.num_features)
-        if len(finite) > limit:  # each stands for as many
-            places = (np.arange(limit) + 0.5) / limit
-            finite = np.quantile(finite, places, method="inverted_cdf")
-        values, counts = np.unique(finite, return_counts=True)
-        ends = np.round(np.cumsum(counts) * (count / counts.sum())).astype(np.int64)
-        return Feature(
-            name=name,
-            count=count,
-            missing=int(self.num_nan[place]),
-            infinite=int(self.num_infinite[place]),
-            mean=float(self.mean[place]),
-            variance=float(self.variance[place]),
-            min=float(self.low[place]),
-            max=float(self.high[place]),
-            values=tuple(values.tolist()),
-            weights=tuple(np.diff(ends, prepend=0).tolist()),
-        )
+        return found
 
 
 class _Texts:
