@@ -114,7 +114,8 @@ def test_the_suggestion_trains_and_ten_times_the_highest_does_not(optimizer, pol
         model = model_of("sequential", keras.optimizers.SGD(rate))
     found = tfamp.training.lr_find(model, DATA)
     assert found.why_it_ended in ("it diverged", "a loss is not finite")
-    assert 1e-3 < found.suggestion < 1
+    assert 1e-3 < found.suggestion <= found.highest < 1
+    assert f"{found.highest:.3g}, is about the highest" in found.why
 
     trained = model_of("sequential", keras.optimizers.SGD(found.suggestion))
     losses = trained.fit(DATA, epochs=3, verbose=0).history["loss"]
