@@ -72,8 +72,8 @@ def check(
     if validation is not None:
         others = _examples.read("validation", validation, batched=batched)
         _check_same_columns(examples.columns, others.columns)
-    trained = _Pass.over(examples, rounding)
-    validated = None if others is None else _Pass.over(others, rounding)
+    trained = _Pass(examples, rounding)
+    validated = None if others is None else _Pass(others, rounding)
     found = trained.find()
     for name, classes in trained.classes.items():
         other = None if validated is None else validated.classes[name]
@@ -110,36 +110,27 @@ def check(
     )
 
 
-@dataclasses.dataclass(frozen=True)
 class _Pass:
-    """What a pass over one set of examples learned."""
+    """What the one pass over a set of examples learned."""
 
-    profiles: dict[str, Profile]
-    classes: dict[str, sets.Classes]
-    keys: sets.RowKeys
-    num_examples: int
-
-    @classmethod
-    def over(cls, examples: _examples.Examples, rounding: Rounding) -> "_Pass":
-        """Makes the one pass over a set of examples."""
+    def __init__(self, examples: _examples.Examples, rounding: Rounding) -> None:
         # Losses are computed in float32, whatever the layers compute in.
         single = Rounding(formats.FLOAT32)
-        profiles = {
-            column.name: Profile(column, rounding if column.role == "input" else single)
-            for column in examples.columns
-        }
-        targets = [one.name for one in examples.columns if one.role == "target"]
-        classes = {name: sets.Classes(name) for name in targets}
-        keys, num_examples = sets.RowKeys(), 0
-        inputs = [one for one in examples.columns if one.role == "input"]
+        self.profiles, self.classes = {}, {}
+        self.keys, self.num_examples = sets.RowKeys(), 0
+        for column in examples.columns:
+            own = rounding if column.role == "input" else single
+            self.profiles[column.name] = Profile(column, own)
+            if column.role == "target":
+                self.classes[column.name] = sets.Classes(column.name)
+        inputs = [one.name for one in examples.columns if one.role == "input"]
         for chunk in examples.chunks(f"Checking `{examples.argument}`"):
             for name, values in chunk.items():
-                profiles[name].update(values)
-                if name in classes:
-                    classes[name].update(values)
-            keys.update([chunk[one.name] for one in inputs])
-            num_examples += len(chunk[inputs[0].name])
-        return cls(profiles, classes, keys, num_examples)
+                self.profiles[name].update(values)
+                if name in self.classes:
+                    self.classes[name].update(values)
+            self.keys.update([chunk[name] for name in inputs])
+            self.num_examples += len(chunk[inputs[0]])
 
     def find(self) -> list[Finding]:
         """Returns what is wrong with single columns."""
