@@ -70,5 +70,24 @@ def test_inputs_that_do_not_fit_are_told(signature, x, error, text):
         echo(signature).predict(x)
 
 
+# The first integer that float32 has not, a user's number, and the largest ones.
+ROUNDED = {2**24 + 1: "int32", 123456789: "uint32", 2**63 - 1: "int64"}
+
+
+@pytest.mark.parametrize("number, dtype", [*ROUNDED.items(), (2**64 - 1, "uint64")])
+def test_an_integer_that_the_input_would_round_is_refused(number, dtype):
+    rounded = int(np.float32(number))
+    text = f"holds {number}, which float32 rounds to {rounded};"
+    with pytest.raises(TypeError, match=re.escape(text)) as caught:
+        echo(ONE).predict(np.array([[3, number]], dtype))
+    assert ".astype('float32')" in str(caught.value)
+
+
+@pytest.mark.parametrize("x", [[[2**24, -7]], [[True, False]], [[2**40, 0.1]]])
+def test_numbers_that_float32_holds_need_no_cast(x):
+    found = echo(ONE).predict(np.array(x))
+    np.testing.assert_array_equal(found, np.array(x).astype("float32"))
+
+
 def test_a_signature_goes_to_json_and_back():
     assert Signature.from_dict(TWO.to_dict()) == TWO

@@ -113,20 +113,6 @@ def test_onednn_is_asked_of_the_environment(monkeypatch, value, policy):
     assert ("bfloat16" in hardware.fast_dtypes(AMX_CPU)) is not slow
 
 
-DTYPES = {
-    "P100": (P100, ()),
-    "T4": (T4, ("float16",)),
-    "A100": (A100, ("bfloat16", "float16", "tfloat32")),
-    "TPU": (TPU, ("bfloat16",)),
-    "old CPU": (OLD_CPU, ()),
-}
-
-
-@pytest.mark.parametrize("device, dtypes", DTYPES.values(), ids=DTYPES)
-def test_fast_dtypes_follow_the_generation(device, dtypes):
-    assert hardware.fast_dtypes(device, onednn=True) == dtypes
-
-
 def fake_gpus(monkeypatch, *details, tpus=()):
     """Makes TensorFlow report GPUs, given their details, and TPUs."""
     config = tf.config

@@ -10,23 +10,17 @@ TEXTS = {
     # In the largest unit that they fill; 1023.9 KiB is the next one's 1.0.
     units.format_bytes: {
         0: "0 bytes",
-        1: "1 byte",
         1023: "1023 bytes",
         1024: "1.0 KiB",
-        150 * 1024: "150 KiB",
         2**20 - 100: "1.0 MiB",
-        15 * 2**30: "15.0 GiB",
         -3 * 2**29: "-1.5 GiB",
         5000 * 2**50: "5,000 PiB",
     },
     units.format_seconds: {
         0: "0 s",
-        2e-9: "2.0 ns",
         12.34e-6: "12.3 us",
         0.99996e-3: "1.0 ms",
-        0.150: "150 ms",
         1.0: "1.0 s",
-        59.4: "59.4 s",
         59.6: "1 min 00 s",
         3599.7: "1 h 00 min",
         7384: "2 h 03 min",
@@ -37,9 +31,7 @@ TEXTS = {
     units.format_rate: {
         0.25: "0.2 examples/s",
         4971.3: "4,971 examples/s",
-        999_999: "999,999 examples/s",
         2.5e6: "2.5 M examples/s",
-        3.25e11: "325 G examples/s",
     },
     units.format_share: {0.0: "0.0 %", 0.0001: "< 0.1 %", 0.9125: "91.2 %"},
 }
