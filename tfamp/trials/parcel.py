@@ -18,12 +18,7 @@ _DATASETS = {"train": "train_elements", "validation": "validation_elements"}
 
 
 def call(function: Callable[..., Any], **offered: Any) -> Any:
-    """Calls a function with those of the offered arguments that it has by name.
-
-    Example:
-        >>> call(lambda seed: seed + 1, seed=1, epochs=5)
-        2
-    """
+    """Calls a function with those of the offered arguments that it has by name."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

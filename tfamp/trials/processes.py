@@ -30,10 +30,8 @@ def run(
     """Runs a module of tfamp to its end in a fresh process, which prints into a log.
 
     Its last argument is the end of a pipe, where it tells which part is done, in lines
-    with a number. Whatever interrupts this ends the process too.
-
-    Returns:
-        Its exit status; None where it took longer than it may, and was ended.
+    with a number. Whatever interrupts this ends the process too. Returns its exit
+    status; None where it took longer than it may.
     """
     reading, writing = os.pipe()
     began, part, process = time.monotonic(), 0.0, None

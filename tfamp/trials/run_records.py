@@ -27,12 +27,7 @@ class Latency(Record):
 
     @classmethod
     def of(cls, batch_size: int, seconds: Sequence[float]) -> "Latency":
-        """Returns the latency from the seconds of each call.
-
-        Example:
-            >>> Latency.of(8, [0.1, 0.2, 0.1]).p50_seconds
-            0.1
-        """
+        """Returns the latency from the seconds of each call."""
         values = np.asarray(seconds, np.float64)
         p50, p90, p99 = np.percentile(values, (50, 90, 99), method="higher").tolist()
         rate = batch_size * len(values) / float(values.sum())

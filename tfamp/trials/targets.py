@@ -34,11 +34,7 @@ class ProgramError(RuntimeError):
 
 
 def checked(text: str) -> str:
-    """Returns a target that can be there; imports nothing.
-
-    Raises:
-        ValueError: It has none of the forms, or there is no such file or module.
-    """
+    """Returns a target that can be there, or raises; imports nothing."""
     module, colon, name = text.partition(":")
     if text.endswith((".py", ".keras")) or os.path.sep in text:
         if os.path.exists(text):
@@ -57,10 +53,9 @@ def checked(text: str) -> str:
 
 
 def load(text: str, **how: Any) -> Callable[..., Any]:
-    """Returns the function that builds what a target names.
+    """Returns the function that builds what "module:function" or a script names.
 
-    It is "module:function", whose module may import its neighbours, or a script; `how`
-    is for `first_fit`.
+    A module may import its neighbours; `how` is for `first_fit`.
     """
     if text.endswith(".py"):
         return functools.partial(first_fit, text, **how)
@@ -98,22 +93,11 @@ def first_fit(
     own_policy: bool = False,
     shuffled: bool = True,
 ) -> tuple[Any, Any, Any]:
-    """Runs a script up to its first `fit` or `train_on_batch`.
+    """Runs a script up to its first `fit`, and returns its model, data and validation.
 
-    Args:
-        path: The script.
-        seed: Added to the seeds that it sets.
-        own_policy: Whether it may set the policy; else what it sets is left out, and
-            it computes under what is in force.
-        shuffled: Whether batches of its arrays are shuffled, as `fit` does.
-
-    Returns:
-        Model, training data and validation data; data are None where the script ends
-        without training, and its compiled model was found by its name.
-
-    Raises:
-        ProgramError: The script fails; its traceback is printed.
-        ValueError: It makes no Keras model.
+    Data are None where it ends without training. `seed` is added to the seeds that it
+    sets; without `own_policy` the policy that it sets is left out; `shuffled` batches
+    of its arrays are as those of `fit`. A `ProgramError` says that it failed.
     """
     import keras
 

@@ -18,23 +18,11 @@ _STOCK, _XLA, _PLAN_SUFFIX = "keras:", "+xla", ".json"
 
 @dataclasses.dataclass(frozen=True)
 class Variant(Record):
-    """A policy, and how a model runs under it.
+    """A policy, and how a model runs under it."""
 
-    Args:
-        policy: A policy's name, or the path of a plan, as for `tfamp.enable`.
-        jit_compile: Whether XLA compiles the model, whatever `compile` was told.
-        is_stock: Whether Keras alone sets the policy, without tfamp.
-
-    Example:
-        >>> Variant.parse("keras:mixed_bfloat16").is_stock
-        True
-        >>> str(Variant("plan.json", jit_compile=True))
-        'plan.json+xla'
-    """
-
-    policy: str
-    jit_compile: bool = False
-    is_stock: bool = False
+    policy: str  # its name, or the path of a plan, as for `tfamp.enable`
+    jit_compile: bool = False  # whether XLA compiles the model
+    is_stock: bool = False  # whether Keras alone sets the policy, without tfamp
 
     @classmethod
     def parse(cls, text: object, argument: str = "policies") -> "Variant":

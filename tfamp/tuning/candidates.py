@@ -27,17 +27,11 @@ _NOT_MOVED = (Kind.EXPLICIT.value, "unmanaged")
 
 
 class Candidates:
-    """The layers and operations of one model that may move, and plans made of them.
+    """The `suspects` of one model that may move, and plans made of them.
 
-    Args:
-        model: The model.
-        base: The plan of the default rules, whose layers stay in float32.
-        found: What half precision does to each layer alone. Layers whose gradients
-            suffer stay in float32: outputs of trained weights do not show them.
-        saved: The share of the whole that it saves on each.
-
-    Attributes:
-        suspects: The candidates.
+    `base` is the plan of the default rules; `found` says what half precision does to
+    each layer alone, `saved` what share of the whole it saves. Layers whose gradients
+    suffer stay in float32: outputs of trained weights do not show them.
     """
 
     def __init__(
@@ -85,29 +79,30 @@ class Candidates:
             parts = row.path.split("/")
             around = ("/".join(parts[:end]) for end in range(1, len(parts)))
             outer = next((name for name in around if name in layers), None)
+            changed: dict[str, Any] = {}
             # Ahead of its own turn: it would hand on half precision in its layer.
             if outer is not None and row.kind not in _NOT_MOVED:
-                exact["reason"] = f"the layer around it, {outer!r}, is kept in float32"
-                exact |= {"kind": Kind.SUBLAYER.value, "rule": f"inside {outer!r}"}
-                row = dataclasses.replace(row, output_dtype=None, **exact)
+                changed = {
+                    **{"kind": Kind.SUBLAYER.value, "rule": f"inside {outer!r}"},
+                    "reason": f"the layer around it, {outer!r}, is kept in float32",
+                    "output_dtype": None,
+                }
             elif row.path in layers and row.kind == Kind.FOLLOWS.value:
-                exact["reason"] = self._reasons[row.path]
-                exact |= {"kind": Kind.FLOAT32_INSIDE.value, "rule": "tune"}
-                row = dataclasses.replace(
-                    row, output_dtype=half, exact_inputs=True, **exact
-                )
-            rows.append(row)
-        operations = [
-            PlannedOperation(
-                *(*self._operations[path][:1], path, self._operations[path][1]),
-                *(half, "tune", self._reasons[path]),
+                changed = {
+                    **{"kind": Kind.FLOAT32_INSIDE.value, "rule": "tune"},
+                    "reason": self._reasons[row.path],
+                    **{"output_dtype": half, "exact_inputs": True},
+                }
+            rows.append(
+                dataclasses.replace(row, **exact, **changed) if changed else row
             )
-            for path in float32
-            if path in self._operations
-        ]
-        return plan.replace(
-            rows=tuple(rows), operations=(*plan.operations, *operations)
-        )
+        operations = list(plan.operations)
+        for path in float32:
+            if path in self._operations:
+                how = half, "tune", self._reasons[path]
+                place, name = self._operations[path]
+                operations.append(PlannedOperation(place, path, name, *how))
+        return plan.replace(rows=tuple(rows), operations=tuple(operations))
 
 
 def _reason(layer: LayerSensitivity) -> str:
