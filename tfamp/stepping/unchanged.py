@@ -84,7 +84,8 @@ def put_random(held: Mapping[str, Any]) -> None:
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
     for name, state in _variables().items():
         if held.get(name) is not None:
-            state.assign(np.array(held[name], state.dtype))
+            dtype = tf.as_dtype(state.dtype).as_numpy_dtype
+            state.assign(np.array(held[name], dtype))
 
 
 def _variables() -> dict[str, Any]:
