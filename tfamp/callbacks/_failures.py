@@ -1,7 +1,6 @@
 """How a training shows that it has failed, and what keeps it from doing so again."""
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from tfamp.keras_hooks.layers import policy_of
 from tfamp.loss_scale import stops
 from tfamp.records.formats import HALF
 from tfamp.stepping.eager_step import sites
-from tfamp.stepping.snapshots import State, named_variables, optimizers_of, tally_of
+from tfamp.stepping.snapshots import optimizers_of, tally_of
 
 DROP, RATE, SCALE, FLOAT32 = (
     "drop batch",
@@ -148,55 +147,50 @@ class CutSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return cls(schedule, config["factor"])
 
 
-def multiply_rates(
-    model: keras.Model, *, held: float, factor: float
-) -> tuple[str, bool]:
-    """Multiplies the learning rates of all optimizers of a model.
+def multiply_rates(model: keras.Model, factor: float) -> tuple[str, bool]:
+    """Multiplies the learning rates of all optimizers of a model, and schedules too.
 
-    Rates that are variables are multiplied by `held`, schedules by `factor`, each as
-    the user gave it. Returns the change for people, "" for none, and whether a schedule
-    was changed, which traced functions hold.
+    Returns the change for people, "" for none, and whether a schedule was changed,
+    which traced functions hold.
     """
     text, needs_trace = "", False
     for optimizer in optimizers_of(model):
         while hasattr(optimizer, "inner_optimizer"):
             optimizer = optimizer.inner_optimizer
-        rate = optimizer.learning_rate
+        rate, by_now = optimizer.learning_rate, factor
         schedule = optimizers.rate_or_schedule(optimizer)
         if isinstance(schedule, CutSchedule):
-            schedule = schedule.schedule
+            schedule, by_now = schedule.schedule, factor * schedule.factor
         if isinstance(rate, keras.Variable):
             before = float(rate.numpy())
-            optimizer.learning_rate = before * held
-            text = text or f"{before:g} -> {before * held:g}"
+            optimizer.learning_rate = before * factor
+            text = text or f"{before:g} -> {before * factor:g}"
         elif isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-            optimizer.learning_rate = CutSchedule(schedule, factor)
+            optimizer.learning_rate = CutSchedule(schedule, by_now)
             needs_trace = True
-            text = text or f"schedule x {factor:g}"
+            text = text or f"schedule x {by_now:g}"
     return text, needs_trace
 
 
-def move_scale(model: keras.Model, state: State, verdict: Any) -> tuple[State, str]:
-    """Returns a state with another loss scale, and the change for people.
+def move_scale(model: keras.Model, verdict: Any) -> str:
+    """Moves the loss scale; returns the change for people.
 
-    The scale is what the triage found, or is moved by a factor of 16. The text is ""
+    It becomes what the triage found, or is moved by a factor of 16. The text is ""
     where the model has no loss scale, or it is at its end.
     """
-    names = {id(each.variable): each.name for each in named_variables(model)}
-    arrays, text = dict(state.arrays), ""
+    text = ""
     factor = _SCALE_FACTOR if "raise" in verdict.remedy.lower() else 1 / _SCALE_FACTOR
     for optimizer in optimizers_of(model):
-        if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            continue
-        name = names[id(optimizer.dynamic_scale)]
-        before = float(arrays[name])
-        scale = verdict.loss_scale or before * factor
-        if tally_of(optimizer) is not None:
-            scale = min(max(scale, optimizer.rule.min_scale), optimizer.rule.max_scale)
-        if scale != before:
-            arrays[name] = np.asarray(scale, arrays[name].dtype)
-            text = text or f"{before:g} -> {scale:g}"
-    return dataclasses.replace(state, arrays=arrays), text
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            before = float(optimizer.dynamic_scale.numpy())
+            scale = verdict.loss_scale or before * factor
+            if tally_of(optimizer) is not None:
+                least, most = optimizer.rule.min_scale, optimizer.rule.max_scale
+                scale = min(max(scale, least), most)
+            if scale != before:
+                optimizer.dynamic_scale.assign(scale)
+                text = text or f"{before:g} -> {scale:g}"
+    return text
 
 
 def keep_in_float32(model: keras.Model, verdict: Any) -> str:

@@ -207,7 +207,7 @@ class NanRecovery(FitCallback):
         self._good: State | None = None
         self._fresh: State | None = None
         self._good_mark = self._fresh_mark = self._num_drawn = 0
-        self._has_begun, self._rate_factor = False, 1.0
+        self._has_begun = False
         self._last_logs: dict[str, Any] = {}
         self._next, self._reference, self._floor = 0.0, math.nan, math.nan
         # Batches that are held, each with how many were drawn before it.
@@ -338,7 +338,6 @@ class NanRecovery(FitCallback):
             epoch=self._epoch + is_last,
             calls=0 if is_last else self._calls,
             logs={k: v for k, v in logs.items() if isinstance(v, float)},
-            rate_factor=self._rate_factor,
         )
 
     def _recover(self, sign: Sign) -> None:
@@ -363,9 +362,11 @@ class NanRecovery(FitCallback):
         remedy, detail = "stop", ""
         if len(self.recoveries) < self.max_recoveries:
             for each in _failures.REMEDIES.get(cause, (_failures.DROP,)):
-                state, detail = self._apply(each, state, verdict)
+                detail = self._apply(each, verdict)
                 if detail or each == _failures.DROP:
                     remedy = each
+                    # What the remedy changed comes back with it.
+                    state = take(self.model).with_counters(**state.counters)
                     break
         self._good, self._fresh, self._good_mark = state, None, self._num_drawn
         self._num_kept = state.counters["calls"] * self._is_of_this_epoch(state)
@@ -398,11 +399,7 @@ class NanRecovery(FitCallback):
         return bool(state.counters["epoch"] == self._epoch and state.counters["calls"])
 
     def _restore(self, state: State) -> None:
-        """Gives the model a state, with the learning rates of now."""
         put(self.model, state, metrics=self._is_of_this_epoch(state))
-        held = self._rate_factor / state.counters["rate_factor"]
-        if held != 1:
-            _failures.multiply_rates(self.model, held=held, factor=self._rate_factor)
 
     def _search(self, state: State) -> _Found:
         """Trains on batches again, the oldest first, and returns the first that fails.
@@ -474,25 +471,21 @@ class NanRecovery(FitCallback):
                 self._warn("The triage failed, so a batch is dropped", error)
         return verdict
 
-    def _apply(self, remedy: str, state: State, verdict: Any) -> tuple[State, str]:
-        """Applies a remedy; returns the state and its numbers, "" for no change."""
+    def _apply(self, remedy: str, verdict: Any) -> str:
+        """Applies a remedy; returns its numbers, "" where nothing is changed."""
         model, text, needs_trace = self.model, "", False
         if remedy == _failures.RATE:
             factor = verdict.rate_factor or 0.5
-            text, needs_trace = _failures.multiply_rates(
-                model, held=factor, factor=self._rate_factor * factor
-            )
-            self._rate_factor *= factor if text else 1.0
+            text, needs_trace = _failures.multiply_rates(model, factor)
         elif remedy == _failures.SCALE:
-            state, text = _failures.move_scale(model, state, verdict)
-            self._restore(state)
+            text = _failures.move_scale(model, verdict)
         elif remedy == _failures.FLOAT32:
             text = _failures.keep_in_float32(model, verdict)
             needs_trace = bool(text)
         if needs_trace:
             trainer.drop_traced_functions(model)
             model.make_train_function(force=True)
-        return state, text
+        return text
 
     def _warn(self, what: str, error: Exception) -> None:
         why = f"{type(error).__name__}: {checks.first_line(error)}"
