@@ -50,6 +50,7 @@ _HOMES = {
     "load_model": "tfamp.models",
     "measure_policies": "tfamp.tuning.measured_policies",
     "prove": "tfamp.numerics.proof",
+    "quantize_aware": "tfamp.serving.quantize_aware",
     "ranges": "tfamp.numerics.magnitudes",
     "remat": "tfamp.memory.rematerialisation",
     "scope": "tfamp.policy",
@@ -152,7 +153,7 @@ _ELSEWHERE = {
     "policy": "tfamp.status().policy",
     "predict": "model.predict, or tfamp.load_exported(path).predict",
     "profile": "tfamp.prove",
-    "quantize": "tfamp.export(..., dtype='int8')",
+    "quantize": "tfamp.export(..., dtype='int8'), after tfamp.quantize_aware",
     "run": "the command `tfamp run script.py`",
     "save": "model.save, which keeps dtypes and the loss scale",
     "serve": "the command `tfamp serve`",
@@ -220,6 +221,7 @@ if TYPE_CHECKING:
     from tfamp.serving.gate import Parity as Parity
     from tfamp.serving.latency import Latency as Latency
     from tfamp.serving.latency import latency_check as latency_check
+    from tfamp.serving.quantize_aware import quantize_aware as quantize_aware
     from tfamp.serving.runtimes import load_exported as load_exported
     from tfamp.serving.runtimes.signature import LoadedModel as LoadedModel
     from tfamp.tuning import tune as tune

@@ -28,7 +28,10 @@ _NUMBERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
-    """Returns the sublayers that `layer` tracks, input layers left out."""
+    """Returns the sublayers that `layer` tracks.
+
+    Input layers are left out, and what keeps the range of an input.
+    """
     tracked = list(layer.layers) if isinstance(layer, keras.Model) else []
     known = {id(child) for child in tracked}
     tracked += [child for child in layer._layers if id(child) not in known]
@@ -36,7 +39,9 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return [
         child
         for child in tracked
-        if not isinstance(child, keras.layers.InputLayer) and child is not inner
+        if not isinstance(child, keras.layers.InputLayer)
+        and child is not inner
+        and not getattr(child, "is_no_part", False)
     ]
 
 

@@ -18,10 +18,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks import around_training, workers
+from tfamp.keras_hooks import around_training, workers, xla_replicas
 from tfamp.keras_hooks.backend import SharedTrainer, TensorFlowTrainer
 from tfamp.keras_hooks.layers import policy_of
-from tfamp.keras_hooks.patches import Function, InnerPatch, Patch, like, wrapper
+from tfamp.keras_hooks.optimizers import optimizers_of
+from tfamp.keras_hooks.patches import (
+    Function,
+    InnerPatch,
+    Patch,
+    like,
+    replaced,
+    wrapper,
+)
 from tfamp.keras_hooks.structure import graph_of
 
 _RUNS = ("train_on_batch", "evaluate", "predict")
@@ -48,7 +56,14 @@ def run_patches(
     ) -> Any:
         if step_function != self.train_step:
             return workers.one_by_one(self, original(self, step_function))
-        function = original(self, around_step(self, step_function))
+        if xla_replicas.parts_compiled(self):
+            step_function = xla_replicas.compiled(
+                self, step_function, optimizers_of(self)
+            )
+            with replaced(self, _jit_compile=False):
+                function = original(self, around_step(self, step_function))
+        else:
+            function = original(self, around_step(self, step_function))
         function = _built_ahead(self, function)
         function = workers.one_by_one(self, function)
         return around_function(self, function)

@@ -1,0 +1,245 @@
+"""`tfamp.quantize_aware`: the arithmetic of int8, in every way to train."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.replicas import two_replicas
+
+layers = keras.layers
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_.*float16' will be slow")
+RNG = np.random.default_rng
+
+
+def int8_values(kernel, channels):
+    """What an export stores of a kernel: 127 steps to each side of 0, a scale each."""
+    kernel = np.asarray(kernel, "float64")
+    others = tuple(i for i in range(kernel.ndim) if i not in channels)
+    most = np.abs(kernel).max(axis=others, keepdims=True)
+    scale = np.where(most > 0, most, 1.0) / 127
+    return np.round(kernel / scale) * scale
+
+
+def in_steps(x, low, high):
+    """What an export makes of an input: 256 steps that hold 0."""
+    low, high = min(low, 0.0), max(high, 0.0)
+    scale = (high - low) / 255
+    zero = np.round(-low / scale)
+    steps = np.clip(np.round(np.asarray(x, "float64") / scale) + zero, 0, 255)
+    return ((steps - zero) * scale).astype("float32")
+
+
+LAYERS = {
+    "Dense": (layers.Dense(3), (5,), {0: (1,)}),
+    "Conv1D": (layers.Conv1D(3, 2), (6, 4), {0: (2,)}),
+    "Conv2D": (layers.Conv2D(3, 2), (5, 5, 2), {0: (3,)}),
+    "DepthwiseConv2D": (
+        layers.DepthwiseConv2D(2, depth_multiplier=2),
+        (5, 5, 3),
+        {0: (2, 3)},
+    ),
+    "SeparableConv1D": (layers.SeparableConv1D(3, 2), (6, 4), {0: (1, 2), 1: (2,)}),
+    "Conv2DTranspose": (layers.Conv2DTranspose(3, 2), (4, 4, 2), {0: (2,)}),
+    "EinsumDense": (
+        layers.EinsumDense("abc,cde->abde", (None, 2, 3)),
+        (4, 5),
+        {0: (1, 2)},
+    ),
+    "EinsumDense out": (
+        layers.EinsumDense("abcd,cde->abe", (None, 3)),
+        (4, 2, 5),
+        {0: (2,)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_computes_with_the_int8_values_of_its_kernel_and_input(name):
+    made, shape, channels = LAYERS[name]
+    layer, twin = (type(made).from_config(made.get_config()) for _ in range(2))
+    model = keras.Sequential([keras.Input(shape), layer])
+    x = RNG(0).normal(size=(8, *shape)).astype("float32")
+    twin.build((None, *shape))
+    weights = [RNG(1).normal(size=w.shape).astype("float32") for w in layer.weights]
+    layer.set_weights(weights)
+    twin.set_weights(
+        [
+            int8_values(w, channels[i]) if i in channels else w
+            for i, w in enumerate(weights)
+        ]
+    )
+    tfamp.quantize_aware(model)
+    model(x, training=True)
+    expected = twin(in_steps(x, x.min(), x.max()))
+    np.testing.assert_allclose(model(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_range_begins_with_the_first_batch_and_follows_the_others():
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(2, use_bias=False)])
+    model.layers[0].set_weights([np.eye(2)])
+    tfamp.quantize_aware(model)
+    model(np.float32([[-1, 3]]), training=True)
+    model(np.float32([[-2, 7]]), training=True)
+    low, high = 0.99 * -1 + 0.01 * -2, 0.99 * 3 + 0.01 * 7
+    model(np.float32([[np.nan, 1]]), training=True)  # moves nothing
+    x = np.float32([[-1.5, 1], [0.003, 5]])
+    np.testing.assert_allclose(model(x), in_steps(x, low, high), rtol=1e-5)
+
+
+def test_gradients_pass_the_rounding():
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    kernel = RNG(0).normal(size=(3, 2)).astype("float32")
+    model.layers[0].set_weights([kernel, np.zeros(2)])
+    tfamp.quantize_aware(model)
+    x = tf.constant(RNG(1).uniform(-1, 1, size=(4, 3)), tf.float32)
+    model(np.float32([[-2, 2, 0]]), training=True)
+    factors = tf.constant(RNG(2).normal(size=(4, 2)), tf.float32)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = tf.reduce_sum(model(x) * factors)
+    of_x, of_kernel = tape.gradient(loss, [x, model.layers[0].kernel])
+    rounded = in_steps(x, -2, 2)
+    np.testing.assert_allclose(of_kernel, rounded.T @ factors, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        of_x, factors @ int8_values(kernel, (1,)).T, rtol=1e-5, atol=1e-6
+    )
+
+
+def block(name):
+    """A model with what int8 is used for, in one of the ways to write it."""
+    if name == "cnn":
+        return keras.Sequential(
+            [
+                keras.Input((8, 8, 1)),
+                layers.Conv2D(4, 3),
+                layers.BatchNormalization(),
+                layers.ReLU(),
+                layers.Flatten(),
+                layers.Dense(3),
+            ]
+        )
+    inputs = keras.Input((8, 8, 1))
+    h = layers.Reshape((8, 8))(inputs)
+    if name == "lstm":
+        h = layers.LSTM(4)(h)
+    elif name == "attention":
+        h = layers.MultiHeadAttention(2, 4)(h, h)
+        h = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(h))
+    return keras.Model(inputs, layers.Dense(3)(h))
+
+
+X = RNG(0).normal(size=(32, 8, 8, 1)).astype("float32")
+Y = RNG(1).integers(0, 3, 32)
+
+
+def compiled(model, **options):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, **options)
+    return model
+
+
+WAYS = {
+    "graph": {},
+    "XLA": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+    "two steps a call": {"steps_per_execution": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["cnn", "lstm", "attention"])
+@pytest.mark.quick("cnn-*", "lstm-graph", "attention-XLA")
+def test_it_trains_alike_in_every_way(name, way):
+    losses = []
+    for options in (WAYS["graph"], WAYS[way]):
+        keras.utils.set_random_seed(1)
+        model = compiled(tfamp.quantize_aware(block(name)), **options)
+        history = model.fit(X, Y, batch_size=16, epochs=4, verbose=0, shuffle=False)
+        losses.append(history.history["loss"])
+    assert losses[0][-1] < losses[0][0]
+    np.testing.assert_allclose(*losses, rtol=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_it_trains_in_half_precision(policy):
+    with tfamp.scope(policy):
+        model = compiled(tfamp.quantize_aware(block("cnn")), jit_compile=False)
+    losses = model.fit(X, Y, batch_size=16, epochs=4, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    assert model.layers[0].compute_dtype == policy.removeprefix("mixed_")
+
+
+def test_it_trains_in_a_loop_of_its_own_and_in_a_subclassed_model():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = block("cnn"), layers.Dense(3, name="head")
+
+        def call(self, x, training=False):
+            return self.head(keras.ops.relu(self.body(x, training=training)))
+
+    model = Own()
+    model(X)
+    tfamp.quantize_aware(model, keep=["head"])
+    optimizer = keras.optimizers.SGD(0.1)
+    loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = loss_fn(Y, model(X, training=True))
+        weights = model.trainable_variables
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, weights), weights, strict=True)
+        )
+        return loss
+
+    losses = [float(step()) for _ in range(10)]
+    assert losses[-1] < losses[0]
+
+
+def test_replicas_share_one_range():
+    with two_replicas().scope():
+        model = compiled(tfamp.quantize_aware(block("cnn")), jit_compile=False)
+    losses = model.fit(X, Y, batch_size=16, epochs=3, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    ranges = [v for v in model.non_trainable_variables if "input_range" in v.path]
+    assert len(ranges) == 6  # low, high and a count for two layers
+    for each in ranges:
+        first, second = (part.numpy() for part in each.value.values)
+        assert first == second
+
+
+def test_a_trained_model_that_has_predicted_is_rounded_from_then_on():
+    model = compiled(block("cnn"))
+    before = model.predict(X, verbose=0)
+    tfamp.quantize_aware(model, activations=None)
+    after = model.predict(X, verbose=0)
+    assert 0 < np.abs(after - before).max() < 0.1
+    tfamp.quantize_aware(model, keep=["conv2d", "dense"])
+    np.testing.assert_array_equal(model.predict(X, verbose=0), before)
+
+
+def test_asking_again_keeps_the_range():
+    model = tfamp.quantize_aware(block("cnn"))
+    model(X, training=True)
+    before = model(X)
+    tfamp.quantize_aware(model)
+    np.testing.assert_array_equal(model(X), before)
+
+
+def test_what_cannot_be_rounded_is_told():
+    with pytest.raises(ValueError, match="no Dense, EinsumDense, convolution"):
+        tfamp.quantize_aware(keras.Sequential([keras.Input((2,)), layers.Flatten()]))
+    model = block("cnn")
+    with pytest.raises(ValueError, match="'dence'.*matches no layer"):
+        tfamp.quantize_aware(model, keep=["dence"])
+    with pytest.raises(ValueError, match="'int4'.*expected 'int8'"):
+        tfamp.quantize_aware(model, weights="int4")
+    with pytest.raises(ValueError, match="built"):
+        tfamp.quantize_aware(keras.Sequential([layers.Dense(2)]))
+    model.layers[-1].quantize("int8")
+    with pytest.raises(ValueError, match="quantized already"):
+        tfamp.quantize_aware(model)

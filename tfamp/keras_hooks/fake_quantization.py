@@ -1,0 +1,200 @@
+"""Rounds what a layer's product multiplies to int8 values, and learns their range.
+
+While the `call` of such a layer runs, each of its kernels reads as the int8 values that
+an export would hold, one scale a channel, and its input is rounded to 256 steps of a
+moving range. Gradients pass as if nothing was rounded, but for inputs out of the range.
+
+Relies on: `Variable._maybe_autocast` handing the stored value to the autocast scope;
+the tracker of a built layer being locked; children found by attribute being written
+into files beside the weights, which are passed over where a model lacks them.
+
+Source: B. Jacob et al., Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference, 2018, section 3.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.common import variables
+from keras.src.backend.common.global_state import get_global_attribute
+
+from tfamp.keras_hooks import backend, structure
+from tfamp.keras_hooks.patches import like
+
+_ATTRIBUTE = "tfamp_fake_quantized"
+_MOMENTUM = 0.99  # of the moving range
+Round = Callable[[Any], Any]
+
+
+class InputRange(keras.layers.Layer):
+    """The moving range of a layer's input; `num_seen` counts the batches in it."""
+
+    is_no_part = True  # of a model's structure, as people see it
+
+    def __init__(self) -> None:
+        super().__init__(dtype="float32", trainable=False, name="input_range")
+        options: dict[str, Any] = {
+            "shape": (),
+            "initializer": "zeros",
+            "trainable": False,
+            "autocast": False,
+            "aggregation": "mean",
+        }
+        self.low = self.add_weight(name="low", **options)
+        self.high = self.add_weight(name="high", **options)
+        self.num_seen = self.add_weight(name="num_seen", **options)
+        self.built = True
+
+    def rounded(self, x: Any, *, training: bool) -> Any:
+        """Returns `x` in 256 steps of the range; in training the range moves first.
+
+        It begins as that of the first batch. A batch that is not finite moves nothing,
+        and as long as none was seen an input is rounded to its own range.
+        """
+        value = tf.cast(x, tf.float32)
+        least, most = tf.reduce_min(value), tf.reduce_max(value)
+        low, high = tf.convert_to_tensor(self.low), tf.convert_to_tensor(self.high)
+        seen = tf.convert_to_tensor(self.num_seen)
+        if training:
+            kept = tf.where(seen > 0, _MOMENTUM, 0.0)
+            is_finite = tf.math.is_finite(least) & tf.math.is_finite(most)
+            low = tf.where(is_finite, kept * low + (1 - kept) * least, low)
+            high = tf.where(is_finite, kept * high + (1 - kept) * most, high)
+            seen += tf.where(is_finite, 1.0, 0.0)
+            self.low.assign(low)
+            self.high.assign(high)
+            self.num_seen.assign(seen)
+        low = tf.minimum(tf.where(seen > 0, low, least), 0.0)
+        high = tf.maximum(tf.where(seen > 0, high, most), 0.0)
+        high = tf.where(high > low, high, low + 1.0)
+        low, high = tf.stop_gradient(low), tf.stop_gradient(high)
+        rounded = tf.quantization.fake_quant_with_min_max_vars(value, low, high)
+        return tf.cast(rounded, x.dtype)
+
+
+class _RoundedKernels(variables.AutocastScope):
+    """Has kernels read as their int8 values, cast as they would be without it."""
+
+    def __init__(self, dtype: Any, kernels: Mapping[int, Round]) -> None:
+        super().__init__(dtype)
+        self._kernels = kernels
+
+    def maybe_cast(self, value: Any) -> Any:
+        """Returns the value that a layer computes with."""
+        rounded = self._kernels.get(id(value))
+        return super().maybe_cast(value if rounded is None else rounded(value))
+
+
+def round_channels(value: Any, channels: tuple[int, ...]) -> Any:
+    """Returns a kernel as int8 values times one scale for each channel.
+
+    Values go from -127 to 127 times the scale, the largest of the channel to the end.
+
+    Example:
+        >>> kernel = tf.constant([[0.3, 20.0], [1.27, -127.0]])
+        >>> round_channels(kernel, (1,)).numpy().round(3).tolist()
+        [[0.3, 20.0], [1.27, -127.0]]
+        >>> round_channels(kernel, ()).numpy().round(3).tolist()
+        [[0.0, 20.0], [1.0, -127.0]]
+    """
+    kernel = tf.cast(tf.convert_to_tensor(value), tf.float32)
+    rank = len(kernel.shape)
+    others = [i for i in range(rank) if i not in {axis % rank for axis in channels}]
+    most = tf.reduce_max(tf.abs(tf.stop_gradient(kernel)), axis=others, keepdims=True)
+    scale = tf.where(most > 0, most, 1.0) / 127
+    # TensorFlow's own operation for channels takes several times as long.
+    rounded = tf.round(kernel / scale) * scale
+    return kernel + tf.stop_gradient(rounded - kernel)
+
+
+def attach(
+    layer: keras.layers.Layer,
+    kernels: Mapping[str, tuple[int, ...]],
+    *,
+    has_range: bool,
+    num_inputs: int,
+) -> None:
+    """Has a built layer compute with rounded kernels, and a rounded input.
+
+    `kernels` tells the axes of the channels by the attribute that holds the kernel.
+    One that does so already keeps its range. Of a recurrent cell (`num_inputs` is 2)
+    the first state is an input of products, too.
+    """
+    present = vars(layer).get(_ATTRIBUTE)
+    if present is not None and bool(present) is has_range:
+        return
+    detach(layer)
+    ranges = [InputRange() for _ in range(num_inputs if has_range else 0)]
+    layer._tracker.unlock()
+    setattr(layer, _ATTRIBUTE, ranges)
+    layer._tracker.lock()
+    call = layer.call
+
+    def rounder(channels: tuple[int, ...]) -> Round:
+        return lambda value: round_channels(value, channels)
+
+    @like(call)
+    def rounded_call(*args: Any, **kwargs: Any) -> Any:
+        if backend.in_symbolic_scope():
+            return call(*args, **kwargs)
+        if ranges:
+            is_training = kwargs.get("training")
+            if is_training is None:
+                is_training = _is_training()
+            args = _rounded(args, ranges, training=bool(is_training))
+        around = variables.get_autocast_scope()
+        stored = {
+            id(getattr(layer, name)._value): rounder(channels)
+            for name, channels in kernels.items()
+        }
+        with _RoundedKernels(around.dtype if around else None, stored):
+            return call(*args, **kwargs)
+
+    structure.replace_call(layer, rounded_call)
+
+
+def _is_training() -> bool:
+    context = get_global_attribute("current_call_ctx")
+    return bool(context is not None and context.training)
+
+
+def _rounded(args: Any, ranges: list[InputRange], *, training: bool) -> Any:
+    inputs, *rest = args
+
+    def each(x: Any, place: int) -> Any:
+        if not tf.is_tensor(x) or not x.dtype.is_floating:
+            return x
+        return ranges[place].rounded(x, training=training)
+
+    inputs = each(inputs, 0)
+    if len(ranges) == 2 and rest:
+        states = tree.flatten(rest[0])
+        states[0] = each(states[0], 1)
+        rest[0] = tree.pack_sequence_as(rest[0], states)
+    return (inputs, *rest)
+
+
+def detach(layer: keras.layers.Layer) -> None:
+    """Has a layer compute again as it was written."""
+    if is_attached(layer):
+        structure.replace_call(layer, None)
+        layer._tracker.unlock()
+        delattr(layer, _ATTRIBUTE)
+        layer._tracker.lock()
+
+
+def is_attached(layer: keras.layers.Layer) -> bool:
+    """Returns whether `attach` has changed the layer."""
+    return _ATTRIBUTE in vars(layer)
+
+
+def ranges_of(layer: keras.layers.Layer) -> list[tuple[float, float]]:
+    """Returns the ranges of a layer's inputs, without those that saw no batch."""
+    return [
+        (float(each.low.numpy()), float(each.high.numpy()))
+        for each in vars(layer).get(_ATTRIBUTE, ())
+        if each.num_seen.numpy() > 0
+    ]
