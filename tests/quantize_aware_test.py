@@ -243,3 +243,52 @@ def test_what_cannot_be_rounded_is_told():
     model.layers[-1].quantize("int8")
     with pytest.raises(ValueError, match="quantized already"):
         tfamp.quantize_aware(model)
+
+
+def trained():
+    model = compiled(tfamp.quantize_aware(block("cnn")), metrics=["accuracy"])
+    model.fit(X, Y, batch_size=16, epochs=2, verbose=0)
+    return model
+
+
+def test_a_file_keeps_the_rounding_and_stock_keras_loads_it(tmp_path):
+    model = trained()
+    model.save(tmp_path / "model.keras")
+    loaded = tfamp.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded(X), model(X))
+    loaded.fit(X, Y, verbose=0)
+    assert len(loaded.weights) == len(model.weights)
+    stock = keras.saving.load_model(tmp_path / "model.keras")
+    assert stock(X).shape == (32, 3)
+    clone = keras.models.clone_model(model)
+    assert len(clone.weights) == len(model.weights) - 6
+
+
+@pytest.mark.parametrize("format", ["litert", "onnx"])
+def test_an_export_answers_as_the_model_was_trained(tmp_path, format):
+    pytest.importorskip({"litert": "ai_edge_litert", "onnx": "onnx"}[format])
+    model = trained()
+    far = 3 * X  # of a wider range than training had
+    made = tfamp.export(
+        model,
+        tmp_path / "int8",
+        format=format,
+        dtype="int8",
+        scheme="static",
+        calibration=far,
+    )
+    expected = model.predict(X, verbose=0)
+    step = (expected.max() - expected.min()) / 255
+    off = np.abs(made.load().predict(X) - expected)
+    assert (off < 2 * step).mean() > 0.9
+    tfamp.quantize_aware(model, keep=["conv2d", "dense"])
+    other = tfamp.export(
+        model,
+        tmp_path / "without",
+        format=format,
+        dtype="int8",
+        scheme="static",
+        calibration=far,
+    )
+    worse = np.abs(other.load().predict(X) - expected)
+    assert worse.mean() > 1.5 * off.mean()

@@ -1,4 +1,4 @@
-"""`jit_compile=True` on several replicas: XLA computes, and the step is as without it."""
+"""`jit_compile=True` on several replicas: XLA computes, the step stays what it is."""
 
 import keras
 import numpy as np

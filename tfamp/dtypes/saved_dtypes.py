@@ -10,7 +10,7 @@ import keras
 from tfamp.dtypes import model_dtypes, planned_layers, resolution
 from tfamp.dtypes.planned_layers import UNMANAGED, PlannedLayer, PlannedOperation
 from tfamp.dtypes.settings import PolicySettings, make_settings
-from tfamp.keras_hooks import structure, variables
+from tfamp.keras_hooks import fake_quantization, structure, variables
 from tfamp.keras_hooks.layers import Kind, policy_of
 from tfamp.records.formats import HALF
 
@@ -53,6 +53,7 @@ def describe(model: keras.layers.Layer) -> dict[str, Any] | None:
         "evidence": dict(settings.evidence),
         "operations": [{"place": place, **kept[place]._asdict()} for place in kept],
         "layers": [_described(*row[:2]) for row in structure.walk(model)],
+        "fake_quantized": fake_quantization.ranges_of(model),
     }
 
 
@@ -105,6 +106,7 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
     ]
     settings = _settings_of_file(entry)
     planned_layers.put_on(model, settings, planned, operations, known)
+    fake_quantization.attach_all(model, entry.get("fake_quantized", {}))
     for layer, row in zip(layers, rows, strict=True):
         # The weights of a layer of a frozen model are stored as they were.
         own = zip(structure.own_weights(layer), row.get("stored", ()), strict=False)

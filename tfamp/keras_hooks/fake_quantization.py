@@ -12,7 +12,7 @@ Source: B. Jacob et al., Quantization and Training of Neural Networks for Effici
 Integer-Arithmetic-Only Inference, 2018, section 3.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -25,8 +25,15 @@ from tfamp.keras_hooks import backend, structure
 from tfamp.keras_hooks.patches import like
 
 _ATTRIBUTE = "tfamp_fake_quantized"
+_BEFORE = "_tfamp_call_before"
 _MOMENTUM = 0.99  # of the moving range
 Round = Callable[[Any], Any]
+_OWN = keras.layers
+_CELLS = (_OWN.SimpleRNNCell, _OWN.GRUCell, _OWN.LSTMCell)
+_DEPTHWISE = (_OWN.DepthwiseConv1D, _OWN.DepthwiseConv2D)
+_SEPARABLE = (_OWN.SeparableConv1D, _OWN.SeparableConv2D)
+_TRANSPOSED = (_OWN.Conv1DTranspose, _OWN.Conv2DTranspose, _OWN.Conv3DTranspose)
+_PLAIN = (_OWN.Dense, _OWN.Conv1D, _OWN.Conv2D, _OWN.Conv3D)
 
 
 class InputRange(keras.layers.Layer):
@@ -110,28 +117,57 @@ def round_channels(value: Any, channels: tuple[int, ...]) -> Any:
     return kernel + tf.stop_gradient(rounded - kernel)
 
 
+def kernels_of(layer: keras.layers.Layer) -> Mapping[str, tuple[int, ...]]:
+    """Returns the axes of the channels of each kernel, by the attribute that holds it.
+
+    Example:
+        >>> layer = keras.layers.EinsumDense("abc,cde->abde", (None, 2, 4))
+        >>> kernels_of(layer)
+        {'_kernel': (1, 2)}
+        >>> kernels_of(keras.layers.Flatten())
+        {}
+    """
+    if isinstance(layer, keras.layers.EinsumDense):
+        _, kernel, output = layer.equation.replace("->", ",").split(",")
+        axes = [i for i, letter in enumerate(kernel) if letter in output]
+        return {"_kernel": tuple(axes)}
+    if isinstance(layer, _CELLS):
+        return {"kernel": (-1,), "recurrent_kernel": (-1,)}
+    if isinstance(layer, _DEPTHWISE):
+        return {"kernel": (-2, -1)}
+    if isinstance(layer, _SEPARABLE):
+        return {"depthwise_kernel": (-2, -1), "pointwise_kernel": (-1,)}
+    if isinstance(layer, _TRANSPOSED):
+        return {"_kernel" if "_kernel" in vars(layer) else "kernel": (-2,)}
+    return {"_kernel": (-1,)} if isinstance(layer, _PLAIN) else {}
+
+
 def attach(
     layer: keras.layers.Layer,
-    kernels: Mapping[str, tuple[int, ...]],
     *,
-    has_range: bool,
-    num_inputs: int,
+    has_range: bool = True,
+    ranges: Sequence[Sequence[float]] = (),
 ) -> None:
     """Has a built layer compute with rounded kernels, and a rounded input.
 
-    `kernels` tells the axes of the channels by the attribute that holds the kernel.
-    One that does so already keeps its range. Of a recurrent cell (`num_inputs` is 2)
-    the first state is an input of products, too.
+    `ranges` are those to begin with, as `ranges_of` gives them. One that is rounded
+    already keeps its range. Of a recurrent cell the first state is rounded, too.
     """
     present = vars(layer).get(_ATTRIBUTE)
     if present is not None and bool(present) is has_range:
         return
     detach(layer)
-    ranges = [InputRange() for _ in range(num_inputs if has_range else 0)]
+    num_inputs = 2 if isinstance(layer, _CELLS) else 1
+    made = [InputRange() for _ in range(num_inputs if has_range else 0)]
+    for each, (low, high, num_seen) in zip(made, ranges, strict=False):
+        each.low.assign(low)
+        each.high.assign(high)
+        each.num_seen.assign(num_seen)
     layer._tracker.unlock()
-    setattr(layer, _ATTRIBUTE, ranges)
+    setattr(layer, _ATTRIBUTE, made)
     layer._tracker.lock()
-    call = layer.call
+    call, kernels = layer.call, kernels_of(layer)
+    vars(layer)[_BEFORE] = vars(layer).get("call")
 
     def rounder(channels: tuple[int, ...]) -> Round:
         return lambda value: round_channels(value, channels)
@@ -140,11 +176,11 @@ def attach(
     def rounded_call(*args: Any, **kwargs: Any) -> Any:
         if backend.in_symbolic_scope():
             return call(*args, **kwargs)
-        if ranges:
+        if made:
             is_training = kwargs.get("training")
             if is_training is None:
                 is_training = _is_training()
-            args = _rounded(args, ranges, training=bool(is_training))
+            args = _rounded(args, made, training=bool(is_training))
         around = variables.get_autocast_scope()
         stored = {
             id(getattr(layer, name)._value): rounder(channels)
@@ -178,9 +214,9 @@ def _rounded(args: Any, ranges: list[InputRange], *, training: bool) -> Any:
 
 
 def detach(layer: keras.layers.Layer) -> None:
-    """Has a layer compute again as it was written."""
+    """Has a layer compute again as it did."""
     if is_attached(layer):
-        structure.replace_call(layer, None)
+        structure.replace_call(layer, vars(layer).pop(_BEFORE))
         layer._tracker.unlock()
         delattr(layer, _ATTRIBUTE)
         layer._tracker.lock()
@@ -191,10 +227,31 @@ def is_attached(layer: keras.layers.Layer) -> bool:
     return _ATTRIBUTE in vars(layer)
 
 
-def ranges_of(layer: keras.layers.Layer) -> list[tuple[float, float]]:
-    """Returns the ranges of a layer's inputs, without those that saw no batch."""
-    return [
-        (float(each.low.numpy()), float(each.high.numpy()))
-        for each in vars(layer).get(_ATTRIBUTE, ())
-        if each.num_seen.numpy() > 0
-    ]
+def ranges_of(model: keras.layers.Layer) -> dict[str, list[list[float]]]:
+    """Returns the ranges of each rounded layer, by path: low, high, batches seen."""
+    return {
+        path: [
+            [float(x.numpy()) for x in (each.low, each.high, each.num_seen)]
+            for each in vars(layer)[_ATTRIBUTE]
+        ]
+        for path, layer, _ in structure.walk(model)
+        if is_attached(layer)
+    }
+
+
+def attach_all(
+    model: keras.layers.Layer, ranges: Mapping[str, Sequence[Sequence[float]]]
+) -> None:
+    """Rounds the layers of a built model as `ranges_of` told of another like it."""
+    with getattr(model, "distribute_strategy", tf.distribute.get_strategy()).scope():
+        for path, layer, _ in structure.walk(model):
+            if path in ranges:
+                attach(layer, has_range=bool(ranges[path]), ranges=ranges[path])
+            if isinstance(layer, keras.layers.LSTM | keras.layers.GRU):
+                layer.use_cudnn = False  # whose kernels would pass the cell by
+
+
+def detach_all(model: keras.layers.Layer) -> None:
+    """Has all layers of a model compute again as they did."""
+    for _, layer, _ in structure.walk(model):
+        detach(layer)

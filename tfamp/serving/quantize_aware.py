@@ -1,22 +1,19 @@
 """`tfamp.quantize_aware`: a model trains with the int8 values of its export."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import keras
 from absl import logging
 
+from tfamp.dtypes import resolution
 from tfamp.dtypes.settings import KeepFloat32, parse
 from tfamp.keras_hooks import fake_quantization, structure, trainer
+from tfamp.models import apply
 from tfamp.records import checks
+from tfamp.serving.exports import int8_layers
 from tfamp.stepping.arguments import check_built
 
-_OWN = keras.layers
-_CELLS = (_OWN.SimpleRNNCell, _OWN.GRUCell, _OWN.LSTMCell)
-_DEPTHWISE = (_OWN.DepthwiseConv1D, _OWN.DepthwiseConv2D)
-_SEPARABLE = (_OWN.SeparableConv1D, _OWN.SeparableConv2D)
-_TRANSPOSED = (_OWN.Conv1DTranspose, _OWN.Conv2DTranspose, _OWN.Conv3DTranspose)
-_PLAIN = (_OWN.Dense, _OWN.Conv1D, _OWN.Conv2D, _OWN.Conv3D)
+_NEW = [[0.0, 0.0, 0.0]] * 2  # of inputs that no batch has told yet
 
 
 def quantize_aware(
@@ -40,8 +37,8 @@ def quantize_aware(
         model: A built Keras model. It is changed in place, and stays compiled.
         weights: "int8".
         activations: "int8", or None for an export that finds ranges as it answers.
-        keep: Layers to leave as they are, as in `keep_float32`. They are to be named in
-            the export's `keep_float32`, too.
+        keep: Layers to leave as they are, as in `keep_float32`; a small head is left in
+            any case. An int8 export leaves them, too.
 
     Returns:
         `model`. What a file or a clone of it needs is told under Notes.
@@ -71,17 +68,14 @@ def quantize_aware(
         checks.choice("activations", activations, ("int8",))
     check_built(model, "train for integers")
     chosen = _chosen(model, keep)
-    with model.distribute_strategy.scope():
-        for layer, kernels in chosen:
-            fake_quantization.attach(
-                layer,
-                kernels,
-                has_range=activations is not None,
-                num_inputs=2 if isinstance(layer, _CELLS) else 1,
-            )
-    for _, layer, _ in structure.walk(model):
-        if isinstance(layer, keras.layers.LSTM | keras.layers.GRU):
-            layer.use_cudnn = False  # whose kernels would pass the cell by
+    present = fake_quantization.ranges_of(model)
+    has_range = activations is not None
+    for path in chosen:
+        if path not in present or bool(present[path]) is not has_range:
+            present[path] = _NEW if has_range else []
+    fake_quantization.attach_all(model, {path: present[path] for path in chosen})
+    if resolution.settings_of(model) is None:  # else its file would not tell
+        apply(model, model.dtype_policy.name, keep_float32="none")
     trainer.drop_traced_functions(model)
     logging.info(
         "tfamp.quantize_aware: %d layers of %r train with int8 weights%s.",
@@ -92,45 +86,20 @@ def quantize_aware(
     return model
 
 
-def kernels_of(layer: keras.layers.Layer) -> Mapping[str, tuple[int, ...]]:
-    """Returns the axes of the channels of each kernel, by the attribute that holds it.
-
-    Example:
-        >>> layer = keras.layers.EinsumDense("abc,cde->abde", (None, 2, 4))
-        >>> kernels_of(layer)
-        {'_kernel': (1, 2)}
-        >>> kernels_of(keras.layers.Flatten())
-        {}
-    """
-    if isinstance(layer, keras.layers.EinsumDense):
-        _, kernel, output = layer.equation.replace("->", ",").split(",")
-        axes = [i for i, letter in enumerate(kernel) if letter in output]
-        return {"_kernel": tuple(axes)}
-    if isinstance(layer, _CELLS):
-        return {"kernel": (-1,), "recurrent_kernel": (-1,)}
-    if isinstance(layer, _DEPTHWISE):
-        return {"kernel": (-2, -1)}
-    if isinstance(layer, _SEPARABLE):
-        return {"depthwise_kernel": (-2, -1), "pointwise_kernel": (-1,)}
-    if isinstance(layer, _TRANSPOSED):
-        return {"_kernel" if "_kernel" in vars(layer) else "kernel": (-2,)}
-    return {"_kernel": (-1,)} if isinstance(layer, _PLAIN) else {}
-
-
-def _chosen(model: keras.Model, keep: Any) -> list[tuple[Any, Any]]:
-    """Returns the layers to change, with their kernels."""
+def _chosen(model: keras.Model, keep: Any) -> list[str]:
+    """Returns the paths of the layers to round; others are as they were."""
     entries = [keep] if isinstance(keep, str) or callable(keep) else [*keep]
     rules = parse(["none", *entries]).of_user
-    unused, chosen, kept = set(rules), [], 0
+    unused, chosen, heads = set(rules), [], int8_layers.layers_kept(model, ())
+    has_products = False
     for path, layer, _ in structure.walk(model):
-        kernels = kernels_of(layer)
-        if not kernels:
+        if not fake_quantization.kernels_of(layer):
             continue
         matching = {rule for rule in rules if rule.matches(layer, path=path)}
         unused -= matching
-        if matching:
+        has_products = True
+        if matching or path in heads:
             fake_quantization.detach(layer)
-            kept += 1
             continue
         if layer.dtype_policy.quantization_mode is not None:
             raise ValueError(
@@ -144,7 +113,7 @@ def _chosen(model: keras.Model, keep: Any) -> list[tuple[Any, Any]]:
                 "kernel holds; expected a plain one. Merge it by saving and loading "
                 f"the model, or pass `keep=[{layer.name!r}]`."
             )
-        chosen.append((layer, kernels))
+        chosen.append(path)
     if unused:
         told = sorted(rule.name.partition(": ")[2] for rule in unused)
         raise ValueError(
@@ -152,7 +121,7 @@ def _chosen(model: keras.Model, keep: Any) -> list[tuple[Any, Any]]:
             "that would be rounded. Leave it out, or name a layer as in "
             "`tfamp.assignment(model)`."
         )
-    if not (chosen or kept):
+    if not has_products:
         raise ValueError(
             f"Model {model.name!r} has no Dense, EinsumDense, convolution or recurrent "
             "cell to round; expected one. Export it as it is."

@@ -7,7 +7,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import keras
 import numpy as np
 from absl import logging
 
+from tfamp.keras_hooks import fake_quantization, structure
 from tfamp.machine.cpus import instruction_sets
 from tfamp.records import checks, console
 from tfamp.records.checks import short_error
@@ -260,18 +261,21 @@ def export(
         for data, name in ((validation, "validation"), (calibration, "calibration"))
     )
     ends = time.monotonic() + budget_seconds * (1 - _PART_FOR_TIMING)
-    copy = float32_copy(model)
+    copy, ranges = float32_copy(model), fake_quantization.ranges_of(model)
+    fake_quantization.detach_all(copy)
     copy.loss = getattr(model, "loss", None)  # what the gate compares by
     given = calibration if validation is None else validation
     sample = None if given is None else inputs_in(first_batch(given))
     traced = trace(copy, sample)
     requests = _requests(
-        copy, traced, formats, dtypes, scheme, calibration, keep_float32
+        copy, traced, formats, dtypes, scheme, calibration, keep_float32, ranges
     )
     inputs, reference = tried_inputs(traced, sample), None
     if validation is not None:
         names = [spec.name for spec in traced.signature.outputs]
+        fake_quantization.attach_all(copy, ranges)  # it answers as it was trained
         reference = reference_of(copy, validation, names)
+        fake_quantization.detach_all(copy)
     with tempfile.TemporaryDirectory(prefix="tfamp-export-") as scratch:
         source = _Source(
             copy, sample, traced, inputs, reference, tolerance, Path(scratch)
@@ -320,17 +324,23 @@ def _requests(
     scheme: str | None,
     calibration: Any,
     keep_float32: Iterable[str],
+    ranges: Mapping[str, Any],
 ) -> list[Request]:
     """Returns what to write, in the order in which it is tried."""
     has_batches = calibration is not None
     batches = calibration_batches(calibration, traced) if has_batches else ()
     keep = int8_layers.layers_kept(model, keep_float32)
+    for path, layer, _ in structure.walk(model) if ranges else ():
+        if fake_quantization.kernels_of(layer) and path not in ranges:
+            keep.setdefault(path, "it was trained without rounding")
+    seen = {path: found[0] for path, found in ranges.items() if found and found[0][2]}
     products_only = int8_layers.has_attention(model)
     found = [
         Request(
             *(format, dtype, way),
             calibration=batches if way == "static" else (),
             keep=keep if way else {},
+            ranges={path: (low, high) for path, (low, high, _) in seen.items()},
             products_only=products_only,
         )
         for dtype, format in itertools.product(dtypes, formats)

@@ -47,6 +47,7 @@ _MISSING = re.compile(
 _FLOAT64 = re.compile(r"tensor<[^>]*xf64>|tensor<f64>")
 _OPSET = 17
 _PRODUCTS = ["MatMul", "Gemm"]
+_LITERT_PRODUCTS = ("FULLY_CONNECTED", "CONV_2D", "DEPTHWISE_CONV_2D", "BATCH_MATMUL")
 _INTEGERS = re.compile("Quantize|Integer|QLinear")
 
 
@@ -65,6 +66,8 @@ class Request:
     calibration: tuple[dict[str, np.ndarray], ...] = ()
     # Path of a layer that stays in float32 -> why.
     keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Path of a layer -> the range of its input, where the model was trained with it.
+    ranges: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     # Whether only products of matrices are quantised, as in models with attention.
     products_only: bool = False
 
@@ -224,7 +227,35 @@ def _litert_integers(content: bytes, request: Request) -> bytes:
     calibrated: Any = None
     if made.need_calibration:
         calibrated = made.calibrate({SIGNATURE: [*request.calibration]})
+        for name, (low, high) in _ranges_in_litert(content, request).items():
+            for end, value in (("min", low), ("max", high)):
+                calibrated[name][end] = np.full_like(calibrated[name][end], value)
     return bytes(made.quantize(calibrated).quantized_model)
+
+
+def _ranges_in_litert(
+    content: bytes, request: Request
+) -> dict[str, tuple[float, float]]:
+    """Returns the ranges that a model was trained with, by the tensor's name."""
+    from ai_edge_litert.interpreter import Interpreter
+
+    if not request.ranges:
+        return {}
+    interpreter = Interpreter(model_content=content)
+    names = {each["index"]: each["name"] for each in interpreter.get_tensor_details()}
+    scopes = {
+        re.compile(rf"(^|.*[/;]){re.escape(scope_of(path))}/.*"): found
+        for path, found in request.ranges.items()
+    }
+    ranges = {}
+    for operation in interpreter._get_ops_details():
+        if operation["op_name"] not in _LITERT_PRODUCTS:
+            continue
+        of_layer = [names.get(i, "") for i in operation["outputs"]]
+        for scope, found in scopes.items():
+            if any(map(scope.match, of_layer)):
+                ranges[names[operation["inputs"][0]]] = found
+    return ranges
 
 
 def _openvino(traced: Traced, folder: Path, request: Request) -> None:
@@ -385,7 +416,28 @@ def _onnx_integers(
             quantization.quantize_dynamic(str(prepared), str(path), **options)
         else:
             options["activation_type"] = quantization.QuantType.QUInt8
+            options["extra_options"]["TensorQuantOverrides"] = {
+                name: [{"rmin": np.float32(low), "rmax": np.float32(high)}]
+                for name, (low, high) in _ranges_in_onnx(
+                    onnx.load(prepared), traced, request
+                ).items()
+            }
             quantization.quantize_static(str(prepared), str(path), Reader(), **options)
+
+
+def _ranges_in_onnx(
+    model: Any, traced: Traced, request: Request
+) -> dict[str, tuple[float, float]]:
+    """Returns the ranges that a model was trained with, by the tensor's name."""
+    weights = {each.name for each in model.graph.initializer}
+    return {
+        node.input[0]: found
+        for path, found in request.ranges.items()
+        for node in model.graph.node
+        if node.op_type in (*_PRODUCTS, "Conv")
+        and node.input[0] not in weights
+        and traced.is_in([path], [node.name, *(n for n in node.input if n in weights)])
+    }
 
 
 def _kept_in_onnx(model: Any, traced: Traced, request: Request) -> list[str]:
