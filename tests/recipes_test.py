@@ -22,13 +22,14 @@ NEEDS = {
     "train_bert.py": "keras_hub",
     "train_vit.py": "keras_hub",
     "export_and_serve.py": "starlette",
+    "quantize_digits.py": "onnx",
 }
 # The losses of a game say nothing of quality; workers build in a strategy's scope.
 NOT_COMPARED = {"train_gan.py", "train_workers.py", "compare_digits.py"}
 
 
 def test_every_kind_of_recipe_is_there():
-    assert len(RECIPES) == 13
+    assert len(RECIPES) == 14
     assert {"train_digits.py", "train_workers.py", "export_and_serve.py"} <= {*RECIPES}
 
 

@@ -30,8 +30,10 @@ def quantize_aware(
     inputs are rounded to 256 steps of a range that follows the batches of training.
     Weights are stored and updated as before, gradients pass the rounding, and dtypes
     stay: it works under any policy, in `fit` and in own loops. Fine-tune a trained
-    model so for some epochs at a tenth of its learning rate, then
-    `tfamp.export(model, path, dtype="int8")`, which takes over the ranges.
+    model so for some epochs at a tenth of its learning rate, compiled anew, then
+    `tfamp.export(model, path, format="onnx", dtype="int8", calibration=x)`, which takes
+    over the ranges and rounds nothing else. In LiteRT outputs of products are rounded,
+    too, to the range that they have on `calibration`.
 
     Args:
         model: A built Keras model. It is changed in place, and stays compiled.

@@ -247,6 +247,7 @@ def export(
         checks.choice("scheme", scheme, SCHEMES)
     checks.fraction("tolerance", tolerance, closed=False)
     checks.positive("budget_seconds", budget_seconds)
+    is_told = scheme is not None or _AUTO in (format, dtype) or dtype != "int8"
     if _AUTO not in (format, dtype):
         check_possible(format, dtype, scheme)
         scheme = scheme or POSSIBLE[format][dtype][0]
@@ -263,6 +264,8 @@ def export(
     ends = time.monotonic() + budget_seconds * (1 - _PART_FOR_TIMING)
     copy, ranges = float32_copy(model), fake_quantization.ranges_of(model)
     fake_quantization.detach_all(copy)
+    if any(ranges.values()) and calibration is not None and not is_told:
+        scheme = "static"  # by the ranges that it was trained with
     copy.loss = getattr(model, "loss", None)  # what the gate compares by
     given = calibration if validation is None else validation
     sample = None if given is None else inputs_in(first_batch(given))

@@ -72,6 +72,11 @@ class Request:
     products_only: bool = False
 
     @property
+    def products(self) -> bool:
+        """Whether only products are rounded: all that a model was trained to stand."""
+        return self.products_only or bool(self.ranges)
+
+    @property
     def name(self) -> str:
         """Returns its name in tables, as "onnx int8 dynamic"."""
         return " ".join(filter(None, (self.format, self.dtype, self.scheme)))
@@ -211,8 +216,10 @@ def _litert_integers(content: bytes, request: Request) -> bytes:
     made = quantizer.quantizer.Quantizer(bytearray(content))
     is_static = request.scheme == "static"
     operations = [names.ALL_SUPPORTED]
-    if request.products_only and is_static:
+    if request.products and is_static:
         operations = [names.FULLY_CONNECTED, names.BATCH_MATMUL]
+    if request.ranges and is_static:
+        operations += [names.CONV_2D, names.DEPTHWISE_CONV_2D, names.CONV_2D_TRANSPOSE]
     for operation in operations:
         if is_static:
             made.add_static_config(".*", operation, 8, 8)
@@ -416,6 +423,14 @@ def _onnx_integers(
             quantization.quantize_dynamic(str(prepared), str(path), **options)
         else:
             options["activation_type"] = quantization.QuantType.QUInt8
+            if request.ranges:
+                products = [*_PRODUCTS, "Conv"]
+                options["op_types_to_quantize"] = products
+                outputs = "OpTypesToExcludeOutputQuantization"
+                options["extra_options"] |= {
+                    "MatMulConstBOnly": True,
+                    outputs: products,
+                }
             options["extra_options"]["TensorQuantOverrides"] = {
                 name: [{"rmin": np.float32(low), "rmax": np.float32(high)}]
                 for name, (low, high) in _ranges_in_onnx(
