@@ -440,8 +440,7 @@ def test_an_optimizer_from_outside_the_scope_is_an_error(strategy, in_fit):
             Training(strategy, lambda: outside, 1.0).step([1.0], [1.0])
 
 
-@pytest.mark.parametrize("way", ["fit", "loop"])
-def test_xla_on_two_cpus_is_an_error_that_says_so(strategy, way):
+def test_a_compiled_loop_on_two_cpus_is_an_error_that_says_so(strategy):
     message = (
         "`jit_compile=True` under MirroredStrategy: TensorFlow cannot compile a step "
         "of several replicas by XLA on these devices (keras#21366). Pass "
@@ -459,10 +458,7 @@ def test_xla_on_two_cpus_is_an_error_that_says_so(strategy, way):
         training.optimizer.apply([tf.constant(1.0)], training.variables)
 
     with pytest.raises(RuntimeError, match=re.escape(message)):
-        if way == "fit":
-            fitted(strategy, X, make, jit_compile=True)
-        else:
-            tf.function(lambda: strategy.run(on_replica))()
+        tf.function(lambda: strategy.run(on_replica))()
 
 
 def test_training_that_cannot_go_on_ends_in_our_error(strategy):
