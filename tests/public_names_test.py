@@ -28,6 +28,7 @@ PARAMETERS = {  # by position, then by keyword with its default
     "find_batch_size": "build_model data | max_memory_bytes=None",
     "remat": "model_or_layers",
     "freeze": "model dtype=bfloat16",
+    "quantize_aware": "model | weights=int8 activations=int8 keep=()",
     "export": "model path | format=auto dtype=float32 calibration=None "
     "validation=None tolerance=0.005",
     "load_exported": "path",
