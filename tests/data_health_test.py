@@ -318,6 +318,12 @@ def test_every_form_of_data_gives_the_same_findings(form):
     assert only(findings, "resolution").figure == same
 
 
+def test_tensorflow_has_nothing_to_say_of_the_pass(caplog):
+    data = tf.data.Dataset.from_tensor_slices((normal(9, 2), np.arange(9))).batch(4)
+    check32(data)
+    assert caplog.text == ""
+
+
 def test_nested_columns_have_paths():
     x = {"a": np.full(N, np.nan), "b": (normal(N), np.full(N, np.inf))}
     findings = check32((x, {"out": np.zeros(N)}))

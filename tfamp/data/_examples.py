@@ -113,7 +113,8 @@ def read(
         Column(name, spec.dtype.name, _shape(spec)[batched:])
         for name, spec in specs.items()
     )
-    chunks = data.map(parts)
+    # AutoGraph would warn that it converts no generators, and has nothing to convert.
+    chunks = data.map(tf.autograph.experimental.do_not_convert(parts))
     if not batched and all(spec.shape.is_fully_defined() for spec in specs.values()):
         sizes = (
             spec.shape.num_elements() * (spec.dtype.size or _TEXT_BYTES)
