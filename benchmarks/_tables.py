@@ -497,6 +497,19 @@ def _remat_summary(results: Sequence[Result]) -> Any:
         yield title, range_text(values), goal
 
 
+def _beyond(result: Result) -> Rows:
+    return [
+        [name, each["what"], interval_text(each, 2), f"{each['goal']:g}"]
+        for name, each in result["cases"].items()
+    ]
+
+
+def _beyond_summary(results: Sequence[Result]) -> Any:
+    for name, each in results[0]["cases"].items():
+        goal = f"{each['goal']:g}{missed(each['met'])}"
+        yield f"{name}: {each['what']}", interval_text(each, 2), goal
+
+
 # In the order of the page.
 TABLES: dict[str, Table] = {
     "enable_overhead": Table(
@@ -575,6 +588,12 @@ TABLES: dict[str, Table] = {
         _fastest_summary,
         "tuning",
         _fastest_words,
+    ),
+    "beyond": Table(
+        "Case | What | Ratio | Goal",
+        _beyond,
+        _beyond_summary,
+        "tuning keras_hooks serving",
     ),
     "memory": Table(
         "Step | Policy | Batch | Predicted | Measured, lowest to highest | "
