@@ -49,7 +49,7 @@ def test_benchmarks_are_listed_with_a_line_each(capsys):
     assert [line.split()[0] for line in lines] == list(names())
     assert all(line.endswith(".") and len(line) <= 100 for line in lines)
     assert main(["memroy"]) == 2
-    assert "Unknown benchmark 'memroy'; expected callbacks" in capsys.readouterr().err
+    assert "Unknown benchmark 'memroy'; expected beyond" in capsys.readouterr().err
 
 
 def test_a_result_says_where_it_is_from_and_is_kept(tmp_path, monkeypatch, capsys):
