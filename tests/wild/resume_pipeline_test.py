@@ -15,7 +15,6 @@ X = RNG.normal(size=(72, 8)).astype("float32")
 Y = X[:, :1].copy()
 EPOCHS, STOP_AT = 5, 31
 # Of those that have fewer steps in an epoch.
-STOPS = {"undersample": 8, "without replacement": 17}
 
 
 def rows():
@@ -42,10 +41,8 @@ PIPELINES = {
     "balance on a stream": lambda: (
         stream().balance(is_above_one, seed=2).shuffle(seed=3)
     ),
-    "undersample": lambda: rows().balance(is_above_one, seed=2, method="undersample"),
-    "without replacement": lambda: rows().weights(
-        np.arange(1.0, 73.0), seed=5, num_examples=40, replacement=False
-    ),
+    "balance": lambda: rows().balance(is_above_one, seed=2),
+    "weights": lambda: rows().weights(np.arange(1.0, 73.0), seed=5, num_examples=40),
     "filter, shuffle": lambda: stream().filter(lambda x, y: y[0] < 2).shuffle(seed=7),
     "everything": lambda: (
         rows()
@@ -100,8 +97,7 @@ def test_a_training_that_goes_on_is_as_one_that_was_never_stopped(name, tmp_path
     def make():
         return PIPELINES[name]().batch(8).build()
 
-    stop_at = STOPS.get(name, STOP_AT)
-    assert halted_and_resumed(make, tmp_path, stop_at) == trained(make)
+    assert halted_and_resumed(make, tmp_path, STOP_AT) == trained(make)
 
 
 @pytest.mark.quick("9")
