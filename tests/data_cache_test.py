@@ -79,12 +79,6 @@ def test_a_changed_function_is_noticed_where_plain_tf_data_reads_stale_elements(
     assert rows(first) == rows(numbers(3).map(double).build()), "it stays"
 
 
-def test_another_version_is_another_cache(tmp_path):
-    for version in (1, 2, 1):
-        numbers().cache(tmp_path / "train", version=version).build()
-    assert len(caches(tmp_path)) == 2
-
-
 def test_a_half_written_cache_is_built_again(tmp_path, caplog):
     pytest.importorskip("filelock", reason="what is left is removed under a lock")
     rows(numbers().cache(tmp_path / "train").build())

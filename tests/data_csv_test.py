@@ -34,12 +34,6 @@ def test_rows_are_dicts_of_scalars_of_known_number(tmp_path):
     assert "CSV, 1 file, 2 rows" in told(Pipeline.from_csv(path))
 
 
-def test_a_label_stands_apart_and_columns_are_chosen(tmp_path):
-    path = write(tmp_path / "a.csv", "y,a,b\n7,1,2\n8,3,4\n")
-    found = elements(Pipeline.from_csv(path, label="y", columns=["b", "y"]))
-    assert found == [({"b": 2}, 7), ({"b": 4}, 8)]
-
-
 TYPES = {
     "integers": (["1", "2"], tf.int64, [1, 2]),
     "largest int64": (["9223372036854775807", "0"], tf.int64, [2**63 - 1, 0]),

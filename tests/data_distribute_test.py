@@ -135,15 +135,6 @@ def test_what_is_left_out_is_left_out_once(strategy, choose, expected):
         assert sorted(flat(epoch_of(strategy, distributed))) == expected
 
 
-@pytest.mark.parametrize("policy", [Policy.OFF, Policy.FILE], ids=lambda p: p.name)
-def test_a_policy_that_the_user_chose_for_a_dataset_stays(policy):
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = policy
-    given = tf.data.Dataset.range(4).with_options(options)
-    built = Pipeline.from_dataset(given).batch(2).build()
-    assert built.options().experimental_distribute.auto_shard_policy == policy
-
-
 NEED_ALL = {
     "cache": lambda p, folder: p.cache(folder / "cache"),
 }
@@ -222,15 +213,6 @@ def test_several_workers_need_one_order(monkeypatch, stage, name):
     pipeline.describe()
 
 
-def test_several_workers_need_one_order_of_a_given_dataset(monkeypatch):
-    seeded, loose = (arrays().build().shuffle(8, seed=seed) for seed in (1, None))
-    Pipeline.from_dataset(loose).build()
-    monkeypatch.setattr(workers, "num_workers", lambda: 2)
-    Pipeline.from_dataset(seeded).build()
-    with pytest.raises(ValueError, match="a shuffle without a seed, and 2 work"):
-        Pipeline.from_dataset(loose).build()
-
-
 def test_a_part_has_no_length_that_fit_would_take_for_its_steps(monkeypatch):
     part, whole = arrays().shard(2, 0).batch(7), arrays().batch(7)
     assert int(part.build().cardinality()) == 2
@@ -250,7 +232,6 @@ TASKS = {
     "gpus": (GPUS, 3),
     "chief": ([task("chief"), task("worker")], 2),
     "ps": ([task("ps"), task("worker"), task("worker", 1)], 1),
-    "coordinator": ([task("coordinator"), task("worker", device="TPU:0")], 1),
 }
 
 

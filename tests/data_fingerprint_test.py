@@ -149,11 +149,6 @@ def test_a_file_that_is_named_counts_by_its_change(tmp_path, read):
     assert cached(Pipeline.from_dataset(read(paths)), folder) == 2
 
 
-@pytest.mark.parametrize("text", ["a" * 5000, "a\0b", "\n", "é" * 300], ids=len)
-def test_texts_that_name_no_file_are_no_error(text, tmp_path):
-    assert cached(Pipeline.from_arrays(np.array([text], object)), tmp_path) == 1
-
-
 UNSEEN = {
     "a Python function": (
         lambda: mapped(by_python(1)),

@@ -60,9 +60,6 @@ def trained(data):
 
 TOOLS = {
     "ranges": lambda model, data: tfamp.ranges(model, data, batch_size=8).to_json(),
-    "sensitivity": lambda model, data: tfamp.sensitivity(
-        model, data, batch_size=8
-    ).to_json(),
     "prove": lambda model, data: tfamp.prove(model, data, batch_size=8).to_json(),
     "lint": lambda model, data: str(tfamp.lint(model, data=data, batch_size=8)),
     "bottleneck": lambda model, data: (
@@ -98,16 +95,6 @@ def test_a_search_for_batches_and_a_comparison_take_it(form):
     assert batch.size == (32 if form in ("arrays", "tensors") else 8)
     if form != "generator":
         assert trained(FORMS[form]()) == (5, 8)
-
-
-def test_a_dict_of_arrays_and_a_list_of_inputs_stay_structured():
-    x = {"a": X, "b": X[:, :2]}
-    spec = dataset_of((x, Y)).element_spec
-    assert spec[0]["b"].shape == (None, 2) and spec[0]["b"].dtype == tf.float32
-    (x,) = dataset_of(x, needs_targets=False).element_spec
-    assert sorted(x) == ["a", "b"]
-    (x, _) = dataset_of(([X, X], Y)).element_spec
-    assert isinstance(x, tuple)
 
 
 def test_lengths_that_vary_stay_open_and_a_generator_goes_on_where_it_is():

@@ -116,16 +116,6 @@ def test_a_memory_cache_of_bare_arrays_is_left_out(capsys):
     assert "the arrays are in memory already" in text
 
 
-def test_options_fix_parallelism_and_autotune_is_off():
-    options = written("map", "batch").build().options()
-    assert options.autotune.enabled is False
-    assert options.threading.private_threadpool_size >= 1
-    assert options.deterministic is True
-    policy = options.experimental_distribute.auto_shard_policy
-    assert policy == tf.data.experimental.AutoShardPolicy.DATA
-    assert written("batch").build(autotune=True).options().autotune.enabled is True
-
-
 def generated(size, count, pulled):
     """Texts of a size each, of which every one that is read is noted."""
 

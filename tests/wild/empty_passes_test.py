@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tfamp.data import Pipeline
 
-TEXT = tf.TensorSpec((None,), tf.int64)
 NUMBER = tf.TensorSpec((), tf.int64)
 
 
@@ -109,21 +108,8 @@ def test_the_second_epoch_of_a_generator_that_is_read_once_is_an_error():
     assert "makes a new one" in str(caught.value)
 
 
-def test_measuring_a_generator_that_is_read_once_is_told():
-    # Texts have no known size: a shuffle without a buffer size reads some to tell.
-    texts = one_shot([np.arange(n, n + n % 7 + 1) for n in range(100)], TEXT)
-    pipeline = Pipeline.from_dataset(texts)
-    with pytest.warns(UserWarning, match="buffer_size") as caught:
-        pipeline.shuffle(seed=1).build()
-    assert "once" in str(caught[0].message)
-    again = one_shot([np.arange(n, n + n % 7 + 1) for n in range(100)], TEXT)
-    dataset = Pipeline.from_dataset(again).shuffle(50, seed=1).build()
-    assert sum(1 for _ in dataset) == 100
-
-
 READ_FIRST = {
     "balance": lambda p: p.map(lambda x: (x, x % 2)).balance(seed=1),
-    "bucket": lambda p: p.map(lambda x: tf.range(x + 1)).bucket(2),
     "subset": lambda p: p.subset(3),
 }
 

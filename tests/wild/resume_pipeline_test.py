@@ -14,7 +14,6 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(72, 8)).astype("float32")
 Y = X[:, :1].copy()
 EPOCHS, STOP_AT = 5, 31
-# Of those that have fewer steps in an epoch.
 
 
 def rows():

@@ -93,13 +93,3 @@ def test_an_unseeded_order_is_another_in_each_process():
     assert numbers(subset) == numbers(subset)
     with pytest.raises(ValueError, match="seed"):
         Pipeline.from_dataset(given).shard(2, 0).build()
-
-
-def test_a_shuffle_of_the_pipeline_goes_with_parts():
-    pipeline = Pipeline.from_dataset(plain()).shuffle(seed=1)
-    shards = [pipeline.shard(2, index).build() for index in range(2)]
-    assert sorted(sum(map(numbers, shards), [])) == list(range(NUM))
-    subset = pipeline.subset(0.2).build()
-    orders = [[int(x) for x in subset] for _ in range(2)]
-    assert sorted(orders[0]) == sorted(orders[1])
-    assert orders[0] != orders[1]

@@ -67,11 +67,6 @@ def by_python(path):
     return mean(tf.ensure_shape(tf.numpy_function(read, [path], tf.string), ()))
 
 
-def table_of(folder):
-    pairs = tf.lookup.KeyValueTensorInitializer(images(folder), masks(folder))
-    return tf.lookup.StaticHashTable(pairs, "")
-
-
 def from_names(read):
     return lambda folder: Pipeline.from_arrays(np.array(images(folder))).map(read)
 

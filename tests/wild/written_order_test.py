@@ -115,11 +115,6 @@ PLAIN = {
     "full batches only": lambda d: d.batch(3).filter(
         lambda x, y: tf.equal(tf.shape(x)[0], 3)
     ),
-    "a filter between maps": lambda d: (
-        d.map(lambda x, y: (x, y - 4))
-        .filter(lambda x, y: y >= 0)
-        .map(lambda x, y: (x, tf.math.log(tf.cast(y + 1, tf.float32))))
-    ),
     "cache, then batches": lambda d: (
         d.cache("").batch(4).map(lambda x, y: (x - tf.reduce_mean(x), y))
     ),

@@ -326,8 +326,8 @@ def _heads(paths: Sequence[str]) -> tuple[str, list[str], list[list[str]]]:
     first: tuple[str, list[str], list[list[str]]] = ("", [], [])
     for path in paths:
         check_text(path)
-        delimiter = first[0] or max(",;\t|", key=lambda one: len(_head(path, one)[0]))
-        header, *rows = _head(path, delimiter)
+        delimiter = first[0] or _delimiter_of(path)
+        header, *rows = _head(path, delimiter, 1 if first[0] else _NUM_INFERRED)
         names = [name.strip() or f"column_{i}" for i, name in enumerate(header)]
         numbers = [str(number) for number in range(len(names) + 1)]
         are_numbers = all(map(_NUMBER.fullmatch, names))
@@ -352,7 +352,12 @@ def _heads(paths: Sequence[str]) -> tuple[str, list[str], list[list[str]]]:
     return first
 
 
-def _head(path: str, delimiter: str) -> list[list[str]]:
+def _delimiter_of(path: str) -> str:
+    """Returns the delimiter that parts a file's header into most columns."""
+    return max(",;\t|", key=lambda one: len(_head(path, one, 0)[0]))
+
+
+def _head(path: str, delimiter: str, num_rows: int) -> list[list[str]]:
     """Returns the header of a file, empty if there is none, and its first rows."""
-    found = itertools.islice(_records(path, delimiter), 1 + _NUM_INFERRED)
+    found = itertools.islice(_records(path, delimiter), 1 + num_rows)
     return [fields for _, fields, _ in found] or [[]]

@@ -8,6 +8,7 @@ other.
 
 import abc
 import dataclasses
+import functools
 import numbers
 import warnings
 from collections.abc import Callable
@@ -81,6 +82,13 @@ def read_all(values: tf.data.Dataset, argument: str) -> np.ndarray:
             "one. Check the files or the filter before it."
         )
     return np.concatenate(read)
+
+
+def _read(data: Any, pick: Any, argument: str, settings: Settings) -> np.ndarray:
+    """Returns what a function picks of each element of a dataset or a source."""
+    is_source = isinstance(data, RandomAccess)
+    elements = data.dataset(settings) if is_source else data
+    return read_all(map_in_order(elements, pick, settings), argument)
 
 
 def _count(data: tf.data.Dataset | RandomAccess) -> int:
@@ -221,15 +229,11 @@ class Balance(Sampler):
 
     def _plan(self, data: Any, settings: Settings) -> tuple[int, Draw]:
         """Returns a draw in which classes come equally often, up to one."""
+        pick = functools.partial(_pick, self.by)
         if isinstance(data, RandomAccess) and not callable(self.by):
-            labels = np.asarray(_pick(self.by, *as_arguments(data.tensors)))
+            labels = np.asarray(pick(*as_arguments(data.tensors)))
         else:
-            elements = data.dataset(settings) if self.source is not None else data
-
-            def pick(*parts: Any) -> Any:
-                return _pick(self.by, *parts)
-
-            labels = read_all(map_in_order(elements, pick, settings), "by")
+            labels = _read(data, pick, "by", settings)
         classes, ids = np.unique(_classes(labels), return_inverse=True)
         if len(classes) == 1:
             warnings.warn(
@@ -267,9 +271,7 @@ class Weights(Sampler):
         """Returns independent draws in proportion to the weights."""
         weights = self.weights
         if callable(weights):
-            elements = data.dataset(settings) if self.source is not None else data
-            found = read_all(map_in_order(elements, weights, settings), "weights")
-            weights = _checked_weights(found)
+            weights = _checked_weights(_read(data, weights, "weights", settings))
         elif len(weights) != _count(data):
             raise ValueError(
                 f"`weights` has {len(weights)} values for {_count(data)} examples; "
