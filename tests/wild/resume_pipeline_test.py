@@ -41,7 +41,7 @@ PIPELINES = {
         stream().balance(is_above_one, seed=2).shuffle(seed=3)
     ),
     "balance": lambda: rows().balance(is_above_one, seed=2),
-    "weights": lambda: rows().weights(np.arange(1.0, 73.0), seed=5, num_examples=40),
+    "weights": lambda: rows().weights(np.arange(1.0, 73.0), seed=5),
     "filter, shuffle": lambda: stream().filter(lambda x, y: y[0] < 2).shuffle(seed=7),
     "everything": lambda: (
         rows()
