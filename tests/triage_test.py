@@ -73,12 +73,10 @@ def regressor(*layers, loss="mse", optimizer="sgd", policy="float32"):
 WAYS = (*STYLES, "own step")
 
 
-@pytest.mark.quick("functional")
-@pytest.mark.parametrize("style", WAYS)
-def test_a_bad_number_in_the_data_is_counted(style):
+def test_a_bad_number_in_the_data_is_counted():
     x = X.copy()
     x[5, 2], x[9, 0] = np.nan, np.inf
-    found = triage(made(parts, style), (x, Y))
+    found = triage(made(parts, "own step"), (x, Y))
     assert (found.cause, found.layer) == ("data", None)
     assert found.evidence == (
         "`x` holds 2 numbers that are inf or NaN, in 2 of 16 examples (number 5, 9).",
@@ -120,11 +118,10 @@ def root():
     return parts(Own(tf.sqrt, name="root"))
 
 
-@pytest.mark.quick("mixed_float16-subclassed")
+@pytest.mark.quick("subclassed")
 @pytest.mark.parametrize("style", WAYS)
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
-def test_a_root_at_zero_is_the_models_fault(style, policy):
-    found = triage(made(root, style, policy=policy), (X, Y))
+def test_a_root_at_zero_is_the_models_fault(style):
+    found = triage(made(root, style, policy="mixed_float16"), (X, Y))
     prefix = "inner/" if style == "nested" else ""
     assert (found.cause, found.layer) == ("model", f"{prefix}root")
     assert "on the way backward" in found.evidence[0]
@@ -140,30 +137,10 @@ def test_a_loss_of_the_users_own_that_fails_is_told():
     assert found.evidence[0].startswith("The loss is not finite in float32, while all")
 
 
-def test_weights_that_are_nan_already_are_found_behind_a_relu():
-    model = made(parts)
-    kernel = model.layers[0].kernel
-    kernel.assign(np.where(np.arange(32).reshape(4, 8) == 5, np.nan, kernel.numpy()))
-    found = triage(model, (X, Y))
-    assert (found.cause, found.layer) == ("model", "first")
-    assert found.evidence[0].startswith("1 of 32 numbers of the weight")
-
-
-@pytest.mark.quick("mixed_bfloat16")
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
-def test_weights_that_ran_away_accuse_the_learning_rate(policy):
-    model = made(parts, policy=policy, optimizer=keras.optimizers.SGD(1e6))
-    model.fit(X, Y, epochs=3, verbose=0)
-    found = triage(model, (X, Y))
-    assert found.cause == "learning rate"
-    assert "initializers make that about 1" in found.evidence[-1]
-
-
-@pytest.mark.quick("mixed_float16")
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
-def test_an_update_that_throws_the_loss_up_accuses_the_learning_rate(policy):
+def test_an_update_that_throws_the_loss_up_accuses_the_learning_rate():
     falling = keras.optimizers.schedules.CosineDecay(1e4, 100)
-    model = made(parts, policy=policy, optimizer=keras.optimizers.SGD(falling))
+    optimizer = keras.optimizers.SGD(falling)
+    model = made(parts, policy="mixed_float16", optimizer=optimizer)
     before = [variable.numpy() for variable in model.variables]
     found = triage(model, (X, Y))
     assert (found.cause, found.rate_factor) == ("learning rate", 0.1)
@@ -229,16 +206,6 @@ def test_an_epsilon_of_zero_accuses_the_optimizer():
     assert found.evidence[0].startswith("Loss and gradients are finite, and the update")
 
 
-def test_a_slot_that_is_nan_accuses_the_optimizer():
-    model = made(parts)
-    model.fit(X, Y, verbose=0)
-    slot = next(v for v in model.optimizer.variables if "moment" in v.path)
-    slot.assign(slot.numpy() * np.nan)
-    found = triage(model, (X, Y))
-    assert found.cause == "optimizer"
-    assert "of the optimizer's" in found.evidence[0]
-
-
 def huge():
     return parts(L.Rescaling(1e5, name="huge"), L.LayerNormalization(name="norm"))
 
@@ -249,6 +216,10 @@ def test_a_layer_that_float16_cannot_hold_is_named(style):
     found = triage(made(huge, style, policy="mixed_float16"), (X, Y))
     prefix = "inner/" if style == "nested" else ""
     assert (found.cause, found.layer) == ("precision", f"{prefix}huge")
+    assert Triage.from_json(found.to_json()) == found
+    lines = str(found).splitlines()
+    assert lines[0] == f"{found.model}: the cause is precision, layer '{prefix}huge'"
+    assert max(map(len, lines)) <= 110
     assert "; float16 holds 65504." in found.evidence[1]
     assert found.remedy == (f"Keep them in float32: `keep_float32=['{prefix}huge']`.")
 
@@ -324,32 +295,6 @@ def test_a_mask_of_infinities_is_not_to_blame():
     model = regressor(identity, bad, lambda: L.Dense(1), policy="mixed_float16")
     found = triage(model, (X, TARGETS))
     assert found.cause == "precision" and "bad" in found.layer
-
-
-@pytest.mark.quick("own step")
-@pytest.mark.parametrize("style", WAYS)
-def test_a_scale_that_is_too_high_is_lowered(style):
-    model = made(parts, style, policy="mixed_float16", loss_scale=2.0**24)
-    found = triage(model, (X * 100, Y))
-    assert found.cause == "loss scale"
-    lower = re.search(r"finite at a loss scale of (\S+) and not at", found.evidence[0])
-    assert 1 <= float(lower.group(1)) == found.loss_scale < 2.0**24
-
-
-@pytest.mark.quick("mixed_float16-functional")
-@pytest.mark.parametrize("style", WAYS)
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
-def test_a_healthy_step_accuses_nobody(style, policy):
-    found = triage(made(parts, style, policy=policy), (X, Y))
-    assert (found.cause, found.layer, found.evidence) == ("none", None, ())
-
-
-def test_it_goes_to_json_and_into_a_table():
-    found = triage(made(huge, policy="mixed_float16"), (X, Y))
-    assert Triage.from_json(found.to_json()) == found
-    lines = str(found).splitlines()
-    assert lines[0] == f"{found.model}: the cause is precision, layer 'huge'"
-    assert max(map(len, lines)) <= 110
 
 
 def test_no_batch_is_refused():

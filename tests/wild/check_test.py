@@ -1,7 +1,5 @@
 """`tfamp.check`: one call on a model as it is, and what its one table tells."""
 
-import itertools
-
 import keras
 import numpy as np
 import pytest
@@ -148,29 +146,6 @@ def test_a_subclassed_model_that_was_never_called_is_checked():
     assert [each.layer for each in found.of(rule="guilty-layer")] == [
         f"{model.body.name}/cents"
     ]
-
-
-class Sales(keras.utils.PyDataset):
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, index):
-        rows = slice(16 * index, 16 * index + 16)
-        return SALES[rows], RETURNED[rows]
-
-
-FORMS = {
-    "pipeline": lambda: tfamp.data.Pipeline.from_arrays(SALES, RETURNED).batch(16),
-    "generator": lambda: (Sales()[i] for i in itertools.cycle(range(3))),
-    "PyDataset": Sales,
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_it_takes_what_fit_takes(form):
-    found = tfamp.check(shop(), FORMS[form](), policy="mixed_bfloat16")
-    assert found.skipped == ()
-    assert found.of(rule="half-share") and found.of(rule="ranges")
 
 
 def test_without_data_it_says_what_it_could_not_look_at():
