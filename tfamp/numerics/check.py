@@ -214,16 +214,12 @@ def _of_numbers(
 
 def _magnitudes(found: Ranges, dtype: str) -> Iterator[Finding]:
     """Yields how large the numbers are, and which loss scale suits the gradients."""
-    largest = max(found.layers, key=lambda each: each.largest, default=None)
-    if largest is not None:
+    for most in sorted(found.layers, key=lambda each: -each.largest)[:1]:
+        text = f"In float32 the {most.kind} of {most.path!r} are largest, up to "
+        text += f"{most.largest:.3g}; float16 ends at {FLOAT16.max:.0f}."
+        place: Any = {"layer": most.path, "figure": most.largest}
         yield Finding(
-            "ranges",
-            "note",
-            f"In float32 the {largest.kind} of {largest.path!r} are largest, up to "
-            f"{largest.largest:.3g}; float16 ends at {FLOAT16.max:.0f}.",
-            "`tfamp.ranges` shows each layer.",
-            layer=largest.path,
-            figure=largest.largest,
+            "ranges", "note", text, "`tfamp.ranges` shows each layer.", **place
         )
     remedy = f"{dtype or 'float32'} needs no loss scale."
     if dtype == "float16":

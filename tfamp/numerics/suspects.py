@@ -102,20 +102,18 @@ def _values(variable: Any) -> np.ndarray:
     return np.array(tf.cast(variable.value, tf.float32), np.float64)
 
 
-def _counted_bad(variable: Any) -> str:
-    """Returns "3 of 8 numbers" of a variable that are inf or NaN, "" for none."""
+def _bad(variable: Any, whose: str, layer: str | None) -> list[Suspicion]:
+    """Returns a sentence on a variable that is inf or NaN in a part."""
     values = _values(variable)
     bad = int(values.size - np.isfinite(values).sum())
-    return f"{bad} of {values.size} numbers" if bad else ""
+    text = f"{bad} of {values.size} numbers of {whose} {variable.path!r} are inf or NaN"
+    return [Suspicion(f"{text} already.", layer)] if bad else []
 
 
 def bad_weights(model: keras.Model) -> list[Suspicion]:
     """Returns a sentence for each weight that is inf or NaN in a part."""
-    return [
-        Suspicion(f"{bad} of the weight {weight.path!r} are inf or NaN already.", path)
-        for path, weight, _ in _weights_of(model)
-        if (bad := _counted_bad(weight))
-    ]
+    weights = _weights_of(model)
+    return [each for path, w, _ in weights for each in _bad(w, "the weight", path)]
 
 
 def bad_slots(model: keras.Model) -> list[Suspicion]:
@@ -125,12 +123,11 @@ def bad_slots(model: keras.Model) -> list[Suspicion]:
     for optimizer in optimizers_of(model):
         # A loss-scale optimizer's own numbers may well be inf: it counts them.
         for slot in getattr(optimizer, "inner_optimizer", optimizer).variables:
-            if "float" in str(slot.dtype) and (bad := _counted_bad(slot)):
+            if "float" in str(slot.dtype):
                 # Slots bear the name of their weight and their own.
                 name = slot.path.rsplit("/", 1)[-1]
                 weight = max((w for w in owners if name.startswith(w)), default="")
-                text = f"{bad} of the optimizer's {slot.path!r} are inf or NaN already."
-                found.append(Suspicion(text, owners.get(weight)))
+                found += _bad(slot, "the optimizer's", owners.get(weight))
     return found
 
 
