@@ -22,9 +22,8 @@ def build():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [lambda: build, build], ids=["function", "model"])
-def test_a_process_is_told_with_all_it_holds(make):
-    given = make()
+def test_a_process_is_told_with_all_it_holds():
+    given = build()
     traced = tfamp.estimate_memory(given, SIZE)
     found = tfamp.estimate_memory(given, SIZE, measure=True)
     assert (traced.source, found.source) == ("graph", "measured")
