@@ -98,7 +98,7 @@ def test_gradients_pass_the_rounding():
     factors = tf.constant(RNG(2).normal(size=(4, 2)), tf.float32)
     with tf.GradientTape() as tape:
         tape.watch(x)
-        loss = tf.reduce_sum(model(x) * factors)
+        loss = tf.reduce_sum(model(x, training=False) * factors)
     of_x, of_kernel = tape.gradient(loss, [x, model.layers[0].kernel])
     rounded = in_steps(x, -2, 2)
     np.testing.assert_allclose(of_kernel, rounded.T @ factors, rtol=1e-5, atol=1e-6)
@@ -243,6 +243,47 @@ def test_what_cannot_be_rounded_is_told():
     model.layers[-1].quantize("int8")
     with pytest.raises(ValueError, match="quantized already"):
         tfamp.quantize_aware(model)
+
+
+@keras.saving.register_keras_serializable()
+class Residual(layers.Layer):
+    """A block as users write it, without `build` and without `training`."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.first, self.second = layers.Dense(8), layers.Dense(8)
+
+    def call(self, x):
+        return x + self.second(keras.ops.relu(self.first(x)))
+
+
+@keras.saving.register_keras_serializable()
+class Blocks(keras.Model):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.blocks = [Residual() for _ in range(2)]
+        self.head = layers.Dense(3)
+
+    def call(self, x):
+        x = keras.ops.reshape(x, (-1, 8))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_blocks_that_are_told_nothing_of_training_learn_ranges_and_keep_them(tmp_path):
+    x, y = X[:, 0], Y
+    model = Blocks()
+    model(x)
+    compiled(tfamp.quantize_aware(model))
+    model.fit(x, y, epochs=2, verbose=0)
+    seen = [v for v in model.non_trainable_variables if v.path.endswith("num_seen")]
+    assert [int(each.numpy()) for each in seen] == [2] * len(seen) and seen
+    model.predict(x, verbose=0)
+    assert int(seen[0].numpy()) == 2
+    model.save(tmp_path / "model.keras")
+    loaded = tfamp.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded(x), model(x))
 
 
 def trained():

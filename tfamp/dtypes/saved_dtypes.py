@@ -53,13 +53,14 @@ def describe(model: keras.layers.Layer) -> dict[str, Any] | None:
         "evidence": dict(settings.evidence),
         "operations": [{"place": place, **kept[place]._asdict()} for place in kept],
         "layers": [_described(*row[:2]) for row in structure.walk(model)],
-        "fake_quantized": fake_quantization.ranges_of(model),
     }
 
 
 def _described(path: str, layer: keras.layers.Layer) -> dict[str, Any]:
     policy, planned = policy_of(layer), planned_layers.planned_layer(path, layer)
     row: dict[str, Any] = {"path": path, "class_name": planned.class_name}
+    if fake_quantization.is_attached(layer):
+        row["fake_quantized"] = fake_quantization.ranges_in(layer)
     if policy is None:
         return {**row, "policy": planned.dtype_policy}
     row["kind"] = _NAMES.get(policy.kind, policy.kind.name)
@@ -106,7 +107,12 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
     ]
     settings = _settings_of_file(entry)
     planned_layers.put_on(model, settings, planned, operations, known)
-    fake_quantization.attach_all(model, entry.get("fake_quantized", {}))
+    by_place = {
+        path: row["fake_quantized"]
+        for (path, *_), row in zip(structure.walk(model), rows, strict=True)
+        if "fake_quantized" in row
+    }
+    fake_quantization.attach_all(model, by_place)
     for layer, row in zip(layers, rows, strict=True):
         # The weights of a layer of a frozen model are stored as they were.
         own = zip(structure.own_weights(layer), row.get("stored", ()), strict=False)

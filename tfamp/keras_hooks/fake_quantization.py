@@ -12,7 +12,8 @@ Source: B. Jacob et al., Quantization and Training of Neural Networks for Effici
 Integer-Arithmetic-Only Inference, 2018, section 3.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -20,6 +21,7 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.common import variables
 from keras.src.backend.common.global_state import get_global_attribute
+from tensorflow.python.eager import record
 
 from tfamp.keras_hooks import backend, structure
 from tfamp.keras_hooks.patches import like
@@ -163,9 +165,8 @@ def attach(
         each.low.assign(low)
         each.high.assign(high)
         each.num_seen.assign(num_seen)
-    layer._tracker.unlock()
-    setattr(layer, _ATTRIBUTE, made)
-    layer._tracker.lock()
+    with _unlocked(layer):
+        setattr(layer, _ATTRIBUTE, made)
     call, kernels = layer.call, kernels_of(layer)
     vars(layer)[_BEFORE] = vars(layer).get("call")
 
@@ -192,9 +193,26 @@ def attach(
     structure.replace_call(layer, rounded_call)
 
 
+@contextlib.contextmanager
+def _unlocked(layer: Any) -> Iterator[None]:
+    """Lets a built layer get and lose parts, which Keras locks."""
+    was_locked = layer._tracker.locked
+    layer._tracker.unlock()
+    try:
+        yield
+    finally:
+        if was_locked:
+            layer._tracker.lock()
+
+
 def _is_training() -> bool:
+    """Returns what the layers around are told, else whether gradients are taken.
+
+    A model without a `training` argument is not told of it.
+    """
     context = get_global_attribute("current_call_ctx")
-    return bool(context is not None and context.training)
+    told = None if context is None else context.training
+    return bool(record.could_possibly_record() if told is None else told)
 
 
 def _rounded(args: Any, ranges: list[InputRange], *, training: bool) -> Any:
@@ -217,9 +235,8 @@ def detach(layer: keras.layers.Layer) -> None:
     """Has a layer compute again as it did."""
     if is_attached(layer):
         structure.replace_call(layer, vars(layer).pop(_BEFORE))
-        layer._tracker.unlock()
-        delattr(layer, _ATTRIBUTE)
-        layer._tracker.lock()
+        with _unlocked(layer):
+            delattr(layer, _ATTRIBUTE)
 
 
 def is_attached(layer: keras.layers.Layer) -> bool:
@@ -227,13 +244,18 @@ def is_attached(layer: keras.layers.Layer) -> bool:
     return _ATTRIBUTE in vars(layer)
 
 
+def ranges_in(layer: keras.layers.Layer) -> list[list[float]]:
+    """Returns the ranges of a rounded layer's inputs: low, high, batches seen."""
+    return [
+        [float(x.numpy()) for x in (each.low, each.high, each.num_seen)]
+        for each in vars(layer)[_ATTRIBUTE]
+    ]
+
+
 def ranges_of(model: keras.layers.Layer) -> dict[str, list[list[float]]]:
-    """Returns the ranges of each rounded layer, by path: low, high, batches seen."""
+    """Returns `ranges_in` of each rounded layer, by path."""
     return {
-        path: [
-            [float(x.numpy()) for x in (each.low, each.high, each.num_seen)]
-            for each in vars(layer)[_ATTRIBUTE]
-        ]
+        path: ranges_in(layer)
         for path, layer, _ in structure.walk(model)
         if is_attached(layer)
     }
@@ -248,7 +270,8 @@ def attach_all(
             if path in ranges:
                 attach(layer, has_range=bool(ranges[path]), ranges=ranges[path])
             if isinstance(layer, keras.layers.LSTM | keras.layers.GRU):
-                layer.use_cudnn = False  # whose kernels would pass the cell by
+                # Kernels of GPUs would pass the cell by.
+                layer.use_cudnn = not is_attached(layer.cell) and layer.use_cudnn
 
 
 def detach_all(model: keras.layers.Layer) -> None:

@@ -27,7 +27,8 @@ def quantize_aware(
 
     In Dense, EinsumDense (which attention is made of), convolutions and recurrent cells
     the kernels read as the int8 values that an export holds, one scale a channel, and
-    inputs are rounded to 256 steps of a range that follows the batches of training.
+    inputs are rounded to 256 steps of a range that follows the batches of training:
+    calls with `training=True`, or under a tape where nobody says.
     Weights are stored and updated as before, gradients pass the rounding, and dtypes
     stay: it works under any policy, in `fit` and in own loops. Fine-tune a trained
     model so for some epochs at a tenth of its learning rate, compiled anew, then
