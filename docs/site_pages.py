@@ -43,8 +43,8 @@ PAGES = {
 SUBPACKAGES = ("callbacks", "data", "distribute", "training")
 # What its parts ask the optimizer for, besides what users do.
 _PARTS = {
-    *("accumulates", "accumulator", "discard", "is_overwritten", "own_variables"),
-    *("position_of", "put", "shared_clip", "update_inner"),
+    *("accumulates", "assign_all", "discard", "done_here", "is_overwritten"),
+    *("own_variables", "position_of", "put", "shared_clip", "stock_variables"),
 }
 _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 

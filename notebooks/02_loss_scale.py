@@ -172,17 +172,26 @@ with tfamp.scope("mixed_float16"):
         keras.optimizers.Adam(0.003), initial_scale=2.0**24, dynamic_growth_steps=15
     )
     model.compile(optimizer, loss_of)
-    model.fit(broken, y[:1280], epochs=BROKEN_EPOCHS, shuffle=False, verbose=0)
+    scales, norms, skips = [], [], []
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: (
+            scales.append(optimizer.scale),
+            norms.append(optimizer.gradient_norm),
+            skips.append(optimizer.last_step_skipped),
+        )
+    )
+    how = {"epochs": BROKEN_EPOCHS, "shuffle": False, "verbose": 0}
+    model.fit(broken, y[:1280], callbacks=[watch], **how)
 # %%
-steps = optimizer.history()
-skipped = steps["skipped"]
+steps, skipped = np.arange(1, len(scales) + 1), np.array(skips)
+scales = np.array(scales)
 figure, (top, low) = plt.subplots(2, 1, sharex=True, layout="constrained")
-top.step(steps["step"], steps["scale"], where="post")
-top.plot(steps["step"][skipped], steps["scale"][skipped], "rv", label="skipped")
+top.step(steps, scales, where="post")
+top.plot(steps[skipped], scales[skipped], "rv", label="skipped")
 top.set_yscale("log", base=2)
 top.set(ylabel="loss scale")
 top.legend()
-low.plot(steps["step"], steps["gradient_norm"])
+low.plot(steps, norms)
 low.set(ylabel="gradient norm, unscaled", xlabel="step", yscale="log")
 plt.show()
 print(f"{optimizer.applied_steps} applied, {optimizer.skipped_steps} skipped")

@@ -154,7 +154,7 @@ print("never killed - killed and resumed:", distance(weights("two"), weights("ki
 #
 # What more devices bring, `tfamp.callbacks.Throughput` tells: train with one, then with
 # all of them, and divide the examples a second. Half the bytes go over the wire with
-# `tfamp.LossScaleOptimizer(reduce_dtype="auto")` under a mixed policy.
+# `tfamp.LossScaleOptimizer(reduce_dtype="bfloat16")`.
 #
 # ## Where to go next
 #

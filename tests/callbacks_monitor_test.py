@@ -184,7 +184,7 @@ def test_variables_are_named_once_for_each_set(caplog):
     )
     steps((INF, 1.0))
     assert len(caplog.messages) == 1
-    steps((INF, 1.0), (1.0, float("nan")))
+    steps((INF, 1.0), (INF, float("nan")))
     assert "Skipped 2 of 2 steps, the last time step 6" in caplog.messages[1]
     assert "gradients of 'm/d/kernel', 'm/d/bias' were not finite" in caplog.messages[1]
     assert len(caplog.messages) == 2

@@ -18,7 +18,7 @@ from tests.cluster_program import slurm_variables
 from tests.linear_training import TOLERANCE, X, Y, one_device
 from tfamp.distribute import strategies
 from tfamp.dtypes import hooks
-from tfamp.loss_scale.replicas import STRATEGIES
+from tfamp.loss_scale.fit_hooks import STRATEGIES
 from tfamp.machine.clusters import Cluster, cluster_of
 
 ROOT = Path(__file__).parents[1]

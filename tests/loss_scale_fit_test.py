@@ -9,12 +9,11 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.arrays import assert_close
 from tests.loops import COMPILED, OwnStep
 from tests.styles import STYLES, Subclassed, assembled, stock_policy
 
 layers = keras.layers
-STOCK, OURS = keras.optimizers.LossScaleOptimizer, tfamp.LossScaleOptimizer
+OURS = tfamp.LossScaleOptimizer
 SGD = keras.optimizers.SGD
 rng = np.random.default_rng(0)
 X = rng.normal(size=(32, 4)).astype("float32")
@@ -59,10 +58,10 @@ def linear():
     return keras.Sequential([keras.Input((4,)), layers.Dense(1)])
 
 
-def compiled(build, inner=None, *, cls=OURS, mode=MODES["graph"], **options):
+def compiled(build, inner=None, *, mode=MODES["graph"], **options):
     keras.utils.set_random_seed(0)
     model = build()
-    optimizer = cls(inner or keras.optimizers.Adam(0.05), **options)
+    optimizer = OURS(inner or keras.optimizers.Adam(0.05), **options)
     model.compile(optimizer, "mse", **mode)
     return model
 
@@ -93,22 +92,14 @@ def test_bad_batches_change_no_bit_of_the_model(build, mode):
     assert state(model) != before
 
 
-@pytest.mark.quick("ours-functional")
+@pytest.mark.quick("functional")
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("cls", [STOCK, OURS], ids=["stock", "ours"])
-def test_the_very_first_batch_may_be_bad(cls, build):
-    model = compiled(build, cls=cls)
+def test_the_very_first_batch_may_be_bad(build):
+    model = compiled(build)
     fit(model, BAD[:8])
     fit(model, X, epochs=2)
     moving = np.concatenate([w.numpy() for w in model.non_trainable_weights])
-    assert np.isfinite(moving).all() == (cls is OURS)
-
-
-def test_moving_statistics_go_on_from_good_batches_alone():
-    model, expected = (compiled(functional, mode=MODES["eager"]) for _ in range(2))
-    fit(model, np.concatenate([X[:8], BAD[:8], X[8:16], BAD[:8]]))
-    fit(expected, X[:16])
-    assert_close(model.non_trainable_weights, expected.non_trainable_weights)
+    assert np.isfinite(moving).all()
 
 
 STOPPED = "Skipped 3 updates in a row, because their gradients were not finite"
@@ -134,36 +125,12 @@ def test_fit_ends_after_too_many_skips_and_the_next_one_begins_clean(build, mode
     assert losses[-1] < losses[0] / 2
 
 
-def test_train_on_batch_ends_too():
-    model = compiled(linear, SGD(0.1), max_consecutive_skips=2)
-    model.train_on_batch(BAD, Y)
-    with pytest.raises(tfamp.LossScaleError, match="Skipped 2 updates in a row"):
-        model.train_on_batch(BAD, Y)
-    # Keras 3.10 goes on with the mean of the losses before, so weights are looked at.
-    model.train_on_batch(X, Y)
-    assert int(model.optimizer.iterations) == 1
-    assert all(np.isfinite(w).all() for w in model.get_weights())
-
-
 def test_under_xla_train_on_batch_ends_a_few_steps_late():
     model = compiled(linear, SGD(0.1), mode=MODES["xla"], max_consecutive_skips=3)
     with pytest.raises(tfamp.LossScaleError, match=re.escape(STOPPED)):
         for _ in range(20):
             model.train_on_batch(BAD, Y)
     assert model.optimizer.skipped_steps == 16
-
-
-def test_an_error_of_another_kind_stays_what_it_is():
-    model = compiled(linear, SGD(0.1))
-
-    class Broken(keras.losses.Loss):
-        def call(self, y_true, y_pred):
-            tf.debugging.Assert(False, ["something else"])
-            return tf.reduce_mean(y_pred)
-
-    model.compile(model.optimizer, Broken(), jit_compile=False)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="something else"):
-        fit(model, X)
 
 
 def test_an_optimizer_of_the_train_steps_own_ends_fit_alike():
@@ -201,17 +168,6 @@ def test_callbacks_of_every_form_are_taken():
     assert len(given.callbacks) == 2
 
 
-@pytest.mark.slow
-def test_frozen_layers_are_not_written_under_xla():
-    model = compiled(functional, mode=MODES["xla"])
-    model.layers[1].trainable = False
-    model.compile(model.optimizer, "mse", jit_compile=True)
-    fit(model, X)
-    before = state(model)
-    fit(model, BAD)
-    assert state(model) == before
-
-
 def one_layer_in_float16():
     x = keras.Input((4,))
     h = layers.Dense(4, use_bias=False, dtype="mixed_float16")(x)
@@ -230,30 +186,6 @@ def test_compile_wraps_with_our_class_wherever_a_layer_is_float16():
     stock = one_layer_in_float16()
     stock.compile("adam", "mse")
     assert type(stock.optimizer) is keras.optimizers.Adam  # no scale: silent zeros
-
-
-def test_compile_puts_our_class_in_the_place_of_keras_own():
-    given = STOCK(keras.optimizers.Adam(0.5), 64.0, 7, name="mine")
-    with tfamp.scope("mixed_float16"):
-        model = functional()
-        model.compile(given, "mse")
-    optimizer = model.optimizer
-    assert type(optimizer) is OURS
-    assert optimizer.inner_optimizer is given.inner_optimizer
-    settings = (optimizer.scale, optimizer.dynamic_growth_steps, optimizer.name)
-    assert settings == (64, 7, "mine")
-
-
-def test_a_loss_scale_factor_becomes_a_static_scale():
-    with tfamp.scope("mixed_float16"):
-        model = functional()
-        model.compile(keras.optimizers.Adam(loss_scale_factor=32.0), "mse")
-    assert (model.optimizer.scale, model.optimizer.dynamic) == (32, False)
-    with stock_policy("mixed_float16"):
-        stock = functional()
-        stock.compile(keras.optimizers.Adam(loss_scale_factor=32.0), "mse")
-    assert stock.optimizer.inner_optimizer.loss_scale_factor is None  # wiped
-    assert stock.optimizer.scale_loss(1.0) == 2.0**15
 
 
 def test_all_options_reach_the_optimizer_and_wrong_ones_are_told_at_once():
@@ -278,3 +210,15 @@ def test_all_options_reach_the_optimizer_and_wrong_ones_are_told_at_once():
         model = functional()
         model.compile("adam", "mse")
     assert (model.optimizer.accumulation_steps, model.optimizer.scale) == (2, 8)
+
+
+def test_a_loss_scale_factor_becomes_a_static_scale():
+    with tfamp.scope("mixed_float16"):
+        model = functional()
+        model.compile(keras.optimizers.Adam(loss_scale_factor=32.0), "mse")
+    assert (model.optimizer.scale, model.optimizer.dynamic) == (32, False)
+    with stock_policy("mixed_float16"):
+        stock = functional()
+        stock.compile(keras.optimizers.Adam(loss_scale_factor=32.0), "mse")
+    assert stock.optimizer.inner_optimizer.loss_scale_factor is None  # wiped
+    assert stock.optimizer.scale_loss(1.0) == 2.0**15

@@ -1,17 +1,13 @@
 """Training loops in the words of Keras 3 and of legacy Keras, and of neither."""
 
-import re
 import threading
 import warnings
-import weakref
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.garbage import holders_of
 from tests.loops import in_each_way
 
 SCALE = 2.0**15
@@ -42,24 +38,6 @@ def legacy(optimizer, weight):
     optimizer.apply_gradients(zip(gradients, [weight], strict=True))
 
 
-def legacy_callable(optimizer, weight):
-    with tf.GradientTape() as tape:
-        loss = optimizer.get_scaled_loss(lambda: loss_of(weight))()
-    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [weight.value]))
-    gradients, _ = tf.clip_by_global_norm(gradients, 100.0)
-    optimizer.apply_gradients(zip(gradients, [weight], strict=True))
-
-
-def minimize(optimizer, weight):
-    optimizer.minimize(lambda: loss_of(weight), [weight])
-
-
-def minimize_with_tape(optimizer, weight):
-    with tf.GradientTape() as tape:
-        loss = loss_of(weight)
-    optimizer.minimize(loss, lambda: [weight], tape=tape)
-
-
 def unscaled(optimizer, weight):
     with tf.GradientTape() as tape:
         loss = loss_of(weight)
@@ -70,9 +48,6 @@ LOOPS = [
     keras_3,
     keras_3_pairs,
     legacy,
-    legacy_callable,
-    minimize,
-    minimize_with_tape,
     unscaled,
 ]
 
@@ -98,51 +73,11 @@ def test_every_way_makes_the_same_updates(loop, decorate, is_built):
 def test_the_two_styles_in_turn():
     weight = keras.Variable(1.0)
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125))
-    turns = (keras_3, legacy, unscaled, legacy, keras_3, unscaled, minimize, legacy)
+    turns = (keras_3, legacy, unscaled, legacy, keras_3, unscaled, legacy)
     for loop in (*turns, keras_3):
         before = float(weight)
         loop(optimizer, weight)
         assert float(weight) == pytest.approx(before / 4)
-
-
-def test_gradients_from_one_function_applied_in_another():
-    weight = keras.Variable(1.0)
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125))
-
-    @tf.function
-    def gradients():
-        with tf.GradientTape() as tape:
-            loss = optimizer.get_scaled_loss(loss_of(weight))
-        return optimizer.get_unscaled_gradients(tape.gradient(loss, [weight.value]))
-
-    for _ in range(3):  # traced in the first round only
-        before = float(weight)
-        optimizer.apply_gradients(zip(gradients(), [weight], strict=True))
-        assert float(weight) == pytest.approx(before / 4)
-
-
-def test_unscaled_gradients_keep_none_and_slices():
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), 4.0)
-    rows = tf.IndexedSlices(tf.constant([[8.0]]), tf.constant([1]), (2, 1))
-    first, nothing, second = optimizer.get_unscaled_gradients(
-        [tf.constant(4.0), None, rows]
-    )
-    assert (float(first), nothing) == (1.0, None)
-    np.testing.assert_array_equal(tf.convert_to_tensor(second), [[0.0], [2.0]])
-
-
-def test_apply_gradients_gives_the_iterations():
-    weight = keras.Variable(1.0)
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125), 1.0)
-    optimizer.scale_loss(0.0)
-    assert int(optimizer.apply_gradients([(tf.constant(1.0), weight)])) == 1
-
-
-def test_minimize_wants_a_tape_for_a_tensor():
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD())
-    message = re.escape("`tape` is None; expected a callable or the tape")
-    with pytest.raises(ValueError, match=message):
-        optimizer.minimize(tf.constant(1.0), [keras.Variable(1.0)])
 
 
 FORGOTTEN = "no loss was multiplied by it"
@@ -179,7 +114,7 @@ def test_gradients_made_by_hand_are_not_told_at_once():
         optimizer.apply([tf.constant(SCALE)], [weight])
 
 
-@pytest.mark.quick("keras_3_pairs", "minimize")
+@pytest.mark.quick("keras_3_pairs")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_who_scales_is_never_told(loop):
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125))
@@ -239,25 +174,3 @@ def test_what_a_tape_said_in_a_thread_ends_with_it():
         thread.start()
         thread.join()
     assert float(variable) == pytest.approx(1.0 - 0.01 * 10.0)
-
-
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["graph", "xla"])
-def test_a_trace_outlives_an_optimizer_whose_scale_it_took(is_compiled):
-    """One that is not built may turn out to train what any loop trains."""
-    sgd = keras.optimizers.SGD(0.01)
-    other = tfamp.LossScaleOptimizer(sgd, initial_scale=8.0, dynamic=False)
-    variable = tf.Variable(1.0)
-
-    @tf.function(jit_compile=is_compiled)
-    def gradient():
-        with tf.GradientTape() as tape:
-            half = tf.cast(variable, tf.float16)
-            loss = tf.cast(2 * half, tf.float32)
-        return tape.gradient(loss, variable)
-
-    assert float(gradient()) == 2.0
-    reference = weakref.ref(other)
-    del sgd, other
-    assert holders_of(reference) == []
-    assert float(gradient()) == 2.0
-    assert float(tf.function(gradient)()) == 2.0  # asks for what the trace reads

@@ -128,8 +128,6 @@ def test_what_it_counts(mode):
     step(tf.constant([2.0, 0.0]))
     assert optimizer.consecutive_skips == 0
     assert (optimizer.applied_steps, optimizer.skipped_steps) == (2, 2)
-    assert optimizer.nonfinite_counts == {weight.path: 2}
-    np.testing.assert_array_equal(optimizer.history()["scale"], [8, 8, 4, 2])
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
@@ -145,19 +143,6 @@ def test_it_names_the_variables_whose_gradients_are_not_finite(mode):
 
 def slices(values, indices):
     return tf.IndexedSlices(tf.constant(values), tf.constant(indices), (3, 1))
-
-
-@pytest.mark.quick("*-graph")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("cls", [STOCK, OURS], ids=["stock", "ours"])
-def test_slices_of_one_row_that_add_up_to_inf(cls, mode):
-    weight = keras.Variable([[1.0], [2.0], [3.0]])
-    optimizer = make(optimizers.SGD(1.0), 1.0, cls=cls)
-    optimizer.build([weight])
-    rows = slices([[3e38], [3e38], [1.0]], [1, 1, 2])
-    traced(mode)(lambda: optimizer.apply([rows], [weight]))()
-    finite = np.isfinite(weight).all()
-    assert finite == (cls is OURS)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -200,19 +185,6 @@ def test_clipping_acts_on_unscaled_gradients(clipping, expected, mode):
     assert_close(variables, expected, rtol=4 * 2**-23)
 
 
-def test_global_clipping_takes_no_second_pass_over_the_gradients():
-    def reductions(**clipping):
-        weight = keras.Variable([0.0, 0.0])
-        optimizer = make(optimizers.SGD(1.0, **clipping), 8.0)
-        optimizer.build([weight])
-        step = tf.function(lambda g: optimizer.apply([g], [weight]), autograph=False)
-        graph = step.get_concrete_function(tf.TensorSpec([2])).graph.as_graph_def()
-        nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
-        return sum(node.op in ("L2Loss", "Sum", "Square") for node in nodes)
-
-    assert reductions(global_clipnorm=1.0) == reductions() > 0
-
-
 @pytest.mark.quick("eager")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_variable_that_takes_its_gradient_as_its_value(mode):
@@ -222,7 +194,6 @@ def test_a_variable_that_takes_its_gradient_as_its_value(mode):
     step = steps_of(optimizer, [scaled, overwritten], mode)
     step(tf.constant([8.0]), tf.constant([5.0]))
     assert (float(scaled[0]), float(overwritten[0])) == (0.0, 5.0)
-    assert optimizer.gradient_norm == 1.0
     step(tf.constant([8.0]), tf.constant([NAN]))
     assert (float(scaled[0]), float(overwritten[0])) == (0.0, 5.0)
 
@@ -249,23 +220,6 @@ def test_float16_gradients_are_unscaled_in_float32():
     optimizer.apply([tf.constant([2.0**-12], tf.float16)], [weight])
     # float16 would round it to 0.
     assert (given[0].dtype, float(given[0][0])) == (tf.float32, 2.0**-27)
-
-
-SCALES = {"below 1": 2.0**-10, "no power of two": 3.0, "one": 1.0}
-
-
-@pytest.mark.quick("no power of two-graph", "one-eager")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-def test_a_static_scale_skips_and_stays(scale, mode):
-    weight = keras.Variable(4.0)
-    optimizer = make(optimizers.SGD(1.0), scale, dynamic=False)
-    step = steps_of(optimizer, [weight], mode)
-    for gradient in (1.0, *[NAN] * 5, 1.0):
-        step(tf.constant(gradient) * scale)
-    assert float(weight) == pytest.approx(2.0, rel=4 * 2**-23)
-    assert optimizer.scale == scale
-    assert optimizer.skipped_steps == 5
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -333,17 +287,12 @@ def test_under_xla_a_user_reads_the_stops():
         optimizer.raise_if_due()
 
 
-@pytest.mark.quick("graph-*")
-@pytest.mark.parametrize(
-    "mode, cls",
-    [("graph", STOCK), ("graph", OURS), ("eager", OURS), ("xla", OURS)],
-    ids=["graph-stock", "graph-ours", "eager-ours", "xla-ours"],
-)
-def test_a_thousand_bad_steps(mode, cls):
+@pytest.mark.quick("graph")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_thousand_bad_steps(mode):
     num_steps = 50 if mode == "eager" else 1000
     weight = keras.Variable(4.0)
-    options = {} if cls is STOCK else {"max_consecutive_skips": None}
-    optimizer = make(optimizers.Adam(0.1), cls=cls, **options)
+    optimizer = make(optimizers.Adam(0.1), max_consecutive_skips=None)
     optimizer.build([weight])
 
     @traced(mode)
@@ -354,33 +303,8 @@ def test_a_thousand_bad_steps(mode, cls):
         step(tf.constant(NAN))
     for _ in range(40):
         step(tf.constant(1.0))
-    if cls is STOCK:
-        assert float(optimizer.dynamic_scale) == 0
-        assert np.isnan(weight)
-    else:
-        assert float(weight) < 1
-        assert int(optimizer.iterations) == 40
-
-
-def test_zero_gradients_for_long_do_not_lift_the_scale_to_infinity():
-    def after_growing(optimizer):
-        weight = keras.Variable(4.0)
-        optimizer.build([weight])
-
-        @tf.function
-        def step(gradient):
-            optimizer.apply([gradient], [weight])
-
-        for _ in range(300):
-            step(tf.constant(0.0))
-        step(tf.constant(2.0**24))
-        return float(optimizer.dynamic_scale), float(weight)
-
-    stock = STOCK(optimizers.SGD(1.0), dynamic_growth_steps=1)
-    assert after_growing(stock) == (INF, 4.0)
-    ours = make(optimizers.SGD(1.0), dynamic_growth_steps=1)
-    scale, weight = after_growing(ours)
-    assert (scale, weight) == (2.0**24, 3.0)
+    assert float(weight) < 1
+    assert int(optimizer.iterations) == 40
 
 
 def test_a_float16_loss_is_scaled_in_float32_before_anything_is_built():
@@ -405,15 +329,42 @@ def test_gradients_that_do_not_fit():
     assert optimizer.apply([], []) is None
 
 
-def test_numbers_and_arrays_are_gradients_too():
-    first, second = keras.Variable(4.0), keras.Variable([1.0, 2.0])
-    optimizer = make(optimizers.SGD(1.0), 2.0)
-    optimizer.apply([6.0, np.float32([2.0, 4.0])], [first, second])
-    assert (float(first), second.numpy().tolist()) == (1.0, [0.0, 0.0])
-
-
 def test_what_cannot_be_wrapped():
     with pytest.raises(TypeError, match="`inner_optimizer` is 0.001"):
         OURS(0.001)
     with pytest.raises(ValueError, match="which scales the loss already"):
         OURS(STOCK(optimizers.SGD()))
+
+
+@pytest.mark.quick("*-graph")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cls", [STOCK, OURS], ids=["stock", "ours"])
+def test_slices_of_one_row_that_add_up_to_inf(cls, mode):
+    weight = keras.Variable([[1.0], [2.0], [3.0]])
+    optimizer = make(optimizers.SGD(1.0), 1.0, cls=cls)
+    optimizer.build([weight])
+    rows = slices([[3e38], [3e38], [1.0]], [1, 1, 2])
+    traced(mode)(lambda: optimizer.apply([rows], [weight]))()
+    finite = np.isfinite(weight).all()
+    assert finite == (cls is OURS)
+
+
+def test_zero_gradients_for_long_do_not_lift_the_scale_to_infinity():
+    def after_growing(optimizer):
+        weight = keras.Variable(4.0)
+        optimizer.build([weight])
+
+        @tf.function
+        def step(gradient):
+            optimizer.apply([gradient], [weight])
+
+        for _ in range(300):
+            step(tf.constant(0.0))
+        step(tf.constant(2.0**24))
+        return float(optimizer.dynamic_scale), float(weight)
+
+    stock = STOCK(optimizers.SGD(1.0), dynamic_growth_steps=1)
+    assert after_growing(stock) == (INF, 4.0)
+    ours = make(optimizers.SGD(1.0), dynamic_growth_steps=1)
+    scale, weight = after_growing(ours)
+    assert (scale, weight) == (2.0**24, 3.0)

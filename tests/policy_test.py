@@ -199,7 +199,7 @@ REFUSED = {
     ),
     "option": (
         {"loss_scale_options": {"groth": 2}},
-        "Unknown name 'groth' in `loss_scale_options`",
+        "Unknown `loss_scale_options` 'groth'",
     ),
     "options of a static scale": (
         {"loss_scale": 8.0, "loss_scale_options": {"initial_scale": 2.0}},

@@ -160,7 +160,7 @@ def main(out, is_whole):
     results["shuffled"] = shuffled(strategy)
     tf.random.set_seed(index)
     results["shuffled by seeds"] = shuffled(strategy)
-    results["sums"] = reduced(strategy, "mixed_float16", reduce_dtype="auto")
+    results["sums"] = reduced(strategy, "mixed_float16", reduce_dtype="float16")
     if is_whole:
         bad = spoiled(X, BAD_ROWS, GLOBAL_BATCH)
         results["fit, overflows"], _ = fit(strategy, bad)

@@ -22,7 +22,7 @@ from tfamp.dtypes.settings import (
     named_policy,
 )
 from tfamp.keras_hooks.replicas import warn_of_idle_distribution
-from tfamp.loss_scale.arguments import check_loss_scale
+from tfamp.loss_scale.rule import check_loss_scale
 from tfamp.machine import devices as hardware
 from tfamp.machine.speeds import Device
 from tfamp.plan import PrecisionPlan, read_plan, refuse_rules

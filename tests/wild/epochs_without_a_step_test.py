@@ -48,14 +48,6 @@ def test_an_epoch_without_an_applied_step_reports_nan(arguments):
 
 
 @pytest.mark.slow
-def test_validation_is_told_as_it_is():
-    model = model_of("mixed_float16")
-    history = model.fit(BAD, Y, validation_data=(X, Y), verbose=0).history
-    assert np.isnan(history["loss"]).all() and np.isnan(history["mae"]).all()
-    assert np.isfinite(history["val_loss"]).all() and history["val_loss"][0] > 0
-
-
-@pytest.mark.slow
 def test_one_bad_step_among_others_leaves_the_epoch_its_loss():
     model = model_of("mixed_float16")
     x = np.concatenate([BAD[:16], X[16:]])
@@ -81,14 +73,6 @@ def test_callbacks_take_no_such_epoch_for_the_best(tmp_path):
     assert [bool(np.isnan(loss)) for loss in history] == [False, True, False]
     assert stop.best == min(history[0], history[2]) > 0
     assert best.best == stop.best
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_without_a_loss_scale_it_is_as_in_keras(policy):
-    model = model_of(policy)
-    history = model.fit(BAD, Y, batch_size=16, verbose=0).history
-    assert np.isnan(history["loss"]).all()
 
 
 @pytest.mark.slow

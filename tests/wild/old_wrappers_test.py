@@ -1,7 +1,5 @@
 """Programs that hold a `keras.optimizers.LossScaleOptimizer`, alone or in a GAN."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import keras
 import numpy as np
 import pytest
@@ -197,74 +195,6 @@ def test_the_wrapper_given_to_compile_scales_and_applies_as_the_models_own(exact
     assert model.optimizer.applied_steps == 5
 
 
-def test_what_fit_made_of_the_scale_holds_in_the_loop_behind_it(exact):
-    optimizer = wrapped(sgd(0.0))
-    model = network()
-    model.compile(optimizer, "mse", jit_compile=False)
-    bad = np.full_like(x, np.nan)
-    model.fit(bad, y, batch_size=16, verbose=0)
-    assert model.optimizer.scale == 2.0**11
-    assert float(optimizer.dynamic_scale) == 2.0**11
-    optimizer.learning_rate = 0.1 / TINY
-    for _ in range(5):
-        with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(loss_of(model))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        assert float(loss) == pytest.approx(2.0**11 * float(loss_of(model)), rel=0.01)
-        optimizer.apply(gradients, model.trainable_variables)
-    assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)
-
-
-def test_compiling_again_with_the_wrapper_keeps_scale_and_counts():
-    optimizer = wrapped(sgd(0.01), initial_scale=64.0)
-    model = network()
-    model.compile(optimizer, "mse", jit_compile=False)
-    model.fit(np.full_like(x, np.nan), y, batch_size=32, verbose=0)
-    model.compile(optimizer, "mae", jit_compile=False)
-    assert model.optimizer.scale == 16.0
-    model.fit(x, y, batch_size=32, verbose=0)
-    assert model.optimizer.scale == 16.0
-    assert int(optimizer.iterations) == 2
-
-
-def test_legacy_names_of_a_wrapper_given_to_compile(exact):
-    """Stock Keras 3 has none of them."""
-    model = network()
-    model.compile(wrapped(sgd(0.1 / TINY)), "mse")
-    optimizer = model.optimizer
-    for _ in range(5):
-        with tf.GradientTape() as tape:
-            loss = optimizer.get_scaled_loss(loss_of(model))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        gradients = optimizer.get_unscaled_gradients(gradients)
-        optimizer.apply(gradients, model.trainable_variables)
-    assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)
-
-
-@pytest.mark.quick("scaled")
-@pytest.mark.parametrize("name", ["scaled", "true"])
-def test_a_step_of_the_models_own_logs_the_scale_of_the_wrapper(name, exact):
-    class Logging(keras.Sequential):
-        def train_step(self, data):
-            inputs, targets = data
-            with tf.GradientTape() as tape:
-                loss = loss_of(self, inputs=inputs, targets=targets)
-                scale = tf.identity(optimizer.dynamic_scale.value)
-                scaled = optimizer.scale_loss(loss) if name == "scaled" else loss
-            gradients = tape.gradient(scaled, self.trainable_variables)
-            optimizer.apply(gradients, self.trainable_variables)
-            return {"own": loss, "scale": scale}
-
-    optimizer = wrapped(sgd(0.1 / TINY))
-    keras.utils.set_random_seed(2)
-    with tfamp.scope("mixed_float16"):
-        model = Logging([keras.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(1)])
-        model.compile(optimizer, jit_compile=False)
-    logs = model.fit(x, y, batch_size=64, epochs=5, shuffle=False, verbose=0).history
-    assert logs["scale"] == [2.0**15] * 5
-    assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)
-
-
 # --- loops with a wrapper that no compile has seen --------------------------------
 
 LOSSES = {
@@ -274,15 +204,6 @@ LOSSES = {
     ),
     "true": lambda optimizer: lambda loss: loss,
 }
-
-
-@pytest.mark.quick("scaled")
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_wrapper_made_ahead_of_the_line(name, exact):
-    optimizer = wrapped(sgd(0.1 / TINY))
-    tfamp.enable("mixed_float16")
-    _, left = trained(optimizer, scale=LOSSES[name](optimizer))
-    assert left == pytest.approx(exact, rel=TOLERANCE)
 
 
 @pytest.mark.quick("eager-scaled")
@@ -315,57 +236,6 @@ def test_an_overflow_skips_its_step_and_halves_the_scale(decorate, name):
     assert int(optimizer.iterations) == 2
 
 
-@pytest.mark.quick("eager")
-@in_each_way
-def test_clipping_by_value_hides_no_overflow(decorate):
-    model, optimizer = network(), wrapped(sgd(0.01), 2.0**20)
-    optimizer.build(model.trainable_variables)
-
-    @decorate
-    def step():
-        with tf.GradientTape() as tape:
-            loss = loss_of(model, 10.0)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        clipped = [tf.clip_by_value(g, -1.0, 1.0) for g in gradients]
-        optimizer.apply(clipped, model.trainable_variables)
-
-    for _ in range(10):
-        step()
-    assert 2.0**10 <= float(optimizer.dynamic_scale) < 2.0**20
-    assert 1 <= int(optimizer.iterations) < 10
-
-
-@pytest.mark.quick("scaled")
-@pytest.mark.parametrize("name", LOSSES)
-def test_gradients_added_up_by_hand(name, exact):
-    model, optimizer = network(), wrapped(sgd(0.1 / TINY))
-    scale = LOSSES[name](optimizer)
-    for _ in range(5):
-        total = [tf.zeros(v.shape) for v in model.trainable_variables]
-        for part in (slice(0, 32), slice(32, 64)):
-            with tf.GradientTape() as tape:
-                loss = scale(loss_of(model, TINY / 2, x[part], y[part]))
-            gradients = tape.gradient(loss, model.trainable_variables)
-            total = [a + g for a, g in zip(total, gradients, strict=True)]
-        optimizer.apply(total, model.trainable_variables)
-    assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)
-
-
-@pytest.mark.quick("scaled")
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_persistent_tape_is_asked_again_after_the_first_part_is_applied(name, exact):
-    model, optimizer = network(), wrapped(sgd(0.1 / TINY))
-    optimizer.build(model.trainable_variables)
-    scale = LOSSES[name](optimizer)
-    parts = model.trainable_variables[:2], model.trainable_variables[2:]
-    for _ in range(5):
-        with tf.GradientTape(persistent=True) as tape:
-            loss = scale(loss_of(model))
-        for part in parts:
-            optimizer.apply(tape.gradient(loss, part), part)
-    assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)
-
-
 @pytest.mark.quick("scaled")
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_that_leave_their_function(name, exact):
@@ -382,33 +252,6 @@ def test_gradients_that_leave_their_function(name, exact):
     for _ in range(5):
         optimizer.apply(gradients(), model.trainable_variables)
     assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)
-
-
-@pytest.mark.quick("scaled")
-@pytest.mark.parametrize("name", LOSSES)
-def test_two_loops_at_once(name, exact):
-    def work(_):
-        optimizer = wrapped(sgd(0.1 / TINY))
-        return trained(optimizer, scale=LOSSES[name](optimizer))[1]
-
-    tfamp.enable("mixed_float16")
-    models = [network() for _ in range(2)]  # Keras's seeds are of the process
-    weights = models[0].get_weights()
-
-    def loop(model):
-        optimizer = wrapped(sgd(0.1 / TINY))
-        scale = LOSSES[name](optimizer)
-        model.set_weights(weights)
-        for _ in range(5):
-            with tf.GradientTape() as tape:
-                loss = scale(loss_of(model))
-            gradients = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply(gradients, model.trainable_variables)
-        return error_of(model)
-
-    with ThreadPoolExecutor() as pool:
-        for left in pool.map(loop, models):
-            assert left == pytest.approx(exact, rel=TOLERANCE)
 
 
 @pytest.mark.quick("<lambda>-scaled")

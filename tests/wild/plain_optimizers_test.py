@@ -1,10 +1,5 @@
 """Loops with optimizers of Keras that nobody wrapped: the one line is enough there."""
 
-import functools
-import gc
-import weakref
-from concurrent.futures import ThreadPoolExecutor
-
 import keras
 import numpy as np
 import pytest
@@ -12,7 +7,6 @@ import tensorflow as tf
 
 import tfamp
 from tests.arrays import assert_close
-from tests.garbage import holders_of
 from tests.loops import DECORATORS, in_each_way
 from tests.replicas import two_replicas
 from tests.wild.tiny_losses import (
@@ -26,7 +20,7 @@ from tests.wild.tiny_losses import (
     x,
     y,
 )
-from tfamp.loss_scale import candidates
+from tfamp.loss_scale import loops, tape
 
 layers = keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
@@ -40,7 +34,8 @@ def losses(policy, make=sgd, decorate=DECORATORS["eager"], num_steps=5, **how):
 
 
 def companion_of(optimizer):
-    return candidates.companion_of(optimizer)
+    found = tape.judge_of(optimizer)
+    return found if isinstance(found, loops.Companion) else None
 
 
 def everything(model, optimizer):
@@ -81,25 +76,6 @@ def test_what_an_optimizer_does_stays_as_it_is(make):
 
 @pytest.mark.quick("eager")
 @in_each_way
-def test_accumulation_by_the_optimizer_itself(decorate):
-    def train(policy):
-        optimizer = sgd(gradient_accumulation_steps=2, global_clipnorm=TINY)
-        step = trainer(network(policy), optimizer, decorate)
-        # One gradient shorter than the limit, one longer: their mean is clipped.
-        values = [step(factor * TINY) for _ in range(3) for factor in (0.1, 10.0)]
-        assert int(optimizer.iterations) == 3
-        return values
-
-    exact, half = train("float32"), train("mixed_float16")
-    assert half == pytest.approx(exact, rel=TOLERANCE)
-    # A loss is multiplied by the factor and divided by it: two roundings.
-    same = functools.partial(pytest.approx, rel=2 * float(np.finfo("float32").eps))
-    assert half[0] == same(half[1]) and half[2] == same(half[3])
-    assert half[1] > half[2]
-
-
-@pytest.mark.quick("eager")
-@in_each_way
 def test_an_overflow_skips_its_step_and_leaves_all_as_it_was(decorate):
     model, optimizer = network(), keras.optimizers.Adam(0.01)
     step = trainer(model, optimizer, decorate)
@@ -113,19 +89,6 @@ def test_an_overflow_skips_its_step_and_leaves_all_as_it_was(decorate):
     step(1.0)
     assert int(optimizer.iterations) == 2
     assert companion_of(optimizer).skipped_steps == 1
-
-
-@pytest.mark.quick("eager")
-@in_each_way
-def test_the_scale_has_the_settings_of_the_line(decorate):
-    model = network(
-        loss_scale_options={"initial_scale": 64.0, "dynamic_growth_steps": 2}
-    )
-    optimizer = sgd()
-    step = trainer(model, optimizer, decorate)
-    for _ in range(4):
-        step()
-    assert companion_of(optimizer).scale == 256.0
 
 
 def test_a_static_scale_and_no_scale_are_obeyed():
@@ -224,7 +187,7 @@ def test_two_models_with_an_optimizer_each(decorate):
 def test_one_made_ahead_of_the_line_is_known_from_its_first_step_on():
     optimizer = sgd()
     model = network()
-    candidates.KNOWN.clear()
+    tape.KNOWN.clear()
     start = model.get_weights()[0]
     step = trainer(model, optimizer)
     step()
@@ -232,28 +195,6 @@ def test_one_made_ahead_of_the_line_is_known_from_its_first_step_on():
     step()
     assert companion_of(optimizer).applied_steps == 2
     assert not np.array_equal(start, model.get_weights()[0])
-
-
-def test_one_made_ahead_of_the_line_beside_one_that_is_known():
-    optimizer, model = sgd(), network()
-    candidates.KNOWN.clear()
-    waiting = sgd()
-    candidates.know(waiting)
-    step = trainer(model, optimizer)
-    step()  # scaled for the one that is known, applied by the other
-    assert companion_of(optimizer).applied_steps == 1
-    step(1e30)
-    assert companion_of(optimizer).skipped_steps == 1
-    assert int(optimizer.iterations) == 1
-    assert not waiting.built
-
-
-def test_in_a_graph_one_made_ahead_of_the_line_is_told_of():
-    optimizer, model = sgd(), network()
-    optimizer.build(model.trainable_variables)
-    candidates.KNOWN.clear()
-    with pytest.warns(UserWarning, match="computed with no loss scale"):
-        trainer(model, optimizer, tf.function)()
 
 
 @pytest.mark.quick("eager")
@@ -292,33 +233,6 @@ def test_an_optimizer_that_goes_into_a_wrapper(decorate):
     np.testing.assert_allclose(weight, [0.5, 1.0])
     assert tfamp.LossScaleOptimizer(optimizer) is not None
     assert companion_of(held) is None
-
-
-@pytest.mark.quick("eager")
-@in_each_way
-def test_keras_own_wrapper_scales_once(decorate):
-    def train(policy):
-        model = network(policy)
-        inner = sgd()
-        wrapper = keras.optimizers.LossScaleOptimizer(inner, 2.0**12)
-        wrapper.build(model.trainable_variables)
-        waiting = sgd()
-
-        @decorate
-        def step():
-            loss, gradients = gradients_of(model, scale=wrapper.scale_loss)
-            wrapper.apply(gradients, model.trainable_variables)
-            return loss / TINY, tf.norm(gradients[0])
-
-        values = [[float(value) for value in step()] for _ in range(4)]
-        for optimizer in (inner, waiting):
-            assert companion_of(optimizer) is None
-        assert int(inner.iterations) == 4
-        return np.transpose(values)
-
-    exact, half = train("float32"), train("mixed_float16")
-    np.testing.assert_allclose(half[0], exact[0], rtol=TOLERANCE)
-    np.testing.assert_allclose(half[1], exact[1], rtol=TOLERANCE)
 
 
 def test_a_factor_of_the_optimizer_is_its_users():
@@ -364,21 +278,9 @@ class Halving(keras.optimizers.SGD):
         super().apply([g / 2 for g in grads], trainable_variables)
 
 
-class Through(keras.optimizers.Optimizer):
-    """A wrapper that tfamp does not know."""
-
-    def __init__(self, inner):
-        super().__init__(learning_rate=0.0)
-        self.inner = inner
-
-    def apply(self, grads, trainable_variables=None):
-        self.inner.apply([g / 2 for g in grads], trainable_variables)
-
-
 OWN = {
     "update_step": lambda: Signed(learning_rate=0.01),
     "apply": lambda: Halving(0.2 / TINY),
-    "wrapper": lambda: Through(sgd()),
 }
 
 
@@ -400,36 +302,6 @@ def test_an_own_apply_runs_once_a_step_and_skips_what_overflows():
     step(1e30)
     assert optimizer.num_calls == 2
     assert_close(before, everything(model, optimizer))
-
-
-class Alone(keras.optimizers.SGD):
-    """Makes its updates without the `apply` of Keras."""
-
-    def apply(self, grads, trainable_variables=None):
-        for gradient, variable in zip(grads, trainable_variables, strict=True):
-            variable.assign_sub(0.1 * gradient)
-
-
-def test_one_that_would_not_see_an_overflow_is_given_no_scale():
-    model, optimizer = network(), Alone()
-    step = trainer(model, optimizer)
-    with pytest.warns(UserWarning, match="computed with no loss scale"):
-        for _ in range(3):
-            step(1.0)
-    assert companion_of(optimizer) is None
-
-
-def test_another_apply_is_keras_own():
-    model, optimizer = network(), keras.optimizers.SGD(1.0)
-    step = trainer(model, optimizer)
-    step(1.0)
-    applied = companion_of(optimizer).applied_steps
-    before = model.get_weights()
-    ones = [tf.ones(v.shape) for v in model.trainable_variables]
-    optimizer.apply(ones, model.trainable_variables)
-    assert companion_of(optimizer).applied_steps == applied
-    for old, new in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_allclose(old - 1.0, new, rtol=1e-6)
 
 
 def test_the_optimizer_is_the_one_it_was(tmp_path):
@@ -490,35 +362,6 @@ def test_on_replicas(decorate):
     _, optimizer = train("mixed_float16", loss_at=2)
     assert companion_of(optimizer).skipped_steps == 1
     assert optimizer.iterations.numpy() == 4
-
-
-@pytest.mark.quick("<lambda>")
-@pytest.mark.parametrize("decorate", [DECORATORS["eager"], DECORATORS["graph"]])
-def test_two_loops_at_once(decorate):
-    exact = losses("float32", decorate=decorate)
-    models = [network(), network()]
-
-    def work(model):
-        step = trainer(model, sgd(), decorate)
-        return [step() for _ in range(5)]
-
-    with ThreadPoolExecutor() as pool:
-        for found in pool.map(work, models):
-            assert found == pytest.approx(exact, rel=TOLERANCE)
-
-
-def test_nothing_is_left():
-    model, optimizer = network(), sgd()
-    step = trainer(model, optimizer, tf.function)
-    step(), step()
-    seen = weakref.ref(companion_of(optimizer))
-    del model, step
-    gc.collect()
-    assert seen() is not None
-    found = weakref.ref(optimizer)
-    del optimizer
-    assert holders_of(found) == []
-    assert holders_of(seen) == []
 
 
 def test_one_line_tells_of_the_scale(caplog):

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.loops import DECORATORS
-from tfamp.loss_scale import candidates
+from tfamp.loss_scale import tape
 
 layers = keras.layers
 # Of the loss: its gradients leave float16 below, were they not scaled.
@@ -22,7 +22,7 @@ y = x @ np.array([[1.0], [2.0], [-1.0], [0.5]], "float32")
 @pytest.fixture(autouse=True)
 def nothing_of_other_tests(monkeypatch):
     """What is not built may yet turn out to train what any loop trains."""
-    monkeypatch.setattr(candidates, "KNOWN", weakref.WeakSet())
+    monkeypatch.setattr(tape, "KNOWN", weakref.WeakSet())
 
 
 def network(policy="mixed_float16", seed=2, **options):

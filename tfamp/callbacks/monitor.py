@@ -12,8 +12,8 @@ from tfamp.callbacks._fit_callback import (
     check_path,
 )
 from tfamp.dtypes.resolution import settings_of
-from tfamp.loss_scale.counters import Reading, Step, StepReader
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
+from tfamp.loss_scale.state import Step
 
 _EVERY, _MAX_NAMES = 100, 8
 _IN_THE_BAR = ("loss_scale", "skipped_steps")
@@ -67,7 +67,7 @@ class PrecisionMonitor(FitCallback):
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir)
         self.csv_path = check_path("csv_path", csv_path)
-        self._reader: StepReader | None = None
+        self._seen: Any = None  # the optimizer, the steps and the skips read so far
         self._events: EventWriter | None = None
         self._latest: dict[str, float | int] = {}
         self._warned: set[frozenset[str]] = set()
@@ -127,19 +127,36 @@ class PrecisionMonitor(FitCallback):
     def _read(self) -> None:
         """Reads the counters now and writes the steps since the last reading."""
         optimizer, events = self.model.optimizer, self._events
-        if self._reader is None or self._reader.optimizer is not optimizer:
-            self._reader = StepReader(optimizer)
-        reading = self._reader.read()
-        self._latest = reading.logs
+        now = optimizer.scale_variables.numbers()
+        seen = self._seen
+        if seen is None or seen[0] is not optimizer or now.judged < seen[1]:
+            seen = optimizer, now.judged, now.skipped  # or older weights were loaded
+        self._seen = optimizer, now.judged, now.skipped
+        steps = optimizer.scale_variables.steps()
+        self._latest = {
+            "loss_scale": now.scale,
+            "applied_steps": now.applied,
+            "skipped_steps": now.skipped,
+            "consecutive_skips": now.streak,
+            "gradient_norm": now.finite_norm,
+            "overflow_rate": steps[-1].overflow_rate if steps else 0.0,
+        }
+        steps = [each for each in steps if each.step > seen[1]]
         if events is not None:
-            events.write(reading.steps)
-        if reading.num_lost and (self.csv_path or self.log_dir):
+            events.write(steps)
+        num_lost = now.judged - seen[1] - len(steps)
+        if num_lost and (self.csv_path or self.log_dir):
             self._note(
-                f"{reading.num_lost} steps are missing from the files before step "
-                f"{reading.steps[0].step}: more than 1024 lay between two readings. "
+                f"{num_lost} steps are missing from the files before step "
+                f"{steps[0].step}: more than 1024 lay between two readings. "
                 "Lower `steps_per_execution`."
             )
-        self._warn(reading)
+        skips = [each.step for each in steps if each.consecutive_skips]
+        if skips and now.skipped > seen[2]:
+            self._warn(
+                optimizer.nonfinite_variables,
+                *(now.skipped - seen[2], now.judged - seen[1], skips[-1], now.scale),
+            )
 
     def _close(self, error: BaseException | None) -> None:
         """Closes the files, with the last steps before an error in them."""
@@ -152,9 +169,9 @@ class PrecisionMonitor(FitCallback):
             if events is not None:
                 events.close()
 
-    def _warn(self, reading: Reading) -> None:
-        names = reading.nonfinite
-        if reading.last_skip is None or frozenset(names) in self._warned:
+    def _warn(self, names: tuple[str, ...], *facts: Any) -> None:
+        """Warns of skips: how many, of how many steps, the last of them, the scale."""
+        if frozenset(names) in self._warned:
             return
         self._warned.add(frozenset(names))
         reason = "every gradient was finite, but the square of their norm was not"
@@ -168,6 +185,5 @@ class PrecisionMonitor(FitCallback):
             "now. A few skips at the start, or after the scale has grown, are as it "
             "should be; if they go on, lower the learning rate, clip gradients, or "
             "keep the layer in float32.",
-            *(reading.num_skips, reading.num_lost + len(reading.steps)),
-            *(reading.last_skip, reason, reading.logs["loss_scale"]),
+            *(*facts[:3], reason, facts[3]),
         )

@@ -6,8 +6,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.keras_hooks.workers import WORKER_HOOKS
-from tfamp.loss_scale.fit_hooks import FIT_HOOKS
-from tfamp.loss_scale.replicas import STRATEGIES
+from tfamp.loss_scale.fit_hooks import FIT_HOOKS, STRATEGIES
 from tfamp.machine.clusters import Cluster
 from tfamp.machine.clusters import cluster as cluster_here
 from tfamp.records import checks

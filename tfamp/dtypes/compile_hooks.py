@@ -12,9 +12,10 @@ from tfamp.dtypes import model_dtypes, resolution
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import optimizers, structure, trainer
 from tfamp.keras_hooks.layers import policy_of, update
-from tfamp.loss_scale import candidates
-from tfamp.loss_scale.arguments import without_float16
+from tfamp.loss_scale.loops import exact
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
+from tfamp.loss_scale.rule import without_float16
+from tfamp.loss_scale.tape import leave_alone
 
 
 @contextlib.contextmanager
@@ -62,7 +63,7 @@ def before_compile(model: keras.Model, arguments: dict[str, Any]) -> None:
     plain = keras.optimizers.get(optimizer)
     if not arguments.get("auto_scale_loss", True):
         arguments["optimizer"] = plain
-        candidates.leave_alone(plain)
+        leave_alone(plain)
         return
     arguments["auto_scale_loss"] = False
     arguments["optimizer"] = scaled(plain, model, settings)
@@ -118,10 +119,10 @@ def scaled(optimizer: Any, model: keras.Model, settings: PolicySettings) -> Any:
         return optimizer
     options = dict(settings.loss_scale_options)
     if not resolution.computes_in(model, "float16"):
-        is_half = resolution.computes_in(model, "bfloat16")
-        options = without_float16(options, is_half)
-        if options is None:
+        given = without_float16(options)
+        if given is None:
             return optimizer
+        options = given
         if not options.get("dynamic", True):
             return LossScaleOptimizer(optimizer, name=_NAME, **options)
     factor = getattr(optimizer, "loss_scale_factor", None)
@@ -138,29 +139,6 @@ def scaled(optimizer: Any, model: keras.Model, settings: PolicySettings) -> Any:
     optimizer.loss_scale_factor = None
     options.update(initial_scale=float(static), dynamic=False)
     return LossScaleOptimizer(optimizer, name=_NAME, **options)
-
-
-def exact(stock: Any) -> LossScaleOptimizer:
-    """Returns our optimizer in the place of Keras's own, with its state.
-
-    It is the same one each time: what a program asks of Keras's goes there.
-    """
-    ours = candidates.replacement_of(stock)
-    if ours is not None:
-        return ours
-    ours = LossScaleOptimizer(
-        stock.inner_optimizer,
-        stock.initial_scale,
-        stock.dynamic_growth_steps,
-        name=stock.name,
-    )
-    if stock.built:
-        # Keras 3.10 writes them down on the inner optimizer only.
-        known = optimizers.trained_by(stock)
-        ours.build(known or optimizers.trained_by(stock.inner_optimizer))
-        ours.set_weights([variable.numpy() for variable in stock.variables])
-    candidates.replace(stock, ours)
-    return ours
 
 
 def make_exact(model: keras.layers.Layer) -> None:

@@ -14,7 +14,6 @@ import keras
 
 from tfamp.dtypes.rules import DEFAULT_RULES, Rule
 from tfamp.keras_hooks.layers import Kind, update
-from tfamp.keras_hooks.variables import READ_HOOKS
 from tfamp.machine import devices
 from tfamp.records import checks
 from tfamp.records.formats import HALF
@@ -296,7 +295,7 @@ def make_settings(
     policy_object = keras.DTypePolicy(policy)
     rules = parse(keep_float32)
     options = dict(loss_scale_options or {})
-    settings = PolicySettings(
+    return PolicySettings(
         policy_object,
         rules.for_dtype(policy_object.compute_dtype),
         loss_scale,
@@ -305,9 +304,6 @@ def make_settings(
         keep_float32=keep_float32,
         **fields,
     )
-    if options.get("reduce_dtype") == "auto":  # also in loops with a plain optimizer
-        READ_HOOKS.install()
-    return settings
 
 
 def named_policy(policy: Any) -> Any:

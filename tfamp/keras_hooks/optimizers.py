@@ -1,15 +1,14 @@
 """What the loss scale and recovery need of optimizers' insides, of tapes and of XLA.
 
-Relies on: TensorFlow optimizers reducing gradients in
-`_all_reduce_sum_gradients` and clipping them in `_clip_gradients`, both looked
-up on the instance; Keras naming a class in
-saved files by a table of its public names; `_walk_saveable` visiting the
-attributes of an optimizer that are saveables themselves; `_trainable_variables`,
-`_var_key`, `_iterations`, `_learning_rate` and `_distribution_strategy` of an
-optimizer. A `tf.GradientTape` deciding by `_persistent` as it is entered whether it can
-be asked again; one that cannot letting go of `_tape` at its first `gradient`, and of
-its place on the stack of tapes by `_pop_tape`; `record.could_possibly_record` telling
-whether any tape of the thread records.
+Relies on: TensorFlow optimizers reducing gradients in `_all_reduce_sum_gradients` and
+clipping them in `_clip_gradients`, both looked up on the instance; Keras naming a class
+in saved files by a table of its public names; `_walk_saveable` visiting the attributes
+of an optimizer that are saveables themselves; `_trainable_variables`, `_iterations`,
+`_learning_rate` and `_distribution_strategy` of an optimizer. A `tf.GradientTape`
+deciding by `_persistent` as it is entered whether it can be asked again; one that
+cannot letting go of `_tape` at its first `gradient`, and of its place on the stack of
+tapes by `_pop_tape`; `record.could_possibly_record` telling whether any tape of the
+thread records.
 """
 
 import contextlib
@@ -23,9 +22,8 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
-from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.layers import FLOAT16
-from tfamp.keras_hooks.patches import Function, HookError, Patch, wrapper
+from tfamp.keras_hooks.patches import Function, Patch, wrapper
 
 
 def in_xla() -> bool:
@@ -57,9 +55,10 @@ def strategy_of(optimizer: Any) -> tf.distribute.Strategy:
     return optimizer._distribution_strategy
 
 
-def call_counter(optimizer: Any) -> Any:
-    """Returns the variable that counts calls of `apply`, microbatches among them."""
-    return optimizer._iterations
+def count_updates(optimizer: Any) -> None:
+    """Has an optimizer that accumulates count updates: Keras counts microbatches."""
+    counter = optimizer._iterations
+    counter.assign(counter // optimizer.gradient_accumulation_steps)
 
 
 def rate_or_schedule(optimizer: Any) -> Any:
@@ -68,74 +67,75 @@ def rate_or_schedule(optimizer: Any) -> Any:
 
 
 @contextlib.contextmanager
-def on_reduced_gradients(optimizer: Any, *, clips: bool) -> Iterator[None]:
+def with_own(
+    optimizers: Sequence[Any], **methods: Callable[..., Any]
+) -> Iterator[None]:
+    """Gives optimizers methods of their own inside the block.
+
+    Each is made of the optimizer by a function.
+    """
+    made = [{k: make(each) for k, make in methods.items()} for each in optimizers]
+    try:
+        for each, own in zip(optimizers, made, strict=True):
+            vars(each).update(own)
+        yield
+    finally:
+        for each in optimizers:
+            for name in methods:
+                vars(each).pop(name, None)
+
+
+def on_reduced_gradients(
+    optimizer: Any, *, clips: bool
+) -> contextlib.AbstractContextManager[None]:
     """Makes `optimizer.apply` take gradients that are reduced over replicas.
 
     `clips` says whether the optimizer clips the gradients itself.
     """
-    changed = []
-    try:
-        for leaf in leaves(optimizer):
-            own = vars(leaf)
-            if not hasattr(leaf, "_all_reduce_sum_gradients"):
-                raise HookError(
-                    f"Found no `_all_reduce_sum_gradients` in {leaf!r}; tfamp relies "
-                    "on it. Wrap an optimizer of `keras.optimizers`."
-                )
-            own["_all_reduce_sum_gradients"] = list
-            changed.append((own, "_all_reduce_sum_gradients"))
-            if not clips:
-                own["_clip_gradients"] = list
-                changed.append((own, "_clip_gradients"))
-        yield
-    finally:
-        for own, name in changed:
-            own.pop(name, None)
+    names = ["_all_reduce_sum_gradients", *([] if clips else ["_clip_gradients"])]
+    return with_own(leaves(optimizer), **{name: lambda _: list for name in names})
 
 
-@contextlib.contextmanager
 def updating_only_if(
     optimizers: Sequence[Any], condition_of: Callable[[Any], tf.Tensor | None]
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Makes an update of a variable and its slots count only on its own condition.
 
     `condition_of` gives it for a variable, or its part on one replica; None for always.
-    No optimizer may be inside another.
     """
 
-    def wrap(own: dict[str, Any], update: Any, decay: Any, rate: Any) -> None:
-        def update_step(gradient: Any, variable: Any, *args: Any) -> Any:
-            condition = condition_of(variable)
-            if condition is None:
-                return update(gradient, variable, *args)
+    def update_step(optimizer: Any) -> Callable[..., None]:
+        original = optimizer.update_step
 
+        def update(gradient: Any, variable: Any, *args: Any) -> None:
             def branch() -> tf.Tensor:
-                update(gradient, variable, *args)
+                original(gradient, variable, *args)
                 return tf.constant(0)
 
-            return tf.cond(condition, branch, lambda: tf.constant(0))
+            condition = condition_of(variable)
+            if condition is None:
+                branch()
+            else:
+                tf.cond(condition, branch, lambda: tf.constant(0))
 
-        def apply_weight_decay(variables: Sequence[Any]) -> None:
-            for variable in variables:
+        return update
+
+    def weight_decay(optimizer: Any) -> Callable[..., None]:
+        original, rate = optimizer._apply_weight_decay, optimizer.weight_decay
+
+        def decay(variables: Sequence[Any]) -> None:
+            for variable in variables if rate is not None else ():
                 condition = condition_of(variable)
                 if condition is not None:
-                    own["weight_decay"] = tf.where(condition, rate, 0.0)
-                decay([variable])
-                own["weight_decay"] = rate
+                    vars(optimizer)["weight_decay"] = tf.where(condition, rate, 0.0)
+                original([variable])
+                vars(optimizer)["weight_decay"] = rate
 
-        own["update_step"] = update_step
-        if rate is not None:
-            own["_apply_weight_decay"] = apply_weight_decay
+        return decay
 
-    try:
-        for each in optimizers:
-            update, decay = each.update_step, each._apply_weight_decay
-            wrap(vars(each), update, decay, each.weight_decay)
-        yield
-    finally:
-        for each in optimizers:
-            vars(each).pop("update_step", None)
-            vars(each).pop("_apply_weight_decay", None)
+    return with_own(
+        optimizers, update_step=update_step, _apply_weight_decay=weight_decay
+    )
 
 
 def optimizers_of(model: keras.layers.Layer) -> list[Any]:
@@ -145,8 +145,8 @@ def optimizers_of(model: keras.layers.Layer) -> list[Any]:
     searched.
     """
     found = [getattr(model, "optimizer", None)]
-    for _, value in _attributes(model):
-        found += [entry for _, entry in _entries(value)]
+    for value in _attributes(model).values():
+        found += _entries(value).values()
     kept = [o for o in found if isinstance(o, keras.optimizers.Optimizer)]
     return list({id(o): o for o in kept}.values())
 
@@ -159,49 +159,41 @@ def replace_optimizers(
     One object in several places is replaced by one. Returns the names of the attributes
     that were changed.
     """
-    given: dict[int, tuple[Any, Any]] = {}
     # TensorFlow keeps it once more, among what a checkpoint depends on.
     compiled = getattr(model, "optimizer", None)
-
-    def wanted(present: Any) -> Any:
-        if present is compiled or not isinstance(present, keras.optimizers.Optimizer):
-            return present
-        if id(present) not in given:
-            given[id(present)] = present, change(present)
-        return given[id(present)][1]
-
+    others = [o for o in optimizers_of(model) if o is not compiled]
+    wanted = {id(o): change(o) for o in others}
     names = []
-    for name, value in _attributes(model):
+    for name, value in _attributes(model).items():
         entries = _entries(value)
-        changed = {k: wanted(v) for k, v in entries if wanted(v) is not v}
-        if not changed:
+        new = {k: wanted.get(id(v), v) for k, v in entries.items()}
+        if all(new[k] is v for k, v in entries.items()):
             continue
         names.append(name)
         if isinstance(value, keras.optimizers.Optimizer):
-            setattr(model, name, changed[None])
+            setattr(model, name, new[None])
         elif isinstance(value, tuple):
-            parts = [changed.get(k, v) for k, v in entries]
             make = getattr(type(value), "_make", tuple)  # of named tuples
-            setattr(model, name, make(parts))
+            setattr(model, name, make(new.values()))
         else:
-            for key, entry in changed.items():
+            for key, entry in new.items():
                 value[key] = entry
     return names
 
 
-def _attributes(model: keras.layers.Layer) -> list[tuple[str, Any]]:
+def _attributes(model: keras.layers.Layer) -> dict[str, Any]:
     """Returns the attributes that may hold optimizers, but for that of `compile`."""
     own = ("optimizer", "_optimizer", "_tracked")
-    return [(name, value) for name, value in vars(model).items() if name not in own]
+    return {name: value for name, value in vars(model).items() if name not in own}
 
 
-def _entries(value: Any) -> list[tuple[Any, Any]]:
-    """Returns what may be optimizers in an attribute, each with its key."""
+def _entries(value: Any) -> dict[Any, Any]:
+    """Returns what may be optimizers in an attribute, by their keys."""
     if isinstance(value, keras.optimizers.Optimizer):
-        return [(None, value)]
+        return {None: value}
     if isinstance(value, list | tuple):
-        return list(enumerate(value))
-    return list(value.items()) if isinstance(value, dict) else []
+        return dict(enumerate(value))
+    return dict(value) if isinstance(value, dict) else {}
 
 
 class SavedBeside(KerasSaveable):
@@ -218,9 +210,7 @@ class SavedBeside(KerasSaveable):
         variables: Callable[[], dict[str, Any]],
         take: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.name = name
-        self._own_variables = variables
-        self._take = take
+        self.name, self._own_variables, self._take_own = name, variables, take
 
     def _obj_type(self) -> str:
         return "Optimizer"
@@ -232,26 +222,25 @@ class SavedBeside(KerasSaveable):
 
     def load_own_variables(self, store: Any) -> None:
         """Hands all that `store` has to the optimizer."""
-        self._take({name: store[name][()] for name in store.keys()})
+        self._take_own({name: store[name][()] for name in store.keys()})
 
 
 def save_under_stock_name(cls: type, stock: type) -> None:
     """Lets saved files name `stock` where they mean `cls`, a subclass of it."""
-    api_export.REGISTERED_OBJS_TO_NAMES[cls] = api_export.REGISTERED_OBJS_TO_NAMES[
-        stock
-    ]
+    names = api_export.REGISTERED_OBJS_TO_NAMES
+    names[cls] = names[stock]
 
 
 def from_config_patch(is_ours: Callable[[dict[str, Any]], bool], ours: Any) -> Patch:
     """Returns the patch that turns configurations that `ours` wrote into that class."""
 
-    def wrap(original: Callable[..., Any]) -> Any:
+    def wrap(original: Any) -> Any:
         def from_config(
             cls: type, config: dict[str, Any], custom_objects: Any = None
         ) -> Any:
             if cls is keras.optimizers.LossScaleOptimizer and is_ours(config):
                 return ours.from_config(config, custom_objects)
-            return original.__func__(cls, config, custom_objects)  # type: ignore[attr-defined]
+            return original.__func__(cls, config, custom_objects)
 
         return classmethod(from_config)
 
@@ -260,42 +249,26 @@ def from_config_patch(is_ours: Callable[[dict[str, Any]], bool], ours: Any) -> P
 
 _ONCE = "_tfamp_asked_once"
 _WATCHES = "_tfamp_watches_in"
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "While", "StatelessWhile")
 
 
 def tape_patches(wrap_gradient: Callable[[Callable[..., Any]], Any]) -> list[Patch]:
     """Returns the patches on a tape; `wrap_gradient` makes the new `gradient`."""
 
     @wrapper
-    def wrap_init(
-        original: Function,
-        self: Any,
-        persistent: bool = False,
-        watch_accessed_variables: bool = True,
-    ) -> None:
-        # It costs no memory where a tape around keeps what this one keeps. Others, and
-        # all without float16, stay as they are: loops have another gradient under
-        # persistent tapes.
-        once = not persistent and bool(FLOAT16) and is_recording()
-        original(self, persistent or once, watch_accessed_variables)
-        setattr(self, _ONCE, once)
-
-    @wrapper
     def wrap_watch(original: Function, self: Any, tensor: Any) -> None:
         # Asked for the gradient of an input: before anything is recorded it can
-        # still become one that can be asked again.
+        # still become one that can be asked again. Others stay as they are, as they
+        # would need more memory.
         is_empty = not (self._persistent or self.watched_variables())
         if FLOAT16 and is_empty and self._recording:
             self._pop_tape()
-            if not is_recording():
-                self._tape, self._persistent = None, True
-                setattr(self, _ONCE, True)
+            self._tape, self._persistent = None, True
+            setattr(self, _ONCE, True)
             self._push_tape()
         setattr(self, _WATCHES, _graph())
         original(self, tensor)
 
     return [
-        Patch(tf.GradientTape, "__init__", wrap_init),
         Patch(tf.GradientTape, "watch", wrap_watch),
         Patch(tf.GradientTape, "gradient", wrap_gradient),
     ]
@@ -305,36 +278,18 @@ def _graph() -> Any:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-def watches_here(tape: tf.GradientTape) -> bool:
-    """Returns whether a tape was told what to watch, in this very function.
-
-    A jacobian asks for its gradients in another one.
-    """
-    return getattr(tape, _WATCHES, _ONCE) is _graph()
-
-
 def is_recording() -> bool:
     """Returns whether any gradient tape of this thread records."""
     return bool(record.could_possibly_record())
 
 
 def can_be_asked_again(tape: tf.GradientTape) -> bool:
-    """Returns whether more than one gradient can be computed inside `asked`."""
-    return bool(tape._persistent)
+    """Returns whether more than one gradient can be computed inside `asked`.
 
-
-def may_compute_in_half() -> bool:
-    """Returns whether a function is being traced that may compute in half precision.
-
-    What it calls as a function of its own is not looked into, and may.
+    Of a tape that was told what to watch, in this very function: a jacobian asks for
+    its gradients in another one.
     """
-    if tf.executing_eagerly():
-        return False
-    graph = tf.compat.v1.get_default_graph()
-    return any(
-        operation.type in _CALLS or any(t.dtype in HALF for t in operation.outputs)
-        for operation in graph.get_operations()
-    )
+    return bool(tape._persistent) and getattr(tape, _WATCHES, _ONCE) is _graph()
 
 
 @contextlib.contextmanager

@@ -2,20 +2,18 @@
 
 Relies on: `Variable.value` of Keras going through `_maybe_autocast`; `_value`
 holding the TensorFlow variable and `_initialize` making it anew; `_dtype` naming its
-dtype; the attribute "current_call_ctx" being set while a layer is called.
+dtype.
 """
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
 
 from tfamp.keras_hooks import backend
-from tfamp.keras_hooks.patches import Function, Patch, PatchSet, wrapper
+from tfamp.keras_hooks.patches import Function, Patch, wrapper
 
 
 def outermost_graph() -> Any:
@@ -53,48 +51,6 @@ def noting_reads() -> Iterator[dict[int, set[str]]]:
 
     with Patch(keras.Variable, "_maybe_autocast", _wrap_read(note)).standing():
         yield found
-
-
-class _Reads:
-    """The dtypes in which layers have read a weight, in the function traced last."""
-
-    def __init__(self, variable: Any, forget: Callable[[Any], Any]) -> None:
-        self.variable = weakref.ref(variable, forget)
-        self.graph: Any = None
-        self.dtypes: set[str] = set()
-
-    def add(self, dtype: str) -> None:
-        graph = outermost_graph()
-        if graph is not (None if self.graph is None else self.graph()):
-            self.dtypes = set()
-            self.graph = None if graph is None else weakref.ref(graph)
-        self.dtypes.add(dtype)
-
-
-_READS: dict[int, _Reads] = {}
-
-
-def dtypes_read(variable: Any) -> frozenset[str]:
-    """Returns the dtypes in which layers read a weight, as far as `READ_HOOKS` saw.
-
-    Those of the function that was traced last, or of eager code.
-    """
-    reads = _READS.get(id(variable))
-    return frozenset() if reads is None else frozenset(reads.dtypes)
-
-
-def _note_in_call(variable: Any, dtype: str) -> None:
-    # What a regularizer or an optimizer reads is no computation of a layer.
-    if global_state.get_global_attribute("current_call_ctx") is not None:
-        key = id(variable)
-        if key not in _READS:
-            _READS[key] = _Reads(variable, lambda _: _READS.pop(key, None))
-        _READS[key].add(dtype)
-
-
-READ_HOOKS = PatchSet(
-    [Patch(keras.Variable, "_maybe_autocast", _wrap_read(_note_in_call))]
-)
 
 
 def stored(variable: Any) -> Any:

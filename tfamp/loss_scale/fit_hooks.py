@@ -1,40 +1,52 @@
 """What `fit` does more where an optimizer is a `LossScaleOptimizer`.
 
-A skipped step leaves the moving statistics as they were; a window that is not full
-is applied at the end of an epoch; an error of TensorFlow becomes ours. Errors of memory
-of a managed model are explained in `fit`, `evaluate` and `predict`.
+A scale that the first steps cannot stand costs none of them. A skipped step leaves the
+moving statistics as they were, and an epoch of nothing else reports NaN; a window that
+is not full is applied at the end of an epoch; an error of TensorFlow becomes ours.
+Replicas count by their examples and agree on moving statistics. Errors of memory of a
+managed model are explained in `fit`, `evaluate` and `predict`.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from absl import logging
 
-from tfamp.keras_hooks import around_training, epochs, replicas, structure, trainer
-from tfamp.keras_hooks.layers import CALLS, policy_of
-from tfamp.keras_hooks.patches import PatchSet, replaced
-from tfamp.loss_scale import first_steps, stops
-from tfamp.loss_scale.replicas import (
-    ReplicaStatistics,
-    StateBeforeStep,
-    kept_if_empty,
-    ours_of,
-    weights_replicas,
+from tfamp.keras_hooks import (
+    around_training,
+    epochs,
+    replicas,
+    structure,
+    trainer,
+    trials,
 )
-from tfamp.loss_scale.scales import HERE
+from tfamp.keras_hooks.layers import CALLS, policy_of
+from tfamp.keras_hooks.optimizers import optimizers_of
+from tfamp.keras_hooks.patches import PatchSet, replaced
+from tfamp.keras_hooks.workers import summed
+from tfamp.loss_scale import stops
+from tfamp.loss_scale.rule import DEFAULT_SCALE
+from tfamp.loss_scale.step import either, first_of, where_replicas_are_one
+from tfamp.loss_scale.tape import HERE
 from tfamp.machine.memory import machine_memory
 from tfamp.machine.out_of_memory import explain, is_out_of_memory
 
 # Under XLA no error can be raised in the graph, so the counter is read every so
 # many calls; each reading waits for the device.
 _CALLS_BETWEEN_READINGS = 16
+_STEPS_THAT_PROVE_A_SCALE = 10
+_LOWER = 0.25  # what a scale is tried at next
 _NOTED = "_tfamp_explained"
 
-
+# What `tfamp.distribute.strategy()` made: all models train there as on one device.
+STRATEGIES: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 # What is done ahead of a model's training, by parts that this one does not know.
 BEFORE_TRAINING: list[Callable[[keras.Model], None]] = []
 # The same ahead of `evaluate` and `predict` too.
@@ -49,50 +61,158 @@ BEFORE_FIRST_BATCH: list[
 ] = []
 
 
+def ours_of(model: Any) -> list[Any]:
+    """Returns the optimizers of a model that are a `LossScaleOptimizer` of tfamp."""
+    return [o for o in optimizers_of(model) if hasattr(o, "scale_variables")]
+
+
+def _weights_replicas(model: keras.Model) -> bool:
+    """Returns whether a model has replicas that count by their examples.
+
+    A model of which tfamp knows neither itself, nor its optimizer, nor its strategy
+    stays as Keras has it.
+    """
+    strategy = model.distribute_strategy
+    is_known = policy_of(model) is not None or strategy in STRATEGIES
+    return strategy.num_replicas_in_sync > 1 and (is_known or bool(ours_of(model)))
+
+
 def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a training step that undoes what a skipped step did to the model."""
 
     @functools.wraps(train_step)
-    def step_and_undo(data: Any) -> Any:
+    def step(data: Any) -> Any:
         optimizers = ours_of(model)
         with replaced(CALLS, is_training=policy_of(model) is not None):
             return undoing(optimizers, data) if optimizers else sharing(data)
 
     def sharing(data: Any) -> Any:
-        if not weights_replicas(model):
+        if not _weights_replicas(model):
             return train_step(data)
         count, may_be_empty = trainer.batch_size_of(data), trainer.may_be_empty(data)
         with replicas.sharing(model, count, may_be_empty=may_be_empty):
-            return kept_if_empty(model, train_step, data)
+            empty = replicas.is_empty()
+            if empty is None:
+                return train_step(data)
+            # The moving statistics of no example are NaN. What replicas agree on is
+            # not written by one of them.
+            held = _values_of(
+                v for v in _moving_state(model) if v.aggregation in (None, "none")
+            )
+            logs = train_step(data)
+            either(empty, lambda: _put_back(held), lambda: None)
+            return logs
 
     def undoing(optimizers: list[Any], data: Any) -> Any:
-        first_steps.build(model, optimizers, data)
-        state = StateBeforeStep(model, optimizers)
+        _build(model, optimizers, data)
+        skips = [o.scale_variables.read().skipped for o in optimizers]
+        held = _values_of(_moving_state(model))
+        metrics = _values_of(v for m in model.metrics for v in m.variables)
         accumulates = any(o.accumulates for o in optimizers)
         weight = trainer.batch_size_of(data) if accumulates else None
         for optimizer in optimizers:
             optimizer.leaves_stop_to_caller = True
         try:
-            with replaced(HERE, optimizers=tuple(optimizers), weight=weight):
+            with replaced(HERE, in_step=True, weight=weight):
                 logs = sharing(data)
         finally:
             for optimizer in optimizers:
                 optimizer.leaves_stop_to_caller = False
-        state.put_back_if_skipped()
+        _undo_if_skipped(optimizers, skips, held, metrics)
         return logs
 
-    return step_and_undo
+    return step
+
+
+def _undo_if_skipped(
+    optimizers: Sequence[Any], skips: Sequence[Any], held: Any, metrics: Any
+) -> None:
+    """Puts the state of a model back where any optimizer has skipped a step since.
+
+    Metrics only where one of them is not finite: they forget a bad batch, and count one
+    that only overflowed. Random numbers go on, as in stock Keras, so that the next step
+    draws another mask.
+    """
+
+    def any_skipped(skips: Sequence[Any]) -> tf.Tensor:
+        now = [o.scale_variables.read().skipped for o in optimizers]
+        return tf.reduce_any(tf.stack(now) > tf.stack(list(skips)))
+
+    floating = [v for v, value in metrics if value.dtype.is_floating]
+    if floating:
+        finite = [tf.reduce_all(tf.math.is_finite(v.value)) for v in floating]
+        is_bad = ~tf.reduce_all(tf.stack(finite))
+        # On this replica, whose part of the metrics is its own.
+        either(is_bad & any_skipped(skips), lambda: _put_back(metrics), lambda: None)
+    variables = [variable.value for variable, _ in held]
+
+    def merged(strategy: Any, skips: Any, values: Any) -> None:
+        def restore() -> None:
+            pairs = zip(variables, values, strict=True)
+            done = [_write(strategy, variable, value) for variable, value in pairs]
+            after = [each for each in done if isinstance(each, tf.Operation)]
+            for optimizer in optimizers:
+                if optimizer.built:  # it has stepped
+                    stops.stop_if_due(optimizer, after)
+
+        skips = [first_of(strategy, skip) for skip in skips]
+        either(any_skipped(skips), restore, lambda: None)
+
+    where_replicas_are_one(merged, list(skips), [value for _, value in held])
+
+
+def _write(strategy: Any, variable: Any, value: Any) -> Any:
+    if tf.distribute.in_cross_replica_context():
+        return strategy.extended.update(
+            variable, lambda v, x: v.assign(x, read_value=False), args=(value,)
+        )
+    return variable.assign(value, read_value=False)
+
+
+def _moving_state(model: keras.Model) -> list[Any]:
+    """Returns moving statistics, and the states of recurrent layers.
+
+    Keras lists those under no model.
+    """
+    held = list(model.non_trainable_weights)
+    for _, layer, _ in structure.walk(model):
+        if getattr(layer, "stateful", False):
+            states = structure.flatten(getattr(layer, "states", None))
+            held += [v for v in states if isinstance(v, keras.Variable)]
+    return list({id(v): v for v in held}.values())
+
+
+def _values_of(variables: Any) -> list[tuple[Any, tf.Tensor]]:
+    """Returns variables, each with a copy of its present value."""
+    return [(v, tf.identity(v.value)) for v in variables]
+
+
+def _put_back(pairs: Sequence[tuple[Any, tf.Tensor]]) -> None:
+    """Gives variables their values back, on this replica alone."""
+    for variable, value in pairs:
+        variable.value.assign(value)
+
+
+def _build(model: keras.Model, optimizers: Sequence[Any], data: Any) -> None:
+    """Builds what is not built, so that its variables can be held from the start."""
+    if model.built and all(o.built for o in optimizers):
+        return
+    hidden: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if model.run_eagerly:  # where Keras builds no model ahead of its first step
+        hidden = trials.without_python_effects(model)
+    # A model that only runs on tensors is built by its first call.
+    with contextlib.suppress(Exception), hidden:
+        trainer.build_from(model, data)
 
 
 def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a training function that looks at the counters between its calls.
+    """Returns a training function that looks at batches and counters between calls.
 
-    In the first steps, for a scale that is too high; under XLA now and then, for a
-    training that was stopped.
+    At the first batch, for whoever wants it; in the first steps, for a scale that is
+    too high; under XLA now and then, for a training that was stopped.
     """
-    if BEFORE_FIRST_BATCH and policy_of(model) is not None:
-        function = _looking_first(model, function)
-    if not ours_of(model):
+    is_managed = BEFORE_FIRST_BATCH and policy_of(model) is not None
+    if not ours_of(model) and not is_managed:
         return function
     calls, is_proven = 0, False
 
@@ -101,12 +221,11 @@ def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., 
         nonlocal calls, is_proven
         if not tf.executing_eagerly():  # as a part of another function
             return function(iterator)
-        is_proven = is_proven or not first_steps.is_due(model)
-        if is_proven:
-            outputs = function(iterator)
-        else:
-            outputs = first_steps.taken(model, function, iterator)
+        due = BEFORE_FIRST_BATCH if is_managed and calls == 0 else ()
+        looks = [look for is_due, look in due if is_due(model)]
+        is_proven = is_proven or not _is_unproven(model)
         calls += 1
+        outputs = _one_by_one(model, function, iterator, looks, is_proven=is_proven)
         if model.jit_compile and calls % _CALLS_BETWEEN_READINGS == 0:
             _raise_if_stopped(model)
         return outputs
@@ -114,32 +233,111 @@ def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., 
     return call
 
 
-def _looking_first(model: keras.Model, function: Callable[..., Any]) -> Any:
-    """Returns a training function whose first batch is looked at ahead of it."""
-    is_first = True
+def _one_by_one(
+    model: keras.Model,
+    function: Callable[..., Any],
+    iterator: Any,
+    looks: list[Callable[..., None]],
+    *,
+    is_proven: bool,
+) -> Any:
+    """Calls a training function, batch by batch where somebody looks at them."""
+    runs_eagerly = model.run_eagerly or tf.config.functions_run_eagerly()
+    can_be_drawn = isinstance(iterator, tf.data.Iterator | types.GeneratorType)
+    if not can_be_drawn:
+        for look in looks:
+            look(model, None)
+    is_tried = not (is_proven or runs_eagerly)
+    if not can_be_drawn or not (looks or is_tried):
+        return function(iterator)
+    logs = None
+    for batch in itertools.islice(iterator, model.steps_per_execution):
+        while looks:
+            looks.pop(0)(model, batch)
 
-    @functools.wraps(function)
-    def call(iterator: Any) -> Any:
-        nonlocal is_first
-        if not (is_first and tf.executing_eagerly()):
-            return function(iterator)
-        is_first = False
-        looks = [look for is_due, look in BEFORE_FIRST_BATCH if is_due(model)]
-        if not looks:
-            return function(iterator)
-        if not first_steps.may_be_drawn(iterator):
-            for look in looks:
-                look(model, None)
-            return function(iterator)
+        def run(batch: Any = batch) -> Any:
+            return function(_repeating(batch, iterator))
 
-        def run(batch: Any) -> Any:
-            while looks:
-                looks.pop(0)(model, batch)
-            return function(first_steps.repeating(batch, iterator))
+        logs = _until_applied(model, run, batch) if is_tried else run()
+    # Where there is no batch, the training function says so itself.
+    return function(iterator) if logs is None else logs
 
-        return first_steps.one_by_one(model, function, iterator, run)
 
-    return call
+def _repeating(batch: Any, iterator: Any) -> Any:
+    """Returns an iterator over one batch, of the type of another one."""
+    if not isinstance(iterator, tf.data.Iterator):
+        return (each for each in [batch])
+    made = iter(tf.data.Dataset.from_tensors(batch))
+    parts = tf.nest.flatten(made, expand_composites=True)
+    like = tf.nest.pack_sequence_as(iterator, parts, expand_composites=True)
+    like.kept = made  # which its resource goes with
+    return like
+
+
+def _is_unproven(model: keras.Model) -> bool:
+    """Returns whether a scale that nobody has chosen has yet to be proved by steps."""
+    ours = ours_of(model)
+    states = [o.scale_variables.numbers() for o in ours]
+    return len(ours) == len(optimizers_of(model)) and any(
+        optimizer.dynamic
+        and optimizer.initial_scale == DEFAULT_SCALE
+        and not now.is_frozen
+        and now.judged < _STEPS_THAT_PROVE_A_SCALE
+        for optimizer, now in zip(ours, states, strict=True)
+    )
+
+
+def _until_applied(model: keras.Model, run: Callable[[], Any], batch: Any) -> Any:
+    """Takes a step, again at a lower scale if that was why it was skipped.
+
+    A skipped step has changed no weight. A batch for which no scale is low enough is
+    skipped at the first one, as any later batch is.
+    """
+    ours = ours_of(model)
+    _build(model, ours, batch)
+    ours = [optimizer for optimizer in ours if optimizer.built]
+    before = [o.scale_variables.numbers() for o in ours]
+
+    def is_lost() -> bool:
+        now = [o.scale_variables.numbers() for o in ours]
+        pairs = list(zip(now, before, strict=True))
+        skipped = sum(a.skipped - b.skipped for a, b in pairs)
+        return 0 < skipped == sum(a.judged - b.judged for a, b in pairs)
+
+    variables = [*model.non_trainable_variables, *model.metrics_variables]
+    variables += [v for o in ours for v in o.own_variables]
+    held = _values_of(variables)
+    logs = run()
+    if not is_lost() or not _is_finite(batch):
+        return logs
+    after, scale = _values_of(variables), _LOWER * max(b.scale for b in before)
+    while scale >= max(1.0, *(o.rule.min_scale for o in ours)):  # below is no remedy
+        _assign(held)
+        for optimizer, then in zip(ours, before, strict=True):
+            optimizer.put(then._replace(scale=min(scale, then.scale)))
+        logs_then = run()
+        if not is_lost():
+            logging.info(
+                "The loss scale of model %r begins at %g, as the gradients of its "
+                "first batches overflow at %g.",
+                *(model.name, scale, before[0].scale),
+            )
+            return logs_then
+        scale *= _LOWER
+    _assign(after)
+    return logs
+
+
+def _assign(pairs: Sequence[tuple[Any, tf.Tensor]]) -> None:
+    for variable, value in pairs:
+        variable.assign(value)
+
+
+def _is_finite(batch: Any) -> bool:
+    """Returns whether the numbers of a batch are finite: else no scale helps."""
+    parts = tf.nest.flatten(batch, expand_composites=True)
+    floats = [p for p in parts if tf.is_tensor(p) and p.dtype.is_floating]
+    return all(bool(tf.reduce_all(tf.math.is_finite(each))) for each in floats)
 
 
 def _raise_if_stopped(model: keras.Model) -> None:
@@ -152,42 +350,67 @@ def _raise_if_stopped(model: keras.Model) -> None:
 class _EndOfEpoch(keras.callbacks.Callback):
     """Brings weights up to date before anything looks at them.
 
-    What is left of a window is applied; replicas agree on moving statistics.
+    What is left of a window is applied. Each replica keeps moving statistics of its own
+    part of a batch, and files show those of the first: all get the mean.
     """
 
-    statistics: ReplicaStatistics
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Finds what the replicas hold."""
-        self.statistics = ReplicaStatistics(self.model)
+    _moved = False
+    _average: Any = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that weights move."""
-        self.statistics.begin_epoch()
+        self._moved = self.model.distribute_strategy.num_replicas_in_sync > 1
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Brings weights up to date, and raises what XLA could not."""
-        self._flush()
+        self.on_test_begin()
         if self.model.jit_compile:
             _raise_if_stopped(self.model)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Brings weights up to date before the validation inside `fit`."""
-        self._flush()
-
-    def _flush(self) -> None:
         for optimizer in ours_of(self.model):
             optimizer.flush()
-        self.statistics.average()
+        if self._moved:
+            self._moved, self._average = False, self._average or self._averaging()
+            self._average()
+
+    def _averaging(self) -> Callable[[], Any]:
+        strategy = self.model.distribute_strategy
+        variables = [
+            variable
+            for _, layer, _ in structure.walk(self.model)
+            if isinstance(layer, keras.layers.BatchNormalization)
+            and (layer.built and layer.trainable and not layer.synchronized)
+            for variable in layer.non_trainable_weights
+        ]
+        if not variables:
+            return lambda: None
+        logging.log_first_n(
+            logging.INFO,
+            "Replicas normalize by their own parts of a batch in BatchNormalization; "
+            "at the end of an epoch of `fit` all get the mean of their moving "
+            "statistics. Pass the layers `synchronized=True` to normalize by the whole "
+            "batch.",
+            1,
+        )
+
+        def on_replica() -> None:
+            context = tf.distribute.get_replica_context()
+            # A value that is only read belongs to no device, for workers to send it.
+            values = [tf.identity(v.value) for v in variables]
+            for variable, total in zip(variables, summed(context, values), strict=True):
+                num = tf.cast(context.num_replicas_in_sync, total.dtype)
+                variable.value.assign(total / num)
+
+        return tf.function(lambda: strategy.run(on_replica), autograph=False)
 
 
 @contextlib.contextmanager
 def _guarded_fit(model: keras.Model, arguments: dict[str, Any]) -> Iterator[None]:
-    _prepare(model)
     callbacks = arguments.get("callbacks")
-    if not ours_of(model) and not weights_replicas(model):
-        with _our_errors(model):  # of optimizers that a `train_step` has of its own
-            yield
+    if not ours_of(model) and not _weights_replicas(model):
+        yield
         return
     ours = _EndOfEpoch()
     given = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
@@ -200,8 +423,7 @@ def _guarded_fit(model: keras.Model, arguments: dict[str, Any]) -> Iterator[None
     for optimizer in ours_of(model):
         stops.forget(optimizer)
     try:
-        with _our_errors(model):
-            yield
+        yield
     except BaseException:
         for optimizer in ours_of(model):
             optimizer.discard()  # nothing of this `fit` leaks into the next
@@ -212,7 +434,7 @@ def _guarded_fit(model: keras.Model, arguments: dict[str, Any]) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _our_errors(model: keras.Model) -> Iterator[None]:
+def _our_errors() -> Iterator[None]:
     """Turns TensorFlow's error of a stopped training into a `LossScaleError`."""
     try:
         yield
@@ -231,20 +453,27 @@ def _guarded_run(
     for prepare_run in BEFORE_RUN:
         prepare_run(model)
     with contextlib.ExitStack() as stack:
-        if name == "train_on_batch":
-            _prepare(model)
-            stack.enter_context(around_training.running(model))
-            stack.enter_context(_our_errors(model))
-        elif name == "fit":
-            for prepare in BEFORE_FIT if policy_of(model) is not None else ():
-                prepare(model, arguments)
+        if name == "fit":
+            for prepare_fit in BEFORE_FIT if policy_of(model) is not None else ():
+                prepare_fit(model, arguments)
             stack.enter_context(around_training.running(model, arguments))
             stack.enter_context(around_run(model, training=True))
+            _prepare(model)
+            stack.enter_context(_our_errors())
             stack.enter_context(_guarded_fit(model, arguments))
             stack.enter_context(_nan_without_a_step(model))
+        elif name == "train_on_batch":
+            _prepare(model)
+            stack.enter_context(around_training.running(model))
+            stack.enter_context(_our_errors())
         else:
             stack.enter_context(around_run(model, training=False))
         yield
+
+
+def _prepare(model: keras.Model) -> None:
+    for prepare in BEFORE_TRAINING:
+        prepare(model)
 
 
 @contextlib.contextmanager
@@ -261,11 +490,8 @@ def _nan_without_a_step(model: keras.Model) -> Iterator[None]:
         nonlocal is_told
         results = original()
         # A step that is traced asks too, where nothing can be known.
-        if not tf.executing_eagerly() or not ours_of(model):
-            return results
-        if trainer.has_recorded_a_loss(model) or not any(
-            int(optimizer.consecutive_skips) for optimizer in ours_of(model)
-        ):
+        is_asked = tf.executing_eagerly() and not trainer.has_recorded_a_loss(model)
+        if not is_asked or not any(int(o.consecutive_skips) for o in ours_of(model)):
             return results
         if not is_told:
             is_told = True
@@ -283,11 +509,6 @@ def _nan_without_a_step(model: keras.Model) -> Iterator[None]:
         yield
 
 
-def _prepare(model: keras.Model) -> None:
-    for prepare in BEFORE_TRAINING:
-        prepare(model)
-
-
 @contextlib.contextmanager
 def around_run(model: keras.Model, *, training: bool) -> Iterator[None]:
     """Explains errors of memory of a managed model, in `fit` where it is training.
@@ -298,38 +519,31 @@ def around_run(model: keras.Model, *, training: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if policy_of(model) is not None and is_out_of_memory(error):
-            _add_note(error, model, training=training)
+        is_known = getattr(error, _NOTED, False)  # `fit` evaluates too
+        if policy_of(model) is None or is_known or not is_out_of_memory(error):
+            raise
+        setattr(error, _NOTED, True)
+        # Whatever is asked of a full device may fail in turn.
+        with contextlib.suppress(Exception):
+            text = _explained(error, model, training=training)
+            getattr(error, "add_note", logging.error)(text)
         raise
 
 
-def _add_note(error: Exception, model: keras.Model, *, training: bool) -> None:
-    # `fit` evaluates too: the inner one has explained it already.
-    if getattr(error, _NOTED, False):
-        return
-    setattr(error, _NOTED, True)
-    try:
-        dtypes = structure.compute_dtypes(model)
-        optimizer = getattr(model, "optimizer", None) if training else None
-        held = {"weights": structure.bytes_of(model.weights)}
-        if optimizer is not None:
-            held["optimizer slots"] = structure.bytes_of(optimizer.variables)
-        layers = [path for path, each, _ in structure.walk(model) if each is not model]
-        text = explain(
-            str(error),
-            layers=layers,
-            held=held,
-            memory=machine_memory(),
-            training=training,
-            computes_in=dtypes.pop() if len(dtypes) == 1 else "",
-        )
-    except Exception as reason:  # whatever is asked of a full device may fail in turn
-        logging.info("The error of memory could not be explained: %s", reason)
-        return
-    if hasattr(error, "add_note"):
-        error.add_note(text)
-    else:
-        logging.error("%s", text)
+def _explained(error: Exception, model: keras.Model, *, training: bool) -> str:
+    dtypes = structure.compute_dtypes(model)
+    optimizer = getattr(model, "optimizer", None) if training else None
+    held = {"weights": structure.bytes_of(model.weights)}
+    if optimizer is not None:
+        held["optimizer slots"] = structure.bytes_of(optimizer.variables)
+    return explain(
+        str(error),
+        layers=[path for path, each, _ in structure.walk(model) if each is not model],
+        held=held,
+        memory=machine_memory(),
+        training=training,
+        computes_in=dtypes.pop() if len(dtypes) == 1 else "",
+    )
 
 
 FIT_HOOKS = PatchSet(

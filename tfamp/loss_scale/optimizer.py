@@ -1,44 +1,49 @@
 """`LossScaleOptimizer`: Keras's class of that name, exact on every replica."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.patches import PatchSet, replaced
-from tfamp.keras_hooks.variables import READ_HOOKS
 from tfamp.keras_hooks.workers import WORKER_HOOKS
-from tfamp.loss_scale import saved_state, step, stops
-from tfamp.loss_scale.arguments import (
-    adopted_accumulation,
-    check_inner,
-    check_inner_settings,
-    check_settings,
-    chosen_steps,
-    variables_for,
-)
-from tfamp.loss_scale.attributes import (
-    INNER,
-    SHARED,
-    only_eager,
-    refused,
-    reported,
-    shared,
-)
-from tfamp.loss_scale.candidates import know
-from tfamp.loss_scale.counters import FROZEN, ScaleVariables
+from tfamp.loss_scale import step, stops
 from tfamp.loss_scale.fit_hooks import FIT_HOOKS
-from tfamp.loss_scale.gradients import check_reduce_dtype, multiplied
-from tfamp.loss_scale.replicas import on_all_replicas
-from tfamp.loss_scale.rule import ScaleState
-from tfamp.loss_scale.scales import HERE, note_unscaled, own, scaled_by_hand
-from tfamp.loss_scale.tape import TAPE_HOOKS
+from tfamp.loss_scale.rule import FROZEN, ScaleRule, ScaleState, chosen_steps
+from tfamp.loss_scale.state import NUM_STOCK, SavedState, ScaleVariables
+from tfamp.loss_scale.tape import (
+    HERE,
+    TAPE_HOOKS,
+    know,
+    multiplied,
+    note_unscaled,
+    own,
+    scaled_by_hand,
+)
 from tfamp.records import checks
+
+_MARK = "tfamp"  # in configurations
+# What every Keras optimizer has, and what acts in the inner one.
+_SHARED = (
+    *("weight_decay", "clipnorm", "clipvalue", "global_clipnorm"),
+    *("use_ema", "ema_momentum", "ema_overwrite_frequency"),
+)
+
+
+def _reported(field: str, doc: str) -> property:
+    """Returns a getter of a `ScaleState`: a number, or a scalar tensor in a graph."""
+
+    def get(self: Any) -> Any:
+        stored = self.scale_variables
+        now = stored.numbers() if tf.executing_eagerly() else stored.read()
+        return getattr(now, field)
+
+    return property(get, doc=doc)
 
 
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
@@ -63,7 +68,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             `initial_scale=1, dynamic=False` guards bfloat16 and float32 training.
         growth_factor: What the scale is multiplied by when it grows, above 1.
         backoff_factor: What it is multiplied by when it backs off, in (0, 1).
-        hysteresis: Overflows that make it back off.
+        hysteresis: Overflows that make it back off, counted anew when it changes.
         min_scale: Floor of a dynamic scale. Some models need a scale below 1.
         max_scale: Ceiling of a dynamic scale.
         gradient_accumulation_steps: Microbatches that make one update. Their mean is
@@ -72,9 +77,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         max_consecutive_skips: Skipped steps in a row after which training stops with
             an error, or None for never.
         reduce_dtype: What replicas send float32 gradients in to add them up: None for
-            float32, "float16", "bfloat16", or "auto" for what the layer of each weight
-            computed in, which loses nothing but in the sum. float16 is sent at the
-            loss scale, and a sum that overflows is a skipped step.
+            float32, "float16" or "bfloat16". float16 is sent at the loss scale, and a
+            sum that overflows is a skipped step.
         **kwargs: What Keras's class accepts in old saved files.
 
     Raises:
@@ -100,6 +104,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
     """
 
+    built: bool
+    dynamic: bool
+    accumulation_steps: int
+    max_consecutive_skips: int | None
+    scale = _reported("scale", "The present loss scale.")
+    applied_steps = _reported("applied", "Updates that were applied.")
+    skipped_steps = _reported("skipped", "Steps, or microbatches, that were skipped.")
+    consecutive_skips = _reported("streak", "Steps skipped in a row up to now.")
+    num_stops = _reported("num_stops", "How often too many skips stopped training.")
+    gradient_norm = _reported(
+        "norm", "Norm of the last step's unscaled gradients, before any clipping."
+    )
+    _frozen = _reported("is_frozen", "Above 0 where the scale is static now.")
+    done_here: tuple[str, ...] = ("loss_scale_factor", "gradient_accumulation_steps")
+
     def __init__(
         self,
         inner_optimizer: Any,
@@ -121,103 +140,54 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         if isinstance(inner_optimizer, str):
             inner_optimizer = keras.optimizers.get(inner_optimizer)
-        check_inner(inner_optimizer)
-        check_reduce_dtype(reduce_dtype)
-        accumulation_steps = chosen_steps(
-            gradient_accumulation_steps, accumulation_steps
-        )
-        rule, start = check_settings(
-            initial_scale,
-            dynamic_growth_steps,
-            dynamic=dynamic,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            hysteresis=hysteresis,
-            min_scale=min_scale,
-            max_scale=max_scale,
-            max_consecutive_skips=max_consecutive_skips,
+        _check_inner(inner_optimizer)
+        adopted = None
+        if "gradient_accumulation_steps" in self.done_here:
+            adopted = getattr(inner_optimizer, "gradient_accumulation_steps", None)
+        rule = ScaleRule(
+            *(initial_scale, dynamic_growth_steps, bool(dynamic), growth_factor),
+            *(backoff_factor, hysteresis, min_scale, max_scale),
+            chosen_steps(gradient_accumulation_steps, accumulation_steps, adopted),
+            *(max_consecutive_skips, reduce_dtype),
         )
         factor = getattr(inner_optimizer, "loss_scale_factor", None)
-        if name is not None:
-            kwargs["name"] = name
-        super().__init__(inner_optimizer, start, dynamic_growth_steps, **kwargs)
         if factor is not None:
             logging.warning(
                 "`loss_scale_factor=%r` of the wrapped optimizer is taken off: the "
-                "wrapper scales the loss. Pass it `initial_scale=%r, dynamic=False` "
-                "for that static scale.",
-                factor,
+                "wrapper scales the loss. Pass it `initial_scale` and `dynamic=False`.",
                 factor,
             )
-        self.initial_scale = initial_scale
+        if name is not None:
+            kwargs["name"] = name
+        super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, **kwargs)
+        for shared in _SHARED:
+            delattr(self, shared)  # `__getattr__` asks the inner optimizer
         self.rule = rule
-        self.dynamic = bool(dynamic)
-        self.accumulation_steps = accumulation_steps
-        self.max_consecutive_skips = max_consecutive_skips
-        self.reduce_dtype = reduce_dtype
+        for field in dataclasses.fields(rule):
+            setattr(self, field.name, getattr(rule, field.name))
         self.leaves_stop_to_caller = False
         self.has_gradient: Any = None
+        self.accumulators: list[Any] = []
         self.has_scaled_loss = False  # `scale_loss` was called, ever
         self.was_unscaled = False  # what the next `apply` gets, by hand
-        self.accumulators: list[Any] = []
+        self.num_unexplained = 0  # steps of gradients whose origin nobody knows
         self.num_stops_seen = 0
-        self._entry = "apply"  # as in `HERE`
-        self.scale_variables = ScaleVariables(
-            self.add_variable, start, is_static=not self.dynamic
-        )
+        self.scale_variables = ScaleVariables(self.add_variable, rule)
         self.step_counter = self.scale_variables.step_counter
         self.dynamic_scale = self.scale_variables.dynamic_scale
-        self.saved_beside = saved_state.SavedState(self)
+        self.saved_beside = SavedState(self)
         self._is_made = True  # what only the inner one has is set there from here on
         self._come_into_use()
 
     def _come_into_use(self) -> None:
-        """Has tapes, `fit` and the layers that it may ask know of this optimizer."""
-        self.accumulation_steps = adopted_accumulation(
-            self.inner_optimizer, self.accumulation_steps
-        )
-        if self.reduce_dtype == "auto":
-            READ_HOOKS.install()
+        """Has tapes and `fit` know of this optimizer."""
+        if self.inner_optimizer.gradient_accumulation_steps is not None:
+            if self.inner_optimizer.built:
+                hooks.count_updates(self.inner_optimizer)
+            self.inner_optimizer.gradient_accumulation_steps = None
         for held in (FIT_HOOKS, TAPE_HOOKS, WORKER_HOOKS, CONFIG_HOOKS):
             held.install()
         know(self)
-
-    built: bool
-    # What the inner optimizer has to do without, as the wrapper does it.
-    refused_settings: tuple[str, ...] = (
-        "loss_scale_factor",
-        "gradient_accumulation_steps",
-    )
-    loss_scale_factor = refused(
-        "loss_scale_factor",
-        "Pass `initial_scale` and `dynamic=False` to the constructor, or call "
-        "`freeze(value)`.",
-    )
-    gradient_accumulation_steps = refused(
-        "gradient_accumulation_steps", "Pass it to the constructor."
-    )
-    scale = reported("scale", "The present loss scale.")
-    applied_steps = reported("applied", "Updates that were applied.")
-    skipped_steps = reported(
-        "skipped", "Steps, or microbatches, that were skipped for non-finite gradients."
-    )
-    judged_steps = reported(
-        "judged", "Steps, or microbatches, applied, added up or skipped."
-    )
-    consecutive_skips = reported(
-        "streak", "Steps skipped in a row up to now, 0 after a finite one."
-    )
-    num_stops = reported(
-        "num_stops", "How often training was stopped for too many skips in a row."
-    )
-    gradient_norm = reported(
-        "norm",
-        """Norm of the last step's unscaled gradients, before any clipping.
-
-        Under accumulation that of the last update, or of the last microbatch since.
-        """,
-    )
-    _frozen = reported("is_frozen", "Above 0 where the scale is static now.")
 
     @property
     def last_step_skipped(self) -> Any:
@@ -232,31 +202,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def nonfinite_variables(self) -> tuple[str, ...]:
         """Paths of the variables whose gradients the last skipped step failed on."""
-        only_eager("nonfinite_variables")
-        return tuple(self.scale_variables.blamed(1))
-
-    @property
-    def nonfinite_counts(self) -> dict[str, int]:
-        """For each variable that had any, its number of non-finite gradients."""
-        only_eager("nonfinite_counts")
-        return self.scale_variables.blamed(0)
-
-    def history(self) -> dict[str, np.ndarray]:
-        """Returns the last 1024 steps, oldest first; reads from the device.
-
-        Returns:
-            Arrays of shape (steps,): "step", counted from 1; "scale", the loss scale
-            it was computed with; "gradient_norm", unscaled; "skipped".
-
-        Example:
-            >>> import keras, tfamp
-            >>> optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), 8.0)
-            >>> optimizer.apply([tf.constant([8.0])], [keras.Variable([1.0])])
-            >>> {k: v.tolist() for k, v in optimizer.history().items()}
-            {'step': [1], 'scale': [8.0], 'gradient_norm': [1.0], 'skipped': [False]}
-        """
-        only_eager("history")
-        return self.scale_variables.history()
+        return self.scale_variables.blamed()
 
     def freeze(self, value: float | None = None) -> None:
         """Makes the scale static from here on, in functions traced before as well.
@@ -267,23 +213,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             ValueError: `value` is not a positive finite number.
         """
-        if value is not None:
-            value = checks.positive("value", value)
-        self._set(is_frozen=FROZEN, scale=value)
+        now = self.scale_variables.numbers()
+        scale = now.scale if value is None else checks.positive("value", value)
+        self.put(now._replace(scale=scale, good_steps=0, is_frozen=FROZEN))
 
     def unfreeze(self) -> None:
         """Makes the scale dynamic from here on."""
-        self._set(is_frozen=0)
-
-    def _set(self, *, scale: float | None = None, **flags: int) -> None:
-        if not tf.executing_eagerly():
-            raise RuntimeError(
-                "The loss scale is frozen or released inside a `tf.function`; expected "
-                "eager code, between steps. Call it from a callback or the loop."
-            )
         now = self.scale_variables.numbers()
-        scale = now.scale if scale is None else scale
-        self.put(now._replace(scale=scale, good_steps=0, **flags))
+        self.put(now._replace(good_steps=0, is_frozen=0))
+
+    def put(self, values: ScaleState) -> None:
+        """Stores plain numbers on every replica."""
+        with step.on_all_replicas(self):
+            self.scale_variables.write(values)
 
     def raise_if_due(self) -> None:
         """Raises `LossScaleError` where the last step completed a streak."""
@@ -315,8 +257,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Returns gradients of a scaled loss divided by the scale.
 
-        The next `apply` or `apply_gradients` takes what came through here as it is, as
-        legacy Keras did.
+        The next `apply` or `apply_gradients` takes them as they are, as legacy Keras.
 
         Args:
             grads: Tensors, `tf.IndexedSlices` or None.
@@ -325,30 +266,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         note_unscaled()
         factor = 1 / tf.convert_to_tensor(self.dynamic_scale.value)
         return [None if g is None else multiplied(g, factor) for g in grads]
-
-    def minimize(
-        self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None
-    ) -> Any:
-        """Computes the gradients of a loss and applies them, as legacy Keras.
-
-        `loss` is a callable, or a tensor computed under `tape`; `var_list` may be a
-        callable too. Returns what the inner optimizer's `minimize` does, or
-        `iterations` where it has none.
-        """
-        if tape is None and not callable(loss):
-            raise ValueError(
-                f"`loss` is {loss!r} and `tape` is None; expected a callable or the "
-                "tape that recorded the loss. Pass `tape=tape`."
-            )
-        own = getattr(self.inner_optimizer, "minimize", None)  # of a subclass
-        if own is not None:
-            return own(loss, var_list) if tape is None else own(loss, var_list, tape)
-        with tape if tape is not None else tf.GradientTape() as tape:
-            scaled = self.scale_loss(loss() if callable(loss) else loss)
-        variables = list(var_list() if callable(var_list) else var_list)
-        raw = [v.value if isinstance(v, keras.Variable) else v for v in variables]
-        gradients = tape.gradient(scaled, raw)
-        return self.apply_gradients(zip(gradients, variables, strict=True))
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Creates the slots of the inner optimizer and the accumulators."""
@@ -364,9 +281,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.scale_variables.build(variables, self.add_variable)
         if self.accumulates:
             self.accumulators = [self._accumulator_for(v) for v in variables]
-            self.has_gradient = self.add_variable(
-                (len(variables),), "zeros", "bool", name="trained"
-            )
+            shape = (len(variables),)
+            self.has_gradient = self.add_variable(shape, "zeros", "bool", name="given")
         self._trainable_variables = variables
         self.built = True
         # In eager code each replica runs up to where all meet; all have to scale alike.
@@ -408,38 +324,63 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         ]
         if not gradients:
             return
-        self._entry = HERE.entry
-        if tf.distribute.in_cross_replica_context():
+        if trainable_variables is None and not self.built:
             raise ValueError(
-                "apply() must be called in a replica context. Call it inside the "
-                "function that `strategy.run` runs."
+                "`trainable_variables` is None and the optimizer is not built; "
+                "expected variables. Pass them, or call `build(variables)` first."
             )
+        variables = trainable_variables or hooks.trained_by(self)
+        variables = list(variables)
+        if len(variables) != len(gradients):
+            raise ValueError(
+                f"`grads` has {len(gradients)} entries for {len(variables)} variables; "
+                "expected one for each. Pass None where a variable has no gradient."
+            )
+        if all(gradient is None for gradient in gradients):
+            raise ValueError("No gradients provided for any variable.")
         with tf.name_scope(self.name):
-            variables = variables_for(self, gradients, trainable_variables)
-            check_inner_settings(self)
-            step.take(self, gradients, variables)
+            self.build(variables)
+            hooks.check_known(self, variables)
+            self._check_use()
+            update = HERE.update or self.inner_optimizer.apply
+            step.take(self, gradients, variables, update)
             own(self, variables)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """As `apply`, on pairs of gradient and variable; returns `iterations`."""
         gradients, variables = zip(*grads_and_vars, strict=True)
-        with replaced(HERE, entry="pairs"):
+
+        def update(gradients: Any, variables: Any) -> None:  # it may be overridden
+            pairs = zip(gradients, variables, strict=True)
+            self.inner_optimizer.apply_gradients(pairs)
+
+        with replaced(HERE, update=update):
             self.apply(gradients, variables)
         return self.iterations
 
-    def update_inner(self, gradients: list[Any], variables: Sequence[Any]) -> None:
-        """Has the inner optimizer apply gradients that are reduced and unscaled.
-
-        By the method that was called here: a subclass may have one of its own.
-        """
-        inner = self.inner_optimizer
-        with replaced(HERE, is_updating=True, entry="apply"):
-            if self._entry == "inner":  # a method of a subclass has come here
-                keras.optimizers.Optimizer.apply(inner, gradients, variables)
-            elif self._entry == "pairs":
-                inner.apply_gradients(zip(gradients, variables, strict=True))
-            else:
-                inner.apply(gradients, variables)
+    def _check_use(self) -> None:
+        """Raises where a setting or a place would spoil the update."""
+        for name in self.done_here:
+            for each in (self, self.inner_optimizer):
+                if (value := getattr(each, name, None)) is not None:
+                    raise ValueError(
+                        f"`{name}` of {each.name!r} is {value!r}; expected None, since "
+                        "the wrapper does it. Pass it to the constructor of a "
+                        "LossScaleOptimizer, a static scale as `initial_scale` with "
+                        "`dynamic=False`."
+                    )
+        if tf.distribute.in_cross_replica_context():
+            raise ValueError(
+                "apply() must be called in a replica context. Call it inside the "
+                "function that `strategy.run` runs."
+            )
+        strategy, ours = tf.distribute.get_strategy(), hooks.strategy_of(self)
+        if strategy.num_replicas_in_sync > 1 and ours is not strategy:
+            raise ValueError(
+                f"The optimizer was made outside the {type(strategy).__name__} that "
+                "trains with it; its counters would differ between replicas. Make and "
+                "compile it inside `with strategy.scope():`."
+            )
 
     # What a step asks of it.
     @property
@@ -453,13 +394,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         inner = self.inner_optimizer
         # Each of several optimizers clips its own part, and a sum who adds it up.
         adds_up = inner.gradient_accumulation_steps is not None
-        if len(hooks.leaves(inner)) > 1 or adds_up:
-            return None
-        return inner.global_clipnorm or None
-
-    def accumulator(self, variable: Any) -> Any:
-        """Returns the variable in which the gradients of another are added up."""
-        return self.accumulators[self.position_of(variable)]
+        is_alone = len(hooks.leaves(inner)) == 1 and not adds_up
+        return (inner.global_clipnorm or None) if is_alone else None
 
     def position_of(self, variable: Any) -> int:
         """Returns the place of a variable, whichever replica it comes from."""
@@ -481,59 +417,85 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Forgets the microbatches in a window that is not full."""
         step.on_window(step.discard, self)
 
-    def put(self, values: ScaleState) -> None:
-        """Stores plain numbers on every replica."""
-        with on_all_replicas(self):
-            self.scale_variables.write(values)
-
     @property
     def own_variables(self) -> list[Any]:
         """Keras's own variables, then tfamp's."""
         return list(self._variables)
 
     @property
+    def stock_variables(self) -> list[Any]:
+        """What Keras's class has: its own variables and the inner optimizer's."""
+        return [*self._variables[:NUM_STOCK], *self.inner_optimizer.variables]
+
+    @property
     def variables(self) -> list[Any]:
-        """Keras's own variables, the inner optimizer's, then tfamp's."""
-        return [
-            *saved_state.stock_variables(self),
-            *self.own_variables[saved_state.NUM_STOCK :],
-        ]
+        """Those of Keras's class, then tfamp's."""
+        return [*self.stock_variables, *self._variables[NUM_STOCK:]]
 
     def get_config(self) -> dict[str, Any]:
         """Returns Keras's four keys, and what differs from the defaults.
 
         So stock Keras loads what it can honour, and refuses the rest by name.
         """
-        return saved_state.config_of(self)
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        config = {
+            "name": self.name,
+            "inner_optimizer": {**inner, _MARK: True},
+            "initial_scale": self.initial_scale,
+            "dynamic_growth_steps": self.dynamic_growth_steps,
+        }
+        for field in dataclasses.fields(ScaleRule):
+            value = getattr(self, field.name)
+            if value != field.default:
+                config[field.name] = value
+        return config
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """Creates the optimizer from its configuration, or from stock Keras's."""
-        return cls(**saved_state.arguments_in(config, custom_objects))
+        inner = {k: v for k, v in config["inner_optimizer"].items() if k != _MARK}
+        made = keras.saving.deserialize_keras_object(inner, custom_objects)
+        return cls(**{**config, "inner_optimizer": made})
 
     def save_own_variables(self, store: Any) -> None:
         """Puts Keras's own variables and the inner optimizer's into `store`."""
-        for position, variable in enumerate(saved_state.stock_variables(self)):
+        for position, variable in enumerate(self.stock_variables):
             store[str(position)] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
-        """Takes the variables of a file; slots that are not built yet follow later.
-
-        The file may be tfamp's, stock Keras's or that of the bare inner optimizer.
-        """
+        """Takes the variables of a file; slots that are not built yet follow later."""
         self.saved_beside.load_stock(store)
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets all variables, in the order of `variables`.
+        """Sets all variables, in the order of `variables`, or those of Keras's class.
 
         Raises:
             ValueError: The optimizer is not built, or the arrays do not fit.
         """
-        saved_state.set_weights(self, weights)
+        targets = self.stock_variables
+        if len(weights) != len(targets):
+            targets = self.variables
+        if not self.built or len(weights) != len(targets):
+            raise ValueError(
+                f"`weights` has {len(weights)} arrays for {len(targets)} variables; "
+                "expected one for each of a built optimizer. Call `build(variables)` "
+                "first, and pass the arrays in the order of `variables`."
+            )
+        self.assign_all(targets, weights)
+
+    def assign_all(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Assigns values on every replica."""
+        with step.on_all_replicas(self):
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+
+    def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
+        """Excludes variables from the inner optimizer's weight decay."""
+        self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Reads a public attribute that only the inner optimizer has."""
-        inner = vars(self).get(INNER)
+        """Reads a public attribute that acts in the inner optimizer."""
+        inner = vars(self).get("inner_optimizer")
         if inner is None or name.startswith("_"):
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -542,46 +504,34 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets on the inner optimizer what only that one has, as its momentum."""
-        own, inner = vars(self), vars(self).get(INNER)
-        is_inner_only = (
-            own.get("_is_made", False)
-            and not name.startswith("_")
-            and name not in own
-            and not hasattr(type(self), name)
-            and hasattr(inner, name)
-        )
-        if is_inner_only:
+        own = vars(self)
+        is_ours = name.startswith("_") or name in own or hasattr(type(self), name)
+        inner = own.get("inner_optimizer") if own.get("_is_made") else None
+        if inner is not None and not is_ours and hasattr(inner, name):
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)
 
-    def exclude_from_weight_decay(
-        self, var_list: Any = None, var_names: Any = None
-    ) -> None:
-        """Excludes variables from the inner optimizer's weight decay.
 
-        Args:
-            var_list: Variables to exclude.
-            var_names: Patterns searched for in variables' names.
-
-        Raises:
-            ValueError: The inner optimizer is built already, and has traced its
-                update with what was set before.
-        """
-        if self.inner_optimizer.built:
-            raise ValueError(
-                "`exclude_from_weight_decay` came after the optimizer was built; "
-                "expected it before the first step. Call it on a new optimizer."
-            )
-        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+def _check_inner(inner: Any) -> None:
+    """Raises where `inner` cannot be wrapped."""
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"`inner_optimizer` is {inner!r}, of type {type(inner).__name__}; expected "
+            "a Keras optimizer. Pass `keras.optimizers.Adam()`, or its name."
+        )
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            f"`inner_optimizer` is {inner!r}, which scales the loss already; expected "
+            "a plain optimizer. Pass its `inner_optimizer`."
+        )
 
 
-for _name in SHARED:
-    setattr(LossScaleOptimizer, _name, shared(_name))
+def _is_ours(config: dict[str, Any]) -> bool:
+    inner = config.get("inner_optimizer")
+    return isinstance(inner, dict) and _MARK in inner
 
 
 hooks.save_under_stock_name(LossScaleOptimizer, keras.optimizers.LossScaleOptimizer)
 # So that Keras's own `load_model` and `optimizers.get` give what was saved.
-CONFIG_HOOKS = PatchSet(
-    [hooks.from_config_patch(saved_state.wrote, LossScaleOptimizer)]
-)
+CONFIG_HOOKS = PatchSet([hooks.from_config_patch(_is_ours, LossScaleOptimizer)])

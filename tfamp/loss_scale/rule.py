@@ -1,11 +1,11 @@
-"""How the loss scale moves: a pure rule, on plain numbers and on tensors.
+"""How the loss scale moves: a pure rule, and the settings that it goes by.
 
-The rule is written once over a `select`; on plain numbers that is `if`, on
-tensors `tf.where`.
+The rule is written once over a `select`: on plain numbers that is `if`, on tensors
+`tf.where`.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -13,6 +13,16 @@ import tensorflow as tf
 from tfamp.records import checks
 
 DEFAULT_SCALE = 2.0**15  # to begin with
+FROZEN, STATIC = 1, 2  # of `is_frozen`: by `freeze`, or by the constructor
+REDUCE_DTYPES = (None, "float16", "bfloat16")
+_SMALLEST_NORMAL = 2.0**-126  # of float32; dividing by less than this gives inf
+
+
+# Arguments that say nothing of how a dynamic scale moves.
+_OF_STEPS = (
+    *("accumulation_steps", "gradient_accumulation_steps"),
+    *("max_consecutive_skips", "reduce_dtype"),
+)
 
 
 class ScaleState(NamedTuple):
@@ -37,7 +47,6 @@ class ScaleState(NamedTuple):
     weight: Any = 0.0  # of the microbatches in the present window
 
 
-# The fields of a new window of accumulation.
 EMPTY_WINDOW: dict[str, Any] = {"microbatches": 0, "weight": 0.0}
 
 
@@ -55,79 +64,72 @@ def _choose(condition: Any, yes: Any, no: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ScaleRule:
-    """When the scale grows and when it backs off.
+    """Where the scale begins, when it grows and when it backs off.
 
-    Attributes:
-        growth_steps: Finite steps after which the scale grows, at least 1.
-        growth_factor: What it is multiplied by then, above 1.
-        backoff_factor: What it is multiplied by after `hysteresis` non-finite
-            steps, above 0 and below 1.
-        hysteresis: Non-finite steps, not necessarily in a row, that make the
-            scale back off; counted anew whenever it changes.
-        min_scale: The scale never falls below, above 0.
-        max_scale: The scale never rises above, finite.
-        max_streak: Non-finite steps in a row after which training stops, or
-            None for never.
+    The fields are arguments of `LossScaleOptimizer`.
 
     Raises:
         ValueError: A field is out of its range.
         TypeError: A field is no number.
 
     Example:
-        >>> rule = ScaleRule(growth_steps=2)
-        >>> state = rule.after(ScaleState(scale=8.0), is_finite=False)
-        >>> state.scale
+        >>> ScaleRule(8.0).after(ScaleState(8.0), is_finite=False).scale
         4.0
-        >>> rule.after(rule.after(state, is_finite=True), is_finite=True).scale
-        8.0
-
-    Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2;
-    hysteresis as in Megatron-LM's `DynamicGradScaler`, which keeps backing off at
-    every further overflow until the scale has grown once.
     """
 
-    growth_steps: int = 2000
+    initial_scale: float = DEFAULT_SCALE
+    dynamic_growth_steps: int = 2000
+    dynamic: bool = True
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     hysteresis: int = 1
     min_scale: float = 2.0**-14
     max_scale: float = 2.0**24
-    max_streak: int | None = None
+    accumulation_steps: int = 1
+    max_consecutive_skips: int | None = 64
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        checks.positive_int("dynamic_growth_steps", self.growth_steps)
-        checks.positive_int("hysteresis", self.hysteresis)
-        if self.max_streak is not None:
-            checks.positive_int("max_consecutive_skips", self.max_streak)
+        for name in ("dynamic_growth_steps", "hysteresis", "accumulation_steps"):
+            checks.positive_int(name, getattr(self, name))
+        if self.max_consecutive_skips is not None:
+            checks.positive_int("max_consecutive_skips", self.max_consecutive_skips)
         checks.fraction("backoff_factor", self.backoff_factor, closed=False)
-        checks.positive("min_scale", self.min_scale)
-        checks.positive("max_scale", self.max_scale)
-        if checks.positive("growth_factor", self.growth_factor) <= 1:
+        for name in ("initial_scale", "min_scale", "max_scale", "growth_factor"):
+            checks.positive(name, getattr(self, name))
+        if self.growth_factor <= 1:
             raise ValueError(
                 f"`growth_factor` is {self.growth_factor!r}; expected a number above "
                 "1, since the scale could never rise again. Leave it out for 2."
             )
-        if self.min_scale > self.max_scale:
+        lowest, highest = _SMALLEST_NORMAL, 1 / _SMALLEST_NORMAL
+        if self.dynamic:
+            lowest, highest = self.min_scale, self.max_scale
+        if not lowest <= self.initial_scale <= highest:
             raise ValueError(
-                f"`min_scale` {self.min_scale!r} is above `max_scale` "
-                f"{self.max_scale!r}; expected a range. Exchange the two."
+                f"`initial_scale` is {self.initial_scale!r}; expected a number in "
+                f"[{lowest!r}, {highest!r}], from `min_scale` to `max_scale` where it "
+                "moves, else what float32 can divide by. Pass one in between."
+            )
+        if self.reduce_dtype not in REDUCE_DTYPES:
+            raise ValueError(
+                f"Unknown `reduce_dtype` {self.reduce_dtype!r}; expected one of "
+                f"{REDUCE_DTYPES}. Leave it out for float32."
             )
 
     def after(self, state: ScaleState, *, is_finite: bool) -> ScaleState:
         """Returns the state after one step whose gradients were finite or not."""
-        follow = self.after_finite if is_finite else self.after_non_finite
-        return follow(state)
+        return (self.after_finite if is_finite else self.after_non_finite)(state)
 
     def after_finite(
         self, state: ScaleState, select: Callable[..., Any] = _choose
     ) -> ScaleState:
         """Returns the state after a step that was applied.
 
-        `select` takes a condition and two values and returns the first where it holds;
-        the function of that name for tensors.
+        `select` takes a condition and two values and returns the first where it holds.
         """
         scale, limit = state.scale, self.max_scale
-        is_due = state.good_steps + 1 >= self.growth_steps
+        is_due = state.good_steps + 1 >= self.dynamic_growth_steps
         grows = (state.is_frozen <= 0) & is_due
         grown = scale * self.growth_factor
         # A scale above the ceiling, put there by hand, stays.
@@ -145,8 +147,8 @@ class ScaleRule:
     ) -> ScaleState:
         """Returns the state after a step that was skipped; as `after_finite`."""
         is_new = state.streak == 0
-        if self.max_streak is not None:
-            is_new = is_new | (state.streak >= self.max_streak)
+        if self.max_consecutive_skips is not None:
+            is_new = is_new | (state.streak >= self.max_consecutive_skips)
         streak = select(is_new, 1, state.streak + 1)
         before = select(is_new, state.scale, state.scale_before)
         overflows = state.overflows + 1
@@ -165,11 +167,81 @@ class ScaleRule:
             overflows=select(backs_off, 0, overflows),
             scale_before=before,
         )
-        if self.max_streak is None:
+        if self.max_consecutive_skips is None:
             return after
-        stops = streak >= self.max_streak
+        stops = streak >= self.max_consecutive_skips
         return after._replace(
             scale=select(stops & is_moving, before, scale),
             overflows=select(stops, 0, after.overflows),
             num_stops=select(stops, state.num_stops + 1, state.num_stops),
         )
+
+
+def check_loss_scale(
+    policy: str,
+    loss_scale: str | float | None,
+    options: Mapping[str, Any] | None,
+    explicit: bool,
+) -> None:
+    """Raises where the arguments of `enable` on the loss scale clash or do nothing."""
+    is_number = isinstance(loss_scale, int | float) and loss_scale is not True
+    if loss_scale not in (None, "dynamic") and not (
+        is_number and 0 < float(loss_scale) < float("inf")
+    ):
+        raise ValueError(
+            f"Unknown `loss_scale` {loss_scale!r}; expected 'dynamic', a positive "
+            "finite number for a static scale, or None. Leave it out for 'dynamic'."
+        )
+    options = {**options} if options else {}
+    known = {field.name for field in dataclasses.fields(ScaleRule)} - {"dynamic"}
+    for name in options:
+        checks.choice("loss_scale_options", name, sorted({*known, *_OF_STEPS}))
+    moving = {k: v for k, v in options.items() if k not in _OF_STEPS}
+    if (moving and loss_scale != "dynamic") or (options and loss_scale is None):
+        raise ValueError(
+            f"`loss_scale_options` {moving or options!r} act on a dynamic "
+            f"loss scale only, but `loss_scale` is {loss_scale!r}. Leave out one of "
+            "the two."
+        )
+    steps = options.get("gradient_accumulation_steps")
+    steps = chosen_steps(steps, options.get("accumulation_steps", 1))
+    fields = {k: v for k, v in options.items() if k in known}
+    ScaleRule(**{**fields, "accumulation_steps": steps})
+    has_float16 = "bfloat16" not in policy and policy != "float32"
+    dtype = options.get("reduce_dtype")
+    has_effect = has_float16 or dtype == "float16" or not explicit
+    if not has_effect and (is_number or moving or (options and dtype is None)):
+        raise ValueError(
+            f"`loss_scale` {loss_scale!r} has no effect under policy {policy!r}, in "
+            "which nothing computes in float16. Leave it out, or use 'mixed_float16'."
+        )
+
+
+def without_float16(options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the arguments for a model without float16, None where it needs none.
+
+    Its optimizer is wrapped for the reduction alone, with a loss scale only where
+    float16 is sent.
+    """
+    kept = {k: v for k, v in options.items() if k in _OF_STEPS}
+    dtype = options.get("reduce_dtype")
+    if dtype == "float16":
+        return {**options}
+    return {**kept, "initial_scale": 1.0, "dynamic": False} if dtype else None
+
+
+def chosen_steps(
+    by_keras_name: int | None, by_short_name: int, of_inner: int | None = None
+) -> int:
+    """Returns the microbatches of an update, which may be named in three places."""
+    for given in (by_keras_name, of_inner):
+        if given is not None:
+            checks.positive_int("gradient_accumulation_steps", given)
+            if by_short_name not in (1, given):
+                raise ValueError(
+                    f"`gradient_accumulation_steps` is {given!r} and "
+                    f"`accumulation_steps` is {by_short_name!r}; expected one of "
+                    "them, as they name the same. Leave out `accumulation_steps`."
+                )
+            by_short_name = given
+    return by_short_name

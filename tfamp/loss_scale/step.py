@@ -5,75 +5,129 @@ way and nothing is written before it is decided. Where a strategy cannot merge i
 replicas (on GPUs under XLA) each of them does it alike.
 """
 
+import contextlib
 import functools
 import warnings
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks import replicas
-from tfamp.keras_hooks.optimizers import (
-    in_xla,
-    leaves,
-    on_reduced_gradients,
-    strategy_of,
-    trained_by,
-    updating_only_if,
-)
-from tfamp.loss_scale.gradients import multiplied, reduced, sums_of_squares
-from tfamp.loss_scale.replicas import (
-    either,
-    first_of,
-    on_each_replica,
-    where_replicas_are_one,
-)
+from tfamp.keras_hooks.patches import replaced
+from tfamp.keras_hooks.workers import summed
 from tfamp.loss_scale.rule import EMPTY_WINDOW, ScaleState, select
-from tfamp.loss_scale.scales import HERE, take_notes, verdict_on
 from tfamp.loss_scale.stops import stop_if_due
+from tfamp.loss_scale.tape import (
+    HERE,
+    multiplied,
+    sums_of_squares,
+    take_notes,
+    verdict_on,
+)
 from tfamp.records import checks
 
 # Gradients may have been scaled by hand, as in a test of an optimizer; a loop that
 # goes on like this has forgotten it.
 _EAGER_STEPS = 10
-_applies: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def take(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
-    """Takes a step of all replicas, from inside of each."""
+def either(
+    condition: tf.Tensor, yes: Callable[[], None], no: Callable[[], None]
+) -> None:
+    """Runs one of two functions that write to variables."""
+
+    def branch(write: Callable[[], None]) -> Callable[[], tf.Tensor]:
+        def run() -> tf.Tensor:
+            write()
+            return tf.constant(0)  # `tf.cond` wants a value of both
+
+        return run
+
+    tf.cond(condition, branch(yes), branch(no))
+
+
+def first_of(strategy: tf.distribute.Strategy, value: Any) -> Any:
+    """Returns the part of a value that this process's first replica holds."""
+    return strategy.experimental_local_results(value)[0]
+
+
+def where_replicas_are_one(do: Callable[..., None], *values: Any) -> None:
+    """Runs `do(strategy, *values)` once for all replicas, from inside of each.
+
+    Where a strategy cannot merge its replicas, it runs on each of them.
+    """
+    strategy = tf.distribute.get_strategy()
+    tf.__internal__.distribute.interim.maybe_merge_call(do, strategy, *values)
+
+
+def _on_each_replica(
+    strategy: tf.distribute.Strategy, do: Callable[[Any], None], values: Any = ()
+) -> None:
+    """Runs `do` on every replica, with the part of `values` that is its own."""
+    if tf.distribute.in_cross_replica_context():
+        run = tf.autograph.experimental.do_not_convert(lambda part: do(part))
+        strategy.extended.call_for_each_replica(run, args=(values,))
+    else:
+        do(values)
+
+
+@contextlib.contextmanager
+def on_all_replicas(optimizer: Any) -> Iterator[None]:
+    """Makes what is assigned in the block arrive on every replica of an optimizer."""
+    strategy = hooks.strategy_of(optimizer)
+    has_others = strategy.num_replicas_in_sync > 1
+    in_replica = not tf.distribute.in_cross_replica_context()
+    with strategy.scope() if has_others and in_replica else contextlib.nullcontext():
+        yield
+
+
+def take(
+    optimizer: Any, gradients: list[Any], variables: list[Any], update: Any
+) -> None:
+    """Takes a step of all replicas, from inside of each.
+
+    `update` is the method of the inner optimizer that applies gradients to variables.
+    """
     notes = take_notes(variables)
-    come_scaled = not optimizer.was_unscaled and all(n.is_by_hand for n in notes)
+    come_scaled = not optimizer.was_unscaled and all(note.by_hand for note in notes)
     optimizer.was_unscaled = False
     if come_scaled and not notes:
         _warn_of_unscaled_loss(optimizer)
+    scale = optimizer.scale_variables.read().scale
+    # By a wrapper of Keras that was not built: a number in the traced function.
+    known = notes[0].by_hand if come_scaled and notes else True
+    held = tf.constant(known) if isinstance(known, float) else scale
+    held = held if come_scaled else tf.constant(1.0)
     # Whether gradients were finite as the tape gave them, where they were changed
     # since: clipping by value hides an overflow.
     verdict, empty = verdict_on(notes, gradients), replicas.is_empty()
     if empty is not None:
         gradients = replicas.of_examples(gradients)
         verdict = None if verdict is None else verdict | empty
-    is_known = verdict is not None
-    num_spoilt = tf.constant(0.0)
-    if verdict is not None:
-        num_spoilt = tf.cast(~verdict, "float32")
-    weight = tf.constant(1.0) if HERE.weight is None else HERE.weight
-    gradients, (weight, num_spoilt) = reduced(
-        optimizer.reduce_dtype,
-        gradients,
-        [None if optimizer.is_overwritten(v) else v for v in variables],
-        [tf.convert_to_tensor(weight), num_spoilt],
-        scale=None if come_scaled else optimizer.scale_variables.read().scale,
-    )
+    num_spoilt = tf.constant(0.0) if verdict is None else tf.cast(~verdict, "float32")
+    weight = tf.convert_to_tensor(1.0 if HERE.weight is None else HERE.weight)
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync > 1:
+        factor = tf.constant(1.0) if come_scaled else scale
+        sums = _summed(
+            optimizer,
+            [*gradients, weight, num_spoilt],
+            [*variables, None, None],
+            factor,
+        )
+        *gradients, weight, num_spoilt = sums
 
     def merged(strategy: Any, gradients: Any, weight: Any, num_spoilt: Any) -> None:
-        was_finite = tf.equal(first_of(strategy, num_spoilt), 0.0) if is_known else None
-        step = _Step(strategy, optimizer, gradients, variables)
-        step.judge(first_of(strategy, weight), was_finite, come_scaled=come_scaled)
+        was_finite = None
+        if verdict is not None:
+            was_finite = tf.equal(first_of(strategy, num_spoilt), 0.0)
+        step = Step(strategy, optimizer, gradients, variables, update)
+        step.judge(first_of(strategy, weight), was_finite, held)
 
     can_merge = not tf.__internal__.distribute.strategy_supports_no_merge_call()
-    strategy = tf.distribute.get_strategy()
-    if can_merge and strategy.num_replicas_in_sync > 1 and in_xla():
+    if can_merge and strategy.num_replicas_in_sync > 1 and hooks.in_xla():
         raise RuntimeError(
             f"`jit_compile=True` under {type(strategy).__name__}: TensorFlow cannot "
             "compile a step of several replicas by XLA on these devices "
@@ -82,12 +136,40 @@ def take(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
     where_replicas_are_one(merged, gradients, weight, num_spoilt)
 
 
+def _summed(
+    optimizer: Any, values: list[Any], variables: list[Any], factor: tf.Tensor
+) -> list[Any]:
+    """Returns sums over all replicas; gradients in float32 are sent as it is asked.
+
+    float16 is sent at the loss scale: `factor`, where it is not in the gradients.
+    """
+    narrow = tf.as_dtype(optimizer.reduce_dtype or "float32")
+    factor = factor if narrow == tf.float16 else tf.constant(1.0)
+    places = [i for i, value in enumerate(values) if value is not None]
+    narrowed = {
+        i
+        for i in places
+        if (variable := variables[i]) is not None
+        and narrow != tf.float32 == values[i].dtype
+        and not optimizer.is_overwritten(variable)
+    }
+    sent = [
+        multiplied(values[i], factor, narrow) if i in narrowed else values[i]
+        for i in places
+    ]
+    found = list(values)
+    sums = summed(tf.distribute.get_replica_context(), sent)
+    for i, total in zip(places, sums, strict=True):
+        found[i] = multiplied(total, 1 / factor) if i in narrowed else total
+    return found
+
+
 @tf.autograph.experimental.do_not_convert
 def on_window(take: Callable[..., None], optimizer: Any) -> None:
     """Has `flush` or `discard` do its work on all replicas of an optimizer."""
     if not (optimizer.built and optimizer.accumulates):
         return
-    strategy, ours = tf.distribute.get_strategy(), strategy_of(optimizer)
+    strategy, ours = tf.distribute.get_strategy(), hooks.strategy_of(optimizer)
     if tf.distribute.in_cross_replica_context():
         take(strategy, optimizer)
     elif strategy.num_replicas_in_sync > 1 or ours.num_replicas_in_sync == 1:
@@ -104,14 +186,14 @@ def on_window(take: Callable[..., None], optimizer: Any) -> None:
 def flush(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
     """Applies the microbatches of a window that is not full, if there are any."""
     before = optimizer.scale_variables.read()
-    step = _Step(strategy, optimizer)
+    step = Step(strategy, optimizer)
     either(before.microbatches > 0, lambda: step.close(before), lambda: None)
 
 
 def discard(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
     """Forgets the microbatches of a window that is not full."""
     before = optimizer.scale_variables.read()
-    _Step(strategy, optimizer).empty()
+    Step(strategy, optimizer).empty()
     optimizer.scale_variables.write(before._replace(**EMPTY_WINDOW))
 
 
@@ -120,12 +202,10 @@ def _warn_of_unscaled_loss(optimizer: Any) -> None:
     has_no_scale = not optimizer.dynamic and optimizer.initial_scale == 1
     if optimizer.has_scaled_loss or has_no_scale:
         return
-    count = _applies.get(optimizer, 0) + 1
-    _applies[optimizer] = count
-    is_sure = not tf.executing_eagerly() or count == _EAGER_STEPS
-    if count > _EAGER_STEPS or not is_sure:
+    optimizer.num_unexplained += 1
+    if tf.executing_eagerly() and optimizer.num_unexplained < _EAGER_STEPS:
         return
-    _applies[optimizer] = _EAGER_STEPS
+    optimizer.has_scaled_loss = True  # it is told
     warnings.warn(
         f"Optimizer {optimizer.name!r} divides gradients by its loss scale, but they "
         "come from no `tf.GradientTape`, and no loss was multiplied by it: updates are "
@@ -137,7 +217,7 @@ def _warn_of_unscaled_loss(optimizer: Any) -> None:
     )
 
 
-class _Step:
+class Step:
     """A step across replicas.
 
     `gradients` are sums over them, equal on all, or None.
@@ -149,63 +229,60 @@ class _Step:
         optimizer: Any,
         gradients: Sequence[Any] = (),
         variables: Sequence[Any] = (),
+        update: Any = None,
     ) -> None:
         self.strategy, self.optimizer = strategy, optimizer
         self.stored = optimizer.scale_variables
+        self.scale: Any = None  # that it was computed with
         self.gradients, self.variables = gradients, variables
-        self.given = [
-            (gradient, variable)
-            for gradient, variable in zip(gradients, variables, strict=True)
-            if gradient is not None
-        ]
+        self.update = update or optimizer.inner_optimizer.apply
+        pairs = zip(gradients, variables, strict=True)
+        self.given = [(g, v) for g, v in pairs if g is not None]
 
-    def judge(self, weight: Any, was_finite: Any, *, come_scaled: bool) -> None:
+    def judge(self, weight: Any, was_finite: Any, scale: tf.Tensor) -> None:
         """Judges the gradients, and applies them, adds them up or skips the step.
 
-        `weight` is that of this microbatch in its window, a float32 scalar.
-        `was_finite`, a boolean scalar or None, tells whether the gradients were finite
-        on all replicas before the user's code changed them; `come_scaled` whether they
-        are multiplied by the loss scale.
+        Args:
+            weight: That of this microbatch in its window, a float32 scalar.
+            was_finite: Whether the gradients were finite on all replicas before the
+                user's code changed them: a boolean scalar, or None.
+            scale: What they are multiplied by.
         """
-        optimizer, stored = self.optimizer, self.stored
-        before = stored.read()
-        scale = before.scale if come_scaled else tf.constant(1.0)
-        present = [(first_of(self.strategy, g), v) for g, v in self.given]
-        judged = [v for _, v in present if not optimizer.is_overwritten(v)]
-        squares = sums_of_squares(
-            [g for g, v in present if not optimizer.is_overwritten(v)]
-            or [tf.zeros([1])]
-        )
+        optimizer, before = self.optimizer, self.stored.read()
+        self.scale = before.scale
+        squares = sums_of_squares([first_of(self.strategy, g) for g, _ in self.given])
         is_finite = tf.math.is_finite(tf.reduce_sum(squares))
-        for gradient, variable in present:
-            if optimizer.is_overwritten(variable):
-                is_finite = is_finite & tf.reduce_all(tf.math.is_finite(gradient))
         if was_finite is not None:
             # At a scale of 1 a lower one is no remedy: whoever makes gradients finite
             # there does so in float32 too.
             lowest = max(1.0, optimizer.rule.min_scale)
-            is_lowest = optimizer.dynamic & (before.scale <= lowest)
-            is_finite = is_finite & (was_finite | is_lowest)
+            is_finite &= was_finite | (optimizer.dynamic & (before.scale <= lowest))
         norm = tf.sqrt(tf.reduce_sum(squares)) / scale
 
         def go_on() -> None:
             after = optimizer.rule.after_finite(before, select)
             after = after._replace(norm=norm, finite_norm=norm)
-            if optimizer.accumulates:
-                self._add_up(weight / scale)
-                self._close_if_full(after, weight)
+            if not optimizer.accumulates:
+                self._apply(self.gradients, self.variables, 1 / scale, norm)
+                self._write(after, applied=after.applied + 1, dropped=0)
                 return
-            self._apply(self.gradients, self.variables, 1 / scale, norm)
-            stored.write(after._replace(applied=after.applied + 1, dropped=0))
+            self._add_up(weight / scale)
+            after = after._replace(
+                microbatches=after.microbatches + 1, weight=after.weight + weight
+            )
+            is_full = after.microbatches >= optimizer.accumulation_steps
+            either(is_full, lambda: self.close(after), lambda: self._write(after))
 
         def skip() -> None:
-            after = optimizer.rule.after_non_finite(before, select)
-            stored.write(after._replace(norm=norm))
-            self._blame(judged, squares)
+            self._write(optimizer.rule.after_non_finite(before, select), norm=norm)
+            self._blame([v for _, v in self.given], squares)
 
-        # Before the branches, one of which may end in an error.
-        stored.remember(before.judged, before.scale, norm, ~is_finite)
         either(is_finite, go_on, skip)
+
+    def _write(self, state: ScaleState, **changes: Any) -> None:
+        state = state._replace(**changes)
+        self.stored.write(state)
+        self.stored.remember(state, self.scale)
 
     def _blame(self, variables: Sequence[Any], squares: tf.Tensor) -> None:
         self.stored.note(list(map(self.optimizer.position_of, variables)), squares)
@@ -219,10 +296,7 @@ class _Step:
             for gradient, variable in zip(gradients, self.variables, strict=True):
                 if gradient is None:
                     continue
-                total = optimizer.accumulator(variable).value
-                if optimizer.is_overwritten(variable):
-                    total.assign(tf.maximum(total, tf.cast(gradient, total.dtype)))
-                    continue
+                total = optimizer.accumulators[optimizer.position_of(variable)].value
                 part = multiplied(gradient, factor)
                 if isinstance(part, tf.IndexedSlices):
                     total.scatter_add(part)
@@ -230,29 +304,15 @@ class _Step:
                     total.assign_add(tf.cast(part, total.dtype))
 
         given = {optimizer.position_of(v) for _, v in self.given}
-        flags = [i in given for i in range(len(trained_by(optimizer)))]
+        flags = [i in given for i in range(len(optimizer.accumulators))]
         optimizer.has_gradient.assign(self._flags() | tf.constant(flags))
-        on_each_replica(self.strategy, add, self.gradients)
-
-    def _close_if_full(self, values: ScaleState, weight: Any) -> None:
-        """Counts a microbatch, and makes an update where it completes the window."""
-        values = values._replace(
-            microbatches=values.microbatches + 1, weight=values.weight + weight
-        )
-        either(
-            values.microbatches >= self.optimizer.accumulation_steps,
-            lambda: self.close(values),
-            lambda: self.stored.write(values),
-        )
+        _on_each_replica(self.strategy, add, self.gradients)
 
     def close(self, values: ScaleState) -> None:
         """Makes an update of the mean of a window's microbatches, and begins anew."""
-        optimizer, stored = self.optimizer, self.stored
-        everything = trained_by(optimizer)
-        judged = [v for v in everything if not optimizer.is_overwritten(v)]
-        totals = [
-            first_of(self.strategy, optimizer.accumulator(v).value) for v in judged
-        ]
+        optimizer = self.optimizer
+        self.scale = values.scale if self.scale is None else self.scale
+        totals = [first_of(self.strategy, v.value) for v in optimizer.accumulators]
         squares = sums_of_squares(totals)
         total = tf.reduce_sum(squares)
         norm = tf.sqrt(total) / values.weight
@@ -260,20 +320,16 @@ class _Step:
         def update() -> None:
             self._apply_window(1 / values.weight, norm)
             after = values._replace(norm=norm, finite_norm=norm, **EMPTY_WINDOW)
-            stored.write(after._replace(applied=after.applied + 1, dropped=0))
+            self._write(after, applied=after.applied + 1, dropped=0)
             self.empty()
 
         def drop() -> None:  # finite parts whose sum is not
-            # The last microbatch was counted, and stands in the history as good.
-            count = values.judged - 1
-            stored.remember(count, values.scale, norm, True)
             # Its microbatches ended the streak; windows in a row make their own.
-            before = values._replace(judged=count, streak=values.dropped)
+            before = values._replace(judged=values.judged - 1, streak=values.dropped)
             after = optimizer.rule.after_non_finite(before, select)
-            after = after._replace(norm=norm, dropped=after.streak, **EMPTY_WINDOW)
-            stored.write(after)
+            self._write(after, norm=norm, dropped=after.streak, **EMPTY_WINDOW)
             self.empty()
-            self._blame(judged, squares)
+            self._blame(hooks.trained_by(optimizer), squares)
 
         either(tf.math.is_finite(total), update, drop)
 
@@ -285,15 +341,13 @@ class _Step:
         """
         optimizer, flags = self.optimizer, self._flags()
         given = {optimizer.position_of(v) for _, v in self.given}
-        everything = list(enumerate(trained_by(optimizer)))
-        conditions = {i: flags[i] for i, _ in everything if i not in given}
+        chosen = list(enumerate(hooks.trained_by(optimizer)))
+        conditions = {i: flags[i] for i, _ in chosen if i not in given}
         if tf.executing_eagerly():
-            given |= {i for i, flag in conditions.items() if flag}
-            everything = [(i, v) for i, v in everything if i in given]
+            chosen = [(i, v) for i, v in chosen if i in given or conditions[i]]
             conditions = {}
-        chosen = [v for _, v in everything]
-        totals = [optimizer.accumulator(v).value for v in chosen]
-        self._apply(totals, chosen, factor, norm, conditions)
+        totals = [optimizer.accumulators[i].value for i, _ in chosen]
+        self._apply(totals, [v for _, v in chosen], factor, norm, conditions)
 
     def _apply(
         self,
@@ -301,7 +355,7 @@ class _Step:
         variables: Sequence[Any],
         factor: tf.Tensor,
         norm: tf.Tensor,
-        conditions: Mapping[int, tf.Tensor] | None = None,
+        conditions: dict[int, tf.Tensor] | None = None,
     ) -> None:
         """Lets the inner optimizer make an update of `gradients` times `factor`.
 
@@ -309,46 +363,43 @@ class _Step:
         theirs after the multiplication. `conditions` has boolean scalars, by their
         positions, of those variables that may have to stay as they are.
         """
-        optimizer, conditions = self.optimizer, conditions or {}
+        optimizer, inner = self.optimizer, self.optimizer.inner_optimizer
         limit = optimizer.shared_clip
         if limit is not None:
             factor = factor * (limit / tf.maximum(norm, limit))
 
         def condition_of(variable: Any) -> Any:
-            return conditions.get(optimizer.position_of(variable))
+            return (conditions or {}).get(optimizer.position_of(variable))
 
         def update(gradients: Any) -> None:
             unscaled = []
             for gradient, variable in zip(gradients, variables, strict=True):
                 if isinstance(gradient, tf.Variable):  # an accumulator
                     gradient = tf.convert_to_tensor(gradient)
-                is_due = condition_of(variable) if conditions else None
                 if gradient is not None and not optimizer.is_overwritten(variable):
                     gradient = multiplied(gradient, factor)
-                elif gradient is not None and is_due is not None:
-                    present = tf.cast(variable, gradient.dtype)
-                    gradient = tf.where(is_due, gradient, present)
                 unscaled.append(gradient)
-            optimizer.update_inner(unscaled, variables)
+            with replaced(HERE, is_updating=True, update=None):
+                self.update(unscaled, variables)
 
-        inner = optimizer.inner_optimizer
         with (
-            on_reduced_gradients(inner, clips=limit is None),
-            updating_only_if(leaves(inner) if conditions else [], condition_of),
+            hooks.on_reduced_gradients(inner, clips=limit is None),
+            hooks.updating_only_if(
+                hooks.leaves(inner) if conditions else [], condition_of
+            ),
         ):
-            on_each_replica(self.strategy, update, gradients)
+            _on_each_replica(self.strategy, update, gradients)
 
     def empty(self) -> None:
         """Begins a new window."""
         optimizer = self.optimizer
 
         def reset(_: Any) -> None:
-            for variable in trained_by(optimizer):
-                total = optimizer.accumulator(variable).value
-                total.assign(tf.zeros(total.shape, total.dtype))
+            for variable in optimizer.accumulators:
+                variable.value.assign(tf.zeros_like(variable.value))
 
         optimizer.has_gradient.assign(tf.zeros_like(self._flags()))
-        on_each_replica(self.strategy, reset)
+        _on_each_replica(self.strategy, reset)
 
     def _flags(self) -> tf.Tensor:
         """Returns for each variable whether the window has a gradient of it."""

@@ -12,16 +12,6 @@ import tensorflow as tf
 from tfamp.keras_hooks.optimizers import in_xla
 from tfamp.records import checks
 
-_GO_ON = " Pass `max_consecutive_skips=None` to go on skipping."
-_LOWER = "Lower the learning rate, clip gradients, "
-# By whether the scale moves, and whether there is one.
-_ADVICE = {
-    (True, True): _LOWER + "keep the overflowing layer in float32, or look for NaN in "
-    "the data: no loss scale mends this." + _GO_ON,
-    (False, True): "The scale is static: lower it, or pass `dynamic=True`. Else lower "
-    "the learning rate, clip gradients, or look for NaN in the data.",
-    (False, False): _LOWER + "or look for NaN in the data." + _GO_ON,
-}
 # How the text is found in an error that TensorFlow raises.
 _MARK = "updates in a row, because their gradients were not finite"
 # Filled in by `str.format` and by `tf.strings.format`, which knows only "{}".
@@ -29,6 +19,12 @@ _TEMPLATE = (
     f"Skipped {{}} {_MARK}, up to step {{}}: loss scale {{}}, gradient norm {{}}, last "
     "finite norm {}. "
 )
+_ADVICE = (
+    "Lower the learning rate, clip gradients, keep the overflowing layer in float32, "
+    "or look for NaN in the data: no loss scale mends this. Pass "
+    "`max_consecutive_skips=None` to go on skipping."
+)
+_STATIC_ADVICE = "The scale is static: lower it, or pass `dynamic=True`. Else: "
 
 
 class LossScaleError(ArithmeticError):
@@ -52,8 +48,8 @@ def found_in(message: str) -> str | None:
 
 def _template(optimizer: Any) -> str:
     """Returns the text with five places, for numbers of a `ScaleState`."""
-    is_scaled = optimizer.dynamic or optimizer.initial_scale != 1
-    advice = _ADVICE[optimizer.dynamic, is_scaled]
+    is_scaled_for_good = not optimizer.dynamic and optimizer.initial_scale != 1
+    advice = f"{_STATIC_ADVICE if is_scaled_for_good else ''}{_ADVICE}"
     return f"{_TEMPLATE}{advice} {checks.see('failures/zero-scale')}"
 
 
@@ -95,18 +91,15 @@ def stop_if_due(optimizer: Any, after: Sequence[tf.Operation] = ()) -> None:
     if tf.executing_eagerly():
         optimizer.raise_if_due()
     elif not in_xla():
-        with tf.control_dependencies([*after, *_read_everywhere(optimizer)]):
+        strategy = tf.distribute.get_strategy()
+        # What every replica counts: an error overtakes later writes.
+        counts = [
+            part.read_value()
+            for variable in optimizer.own_variables
+            for part in strategy.experimental_local_results(variable.value)
+        ]
+        with tf.control_dependencies([*after, *counts]):
             now = optimizer.scale_variables.read()  # after the writes of this step
             facts = now.judged, now.scale_before, now.norm, now.finite_norm
             text = tf.strings.format(_template(optimizer), [now.streak, *facts])
             tf.debugging.Assert(now.streak < limit, [text], summarize=1)
-
-
-def _read_everywhere(optimizer: Any) -> list[tf.Tensor]:
-    """Returns what every replica counts, read: an error overtakes later writes."""
-    strategy = tf.distribute.get_strategy()
-    return [
-        part.read_value()
-        for variable in optimizer.own_variables
-        for part in strategy.experimental_local_results(variable.value)
-    ]

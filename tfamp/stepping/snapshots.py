@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import trainer
-from tfamp.loss_scale.counters import ScaleVariables
+from tfamp.loss_scale.state import ScaleVariables
 
 # What a name begins with, by what the variable holds.
 WEIGHTS, OPTIMIZER, METRICS, RECORD = "weights", "optimizer", "metrics", "record"

@@ -1,0 +1,237 @@
+"""The variables of a loss-scale optimizer, and how files hold them.
+
+A file has what Keras's class has, in a layout that stock Keras reads, and tfamp's own
+variables beside it.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfamp.keras_hooks import optimizers as hooks
+from tfamp.loss_scale.rule import EMPTY_WINDOW, STATIC, ScaleRule, ScaleState
+from tfamp.records import checks
+
+# iteration, learning_rate, step_counter and dynamic_scale of Keras's class.
+NUM_STOCK = 4
+# The whole numbers and the real ones of a `ScaleState`, in the order of files.
+_WHOLE, _REAL = slice(2, 11), slice(11, None)
+# What is kept of each of the last steps.
+_RECENT = ("norm", "applied", "skipped", "streak")
+_NUM_RECENT, _RATE_STEPS = 1024, 1000
+COUNTERS, LEVELS = ScaleState._fields[_WHOLE], ScaleState._fields[_REAL]
+
+
+class Step(NamedTuple):
+    """One step, and the totals just after it."""
+
+    step: int  # its number, from 1; under accumulation each microbatch is a step
+    loss_scale: float  # the scale it was computed with
+    applied_steps: int  # updates so far
+    skipped_steps: int
+    consecutive_skips: int  # skipped steps in a row up to this one
+    gradient_norm: float | None  # unscaled; None where it is not finite
+    overflow_rate: float  # skipped steps per 1,000, over the last 1,000
+
+
+class ScaleVariables:
+    """A `ScaleState` in as few variables as can be, the last steps, and the blame.
+
+    Each variable costs a step a read and a write, whatever its size. `add_variable` is
+    the optimizer's; the first two variables are those of Keras's class.
+    """
+
+    def __init__(self, add_variable: Callable[..., Any], rule: ScaleRule) -> None:
+        start = float(rule.initial_scale)
+        first = ScaleState(start, is_frozen=0 if rule.dynamic else STATIC)
+
+        def add(name: str, dtype: str, value: Any, shape: tuple[int, ...] = ()) -> Any:
+            def initializer(shape: Any, dtype: Any) -> tf.Tensor:
+                return tf.broadcast_to(tf.constant(value, dtype), shape)
+
+            return add_variable(
+                shape=shape, dtype=dtype, name=name, initializer=initializer
+            )
+
+        self.step_counter = add("step_counter", "int", 0)
+        self.dynamic_scale = add("dynamic_scale", "float32", start)
+        self.counters = add("counters", "int64", first[_WHOLE], (len(COUNTERS),))
+        self.levels = add("levels", "float32", first[_REAL], (len(LEVELS),))
+        self.recent = add(
+            "recent_steps", "float32", 0.0, (_NUM_RECENT, 1 + len(_RECENT))
+        )
+        self.blame: Any = None  # 1 for each variable with a part in the last skip
+        self._paths: list[str] = []
+
+    def build(self, variables: Sequence[Any], add_variable: Callable[..., Any]) -> None:
+        """Makes what names the variables to blame."""
+        self._paths = [getattr(v, "path", v.name) for v in variables]
+        self.blame = add_variable((len(variables),), dtype="int64", name="blame")
+
+    def read(self) -> ScaleState:
+        """Returns the present values as scalar tensors."""
+        return ScaleState(
+            tf.convert_to_tensor(self.dynamic_scale.value),
+            tf.cast(self.step_counter.value, tf.int64),
+            *tf.unstack(tf.convert_to_tensor(self.counters.value)),
+            *tf.unstack(tf.convert_to_tensor(self.levels.value)),
+        )
+
+    def write(self, state: ScaleState) -> None:
+        """Stores numbers, or what a step has made of those that were read."""
+        self.dynamic_scale.assign(state.scale)
+        self.step_counter.assign(state.good_steps)
+        self.counters.assign(tf.stack([tf.cast(x, tf.int64) for x in state[_WHOLE]]))
+        self.levels.assign(tf.stack([tf.cast(x, tf.float32) for x in state[_REAL]]))
+
+    def remember(self, state: ScaleState, scale: tf.Tensor) -> None:
+        """Keeps what a step made of the state, and the scale it was computed with."""
+        facts = scale, *(getattr(state, name) for name in _RECENT)
+        row = tf.stack([tf.cast(x, tf.float32) for x in facts])
+        recent = tf.convert_to_tensor(self.recent.value)
+        slot = (state.judged - 1) % _NUM_RECENT
+        self.recent.assign(tf.tensor_scatter_nd_update(recent, [[slot]], [row]))
+
+    def numbers(self) -> ScaleState:
+        """Returns the present values as plain numbers; reads from the device."""
+        # Not `np.asarray`, which fails on a distributed scalar inside a scope.
+        return ScaleState(
+            float(self.dynamic_scale.numpy()),
+            int(self.step_counter.numpy()),
+            *self.counters.numpy().tolist(),
+            *self.levels.numpy().tolist(),
+        )
+
+    def steps(self) -> list[Step]:
+        """Returns the last 1024 steps, oldest first; reads from the device."""
+        judged = self.numbers().judged
+        if not judged:
+            return []
+        numbers = np.arange(max(judged - _NUM_RECENT, 0), judged)
+        rows = np.asarray(self.recent.value)[numbers % _NUM_RECENT].astype("float64")
+        skips = [0.0 if judged <= _NUM_RECENT else rows[0, 3], *rows[:, 3]]
+        found = []
+        for i, (scale, norm, applied, skipped, streak) in enumerate(rows, 1):
+            before = max(i - _RATE_STEPS, 0)
+            rate = 1000 * (skipped - skips[before]) / (i - before)
+            found.append(
+                Step(
+                    int(numbers[i - 1]) + 1,
+                    float(f"{scale:.9g}"),
+                    *(int(applied), int(skipped), int(streak)),
+                    float(f"{norm:.9g}") if np.isfinite(norm) else None,
+                    round(float(rate), 3),
+                )
+            )
+        return found
+
+    def note(self, positions: Sequence[int], squares: tf.Tensor) -> None:
+        """Blames the variables at `positions` whose sum of squares is not finite."""
+        if positions:
+            flags = tf.cast(~tf.math.is_finite(squares), tf.int64)
+            indices = [[position] for position in positions]
+            self.blame.assign(tf.scatter_nd(indices, flags, [len(self._paths)]))
+
+    def blamed(self) -> tuple[str, ...]:
+        """Returns the paths of the variables to blame for the last skipped step."""
+        if self.blame is None:
+            return ()
+        flags = np.asarray(self.blame.value)
+        return tuple(p for p, flag in zip(self._paths, flags, strict=True) if flag)
+
+
+class SavedState(hooks.SavedBeside):
+    """tfamp's own variables, saved beside those of Keras's class.
+
+    It holds what was loaded for variables that are not built yet.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__("loss_scale_state", self._named, self._take)
+        # No attribute of its own, which Keras would take for a part to save.
+        self._owner = lambda: optimizer
+        self._before: ScaleState | None = None  # ahead of loading
+        self._stock: list[np.ndarray] = []
+        self._beside: dict[str, Any] = {}
+
+    def _named(self) -> dict[str, Any]:
+        """Returns tfamp's own variables by the name they are saved under."""
+        optimizer = self._owner()
+        stored = optimizer.scale_variables
+        names = ("counters", "levels", "recent")
+        named = {name: getattr(stored, name) for name in names}
+        if optimizer.built:
+            named["blame"] = stored.blame
+        for position, total in enumerate(optimizer.accumulators):
+            named[f"accumulator_{position}"] = total
+            named["has_gradient"] = optimizer.has_gradient
+        return named
+
+    def load_stock(self, store: Any) -> None:
+        """Takes the variables that Keras's class has, ahead of the others."""
+        optimizer = self._owner()
+        self._stock = [np.asarray(store[str(i)]) for i in range(len(store.keys()))]
+        self._before = now = optimizer.scale_variables.numbers()
+        if optimizer.dynamic and [v.shape for v in self._stock[2:4]] == [(), ()]:
+            good_steps, scale = self._stock[2:4]
+            optimizer.put(now._replace(scale=scale, good_steps=good_steps))
+        # The inner optimizer's variables come once more.
+        inner = optimizer.inner_optimizer
+        for each in (inner, *hooks.leaves(inner)):
+            vars(each)["load_own_variables"] = functools.partial(_pass_over, each)
+        if inner.built:
+            self.assign_loaded()
+
+    def _take(self, values: dict[str, Any]) -> None:
+        """Takes tfamp's own variables of a file, after Keras's own were taken.
+
+        A static scale of a constructor goes to no dynamic one, nor the other way round.
+        """
+        optimizer, before = self._owner(), self._before
+        counters, levels = values.pop("counters", ()), values.pop("levels", ())
+        if before and (len(counters), len(levels)) == (len(COUNTERS), len(LEVELS)):
+            now = optimizer.scale_variables.numbers()
+            found = ScaleState(*now[:2], *counters.tolist(), *levels.tolist())
+            if STATIC in (before.is_frozen, found.is_frozen):
+                kept = ("scale", "good_steps", "is_frozen", "streak", "overflows")
+                found = found._replace(**{k: getattr(before, k) for k in kept})
+            if not (optimizer.accumulates and "accumulator_0" in values):
+                found = found._replace(**EMPTY_WINDOW)
+            optimizer.put(found)
+        self._beside = values
+        self._assign_beside()
+
+    def assign_loaded(self) -> None:
+        """Gives the variables that exist now what was loaded for them."""
+        optimizer, values, self._stock = self._owner(), self._stock, []
+        targets = optimizer.stock_variables
+        with tf.init_scope():  # once, not in every call of a step that is traced now
+            self._assign_beside()
+            if [tuple(v.shape) for v in targets] == [value.shape for value in values]:
+                # The scale and its counter did not have to wait.
+                for part in (slice(0, 2), slice(NUM_STOCK, None)):
+                    optimizer.assign_all(targets[part], values[part])
+            elif len(values) > NUM_STOCK + 2:
+                warnings.warn(
+                    f"The file's optimizer has {len(values)} variables that do not fit "
+                    f"the {len(targets)} of {optimizer.name!r}, so its slots begin "
+                    "anew. Compile with the optimizer that was saved. "
+                    f"{checks.see('failures/loaded-optimizer')}",
+                    UserWarning,
+                    stacklevel=4,
+                )
+
+    def _assign_beside(self) -> None:
+        for name, variable in self._named().items():
+            value = self._beside.pop(name, None)
+            if value is not None and value.shape == tuple(variable.shape):
+                self._owner().assign_all([variable], [value])
+
+
+def _pass_over(optimizer: Any, store: Any) -> None:
+    """Stands in once for `load_own_variables`, where the wrapper has taken it all."""
+    vars(optimizer).pop("load_own_variables", None)
