@@ -86,7 +86,7 @@ def connect(address):
 def server(tmp_path_factory):
     """The address of a server of one model, "m", that doubles."""
     folder = served_models.write(tmp_path_factory.mktemp("served") / "m", 2)
-    with serving(folder) as (_, address):
+    with serving(folder, deadline=600) as (_, address):
         yield address
 
 
