@@ -11,7 +11,6 @@ import tensorflow as tf
 import tfamp
 from tests.recorded_operations import recorded_operations
 from tests.styles import assembled
-from tfamp.dtypes.heads import keeps_product_in_half
 
 layers = keras.layers
 POLICIES = ("mixed_float16", "mixed_bfloat16")
@@ -86,17 +85,6 @@ def test_loss_and_gradient_of_a_head(style, kind, units, policy, jit_compile):
         if units > 1:
             exact[label] -= 1
         np.testing.assert_allclose(gradient, exact, rtol=RELATIVE, atol=1e-7)
-
-
-@pytest.mark.parametrize(("policy", "wrong_by"), [("mixed_float16", 9.0)])
-def test_stock_keras_loses_the_gradient_of_a_sigmoid_head(policy, wrong_by):
-    keras.config.set_dtype_policy(policy)
-    try:
-        model, dense = build("functional", "Activation layer", 1, "binary_crossentropy")
-    finally:
-        keras.config.set_dtype_policy("float32")
-    loss, gradient = bias_gradient(model, dense, [wrong_by], np.zeros((1, 1)))
-    assert not loss == pytest.approx(wrong_by, rel=0.1) or gradient[0] == 0
 
 
 class NoLayerAtTheEnd(keras.Model):
@@ -235,15 +223,6 @@ def test_several_outputs_are_all_heads():
     assert [tensor.dtype for tensor in model.outputs] == ["float32", "float32"]
 
 
-@pytest.mark.parametrize(
-    ("weights", "share", "in_half"),
-    [(2048 * 1000, 0.0005, False), (256 * 8000, 0.5, True), (64 * 10, 0.5, False)],
-    ids=["ResNet50", "small language model", "digits"],
-)
-def test_only_a_dear_head_keeps_its_product_in_half(weights, share, in_half):
-    assert keeps_product_in_half(weights, share) is in_half
-
-
 @pytest.mark.parametrize("style", ["functional", "subclassed"])
 def test_a_dear_head_gives_float32_after_a_half_product(style):
     with tfamp.scope("mixed_bfloat16"):
@@ -304,42 +283,3 @@ def test_a_loss_object_sees_the_logits_of_half_probabilities(policy):
     assert probabilities.dtype == policy.removeprefix("mixed_")
     assert float(loss) == pytest.approx(20.0, rel=RELATIVE)
     np.testing.assert_allclose(gradient, [1, -1, 0], atol=1e-6)
-
-
-def test_padding_does_not_count_in_the_loss_of_half_probabilities():
-    with tfamp.scope("mixed_bfloat16"):
-        masking = layers.Masking()
-        layer = layers.Dense(3, activation="softmax", kernel_initializer="zeros")
-    layer.build((None, 2, 1))
-    layer.bias.assign([20.0, 0.0, 0.0])
-    probabilities = layer(masking(tf.constant([[[1.0], [0.0]]])))
-    loss_of = keras.losses.SparseCategoricalCrossentropy()
-    # The second step is padding; its label is the likely one.
-    loss = loss_of(tf.constant([[1, 0]]), probabilities)
-    assert float(loss) == pytest.approx(20.0, rel=RELATIVE)
-
-
-class Reversible(layers.Embedding):
-    """An embedding that also gives logits."""
-
-    def call(self, inputs, reverse=False):
-        if reverse:
-            return keras.ops.matmul(inputs, keras.ops.transpose(self.embeddings))
-        return super().call(inputs)
-
-    def compute_output_spec(self, inputs, reverse=False):
-        if not reverse:
-            return super().compute_output_spec(inputs)
-        shape = (*inputs.shape[:-1], self.input_dim)
-        return keras.KerasTensor(shape, dtype=self.compute_dtype)
-
-
-def test_a_dear_head_that_is_an_embedding_too_keeps_its_product_in_half():
-    with tfamp.scope("mixed_bfloat16"):
-        table = Reversible(4000, 128, name="table")
-        ids = keras.Input((4,), dtype="int32")
-        hidden = layers.Dense(128, "relu")(table(ids))
-        model = keras.Model(ids, table(hidden, reverse=True))
-    row = tfamp.assignment(model)["table"]
-    assert (row.compute_dtype, row.output_dtype) == ("bfloat16", "float32")
-    assert model(np.arange(8).reshape(2, 4)).dtype == tf.float32

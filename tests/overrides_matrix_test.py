@@ -136,11 +136,7 @@ INSIDE = {
         "Elu",
         layers.LSTM,
     ),
-    "GRU": Row(
-        lambda: layers.GRU(WIDTH, activation="selu", **UNROLLED),
-        "Selu",
-        "GRU",
-    ),
+    "GRU": Row(lambda: layers.GRU(WIDTH, activation="selu", **UNROLLED), "Selu", "GRU"),
     "Dense inside TimeDistributed": Row(
         lambda: layers.TimeDistributed(
             layers.Dense(WIDTH, activation="softsign", name="inner")
@@ -219,16 +215,11 @@ def nested(blocks):
     return between_trunk_and_head(lambda h: layers.Add()([h, inner(h)]))
 
 
-def shared(blocks):
-    return between_trunk_and_head(lambda h: added(blocks, added(blocks, h)))
-
-
 STRUCTURES = {
     "functional": functional,
     "sequential": sequential,
     "subclassed": Subclassed,
     "nested": nested,
-    "shared": shared,
 }
 rng = np.random.default_rng(0)
 X = rng.normal(size=(8, LENGTH, WIDTH)).astype("float32")
@@ -254,26 +245,6 @@ def check(operations, group, half):
         assert operations.of(row.operation) == {"float32"}, name
     assert operations.of("Relu") == {half}
     assert operations.of("Softplus") == {"float32"}
-
-
-@pytest.mark.quick(
-    "Softmax",
-    "softmax in call",
-    "own layer by name",
-    "own layer by predicate",
-    "sublayers made in build",
-)
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_stock_keras_fails_the_row(row):
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    try:
-        layer, head = row.make(), layers.Dense(1, activation="softplus")
-        with recorded_operations() as operations:
-            head(layer(X))
-    finally:
-        keras.config.set_dtype_policy("float32")
-    assert "bfloat16" in operations.of(row.operation)
-    assert "bfloat16" in operations.of("Softplus")
 
 
 grouped = pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
@@ -309,39 +280,3 @@ def test_apply_on_a_trained_model(build, group):
     with recorded_operations() as operations:
         model.fit(X, Y, verbose=0)
     check(operations, group, "bfloat16")
-
-
-@pytest.mark.quick("enable-xla-functional-softmax")
-@grouped
-@pytest.mark.parametrize("build", [functional, Subclassed])
-@pytest.mark.parametrize("mode", ["run_eagerly", "xla"])
-@pytest.mark.parametrize("way", ["enable", "apply"])
-def test_eager_and_xla_runs(way, mode, build, group):
-    settings = {"policy": "mixed_bfloat16", "keep_float32": keep_of(group)}
-    if way == "enable":
-        with tfamp.scope(**settings, check=None):
-            model = build(made(group))
-    else:
-        model = build(made(group))
-        model(X)
-        tfamp.apply(model, **settings)
-    check(run(model, mode), group, "bfloat16")
-
-
-@pytest.mark.quick("subclassed-predict")
-@pytest.mark.parametrize("mode", ["fit", "predict", "run_eagerly", "xla"])
-@structured
-def test_float16_alike(build, mode):
-    name = "MultiHeadAttention with dropout"
-    group = {name: ROWS[name]}
-    with tfamp.scope("mixed_float16"):
-        model = build(made(group))
-    check(run(model, mode), group, "float16")
-
-
-def test_none_leaves_operations_in_half():
-    with tfamp.scope("mixed_bfloat16", keep_float32="none"):
-        layer = Own(keras.ops.softmax)
-    with recorded_operations() as operations:
-        layer(X)
-    assert operations.of("Softmax") == {"bfloat16"}

@@ -3,7 +3,6 @@
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import tfamp
 from tests.loops import OwnStep
@@ -93,42 +92,6 @@ def test_two_replicas_compute_what_one_computes(policy, build):
     np.testing.assert_allclose(fit["loss"], one, rtol=2**-7)
 
 
-@pytest.mark.quick("mixed_float16-functional-graph")
-@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
-@pytest.mark.parametrize("build", [functional, Subclassed])
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_a_custom_loop_without_compile(policy, build, jit_compile):
-    keras.utils.set_random_seed(0)
-    with tfamp.scope(policy):
-        model = build()
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.05))
-    compute_loss = keras.losses.SparseCategoricalCrossentropy()
-    model(X)
-    optimizer.build(model.trainable_variables)
-
-    @tf.function(jit_compile=jit_compile)
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            loss = compute_loss(y, model(x, training=True))
-            scaled = optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled, model.trainable_variables)
-        optimizer.apply(gradients, model.trainable_variables)
-        return loss
-
-    with recorded_operations() as operations:
-        losses = [float(step(X, Y)) for _ in range(30)]
-    check_dtypes(operations, policy.removeprefix("mixed_"))
-    assert losses[-1] < losses[0] / 2
-
-
-def test_the_first_call_may_be_inside_a_tf_function():
-    with tfamp.scope("mixed_bfloat16"):
-        model = Subclassed()
-    predict = tf.function(model)
-    assert predict(tf.constant(X)).dtype == tf.float32
-    assert tfamp.assignment(model)[model.head.name].rule == ("default: heads")
-
-
 def test_moving_statistics_move_once_in_the_first_call():
     class Normalized(keras.Model):
         def __init__(self):
@@ -163,30 +126,3 @@ def test_dropout_draws_once_in_the_first_call():
     np.testing.assert_array_equal(
         model.drop.seed_generator.state.numpy(), state + np.array([0, 1])
     )
-
-
-def test_two_models_under_different_policies_side_by_side():
-    with tfamp.scope("mixed_bfloat16"):
-        first = functional()
-    with tfamp.scope("float32"):
-        second = functional()
-    third = functional()
-    kinds = [
-        {row.compute_dtype for row in tfamp.assignment(model)}
-        for model in (first, second, third)
-    ]
-    assert kinds == [{"bfloat16", "float32"}, {"float32"}, {"float32"}]
-    assert [model(X).dtype for model in (first, second, third)] == [tf.float32] * 3
-
-
-def test_multiple_calls_inside_nested_and_shared_models_stay_in_half():
-    with tfamp.scope("mixed_bfloat16"):
-        encoder = functional()
-        x = keras.Input((4,))
-        model = keras.Model(x, layers.Dense(1)(encoder(x)))
-    with recorded_operations() as operations:
-        model.predict(X, verbose=0)
-    # The encoder's own last layer is no head of the outer model.
-    assert operations.of("Softmax") == {"float32"}
-    assert operations.of("Relu") == {"bfloat16"}
-    assert tfamp.assignment(model).layers[-1].rule == "default: heads"

@@ -8,56 +8,36 @@ from typing import Any
 
 import keras
 
-from tfamp.dtypes import compile_hooks, hooks, layer_dtypes, resolution
-from tfamp.dtypes.in_force import IN_FORCE
-from tfamp.dtypes.rules import gains_nothing
+from tfamp.dtypes import hooks, layer_dtypes, resolution, rows
+from tfamp.dtypes.rules import KeepFloat32, on_top_of, parse
 from tfamp.dtypes.settings import (
+    IN_FORCE,
     MEASURE,
-    KeepFloat32,
     PolicySettings,
-    RuleSet,
     choose_policy,
     make_settings,
     named_policy,
-    on_top_of,
-    parse,
 )
-from tfamp.keras_hooks import saved_state, structure, trainer
+from tfamp.keras_hooks import exact_values, saved_state, structure, trainer
 from tfamp.keras_hooks.layers import Kind, Policy, policy_of
 from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
 from tfamp.policy import choose_at_fit
-from tfamp.records import checks, console
 from tfamp.records.formats import HALF
 from tfamp.records.record import Record
-
-_COLUMNS = ("layer", "class", "computes in", "stores", "gives", "because")
-_WIDTH_OF_THE_REST = 80
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerAssignment(Record):
-    """The dtypes of one layer.
+    """The dtypes of one layer: what it computes in, stores and gives, and why."""
 
-    Attributes:
-        path: Names from below the model, joined by "/"; the model's own name
-            for the model itself.
-        class_name: Name of the layer's class.
-        compute_dtype: The dtype it computes in.
-        variable_dtype: The dtype its weights are stored in.
-        output_dtype: The dtype its floating-point outputs have.
-        rule: What decided.
-        reason: Why that rule exists.
-        note: What a reader should know, such as that the rule gains nothing.
-    """
-
-    path: str
+    path: str  # names from below the model, joined by "/"; its own for the model
     class_name: str
     compute_dtype: str
     variable_dtype: str
     output_dtype: str
-    rule: str
-    reason: str = ""
-    note: str = ""
+    rule: str  # what decided
+    reason: str = ""  # why that rule exists
+    note: str = ""  # what a reader should know, such as why an output alone is cast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,43 +71,16 @@ class Assignment(Record):
         )
 
     def __str__(self) -> str:
-        columns = {
-            # A path in two lines is a path that nobody can search for.
-            name: {**console.FOLD, "no_wrap": name == "layer"}
-            for name in _COLUMNS
-        }
-        title = f"{self.model}: policy {self.policy}"
-        table = console.table(columns, map(_cells, self.layers), title=title)
-        longest = max(len(row.path) for row in self.layers)
-        width = max(console.WIDTH, longest + _WIDTH_OF_THE_REST)
-        return console.text_of(table, width=width)
-
-    def to_text(self, width: int | None = None) -> str:
-        """Returns a line for each layer, in columns without a frame, as for `grep`.
-
-        Args:
-            width: Characters in a line, at least 40; a longer reason is cut, a path
-                never is. None cuts nothing.
-
-        Raises:
-            ValueError: The width is too small.
-
-        Example:
-            >>> layer = LayerAssignment("a/b", "Dense", "float16", "float32", "float16",
-            ...     "policy mixed_float16")
-            >>> print(Assignment("m", "mixed_float16", (layer,)).to_text())
-            layer  class  computes in  stores   gives    because
-            a/b    Dense  float16      float32  float16  policy mixed_float16
-        """
-        if width is not None:
-            checks.positive_int("width", width, minimum=40)
-        rows = [_COLUMNS, *map(_cells, self.layers)]
-        sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(map(str.ljust, cells, sizes)).rstrip() for cells in rows)
-        return "\n".join(
-            line if width is None else line[: max(width, len(cells[0]))]
-            for line, cells in zip(lines, rows, strict=True)
-        )
+        heads = ("layer", "class", "computes in", "stores", "gives", "because")
+        cells = [
+            (
+                *(row.path, row.class_name, row.compute_dtype, row.variable_dtype),
+                row.output_dtype,
+                f"{row.rule} ({row.note})" if row.note else row.rule,
+            )
+            for row in self.layers
+        ]
+        return rows.table(heads, cells, f"{self.model}: policy {self.policy}")
 
 
 def assignment(model: keras.layers.Layer) -> Assignment:
@@ -149,11 +102,15 @@ def assignment(model: keras.layers.Layer) -> Assignment:
         'float32'
     """
     _check_model(model)
-    with compile_hooks.previewed(model):
+    # Which layers are heads is decided when a graph is compiled or used; until then it
+    # may yet become a part of another model.
+    with rows.restored(model):
+        if structure.graph_of(model) is not None:
+            resolution.resolve(model)
         settings = resolution.settings_of(model)
         policy = model.dtype_policy.name if settings is None else settings.policy.name
-        rows = tuple(_row(path, layer) for path, layer, _ in structure.walk(model))
-    return Assignment(model.name, policy, rows)
+        layers = tuple(_row(path, layer) for path, layer, _ in structure.walk(model))
+    return Assignment(model.name, policy, layers)
 
 
 def apply(
@@ -192,58 +149,66 @@ def apply(
     """
     _check_model(model)
     present = IN_FORCE.settings
-    given = parse(keep_float32)
-    follows = policy is None and present is not None
-    asked = "auto" if policy is None else policy
-    plan = present.plan if follows else read_plan(named_policy(asked))  # type: ignore[union-attr]
+    rules, with_defaults = parse(keep_float32)
+    plan = None
+    if policy is None and present is not None:
+        plan = present.plan
+        settings = present
+        if rules or not with_defaults:
+            settings = _settings(present.policy.name, keep_float32, present)
+            settings.is_measured = present.is_measured
+    else:
+        policy = named_policy("auto" if policy is None else policy)
+        plan = read_plan(policy)
+        if plan is None:
+            name = choose_policy(policy)[0]  # type: ignore[arg-type]
+            settings = _settings(name, keep_float32, present)
+            if policy == MEASURE:
+                choose_at_fit(settings)
     if plan is not None:
         refuse_rules(keep_float32)
         plan.apply(model)
         return assignment(model)
-    if follows and not given.of_user and given.has_defaults:
-        put_under(model, present)  # type: ignore[arg-type]
-        return assignment(model)
-    settings = _settings(asked, keep_float32, present, follows=follows)
-    _check_patterns(model, given.for_dtype(settings.compute_dtype))
+    for rule in rules if settings.is_half else ():
+        known = structure.walk(model)
+        if not any(rule.matches(layer, path=path) for path, layer, _ in known):
+            raise ValueError(resolution.unmatched_message(model, rule))
     put_under(model, settings)
     return assignment(model)
 
 
 def _settings(
-    policy: Any,
-    keep_float32: KeepFloat32,
-    present: PolicySettings | None,
-    *,
-    follows: bool,
+    policy: str, keep_float32: KeepFloat32, present: PolicySettings | None
 ) -> PolicySettings:
     """Returns the settings of a model whose rules come on top of those in force."""
-    name = present.policy.name if present and follows else choose_policy(policy)[0]
     if present is None:
-        settings = make_settings(name, keep_float32)
-    else:
-        rules = on_top_of(keep_float32, present.keep_float32)
-        loss_scale, options = present.loss_scale, present.loss_scale_options
-        settings = make_settings(name, rules, loss_scale, options)
-        settings.leave_open(present.rules_of_user)
-    if present is not None and follows:
-        settings.is_measured = present.is_measured
-    elif named_policy(policy) == MEASURE:
-        choose_at_fit(settings)
+        return make_settings(policy, keep_float32)
+    keep_float32 = on_top_of(keep_float32, present.keep_float32)
+    loss_scale, options = present.loss_scale, present.loss_scale_options
+    settings = make_settings(policy, keep_float32, loss_scale, options)
+    settings.leave_open(present.rules_of_user)
     return settings
 
 
 def put_under(model: keras.layers.Layer, settings: PolicySettings) -> None:
     """Gives a built model the dtypes of settings, and the optimizers they need."""
     hooks.install(settings)
+    put_rules_on(model, settings)
+    for layer in structure.layers_of(model):
+        trainer.drop_traced_functions(layer)
+    hooks.follow_policy(model, settings)
+
+
+def put_rules_on(model: keras.layers.Layer, settings: PolicySettings) -> None:
+    """Gives a model's layers and operations the dtypes of settings."""
+    layers = structure.layers_of(model)
     layer_dtypes.take_back_patterns(model, settings)
-    layers = [layer for _, layer, _ in structure.walk(model)]
+    exact_values.keep_only(model, {})
     for layer in layers:
         layer_dtypes.begin_again(layer, settings)
     for layer in layers:
         layer_dtypes.decide(layer)
-        trainer.drop_traced_functions(layer)
     resolution.resolve(model)
-    compile_hooks.follow_policy(model, settings)
 
 
 def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
@@ -265,14 +230,9 @@ def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             another model.
     """
     text = os.fspath(path)
-    if not os.path.exists(text):
-        raise FileNotFoundError(
-            f"Found no file {text!r}; expected a model saved with "
-            "`model.save('name.keras')`. Check the path."
-        )
     try:
         entry = saved_state.read_entry(text)
-    except (zipfile.BadZipFile, FileNotFoundError, KeyError) as error:
+    except (zipfile.BadZipFile, KeyError) as error:
         raise ValueError(
             f"Cannot read {text!r} as a `.keras` archive: {error}. Save the model with "
             "`model.save('name.keras')`; HDF5 files and SavedModels hold no dtypes of "
@@ -285,31 +245,17 @@ def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     if entry is None:
         return hooks.load_unmanaged(load)
     model = hooks.load(entry, load)
-    compile_hooks.make_exact(model)
+    hooks.make_exact(model)
     return model
 
 
 def _check_model(model: Any) -> None:
     if isinstance(model, keras.layers.Layer):
         return
-    advice = "Pass what `keras.Model(...)` gave."
-    if type(model).__module__.startswith(("tf_keras", "keras.src.legacy")):
-        advice = (
-            "It is a legacy tf_keras model: unset TF_USE_LEGACY_KERAS and build it "
-            "with Keras 3."
-        )
     raise TypeError(
-        f"Cannot read the dtypes of {model!r}; expected a Keras 3 model or layer. "
-        f"{advice}"
+        f"Cannot read the dtypes of {model!r}; expected a Keras 3 model or layer. Pass "
+        "what `keras.Model(...)` gave."
     )
-
-
-def _check_patterns(model: keras.layers.Layer, given: RuleSet) -> None:
-    """Raises where a rule of the user matches nothing, before any change."""
-    rows = list(structure.walk(model))
-    for rule in given.of_user:
-        if not any(rule.matches(layer, path=path) for path, layer, _ in rows):
-            raise ValueError(resolution.unmatched_message(model, rule))
 
 
 def _row(path: str, layer: keras.layers.Layer) -> LayerAssignment:
@@ -343,18 +289,8 @@ def _output_dtype(layer: keras.layers.Layer, policy: Policy | None) -> str:
 
 
 def _note(layer: keras.layers.Layer, policy: Policy) -> str:
-    if policy.kind is Kind.FLOAT32_INSIDE and policy.rule.startswith("keep_float32"):
-        why = gains_nothing(layer)
-        if why is not None:
-            return f"gains nothing: {why}"
     if isinstance(layer, keras.Model) and not policy.is_resolved:
         return "heads are found at the first call"
     if policy.kind is Kind.WIDE_OUTPUT or policy.kind is Kind.OUTPUT_CAST:
         return policy.reason
     return ""
-
-
-def _cells(row: LayerAssignment) -> tuple[str, ...]:
-    because = f"{row.rule} ({row.note})" if row.note else row.rule
-    dtypes = (row.compute_dtype, row.variable_dtype, row.output_dtype)
-    return (row.path, row.class_name, *dtypes, because)

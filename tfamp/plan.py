@@ -7,22 +7,12 @@ from typing import Any
 
 import keras
 
-from tfamp.dtypes import (
-    compile_hooks,
-    hooks,
-    planned_layers,
-    resolution,
-)
-from tfamp.dtypes.planned_layers import (
-    KINDS,
-    UNMANAGED,
-    PlannedLayer,
-    PlannedOperation,
-)
-from tfamp.dtypes.settings import POLICIES, PolicySettings, make_settings
+from tfamp.dtypes import hooks, resolution, rows
+from tfamp.dtypes.rows import KINDS, UNMANAGED, PlannedLayer, PlannedOperation
+from tfamp.dtypes.settings import POLICIES, PolicySettings
 from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.layers import Kind
-from tfamp.records import checks, console
+from tfamp.records import checks
 from tfamp.records.formats import HALF
 from tfamp.records.record import TableRecord
 from tfamp.records.versions import installed_versions
@@ -83,9 +73,9 @@ class PrecisionPlan(TableRecord):
         """Layers and operations that are in float32 under a half policy, with why."""
         if keras.DTypePolicy(self.policy).compute_dtype not in HALF:
             return {}
-        rows = [r for r in self.rows if r.kind not in _LEFT and r.rule]
+        kept = [r for r in self.rows if r.kind not in _LEFT and r.rule]
         return {
-            **{r.path: r.rule for r in rows if r.compute_dtype == "float32"},
+            **{r.path: r.rule for r in kept if r.compute_dtype == "float32"},
             **{o.path: o.rule for o in self.operations},
         }
 
@@ -106,41 +96,27 @@ class PrecisionPlan(TableRecord):
             ValueError: It is not built.
         """
         _check_built(model, "have a plan read from it")
+        resolution.resolve(model)
         settings = resolution.settings_of(model)
+        name = model.dtype_policy.name
+        known: dict[str, Any] = {"policy": name if name in POLICIES else "float32"}
         if settings is not None:
-            resolution.resolve(model)
-        if evidence is None:
-            present = settings.evidence if settings is not None else None
-            evidence = present or {"versions": installed_versions()}
+            known = rows.facts_of(settings)
+        present = known.pop("evidence", None) if evidence is None else evidence
+        known["evidence"] = dict(present or {"versions": installed_versions()})
         return cls(
             model=model.name,
-            policy=_policy_of(model, settings),
-            rows=tuple(
-                planned_layers.planned_layer(*each[:2])
-                for each in structure.walk(model)
-            ),
-            operations=planned_layers.planned_operations(model),
-            has_default_rules=settings is None or settings.rules.has_defaults,
-            loss_scale="dynamic" if settings is None else settings.loss_scale,
-            loss_scale_options=dict(settings.loss_scale_options) if settings else {},
-            jit_compile=settings.jit_compile if settings is not None else None,
-            evidence=dict(evidence),
+            rows=rows.read_layers(model),
+            operations=rows.read_operations(model),
+            **known,
         )
 
     def difference(self, model: keras.layers.Layer) -> str:
-        """Returns the first way in which a model is not the plan's, "" if it is.
-
-        Example:
-            >>> x = keras.Input((3,))
-            >>> one = keras.Model(x, keras.layers.Dense(3, name="a")(x))
-            >>> other = keras.Model(x, keras.layers.ReLU(name="b")(x))
-            >>> PrecisionPlan.from_model(one).difference(other)
-            "layer 1 is 'b', a ReLU, where the plan has 'a', a Dense"
-        """
-        return planned_layers.difference(model, self.rows, self.operations)
+        """Returns the first way in which a model is not the plan's, "" if it is."""
+        return rows.difference(model, self.rows, self.operations)
 
     def apply(self, model: keras.layers.Layer) -> keras.layers.Layer:
-        """Puts a built, even a trained model under the plan, in place.
+        """Puts a built, even a trained model under the plan, in place; returns it.
 
         Weights and optimizer state keep every bit; what `fit`, `evaluate` and `predict`
         had traced is traced anew, and a compiled model's optimizer gets or loses its
@@ -149,20 +125,16 @@ class PrecisionPlan(TableRecord):
         Args:
             model: A model like the one that the plan was made for.
 
-        Returns:
-            The model that was given.
-
         Raises:
             TypeError: `model` is not a Keras model or layer.
             ValueError: It is another model, is not built, or has a layer that cannot
                 compute as the plan says. It is as it was.
         """
         _check_built(model, "be put under a plan")
-        self.check(model)
         settings = self.settings()
         hooks.install(settings)
-        planned_layers.put_on(model, settings, self.rows, self.operations)
-        compile_hooks.follow_policy(model, settings)
+        self.follow(model, settings, must=True)
+        hooks.follow_policy(model, settings)
         if self.jit_compile is not None and trainer.is_compiled(model):
             trainer.set_jit_compile(model, self.jit_compile)
         return model
@@ -180,34 +152,21 @@ class PrecisionPlan(TableRecord):
 
     def settings(self) -> PolicySettings:
         """Returns the settings of layers that are made under the plan."""
-        return make_settings(
-            self.policy,
-            "default" if self.has_default_rules else "none",
-            self.loss_scale,
-            self.loss_scale_options,
-            plan=self,
-            jit_compile=self.jit_compile,
-            evidence=self.evidence,
-        )
+        return rows.settings_from(vars(self), self.policy, plan=self)
 
     def follow(
         self, model: keras.layers.Layer, settings: PolicySettings, *, must: bool
     ) -> bool:
-        """Gives a model made under the plan its dtypes, if it is the plan's.
+        """Gives a model the plan's dtypes, if it is the plan's; returns whether it is.
 
-        Args:
-            model: The model.
-            settings: Those that the model was made under.
-            must: Whether another model than the plan's is an error.
-
-        Returns:
-            Whether the model is the plan's.
+        `settings` are those that the model was made under; `must` says that another
+        model than the plan's is an error.
         """
         if must:
             self.check(model)
         if self.difference(model):
             return False
-        planned_layers.put_on(model, settings, self.rows, self.operations)
+        rows.put_on(model, settings, self.rows, self.operations)
         return True
 
     @property
@@ -223,27 +182,18 @@ class PrecisionPlan(TableRecord):
 
     def table(self) -> str:
         """Returns policy, evidence in a line, and a row for each layer."""
-        rows = [
-            (row.path, row.class_name, row.compute_dtype, row.rule or "", row.reason)
+        cells = [
+            (row.path, row.class_name, row.compute_dtype, row.rule, row.reason)
             for row in self.rows
         ]
-        rows += [
+        cells += [
             (o.path, f"{o.class_name} (operation)", "float32", o.rule, o.reason)
             for o in self.operations
         ]
-        columns: dict[str, dict[str, Any]] = {
-            # A path in two lines is a path that nobody can search for.
-            "layer": {**console.FOLD, "no_wrap": True},
-            "class": console.FOLD,
-            "computes in": {},
-            "decided by": console.FOLD,
-            "because": {**console.FOLD, "ratio": 1},
-        }
         compiled = {None: "", True: ", XLA", False: ", without XLA"}[self.jit_compile]
         title = f"Plan for {self.model}: policy {self.policy}{compiled}"
-        longest = max(len(row[0]) for row in rows)
-        table = console.table(columns, rows, title=title)
-        return console.text_of(table, width=max(console.WIDTH, longest + 80))
+        columns = ("layer", "class", "computes in", "decided by", "because")
+        return rows.table(columns, cells, title)
 
 
 def read_plan(given: Any) -> PrecisionPlan | None:
@@ -281,10 +231,3 @@ def _check_built(model: Any, purpose: str) -> None:
             f"Layer {unbuilt[0]!r} of {model.name!r} is not built; expected a built "
             f"model to {purpose}. Call it on a batch first."
         )
-
-
-def _policy_of(model: keras.layers.Layer, settings: PolicySettings | None) -> str:
-    if settings is not None:
-        return settings.policy.name
-    name = model.dtype_policy.name
-    return name if name in POLICIES else "float32"

@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 import keras
 
-from tfamp.dtypes import hooks, in_force
-from tfamp.dtypes.in_force import IN_FORCE, NOT_ENABLED
-from tfamp.dtypes.rules import DEFAULT_OPERATIONS, Rule, gains_nothing
+from tfamp.dtypes import hooks
+from tfamp.dtypes.rules import DEFAULT_OPERATIONS, KeepFloat32
 from tfamp.dtypes.settings import (
+    IN_FORCE,
     MEASURE,
-    KeepFloat32,
     PolicySettings,
     choose_policy,
     make_settings,
@@ -28,16 +27,15 @@ from tfamp.machine.speeds import Device
 from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
 from tfamp.records import checks, console
 from tfamp.records import versions as _versions
-from tfamp.records.record import Record, as_html
+from tfamp.records.record import Record
 
 
 @dataclasses.dataclass(frozen=True)
 class RuleStatus(Record):
-    """One rule in force: its name, its reason, and a note where it gains nothing."""
+    """One rule in force: its name and its reason."""
 
     name: str
     reason: str
-    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,35 +69,21 @@ class Status(Record):
         return self.why
 
     def __str__(self) -> str:
-        parts = [self._facts()]
-        if self.rules:
-            kept = [(rule.name, rule.note or rule.reason) for rule in self.rules]
-            parts.append(console.table({"stays in float32": {}, "because": {}}, kept))
-        return console.text_of(*parts, width=100)
-
-    def _repr_html_(self) -> str:
-        """Returns the facts alone: it is often the last line of a cell."""
-        kept = f"{len(self.rules)} rules keep layers in float32: `print` shows them."
-        return as_html(
-            console.text_of(self._facts(), *[kept] * bool(self.rules), width=100)
-        )
-
-    def _facts(self) -> Any:
-        rows = [
+        facts = [
             ("tfamp", "enabled" if self.enabled else "not enabled"),
             ("policy", self.policy),
             ("why", self.why),
-        ]
-        if self.loss_scale is not None:
-            rows.append(("loss scale", str(self.loss_scale)))
-        rows += [("device", f"{device.kind}: {device.name}") for device in self.devices]
-        rows += [
+            *([("loss scale", str(self.loss_scale))] if self.loss_scale else []),
+            *(("device", f"{each.kind}: {each.name}") for each in self.devices),
             ("versions", ", ".join(f"{k} {v}" for k, v in self.versions.items())),
             ("hooks", f"{len(self.hooks)} installed"),
         ]
-        columns: dict[str, dict[str, Any]] = {"fact": {}, "value": {}}
         look: dict[str, Any] = {"show_header": False, "box": None, "pad_edge": False}
-        return console.table(columns, rows, **look)
+        parts = [console.table({"fact": {}, "value": {}}, facts, **look)]
+        if self.rules:
+            kept = [(rule.name, rule.reason) for rule in self.rules]
+            parts.append(console.table({"stays in float32": {}, "because": {}}, kept))
+        return console.text_of(*parts, width=100)
 
 
 def enable(
@@ -198,17 +182,18 @@ def _enable(
         settings = make_settings(name, keep_float32, loss_scale, loss_scale_options)
     options = settings.loss_scale_options
     check_loss_scale(name, settings.loss_scale, options, explicit)
-    if explicit:
-        objection = hardware.objection(name, hardware.devices())
-        if objection is not None:
-            warnings.warn(objection, UserWarning, stacklevel=3)
-    elif named == MEASURE:
+    objection = hardware.objection(name, hardware.devices()) if explicit else None
+    if objection is not None:
+        warnings.warn(objection, UserWarning, stacklevel=3)
+    if named == MEASURE:
         choose_at_fit(settings)
     if check is not None and planned is None and (settings.is_half or named == MEASURE):
         settings.check = check
         # By name, as it stands above this file: it adds itself to what `fit` does.
         importlib.import_module("tfamp.numerics.first_check")
-    _put_in_force(settings, reason)
+    hooks.install(settings)
+    warn_of_idle_distribution()
+    IN_FORCE.put(settings, reason)
     return status()
 
 
@@ -231,9 +216,8 @@ def disable() -> None:
         >>> keras.config.dtype_policy().name
         'float32'
     """
-    if IN_FORCE.settings is None:
-        return
-    IN_FORCE.put(None, NOT_ENABLED)
+    if IN_FORCE.settings is not None:
+        IN_FORCE.put(None)
 
 
 @contextlib.contextmanager
@@ -245,14 +229,11 @@ def scope(
     loss_scale_options: Mapping[str, Any] | None = None,
     check: Literal["keep", "warn"] | None = "keep",
 ) -> Iterator[Status]:
-    """Enables tfamp for the models built inside a `with` block.
+    """Enables tfamp for the models built inside a `with` block; gives the `Status`.
 
     What was in force before is in force after it, on exceptions too. Scopes
     nest, and hold for the thread or task that runs the block. Arguments and errors
     are those of `enable`.
-
-    Yields:
-        The `Status` inside the block.
 
     Example:
         >>> with scope("mixed_bfloat16"):
@@ -271,7 +252,7 @@ def status() -> Status:
         >>> status().enabled
         False
     """
-    in_force.prepare_thread()
+    IN_FORCE.prepare_thread()
     settings = IN_FORCE.settings
     return Status(
         enabled=settings is not None,
@@ -285,27 +266,9 @@ def status() -> Status:
     )
 
 
-def _put_in_force(settings: PolicySettings, why: str) -> None:
-    hooks.install(settings)
-    warn_of_idle_distribution()
-    IN_FORCE.put(settings, why)
-    in_force.forget_warnings()
-
-
 def _rules_in_force(settings: PolicySettings) -> tuple[RuleStatus, ...]:
     if not settings.is_half:
         return ()
-    rules = (RuleStatus(r.name, r.reason, _note(r)) for r in settings.rules.rules)
-    operations = DEFAULT_OPERATIONS if settings.rules.has_defaults else ()
+    rules = (RuleStatus(r.name, r.reason) for r in settings.rules)
+    operations = DEFAULT_OPERATIONS if settings.has_defaults else ()
     return (*rules, *(RuleStatus(*row) for row in operations))
-
-
-def _note(rule: Rule) -> str:
-    if rule.name.startswith("default: "):
-        return ""
-    named = getattr(keras.layers, rule.class_name, None) if rule.class_name else None
-    for cls in (*rule.classes, *([named] if isinstance(named, type) else [])):
-        why = gains_nothing(cls)
-        if why is not None:
-            return f"gains nothing: {cls.__name__} {why}"
-    return ""

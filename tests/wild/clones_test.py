@@ -138,28 +138,6 @@ def test_a_quantized_head_is_read_as_quantized(when):
     assert head.compute_dtype == "float32"
 
 
-def test_a_clone_learns_where_its_head_is_sure_and_wrong():
-    with tfamp.scope("mixed_float16"):
-        head = layers.Dense(1, activation="sigmoid", use_bias=False)
-        model = keras.models.clone_model(keras.Sequential([keras.Input((1,)), head]))
-        model.compile(keras.optimizers.SGD(1.0), "binary_crossentropy")
-    model.set_weights([np.float32([[9.0]])])
-    loss = model.fit(np.ones((1, 1)), np.zeros((1, 1)), verbose=0).history["loss"]
-    # -log(1 - sigmoid(9)) is 9.0001, and the gradient sigmoid(9) is 0.9999.
-    assert loss[0] == pytest.approx(9.0001, abs=1e-3)
-    assert model.get_weights()[0][0, 0] == pytest.approx(9.0 - 0.9999, abs=1e-3)
-
-
-def test_a_clone_under_another_policy_keeps_the_dtypes_of_the_original():
-    with tfamp.scope("mixed_bfloat16"):
-        model = sequential()
-    with tfamp.scope("mixed_float16"):
-        other = keras.models.clone_model(model)
-    # A Sequential writes no dtype of its own into its configuration.
-    dense, norm = other.layers[0].layers
-    assert (dense.compute_dtype, norm.compute_dtype) == ("bfloat16", "float32")
-
-
 def test_stock_keras_reads_what_was_written():
     with tfamp.scope("mixed_bfloat16"):
         text = sequential().to_json()

@@ -51,22 +51,6 @@ class Spectrum(layers.Layer):
         return tf.abs(tf.signal.rfft(inputs))
 
 
-class Cell(layers.Layer):
-    """A recurrent cell with a float32 constant."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.state_size = 4
-        self.dense = layers.Dense(4)
-
-    def build(self, shape):
-        self.dense.build(shape)
-
-    def call(self, inputs, states):
-        state = self.dense(inputs) + states[0] * tf.constant(0.5)
-        return state, [state]
-
-
 def encoder():
     inputs = keras.Input((4,))
     hidden = layers.Dense(8, "relu")(inputs)
@@ -127,27 +111,6 @@ def test_a_layer_runs_and_trains_as_in_float32(style, make, policy):
     assert losses[1] == pytest.approx(losses[0], rel=0.03)
 
 
-@pytest.mark.parametrize("make", [CastByHand, Spectrum])
-def test_stock_keras_raises(make):
-    layer = make(dtype="mixed_float16")
-    with pytest.raises((TypeError, ValueError, tf.errors.InvalidArgumentError)):
-        layer(x)
-
-
-@pytest.mark.quick("False")
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_float32_noise_in_half_precision(jit_compile):
-    with tfamp.scope("mixed_float16"):
-        model = encoder()
-    rows = tfamp.assignment(model)
-    draw = rows["draw"]
-    assert (draw.compute_dtype, draw.output_dtype) == ("float32", "float16")
-    assert draw.rule == "default: cannot run in half precision"
-    assert "noise" in draw.reason and "dtype_errors_test.py" in draw.reason
-    assert model.layers[1].compute_dtype == "float16"
-    assert np.isfinite(fit(model, jit_compile=jit_compile)).all()
-
-
 def test_one_line_names_layer_and_expression(caplog):
     with tfamp.scope("mixed_float16"), caplog.at_level("WARNING", "absl"):
         layer = CastByHand(name="by_hand")
@@ -193,13 +156,6 @@ def test_a_model_that_mixes_in_its_own_call():
     assert isinstance(model.optimizer, tfamp.LossScaleOptimizer)
 
 
-def test_a_cell_and_the_loop_around_it():
-    with tfamp.scope("mixed_float16"):
-        layer = layers.RNN(Cell(), return_sequences=True)
-        outputs = layer(np.ones((2, 3, 4), "float32"))
-    assert np.isfinite(outputs).all()
-
-
 def test_the_error_of_the_code_comes_through_where_float32_does_not_help():
     class Wrong(layers.Layer):
         def __init__(self):
@@ -230,13 +186,6 @@ def test_other_errors_are_not_tried():
         Failing()(tf.constant(x))
     # Traces may have looked for a dtype in which it runs; it has run once.
     assert [tf.is_symbolic_tensor(each) for each in calls].count(False) == 1
-
-
-def test_without_default_rules_the_error_stays():
-    with tfamp.scope("mixed_float16", keep_float32="none"):
-        layer = CastByHand()
-        with pytest.raises((TypeError, tf.errors.InvalidArgumentError)):
-            layer(x)
 
 
 # Keras's own, of a layer that has no `build`.

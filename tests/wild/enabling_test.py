@@ -3,9 +3,6 @@
 import concurrent.futures
 import json
 import re
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import keras
@@ -58,75 +55,16 @@ def test_disable_in_another_thread_gives_back_the_users_policy():
     before = keras.config.dtype_policy()
     tfamp.enable("mixed_bfloat16")
     elsewhere(tfamp.disable)
-    assert keras.config.dtype_policy() is before
+    assert keras.config.dtype_policy() == before
     assert seen() == ("float64", "float64", "float64")
 
 
-@pytest.mark.quick("")
-@pytest.mark.parametrize("sets", [False, True], ids=["", "policy set again"])
-def test_a_thread_that_enables_and_one_that_disables_are_two(sets):
+def test_a_thread_that_enables_and_one_that_disables_are_two():
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(tfamp.enable, "mixed_bfloat16").result()
-        if sets:
-            line = keras.config.set_dtype_policy
-            pool.submit(line, "mixed_bfloat16").result()
         assert seen()[1:] == ("bfloat16", "float32")
         tfamp.disable()
         assert pool.submit(seen).result() == seen() == STOCK
-
-
-def test_enable_again_in_another_thread_holds_in_the_first():
-    tfamp.enable("float32")
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        pool.submit(tfamp.enable, "mixed_bfloat16").result()
-        assert seen() == ("mixed_bfloat16", "bfloat16", "float32")
-        pool.submit(tfamp.disable).result()
-        assert pool.submit(seen).result() == seen() == STOCK
-
-
-def test_disable_elsewhere_while_a_scope_is_open_here():
-    tfamp.enable("mixed_bfloat16")
-    with tfamp.scope("mixed_float16"):
-        elsewhere(tfamp.disable)
-        assert seen() == ("mixed_float16", "float16", "float32")
-        assert elsewhere(seen) == STOCK
-    assert seen() == STOCK
-
-
-def test_enable_elsewhere_while_a_scope_is_open_here():
-    tfamp.enable("float32")
-    with tfamp.scope("mixed_float16"):
-        elsewhere(tfamp.enable, "mixed_bfloat16")
-        assert seen() == ("mixed_float16", "float16", "float32")
-    assert seen() == ("mixed_bfloat16", "bfloat16", "float32")
-
-
-def test_disable_elsewhere_after_clear_session_here():
-    tfamp.enable("mixed_bfloat16")
-    keras.utils.clear_session()
-    assert seen()[1:] == ("bfloat16", "float32")
-    elsewhere(tfamp.disable)
-    assert seen() == STOCK
-
-
-def test_a_thread_that_only_makes_layers_keeps_its_own_policy():
-    def build(begin, end):
-        keras.config.set_dtype_policy("float64")
-        begin.wait()
-        managed = layers.Dense(2).compute_dtype
-        end.wait()
-        return managed, seen()
-
-    begin, end = threading.Event(), threading.Event()
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        result = pool.submit(build, begin, end)
-        tfamp.enable("mixed_bfloat16")
-        begin.set()
-        elsewhere(tfamp.disable)
-        end.set()
-        managed, after = result.result()
-    assert managed in ("bfloat16", "float64")  # as it was ahead of `disable` or not
-    assert after == ("float64", "float64", "float64")
 
 
 def regression(name="regression"):
@@ -163,14 +101,8 @@ def test_apply_follows_the_rules_that_are_enabled(when):
 APPLIED = {
     "policy named": ({"policy": "mixed_bfloat16"}, KEPT),
     "a further rule": ({"keep_float32": ["plain"]}, {**KEPT, "plain": "float32"}),
-    "a further class": (
-        {"keep_float32": [layers.Dense]},
-        {**KEPT, "plain": "float32"},
-    ),
-    "no rules": (
-        {"keep_float32": "none"},
-        dict.fromkeys(HALF, "bfloat16"),
-    ),
+    "a further class": ({"keep_float32": [layers.Dense]}, {**KEPT, "plain": "float32"}),
+    "no rules": ({"keep_float32": "none"}, dict.fromkeys(HALF, "bfloat16")),
     "a rule alone": (
         {"keep_float32": ["none", "plain"]},
         {**dict.fromkeys(HALF, "bfloat16"), "plain": "float32"},
@@ -196,21 +128,6 @@ def test_what_apply_is_given_comes_on_top_of_the_rules(way, arguments, expected)
         with tfamp.scope("mixed_bfloat16", **rules):
             tfamp.apply(model, **arguments)
     assert dtypes(model) == expected
-
-
-def test_apply_follows_enabled_rules_without_the_default_ones():
-    tfamp.enable("mixed_bfloat16", keep_float32=["none", "plain"])
-    model = regression()
-    tfamp.apply(model)
-    assert dtypes(model) == {**dict.fromkeys(HALF, "bfloat16"), "plain": "float32"}
-
-
-def test_apply_follows_the_loss_scale_that_is_enabled():
-    model = regression()
-    model.compile("sgd", "mse")
-    tfamp.enable("mixed_float16", loss_scale=64.0)
-    tfamp.apply(model)
-    assert float(model.optimizer.scale) == 64.0
 
 
 def test_apply_does_not_ask_this_model_for_what_an_enabled_rule_names():
@@ -290,17 +207,6 @@ def test_the_environment_names_a_policy_for_every_entry(put, monkeypatch):
     assert dtypes(model) == HALF
 
 
-@pytest.mark.quick("enabled")
-@pytest.mark.parametrize("put", ENTRIES)
-def test_an_empty_variable_is_as_none(put, monkeypatch):
-    stock = regression()
-    monkeypatch.setenv("TFAMP_POLICY", "")
-    model = put(stock)
-    known = dtypes(model)
-    monkeypatch.delenv("TFAMP_POLICY")
-    assert known == dtypes(put(regression()))
-
-
 @pytest.mark.quick("fp16-Unknown `TFAMP_POLICY` 'fp16'-enabled")
 @pytest.mark.parametrize("put", ENTRIES)
 @pytest.mark.parametrize(
@@ -332,11 +238,6 @@ def measured(put):
 def test_the_environment_asks_every_entry_to_measure(put, monkeypatch):
     monkeypatch.setenv("TFAMP_POLICY", "measure")
     assert "mixed_bfloat16" in json.dumps(measured(put))
-
-
-def test_apply_may_be_told_to_measure():
-    found = measured(lambda model: (tfamp.apply(model, "measure"), model)[1])
-    assert found is not None
 
 
 def test_apply_measures_where_that_is_enabled():
@@ -387,48 +288,3 @@ def test_an_enable_that_fails_changes_nothing(way, settings, error, first, tmp_p
     assert elsewhere(seen)[1:] == (STOCK if first else seen())[1:]
     tfamp.disable()
     assert seen() == ("float64", "float64", "float64")
-
-
-# Keras 9.0, which tfamp has not seen, changes under the program's feet.
-FAILS_LATE = """
-import json, keras, numpy as np
-keras.__version__ = "9.0"
-import tfamp
-keras.config.set_dtype_policy("float64")
-tfamp.enable("mixed_bfloat16", keep_float32=["mine"])  # before TensorFlow has started
-
-def seen():
-    norm = keras.layers.LayerNormalization().compute_dtype
-    mine = keras.layers.Dense(2, name="mine").compute_dtype
-    return [keras.config.dtype_policy().name, norm, mine,
-            keras.layers.Dense(2).compute_dtype, tfamp.status().why]
-
-before = seen()
-import tensorflow as tf
-tf.zeros(())
-get_config = keras.layers.Layer.get_config
-keras.layers.Layer.get_config = lambda self: {"name": self.name, "dtype": None}
-try:
-    tfamp.enable("mixed_float16", keep_float32=["yours"])
-except RuntimeError as error:
-    failure = f"{type(error).__name__}: {error}"
-keras.layers.Layer.get_config = get_config
-after = seen()
-tfamp.disable()
-print(json.dumps([failure, before, after, keras.config.dtype_policy().name]))
-"""
-
-
-def test_an_enable_that_fails_in_an_untested_keras_changes_nothing():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FAILS_LATE],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    failure, before, after, last = json.loads(done.stdout.splitlines()[-1])
-    assert failure.startswith("HookError: Found Keras 9.0")
-    assert before == after
-    assert before[:4] == ["mixed_bfloat16", "float32", "float32", "bfloat16"]
-    assert last == "float64"

@@ -230,33 +230,3 @@ def test_layer_in_a_pipeline_encodes_the_ids_that_were_given(policy):
     with tfamp.scope(policy):
         assert encoded() == stock
     assert [each for each, _ in stock] == IDS.ravel().tolist()
-
-
-@pytest.mark.quick("mixed_float16")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_guards_hold_for_the_values_that_are_used(policy):
-    def inverse(_, x):
-        zeros = ops.convert_to_tensor(np.zeros(1, "float32"))
-        ones = ops.ones_like(x)
-        return ops.where(ops.equal(x, zeros), ones, 1 / ops.where(x == 0, ones, x))
-
-    x = np.float32([[1e-9], [0.0], [2.0], [70000.0]])
-    with tfamp.scope(policy):
-        assert np.isfinite(own(inverse).predict(x, verbose=0)).all()
-
-
-@pytest.mark.quick("mixed_float16")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_rules_that_are_dropped_leave_it_to_keras(policy):
-    def to_ids(_, x):
-        return tf.cast(x[:, 0], tf.int32)
-
-    x = np.float32([[2049.0], [257.0]])
-    with tfamp.scope(policy, keep_float32="none"):
-        dropped = own(to_ids).predict(x, verbose=0)
-    keras.config.set_dtype_policy(policy)
-    try:
-        stock = own(to_ids).predict(x, verbose=0)
-    finally:
-        keras.config.set_dtype_policy("float32")
-    assert dropped.tolist() == stock.tolist() != [2049, 257]

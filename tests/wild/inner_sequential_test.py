@@ -62,25 +62,3 @@ def test_a_block_that_becomes_float32_after_it_was_built_rounds_nothing(way):
         tfamp.apply(model, "mixed_bfloat16", keep_float32=[Block])
     model.compile("sgd", "mse")  # the block is the head
     np.testing.assert_allclose(model.predict(x, verbose=0), exact(x), rtol=1e-6)
-
-
-SHAPES = {
-    "shape": lambda model: model.compute_output_shape((None, 4)),
-    "spec": lambda model: model.compute_output_spec(keras.KerasTensor((None, 4))),
-    "estimate": lambda model: tfamp.estimate_memory(model, 8),
-}
-
-
-@pytest.mark.quick("shape")
-@pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
-@pytest.mark.parametrize("ask", SHAPES.values(), ids=SHAPES)
-def test_asking_for_shapes_assigns_no_dtypes(ask):
-    with tfamp.scope("mixed_float16"):
-        inputs = keras.Input((4,))
-        model = keras.Model(inputs, layers.Dense(3)(Block()(layers.Dense(4)(inputs))))
-    model.compile("sgd", "mse")
-    before = tfamp.assignment(model)
-    ask(model)
-    assert tfamp.assignment(model) == before
-    model.fit(np.zeros((8, 4)), np.zeros((8, 3)), verbose=0)
-    assert tfamp.assignment(model) == before

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 import tfamp
 from tests.arrays import assert_close
-from tests.replicas import two_replicas
 from tfamp import callbacks
 
 STEPS, BATCH = 3, 4
@@ -158,73 +157,6 @@ def test_nothing_of_a_callback_outlives_its_fit(make, ending, tmp_path):
     assert model.train_function is function
 
 
-def strategy_of(way):
-    return two_replicas() if way == "replicas" else tf.distribute.get_strategy()
-
-
-WAYS = {
-    "graph": {},
-    "steps per execution": {"steps_per_execution": 2},
-    "xla": {"jit_compile": True},
-    "replicas": {"run_eagerly": False},
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.quick("graph")
-def test_a_plain_fit_after_an_interrupt_is_stock(way, tmp_path):
-    models, ending = [], ENDINGS["Ctrl-C at the end of an epoch"]
-    for _ in range(2):
-        with strategy_of(way).scope():
-            models.append(compiled(**WAYS[way]))
-    model, other = models
-    fit_to_its_end(model, ending, *(make(tmp_path) for make in CALLBACKS.values()))
-    fit_to_its_end(other, ending)
-    function = model.train_function
-    assert_close(outcome(model), outcome(other))
-    assert model.train_function is function
-    assert left(model) == left(other)
-
-
-def test_the_last_steps_before_ctrl_c_are_written(tmp_path):
-    monitor = callbacks.PrecisionMonitor(csv_path=tmp_path / "steps.csv")
-    fit_to_its_end(compiled(run_eagerly=True), ENDINGS["Ctrl-C"], monitor)
-    rows = (tmp_path / "steps.csv").read_text().splitlines()
-    assert [row.split(",")[0] for row in rows] == ["step", "1", "2"]
-
-
-class Trains(keras.callbacks.Callback):
-    """Trains its model on a bad batch in the middle of `fit`."""
-
-    def __init__(self, train):
-        super().__init__()
-        self.train = train
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 0:
-            self.train(self.model, np.full_like(X[:BATCH], np.nan), Y[:BATCH])
-            self.model.reset_metrics()
-
-
-INSIDE = {
-    "fit": lambda model, x, y: model.fit(x, y, verbose=0),
-    "train_on_batch": lambda model, x, y: model.train_on_batch(x, y),
-}
-
-
-@pytest.mark.quick("fit")
-@pytest.mark.parametrize("train", INSIDE.values(), ids=INSIDE)
-def test_training_inside_of_fit_is_none_of_its_callbacks_business(train, tmp_path):
-    rates = callbacks.Throughput()
-    recovery = callbacks.NanRecovery(tmp_path / "good", every_seconds=0)
-    order = [rates, Trains(train), recovery]
-    model = compiled(run_eagerly=True)
-    history = fit(model, callbacks=order, epochs=2).history
-    assert recovery.recoveries == ()
-    assert history["examples_per_second"][1] > 0
-    assert model.optimizer.skipped_steps == 2
-
-
 class Surrounds(keras.callbacks.Callback):
     """Puts a function of its own around the training function, and leaves it there."""
 
@@ -257,48 +189,3 @@ def test_functions_of_other_callbacks_run_once_and_stay(is_first, tmp_path):
     assert model.train_function.__name__ == "outer"
     fit(model)
     assert other.calls == 3 * STEPS and len(recovery.bundles) == 1
-
-
-@pytest.mark.slow
-def test_a_fit_in_a_thread_goes_on_when_another_one_ends(tmp_path):
-    models = [compiled(run_eagerly=True) for _ in range(2)]
-    for model in models:
-        fit(model)
-    functions = [model.train_function for model in models]
-    recovery = callbacks.NanRecovery(tmp_path / "0", every_seconds=0)
-
-    class Other(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == 1:
-                other = callbacks.NanRecovery(tmp_path / "1", every_seconds=0)
-                arguments = models[1], ENDINGS["Ctrl-C"], other
-                thread = threading.Thread(target=fit_to_its_end, args=arguments)
-                thread.start()
-                thread.join()
-
-    x = X.copy()
-    x[2 * BATCH] = np.nan
-    fit(models[0], x, callbacks=[Other(), recovery])
-    assert [each.remedy for each in recovery.recoveries] == ["drop batch"]
-    assert [model.train_function for model in models] == functions
-
-
-@pytest.mark.slow
-def test_a_loop_of_ones_own_gives_the_function_back(tmp_path):
-    model = compiled(run_eagerly=True)
-    fit(model)
-    function = model.train_function
-    rates = callbacks.Throughput()
-    ours = [rates, callbacks.NanRecovery(tmp_path / "good", every_seconds=0)]
-    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
-    told = keras.callbacks.CallbackList(ours, model=model, steps=STEPS)
-    told.on_train_begin()
-    told.on_epoch_begin(0)
-    iterator = iter(batches)
-    for batch in range(STEPS):
-        told.on_train_batch_begin(batch)
-        told.on_train_batch_end(batch, model.train_function(iterator))
-    told.on_epoch_end(0, {})
-    told.on_train_end()
-    assert model.train_function is function
-    assert rates.first_step_seconds > 0

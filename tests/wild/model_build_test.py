@@ -51,16 +51,6 @@ class Nested(keras.Model):
         return self.head(x)
 
 
-class TwoInputs(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = keras.layers.Dense(4), keras.layers.Dense(4)
-        self.head = keras.layers.Dense(2)
-
-    def call(self, inputs):
-        return self.head(self.left(inputs[0]) + self.right(inputs[1]))
-
-
 def compiled(model):
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
@@ -85,44 +75,3 @@ def test_a_model_that_is_built_by_its_shape_trains(cls, is_first, policy):
     after = model.hidden.get_weights() if cls is not Nested else []
     assert all(np.any(a != b) for a, b in zip(before, after, strict=False))
     assert model.predict(X, verbose=0).dtype == "float32"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_model_of_two_inputs_is_built_by_their_shapes(policy):
-    with tfamp.scope(policy):
-        model = TwoInputs()
-        model.build([(None, 12), (None, 12)])
-        compiled(model)
-    losses = model.fit([X, -X], Y, epochs=3, verbose=0).history["loss"]
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_sequential_without_an_input_is_built_by_its_shape(policy):
-    with tfamp.scope(policy):
-        layers = [keras.layers.Dense(8, activation="relu"), keras.layers.Dense(2)]
-        model = keras.Sequential(layers)
-        model.build((None, 12))
-        compiled(model)
-    losses = model.fit(X, Y, epochs=3, verbose=0).history["loss"]
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.slow
-def test_a_step_is_still_traced_once_where_all_weights_are_made():
-    traces = []
-
-    class Traced(Classifier):
-        def call(self, x, training=None):
-            traces.append(training)
-            return super().call(x, training=training)
-
-    with tfamp.scope("float32"):
-        model = Traced()
-        model(X[:1])
-        compiled(model)
-    del traces[:]
-    model.fit(X[:30], Y[:30], batch_size=10, verbose=0)
-    assert traces == [True]

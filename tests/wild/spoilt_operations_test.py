@@ -35,6 +35,29 @@ def newest(name, call):
 
 
 SHORT = {  # on 64 numbers of both signs
+    "ops.normalize": lambda x: ops.normalize(x, axis=-1),
+    "ops.normalize of order 1": lambda x: ops.normalize(x, axis=-1, order=1),
+    "ops.norm": lambda x: ops.norm(x, axis=-1),
+    "ops.linalg.norm": lambda x: ops.linalg.norm(x, axis=-1),
+    "ops.var": lambda x: ops.var(x, axis=-1),
+    "ops.std": lambda x: ops.std(x, axis=-1),
+    "ops.moments": lambda x: ops.moments(x, axes=[1])[1],
+    "ops.mean": lambda x: ops.mean(x, axis=-1),
+    "ops.average": lambda x: ops.average(x, axis=-1),
+    "ops.average by weights": lambda x: ops.average(x, axis=-1, weights=ops.abs(x)),
+    "tf.math.l2_normalize": lambda x: tf.math.l2_normalize(x, -1),
+    "tf.nn.l2_normalize": lambda x: tf.nn.l2_normalize(x, -1),
+    "tf.linalg.l2_normalize": lambda x: tf.linalg.l2_normalize(x, -1),
+    "tf.linalg.normalize": lambda x: tf.linalg.normalize(x, axis=-1)[0],
+    "tf.norm": lambda x: tf.norm(x, axis=-1),
+    "tf.norm by name": lambda x: tf.norm(tensor=x, axis=-1),
+    "tf.linalg.norm": lambda x: tf.linalg.norm(x, axis=-1),
+    "tf.nn.moments": lambda x: tf.nn.moments(x, [1])[1],
+    "tf.reduce_mean": lambda x: tf.reduce_mean(x, -1),
+    "tf.math.reduce_mean": lambda x: tf.math.reduce_mean(x, -1),
+    "tf.math.reduce_variance": lambda x: tf.math.reduce_variance(x, -1),
+    "tf.math.reduce_std": lambda x: tf.math.reduce_std(x, -1),
+    "tf.math.reduce_euclidean_norm": lambda x: tf.math.reduce_euclidean_norm(x, -1),
     "an imported l2_normalize": lambda x: l2_normalize(x, -1),
     "an imported reduce_std": lambda x: reduce_std(x, -1),
     "tf.clip_by_norm": lambda x: tf.clip_by_norm(x, 1.0, axes=[1]),
@@ -137,7 +160,7 @@ def layer_of(operation, dtype):
         return Calls(operation)
 
 
-@pytest.mark.quick("an imported l2_normalize-0.0001-float16")
+@pytest.mark.quick("ops.normalize-0.0001-float16", "tf.norm-300.0-float16")
 @pytest.mark.parametrize("dtype", EPSILON)
 @pytest.mark.parametrize("scale", [1e-4, 300.0, 1e4])
 @pytest.mark.parametrize("operation", SHORT.values(), ids=SHORT)
@@ -220,15 +243,6 @@ def test_a_norm_of_the_layers_own_weights(scale):
     layer.set_weights([kernel])
     expected = kernel / np.linalg.norm(kernel.astype("float64"), axis=0)
     np.testing.assert_allclose(layer(x), expected, rtol=4 * EPSILON["float16"])
-
-
-def test_float32_among_what_is_given_gives_float32_as_in_stock():
-    weights = tf.constant([0.25, 0.75])
-    with tfamp.scope("mixed_float16"):
-        layer = Calls(lambda x: ops.average(x, axis=-1, weights=weights))
-    y = layer(np.array([[1.0, 3.0]], "float32"))
-    assert y.dtype == "float32"
-    assert float(y[0]) == 2.5
 
 
 def test_elsewhere_operations_are_those_of_tensorflow():

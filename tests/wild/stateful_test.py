@@ -66,23 +66,3 @@ def test_statistics_move_in_a_step_without_an_update_after_a_bad_batch(way):
     model.compile(optimizer, "mse", **options)  # the step is traced anew
     model.fit(x, y, verbose=0)
     assert norm.moving_mean.numpy() == 4
-
-
-@pytest.mark.slow
-def test_two_updates_in_a_step_of_which_the_first_is_bad():
-    class Twice(keras.Sequential):
-        def train_step(self, data):
-            x, y = data
-            for part in (x[:2], x[2:]):
-                logs = super().train_step((part, y[:2]))
-            return logs
-
-    norm = layers.BatchNormalization(momentum=0.5)
-    model = Twice([keras.Input((1,)), norm, layers.Dense(1)])
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1))
-    model.compile(optimizer, "mse", jit_compile=False)
-    x, y = np.ones((4, 1), "float32"), np.zeros((4, 1), "float32")
-    x[0] = np.nan
-    model.fit(x, y, shuffle=False, verbose=0)
-    assert (optimizer.skipped_steps, optimizer.applied_steps) == (1, 1)
-    assert norm.moving_mean.numpy() == 0

@@ -7,67 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import layers
 
 import tfamp
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 X, Y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")
-
-
-def compiled_model():
-    model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(8),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dense(1),
-        ]
-    )
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(1e-2))
-    model.compile(optimizer, "mse", jit_compile=True)
-    return model
-
-
-@pytest.mark.slow
-def test_two_compiled_fits_at_once():
-    assign = vars(type(tf.Variable(0.0)))["assign"]
-    models = [compiled_model() for _ in range(2)]
-    start = threading.Barrier(2)
-
-    def train(model):
-        start.wait()
-        model.fit(X, Y, epochs=2, verbose=0)
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(train, models))  # raises what one of them raised
-    assert vars(type(tf.Variable(0.0)))["assign"] is assign
-    for model in models:
-        assert all(np.isfinite(w).all() for w in model.get_weights())
-
-
-@pytest.mark.slow
-def test_a_counter_of_another_thread_goes_on_while_a_step_is_traced():
-    counter, stop, errors, counted = tf.Variable(0.0), threading.Event(), [], [0]
-
-    def count():
-        while not stop.is_set():
-            try:
-                counter.assign_add(1.0)
-                counted[0] += 1
-            except BaseException as error:
-                errors.append(error)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    try:
-        compiled_model().fit(X, Y, verbose=0)
-    finally:
-        stop.set()
-        thread.join()
-    assert errors == []
-    assert counter.numpy() == counted[0] > 0
 
 
 def in_a_thread(function):

@@ -9,21 +9,6 @@ import tfamp
 from tests.wild.checking import made
 
 
-class Residual(layers.Layer):
-    def __init__(self, dense):
-        super().__init__()
-        self.dense = dense
-
-    def call(self, x):
-        return x + self.dense(x)
-
-
-def model_of(dense):
-    inputs = keras.Input((8,))
-    hidden = Residual(dense)(layers.Dense(8)(inputs))
-    return keras.Model(inputs, dense(hidden))
-
-
 class Embedded(layers.Layer):
     """Tokens and their positions, added up by a plain sum."""
 
@@ -72,16 +57,3 @@ def test_a_head_that_holds_the_embedding_of_another_layer(way, policy):
     # No error had to be caught for it.
     rules = [row.rule for row in rows.values()]
     assert "default: cannot run in half precision" not in rules
-
-
-@pytest.mark.quick("apply")
-@pytest.mark.parametrize("way", ["enable", "apply"])
-def test_a_tied_head_trains_and_its_output_is_float32(way):
-    model = made(lambda: model_of(layers.Dense(8)), way, "mixed_bfloat16")
-    model.compile("sgd", "mse")
-    x = np.ones((4, 8), "float32")
-    assert np.isfinite(model.fit(x, x, verbose=0).history["loss"]).all()
-    assert model.predict(x, verbose=0).dtype == "float32"
-    rows = {row.class_name: row for row in tfamp.assignment(model).layers}
-    assert rows["Residual"].compute_dtype == "bfloat16"
-    assert rows["Dense"].rule == "default: heads"

@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.dtypes import layer_dtypes, model_dtypes
+from tfamp.dtypes import layer_dtypes
 from tfamp.dtypes.rules import Rule
-from tfamp.keras_hooks import optimizers, structure
+from tfamp.keras_hooks import exact_values, optimizers, structure
 from tfamp.keras_hooks.layers import policy_of
 from tfamp.loss_scale import stops
 from tfamp.records.formats import HALF
@@ -211,7 +211,7 @@ def _keep(model: keras.Model, layer: Any) -> bool:
         return False
     rule = Rule("NanRecovery", "a failed step was traced to it")
     if not is_layer:
-        return model_dtypes.keep(layer, min(dtypes), rule.name, rule.reason)
+        return exact_values.keep(layer, min(dtypes), rule.name, rule.reason)
     if (policy := policy_of(layer)) is not None:
         policy.settings.keep(layer, rule)
         layer_dtypes.propagate_to_sublayers(layer)

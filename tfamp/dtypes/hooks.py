@@ -1,78 +1,187 @@
-"""Installs the hooks, once, and what a hook does that needs all of the rest."""
+"""Installs the hooks, once, and what a hook does that needs all of the rest.
 
+On `compile` that is: heads first, then the loss scales. A Keras that nobody has tested
+is asked first whether the hooks do there what they promise.
+"""
+
+import os
+import pickle
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+from tensorflow.python.eager import context
 
-from tfamp.dtypes import (
-    compile_hooks,
-    in_force,
-    layer_dtypes,
-    own_operations,
-    resolution,
-    saved_dtypes,
-)
-from tfamp.dtypes.in_force import IN_FORCE
-from tfamp.dtypes.self_test import SelfTest
-from tfamp.dtypes.settings import PolicySettings, make_settings
+from tfamp.dtypes import layer_dtypes, resolution, rows
+from tfamp.dtypes.settings import IN_FORCE, PolicySettings, make_settings
 from tfamp.keras_hooks import (
     calls,
-    exact_values,
     float32_operations,
-    half_kernels,
     layers,
+    optimizers,
     saved_state,
     trainer,
 )
-from tfamp.keras_hooks.layers import CALLS, Kind, policy_of
-from tfamp.keras_hooks.patches import PatchSet
+from tfamp.keras_hooks.layers import Kind, policy_of
+from tfamp.keras_hooks.patches import HookError, PatchSet
 from tfamp.keras_hooks.replicas import warn_of_idle_distribution
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.fit_hooks import BEFORE_RUN, BEFORE_TRAINING, FIT_HOOKS
-from tfamp.loss_scale.loops import LOOP_HOOKS
-from tfamp.loss_scale.optimizer import CONFIG_HOOKS
-from tfamp.loss_scale.tape import TAPE_HOOKS
+from tfamp.loss_scale.loops import LOOP_HOOKS, exact
+from tfamp.loss_scale.optimizer import CONFIG_HOOKS, LossScaleOptimizer
+from tfamp.loss_scale.rule import without_float16
+from tfamp.loss_scale.tape import TAPE_HOOKS, leave_alone
 from tfamp.machine import cpus
+from tfamp.records import versions
+from tfamp.records.checks import first_line
+
+_NAME = "loss_scale_optimizer"  # as Keras names the one that it wraps with
+# Those that were put around an optimizer here, and may be taken off again.
+_WRAPPED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _stays_float32() -> bool | None:
-    """Returns what `float32_operations` asks of the layer that computes now."""
-    policy = CALLS.stack[-1] if CALLS.stack else None
-    if (
-        policy is None
-        or policy.kind is Kind.EXPLICIT
-        or not policy.settings.has_defaults
-    ):
-        return None
-    return policy.kind is Kind.WIDE_OUTPUT
+def before_compile(model: keras.Model, arguments: dict[str, Any]) -> None:
+    """Changes the arguments of `compile` so that float16 gets a loss scale.
+
+    A saved model's compile configuration holds what `compile` is given.
+    """
+    if policy_of(model) is None:
+        resolution.meet_unmanaged(model)
+    settings = resolution.settings_of(model)
+    if settings is None:
+        return
+    if resolution.resolve(model):
+        resolution.follow_plan(model, settings, must=True)
+    if settings.jit_compile is not None and arguments.get("jit_compile") == "auto":
+        arguments["jit_compile"] = settings.jit_compile
+    optimizer = arguments.get("optimizer")
+    if optimizer is None:
+        return
+    plain = keras.optimizers.get(optimizer)
+    if not arguments.get("auto_scale_loss", True):
+        arguments["optimizer"] = plain
+        leave_alone(plain)
+        return
+    arguments["auto_scale_loss"] = False
+    arguments["optimizer"] = _wrapped(plain, model, settings)
 
 
-def _before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
-    if SELF_TEST.is_due and (policy := policy_of(layer)) and policy.settings.is_half:
-        SELF_TEST.run()
-    resolution.before_call(layer, args, kwargs)
+def before_training(model: keras.Model) -> None:
+    """Gives each optimizer that `compile` does not know a loss scale of its own."""
+    settings = resolution.settings_of(model)
+    if settings is None:
+        return
+    names = optimizers.replace_optimizers(
+        model, lambda optimizer: _wrapped(optimizer, model, settings)
+    )
+    if names:
+        trainer.drop_traced_functions(model)
+        logging.info(
+            "The optimizers of model %r in %s got a `LossScaleOptimizer` around each. "
+            "Pass `tfamp.LossScaleOptimizer(...)` for other settings.",
+            model.name,
+            ", ".join(f"`{name}`" for name in names),
+        )
+
+
+def _wrapped(optimizer: Any, model: keras.Model, settings: PolicySettings) -> Any:
+    given = _scaled(optimizer, model, settings)
+    if given is not optimizer:
+        _WRAPPED.add(given)
+    return given
+
+
+def _scaled(optimizer: Any, model: keras.Model, settings: PolicySettings) -> Any:
+    """Returns `optimizer` with the loss scale that `model` needs, if any.
+
+    Keras's own wrapper is replaced by ours, with the state it has.
+    """
+    if isinstance(optimizer, LossScaleOptimizer):
+        return optimizer
+    if type(optimizer) is keras.optimizers.LossScaleOptimizer:
+        return exact(optimizer)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        logging.info(
+            "Optimizer %r is of your own class %s, so it scales the loss as that does. "
+            "Derive it from `tfamp.LossScaleOptimizer` to judge steps on all replicas.",
+            optimizer.name,
+            type(optimizer).__name__,
+        )
+        return optimizer
+    if settings.loss_scale is None:
+        return optimizer
+    options = dict(settings.loss_scale_options)
+    if not resolution.computes_in(model, "float16"):
+        given = without_float16(options)
+        if given is None:
+            return optimizer
+        options = given
+        if not options.get("dynamic", True):
+            return LossScaleOptimizer(optimizer, name=_NAME, **options)
+    factor = getattr(optimizer, "loss_scale_factor", None)
+    if settings.loss_scale == "dynamic" and factor is None:
+        return LossScaleOptimizer(optimizer, name=_NAME, **options)
+    static: Any = settings.loss_scale
+    if static == "dynamic":
+        logging.info(
+            "The optimizer's `loss_scale_factor=%r` becomes a static loss scale that "
+            "skips non-finite steps.",
+            factor,
+        )
+        static = factor
+    optimizer.loss_scale_factor = None
+    options.update(initial_scale=float(static), dynamic=False)
+    return LossScaleOptimizer(optimizer, name=_NAME, **options)
+
+
+def make_exact(model: keras.layers.Layer) -> None:
+    """Gives a compiled model our optimizer in the place of Keras's own wrapper."""
+    optimizer = getattr(model, "optimizer", None)
+    if type(optimizer) is keras.optimizers.LossScaleOptimizer:
+        trainer.replace_optimizer(model, exact(optimizer))
+
+
+def follow_policy(model: keras.layers.Layer, settings: PolicySettings) -> None:
+    """Gives a model that is compiled already the optimizer its dtypes need.
+
+    The inner optimizer is the same object before and after, with its slots.
+    """
+    has_float16 = resolution.computes_in(model, "float16")
+    if not has_float16:
+        optimizers.replace_optimizers(model, _plain)
+    if not trainer.is_compiled(model) or model.optimizer is None:
+        return
+    present, plain = model.optimizer, _plain(model.optimizer)
+    if plain is not present and has_float16:
+        return
+    wanted = _wrapped(plain, model, settings)
+    if wanted is not present:
+        trainer.replace_optimizer(model, wanted)
+
+
+def _plain(optimizer: Any) -> Any:
+    """Returns an optimizer without the scale that was put around it here."""
+    is_ours = isinstance(optimizer, LossScaleOptimizer) and optimizer in _WRAPPED
+    return optimizer.inner_optimizer if is_ours else optimizer
 
 
 def load(entry: dict[str, Any], make: Callable[[], Any]) -> Any:
     """Returns a saved model with the dtypes of its file, whose entry is given.
 
-    Under a mixed policy its layers are made in float32 at first, whatever their configs
-    say: Keras builds a loaded subclassed model by its `call` on float32 inputs, where
-    half-precision sublayers would clash. Where a constructor wires a graph, they are
-    made as they were. A ValueError says that the file was written by a newer tfamp, or
-    describes another model.
+    A ValueError says that the file was written by another version, or describes another
+    model.
     """
-    saved_dtypes.check_schema(entry)
-    policy = entry["policy"]
-    settings = saved_dtypes.settings_to_make(entry)
-    install(settings or make_settings(policy))
-    with IN_FORCE.block(settings=settings, loaded=policy):
-        if settings is None:
-            is_mixed = policy.startswith("mixed_")
-            keras.config.set_dtype_policy("float32" if is_mixed else policy)
+    rows.check_schema(entry)
+    settings = rows.settings_to_make(entry)
+    install(settings)
+    with IN_FORCE.block(settings=settings, loaded=entry["policy"]):
         model = make()
-    saved_dtypes.restore(model, entry)
+    rows.restore(model, entry)
     return model
 
 
@@ -100,29 +209,125 @@ def _load_for_keras(entry: dict[str, Any], make: Callable[[], Any]) -> Any:
     return load(entry, make) if is_ours else make()
 
 
+class SelfTest:
+    """A check of a Keras that nobody has tested, and whether it is due.
+
+    A hook that Keras no longer passes through fails without an error: softmax is
+    rounded again, a head is in half precision. A small model shows whether it does.
+    """
+
+    def __init__(self, version: str | None = None) -> None:
+        self._version = keras.__version__ if version is None else version
+        self._lock = threading.RLock()
+        self.is_due = self._version not in versions.TESTED_KERAS and not os.environ.get(
+            versions.UNTESTED_KERAS
+        )
+
+    def run(self) -> None:
+        """Runs the check where it is due; raises HookError where a promise is broken.
+
+        It waits until TensorFlow has started, which would fix devices and clusters that
+        users set after `enable`. A thread of its own has its own names, seeds, policy,
+        strategy and graph; it draws no random number.
+        """
+        with self._lock:
+            if not self.is_due or not context.context()._initialized:
+                return
+            self.is_due = False  # the check calls layers, which asks for it again
+            found: list[str] = []
+            thread = threading.Thread(target=lambda: found.append(_broken()))
+            thread.start()
+            thread.join()
+            self.is_due = found != [""]
+        tested = versions.TESTED_KERAS
+        if self.is_due:
+            raise HookError(
+                f"Found Keras {self._version}, on which {found[0]}. tfamp was tested "
+                f"with Keras {', '.join(tested)}: `pip install keras=={tested[-1]}`. "
+                "To go on with this version all the same, set "
+                f"{versions.UNTESTED_KERAS}=1 in the environment."
+            )
+
+
+def _broken() -> str:
+    """Returns what is not as promised, in words; "" if all is."""
+    settings = make_settings("mixed_float16")
+    try:
+        with IN_FORCE.block(settings=settings, loaded=None), tf.device("CPU:0"):
+            return _broken_layers() or _broken_model()
+    except Exception as error:
+        line = first_line(error).rstrip(".")
+        return f"a small model raises {type(error).__name__}: {line}"
+
+
+def _broken_layers() -> str:
+    x = np.linspace(-6.0, 6.0, 32, dtype="float32").reshape(2, 16)
+    dense = keras.layers.Dense(4, kernel_initializer="zeros", name="tfamp_dense")
+    policy = policy_of(dense)
+    if policy is None or policy.kind is Kind.EXPLICIT:
+        return "a layer made without a dtype is not managed"
+    if "tfamp_inherited" not in str(dense.get_config().get("dtype")):
+        return "a layer's configuration does not tell that its dtype was inherited"
+    normed = keras.layers.LayerNormalization(name="tfamp_norm")(x * 1e5)
+    if normed.dtype != "float16" or not np.isfinite(normed).all():
+        return "the output of LayerNormalization is not cast to float16"
+    softmax = keras.layers.Activation("softmax", name="tfamp_act")
+    # Its numbers do not tell on every processor: some compute it in float32 inside.
+    half = tf.cast(x, "float16")
+    graph = tf.function(softmax, autograph=False).get_concrete_function(half).graph
+    takes = {o.inputs[0].dtype for o in graph.get_operations() if o.type == "Softmax"}
+    return "softmax is not computed in float32" if half.dtype in takes else ""
+
+
+def _broken_model() -> str:
+    ones, x = {"kernel_initializer": "ones"}, np.ones((2, 4), "float32")
+    head = keras.layers.Dense(3, "softmax", name="tfamp_head", **ones)
+    model = keras.Sequential(
+        [keras.Input((4,), name="tfamp_input"), head], name="tfamp"
+    )
+    copied = policy_of(pickle.loads(pickle.dumps(model)).layers[-1])
+    if copied is None or copied.kind is not Kind.HEAD:
+        return "a saved model does not hold what its layers compute in"
+    loss, sgd = "sparse_categorical_crossentropy", keras.optimizers.SGD(name="tfamp")
+    model.compile(LossScaleOptimizer(sgd, name="tfamp_scale"), loss, run_eagerly=True)
+    if model(x).dtype != "float32":
+        return "the output of a model is not float32"
+    before = model.get_weights()
+    model.train_on_batch(x * np.nan, np.array([0, 1]))
+    if not all(map(np.array_equal, before, model.get_weights())):
+        return "a training step with a bad batch changes the model"
+    return ""
+
+
+SELF_TEST = SelfTest()
+
+
+def _before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
+    if SELF_TEST.is_due and (policy := policy_of(layer)) and policy.settings.is_half:
+        tf.zeros(())  # which the call starts anyway
+        SELF_TEST.run()
+    resolution.before_call(layer, args, kwargs)
+
+
 HOOKS = (
     PatchSet(
         [
             *layers.patches(
-                in_force.prepare_thread,
+                IN_FORCE.prepare_thread,
                 layer_dtypes.on_created,
                 layer_dtypes.propagate_to_sublayers,
             ),
-            *saved_state.read_patches(
-                in_force.is_in_force, layer_dtypes.on_quantized_read
-            ),
             *calls.patches(
-                _before_call, layer_dtypes.propagate_to_sublayers, own_operations.remedy
+                _before_call, layer_dtypes.propagate_to_sublayers, layer_dtypes.remedy
             ),
-            *half_kernels.patches(),
-            *exact_values.patches(),
-            *float32_operations.patches(_stays_float32),
-            *trainer.compile_patches(compile_hooks.before_compile),
+            *float32_operations.patches(),
+            *trainer.compile_patches(before_compile),
             *saved_state.patches(
-                saved_dtypes.describe,
+                rows.describe,
                 unpickled,
                 _load_for_keras,
-                layer_dtypes.inherited_policy,
+                IN_FORCE.holds,
+                layer_dtypes.on_quantized_read,
             ),
         ]
     ),
@@ -130,7 +335,7 @@ HOOKS = (
 )
 
 BEFORE_RUN.append(resolution.warn_of_open_rules)
-BEFORE_TRAINING.append(compile_hooks.before_training)
+BEFORE_TRAINING.append(before_training)
 BEFORE_TRAINING.append(warn_of_idle_distribution)
 
 
@@ -145,7 +350,8 @@ def install(settings: PolicySettings) -> None:
     try:
         for patches in HOOKS:
             patches.install()
-        SELF_TEST.run_if_started(settings)
+        if settings.is_half:
+            SELF_TEST.run()
     except BaseException:
         if is_first:
             remove()
@@ -156,9 +362,6 @@ def remove() -> None:
     """Takes all hooks away; models that were made under them are lost."""
     for patches in reversed(HOOKS):
         patches.remove()
-
-
-SELF_TEST = SelfTest()
 
 
 def installed() -> tuple[str, ...]:

@@ -1,34 +1,46 @@
-"""Assigns dtypes to single layers: who follows the policy, who stays in float32."""
+"""Assigns dtypes to single layers: who follows the policy, who stays in float32.
+
+A layer of the user's whose own `call` cannot run in half precision, as it combines its
+inputs with float32 noise, constants or tensors cast by hand, computes in float32
+itself, between sublayers that stay; where that does not help these follow.
+"""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import inspect
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
+from absl import logging
 
-from tfamp.dtypes import in_force
-from tfamp.dtypes.in_force import IN_FORCE
-from tfamp.dtypes.rules import EXACT_INPUT_LAYERS, Rule
-from tfamp.dtypes.settings import PolicySettings
-from tfamp.keras_hooks import layers, saved_state, structure
-from tfamp.keras_hooks.layers import GlobalPolicy, Kind, Policy, policy_of, update
+from tfamp.dtypes.rules import EXACT_INPUTS, MOVES, OWN_LOSS, Rule
+from tfamp.dtypes.settings import IN_FORCE, PolicySettings
+from tfamp.keras_hooks import calls, layers, saved_state, structure, trials
+from tfamp.keras_hooks.layers import (
+    CALLS,
+    GlobalPolicy,
+    Kind,
+    Policy,
+    policy_of,
+    update,
+)
+from tfamp.keras_hooks.patches import replaced
+from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
 
-
-def inherited_policy(layer: keras.layers.Layer) -> str | None:
-    """Returns the policy that a layer's dtypes came from, "" if they were passed."""
-    policy = policy_of(layer)
-    if policy is None:
-        return None
-    return "" if policy.kind is Kind.EXPLICIT else policy.settings.policy.name
+# What Keras and TensorFlow raise for want of a kernel, or where dtypes do not fit.
+_DTYPE_ERRORS = (TypeError, ValueError, NotImplementedError, tf.errors.OpError)
+_TRIED = "_tfamp_tried_in_float32"
+_LIBRARIES = re.compile(r"[\\/](keras|tensorflow|tfamp)[\\/]")
+_CANNOT_RUN = "default: cannot run in half precision"
 
 
 def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
-    """Gives a layer its policy as it is made.
-
-    Only rules that go by class and name can be asked: the rest of the layer's
-    constructor has yet to run.
-    """
+    """Gives a layer its policy as it is made; its constructor goes on."""
     given = vars(layer)["_dtype_policy"]
     if isinstance(given, GlobalPolicy):
         given = vars(layer)["_dtype_policy"] = given.present
@@ -36,13 +48,13 @@ def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
     if isinstance(layer, keras.layers.InputLayer):
         return
     if isinstance(dtype, Policy):  # a layer handed its own to its sublayer
-        _hand_on(layer, dtype)
+        begin(layer, dtype.settings, is_explicit=dtype.kind is Kind.EXPLICIT)
+        update(layer, made_in=dtype.made_in)
+        if dtype.is_kept and dtype.applies_to == "all":
+            _put_inside(layer, "a kept layer")
         return
     settings, loaded = IN_FORCE.settings, IN_FORCE.present.loaded
     if settings is None:
-        makes_float32 = (loaded or "").startswith("mixed_")
-        if makes_float32 and given.compute_dtype in HALF:
-            layers.put(layer, keras.config.dtype_policy())
         return
     name = settings.policy.name
     inherited = saved_state.inherited_from(dtype) if isinstance(dtype, dict) else None
@@ -51,19 +63,14 @@ def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
     inherits = (
         (is_object and given.name == name)
         or given.name == loaded
-        or in_force.is_in_force(inherited or "")
+        or IN_FORCE.holds(inherited or "")
+        # A loaded model is made in float32, whatever it computes in afterwards.
+        or (loaded is not None and name == "float32" and given.compute_dtype in HALF)
     )
     if not inherits and dtype is None:
-        in_force.warn_of_foreign_policy(given)
+        IN_FORCE.warn_of_foreign(given)
     begin(layer, settings, is_explicit=not inherits)
     update(layer, made_in=name)
-
-
-def _hand_on(layer: keras.layers.Layer, policy: Policy) -> None:
-    begin(layer, policy.settings, is_explicit=policy.kind is Kind.EXPLICIT)
-    update(layer, made_in=policy.made_in)
-    if policy.is_kept and policy.applies_to == "all":
-        put_inside(layer, "a kept layer")
 
 
 def on_quantized_read(layer: keras.layers.Layer) -> None:
@@ -79,6 +86,7 @@ def begin(
     layer: keras.layers.Layer, settings: PolicySettings, *, is_explicit: bool
 ) -> None:
     """Gives `layer` a policy of its own and asks the rules that can be asked early."""
+    is_model = isinstance(layer, keras.Model)
     if is_explicit:
         policy = Policy(
             _name_of(layer),
@@ -86,14 +94,19 @@ def begin(
             kind=Kind.EXPLICIT,
             rule="dtype argument",
             reason="the dtype passed to the layer wins",
+            is_resolved=not is_model,
         )
-    else:
-        exact = settings.has_defaults and isinstance(layer, EXACT_INPUT_LAYERS)
-        policy = Policy(settings.policy.name, settings, exact_inputs=exact)
-    policy.is_resolved = not isinstance(layer, keras.Model)
-    if is_explicit:
         policy.bind(layer)
     else:
+        moves = settings.has_defaults and isinstance(layer, MOVES)
+        exact = settings.has_defaults and isinstance(layer, EXACT_INPUTS)
+        policy = Policy(
+            settings.policy.name,
+            settings,
+            exact_inputs=exact or moves,
+            output_dtype=settings.compute_dtype if moves else None,
+            is_resolved=not is_model,
+        )
         layers.put(layer, policy)
     if settings.open_rules:
         settings.made.add(layer)
@@ -112,10 +125,7 @@ def _name_of(layer: keras.layers.Layer) -> str:
 
 
 def begin_again(layer: keras.layers.Layer, settings: PolicySettings) -> None:
-    """Puts a layer that exists already under `settings`.
-
-    Quantized weights and integer lookups have dtypes of their own and are left.
-    """
+    """Puts a layer that exists already under `settings`; quantized ones are left."""
     before = policy_of(layer)
     is_explicit = before is not None and before.kind is Kind.EXPLICIT
     is_float = layer.dtype_policy.compute_dtype in ("float32", "float64", *HALF)
@@ -123,8 +133,7 @@ def begin_again(layer: keras.layers.Layer, settings: PolicySettings) -> None:
         return
     begin(layer, settings, is_explicit=is_explicit)
     if before is not None:
-        wrapped = before.wrapped_optimizer
-        update(layer, wrapped_optimizer=wrapped, made_in=before.made_in)
+        update(layer, made_in=before.made_in)
 
 
 def decide(layer: keras.layers.Layer, *, path: str | None = None) -> None:
@@ -136,26 +145,14 @@ def decide(layer: keras.layers.Layer, *, path: str | None = None) -> None:
         if policy.kind is Kind.FOLLOWS:
             policy.settings.ask(layer, is_finished=True, path=path)
         policy.is_decided = True
-    _follow_wrapped_layer(layer, policy)
+    # Its inner layer's `call` runs in its own autocast scope.
+    if isinstance(layer, keras.layers.TimeDistributed):
+        decide(layer.layer)
+        inner = policy_of(layer.layer)
+        is_kept = inner is not None and inner.kind is Kind.FLOAT32_INSIDE
+        if policy.kind is Kind.FOLLOWS and is_kept:
+            policy.settings.keep(layer, Rule(inner.rule, inner.reason))  # type: ignore[union-attr]
     propagate_to_sublayers(layer)
-
-
-def _follow_wrapped_layer(layer: keras.layers.Layer, policy: Policy) -> None:
-    """Keeps a `TimeDistributed` layer whose inner layer is kept.
-
-    It runs the inner layer's `call` in its own autocast scope, so the inner
-    layer's dtype counts for nothing.
-    """
-    if not isinstance(layer, keras.layers.TimeDistributed):
-        return
-    decide(layer.layer)
-    inner = policy_of(layer.layer)
-    if (
-        policy.kind is Kind.FOLLOWS
-        and inner is not None
-        and inner.kind is Kind.FLOAT32_INSIDE
-    ):
-        policy.settings.keep(layer, Rule(inner.rule, inner.reason))
 
 
 def propagate_to_sublayers(layer: keras.layers.Layer) -> None:
@@ -165,17 +162,14 @@ def propagate_to_sublayers(layer: keras.layers.Layer) -> None:
         return
     # Sublayers may yet be made by `build`; until then the answer is not final.
     policy.is_propagated = layer.built
-    if policy.applies_to != "all":
-        return
-    for child in structure.children(layer):
+    for child in structure.children(layer) if policy.applies_to == "all" else ():
         inner = policy_of(child)
-        if inner is None or inner.kind is Kind.EXPLICIT:
-            continue
-        put_inside(child, layer.name)
-        propagate_to_sublayers(child)
+        if inner is not None and inner.kind is not Kind.EXPLICIT:
+            _put_inside(child, layer.name)
+            propagate_to_sublayers(child)
 
 
-def put_inside(layer: keras.layers.Layer, outer_name: str) -> None:
+def _put_inside(layer: keras.layers.Layer, outer_name: str) -> None:
     """Makes `layer` compute and return float32 as part of a kept layer."""
     update(
         layer,
@@ -192,20 +186,17 @@ def put_inside(layer: keras.layers.Layer, outer_name: str) -> None:
 def take_back_patterns(model: keras.layers.Layer, settings: PolicySettings) -> None:
     """Takes back what a pattern has kept that turns out to be another layer's name."""
     rows = [(path, layer) for path, layer, _ in structure.walk(model)]
-    for rule in settings.rules.of_user:
+    for rule in settings.rules_of_user:
         if any(rule.is_name_of(layer, path) for path, layer in rows):
             settings.exact.add(rule.name)
-        if rule.name not in settings.exact:
-            continue
-        for path, kept in rows:
+        for path, kept in rows if rule.name in settings.exact else ():
             policy = policy_of(kept)
-            if policy is None or policy.settings is not settings:
-                continue
-            if policy.rule != rule.name:
+            is_of_rule = policy is not None and policy.rule == rule.name
+            if not is_of_rule or policy.settings is not settings:  # type: ignore[union-attr]
                 continue
             if rule.matches(kept, path=path, is_exact=True):
                 continue
-            for _, layer, _ in structure.walk(kept):
+            for layer in structure.layers_of(kept):
                 inside = policy_of(layer)
                 if layer is kept or (inside and inside.kind is Kind.SUBLAYER):
                     begin_again(layer, settings)
@@ -232,3 +223,143 @@ def restored_on_error(of: Iterable[keras.layers.Layer]) -> Iterator[None]:
     except BaseException:
         before.put_back()
         raise
+
+
+def take(layer: keras.layers.Layer, settings: PolicySettings, rule: Rule) -> None:
+    """Takes a layer into float32 for good; `rule.applies_to` says whether alone."""
+    settings.keep(layer, rule)
+    update(layer, is_decided=True)
+    if isinstance(layer, keras.Model) and not calls.in_call():
+        update(layer, output_dtype="float32")  # a model's output is a head
+
+
+def remedy(
+    layer: keras.layers.Layer,
+    rule_before: str,
+    error: Exception,
+    again: Callable[[], Any],
+) -> Any:
+    """Returns what a layer's call gives in float32, after it failed in half precision.
+
+    `rule_before` is what had decided ahead of the call, and `again` repeats it. The
+    error is raised again where it has another cause or float32 does not help.
+    """
+    policy = policy_of(layer)
+    if policy is not None and policy.rule == _CANNOT_RUN != rule_before:
+        return again()  # it was found as the layer was built, on inputs cast before
+    found, of_gradient = trials.failure(layer)
+    if policy is None or CALLS.differentiated is layer:  # as it is tried in float32
+        raise error
+    if policy.rule in (OWN_LOSS, trials.EXACT) and isinstance(error, _DTYPE_ERRORS):
+        return _taken_back(layer, policy.settings, error, again)
+    # Elsewhere a layer's own code has effects, and has been traced before.
+    is_harmless = found is not None or trials.is_of_keras(layer)
+    if not (of_gradient or (is_harmless and _may_help(layer, policy, error))):
+        raise error
+    reason, how = _reason(layer, found or error, of_gradient)
+    has_sublayers = bool(structure.children(layer))
+    for applies_to in ("own", "all") if has_sublayers else ("own",):
+        with (
+            contextlib.suppress(Exception),
+            restored_on_error(structure.layers_of(layer)),
+        ):
+            rule = Rule(_CANNOT_RUN, reason, applies_to=applies_to)
+            take(layer, policy.settings, rule)
+            with replaced(CALLS, **({"differentiated": layer} if of_gradient else {})):
+                outputs = again()
+            between = ", between sublayers that stay as they are"
+            logging.warning(
+                "Layer %r computes in float32%s: %s. %s",
+                layer.name,
+                between if applies_to == "own" and has_sublayers else "",
+                reason,
+                how,
+            )
+            return outputs
+    if of_gradient:  # nobody may ask it, and it has none in float32, either
+        trials.note_tried(layer)
+        return again()
+    with contextlib.suppress(AttributeError):
+        setattr(error, _TRIED, True)  # layers around need not be tried
+    raise error
+
+
+def _reason(
+    layer: keras.layers.Layer, error: Exception, of_gradient: bool
+) -> tuple[str, str]:
+    """Returns why a layer computes in float32, and what its author may do."""
+    dtype, kind = layer.compute_dtype, type(error).__name__
+    is_kernel = isinstance(error, trials.MissingKernelError)
+    told = str(error) if is_kernel else f"{kind}: {first_line(error)}"
+    if of_gradient:
+        how = "Return tensors and gradients in the dtype of the inputs to run it in "
+        how += "half precision, or name it in `keep_float32`."
+        return f"its gradient cannot be built in {dtype} ({told})", how
+    if is_kernel:
+        return told, "Name it in `keep_float32` to say that it is meant to be so."
+    how = "Cast to `self.compute_dtype` there to run it in half precision."
+    return f"its `call` raises {kind} in {dtype} at {_place(layer, error)}", how
+
+
+@contextlib.contextmanager
+def errors_left_alone() -> Iterator[None]:
+    """Lets errors of calls in the block be what they are."""
+    before, CALLS.may_keep = CALLS.may_keep, False
+    try:
+        yield
+    finally:
+        CALLS.may_keep = before
+
+
+def _may_help(layer: keras.layers.Layer, policy: Policy, error: Exception) -> bool:
+    return (
+        policy.kind in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
+        and policy.settings.has_defaults
+        and layer.compute_dtype in HALF
+        and CALLS.may_keep
+        and not getattr(error, _TRIED, False)
+        and structure.graph_of(layer) is None
+        and isinstance(error, _DTYPE_ERRORS)
+    )
+
+
+def _taken_back(
+    layer: keras.layers.Layer,
+    settings: PolicySettings,
+    error: Exception,
+    again: Callable[[], Any],
+) -> Any:
+    """Returns what a call gives in half precision, after a default rule broke it."""
+    rule = policy_of(layer).rule  # type: ignore[union-attr]
+    with restored_on_error(structure.layers_of(layer)):
+        settings.taken_back.add(layer)
+        begin_again(layer, settings)
+        outputs = again()
+    logging.warning(
+        "Layer %r computes in %s: in float32, for rule %r, its `call` raises %s. Cast "
+        "to `self.compute_dtype` there.",
+        layer.name,
+        settings.compute_dtype,
+        rule,
+        f"{type(error).__name__}: {first_line(error)}",
+    )
+    return outputs
+
+
+def _place(layer: keras.layers.Layer, error: BaseException | None) -> str:
+    """Returns the line of the user's code that raised, as far as it is known."""
+    file = inspect.unwrap(type(layer).call).__code__.co_filename
+    frames: list[traceback.FrameSummary] = []
+    while error is not None:  # and those that it was raised for
+        own = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == file or not _LIBRARIES.search(frame.filename)
+        ]
+        own = [frame for frame in own if frame.name != "error_handler"]
+        frames = [frame for frame in own if frame.filename == file] or own or frames
+        error = error.__cause__ or error.__context__
+    if not frames:
+        return f"`{type(layer).__name__}.call`"
+    last = frames[-1]
+    return f"`{(last.line or '').strip()}` ({Path(last.filename).name}:{last.lineno})"

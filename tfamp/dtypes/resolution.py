@@ -1,5 +1,7 @@
 """Settles a whole model once, before its first use: rules by path, and heads."""
 
+import contextlib
+import math
 import threading
 import warnings
 import weakref
@@ -8,12 +10,11 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfamp.dtypes import heads, layer_dtypes, own_operations
-from tfamp.dtypes.in_force import IN_FORCE
-from tfamp.dtypes.rules import Rule
-from tfamp.dtypes.settings import PolicySettings
-from tfamp.keras_hooks import backend, calls, structure, trainer, trials
-from tfamp.keras_hooks.layers import Kind, Policy, policy_of, update
+from tfamp.dtypes import heads, layer_dtypes
+from tfamp.dtypes.rules import EXACT_RULE, Rule
+from tfamp.dtypes.settings import IN_FORCE, PolicySettings
+from tfamp.keras_hooks import backend, calls, exact_values, structure, trainer, trials
+from tfamp.keras_hooks.layers import Kind, policy_of, update
 from tfamp.records import checks
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
@@ -35,27 +36,24 @@ def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
         return
     if not policy.is_decided:
         layer_dtypes.decide(layer)
+    is_outermost, is_real = not calls.in_call(), not trials.is_symbolic(args, kwargs)
+    # Keras traces a layer's own `call` for shapes, with nothing around it.
     if (
         not policy.is_resolved
-        and not calls.in_call()
-        # Keras traces a layer's own `call` for shapes, with nothing around it.
+        and is_outermost
+        and is_real
         and not backend.in_symbolic_scope()
-        and not any(
-            isinstance(x, keras.KerasTensor) for x in structure.flatten((args, kwargs))
-        )
     ):
         resolve(layer, args, kwargs)
         if policy.settings.plan is None:
-            trials.note_call(layer, kwargs)  # the trace for heads has tried it
-    if trials.is_untried(layer, policy_of(layer) or policy, kwargs) and not any(
-        isinstance(x, keras.KerasTensor) for x in structure.flatten((args, kwargs))
-    ):
+            trials.note_tried(layer, kwargs)  # the trace for heads has tried it
+    if is_real and trials.is_untried(layer, policy_of(layer) or policy, kwargs):
         trials.trace_ahead(layer, args, kwargs)
     if (
         policy.settings.open_rules
         and kwargs.get("training") is True
         and isinstance(layer, keras.Model)
-        and not calls.in_call()
+        and is_outermost
     ):
         warn_of_open_rules(layer)
 
@@ -63,8 +61,8 @@ def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
 def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> bool:
     """Settles all layers of a managed model and finds its heads.
 
-    A model that is not a graph of layers cannot be settled without the arguments of the
-    call that is coming. Returns whether the model is settled for good.
+    One that is no graph of layers needs the arguments of the call that is coming.
+    Returns whether the model is settled for good.
     """
     with _LOCK:
         policy = policy_of(model)
@@ -94,10 +92,7 @@ def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> 
 def follow_plan(
     model: keras.layers.Layer, settings: PolicySettings, *, must: bool = False
 ) -> bool:
-    """Lets the plan in force decide, where there is one and the model is its own.
-
-    A ValueError says that it `must` be, and is another.
-    """
+    """Lets a plan in force decide; a ValueError says the model `must` be its own."""
     plan = settings.plan
     return plan is not None and plan.follow(model, settings, must=must)
 
@@ -105,10 +100,9 @@ def follow_plan(
 def _start_again(model: keras.layers.Layer, settings: PolicySettings) -> None:
     """Undoes what was settled for layers that a Sequential model had before.
 
-    What a rule decided that the settings do not hold stays: a loaded model's user wrote
-    it in another process.
+    What a rule decided that a loaded model's user wrote in another process stays.
     """
-    known = {rule.name for rule in settings.rules.rules}
+    known = {rule.name for rule in settings.rules}
     left: set[int] = set()
     for _, layer, parent in structure.walk(model):
         policy = policy_of(layer)
@@ -126,21 +120,18 @@ def _resolve(
 ) -> bool:
     policy = policy_of(model)
     if policy is not None and policy.kind is Kind.OUTPUT_CAST:  # after a failed trace
-        update(
-            model,
-            kind=Kind.FOLLOWS,
-            rule=f"policy {settings.policy.name}",
-            reason="",
-            output_dtype=None,
-        )
+        rule = f"policy {settings.policy.name}"
+        update(model, kind=Kind.FOLLOWS, rule=rule, reason="", output_dtype=None)
     found = heads.graph_heads(model)
     if found is None and args is None:
         _settle_layers(model, settings)
         return False
-    shapes: dict[int, Any] = {}
     failure: Exception | None = None
     if found is None:
-        found, shapes, failure = _trace(model, args, kwargs)
+        try:
+            found = heads.traced_heads(model, args, kwargs)
+        except Exception as error:  # the user's own code, which may do anything
+            found, failure = heads.Heads(is_complete=False), error
     _settle_layers(model, settings)
     if IN_FORCE.settings is not settings:
         warn_of_open_rules(model)
@@ -148,22 +139,33 @@ def _resolve(
         return True
     if failure is not None:
         return _give_up(model, failure)
-    found = heads.graph_heads(model) or found
-    is_graph = structure.graph_of(model) is not None
-    if is_graph:
-        _narrow_around_tied_heads(model, found, settings)
-    before = heads.keep_heads(model, found, settings, shapes)
-    if is_graph:
+    _keep_exact_operations(model, settings)
+    of_graph = heads.graph_heads(model)
+    if of_graph is not None:
+        _narrow_around_tied_heads(model, of_graph, settings)
+        heads.keep_heads(model, of_graph, settings)
         return True
+    _keep_traced(model, found, settings, args, kwargs)
+    return True
+
+
+def _keep_traced(
+    model: keras.layers.Layer,
+    found: heads.Heads,
+    settings: PolicySettings,
+    args: Any,
+    kwargs: Any,
+) -> None:
+    """Keeps the heads of a model that is no graph, as far as its `call` allows it."""
+    before = heads.keep_heads(model, found, settings)
     of_heads = [policy_of(head) for head in found.heads]
-    if of_heads and all(
-        each is not None and each.kind in (Kind.HEAD, Kind.WIDE_OUTPUT)
-        for each in of_heads
-    ):
+    wide = (Kind.HEAD, Kind.WIDE_OUTPUT)
+    if of_heads and all(each and each.kind in wide for each in of_heads):
         update(model, output_dtype="float32")
-    with own_operations.switched_off():  # the heads are tried, not the layers around
-        _, _, broken = _trace(model, args, kwargs)
-    if broken is not None:
+    try:
+        with layer_dtypes.errors_left_alone():  # the heads are tried, not the layers
+            heads.traced_heads(model, args, kwargs)
+    except Exception as error:
         before.put_back()
         _cast_output(model, "a float32 head would break the model's `call`")
         logging.warning(
@@ -172,50 +174,89 @@ def _resolve(
             "what is combined with it to one dtype, for example with "
             "`keras.ops.cast`.",
             model.name,
-            f"{type(broken).__name__}: {first_line(broken)}",
+            f"{type(error).__name__}: {first_line(error)}",
         )
-    elif not found.is_complete and not own_operations.take_for_output(
-        model, found, settings, lambda: heads.traced_heads(model, args, kwargs)
-    ):
+        return
+    if not (found.is_complete or _take_product(model, found, settings, args, kwargs)):
         _cast_output(model, "no layer could be named that makes the output")
-    return True
+
+
+def _take_product(
+    model: keras.layers.Layer,
+    found: heads.Heads,
+    settings: PolicySettings,
+    args: Any,
+    kwargs: Any,
+) -> bool:
+    """Takes a model's own operations into float32 where a product of its own ends it.
+
+    Returns whether they are: not where the product is large, or the call raises then.
+    """
+    policy = policy_of(model)
+    if policy is None:
+        return False
+    if policy.applies_to == "own":  # by a rule, for what the model computes itself
+        update(model, output_dtype="float32")
+        return True
+    factors = [product.inputs[1].shape for product in found.own_products]
+    weights = [math.prod(size or 1 for size in factor) for factor in factors]
+    if not weights or max(weights) >= heads.MIN_LARGE_HEAD_WEIGHTS:
+        return False
+    why = "its own product makes an output of the model, which feeds the loss"
+    layers = structure.layers_of(model)
+    with contextlib.suppress(Exception), layer_dtypes.restored_on_error(layers):
+        rule = Rule(heads.RULE, why, applies_to="own")
+        layer_dtypes.take(model, settings, rule)
+        heads.traced_heads(model, args, kwargs)
+        return True
+    return False
 
 
 def _narrow_around_tied_heads(
     model: keras.layers.Layer, found: heads.Heads, settings: PolicySettings
 ) -> None:
-    """Has layers that use a head inside, or a part of one, get half precision from it.
-
-    Such a layer's `call` may add what it gets to tensors in half precision.
-    """
-    parts = {id(part) for head in found.heads for _, part, _ in structure.walk(head)}
-    for _, layer, _ in structure.walk(model):
-        is_outside = structure.graph_of(layer) is None and id(layer) not in parts
-        if (
-            not is_outside
-            or policy_of(layer) is None
-            or layer.compute_dtype not in HALF
-        ):
+    """Has layers that use a head inside get half precision from it."""
+    parts = {id(p) for head in found.heads for p in structure.layers_of(head)}
+    for layer in structure.layers_of(model):
+        is_graph = structure.graph_of(layer) is not None
+        if is_graph or id(layer) in parts or policy_of(layer) is None:
             continue
-        if any(id(child) in parts for child in structure.children(layer)):
+        if layer.compute_dtype in HALF and any(
+            id(child) in parts for child in structure.children(layer)
+        ):
             update(layer, inner_dtype=settings.compute_dtype)
 
 
-def _trace(
-    model: keras.layers.Layer, args: Any, kwargs: Any
-) -> tuple[heads.Heads, dict[int, Any], Exception | None]:
-    try:
-        found, recorder = heads.traced_heads(model, args, kwargs)
-    except Exception as error:  # the user's own code, which may do anything
-        return heads.Heads(is_complete=False), {}, error
-    return found, recorder.shapes, None
+def _keep_exact_operations(model: keras.layers.Layer, settings: PolicySettings) -> None:
+    """Has operations of graphs make whole numbers, such as ids, of exact values."""
+    for _, operation in exact_values.operations_in(model):
+        inputs, outputs = structure.tensors_of(operation)
+        if any(x.dtype in HALF for x in inputs):
+            reads = not any(backend.is_float_dtype(y.dtype) for y in outputs)
+            if reads or any(map(_takes_ids, structure.users_of(operation))):
+                _keep_way_to(operation, settings, is_end=True)
+
+
+def _takes_ids(operation: Any) -> bool:
+    policy = policy_of(operation)
+    return policy is not None and trials.takes_ids(operation, policy)
+
+
+def _keep_way_to(operation: Any, settings: PolicySettings, *, is_end: bool) -> None:
+    """Keeps an operation in float32, and the operations that its inputs come from."""
+    dtype = settings.compute_dtype if is_end else "float32"
+    if not exact_values.keep(operation, dtype, EXACT_RULE.name, EXACT_RULE.reason):
+        return
+    for tensor in structure.tensors_of(operation)[0]:
+        made = structure.producer(tensor)
+        if made is not None and not isinstance(made[0], keras.layers.Layer):
+            _keep_way_to(made[0], settings, is_end=False)
 
 
 def _give_up(model: keras.layers.Layer, failure: Exception) -> bool:
     """Casts the output of a model whose `call` cannot be traced, only run.
 
-    The failure may also be that of one bad call, so a few more are tried. Returns
-    whether no further call is worth a trace.
+    The failure may also be that of one bad call. Returns whether enough were tried.
     """
     _failures[model] = _failures.get(model, 0) + 1
     _cast_output(model, "its `call` cannot be traced")
@@ -232,10 +273,14 @@ def _give_up(model: keras.layers.Layer, failure: Exception) -> bool:
 
 
 def _cast_output(model: keras.layers.Layer, because: str) -> None:
+    policy = policy_of(model)
+    if policy is not None and policy.is_kept:  # what it computes itself is float32
+        update(model, output_dtype="float32")
+        return
     update(
         model,
         kind=Kind.OUTPUT_CAST,
-        rule="default: heads",
+        rule=heads.RULE,
         reason=f"{because}, so the output alone is cast to float32",
         output_dtype="float32",
     )
@@ -257,7 +302,7 @@ def _note_user_rules(
 ) -> None:
     policy = policy_of(layer)
     is_explicit = policy is not None and policy.kind is Kind.EXPLICIT
-    for rule in settings.rules.of_user:
+    for rule in settings.rules_of_user:
         if rule.name in settings.matched and not is_explicit:
             continue
         if not rule.matches(layer, path=path, is_exact=rule.name in settings.exact):
@@ -276,22 +321,16 @@ def _note_user_rules(
 def warn_of_open_rules(model: keras.layers.Layer) -> None:
     """Warns once of each rule of the user that matches none of the layers made so far.
 
-    A program may make several models under one `enable`, so that is known when the
-    first of them trains, or when nothing is made under those settings any more.
+    One `enable` may serve several models, so it is asked when the first of them trains.
     """
     settings = settings_of(model)
     if settings is None or not settings.open_rules:
         return
-    rows = [(path, layer) for path, layer, _ in structure.walk(model)]
     try:
-        known = tuple(settings.made)
+        made = [model, *settings.made]
     except RuntimeError:  # another thread makes layers; the next run asks again
         return
-    for made in known:
-        if isinstance(made, keras.Model):
-            rows += [(path, layer) for path, layer, _ in structure.walk(made)]
-        else:
-            rows.append((made.name, made))
+    rows = [(path, layer) for each in made for path, layer, _ in structure.walk(each)]
     for rule in settings.open_rules:
         settings.matched.add(rule.name)
         if not any(_matches(rule, layer, path) for path, layer in rows):
@@ -308,7 +347,7 @@ def warn_of_open_rules(model: keras.layers.Layer) -> None:
 def _matches(rule: Rule, layer: keras.layers.Layer, path: str) -> bool:
     try:
         return rule.matches(layer, path=path)
-    except (RuntimeError, TypeError):  # raised where that layer is called
+    except RuntimeError:  # raised where that layer is called
         return True
 
 
@@ -327,8 +366,7 @@ def unmatched_message(model: keras.layers.Layer, rule: Rule) -> str:
 def meet_unmanaged(model: keras.layers.Layer) -> None:
     """Looks at a model that was not made under tfamp, once under each `enable`.
 
-    A model around managed layers is managed from here on, or its head would stay in
-    half precision. Of one that was built before `tfamp.enable` it is said that it
+    One around managed layers is managed from here on; of another it is said that it
     computes as it was built.
     """
     if not count_as_met(model):
@@ -356,22 +394,14 @@ def count_as_met(model: keras.layers.Layer) -> bool:
 
 
 def computes_in(model: keras.layers.Layer, dtype: str) -> bool:
-    """Returns whether any layer of `model` computes in `dtype`.
-
-    A graph of layers computes nothing itself, so its own policy counts for nothing.
-    """
-    is_graph = structure.graph_of(model) is not None
-    return any(
-        layer.compute_dtype == dtype
-        for _, layer, _ in structure.walk(model)
-        if not (is_graph and layer is model)
-    )
+    """Returns whether any layer of `model` computes in `dtype`."""
+    layers = structure.layers_of(model)
+    # A graph of layers computes nothing itself.
+    own = layers if structure.graph_of(model) is None else layers[1:]
+    return any(layer.compute_dtype == dtype for layer in own)
 
 
 def settings_of(model: keras.layers.Layer) -> PolicySettings | None:
     """Returns the settings of a model, or of the first managed layer in it."""
-    for _, layer, _ in structure.walk(model):
-        policy: Policy | None = policy_of(layer)
-        if policy is not None:
-            return policy.settings
-    return None
+    found = (policy_of(layer) for _, layer, _ in structure.walk(model))
+    return next((each.settings for each in found if each is not None), None)

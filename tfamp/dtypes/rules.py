@@ -1,10 +1,11 @@
-"""Rules that keep layers in float32: the default ones, and what gains nothing."""
+"""Rules that keep layers in float32: the default ones, and those of `keep_float32`."""
 
 import dataclasses
 import functools
 import inspect
+import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -12,6 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks.float32_operations import OPERATIONS
+from tfamp.keras_hooks.trials import EXACT
+from tfamp.records.formats import HALF
+
+KeepFloat32 = str | Sequence[Any]
+# A window of n terms summed in a format of spacing eps is off by up to n * eps / 2:
+# 0.4 % for a 3x3 window in float16, but 12 % for 16x16.
+MIN_LARGE_WINDOW = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,21 +29,14 @@ class Rule:
     name: str  # what people see, such as "default: UnitNormalization"
     reason: str  # why, in one sentence
     classes: tuple[type, ...] = ()  # layer classes; a subclass matches too
-    class_name: str | None = None  # name of a class in the layer's line of ancestors
-    # Expression that must match the whole name or path.
+    # The name of a class or an ancestor, or what must match the whole name or path.
     pattern: re.Pattern[str] | None = None
-    # Called with the finished layer. Where it stands beside `classes`, both must hold.
+    # Asked when the layer's constructor has ended; beside `classes`, both must hold.
     predicate: Callable[[Any], Any] | None = None
     # "all" where sublayers follow, "self" where not, "own" where not and what they
     # return is cast to float32 inside the layer.
     applies_to: str = "all"
-    # Compute dtypes under which the rule applies.
-    dtypes: tuple[str, ...] = ("float16", "bfloat16")
-
-    @property
-    def needs_finished_layer(self) -> bool:
-        """Whether the layer's constructor must have ended before asking."""
-        return self.predicate is not None
+    dtypes: tuple[str, ...] = HALF  # compute dtypes under which the rule applies
 
     def matches(
         self,
@@ -47,36 +48,27 @@ class Rule:
         """Returns whether the rule keeps `layer`, a finished one if it has a predicate.
 
         `path` is its path within a model, where known; `is_exact` says that the pattern
-        is a name or path as it stands. A predicate that raises gives a RuntimeError,
-        one without a truth value a TypeError.
+        is a name or path as it stands. A predicate that raises gives a RuntimeError.
         """
         if self.classes and not isinstance(layer, self.classes):
             return False
-        if self.class_name is not None or self.pattern is not None:
-            return self._matches_text(layer, path, is_exact=is_exact)
+        if self.pattern is not None:
+            ancestors = {cls.__name__ for cls in type(layer).__mro__[:-1]}
+            if self.pattern.pattern in ancestors or self.is_name_of(layer, path):
+                return True
+            texts = () if is_exact else _texts(layer, path)
+            return any(map(self.pattern.fullmatch, texts))
         if self.predicate is not None:
-            return self._ask(layer)
-        return bool(self.classes)  # a rule for layers this Keras lacks keeps none
+            return self._ask(layer, self.predicate)
+        return bool(self.classes)
 
     def is_name_of(self, layer: keras.layers.Layer, path: str | None) -> bool:
         """Returns whether the pattern, as it stands, is a layer's name or path."""
         return self.pattern is not None and self.pattern.pattern in _texts(layer, path)
 
-    def _matches_text(
-        self, layer: keras.layers.Layer, path: str | None, *, is_exact: bool
-    ) -> bool:
-        if self.class_name in _ancestors(type(layer)) or self.is_name_of(layer, path):
-            return True
-        pattern = self.pattern
-        return (
-            not is_exact
-            and pattern is not None
-            and any(map(pattern.fullmatch, _texts(layer, path)))
-        )
-
-    def _ask(self, layer: keras.layers.Layer) -> bool:
+    def _ask(self, layer: keras.layers.Layer, predicate: Callable[[Any], Any]) -> bool:
         try:
-            answer = self.predicate(layer)  # type: ignore[misc]
+            return bool(predicate(layer))
         except Exception as error:
             raise RuntimeError(
                 f"Rule {self.name} raised {type(error).__name__} on layer "
@@ -84,12 +76,6 @@ class Rule:
                 "in `keep_float32` is asked about every layer; let it return False "
                 "where it does not apply."
             ) from error
-        if answer is None or isinstance(answer, bool | np.bool_):
-            return bool(answer)
-        raise TypeError(
-            f"Rule {self.name} returned {answer!r} for layer {layer.name!r}; expected "
-            "True or False. Return whether the layer stays in float32."
-        )
 
 
 def _texts(layer: keras.layers.Layer, path: str | None) -> set[str]:
@@ -97,18 +83,9 @@ def _texts(layer: keras.layers.Layer, path: str | None) -> set[str]:
     return {text for text in found if text is not None}
 
 
-def _ancestors(cls: type) -> set[str]:
-    return {c.__name__ for c in cls.__mro__ if issubclass(c, keras.layers.Layer)}
-
-
-# A window of n terms summed in a format of spacing eps is off by up to n * eps / 2:
-# 0.4 % for a 3x3 window in float16, but 12 % for 16x16.
-MIN_LARGE_WINDOW = 16
-
-
-def _classes(*names: str) -> tuple[type, ...]:
+def _classes(names: str) -> tuple[type, ...]:
     """Returns the Keras layers of these names that this version of Keras has."""
-    found = (getattr(keras.layers, name, None) for name in names)
+    found = (getattr(keras.layers, name, None) for name in names.split())
     return tuple(cls for cls in found if cls is not None)
 
 
@@ -132,105 +109,99 @@ def _adds_a_loss(cls: Any) -> bool:
     return False
 
 
-def _default(name: str, reason: str, *classes: str, **fields: Any) -> Rule:
-    return Rule(
-        name=f"default: {name}", reason=reason, classes=_classes(*classes), **fields
-    )
+def _is_unscaled(layer: Any) -> bool:
+    # Additive attention multiplies nothing.
+    is_additive = isinstance(layer, keras.layers.AdditiveAttention)
+    return not is_additive and layer.score_mode == "dot" and not layer.use_scale
 
 
+def _default(name: str, classes: str, reason: str, **fields: Any) -> Rule:
+    return Rule(f"default: {name}", reason, _classes(classes), **fields)
+
+
+OWN_LOSS = "default: own loss"
 _RULES = (
     _default(
-        "LayerNormalization",
+        *("LayerNormalization", "LayerNormalization"),
         "computes in float32 inside already; kept so that what it normalizes is not "
         "rounded first",
-        "LayerNormalization",
     ),
     _default(
-        "Softmax",
+        *("Softmax", "Softmax"),
         "probabilities near 0 vanish in half precision, and those near 1 round to 1",
-        "Softmax",
     ),
     _default(
-        "UnitNormalization",
+        *("UnitNormalization", "UnitNormalization"),
         "a float16 sum of squares overflows at inputs of 256 and the result is all 0",
-        "UnitNormalization",
     ),
     _default(
-        "SpectralNormalization",
+        *("SpectralNormalization", "SpectralNormalization"),
         "power iteration divides by norms, and writes what it rounded into the weights",
-        "SpectralNormalization",
         applies_to="self",
     ),
     _default(
-        "Normalization",
+        *("Normalization", "Normalization"),
         "the mean of unscaled features does not fit half precision, and is frozen in "
         "the compute dtype",
-        "Normalization",
     ),
     _default(
-        "cosine Dot",
+        *("preprocessing", "Discretization Hashing IntegerLookup CategoryEncoding"),
+        "ids, bins and categories of raw features are others where these are rounded",
+    ),
+    _default(
+        *("cosine Dot", "Dot"),
         "the norms overflow in float16, and a cosine of 1 comes out as 0",
-        "Dot",
         predicate=lambda layer: layer.normalize,
     ),
     _default(
-        "masked global pooling",
+        *("masked global pooling", "GlobalAveragePooling1D"),
         "the masked sum over all steps is kept in the compute dtype",
-        "GlobalAveragePooling1D",
     ),
     _default(
-        "large average pooling",
+        *(
+            "large average pooling",
+            "AveragePooling1D AveragePooling2D AveragePooling3D",
+        ),
         f"a window of {MIN_LARGE_WINDOW} or more terms is summed in the compute dtype",
-        "AveragePooling1D",
-        "AveragePooling2D",
-        "AveragePooling3D",
         predicate=lambda layer: np.prod(layer.pool_size) >= MIN_LARGE_WINDOW,
     ),
     _default(
         "adaptive average pooling",
+        "AdaptiveAveragePooling1D AdaptiveAveragePooling2D AdaptiveAveragePooling3D",
         "windows as large as the input are summed in the compute dtype",
-        "AdaptiveAveragePooling1D",
-        "AdaptiveAveragePooling2D",
-        "AdaptiveAveragePooling3D",
     ),
     _default(
-        "unscaled Attention",
+        *("unscaled Attention", "Attention"),
         "scores are plain products, which overflow float16 from lengths of 256 on",
-        "Attention",
-        # Additive attention multiplies nothing.
-        predicate=lambda layer: (
-            not isinstance(layer, keras.layers.AdditiveAttention)
-            and layer.score_mode == "dot"
-            and not layer.use_scale
-        ),
+        predicate=_is_unscaled,
         dtypes=("float16",),
     ),
     _default(
-        "bilinear UpSampling2D",
+        *("bilinear UpSampling2D", "UpSampling2D"),
         "XLA has no gradient for resizing in half precision (keras#20931)",
-        "UpSampling2D",
         predicate=lambda layer: layer.interpolation != "nearest",
     ),
     _default(
-        "own loss",
+        *("own loss", "Layer"),
         "its `call` adds a loss, which would be summed in half precision",
-        "Layer",
         predicate=lambda layer: _adds_a_loss(layer.__class__),
         applies_to="own",
     ),
     _default(
-        "3-D pooling without a GPU",
+        *("3-D pooling without a GPU", "AveragePooling3D MaxPooling3D"),
         "TensorFlow has no float16 kernel for it on a CPU",
-        "AveragePooling3D",
-        "MaxPooling3D",
         predicate=lambda layer: not tf.config.list_physical_devices("GPU"),
         dtypes=("float16",),
     ),
 )
-
 # Without the rules for layers that this version of Keras lacks.
 DEFAULT_RULES: tuple[Rule, ...] = tuple(rule for rule in _RULES if rule.classes)
-
+EXACT_RULE = Rule(
+    EXACT,
+    "its `call` makes whole numbers of what it is given, or compares it, and would get "
+    "others of what was rounded",
+    applies_to="own",
+)
 # What the default rules do where there is no layer to name.
 DEFAULT_OPERATIONS: tuple[tuple[str, str], ...] = (
     (
@@ -240,47 +211,95 @@ DEFAULT_OPERATIONS: tuple[tuple[str, str], ...] = (
     ),
     *((f"default: {name}", why) for name, (why, _) in OPERATIONS.items()),
     (
-        "default: exact inputs",
+        EXACT,
         "normalization and embedding layers that come first get their input before it "
         "is rounded, and so does what makes whole numbers of inputs, such as ids",
     ),
 )
 
-# Layers for which float32 gains nothing: they compute in it inside, or only move
-# or compare values.
-_GAINS_NOTHING = {
-    "computes in float32 inside already": _classes(
-        "BatchNormalization", "GroupNormalization", "RMSNormalization"
-    ),
-    "only moves, selects or compares values": _classes(
-        "ReLU", "Flatten", "Reshape", "Permute", "RepeatVector", "Cropping1D",
-        "Cropping2D", "Cropping3D", "ZeroPadding1D", "ZeroPadding2D", "ZeroPadding3D",
-        "MaxPooling1D", "MaxPooling2D", "GlobalMaxPooling1D", "GlobalMaxPooling2D",
-        "GlobalMaxPooling3D", "Identity", "Masking", "Concatenate", "Maximum",
-        "Minimum", "Dropout", "SpatialDropout1D", "SpatialDropout2D",
-    ),
-    "averages in float32 inside already": _classes(
-        "GlobalAveragePooling2D", "GlobalAveragePooling3D"
-    ),
-    "gathers rows, which rounds nothing that is not rounded later": _classes(
-        "Embedding"
-    ),
-}  # fmt: skip
-
-EXACT_INPUT_LAYERS = _classes(
-    "BatchNormalization", "GroupNormalization", "RMSNormalization", "Embedding",
-    "Discretization", "Hashing", "IntegerLookup", "CategoryEncoding",
-)  # fmt: skip
+# Layers that take inputs as they were before they were rounded; the second kind only
+# moves or compares them, and hands on what it was given.
+EXACT_INPUTS = _classes(
+    "BatchNormalization GroupNormalization RMSNormalization Embedding"
+)
+MOVES = _classes(
+    "Flatten Reshape Permute RepeatVector Cropping1D Cropping2D Cropping3D Concatenate "
+    "Masking"
+)
 
 
-def gains_nothing(layer: Any) -> str | None:
-    """Returns why float32 gains nothing on a layer or class, or None where it may.
+def parse(keep_float32: KeepFloat32) -> tuple[tuple[Rule, ...], bool]:
+    """Returns the rules of a `keep_float32` argument, and whether default ones hold.
 
-    A default rule names no such layer, but for LayerNormalization; a user's rule may,
-    and is obeyed: `tfamp.status` and `tfamp.assignment` show the note.
+    What it names comes on top of the default rules: naming one layer never takes the
+    others' safety away. "none" in a sequence leaves them out; "default" changes
+    nothing.
+
+    Raises:
+        TypeError: An entry is no layer, class, text or callable.
+        ValueError: A pattern does not compile.
+
+    Example:
+        >>> rules, has_defaults = parse(["Dense", "encoder/.*"])
+        >>> [rule.name for rule in rules], has_defaults
+        (["keep_float32: 'Dense'", "keep_float32: 'encoder/.*'"], True)
     """
-    cls = layer if isinstance(layer, type) else type(layer)
-    for why, classes in _GAINS_NOTHING.items():
-        if issubclass(cls, classes):
-            return why
-    return None
+    entries = _entries(keep_float32)
+    rules = (_rule_of_user(entry) for entry in entries if not _is_word(entry))
+    return tuple(rules), not any(_is_word(e) and e == "none" for e in entries)
+
+
+def on_top_of(keep_float32: KeepFloat32, others: KeepFloat32) -> KeepFloat32:
+    """Returns the argument of two: "none" in the first leaves out the others."""
+    given = _entries(keep_float32)
+    if any(_is_word(entry) and entry == "none" for entry in given):
+        return given
+    return [*(entry for entry in given if not _is_word(entry)), *_entries(others)]
+
+
+def _is_word(entry: Any) -> bool:
+    return isinstance(entry, str) and entry in ("none", "default")
+
+
+def _entries(keep_float32: KeepFloat32) -> list[Any]:
+    if isinstance(keep_float32, str | keras.layers.Layer) or callable(keep_float32):
+        return [keep_float32]
+    try:
+        return list(keep_float32)
+    except TypeError:
+        raise TypeError(_wrong_entry(keep_float32)) from None
+
+
+def _wrong_entry(entry: Any) -> str:
+    return (
+        f"Cannot use {entry!r} in `keep_float32`; expected a layer class, a class "
+        "name, a layer, a pattern for names or paths, or a callable taking a layer. "
+        "Wrap single values in a list."
+    )
+
+
+def _rule_of_user(entry: Any) -> Rule:
+    is_layer_class = isinstance(entry, type) and issubclass(entry, keras.layers.Layer)
+    label, fields = "", dict[str, Any]()
+    if isinstance(entry, str):
+        try:
+            label, fields = repr(entry), {"pattern": re.compile(entry)}
+        except re.error as error:
+            raise ValueError(
+                f"Cannot read pattern {entry!r} in `keep_float32`: {error}. Expected a "
+                "regular expression that matches a layer's whole name or path; escape "
+                "special characters with a backslash, or pass the layer itself."
+            ) from error
+    elif is_layer_class:
+        label, fields = entry.__name__, {"classes": (entry,)}
+    elif isinstance(entry, keras.layers.Layer):
+        label, fields = (
+            f"layer {entry.name!r}",
+            {"predicate": functools.partial(operator.is_, entry)},
+        )
+    elif callable(entry) and not isinstance(entry, type):
+        label = f"{getattr(entry, '__name__', type(entry).__name__)}()"
+        fields = {"predicate": entry}
+    else:
+        raise TypeError(_wrong_entry(entry))
+    return Rule(f"keep_float32: {label}", "named in `keep_float32`", **fields)

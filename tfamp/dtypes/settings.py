@@ -1,158 +1,35 @@
-"""The settings under which layers are made, and the arguments they are read from."""
+"""The settings under which layers are made, and which of them are in force.
 
+`enable` acts on the whole process. A `scope`, and the loading of a file, act on the
+thread or task that runs their block, so two threads never see each other's. Keras's own
+global policy, which every thread has of its own, says what is in force.
+"""
+
+import contextlib
+import contextvars
 import dataclasses
-import difflib
+import functools
 import itertools
 import os
-import re
 import threading
+import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
 
-from tfamp.dtypes.rules import DEFAULT_RULES, Rule
+from tfamp.dtypes.rules import DEFAULT_RULES, EXACT_RULE, KeepFloat32, Rule, parse
+from tfamp.keras_hooks import layers
 from tfamp.keras_hooks.layers import Kind, update
 from tfamp.machine import devices
 from tfamp.records import checks
 from tfamp.records.formats import HALF
 
-KeepFloat32 = str | Sequence[Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class RuleSet:
-    """The rules of one `keep_float32`."""
-
-    # In order; the first that matches gives its name and reason.
-    rules: tuple[Rule, ...]
-    # Whether the default rules, heads and operations included, are among them.
-    has_defaults: bool
-
-    def for_dtype(self, dtype: str) -> "RuleSet":
-        """Returns the rules that apply under the compute dtype `dtype`."""
-        rules = tuple(rule for rule in self.rules if dtype in rule.dtypes)
-        return dataclasses.replace(self, rules=rules)
-
-    @property
-    def of_user(self) -> tuple[Rule, ...]:
-        """The rules that the user wrote."""
-        return tuple(r for r in self.rules if not r.name.startswith("default: "))
-
-
-def parse(keep_float32: KeepFloat32) -> RuleSet:
-    """Reads the `keep_float32` argument.
-
-    What it names comes on top of the default rules: naming one layer never takes the
-    others' safety away. What is the name or path of a layer is no pattern for others.
-    "none" in a sequence leaves the default rules out; "default" changes nothing.
-
-    Raises:
-        TypeError: An entry is no layer, class, text or callable.
-        ValueError: A pattern does not compile, "none" stands beside "default", or
-            a lone string looks like a misspelt one of the two.
-
-    Example:
-        >>> rules = parse(["Dense", "encoder/.*"])
-        >>> [rule.name for rule in rules.of_user], rules.has_defaults
-        (["keep_float32: 'Dense'", "keep_float32: 'encoder/.*'"], True)
-        >>> parse(["none", "Dense"]).has_defaults
-        False
-    """
-    if isinstance(keep_float32, str):
-        _refuse_misspelt(keep_float32)
-    entries = _entries(keep_float32)
-    words = {entry for entry in entries if isinstance(entry, str)}
-    if {"none", "default"} <= words:
-        raise ValueError(
-            f"Clashing `keep_float32` {keep_float32!r}: 'none' leaves the default "
-            "rules out, and 'default' stands for them. Leave one of the two out."
-        )
-    has_defaults = "none" not in words
-    rules = [
-        _rule_of_user(entry)
-        for entry in entries
-        if not (isinstance(entry, str) and entry in ("none", "default"))
-    ]
-    return RuleSet((*rules, *(DEFAULT_RULES if has_defaults else ())), has_defaults)
-
-
-def on_top_of(keep_float32: KeepFloat32, others: KeepFloat32) -> KeepFloat32:
-    """Returns the `keep_float32` argument that has the rules of two.
-
-    "none" in the first leaves out all others.
-
-    Example:
-        >>> on_top_of(["head"], "default"), on_top_of("default", ["head"])
-        (['head', 'default'], ['head'])
-        >>> on_top_of("none", ["head"])
-        ['none']
-    """
-    given = _entries(keep_float32)
-    if any(isinstance(entry, str) and entry == "none" for entry in given):
-        return given
-    own = [e for e in given if not (isinstance(e, str) and e == "default")]
-    return [*own, *_entries(others)]
-
-
-def _entries(keep_float32: KeepFloat32) -> list[Any]:
-    if isinstance(keep_float32, str | keras.layers.Layer) or callable(keep_float32):
-        return [keep_float32]
-    try:
-        return list(keep_float32)
-    except TypeError:
-        raise TypeError(_wrong_entry(keep_float32)) from None
-
-
-def _refuse_misspelt(word: str) -> None:
-    close = difflib.get_close_matches(word, ("default", "none"), n=1, cutoff=0.75)
-    if close and word not in ("default", "none"):
-        raise ValueError(
-            f"Unknown `keep_float32` {word!r}; expected 'default', 'none' or a "
-            f"sequence of layer classes, names, patterns and callables. Did you mean "
-            f"{close[0]!r}? A pattern goes into a list: [{word!r}]."
-        )
-
-
-def _wrong_entry(entry: Any) -> str:
-    return (
-        f"Cannot use {entry!r} in `keep_float32`; expected a layer class, a class "
-        "name, a layer, a pattern for names or paths, or a callable taking a layer. "
-        "Wrap single values in a list."
-    )
-
-
-def _rule_of_user(entry: Any) -> Rule:
-    reason = "named in `keep_float32`"
-    if isinstance(entry, str):
-        try:
-            pattern = re.compile(entry)
-        except re.error as error:
-            raise ValueError(
-                f"Cannot read pattern {entry!r} in `keep_float32`: {error}. Expected a "
-                "regular expression that matches a layer's whole name or path; escape "
-                "special characters with a backslash, or pass the layer itself."
-            ) from error
-        name = f"keep_float32: {entry!r}"
-        return Rule(name, reason, class_name=entry, pattern=pattern)
-    if isinstance(entry, type):
-        if not issubclass(entry, keras.layers.Layer):
-            raise TypeError(_wrong_entry(entry))
-        name = f"keep_float32: {entry.__name__}"
-        return Rule(name, reason, classes=(entry,))
-    if isinstance(entry, keras.layers.Layer):
-        name = f"keep_float32: layer {entry.name!r}"
-        return Rule(name, reason, predicate=lambda layer: layer is entry)
-    if not callable(entry):
-        raise TypeError(_wrong_entry(entry))
-    label = getattr(entry, "__name__", type(entry).__name__)
-    return Rule(f"keep_float32: {label}()", reason, predicate=entry)
-
-
 VARIABLE = "TFAMP_POLICY"
 MEASURE = "measure"
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
+NOT_ENABLED = "tfamp is not enabled"
 
 
 class _Asking(threading.local):
@@ -167,13 +44,13 @@ class PolicySettings:
     """The settings of one `enable` or `apply`, shared by all layers under it."""
 
     policy: keras.DTypePolicy  # that of layers that nothing else decides
-    rules: RuleSet  # rules that apply under the policy's compute dtype
+    rules_of_user: tuple[Rule, ...] = ()
+    with_defaults: bool = True  # whether the default rules are not left out
     # "dynamic", a number for a static scale, or None.
     loss_scale: str | float | None = "dynamic"
     # Further arguments of the loss-scale optimizer.
     loss_scale_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # The rules that the user wrote, of other policies too.
-    rules_of_user: tuple[Rule, ...] = ()
+    keep_float32: KeepFloat32 = "default"  # the argument that the rules came from
     # Names of user rules that have matched some layer, or of which that was said.
     matched: set[str] = dataclasses.field(default_factory=set)
     # The layers made so far, as long as a user rule has matched none of them.
@@ -184,8 +61,6 @@ class PolicySettings:
     taken_back: weakref.WeakSet[Any] = dataclasses.field(
         default_factory=weakref.WeakSet
     )
-    # The argument that the rules came from, of other policies too.
-    keep_float32: KeepFloat32 = "default"
     # The `PrecisionPlan` that decides in the place of the rules, if any.
     plan: Any = None
     # Whether the first `fit` times the policies, and chooses.
@@ -205,22 +80,28 @@ class PolicySettings:
         """The dtype in which ordinary layers compute."""
         return self.policy.compute_dtype
 
-    @property
+    @functools.cached_property
     def is_half(self) -> bool:
         """Whether ordinary layers compute in half precision."""
         return self.compute_dtype in HALF
 
     @property
-    def open_rules(self) -> tuple[Rule, ...]:
-        """The user's rules that have matched no layer yet, where they may act."""
-        if not self.is_half and not self.is_measured:
-            return ()
-        return tuple(r for r in self.rules_of_user if r.name not in self.matched)
-
-    @property
     def has_defaults(self) -> bool:
         """Whether heads, operations and inputs get the default treatment."""
-        return self.is_half and self.rules.has_defaults
+        return self.is_half and self.with_defaults
+
+    @functools.cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules that act under this policy, those of the user first."""
+        known = (*self.rules_of_user, *(DEFAULT_RULES if self.with_defaults else ()))
+        return tuple(rule for rule in known if self.compute_dtype in rule.dtypes)
+
+    @property
+    def open_rules(self) -> tuple[Rule, ...]:
+        """The user's rules that have matched no layer yet, where they may act."""
+        if not self.rules_of_user or not (self.is_half or self.is_measured):
+            return ()
+        return tuple(r for r in self.rules_of_user if r.name not in self.matched)
 
     def leave_open(self, rules: Iterable[Rule]) -> None:
         """Leaves it to others to say which of some rules match nothing."""
@@ -228,29 +109,23 @@ class PolicySettings:
 
     def ask(self, layer: Any, *, is_finished: bool, path: str | None = None) -> None:
         """Asks the rules in turn and keeps `layer` where one matches."""
-        rules = self.rules.rules
-        if not is_finished:
-            rules = tuple(rule for rule in rules if not rule.needs_finished_layer)
+        rules = (r for r in self.rules if is_finished or not r.predicate)
         self._ask(layer, rules, path)
 
     def ask_on_read(self, layer: Any) -> None:
-        """Asks the rules that need the finished layer as its dtype is read.
-
-        The constructor may not have ended, so a rule that fails or says no is asked
-        again at the first call.
-        """
+        """Asks the rules that need the finished layer, which it may not be yet."""
         if _ASKING.now:
             return
         _ASKING.now = True
         try:
-            self._ask(layer, (r for r in self.rules.rules if r.needs_finished_layer))
-        except (RuntimeError, TypeError):  # raised at the first call, if it lasts
+            self._ask(layer, (r for r in self.rules if r.predicate))
+        except RuntimeError:  # raised at the first call, if it lasts
             return
         finally:
             _ASKING.now = False
 
     def _ask(self, layer: Any, rules: Iterable[Rule], path: str | None = None) -> None:
-        if not self.is_half or layer in self.taken_back:
+        if layer in self.taken_back:
             return
         for rule in rules:
             if rule.matches(layer, path=path, is_exact=rule.name in self.exact):
@@ -270,6 +145,11 @@ class PolicySettings:
             inner_dtype="float32" if rule.applies_to == "own" else None,
             is_propagated=False,
         )
+
+    def keep_exact(self, layer: Any) -> None:
+        """Keeps a layer in float32 that makes whole numbers of what it is given."""
+        if layer not in self.taken_back:
+            self.keep(layer, EXACT_RULE)
 
     def under(self, policy: str) -> "PolicySettings":
         """Returns the settings that the same arguments make with another policy."""
@@ -292,16 +172,15 @@ def make_settings(
 
     Further `fields` are those of `PolicySettings`.
     """
-    policy_object = keras.DTypePolicy(policy)
-    rules = parse(keep_float32)
+    rules, with_defaults = parse(keep_float32)
     options = dict(loss_scale_options or {})
     return PolicySettings(
-        policy_object,
-        rules.for_dtype(policy_object.compute_dtype),
+        keras.DTypePolicy(policy),
+        rules,
+        with_defaults,
         loss_scale,
         options,
-        rules_of_user=rules.of_user,
-        keep_float32=keep_float32,
+        keep_float32,
         **fields,
     )
 
@@ -324,14 +203,121 @@ def choose_policy(policy: str) -> tuple[str, str, bool]:
     the devices here; "measure" begins in float32. An unknown name is a ValueError.
     """
     named = named_policy(policy)
+    is_variable = policy == "auto" != named
+    name = VARIABLE if is_variable else "policy"
+    checks.choice(name, named, ("auto", MEASURE, *POLICIES))
     if named == MEASURE:
         why = "the first `fit` times the policies and takes the fastest"
         return "float32", why, False
-    if policy == "auto" != named:
-        checks.choice(VARIABLE, named, ("auto", MEASURE, *POLICIES))
+    if is_variable:
         return named, f"the environment variable TFAMP_POLICY is {named!r}", True
-    checks.choice("policy", named, ("auto", MEASURE, *POLICIES))
     if policy != "auto":
         return named, "named by the caller", True
     advice = devices.recommend(devices.devices())
     return advice.policy, advice.reason, False
+
+
+@dataclasses.dataclass
+class Setting:
+    """What new layers come under."""
+
+    # The settings of managed layers, None where they are left to Keras.
+    settings: PolicySettings | None = None
+    why: str = NOT_ENABLED  # why the policy was chosen
+    # The policy of the saved model that is being loaded, under whatever settings.
+    loaded: str | None = None
+    # Tells the time since tfamp was enabled from others, and one change from another.
+    token: tuple[Any, Any] = (None, None)
+
+    @property
+    def next_token(self) -> tuple[Any, Any]:
+        """The token of the change that comes."""
+        is_enabled = self.settings is not None
+        return (self.token[0] if is_enabled else object()), object()
+
+
+_BLOCK: contextvars.ContextVar[Setting | None] = contextvars.ContextVar(
+    "tfamp_block", default=None
+)
+
+
+class InForce:
+    """The setting of the process, and that of the innermost block that is open."""
+
+    def __init__(self) -> None:
+        self._everywhere = Setting()
+        self._warned: set[str] = set()
+
+    @property
+    def present(self) -> Setting:
+        """The setting that holds here."""
+        return _BLOCK.get() or self._everywhere
+
+    @property
+    def settings(self) -> PolicySettings | None:
+        """The settings that new layers come under here."""
+        return self.present.settings
+
+    def put(self, settings: PolicySettings | None, why: str = NOT_ENABLED) -> None:
+        """Changes the setting that holds here; other threads hear of it in time."""
+        present = self.present
+        present.token = present.next_token
+        present.settings, present.why = settings, why
+        self._warned.clear()
+        self._tell_thread()
+
+    @contextlib.contextmanager
+    def block(self, **changes: Any) -> Iterator[None]:
+        """Gives the block a setting of its own: the present one with `changes`."""
+        changes["token"] = self.present.next_token
+        token = _BLOCK.set(dataclasses.replace(self.present, **changes))
+        try:
+            with layers.global_policy_restored():
+                self._tell_thread()
+                yield
+        finally:
+            _BLOCK.reset(token)
+
+    def _name(self) -> str | None:
+        return None if self.settings is None else self.settings.policy.name
+
+    def _tell_thread(self) -> None:
+        layers.tell_thread(self._name, self.present.token)
+
+    def prepare_thread(self) -> None:
+        """Has a thread hear of the policy in force that has not, or forgot it."""
+        present = self.present
+        is_told = layers.token_of_thread() is present.token
+        if present.settings is not None and not is_told:
+            self._tell_thread()
+
+    def holds(self, policy: str) -> bool:
+        """States whether new layers come under the policy of this name."""
+        present = self.present
+        return present.settings is not None and policy in (self._name(), present.loaded)
+
+    def warn_of_foreign(self, policy: keras.DTypePolicy) -> None:
+        """Warns once of a policy that other code set while tfamp was enabled."""
+        name = policy.name
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        warnings.warn(
+            f"Keras's global policy was set to {name!r} by other code while tfamp was "
+            "enabled, so new layers take it and tfamp's rules do not act on them. "
+            f"Leave that line out, or name the policy in `tfamp.enable({name!r})`; for "
+            "some layers alone use `tfamp.scope(...)`.",
+            UserWarning,
+            stacklevel=checks.level_of_user(),
+        )
+
+
+IN_FORCE = InForce()
+
+
+@contextlib.contextmanager
+def stock_policy(policy: str | keras.DTypePolicy) -> Iterator[None]:
+    """Leaves layers that are made inside the block to Keras, under its own policy."""
+    with IN_FORCE.block(settings=None, why=NOT_ENABLED):
+        keras.config.set_dtype_policy(policy)
+        yield

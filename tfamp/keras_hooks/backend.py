@@ -1,16 +1,16 @@
 """The parts of Keras's backend that hooks use, wherever its versions keep them.
 
-Relies on: `backend.ops`, from Keras 3.16 on, holding what `backend` held before;
-`backend.common` holding what all backends share; the TensorFlow backend's trainer
-being a class on top of the one that all backends share; `set_random_seed` keeping the
-seed and its generator under two names, and TensorFlow's context what it draws seeds of
-operations from, and its global generator in a module.
+Relies on: `backend.ops`, from Keras 3.16 on, holding what `backend` held before; the
+TensorFlow backend's trainer being a class on top of the one that all backends share;
+`set_random_seed` keeping the seed and its generator under two names, and TensorFlow's
+context what it draws seeds of operations from, and its global generator in a module.
 """
 
 import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend
@@ -30,7 +30,6 @@ HALF = (tf.float16, tf.bfloat16)
 
 cast = operations.cast
 convert_to_tensor = operations.convert_to_tensor
-compute_output_spec = backend.compute_output_spec
 random = backend.random
 
 AutocastScope = common.AutocastScope
@@ -47,6 +46,10 @@ standardize_dtype = common.standardize_dtype
 # Keras 3.16 names it as that of every backend, and the shared one otherwise.
 TensorFlowTrainer = (
     getattr(tensorflow_trainer, "TensorFlowTrainer", None) or tensorflow_trainer.Trainer
+)
+# The base class of preprocessing layers, whose name has changed.
+DataLayer = next(
+    cls for cls in keras.layers.Normalization.__mro__[1:] if "__call__" in vars(cls)
 )
 SharedTrainer = getattr(shared_trainer, "BaseTrainer", None) or shared_trainer.Trainer
 
@@ -89,9 +92,5 @@ def global_seeds() -> Iterator[None]:
 
 
 def global_generator() -> Any:
-    """Returns the generator of `tf.random.get_global_generator`, None before its use.
-
-    To ask TensorFlow for it would make one, and raises where operations have to be
-    deterministic.
-    """
+    """Returns TensorFlow's global random generator, None before its first use."""
     return stateful_random_ops.global_generator

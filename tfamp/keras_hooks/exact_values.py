@@ -1,72 +1,28 @@
-"""Has whole numbers made of what values were before they were rounded.
+"""What tensors were before they were rounded to half precision.
 
-Ids that stand in a column of a float matrix are no numbers to compute with: rounded to
-half precision they are others. Inside the call of a managed layer each tensor that was
-rounded knows its source; what is made of it by slices, shapes and arithmetic knows how
-to be made of the source, which is done only where something asks: an operation that
-makes whole numbers or text, or compares in float32 with a value that was not rounded.
-No dtype changes, and a user's code runs once.
-
-Relies on: every operation going through `TFE_Py_FastPathExecute` where it runs eagerly,
-with its name ahead of its inputs, or through `TFE_Py_Execute` where that gives up, and
-through `_apply_op_helper` in a graph; Python's numbers becoming tensors in
-`_constant_impl`.
+A tensor that Keras's casting of inputs rounded, or that a layer in float32 gave,
+knows its source. Layers in float32, and those that ask for exact inputs, take it; so do
+operations of Functional graphs, which have no dtype of their own, that are kept so.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
-import numpy as np
+import keras
 import tensorflow as tf
-from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager import execute as eager_execution
-from tensorflow.python.framework import constant_op, op_def_library
 
 from tfamp.keras_hooks import backend
-from tfamp.keras_hooks.backend import HALF
-from tfamp.keras_hooks.layers import CALLS, SOURCE
-from tfamp.keras_hooks.patches import Patch, like, replaced
+from tfamp.keras_hooks.layers import SOURCE
+from tfamp.keras_hooks.patches import like, replaced
+from tfamp.keras_hooks.structure import map_structure, operations_of, walk
 
-_ORIGIN = "_tfamp_origin"  # how it would be made of such sources
-
-_MOVES = frozenset(
-    "BroadcastTo ExpandDims GatherNd GatherV2 Identity PreventGradient Reshape "
-    "ReverseV2 Roll Slice Split SplitV Squeeze StopGradient StridedSlice Tile "
-    "Transpose Unpack".split()
-)
-_COMBINES = frozenset(
-    "Abs Add AddN AddV2 Ceil ClipByValue ConcatV2 Cumsum Div DivNoNan Exp Expm1 Floor "
-    "FloorDiv FloorMod Log Log1p Max Maximum Mean Min Minimum MirrorPad Mod Mul "
-    "MulNoNan Neg Pack Pad PadV2 Pow Prod RealDiv Relu Relu6 Rint Round Select "
-    "SelectV2 Sign Sqrt Square Sub Sum".split()
-)
-# Those that give no floating-point numbers of floating-point ones.
-_READS = frozenset("ArgMax ArgMin AsString Bucketize LowerBound UpperBound".split())
-_COMPARES = frozenset("Equal Greater GreaterEqual Less LessEqual NotEqual".split())
-_FOLLOWED = _MOVES | _COMBINES | _READS | _COMPARES | {"Cast"}
+_KEPT = "_tfamp_kept_in_float32"
 
 
-def patches() -> list[Patch]:
-    """Returns the patches on operations and constants of TensorFlow."""
-    return [
-        Patch(pywrap_tfe, "TFE_Py_FastPathExecute", _wrap_eager),
-        Patch(pywrap_tfe, "TFE_Py_Execute", _wrap_fallback),
-        Patch(op_def_library, "_apply_op_helper", _wrap_graph),
-        Patch(constant_op, "_constant_impl", _wrap_constant),
-    ]
-
-
-def source_of(x: Any, *, is_feature: bool = False) -> Any:
-    """Returns what `x` was rounded from, in float32, or `x` itself.
-
-    A part of a raw feature is looked up, too, but gradients pass it by: they go to what
-    it was rounded from.
-    """
+def source_of(x: Any) -> Any:
+    """Returns what `x` was rounded from, in float32, or `x` itself."""
     source = getattr(x, SOURCE, None) if isinstance(x, tf.Tensor) else None
-    origin = getattr(x, _ORIGIN, None)
-    if source is None and is_feature and origin is not None and origin.is_moved:
-        source = origin.value()
     if source is None:
         return x
     exact = backend.convert_to_tensor(source)
@@ -84,307 +40,115 @@ def unrounded(x: tf.Tensor) -> tf.Tensor:
     return backend.cast(source_of(x), "float32")
 
 
-def rounded(x: Any, dtype: str) -> Any:
-    """Returns a tensor or an array in a half-precision dtype, which knows its source.
+def cast_outputs(outputs: Any, dtype: str) -> Any:
+    """Casts every floating-point tensor of a nested structure to `dtype`.
 
-    What is no number, or in that dtype already, is returned as it is.
-    """
-    if isinstance(x, tf.Tensor | np.ndarray):
-        given = tf.as_dtype(x.dtype)
-        if (given.is_floating or given.is_integer) and given != tf.as_dtype(dtype):
-            y = tf.cast(x, dtype)
-            if not hasattr(y, SOURCE):
-                setattr(y, SOURCE, x)
-            return y
-    return x
-
-
-class _Origin:
-    """How to make a tensor of the sources of what it was made of.
-
-    Attributes:
-        is_moved: Whether the values only changed their places, so that layers which
-            take exact inputs may have them.
+    The mask and the logits that Keras hangs on a tensor stay with it.
     """
 
-    def __init__(
-        self, make: Callable[[], Any], tensor: tf.Tensor, *, is_moved: bool = False
-    ) -> None:
-        self._make: Callable[[], Any] | None = make
-        self._graph = tensor.graph if tf.is_symbolic_tensor(tensor) else None
-        self._value: Any = None
-        self.is_moved = is_moved
-
-    def value(self) -> Any:
-        """Returns the exact tensor, None where it cannot be made.
-
-        It is made once, where the rounded tensor was, so it can stand wherever that
-        one can.
-        """
-        make, self._make = self._make, None
-        if make is not None:
-            try:
-                with replaced(CALLS, stack=[]):
-                    if self._graph is not None:
-                        with self._graph.as_default():
-                            self._value = make()
-                    elif tf.executing_eagerly():
-                        self._value = make()
-                    else:
-                        with tf.init_scope():
-                            self._value = make()
-            except Exception:  # such as two dtypes: then it stays rounded
-                self._value = None
-        return self._value
-
-
-def _wrap_eager(original: Callable[..., Any]) -> Callable[..., Any]:
-    def execute(context: Any, operation: str, name: Any, *args: Any) -> Any:
-        if operation not in _FOLLOWED or not _follows():
-            return original(context, operation, name, *args)
-
-        def run(given: Any) -> Any:
-            return original(context, operation, name, *given)
-
-        target = args[2] if operation == "Cast" else None
-        return _followed(operation, args, run, lambda result: result, target)
-
-    return execute
-
-
-def _wrap_fallback(original: Callable[..., Any]) -> Callable[..., Any]:
-    def execute(
-        handle: Any, device: Any, name: Any, inputs: Any, attrs: Any, num_outputs: int
-    ) -> Any:
-        operation = name.decode() if isinstance(name, bytes) else name
-        if operation not in _FOLLOWED - {"Cast"} or not _follows():
-            return original(handle, device, name, inputs, attrs, num_outputs)
-        is_first = [True]
-
-        def run(given: Any) -> Any:
-            given = list(given)
-            types = _with_dtype_of(given, attrs)
-            result = original(handle, device, name, given, types, num_outputs)
-            if is_first:
-                is_first.clear()  # its caller records it
-            elif eager_execution.must_record_gradient():
-                eager_execution.record_gradient(operation, given, types, result)
-            return result
-
-        return _followed(operation, tuple(inputs), run, lambda result: result)
-
-    return execute
-
-
-def _with_dtype_of(inputs: Sequence[Any], attrs: Any) -> Any:
-    """Returns attributes with the dtype that floating-point inputs have now."""
-    dtypes = [x.dtype for x in inputs if x.dtype.is_floating]
-    if attrs is None or not dtypes:
-        return attrs
-    names, values = attrs[::2], attrs[1::2]
-    of_inputs = ("T", "Tparams")
-    return tuple(
-        each
-        for name, value in zip(names, values, strict=True)
-        for each in (
-            name,
-            dtypes[0].as_datatype_enum if name in of_inputs else value,
-        )
-    )
-
-
-def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def apply(op_type_name: str, name: Any = None, **keywords: Any) -> Any:
-        if op_type_name not in _FOLLOWED or not _follows():
-            return original(op_type_name, name=name, **keywords)
-        names, own_name = tuple(keywords), [name]
-
-        def run(given: Any) -> Any:
-            arguments = dict(zip(names, given, strict=True))
-            # A name can be that of one operation of a graph.
-            name = own_name.pop() if own_name else None
-            return original(op_type_name, name=name, **arguments)
-
-        given = tuple(keywords.values())
-        target = keywords.get("DstT")
-        return _followed(op_type_name, given, run, lambda result: result[3], target)
-
-    return apply
-
-
-def _wrap_constant(original: Callable[..., Any]) -> Callable[..., Any]:
-    def constant(value: Any, *args: Any, **kwargs: Any) -> Any:
-        y = original(value, *args, **kwargs)
-        if (
-            isinstance(value, int | float | np.ndarray | np.generic | list | tuple)
-            and isinstance(y, tf.Tensor)
-            and y.dtype in HALF
-            and _follows()
-        ):
-            setattr(y, _ORIGIN, _Origin(lambda: _exact_constant(value, y.shape), y))
+    def cast(x: Any) -> Any:
+        if isinstance(x, keras.KerasTensor):
+            if not backend.is_float_dtype(x.dtype) or x.dtype == dtype:
+                return x
+            return keras.KerasTensor(
+                x.shape, dtype=dtype, sparse=x.sparse, ragged=x.ragged
+            )
+        if not tf.is_tensor(x) or not x.dtype.is_floating:
+            return x
+        y = x if x.dtype == dtype else backend.cast(x, dtype)
+        if y is not x and hasattr(x, "_keras_mask"):
+            y._keras_mask = x._keras_mask
+        if y.dtype in backend.HALF and x.dtype not in backend.HALF:
+            # Another layer in float32 takes it as it was: it may be beyond range.
+            setattr(y, SOURCE, x)
+        if hasattr(x, "_keras_logits"):  # a loss takes them in the output's place
+            y._keras_logits = backend.cast(x._keras_logits, dtype)
         return y
 
-    return constant
+    return map_structure(cast, outputs)
 
 
-def _exact_constant(value: Any, shape: Any) -> tf.Tensor:
-    exact = np.asarray(value, "float32")
-    return tf.constant(exact if exact.size == 1 else exact.reshape(shape))
+class Float32Operation(NamedTuple):
+    """How an operation is kept in float32."""
+
+    output_dtype: str  # what its floating-point outputs are cast to
+    rule: str = ""  # what decided
+    reason: str = ""  # why
 
 
-def _follows() -> bool:
-    """States whether a managed layer is being called that has the default rules."""
-    return bool(CALLS.stack) and CALLS.stack[-1].settings.has_defaults
+def operations_in(model: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
+    """Yields path and operation of all graphs in a model, each once, in their order."""
+    seen: set[int] = set()
+    for path, layer, _ in walk(model):
+        prefix = "" if layer is model else f"{path}/"
+        for operation in operations_of(layer):
+            if id(operation) not in seen:
+                seen.add(id(operation))
+                yield f"{prefix}{operation.name}", operation
 
 
-def _followed(
-    operation: str,
-    args: tuple[Any, ...],
-    run: Callable[[Any], Any],
-    outputs_of: Callable[[Any], Any],
-    target: Any = None,
-) -> Any:
-    """Returns what an operation gives, of exact inputs where it reads whole numbers.
+def kept(operation: Any) -> Float32Operation | None:
+    """Returns how an operation is kept in float32, None where it is not."""
+    found = vars(operation).get(_KEPT)
+    return None if found is None else found[1]
 
-    Args:
-        operation: The type of the operation.
-        args: Its inputs and attributes, in any order.
-        run: Runs it with others in their place.
-        outputs_of: Returns the output tensors that are in what `run` returns.
-        target: The dtype to cast to, if it does.
+
+def keep(operation: Any, output_dtype: str, rule: str = "", reason: str = "") -> bool:
+    """Has an operation compute in float32 from now on; returns whether it did not.
+
+    It has no dtype to be set, so its call is replaced on the instance; Keras's own part
+    of a file that the model is saved to knows nothing of that. Its floating-point
+    outputs are cast to `output_dtype`.
     """
-    tensors = [x for x in _leaves(args) if isinstance(x, tf.Tensor)]
-    known = [x for x in tensors if _is_known(x)]
-    if operation == "Cast":
-        return _cast(args, run, outputs_of, tf.as_dtype(target))
-    if not known or any(x.dtype in HALF and not _is_known(x) for x in tensors):
-        return run(args)
-    if operation in _COMPARES:
-        if all(x.dtype in HALF for x in tensors):  # all were rounded alike
-            return run(args)
-        exact = _exact_args(args, _of_the_same_kind)
-        return run(args if exact is None else exact)
-    if operation in _READS:
-        exact = _exact_args(args, _wide)
-        return run(args if exact is None else exact)
-    is_move = operation in _MOVES
-    result = run(args)
-
-    def make(number: int | None) -> Any:
-        exact = _exact_args(args, _as_it_is if is_move else _wide)
-        if exact is None:
-            return None
-        made = outputs_of(run(exact))
-        return made if number is None else made[number]
-
-    outputs = outputs_of(result)
-    is_moved = is_move and all(
-        hasattr(x, SOURCE) or getattr(x, _ORIGIN).is_moved for x in known
-    )
-    if isinstance(outputs, tf.Tensor):
-        _set_origin(outputs, functools.partial(make, None), is_moved=is_moved)
-    else:
-        for number, each in enumerate(outputs):
-            _set_origin(each, functools.partial(make, number), is_moved=is_moved)
-    return result
+    if _KEPT in vars(operation):
+        return False
+    # Let go of, the stack would put the call back.
+    stack = contextlib.ExitStack()
+    vars(operation)[_KEPT] = stack, Float32Operation(output_dtype, rule, reason)
+    stack.enter_context(in_float32(operation, output_dtype))
+    return True
 
 
-def _cast(
-    args: tuple[Any, ...],
-    run: Callable[[Any], Any],
-    outputs_of: Callable[[Any], Any],
-    target: tf.DType,
-) -> Any:
-    x = args[0]
-    if not isinstance(x, tf.Tensor):
-        return run(args)
-    if target.is_integer:
-        exact = _exact_args(args, _as_it_is) if _is_known(x) else None
-        return run(args if exact is None else exact)
-    result = run(args)
-    if not target.is_floating or x.dtype == tf.bool:
-        return result
-    outputs = outputs_of(result)
-    y = outputs if isinstance(outputs, tf.Tensor) else outputs[0]
-    if _is_known(x):
-        is_moved = hasattr(x, SOURCE) or getattr(x, _ORIGIN).is_moved
-        _set_origin(y, lambda: _exact(x), is_moved=is_moved)
-    elif target in HALF and x.dtype not in HALF:
-        _set_origin(y, lambda: x)
-    return result
+def kept_in(model: keras.layers.Layer) -> dict[int, Float32Operation]:
+    """Returns the operations kept in float32, by their place in `operations_in`."""
+    found = {place: kept(each) for place, (_, each) in enumerate(operations_in(model))}
+    return {place: each for place, each in found.items() if each is not None}
 
 
-def _leaves(args: Any) -> Iterator[Any]:
-    for each in args:
-        if isinstance(each, list | tuple):
-            yield from each
-        else:
-            yield each
-
-
-def _is_known(x: Any) -> bool:
-    return hasattr(x, SOURCE) or hasattr(x, _ORIGIN)
-
-
-def _set_origin(
-    tensor: tf.Tensor, make: Callable[[], Any], *, is_moved: bool = False
+def keep_only(
+    model: keras.layers.Layer, wanted: Mapping[int, Float32Operation]
 ) -> None:
-    if tensor.dtype.is_floating and not hasattr(tensor, SOURCE):
-        setattr(tensor, _ORIGIN, _Origin(make, tensor, is_moved=is_moved))
+    """Keeps these operations in float32, by their place, and no others."""
+    for place, (_, operation) in enumerate(operations_in(model)):
+        found = vars(operation).pop(_KEPT, None)
+        if found is not None:
+            found[0].close()
+        if place in wanted:
+            keep(operation, *wanted[place])
 
 
-def _exact(x: tf.Tensor) -> Any:
-    """Returns what a tensor would be without rounding, None where it is not known."""
-    source = getattr(x, SOURCE, None)
-    if source is None:
-        return getattr(x, _ORIGIN).value()
-    if isinstance(source, tf.Tensor) and _is_known(source):
-        further = _exact(source)
-        return source if further is None else further
-    return source
+@contextlib.contextmanager
+def in_float32(layer: Any, dtype: str) -> Iterator[None]:
+    """Has a float32 layer or an operation take inputs as exact as they are known.
 
-
-def _exact_args(
-    args: tuple[Any, ...], adapt: Callable[[tf.Tensor, Any], Any]
-) -> tuple[Any, ...] | None:
-    """Returns arguments with exact tensors, None where one cannot be made.
-
-    `adapt` is given each floating-point tensor and its exact value.
+    Its floating-point outputs are cast to `dtype`.
     """
-    missing = False
+    original = layer.call
 
-    def exact(x: Any) -> Any:
-        nonlocal missing
-        if not isinstance(x, tf.Tensor) or not x.dtype.is_floating:
-            return x
-        value = _exact(x) if _is_known(x) else x
-        missing = missing or value is None
-        return None if value is None else adapt(x, value)
+    @like(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = map_structure(widened, (args, kwargs))
+        return cast_outputs(original(*args, **kwargs), dtype)
 
-    with replaced(CALLS, stack=[]):
-        given = tuple(
-            [exact(x) for x in each] if isinstance(each, list | tuple) else exact(each)
-            for each in args
-        )
-    return None if missing else given
+    # Without autocasting the layer is given the very tensors that others returned,
+    # which know what they were rounded from. Operations have no such setting.
+    uncast = {"autocast": False} if "autocast" in vars(layer) else {}
+    with replaced(layer, call=call, **uncast):
+        yield
 
 
-def _as_it_is(_: tf.Tensor, exact: Any) -> Any:
-    return tf.convert_to_tensor(exact)
-
-
-def _wide(_: tf.Tensor, exact: Any) -> Any:
-    return tf.cast(exact, tf.float32)
-
-
-def _of_the_same_kind(x: tf.Tensor, exact: Any) -> Any:
-    """Returns the exact value, but 0 and infinity where rounding has come to them.
-
-    A comparison guards against what the values used are, such as a division by 0.
-    """
-    wide = tf.cast(x, tf.float32)
-    exact = tf.cast(exact, tf.float32)
-    if exact is wide:
-        return wide
-    return tf.where((wide == 0) | tf.math.is_inf(wide), wide, exact)
+def widened(x: Any) -> Any:
+    """Returns a half-precision tensor in float32, unrounded where that is known."""
+    if isinstance(x, tf.Tensor) and x.dtype in backend.HALF:
+        return unrounded(x)
+    return x

@@ -14,7 +14,6 @@ the main loss, which must all have one dtype; `Layer.__call__` reading
 `self.activity_regularizer` while a call context is open.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,7 @@ from keras.src import tree
 
 from tfamp.keras_hooks import backend, calls, structure
 from tfamp.keras_hooks.backend import HALF, operations
-from tfamp.keras_hooks.layers import policy_of
+from tfamp.keras_hooks.layers import CALLS, Kind, policy_of
 from tfamp.keras_hooks.patches import Function, InnerPatch, Patch, like, wrapper
 
 # By subject: what half precision does to them, and where operations are looked up.
@@ -63,28 +62,20 @@ OPERATIONS: dict[str, tuple[str, dict[Any, str]]] = {
         "1 - 1e-7 rounds to 1 in half precision, so a probability of 1 costs infinity",
         {
             operations.nn: "binary_crossentropy categorical_crossentropy "
-            "sparse_categorical_crossentropy",
+            "sparse_categorical_crossentropy"
         },
     ),
 }
 # Marks what an operation of the table has made.
 _EXACT = "_tfamp_exact"
+_REGULARIZER = "activity_regularizer"
 
 
-def patches(
-    stays_float32: Callable[[], bool | None],
-) -> list[Patch]:
-    """Returns the patches on operations, losses and activity regularizers.
-
-    Args:
-        stays_float32: Whether the results of operations stay float32 in the layer that
-            computes now, or are rounded to the dtype of their inputs. None where
-            operations are to be left alone.
-    """
-    in_float32 = functools.partial(_in_float32, stays_float32)
+def patches() -> list[Patch]:
+    """Returns the patches on operations, losses and activity regularizers."""
     return [
         *(
-            InnerPatch(module, name, in_float32)
+            InnerPatch(module, name, _in_float32)
             for _, modules in OPERATIONS.values()
             for module, names in modules.items()
             for name in names.split()
@@ -94,27 +85,29 @@ def patches(
         Patch(keras.layers.Layer, "add_loss", _wrap_add_loss),
         Patch(
             keras.layers.Layer,
-            "activity_regularizer",
+            _REGULARIZER,
             lambda _: property(_read_regularizer, _write_regularizer),
             optional=True,
         ),
     ]
 
 
-def _in_float32(
-    stays_float32: Callable[[], bool | None], original: Function
-) -> Function:
+def _in_float32(original: Function) -> Function:
     @like(original)
     def operation(*args: Any, **kwargs: Any) -> Any:
-        stays = stays_float32()
-        if stays is None:
+        policy = CALLS.stack[-1] if CALLS.stack else None
+        if (
+            policy is None
+            or policy.kind is Kind.EXPLICIT
+            or not policy.settings.has_defaults
+        ):
             return original(*args, **kwargs)
         given = tree.map_structure(_read, (args, kwargs))
         dtypes = {x.dtype for x in tree.flatten(given) if _is_float(x)}
         if len(dtypes) != 1 or not dtypes <= {*HALF}:
             return original(*args, **kwargs)
         args, kwargs = tree.map_structure(_widened, given)
-        dtype = tf.float32 if stays else dtypes.pop()
+        dtype = tf.float32 if policy.kind is Kind.WIDE_OUTPUT else dtypes.pop()
         return tree.map_structure(lambda y: _exact(y, dtype), original(*args, **kwargs))
 
     return operation
@@ -181,9 +174,6 @@ class _InFloat32:
 
     def __call__(self, x: Any) -> Any:
         return self._regularizer(backend.cast(x, "float32"))
-
-
-_REGULARIZER = "activity_regularizer"
 
 
 def _read_regularizer(layer: keras.layers.Layer) -> Any:

@@ -1,4 +1,4 @@
-"""A layer's dtype policy that knows its layer, and hooks where layers are made.
+"""A layer's dtype policy that knows its layer, and the hook where layers are made.
 
 A managed layer has a `Policy` of its own. Keras hands it on, asks it for the dtypes of
 the layer, casts inputs through it, and writes it into configurations and files, where
@@ -15,7 +15,7 @@ import contextlib
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -23,8 +23,7 @@ import tensorflow as tf
 from keras.src import api_export
 from keras.src.backend.common import global_state
 
-from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.backend import HALF as HALF_TYPES
+from tfamp.keras_hooks import backend, structure
 from tfamp.keras_hooks.patches import Function, Patch, followed_by, wrapper
 from tfamp.records.formats import HALF
 
@@ -50,16 +49,11 @@ class Kind(enum.Enum):
 
 
 KEPT = (Kind.FLOAT32_INSIDE, Kind.HEAD, Kind.SUBLAYER)
-# Of the layers that live and may compute in float16.
+# Settings under which layers compute in float16, as long as one of those lives.
 FLOAT16: "weakref.WeakSet[Any]" = weakref.WeakSet()
 # What was decided of a layer, as plans and files hold it.
 FIELDS = (
-    "rule",
-    "reason",
-    "output_dtype",
-    "exact_inputs",
-    "applies_to",
-    "inner_dtype",
+    *("rule", "reason", "output_dtype", "exact_inputs", "applies_to", "inner_dtype"),
 )
 
 
@@ -81,50 +75,31 @@ class Policy(_LikeStock):
 
     Its dtypes are those of the policy it was made with, or float32 where a rule keeps
     the layer; rules that need the finished layer are asked as the dtype is read.
-
-    Attributes:
-        settings: Those under which the layer was made or applied.
-        kind: How the layer came by its dtypes.
-        rule: Name of the rule that decided, for people.
-        reason: Why that rule exists, one sentence.
-        output_dtype: What floating-point outputs are cast to, None to leave them.
-        exact_inputs: Whether inputs that were rounded come unrounded.
-        applies_to: "all" where sublayers follow this layer into float32, "self" where
-            they keep their own dtypes, "own" where what they return is widened, too.
-        inner_dtype: What sublayers' outputs are cast to inside this layer: float32
-            for "own", half precision where one that is called inside is a head, too.
-        is_decided: Whether rules that need the finished layer have been asked.
-        is_propagated: Whether the sublayers follow it already.
-        is_resolved: For a model: whether its heads have been found.
-        graph_key: For a model: which graph of layers they were found in. A Sequential
-            model gets another with each `add`.
-        made_in: The policy under which the layer was made, None where nobody knows.
-        wrapped_optimizer: For a model: whether `compile` gave its optimizer the loss
-            scale, so that it may be taken off again.
-        tried: Where the call and its gradient were tried: False for inference, True for
-            training.
-        fails_in_float32: Whether its call has raised in float32, as in half precision.
     """
 
     def __init__(self, name: str, settings: Any = None, **decided: Any) -> None:
         super().__init__(name)
         self._layer: Any = lambda: None
-        self.settings = settings
+        self.settings = settings  # under which the layer was made or applied
         self.kind = Kind.FOLLOWS
-        self.rule = f"policy {name}"
-        self.reason = ""
+        self.rule = f"policy {name}"  # what decided, for people
+        self.reason = ""  # why that rule exists, one sentence
+        # What floating-point outputs are cast to, None to leave them.
         self.output_dtype: str | None = None
-        self.exact_inputs = False
+        self.exact_inputs = False  # whether inputs that were rounded come unrounded
+        # "all" where sublayers follow this layer into float32, "self" where they keep
+        # their own dtypes, "own" where what they return is widened, too.
         self.applies_to = "all"
+        # What sublayers' outputs are cast to inside this layer: float32 for "own", half
+        # precision where one that is called inside is a head, too.
         self.inner_dtype: str | None = None
-        self.is_decided = False
-        self.is_propagated = False
-        self.is_resolved = False
-        self.graph_key: int | None = None
-        self.made_in: str | None = None
-        self.wrapped_optimizer = False
-        self.tried: tuple[bool, ...] = ()
-        self.fails_in_float32 = False
+        self.is_decided = False  # whether rules for finished layers have been asked
+        self.is_propagated = False  # whether the sublayers follow it already
+        self.is_resolved = False  # for a model: whether its heads have been found
+        self.graph_key: int | None = None  # in which graph; it changes with each `add`
+        self.made_in = "float32"  # the policy under which the layer was made
+        # Where the call was tried: False for inference, True for training.
+        self.tried: frozenset[bool] = frozenset()
         self.__dict__.update(decided)
 
     @property
@@ -171,9 +146,9 @@ class Policy(_LikeStock):
                 self.settings.ask_on_read(layer)
 
     def bind(self, layer: Any) -> None:
-        """Makes this the policy of a layer; Keras's own stay if they quantize or map.
+        """Makes this the policy of a layer.
 
-        So does one of a class of the user's own that was passed to the layer.
+        Keras's own stay that quantize or map, and those of classes of the user's.
         """
         self._layer = weakref.ref(layer)
         if self._compute_dtype == "float16":
@@ -187,20 +162,15 @@ class Policy(_LikeStock):
             own["_dtype_policy"] = self
 
     def convert_input(self, x: Any, autocast: bool, dtype: Any) -> Any:
-        """Casts as Keras does; what was rounded remembers what it was rounded from.
-
-        Only layers that ask for exact inputs look at it; in a graph the unused branch
-        is pruned.
-        """
+        """Casts as Keras does; what was rounded remembers what it was rounded from."""
         y = super().convert_input(x, autocast, dtype)
         if y is x or not isinstance(y, tf.Tensor) or not y.dtype.is_floating:
             return y
-        if isinstance(x, tf.Tensor):
-            source = getattr(x, SOURCE, None)
-            if source is None and y.dtype in HALF_TYPES and x.dtype not in HALF_TYPES:
-                source = x
-        else:  # an array or a list, converted and rounded in one go
-            source = x if hasattr(x, "__array__") and y.dtype in HALF_TYPES else None
+        source = getattr(x, SOURCE, None)
+        if source is None and y.dtype in backend.HALF and hasattr(x, "__array__"):
+            # An array is converted and rounded in one go.
+            is_half = isinstance(x, tf.Tensor) and x.dtype in backend.HALF
+            source = None if is_half else x
         if source is not None:
             setattr(y, SOURCE, source)
         return y
@@ -218,27 +188,17 @@ class Policy(_LikeStock):
 
 
 class GlobalPolicy(_LikeStock):
-    """Keras's global policy in this thread: the one in force, whenever it is asked.
+    """Keras's global policy in one thread: the one in force, whenever it is asked.
 
-    `before` is what the thread had; `in_force` gives the name, None where tfamp is not
-    enabled.
+    `before` counts where nothing is in force; `token` tells the time since tfamp was
+    enabled from others, and one change in it from another.
     """
 
-    def __init__(self, before: Any, in_force: Callable[[], str | None]) -> None:
+    def __init__(
+        self, before: Any, in_force: Callable[[], str | None], token: Any
+    ) -> None:
         super().__init__("float32")
-        self.before, self._in_force = before, in_force
-        self._state = vars(global_state.GLOBAL_STATE_TRACKER)
-
-    def put(self, *, is_enabled: bool) -> bool:
-        """Makes it the policy of its thread again, or puts back what that had.
-
-        Returns whether it is that of its thread now.
-        """
-        if self._state.get(_MARK) is not self:
-            return False
-        self._state[_GLOBAL] = self if is_enabled else self.before
-        self._state[_MARK] = self if is_enabled else None
-        return is_enabled
+        self.before, self._in_force, self.token = before, in_force, token
 
     @property
     def present(self) -> keras.DTypePolicy:
@@ -265,8 +225,8 @@ class GlobalPolicy(_LikeStock):
 
 
 # Files and configurations hold a stock policy in their place.
-api_export.REGISTERED_OBJS_TO_NAMES[Policy] = "keras.DTypePolicy"
-api_export.REGISTERED_OBJS_TO_NAMES[GlobalPolicy] = "keras.DTypePolicy"
+for _class in (Policy, GlobalPolicy):
+    api_export.REGISTERED_OBJS_TO_NAMES[_class] = "keras.DTypePolicy"
 
 
 def policy_of(layer: Any) -> Policy | None:
@@ -284,17 +244,20 @@ def update(layer: Any, **changes: Any) -> Policy:
 
 
 def put(layer: Any, policy: keras.DTypePolicy | None) -> None:
-    """Gives a layer another policy, one of its own or a stock one without rules.
+    """Gives a layer another policy; for None it is unmanaged, with the same dtypes.
 
     A quantized layer stays so: its policy is that of the quantization, from this one.
     """
     if isinstance(policy, Policy):
         policy.bind(layer)
-    else:
-        vars(layer).pop(_ATTRIBUTE, None)
-        given = vars(layer)["_dtype_policy"]
-        if policy is not None and given is not policy:
-            layer.dtype_policy = _quantized_as(given, policy)
+        follow(layer)
+        return
+    own, known = vars(layer), vars(layer).pop(_ATTRIBUTE, None)
+    given = own["_dtype_policy"]
+    if policy is not None and given is not policy:
+        layer.dtype_policy = _quantized_as(given, policy)
+    elif policy is None and given is known is not None:
+        own["_dtype_policy"] = keras.DTypePolicy(known.present_name)
     follow(layer)
 
 
@@ -306,15 +269,7 @@ def _quantized_as(given: Any, policy: keras.DTypePolicy) -> keras.DTypePolicy:
 
 
 def _present_name(policy: keras.DTypePolicy) -> str:
-    """Returns the name of a policy as far as it is decided: no rule is asked."""
     return policy.present_name if isinstance(policy, Policy) else policy.name
-
-
-def drop(layer: Any) -> None:
-    """Makes a layer an unmanaged one, of the same dtypes."""
-    policy = vars(layer).pop(_ATTRIBUTE, None)
-    if policy is not None and vars(layer)["_dtype_policy"] is policy:
-        vars(layer)["_dtype_policy"] = keras.DTypePolicy(policy.present_name)
 
 
 def follow(layer: Any) -> None:
@@ -351,15 +306,15 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Policy] = []
-        self.recorder: Any = None
+        self.recorder: Any = None  # of the calls of a trace that is thrown away
         self.num_builds = 0  # how many layers are being built around this one
         self.float16_layers: list[Any] = []  # references to those called last
         self.is_training = False  # whether a managed model's `train_step` runs
         self.may_keep = True  # whether a layer that fails may be tried in float32
-        self.trial: Any = None  # of the innermost layer that is being tried
+        self.trial: Any = None  # of the layer that is being tried, for its sublayers
+        self.asking: Any = None  # the same, for layers inside of these as well
         self.differentiated: Any = None  # a kept layer whose gradient is tried
-        self.failed: Any = None  # a layer whose gradient failed, and the error
-        self.messages: Any = None  # of TensorFlow, held back in a trial
+        self.failed: Any = None  # a layer that was tried in vain, error, of gradient
 
     def note_float16(self, layer: Any) -> None:
         """Notes that an outermost layer under a float16 policy is called."""
@@ -383,10 +338,8 @@ def patches(
 ) -> list[Patch]:
     """Returns the patches that report each new layer.
 
-    `before` is called ahead of a layer's own initialisation, `after` with the layer and
-    the `dtype` argument it was given. Only what `Layer.__init__` sets can be read: the
-    subclass's constructor goes on. `after_recurrent` is called with a recurrent layer
-    whose cell exists.
+    `after` is called with the layer and its `dtype` argument, when the constructor of
+    the subclass goes on, `after_recurrent` with a recurrent layer whose cell exists.
     """
 
     @wrapper
@@ -403,34 +356,31 @@ def patches(
     ]
 
 
-def present_policy() -> keras.DTypePolicy | None:
-    """Returns this thread's global policy object, None where none was set."""
-    return global_state.get_global_attribute(_GLOBAL)
+def tell_thread(in_force: Callable[[], str | None], token: tuple[Any, Any]) -> None:
+    """Has this thread's global policy be the one in force; for none what it had.
 
-
-def set_policy_in_force(policy: GlobalPolicy | None) -> None:
-    """Has this thread's global policy be the one in force; None leaves it to Keras.
-
-    `clear_session` forgets it.
+    `clear_session` forgets it. Where another thread has disabled tfamp since, what is
+    there now counts.
     """
-    known = policy_in_force()
-    after = policy if policy is not None else known and known.before
+    known = global_state.get_global_attribute(_MARK)
+    before = global_state.get_global_attribute(_GLOBAL)
+    if known is not None and known.token[0] is token[0]:
+        before = known.before
+    elif isinstance(before, GlobalPolicy):
+        before = before.before
+    policy = None if in_force() is None else GlobalPolicy(before, in_force, token)
     if policy is not None or known is not None:
-        global_state.set_global_attribute(_GLOBAL, after)
+        global_state.set_global_attribute(_GLOBAL, policy or before)
     global_state.set_global_attribute(_MARK, policy)
 
 
-def policy_in_force() -> GlobalPolicy | None:
-    """Returns what `set_policy_in_force` gave this thread, None where it is gone."""
-    return global_state.get_global_attribute(_MARK)
+def token_of_thread() -> Any:
+    """Returns the token that this thread was told last, None where it has not been."""
+    return getattr(global_state.get_global_attribute(_MARK), "token", None)
 
 
-@contextlib.contextmanager
-def global_policy_restored() -> Iterator[None]:
+def global_policy_restored() -> contextlib.AbstractContextManager[None]:
     """Puts this thread's global policy back after the block."""
-    policy, mark = present_policy(), policy_in_force()
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute(_GLOBAL, policy)
-        global_state.set_global_attribute(_MARK, mark)
+    names = (_GLOBAL, _MARK)
+    present = {name: global_state.get_global_attribute(name) for name in names}
+    return backend.global_attributes(**present)

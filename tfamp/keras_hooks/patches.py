@@ -21,22 +21,8 @@ class HookError(RuntimeError):
 class Patch:
     """Replaces one attribute of a class or module and can put the original back.
 
-    The original is taken from the owner's own `__dict__`, so that after `remove` the
-    owner holds the very same object as before, and an attribute that was inherited is
-    inherited again. `replace` takes what `getattr(owner, name)` gave and returns what
-    shall stand there; where the attribute is missing and `optional`, it takes None.
-
-    Example:
-        >>> class House:
-        ...     def door(self):
-        ...         return "shut"
-        >>> patch = Patch(House, "door", lambda old: lambda self: "open")
-        >>> patch.install()
-        >>> House().door()
-        'open'
-        >>> patch.remove()
-        >>> House().door()
-        'shut'
+    `replace` takes what `getattr(owner, name)` gave and returns what shall stand there;
+    where the attribute is missing and `optional`, it takes None.
     """
 
     def __init__(
@@ -47,10 +33,8 @@ class Patch:
         *,
         optional: bool = False,
     ) -> None:
-        self._owner = owner
-        self._name = name
-        self._replace = replace
-        self._optional = optional
+        self._owner, self._name = owner, name
+        self._replace, self._optional = replace, optional
         self._saved: Any = None
         self._placed: Any = _ABSENT
 
@@ -77,11 +61,7 @@ class Patch:
             )
 
     def _exists(self) -> bool:
-        """Whether the owner has the attribute, or inherits it from a class of its own.
-
-        Every class answers to `__init__` and `__call__`: those are of `object` and
-        `type`.
-        """
+        # Every class answers to `__init__` and `__call__`: those are of `object`.
         if not isinstance(self._owner, type):
             return hasattr(self._owner, self._name)
         return any(self._name in vars(cls) for cls in self._owner.__mro__[:-1])
@@ -93,25 +73,11 @@ class Patch:
         self.check()
         self._saved = vars(self._owner).get(self._name, _ABSENT)
         original = getattr(self._owner, self._name) if self._exists() else None
-        placed = self._replace(original)
-        setattr(self._owner, self._name, placed)
+        setattr(self._owner, self._name, self._replace(original))
         self._placed = vars(self._owner)[self._name]
 
-    @contextlib.contextmanager
-    def standing(self) -> Iterator[None]:
-        """Puts the replacement in place inside the block."""
-        self.install()
-        try:
-            yield
-        finally:
-            self.remove()
-
     def remove(self) -> None:
-        """Puts the original back; does nothing where it stands already.
-
-        Where somebody else has replaced the replacement since, theirs is left alone and
-        a warning says so: taking it away would break their code.
-        """
+        """Puts the original back, unless somebody else has replaced the replacement."""
         if not self.is_installed:
             return
         if vars(self._owner).get(self._name) is not self._placed:
@@ -127,37 +93,25 @@ class Patch:
             setattr(self._owner, self._name, self._saved)
         self._saved, self._placed = None, _ABSENT
 
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[None]:
+        """Puts the replacement in place inside the block."""
+        self.install()
+        try:
+            yield
+        finally:
+            self.remove()
+
 
 class InnerPatch(Patch):
     """Replaces the function inside of what decorators made, where that is found.
 
-    In `model.fit(..., callbacks=[...])` the method is looked up ahead of its arguments:
-    a hook that one of these installs comes too late for the attribute, and in time for
-    what is called inside of it. Where nothing is found inside, the attribute itself is
-    replaced, a function of a module in every module that has it: an `import` of
-    `tensorflow.math` makes a second one of `tf.math`.
-
-    Example:
-        >>> def shouting(function):
-        ...     @functools.wraps(function)
-        ...     def shout():
-        ...         return function().upper()
-        ...     return shout
-        >>> class House:
-        ...     door = staticmethod(shouting(lambda: "shut"))
-        >>> looked_up = House.door
-        >>> with InnerPatch(House, "door", lambda old: lambda: "open").standing():
-        ...     looked_up()
-        'OPEN'
-        >>> looked_up()
-        'SHUT'
+    What was looked up or imported before then ends in the replacement, too. Elsewhere
+    the attribute itself is replaced, a function in every module that has it: an
+    `import` of `tensorflow.math` makes a second one.
     """
 
-    def __init__(
-        self, owner: Any, name: str, replace: Callable[[Any], Any], **options: Any
-    ) -> None:
-        super().__init__(owner, name, replace, **options)
-        self._cell: Any = None
+    _cell: Any = None
 
     def install(self) -> None:
         """Puts the replacement inside; does nothing where it stands already."""
@@ -176,7 +130,6 @@ class InnerPatch(Patch):
             super().install()
 
     def _put(self, before: Any, after: Any) -> None:
-        """Puts one function in the place of another in every module that has it."""
         for module in tuple(sys.modules.values()):
             if getattr(module, "__dict__", {}).get(self._name) is before:
                 setattr(module, self._name, after)
@@ -199,13 +152,11 @@ def _cell_of(function: Any) -> Any:
     around = [function] if inside is not function else []
     for each in around:
         for cell in getattr(each, "__closure__", None) or ():
-            if cell.cell_contents is inside:
+            content = cell.cell_contents
+            if content is inside:
                 return cell
-            if (
-                inspect.isfunction(cell.cell_contents)
-                and cell.cell_contents not in around
-            ):
-                around.append(cell.cell_contents)
+            if inspect.isfunction(content) and content not in around:
+                around.append(content)
     return None
 
 
@@ -258,14 +209,11 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Decorates a replacement so that it introspects as `original` does.
-
-    Keras reads constructor signatures with `inspect.getfullargspec`, which stops at
-    wrappers unless they carry `__signature__` themselves.
-    """
+    """Decorates a replacement so that it introspects as `original` does."""
 
     def decorate(replacement: Callable[..., Any]) -> Any:
         wrapped = functools.wraps(original)(replacement)
+        # Keras reads it by `inspect.getfullargspec`, which stops at wrappers without.
         wrapped.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
         return wrapped
 
@@ -273,15 +221,7 @@ def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
 
 
 def wrapper(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Decorates a function that takes the original first, for a `Patch` to replace it.
-
-    Example:
-        >>> @wrapper
-        ... def opened(original, self):
-        ...     return f"{original(self)}, then open"
-        >>> opened(lambda self: "shut")(None)
-        'shut, then open'
-    """
+    """Decorates a function that takes the original first, for a `Patch` to place it."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)

@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src import backend as keras_backend
 from keras.src import tree
 from keras.src.models.functional import Functional
 from keras.src.utils.naming import to_snake_case
@@ -33,12 +34,10 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     Input layers are left out, and what keeps the range of an input.
     """
     tracked = list(layer.layers) if isinstance(layer, keras.Model) else []
-    known = {id(child) for child in tracked}
-    tracked += [child for child in layer._layers if id(child) not in known]
     inner = vars(layer).get("_functional")
     return [
         child
-        for child in tracked
+        for child in {id(each): each for each in [*tracked, *layer._layers]}.values()
         if not isinstance(child, keras.layers.InputLayer)
         and child is not inner
         and not getattr(child, "is_no_part", False)
@@ -46,12 +45,7 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
 
 
 def automatic_name(class_name: str) -> str:
-    """Returns what Keras names the first layer of a class; others get a number.
-
-    Example:
-        >>> automatic_name("ReLU"), automatic_name("Conv2DTranspose")
-        ('re_lu', 'conv2d_transpose')
-    """
+    """Returns what Keras names the first layer of a class; others get a number."""
     return str(to_snake_case(class_name))
 
 
@@ -60,28 +54,29 @@ def walk(
 ) -> Iterator[tuple[str, keras.layers.Layer, keras.layers.Layer | None]]:
     """Yields (path, layer, parent) for `root` and all layers below it, once each.
 
-    The path joins names with "/" from below the root: a model's own name is not part of
-    it, so the same layer has the same path in a Functional, a Sequential and a
-    subclassed model. The root's path is its name.
+    The path joins names with "/" from below the root, whose own path is its name.
     """
     yield root.name, root, None
     seen = {id(root)}
 
     def below(layer: keras.layers.Layer, prefix: str) -> Iterator[Any]:
         for child in children(layer):
-            if id(child) in seen:
-                continue
-            seen.add(id(child))
-            path = f"{prefix}{child.name}"
-            yield path, child, layer
-            yield from below(child, f"{path}/")
+            if id(child) not in seen:
+                seen.add(id(child))
+                yield f"{prefix}{child.name}", child, layer
+                yield from below(child, f"{prefix}{child.name}/")
 
     yield from below(root, "")
 
 
+def layers_of(root: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """Returns `root` and all layers below it, in the order of `walk`."""
+    return [layer for _, layer, _ in walk(root)]
+
+
 def compute_dtypes(model: keras.layers.Layer) -> set[str]:
     """Returns the dtypes that a model and the layers inside it compute in."""
-    return {layer.compute_dtype for _, layer, _ in walk(model)}
+    return {layer.compute_dtype for layer in layers_of(model)}
 
 
 def graph_of(model: keras.layers.Layer) -> Functional | None:
@@ -114,9 +109,8 @@ def inputs_of(graph: Functional) -> Any:
 def operations_of(layer: keras.layers.Layer) -> list[Any]:
     """Returns the operations in a layer's own Functional graph that are no layers."""
     graph = graph_of(layer)
-    if graph is None:
-        return []
-    return [o for o in graph.operations if not isinstance(o, keras.layers.Layer)]
+    found = [] if graph is None else graph.operations
+    return [each for each in found if not isinstance(each, keras.layers.Layer)]
 
 
 def only_calls_others(layer: keras.layers.Layer) -> bool:
@@ -138,6 +132,18 @@ def producer(
         return None
     node = history.operation._inbound_nodes[history.node_index]
     return history.operation, list(node.input_tensors), history.tensor_index
+
+
+def tensors_of(operation: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the tensors that an operation takes and gives, wherever it is called."""
+    nodes = operation._inbound_nodes
+    inputs = [x for node in nodes for x in node.input_tensors]
+    return inputs, [x for node in nodes for x in node.output_tensors]
+
+
+def users_of(operation: Any) -> list[Any]:
+    """Returns the operations and layers that take what an operation gives."""
+    return [node.operation for node in operation._outbound_nodes]
 
 
 def own_losses(layer: keras.layers.Layer) -> list[Any]:
@@ -197,11 +203,7 @@ def built_shapes(layer: keras.layers.Layer) -> dict[str, Any]:
 
 
 def trace_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Any:
-    """Traces `layer(*args, **kwargs)` for its shapes, without side effects.
-
-    Weights that do not exist yet are made, as Keras itself makes them in `fit`; no
-    variable changes its value.
-    """
+    """Traces `layer(*args, **kwargs)` for its shapes; weights may be made by it."""
 
     def specification(x: Any) -> Any:
         if hasattr(x, "shape") and hasattr(x, "dtype") and not hasattr(x, "assign"):
@@ -209,7 +211,7 @@ def trace_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Any:
         return x
 
     args, kwargs = tree.map_structure(specification, (args, kwargs))
-    return backend.compute_output_spec(layer, *args, **kwargs)
+    return keras_backend.compute_output_spec(layer, *args, **kwargs)
 
 
 def refresh_normalization(layer: keras.layers.Normalization) -> None:
@@ -241,7 +243,6 @@ def run_nodes(
     """Calls nodes one after the other, but those whose inputs are missing.
 
     `tensors` has the values of the graph's tensors by their `id`; outputs are added.
-    `operation_fn` gives what is called for an operation.
     """
     for node in nodes:
         if any(id(x) not in tensors for x in node.input_tensors):
@@ -253,13 +254,11 @@ def run_nodes(
 
 
 def replace_run(
-    graph: Functional,
-    run: Callable[[dict[int, Any], OperationFn], None] | None,
+    graph: Functional, run: Callable[[dict[int, Any], OperationFn], None] | None
 ) -> None:
     """Makes a graph run another way, or its own way again where `run` is None.
 
-    `run` gets the inputs by the `id` of the graph's tensors and adds all that the graph
-    gives.
+    `run` gets the inputs by the `id` of the graph's tensors and adds the outputs.
     """
     vars(graph).pop("_run_through_graph", None)
     if run is None:

@@ -1,44 +1,61 @@
-"""Tries a layer's call and its gradient in a trace that is thrown away.
+"""Tries a layer's own code in half precision, in a trace that is thrown away.
 
-A layer may run in half precision although its gradient cannot be built there: a
-`tf.custom_gradient` that returns float32, a `TensorArray` of float32, `digamma`, whose
-gradient has no half-precision kernel. The first step of training then fails, where
-nothing can be tried any more without side effects. So the first trace of a layer for
-its shapes takes a gradient, too; a layer that has not been traced when it is called is
-traced ahead of that call.
+A layer of the user's may be traced in half precision and have no kernel there, as
+`tf.linalg.cholesky`, or no gradient, as a `tf.custom_gradient` that returns float32.
+The first step would fail, where nothing can be tried any more without side effects. So
+the trace by which Keras finds a layer's shapes looks for kernels and takes a gradient,
+too; a layer that has not been traced when it is called is traced ahead of that call.
+The trace shows as well whether a layer makes whole numbers, such as ids, of its inputs.
 
-Only operations of the layer's own code are differentiated, between the sublayers that
-it calls. Keras's layers are not tried: their gradients are known to work.
+Only operations of the layer's own code are looked at, between the sublayers that it
+calls. Keras's layers are not tried: they are known to work.
 
-Relies on: the call context keeping `training` for layers that are called inside;
-`Layer.built` being set ahead of the layer's own trace, and not before Keras's trace
-that builds it; uninitialized variables having no `_value`.
+Relies on: Keras calling the backend's `compute_output_spec` with a layer's `call`; the
+call context keeping `training` for layers that are called inside; `Layer.built` being
+set ahead of the layer's own trace, and not before the trace that builds it;
+uninitialized variables having no `_value`; the registry of kernels in TensorFlow.
 """
 
 import contextlib
-import logging
+import functools
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src import backend as keras_backend
 from keras.src import utils
 from keras.src.backend.common import global_state
+from tensorflow.python.framework import kernels
 
 from tfamp.keras_hooks import backend, structure
 from tfamp.keras_hooks.backend import HALF
-from tfamp.keras_hooks.layers import (
-    CALLS,
-    Kind,
-    Policy,
-    policy_of,
-    update,
-)
-from tfamp.keras_hooks.patches import replaced
+from tfamp.keras_hooks.exact_values import cast_outputs
+from tfamp.keras_hooks.layers import CALLS, SOURCE, Kind, Policy, policy_of, update
+from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
 
-BOTH = (False, True)  # in training, and not
+BOTH = frozenset((False, True))  # in training, and not
+EXACT = "default: exact inputs"  # the rule of layers that make whole numbers
+_TABLES = (keras.layers.Embedding, keras.layers.IntegerLookup, keras.layers.Hashing)
+_MOVES = frozenset(
+    "BroadcastTo ExpandDims GatherNd GatherV2 Identity PreventGradient Reshape "
+    "ReverseV2 Roll Slice Split SplitV Squeeze StopGradient StridedSlice Tile "
+    "Transpose Unpack".split()
+)
+# Through which raw features are followed to the whole numbers that are made of them.
+_FOLLOWED = _MOVES | frozenset(
+    "Abs Add AddN AddV2 Cast Ceil ClipByValue ConcatV2 Cumsum Div DivNoNan Exp Expm1 "
+    "Floor FloorDiv FloorMod Log Log1p Max Maximum Mean Min Minimum MirrorPad Mod Mul "
+    "MulNoNan Neg Pack Pad PadV2 Pow Prod RealDiv Relu Relu6 Rint Round Select "
+    "SelectV2 Sign Sqrt Square Sub Sum".split()
+)
+_READS = frozenset(
+    "ArgMax ArgMin AsString Bucketize Cast If LowerBound PartitionedCall StatelessIf "
+    "UpperBound".split()
+)
+_COMPARES = frozenset("Equal Greater GreaterEqual Less LessEqual NotEqual".split())
 # Operations whose gradient works in half precision, in the dtype of their inputs.
 _PLAIN = frozenset(
     "Abs Add AddN AddV2 BatchMatMulV2 BatchMatMulV3 BiasAdd BroadcastTo Cast ConcatV2 "
@@ -49,7 +66,55 @@ _PLAIN = frozenset(
     "SplitV Sqrt Square SquaredDifference Squeeze StopGradient StridedSlice Sub Sum "
     "Tanh Tile TopKV2 Transpose Unpack ZerosLike".split()
 )
-_OTHER_DTYPE = "its gradient comes back in {} for an input in {}"
+
+
+class MissingKernelError(NotImplementedError):
+    """TensorFlow has no kernel for an operation in half precision."""
+
+
+def patches(after_error: Callable[..., Any]) -> list[Patch]:
+    """Returns the patch on traces for shapes; `after_error` is that of `calls`."""
+
+    @wrapper
+    def wrap(original: Function, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = getattr(fn, "__self__", None)
+        policy = policy_of(layer) if isinstance(layer, keras.layers.Layer) else None
+        if layer is None or policy is None:
+            return original(fn, *args, **kwargs)
+        is_call, was_built = fn == layer.call, layer.built
+        is_cast = is_call and layer.autocast and structure.graph_of(layer) is None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            run = functools.partial(fn, *args, **kwargs)
+            has_weights = was_built and is_call
+            return checked(layer, policy, run, (args, kwargs), has_weights=has_weights)
+
+        def trace() -> Any:
+            # As the layer's own call does, which is left out where it is built.
+            given: Any = args, kwargs
+            if is_cast and backend.is_float_dtype(layer.compute_dtype):
+                given = cast_outputs(given, layer.compute_dtype)
+            is_inside = CALLS.stack and CALLS.stack[-1] is policy
+            inside = CALLS.stack if is_inside else [*CALLS.stack, policy]
+            with replaced(CALLS, stack=inside):
+                return original(call, *given[0], **given[1])
+
+        rule = policy.rule
+        try:
+            return trace()
+        except Exception as error:
+            # Ahead of an eager call Keras goes on, and the call itself is repeated.
+            if was_built or not is_call or not is_symbolic(args, kwargs):
+                raise
+            return after_error(layer, rule, error, trace)
+
+    return [Patch(keras_backend, "compute_output_spec", wrap)]
+
+
+def is_symbolic(args: Any, kwargs: Any) -> bool:
+    """Returns whether a call builds a Functional graph."""
+    flat = structure.flatten((args, kwargs))
+    return any(isinstance(x, keras.KerasTensor) for x in flat)
 
 
 def is_of_keras(layer: keras.layers.Layer) -> bool:
@@ -60,13 +125,13 @@ def is_of_keras(layer: keras.layers.Layer) -> bool:
     return type(layer).__module__.startswith("keras.") and not is_lambda
 
 
-def may_be_tried(layer: keras.layers.Layer, policy: Policy) -> bool:
+def _may_be_tried(layer: keras.layers.Layer, policy: Policy) -> bool:
     """Returns whether a layer's own operations run in half precision by default."""
     return (
         policy.kind in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
         and policy.settings.has_defaults
         and CALLS.may_keep
-        and layer.compute_dtype in HALF
+        and layer.compute_dtype in ("float16", "bfloat16")
         and structure.graph_of(layer) is None
         and not is_of_keras(layer)
     )
@@ -79,9 +144,9 @@ def is_untried(layer: keras.layers.Layer, policy: Policy, kwargs: Any) -> bool:
     if not policy.settings.is_half or is_of_keras(layer):
         update(layer, tried=BOTH)
         return False
-    if backend.in_symbolic_scope() or set(_phases(layer, kwargs)) <= {*policy.tried}:
+    if backend.in_symbolic_scope() or _phases(layer, kwargs) <= policy.tried:
         return False
-    return may_be_tried(layer, policy)
+    return _may_be_tried(layer, policy)
 
 
 def trace_ahead(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
@@ -95,25 +160,17 @@ def trace_ahead(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
         without_python_effects(layer),
     ):
         structure.trace_call(layer, args, kwargs)
-    note_call(layer, kwargs)
+    note_tried(layer, kwargs)
 
 
-def note_call(layer: keras.layers.Layer, kwargs: Any) -> None:
-    """Notes that such a call of a layer was tried."""
-    note_tried(layer, _phases(layer, kwargs))
-
-
-def note_tried(
-    layer: keras.layers.Layer, phases: Iterable[bool] = BOTH
-) -> Policy | None:
-    """Notes that a layer needs not be tried any more, in training or not."""
+def note_tried(layer: keras.layers.Layer, kwargs: Any = None) -> None:
+    """Notes that such a call of a layer was tried; without arguments, that all were."""
     policy = policy_of(layer)
-    if policy is None or {*phases} <= {*policy.tried}:
-        return policy
-    return update(layer, tried=tuple(sorted({*policy.tried, *phases})))
+    if policy is not None:
+        policy.tried |= BOTH if kwargs is None else _phases(layer, kwargs)
 
 
-def _phases(layer: keras.layers.Layer, kwargs: Any) -> tuple[bool, ...]:
+def _phases(layer: keras.layers.Layer, kwargs: Any) -> frozenset[bool]:
     """Returns what of training and inference a call shows of a layer."""
     if not getattr(layer, "_call_has_training_arg", False):
         return BOTH
@@ -121,90 +178,173 @@ def _phases(layer: keras.layers.Layer, kwargs: Any) -> tuple[bool, ...]:
     if training is None:
         context = global_state.get_global_attribute("current_call_ctx")
         training = getattr(context, "training", None)
-    if training is None or isinstance(training, bool | int):
-        return (bool(training),)
-    return (True,)
+    is_known = training is None or isinstance(training, bool | int)
+    return frozenset((bool(training) if is_known else True,))
 
 
-class Trial:
+def checked(
+    layer: keras.layers.Layer,
+    policy: Policy,
+    call: Callable[[], Any],
+    given: tuple[Any, dict[str, Any]],
+    *,
+    has_weights: bool = True,
+) -> Any:
+    """Returns what a call returns; a trace must have kernels for it and a gradient.
+
+    `given` are the arguments by position and by name; `failure` tells what was raised.
+    """
+    if not backend.in_symbolic_scope():
+        return call()
+    CALLS.failed = None
+    outer, asking, inner = CALLS.trial, CALLS.asking, None
+    if _may_be_tried(layer, policy) or CALLS.differentiated is layer:
+        inner = _Trial(layer, given)
+    if inner is None and asking is None:
+        return call()
+    with (
+        outer.left_out() if outer else contextlib.nullcontext(),
+        replaced(CALLS, trial=inner, asking=inner or asking),
+    ):
+        try:
+            outputs = call()
+            if inner is not None:
+                inner.check(policy, outputs, has_weights=has_weights)
+        except Exception as error:
+            if CALLS.failed is None or CALLS.failed[0] is not layer:
+                CALLS.failed = layer, error, False
+            raise
+    if outer is not None:
+        outer.given_on.append(given)
+        outer.returned.append(outputs)
+    if asking is not None and takes_ids(layer, policy):
+        asking.ids += asking.floats(given)
+    return outputs
+
+
+def failure(layer: keras.layers.Layer) -> tuple[Exception | None, bool]:
+    """Returns what a trace of this layer raised last, and whether of its gradient."""
+    failed, CALLS.failed = CALLS.failed, None
+    is_of_layer = failed is not None and failed[0] is layer
+    return failed[1:] if is_of_layer else (None, False)
+
+
+def takes_ids(layer: keras.layers.Layer, policy: Policy) -> bool:
+    """Returns whether a layer looks up, bins or encodes exact inputs."""
+    return policy.exact_inputs and (
+        policy.rule == EXACT or isinstance(layer, (*_TABLES, backend.DataLayer))
+    )
+
+
+class _Trial:
     """What one call of a layer computes itself, in the graph of a trace."""
 
-    def __init__(self, layer: keras.layers.Layer, kwargs: Any) -> None:
-        self.graph = tf.compat.v1.get_default_graph()
-        self.layer = layer
-        self._phases = _phases(layer, kwargs)
-        self._num_before = len(self.graph.get_operations())
-        self._given: list[Any] = []  # to sublayers
-        self._returned: list[Any] = []  # by sublayers
+    def __init__(
+        self, layer: keras.layers.Layer, given: tuple[Any, dict[str, Any]]
+    ) -> None:
+        self._graph = tf.compat.v1.get_default_graph()
+        self._layer, self._given = layer, given
+        self._phases = _phases(layer, given[1])
+        self._start = self._count()
         self._left_out: set[int] = set()  # places of the operations of sublayers
+        self.given_on: list[Any] = []  # to sublayers
+        self.returned: list[Any] = []  # by sublayers
+        self.ids: list[tf.Tensor] = []  # given to layers that look ids up
 
-    def is_done(self, policy: Policy) -> bool:
-        """Returns whether a gradient was taken of such a call before."""
-        return {*self._phases} <= {*policy.tried}
+    def _count(self) -> int:
+        return len(self._graph.get_operations())
 
     @contextlib.contextmanager
-    def leaving_out(self, inner: "Trial | None") -> Iterator[None]:
-        """Leaves out what a sublayer computes, which is tried by itself if at all.
-
-        Args:
-            inner: What the sublayer computes itself, where that is tried.
-        """
-        start = len(self.graph.get_operations())
+    def left_out(self) -> Iterator[None]:
+        """Leaves out what a sublayer computes, which is tried by itself if at all."""
+        start = self._count()
         try:
-            with replaced(CALLS, trial=inner):
-                yield
+            yield
         finally:
-            end = len(self.graph.get_operations())
-            self._left_out.update(range(start, end))
+            self._left_out.update(range(start, self._count()))
 
-    def bound(self, given: Any, returned: Any) -> None:
-        """Takes note of what a sublayer was given, and what it returned."""
-        self._given.append(given)
-        self._returned.append(returned)
+    def check(self, policy: Policy, outputs: Any, *, has_weights: bool) -> None:
+        """Raises where the call has no kernels, or no gradient that has them."""
+        whole = self._graph.get_operations()
+        own = [
+            each
+            for place, each in enumerate(whole)
+            if place >= self._start and place not in self._left_out
+        ]
+        is_kept, of_gradient = CALLS.differentiated is self._layer, False
+        is_tried = self._phases <= policy.tried
+        try:
+            if not is_kept:
+                _check_kernels(own)
+            if has_weights and (is_kept or not is_tried):
+                of_gradient = True
+                _check_kernels(self._differentiate(own, outputs))
+        except Exception as error:
+            CALLS.failed = self._layer, error, of_gradient
+            raise
+        if not is_kept:
+            self._note_exactness(policy, own, whole[self._start :])
 
-    def operations(self, start: int | None = None) -> list[tf.Operation]:
-        """Returns the operations since the call began, those of sublayers too."""
-        start = self._num_before if start is None else start
-        operations: list[tf.Operation] = self.graph.get_operations()
-        return operations[start:]
-
-    def differentiate(self, given: Any, outputs: Any) -> list[tf.Operation]:
+    def _differentiate(
+        self, own: list[tf.Operation], outputs: Any
+    ) -> list[tf.Operation]:
         """Takes the gradient of the call; returns the operations that are its own.
 
         What is raised here is raised again in training.
         """
-        if any(each._value is None for each in self.layer.variables):
+        if any(each._value is None for each in self._layer.variables):
             return []  # they are made by this very trace
-        start = len(self.graph.get_operations())
-        losses = structure.own_losses(self.layer)
-        targets = self._floats((outputs, losses, self._given))
+        start, losses = self._count(), structure.own_losses(self._layer)
+        targets = self.floats((outputs, losses, self.given_on))
         if not targets:
             return []
-        reads = [
-            each.outputs[0]
-            for each in self.operations()
-            if each.type == "ReadVariableOp"
-        ]
-        sources = self._floats((given, self._returned, reads))
-        note_tried(self.layer, self._phases)
-        if not sources or all(map(_is_plain, self._own_operations(start))):
+        whole = self._graph.get_operations()[self._start :]
+        reads = [each.outputs[0] for each in whole if each.type == "ReadVariableOp"]
+        sources = self.floats((self._given, self.returned, reads))
+        note_tried(self._layer, self._given[1])
+        if not sources or all(map(_is_plain, own)):
             return []
         try:
             gradients = tf.gradients(targets, sources, stop_gradients=sources)
         except LookupError:  # it has none, in any dtype
-            return self.operations(start)
-        for source, gradient in zip(sources, gradients, strict=True):
+            gradients = []
+        for source, gradient in zip(sources, gradients, strict=False):
             if gradient is not None and gradient.dtype != source.dtype:
-                dtypes = gradient.dtype.name, source.dtype.name
-                raise TypeError(_OTHER_DTYPE.format(*dtypes))
-        return self.operations(start)
+                raise TypeError(
+                    f"its gradient comes back in {gradient.dtype.name} for an input in "
+                    f"{source.dtype.name}"
+                )
+        return list(self._graph.get_operations()[start:])
 
-    def _own_operations(self, end: int) -> list[tf.Operation]:
-        operations = self.graph.get_operations()
-        places = range(self._num_before, end)
-        return [operations[place] for place in places if place not in self._left_out]
+    def _note_exactness(
+        self, policy: Policy, own: list[tf.Operation], whole: list[tf.Operation]
+    ) -> None:
+        """Has a layer take exact inputs that slices them, or makes whole numbers."""
+        direct = {id(x) for x in self.floats(self._given)}
+        ids, is_own = set(direct), {id(each) for each in own}
+        only_moves = bool(direct) and not self.returned and not self._layer.weights
+        for each in whole:
+            takes = [x for x in each.inputs if id(x) in ids]
+            if not takes:
+                continue
+            gives_floats = any(y.dtype.is_floating for y in each.outputs)
+            if not gives_floats and id(each) in is_own and _reads(each, takes):
+                policy.settings.keep_exact(self._layer)
+                return
+            is_cast = each.type == "Cast" and each.outputs[0].dtype in HALF
+            only_moves &= is_cast or each.type in _MOVES | {"Shape"}
+            if each.type in _FOLLOWED:
+                ids.update(id(y) for y in each.outputs if y.dtype.is_floating)
+        if any(
+            id(x) in ids - direct and not hasattr(x, SOURCE) and x.dtype.is_floating
+            for x in self.ids
+        ):
+            policy.settings.keep_exact(self._layer)
+        elif only_moves and not isinstance(self._layer, keras.Model):
+            half = policy.settings.compute_dtype
+            update(self._layer, exact_inputs=True, output_dtype=half)
 
-    def _floats(self, tensors: Any) -> list[tf.Tensor]:
+    def floats(self, tensors: Any) -> list[tf.Tensor]:
         """Returns each floating-point tensor of the graph in a structure once."""
         parts = structure.flatten(tensors)
         flat = tf.nest.flatten(parts, expand_composites=True)
@@ -213,60 +353,61 @@ class Trial:
             for each in flat
             if isinstance(each, tf.Tensor)
             and each.dtype.is_floating
-            and getattr(each, "graph", None) is self.graph
+            and getattr(each, "graph", None) is self._graph
         }
         return list(found.values())
 
 
+def _reads(operation: tf.Operation, takes: Iterable[tf.Tensor]) -> bool:
+    """Returns whether an operation makes what is no number of raw features."""
+    if operation.type in _COMPARES:  # those in half precision were rounded alike
+        return any(x.dtype not in HALF for x in takes)
+    return operation.type in _READS and any(
+        y.dtype.is_integer or y.dtype == tf.string for y in operation.outputs
+    )
+
+
+def _check_kernels(operations: Iterable[tf.Operation]) -> None:
+    for each in operations:
+        for name in (a.name for a in each.op_def.attr if a.type == "type"):
+            dtype = each.get_attr(name)
+            if dtype in HALF and not _has_kernel(each.type, name, dtype):
+                raise MissingKernelError(
+                    f"TensorFlow has no kernel that computes {each.type} in "
+                    f"{dtype.name}"
+                )
+
+
+@functools.cache
+def _has_kernel(operation: str, attribute: str, dtype: tf.DType) -> bool:
+    """Returns whether an operation can run in a dtype, on a device that is here.
+
+    An operation without any kernel is one that TensorFlow replaces.
+    """
+    here = {device.device_type for device in tf.config.list_physical_devices()}
+    dtypes = [
+        [
+            value
+            for each in kernel.constraint
+            if each.name == attribute
+            for value in each.allowed_values.list.type
+        ]
+        for kernel in kernels.get_registered_kernels_for_op(operation).kernel
+        if kernel.device_type in here
+    ]
+    number = dtype.as_datatype_enum
+    return not dtypes or any(not each or number in each for each in dtypes)
+
+
 def _is_plain(operation: tf.Operation) -> bool:
     """Returns whether the gradient of an operation needs not be tried."""
-    takes = [x.dtype for x in operation.inputs]
-    gives = [x.dtype for x in operation.outputs]
-    if not (
-        any(map(_is_differentiable, takes)) and any(map(_is_differentiable, gives))
-    ):
+    dtypes = [[x.dtype for x in xs] for xs in (operation.inputs, operation.outputs)]
+    if not all(any(d.is_floating or d == tf.variant for d in each) for each in dtypes):
         return True
-    if operation.type not in _PLAIN:
-        return False
     try:
-        operation.get_attr("_gradient_op_type")
+        operation.get_attr("_gradient_op_type")  # of the user's own
     except ValueError:
-        return True
-    return False  # it has a gradient of the user's own
-
-
-def _is_differentiable(dtype: tf.DType) -> bool:
-    return bool(dtype.is_floating) or dtype == tf.variant
-
-
-@contextlib.contextmanager
-def messages_held() -> Iterator[None]:
-    """Drops what TensorFlow logs in the block where the block fails.
-
-    It complains of dtypes that a layer is not going to compute in.
-    """
-    held, is_outermost = CALLS.messages, CALLS.messages is None
-    if held is None:
-        held = CALLS.messages = []
-        tf.get_logger().addFilter(_hold)
-    num_before = len(held)
-    try:
-        yield
-    except BaseException:
-        del held[num_before:]
-        raise
-    finally:
-        if is_outermost:
-            CALLS.messages = None
-            tf.get_logger().removeFilter(_hold)
-            for each in held:
-                tf.get_logger().handle(each)
-
-
-def _hold(message: logging.LogRecord) -> bool:
-    if CALLS.messages is None:
-        return True
-    CALLS.messages.append(message)
+        return operation.type in _PLAIN
     return False
 
 
@@ -277,14 +418,17 @@ def without_python_effects(root: keras.layers.Layer) -> Iterator[None]:
     What this thread prints is dropped, and numbers that the layers hold are put back,
     but where the block makes something that the layer goes on to hold.
     """
-    parts = [layer for _, layer, _ in structure.walk(root) if not is_of_keras(layer)]
     before = [
         (layer, {*vars(layer)}, _numbers(layer))
-        for layer in parts
-        if layer.built or utils.is_default(layer.build)
+        for layer in structure.layers_of(root)
+        if not is_of_keras(layer) and (layer.built or utils.is_default(layer.build))
     ]
-    with _stdout_muted():
-        yield
+    muted = _Muted(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(muted):
+            yield
+    finally:
+        muted.is_on = False  # another thread may have put one around it
     for layer, names, numbers in before:
         if {*vars(layer)} - {"_build_shapes_dict"} <= names:
             vars(layer).update(numbers)
@@ -294,29 +438,11 @@ def _numbers(layer: keras.layers.Layer) -> dict[str, Any]:
     return {k: v for k, v in vars(layer).items() if type(v) in (int, float)}
 
 
-@contextlib.contextmanager
-def _stdout_muted() -> Iterator[None]:
-    stream = sys.stdout
-    if stream is None:
-        yield
-        return
-    muted = _Muted(stream)
-    sys.stdout = muted
-    try:
-        yield
-    finally:
-        muted.is_on = False  # another thread may have put one around it
-        if sys.stdout is muted:
-            sys.stdout = stream
-
-
 class _Muted:
     """A stream that takes nothing from one thread."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._thread = threading.get_ident()
-        self.is_on = True
+        self._stream, self._thread, self.is_on = stream, threading.get_ident(), True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

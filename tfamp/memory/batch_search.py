@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.dtypes.in_force import IN_FORCE
+from tfamp.dtypes.settings import IN_FORCE
 from tfamp.machine import limits
 from tfamp.machine.limits import MemoryLimit
 from tfamp.machine.nvml import Nvml

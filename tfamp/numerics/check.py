@@ -9,25 +9,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.dtypes import (
-    heads,
-    hooks,
-    layer_dtypes,
-    model_dtypes,
-    planned_layers,
-    resolution,
-)
-from tfamp.dtypes.in_force import IN_FORCE
+from tfamp.dtypes import heads, hooks
+from tfamp.dtypes.rows import put_on, restored
 from tfamp.dtypes.settings import (
+    IN_FORCE,
     PolicySettings,
     choose_policy,
     make_settings,
     named_policy,
 )
-from tfamp.keras_hooks import structure
+from tfamp.keras_hooks import exact_values, structure
 from tfamp.keras_hooks.layers import policy_of
 from tfamp.loss_scale.tape import scaled_by
-from tfamp.models import Assignment, assignment
+from tfamp.models import Assignment, assignment, put_rules_on
 from tfamp.numerics.lint import lint
 from tfamp.numerics.magnitudes import Ranges, Tallies
 from tfamp.numerics.passes import (
@@ -239,8 +233,8 @@ def _kept(model: keras.Model, rows: Assignment) -> set[str]:
     }
     return {row.path for row in rows if row.compute_dtype == "float32"} | {
         path
-        for path, operation in model_dtypes.of_model(model)
-        if id(operation) in wide or model_dtypes.kept(operation)
+        for path, operation in exact_values.operations_in(model)
+        if id(operation) in wide or exact_values.kept(operation)
     }
 
 
@@ -294,7 +288,7 @@ def _judged(
     elif plan is not None:
         plan.check(model)
         with _under_rules(model, plan.settings()):
-            planned_layers.put_on(model, plan.settings(), plan.rows, plan.operations)
+            put_on(model, plan.settings(), plan.rows, plan.operations)
             yield plan.why
     elif name == "float32":
         yield f"policy float32: {why}"
@@ -306,14 +300,9 @@ def _judged(
 @contextlib.contextmanager
 def _under_rules(model: keras.Model, settings: PolicySettings) -> Iterator[None]:
     """Has a model that is not managed compute as tfamp has it under settings."""
-    layers = [layer for _, layer, _ in structure.walk(model)]
     hooks.install(settings)
-    with model_dtypes.restored(model):
-        for layer in layers:
-            layer_dtypes.begin_again(layer, settings)
-        for layer in layers:
-            layer_dtypes.decide(layer)
-        resolution.resolve(model)
+    with restored(model):
+        put_rules_on(model, settings)
         yield
 
 

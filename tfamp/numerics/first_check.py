@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfamp.dtypes import layer_dtypes, own_operations
+from tfamp.dtypes import layer_dtypes
 from tfamp.dtypes.rules import Rule
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import backend, structure, trainer, trials
@@ -166,7 +166,7 @@ class _Check:
         """Returns the layers that are spoiled, with what is wrong."""
         if not self._model.built:
             trials.trace_ahead(self._model, (self._x,), {"training": True})
-        with own_operations.switched_off():
+        with layer_dtypes.errors_left_alone():
             function = tf.function(self._model, autograph=False)
             graph = function.get_concrete_function(self._x, training=True).graph
             # What is seen outside of the model is not done a second time.
@@ -195,7 +195,7 @@ class _Check:
             reason = _words(error, dtype)
             before = layer_dtypes.Before(part for _, part, _ in structure.walk(layer))
             rule = Rule(RULE, reason, applies_to="own")
-            own_operations.take(layer, self._settings, rule)
+            layer_dtypes.take(layer, self._settings, rule)
             is_cured = max(self._error(calls[layer], dtype)) <= 1.0
             if not (is_cured and self._settings.check == "keep"):
                 before.put_back()

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.dtypes.in_force import IN_FORCE
+from tfamp.dtypes.settings import IN_FORCE
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layers import policy_of
 from tfamp.numerics.passes import build_by_call, check_is_model, name_layers

@@ -6,7 +6,7 @@ import keras
 from absl import logging
 
 from tfamp.dtypes import resolution
-from tfamp.dtypes.settings import KeepFloat32, parse
+from tfamp.dtypes.rules import KeepFloat32, parse
 from tfamp.keras_hooks import fake_quantization, structure, trainer
 from tfamp.models import apply
 from tfamp.records import checks
@@ -92,7 +92,7 @@ def quantize_aware(
 def _chosen(model: keras.Model, keep: Any) -> list[str]:
     """Returns the paths of the layers to round; others are as they were."""
     entries = [keep] if isinstance(keep, str) or callable(keep) else [*keep]
-    rules = parse(["none", *entries]).of_user
+    rules, _ = parse(["none", *entries])
     unused, chosen, heads = set(rules), [], int8_layers.layers_kept(model, ())
     has_products = False
     for path, layer, _ in structure.walk(model):

@@ -9,9 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.dtypes import model_dtypes
 from tfamp.dtypes.resolution import count_as_met
-from tfamp.keras_hooks import structure
+from tfamp.keras_hooks import exact_values, structure
 from tfamp.keras_hooks.exact_values import source_of
 from tfamp.keras_hooks.layers import policy_of, put, put_back, snapshot
 from tfamp.keras_hooks.patches import like, replaced
@@ -236,7 +235,7 @@ def as_islands(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[Non
     ]
     with computing_in(inside, "float32"), contextlib.ExitStack() as stack:
         for layer in chosen:
-            stack.enter_context(model_dtypes.in_float32(layer, dtype))
+            stack.enter_context(exact_values.in_float32(layer, dtype))
         yield
 
 
@@ -263,7 +262,7 @@ def adding_in_float32(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
     def widened(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)
         def add_loss(loss: Any) -> Any:
-            return original(structure.map_structure(model_dtypes.widened, loss))
+            return original(structure.map_structure(exact_values.widened, loss))
 
         return add_loss
 

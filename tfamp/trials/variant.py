@@ -88,7 +88,7 @@ def in_force(variant: Variant) -> Iterator[tuple[str, str]]:
     Yields the policy that it comes to, and why.
     """
     import tfamp
-    from tfamp.dtypes.in_force import stock_policy
+    from tfamp.dtypes.settings import stock_policy
     from tfamp.machine import cpus
 
     if variant.is_stock:

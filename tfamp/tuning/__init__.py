@@ -10,8 +10,7 @@ import keras
 from absl import logging
 
 import tfamp
-from tfamp.dtypes.in_force import IN_FORCE
-from tfamp.dtypes.settings import make_settings
+from tfamp.dtypes.settings import IN_FORCE, make_settings
 from tfamp.machine import cpus, devices
 from tfamp.models import put_under
 from tfamp.numerics.sensitivity import sensitivity

@@ -7,11 +7,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfamp.dtypes import model_dtypes
-from tfamp.dtypes.planned_layers import PlannedOperation
+from tfamp.dtypes.rows import PlannedOperation
 from tfamp.graph import read_operations
 from tfamp.graph.products import flops_of, is_product
-from tfamp.keras_hooks import structure
+from tfamp.keras_hooks import exact_values, structure
 from tfamp.keras_hooks.layers import Kind
 from tfamp.machine import devices
 from tfamp.numerics.sensitivity import (
@@ -44,7 +43,7 @@ class Candidates:
         kinds = {row.path: row.kind for row in base.rows[1:]}
         self._operations = {
             path: (place, type(operation).__name__)
-            for place, (path, operation) in enumerate(model_dtypes.of_model(model))
+            for place, (path, operation) in enumerate(exact_values.operations_in(model))
             if path not in kinds
         }
         self._reasons: dict[str, str] = {}

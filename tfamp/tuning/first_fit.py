@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfamp.dtypes.in_force import IN_FORCE
+from tfamp.dtypes.settings import IN_FORCE
 from tfamp.keras_hooks import trainer
 from tfamp.keras_hooks.layers import policy_of
 from tfamp.keras_hooks.patches import replaced

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfamp
-from tfamp.dtypes import model_dtypes, resolution
+from tfamp.dtypes import resolution, rows
 from tfamp.dtypes.settings import make_settings
 from tfamp.keras_hooks import around_training, structure, trainer
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
@@ -378,7 +378,7 @@ def put_back(model: keras.Model) -> Iterator[None]:
     optimizers = {name: o for name, o in vars(model).items() if id(o) in known}
     optimizer, jit_compile = model.optimizer, model.jit_compile
     try:
-        with model_dtypes.restored(model):
+        with rows.restored(model):
             yield
     finally:
         for _, layer, _ in structure.walk(model):
