@@ -38,6 +38,9 @@ _MAX_HALF_SCALE = 2.0**15
 _NESTED_SCALE = 2.0**8
 _FACTS = "_tfamp_gradients"
 _MAX_NOTES = 256  # calls of a tape whose gradients an update adds up
+# Under XLA each reduction is a kernel of its own, which 200 small variables make slow
+# to compile; gradients of one size up to this are reduced together.
+_MAX_STACKED_ELEMENTS = 2**16
 _Compute = Callable[[list[Any], Any], list[Any]]  # of targets and their seeds
 
 _JUDGE, _NOBODY = "_tfamp_judge", types.SimpleNamespace(built=True)
@@ -127,14 +130,35 @@ def sums_of_squares(gradients: Sequence[Any]) -> tf.Tensor:
         tensors.append(tf.cast(tf.convert_to_tensor(gradient), tf.float32))
     if not in_xla:
         return tf.stack([2 * tf.nn.l2_loss(tensor) for tensor in tensors])
-    return tf.stack([_sum_in_xla(tf.square(tensor)) for tensor in tensors])
+    by_size: dict[int, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        size = tensor.shape.num_elements()
+        is_large = size is None or size > _MAX_STACKED_ELEMENTS
+        by_size.setdefault(-position - 1 if is_large else size, []).append(position)
+    parts, order = [], list[int]()
+    for positions in by_size.values():
+        if len(positions) == 1:
+            tensor = tensors[positions[0]]
+            has_rows = (tensor.shape.rank or 0) > 1
+            sums = _sum_of_last(tensor) if has_rows else tf.square(tensor)
+            parts.append(tf.reduce_sum(sums)[None])
+        else:
+            rows = [tf.reshape(tensors[p], [-1]) for p in positions]
+            parts.append(_sum_of_last(tf.stack(rows)))
+        order += positions
+    inverse = [order.index(position) for position in range(len(tensors))]
+    return tf.gather(tf.concat(parts, 0), inverse)
 
 
-def _sum_in_xla(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a sum; on CPUs XLA multiplies matrices on all cores and sums on one."""
-    if (tensor.shape.rank or 0) < 2 or tf.config.list_physical_devices("GPU"):
-        return tf.reduce_sum(tensor)
-    return tf.reduce_sum(tf.linalg.matvec(tensor, tf.ones(tf.shape(tensor)[-1:])))
+def _sum_of_last(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the sums of squares over the last axis.
+
+    On CPUs XLA multiplies matrices on all cores and sums on one.
+    """
+    squares = tf.square(tensor)
+    if tf.config.list_physical_devices("GPU"):
+        return tf.reduce_sum(squares, -1)
+    return tf.linalg.matvec(squares, tf.ones(tf.shape(squares)[-1:]))
 
 
 def scaled_by_hand(loss: tf.Tensor, scale: Any, *, is_ours: bool) -> tf.Tensor:
