@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfamp
 from tests.file_sources import told
 from tests.refusals import refusals
 from tfamp.data import Pipeline
@@ -34,6 +35,25 @@ def targets(pipeline):
 
 def is_small(x, y):
     return y < 4
+
+
+def test_outliers_go_by_the_limits_of_statistics():
+    x = np.concatenate([np.linspace(-1, 1, 99), [50.0]]).astype("float32")
+    y = np.arange(100)
+    statistics = tfamp.data.fit_statistics(x)
+    for rule in ("iqr", ("zscore", 3.0), (0.0, 0.99)):
+        pipeline = begin(x, y).filter(outliers=rule, statistics=statistics)
+        assert targets(pipeline) == [*range(99)]
+    rows = np.stack([x, x[::-1]], axis=1)
+    statistics = tfamp.data.fit_statistics({"a": rows, "b": x})
+    pipeline = begin({"a": rows, "b": x}, y).filter(
+        lambda x, y: y > 1, outliers="iqr", statistics=statistics
+    )
+    assert targets(pipeline) == [*range(2, 99)]
+    with pytest.raises(TypeError, match="expected both"):
+        begin(x).filter(outliers="iqr")
+    with pytest.raises(ValueError, match="has column 'a'"):
+        begin(x, y).filter(outliers="iqr", statistics=statistics).build()
 
 
 def test_predicate_keeps_what_it_is_true_of_and_counts_the_rest():
@@ -65,7 +85,7 @@ def test_counts_add_up_over_passes_threads_and_builds():
 def test_a_pass_that_keeps_nothing_ends_in_an_error_in_fit_too():
     values = np.full((10, 2), NAN, np.float32)
     pipeline = begin(values, np.zeros(10)).filter(missing="drop")
-    message = re.escape("`filter` dropped all 10 elements ([10 0] of them by")
+    message = re.escape("`filter` dropped all 10 elements ([10 0 0] of them by")
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         list(pipeline.build())
     model = keras.Sequential([keras.layers.Dense(1)])

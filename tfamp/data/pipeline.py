@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tensorflow as tf
 
 from tfamp.data import plan
+from tfamp.data.features import Statistics
 from tfamp.data.sources import Source, csv, datasets, images, text, tfrecord
 from tfamp.data.stages import Autotune, Map, Prefetch, Stage, Step, has_role
 from tfamp.data.stages.augment import Augmentation
@@ -231,6 +232,8 @@ class Pipeline:
         predicate: Callable[..., Any] | None = None,
         *,
         missing: str | None = None,
+        outliers: Any = None,
+        statistics: Statistics | None = None,
     ) -> "Self":
         """Drops elements, and counts them; a pass that keeps none is an error.
 
@@ -240,6 +243,9 @@ class Pipeline:
             predicate: Called with the parts of an element, or of a batch where it is
                 written after one; returns True to keep it.
             missing: "drop" for NaN in any input.
+            outliers: What goes, by `statistics`: "iqr" or ("iqr", 1.5) for Tukey's
+                fences, ("zscore", 3.0), or quantiles as (0.01, 0.99).
+            statistics: What `tfamp.data.fit_statistics` found in the training data.
         """
         return self._with(Filter(**_given(locals())))
 

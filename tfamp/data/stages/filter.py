@@ -6,19 +6,26 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfamp.data._elements import as_arguments, blank, inputs_of, looks_batched
+from tfamp.data._elements import (
+    as_arguments,
+    blank,
+    inputs_of,
+    looks_batched,
+    named_columns,
+)
+from tfamp.data.features import Column, Statistics, check_rule, outlier_limits
 from tfamp.data.stages import Settings, Stage, map_in_order
 from tfamp.records import checks, units
 
 # Codes of elements are positions in here, from 1.
-_REASONS = ("missing value", "predicate")
+_REASONS = ("missing value", "outlier", "predicate")
 # Stands for the reason of the mark behind the last element.
 _END = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Filter(Stage):
-    """Drops elements with missing values, or that a predicate refuses.
+    """Drops elements with missing values or outliers, or that a predicate refuses.
 
     `Pipeline.filter` explains the arguments. An element is dropped, and counted, for
     its first reason.
@@ -26,25 +33,57 @@ class Filter(Stage):
 
     name: ClassVar[str] = "filter"
     predicate: Callable[..., Any] | None = None
-    missing: str | None = dataclasses.field(default=None, kw_only=True)
+    _: dataclasses.KW_ONLY
+    missing: str | None = None
+    outliers: Any = None
+    statistics: Statistics | None = dataclasses.field(
+        default=None, compare=False, repr=False
+    )
+    # The lowest and highest values that are no outliers, by column.
+    limits: dict[str, Any] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "limits", self._limits())
         if self.missing is not None:
             checks.choice("missing", self.missing, ["drop"])
-        if not (callable(self.predicate) or (self.missing and not self.predicate)):
+        has_rule = self.missing is not None or self.outliers is not None
+        if not (callable(self.predicate) or (has_rule and not self.predicate)):
             raise TypeError(
                 f"`predicate` is {self.predicate!r}; expected something that can be "
-                "called with the parts of an element, or `missing='drop'` alone. Pass "
-                "a function, such as `lambda x, y: y < 10`."
+                "called with the parts of an element, or `missing` or `outliers` "
+                "alone. Pass a function, such as `lambda x, y: y < 10`."
             )
+
+    def _limits(self) -> dict[str, Any]:
+        rule = check_rule("outliers", self.outliers)
+        if (rule is None) != (self.statistics is None):
+            raise TypeError(
+                f"`outliers` is {self.outliers!r} and `statistics` is "
+                f"{self.statistics!r}; expected both. Fit `tfamp.data.fit_statistics` "
+                "on the training data and pass what it returns."
+            )
+        found = {}
+        for column in self.statistics.columns if self.statistics else ():
+            if isinstance(column, Column):
+                low, high = outlier_limits(column, rule)
+                ends = (low[0], high[0]) if column.scalar else (low, high)
+                found[column.name] = (*ends, column.missing_values)
+        return found
 
     def _check(self, spec: Any) -> None:
         """Raises if elements are batches, or if nothing in them can be missing."""
-        if self.missing and self.acts_on_batches:
+        if (self.missing or self.limits) and self.acts_on_batches:
             raise ValueError(
-                f"`.filter` behind `.{self.stays_behind}` has `missing`; expected a "
-                "predicate alone, which gets whole batches there. Write `missing` in a "
-                "`.filter` of its own, before `.batch` and what follows."
+                f"`.filter` behind `.{self.stays_behind}` has rules on values; "
+                "expected a predicate alone, which gets whole batches there. Write the "
+                "rules in a `.filter` of their own, before `.batch` and what follows."
+            )
+        names = named_columns(inputs_of(spec)) if self.limits else {}
+        if lacking := [name for name in self.limits if name not in names]:
+            raise ValueError(
+                f"`statistics` has column {lacking[0]!r}, and elements have "
+                f"{tuple(names)!r}; expected the same names ('x' for inputs that are "
+                "one tensor). Fit statistics on what comes in here."
             )
         if looks_batched(spec) and not self.acts_on_batches:
             raise ValueError(
@@ -135,6 +174,7 @@ class Filter(Stage):
     def setting(self) -> str:
         """What is dropped, or kept."""
         words = ["drop missing values"] if self.missing is not None else []
+        words += ["drop outliers"] if self.limits else []
         if self.predicate is not None:
             name = getattr(self.predicate, "__name__", repr(self.predicate))
             words.append(f"keep where {name}")
@@ -147,6 +187,13 @@ class Filter(Stage):
             if part.dtype.is_floating:
                 is_missing = tf.reduce_any(tf.math.is_nan(part))
                 code = tf.where(is_missing, 1, code)
+        columns = named_columns(inputs_of(element)) if self.limits else {}
+        for name, (low, high, missing) in self.limits.items():
+            given = tf.cast(columns[name], tf.float64)
+            is_beyond = (given < low) | (given > high)
+            for value in missing:
+                is_beyond &= given != value
+            code = tf.where(tf.reduce_any(is_beyond) & (code == 0), 2, code)
         if self.predicate is None:
             return code
         keep = tf.cond(
