@@ -15,13 +15,11 @@ from tfamp.stepping import snapshot_files, snapshots
 
 PACKAGE = Path(tfamp.__file__).parent
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
-LOADERS = {"pickle.loads", "pickle.load", "cloudpickle.loads", "cloudpickle.load"}
-# What a run or a trial is given by the process that starts it; and a model of the
-# self-test, in memory.
-UNPICKLE = {
-    "trials/parcel.py",
-    "dtypes/self_test.py",
-}
+MODULES = ("pickle", "cloudpickle", "_pickle()")
+LOADERS = {f"{module}.{name}" for module in MODULES for name in ("load", "loads")}
+# What a trial is given by the process that starts it; and models that are in memory,
+# of the self-test and ahead of a measurement.
+UNPICKLE = {"trials/parcel.py", "dtypes/hooks.py", "memory/measured.py"}
 # A copy of a model that is in memory, through a file of its own.
 UNSAFE = {"stepping/unchanged.py"}
 
