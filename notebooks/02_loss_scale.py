@@ -172,19 +172,17 @@ with tfamp.scope("mixed_float16"):
         keras.optimizers.Adam(0.003), initial_scale=2.0**24, dynamic_growth_steps=15
     )
     model.compile(optimizer, loss_of)
-    scales, norms, skips = [], [], []
+    seen = []
     watch = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: (
-            scales.append(optimizer.scale),
-            norms.append(optimizer.gradient_norm),
-            skips.append(optimizer.last_step_skipped),
+        on_train_batch_end=lambda batch, logs: seen.append(
+            (optimizer.scale, optimizer.gradient_norm, optimizer.last_step_skipped)
         )
     )
     how = {"epochs": BROKEN_EPOCHS, "shuffle": False, "verbose": 0}
     model.fit(broken, y[:1280], callbacks=[watch], **how)
 # %%
-steps, skipped = np.arange(1, len(scales) + 1), np.array(skips)
-scales = np.array(scales)
+scales, norms, skipped = map(np.array, zip(*seen, strict=True))
+steps = np.arange(1, len(scales) + 1)
 figure, (top, low) = plt.subplots(2, 1, sharex=True, layout="constrained")
 top.step(steps, scales, where="post")
 top.plot(steps[skipped], scales[skipped], "rv", label="skipped")
