@@ -93,7 +93,7 @@ def test_large_means_keep_their_digits_under_every_policy(policy):
         layer = Condition(layer.rules, named=False)
         outputs = layer(values[:50])
     expected = oracle(values)[:50]
-    assert outputs.dtype == layer.compute_dtype
+    assert outputs.dtype == keras.DTypePolicy(policy).compute_dtype
     # Results lie within 4 of 0 and are rounded once.
     eps = {"float32": FLOAT32_ERROR, "mixed_float16": 2**-10, "mixed_bfloat16": 2**-7}
     outputs = tf.cast(outputs, tf.float64).numpy()
