@@ -261,6 +261,7 @@ def test_the_head_moves_when_a_sequential_model_grows():
     assert (found["first"], found["second"]) == ("bfloat16", "float32")
 
 
+@pytest.mark.filterwarnings("ignore:The layer of .* with no loss scale")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.filterwarnings("ignore:Dense 'logits' computes in float16")
 def test_a_loss_object_sees_the_logits_of_half_probabilities(policy):

@@ -254,6 +254,7 @@ def remedy(
         return _taken_back(layer, policy.settings, error, again)
     # Elsewhere a layer's own code has effects, and has been traced before.
     is_harmless = found is not None or trials.is_of_keras(layer)
+    is_harmless = is_harmless and not policy.fails_in_float32
     if not (of_gradient or (is_harmless and _may_help(layer, policy, error))):
         raise error
     reason, how = _reason(layer, found or error, of_gradient)
@@ -279,6 +280,7 @@ def remedy(
     if of_gradient:  # nobody may ask it, and it has none in float32, either
         trials.note_tried(layer)
         return again()
+    update(layer, fails_in_float32=True)
     with contextlib.suppress(AttributeError):
         setattr(error, _TRIED, True)  # layers around need not be tried
     raise error

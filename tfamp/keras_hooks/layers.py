@@ -100,6 +100,7 @@ class Policy(_LikeStock):
         self.made_in = "float32"  # the policy under which the layer was made
         # Where the call was tried: False for inference, True for training.
         self.tried: frozenset[bool] = frozenset()
+        self.fails_in_float32 = False
         self.__dict__.update(decided)
 
     @property
