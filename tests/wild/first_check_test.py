@@ -191,7 +191,7 @@ class Transformer(keras.layers.Layer):
 
 
 def test_layers_of_keras_in_branches_are_checked_and_stay(caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="absl")
     model = fitted(Transformer, numbers(shape=(6, 8)))
     assert "not checked" not in caplog.text
     assert row_of(model).compute_dtype == "float16"
@@ -212,7 +212,7 @@ def test_a_model_that_cannot_be_called_so_trains_as_ever(caplog):
             self.optimizer.apply(tape.gradient(loss, weights), weights)
             return {"loss": loss}
 
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="absl")
     with tfamp.scope("mixed_float16"), warnings.catch_warnings():
         model = Gan()
         model.compile("sgd")

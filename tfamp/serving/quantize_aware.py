@@ -60,10 +60,10 @@ def quantize_aware(
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        >>> tfamp.quantize_aware(model) is model
+        >>> quantize_aware(model) is model
         True
         >>> model.compile("sgd", "mse")
-        >>> x = np.ones((8, 4), "float32")
+        >>> x = keras.ops.ones((8, 4))
         >>> history = model.fit(x, x[:, :2], verbose=0)
     """
     checks.choice("weights", weights, ("int8",))
