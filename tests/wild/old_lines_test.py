@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import filelock
 import keras
 import pytest
 
@@ -21,17 +22,27 @@ OTHERS = ("alone", "another compiled", "another trained")
 
 
 @pytest.fixture(scope="module")
-def stock():
-    """What stock Keras makes of every program, in a process without tfamp."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.wild.old_lines"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+def stock(tmp_path_factory):
+    """What stock Keras makes of every program, in one process without tfamp.
+
+    The processes of the suite, which share this file, share what it found.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    path = folder / "stock_old_lines.json"
+    with filelock.FileLock(f"{path}.lock"):
+        if not path.exists():
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.wild.old_lines"],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, done.stderr[-2000:]
+            path.write_text(done.stdout)
+    return json.loads(path.read_text())
 
 
 @pytest.fixture
