@@ -164,7 +164,7 @@ plt.show()
 # %%
 broken = x[:1280].copy()
 broken[700, 10] = np.inf  # in batch 21 of 40, in each epoch
-
+# %%
 with tfamp.scope("mixed_float16"):
     keras.utils.set_random_seed(0)
     model = build_model()
