@@ -42,9 +42,19 @@ def deployed(tmp_path):
     return path
 
 
-def test_files_that_a_deployment_put_there_are_named_and_left(deployed):
+def test_files_that_a_deployment_put_there_come_along(deployed):
+    retrained = model(seed=1)
+    tfamp.export(retrained, deployed, format="saved_model")
+    is_export_of(deployed, retrained)
+    assert (deployed / "labels.txt").read_text() == "cat\ndog\n"
+    assert (deployed / "docs" / "card.md").read_text() == "# A model of cats"
+    assert (deployed / "newest.txt").is_symlink()
+
+
+def test_a_file_among_those_that_a_runtime_reads_is_named_and_left(deployed):
+    (deployed / "variables" / "notes.txt").write_text("mine")
     before = files_in(deployed)
-    with pytest.raises(FileExistsError, match=r"holds \['docs/card.md', 'labels.txt'"):
+    with pytest.raises(FileExistsError, match=r"holds \['variables/notes.txt'"):
         tfamp.export(model(seed=1), deployed, format="saved_model")
     assert files_in(deployed) == before
 

@@ -41,8 +41,13 @@ def leaves(optimizer: Any) -> list[Any]:
 
 
 def trained_by(optimizer: Any) -> list[Any]:
-    """Returns the variables that an optimizer was built for, in its order."""
-    return list(optimizer._trainable_variables)
+    """Returns the variables that an optimizer was built for, in its order.
+
+    Wrappers of older versions of Keras leave them to the optimizer inside.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    own = optimizer._trainable_variables
+    return list(own or ([] if inner is None else inner._trainable_variables))
 
 
 def check_known(optimizer: Any, variables: Sequence[Any]) -> None:

@@ -34,9 +34,7 @@ def check_target(path: Path) -> None:
             f"{above}`, or pass another path."
         )
     _put_in_order(path.absolute())
-    files = {file for file in path.rglob("*") if file.is_symlink() or file.is_file()}
-    names = {file.relative_to(path).as_posix() for file in files}
-    others = sorted(names - (written_in(path) or frozenset()))
+    others = [] if written_in(path) else own_files(path)  # of an export they come along
     is_here = path.exists() and path.resolve() in (here := Path.cwd(), *here.parents)
     is_file = path.is_symlink() or path.is_file()
     if is_here or is_file or others:
@@ -45,22 +43,41 @@ def check_target(path: Path) -> None:
             told = "is the folder of this process, or above it"
         raise FileExistsError(
             f"`path` is {str(path)!r}, which {told}; expected a new name, an empty "
-            "folder, or a former export with nothing else beside it, which is "
-            "replaced. Move what is there, or pass another path."
+            "folder, or a former export, which is replaced. Move what is there, or "
+            "pass another path."
         )
+
+
+def own_files(path: Path) -> list[str]:
+    """Returns the files in a folder that no export wrote, such as a list of labels."""
+    files = {file for file in path.rglob("*") if file.is_symlink() or file.is_file()}
+    names = {file.relative_to(path).as_posix() for file in files}
+    return sorted(names - (written_in(path) or frozenset()))
 
 
 def place(source: Path, path: Path) -> None:
     """Copies a folder to where it belongs, whole or not at all.
 
-    What was there stays as it was if the disk is full, Ctrl-C comes at whatever moment,
-    or the process is killed. Killed between the two moves at the end, which take
-    microseconds, it lies beside, and the next export of that name puts it back.
+    Files of the user's in a former export's folder come along. What was there stays as
+    it was if the disk is full, Ctrl-C comes at whatever moment, or the process is
+    killed. Killed between the two moves at the end, which take microseconds, it lies
+    beside, and the next export of that name puts it back.
     """
     target = path.absolute()
     beside, former = _beside(target)
+    kept = own_files(target)
+    read = ("variables/", "assets/")  # a SavedModel is all that lies in there
+    if taken := [n for n in kept if (source / n).exists() or n.startswith(read)]:
+        raise FileExistsError(
+            f"{str(target)!r} holds {taken}, which no export wrote and where this one "
+            "has files of its own; expected other names. Move them, or pass another "
+            "path."
+        )
     try:
         shutil.copytree(source, beside)
+        for name in kept:
+            (beside / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(target / name, beside / name, follow_symlinks=False)
         if target.exists():
             shutil.copymode(target, beside)
             os.replace(target, former)
