@@ -305,31 +305,22 @@ def test_a_file_keeps_the_rounding_and_stock_keras_loads_it(tmp_path):
     assert len(clone.weights) == len(model.weights) - 6
 
 
+def int8_export(model, path, format):
+    far = 3 * X  # of a wider range than training had
+    how = {"dtype": "int8", "scheme": "static", "calibration": far}
+    return tfamp.export(model, path, format=format, **how).load()
+
+
 @pytest.mark.parametrize("format", ["litert", "onnx"])
 def test_an_export_answers_as_the_model_was_trained(tmp_path, format):
     pytest.importorskip({"litert": "ai_edge_litert", "onnx": "onnx"}[format])
     model = trained()
-    far = 3 * X  # of a wider range than training had
-    made = tfamp.export(
-        model,
-        tmp_path / "int8",
-        format=format,
-        dtype="int8",
-        scheme="static",
-        calibration=far,
-    )
+    made = int8_export(model, tmp_path / "int8", format)
     expected = model.predict(X, verbose=0)
     step = (expected.max() - expected.min()) / 255
-    off = np.abs(made.load().predict(X) - expected)
+    off = np.abs(made.predict(X) - expected)
     assert (off < 2 * step).mean() > 0.9
     tfamp.quantize_aware(model, keep=["conv2d", "dense"])
-    other = tfamp.export(
-        model,
-        tmp_path / "without",
-        format=format,
-        dtype="int8",
-        scheme="static",
-        calibration=far,
-    )
-    worse = np.abs(other.load().predict(X) - expected)
+    other = int8_export(model, tmp_path / "without", format)
+    worse = np.abs(other.predict(X) - expected)
     assert worse.mean() > 1.2 * off.mean()

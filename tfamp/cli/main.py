@@ -208,7 +208,7 @@ _KINDS: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 
 
-def _told(read: Callable[[str], Any]) -> Callable[[str], Any]:
+def _argument_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Returns a reader of values whose errors argparse tells as they are."""
 
     def reading(text: str) -> Any:
@@ -245,7 +245,7 @@ def _parser(name: str) -> "_Parser":
             how = {"choices": kind.split("|")}
         else:
             word, read = _KINDS[kind]
-            how = {"metavar": word, "type": _told(read)}
+            how = {"metavar": word, "type": _argument_type(read)}
             how |= {"nargs": "+"} if kind == "paths" else {}
         if default != "-":
             how["default"] = default

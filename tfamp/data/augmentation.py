@@ -6,6 +6,7 @@ have. At strength 0 each of them changes nothing. On a CPU they take a quarter o
 time of Keras's layers of the same kinds.
 """
 
+import abc
 import dataclasses
 import math
 from typing import Any, ClassVar
@@ -16,14 +17,14 @@ from tfamp.records import checks
 
 
 @dataclasses.dataclass(frozen=True)
-class Transform:
+class Transform(abc.ABC):
     """What every transform is; `moves` says whether pixels change their places."""
 
     moves: ClassVar[bool] = True
 
+    @abc.abstractmethod
     def __call__(self, images: Any, strength: Any, seed: Any, span: float) -> Any:
         """Returns changed images."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ Integer-Arithmetic-Only Inference, 2018, section 3.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -29,7 +29,6 @@ from tfamp.keras_hooks.patches import like
 _ATTRIBUTE = "tfamp_fake_quantized"
 _BEFORE = "_tfamp_call_before"
 _MOMENTUM = 0.99  # of the moving range
-Round = Callable[[Any], Any]
 _OWN = keras.layers
 _CELLS = (_OWN.SimpleRNNCell, _OWN.GRUCell, _OWN.LSTMCell)
 _DEPTHWISE = (_OWN.DepthwiseConv1D, _OWN.DepthwiseConv2D)
@@ -87,14 +86,16 @@ class InputRange(keras.layers.Layer):
 class _RoundedKernels(variables.AutocastScope):
     """Has kernels read as their int8 values, cast as they would be without it."""
 
-    def __init__(self, dtype: Any, kernels: Mapping[int, Round]) -> None:
+    def __init__(self, dtype: Any, kernels: Mapping[int, tuple[int, ...]]) -> None:
         super().__init__(dtype)
         self._kernels = kernels
 
     def maybe_cast(self, value: Any) -> Any:
         """Returns the value that a layer computes with."""
-        rounded = self._kernels.get(id(value))
-        return super().maybe_cast(value if rounded is None else rounded(value))
+        channels = self._kernels.get(id(value))
+        if channels is not None:
+            value = round_channels(value, channels)
+        return super().maybe_cast(value)
 
 
 def round_channels(value: Any, channels: tuple[int, ...]) -> Any:
@@ -168,9 +169,6 @@ def attach(
     call, kernels = layer.call, kernels_of(layer)
     vars(layer)[_BEFORE] = vars(layer).get("call")
 
-    def rounder(channels: tuple[int, ...]) -> Round:
-        return lambda value: round_channels(value, channels)
-
     @like(call)
     def rounded_call(*args: Any, **kwargs: Any) -> Any:
         if backend.in_symbolic_scope():
@@ -182,7 +180,7 @@ def attach(
             args = _rounded(args, made, training=bool(is_training))
         around = variables.get_autocast_scope()
         stored = {
-            id(getattr(layer, name)._value): rounder(channels)
+            id(getattr(layer, name)._value): channels
             for name, channels in kernels.items()
         }
         with _RoundedKernels(around.dtype if around else None, stored):

@@ -13,7 +13,7 @@ from tfamp.records import checks
 from tfamp.serving.exports import int8_layers
 from tfamp.stepping.arguments import check_built
 
-_NEW = [[0.0, 0.0, 0.0]] * 2  # of inputs that no batch has told yet
+_NEW = [[0.0, 0.0, 0.0]] * 2  # of two inputs, of which no batch was seen
 
 
 def quantize_aware(
@@ -71,12 +71,8 @@ def quantize_aware(
         checks.choice("activations", activations, ("int8",))
     check_built(model, "train for integers")
     chosen = _chosen(model, keep)
-    present = fake_quantization.ranges_of(model)
-    has_range = activations is not None
-    for path in chosen:
-        if path not in present or bool(present[path]) is not has_range:
-            present[path] = _NEW if has_range else []
-    fake_quantization.attach_all(model, {path: present[path] for path in chosen})
+    ranges = [] if activations is None else _NEW
+    fake_quantization.attach_all(model, dict.fromkeys(chosen, ranges))
     if resolution.settings_of(model) is None:  # else its file would not tell
         apply(model, model.dtype_policy.name, keep_float32="none")
     trainer.drop_traced_functions(model)

@@ -11,7 +11,6 @@ from absl import logging
 from tfamp.dtypes.settings import IN_FORCE
 from tfamp.keras_hooks import trainer
 from tfamp.keras_hooks.layers import policy_of
-from tfamp.keras_hooks.patches import replaced
 from tfamp.loss_scale.fit_hooks import BEFORE_FIT
 from tfamp.models import put_under
 from tfamp.records.checks import first_line
@@ -74,8 +73,7 @@ def _join_or_part(model: keras.Model, arguments: Mapping[str, Any]) -> None:
     if present not in (1, size):  # the user has set another
         del _JOINED[model]
         return
-    with replaced(model, steps_per_execution=1):
-        why = joined_steps.obstacle(model, arguments.get("callbacks"))
+    why = joined_steps.obstacle(model, arguments.get("callbacks"))
     wanted = 1 if why else size
     if wanted != present:
         model.steps_per_execution = wanted

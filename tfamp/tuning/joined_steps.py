@@ -36,8 +36,6 @@ def obstacle(model: keras.Model, callbacks: Any) -> str | None:
     """Returns why the steps of a `fit` stay single, None where they may be joined."""
     if model.run_eagerly:
         return "the model runs eagerly"
-    if int(model.steps_per_execution or 1) != 1:
-        return f"`compile` was told steps_per_execution={model.steps_per_execution}"
     given = getattr(callbacks, "callbacks", callbacks)
     for each in tf.nest.flatten(given) if given else ():
         if _acts_on_batches(each):

@@ -134,7 +134,8 @@ def _joined(
     num_batches = int(dataset.cardinality())
     sizes = joined_steps.sizes_for(num_batches if num_batches >= 0 else None)
     is_short = (best.step_seconds or math.inf) < joined_steps.LONGEST_STEP
-    if not is_short or len(sizes) == 1 or joined_steps.obstacle(model, None):
+    is_told = int(model.steps_per_execution or 1) != 1
+    if model.run_eagerly or is_told or not is_short or len(sizes) == 1:
         return {}
     _put(model, best)
     settings = resolution.settings_of(model)

@@ -108,10 +108,10 @@ class Stage(abc.ABC):
             text = f"behind `.{place}`, as written: ahead it would differ"
         if place and self.acts_on_batches:
             text = f"on whole batches, as it is written behind `.{place}`"
-        return "; ".join(each for each in (text, self.told) if each)
+        return "; ".join(each for each in (text, self.facts) if each)
 
     @property
-    def told(self) -> str:
+    def facts(self) -> str:
         """What builds have found, in words."""
         return "; ".join(self.found.values())
 

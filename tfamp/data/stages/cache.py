@@ -220,7 +220,7 @@ class FileCache(Stage):
         return f"files {self.folder}"
 
     @property
-    def told(self) -> str:
+    def facts(self) -> str:
         """How large it is, and what it does not notice."""
         told, record = "filled once by `build`, then read", self.read()
         if record:

@@ -94,7 +94,7 @@ class OnError(Stage):
         return f"skip, at most {units.format_share(self.max_fraction)}"
 
     @property
-    def told(self) -> str:
+    def facts(self) -> str:
         """How many were skipped."""
         return f"{len(self.found)} so far"
 

@@ -157,7 +157,7 @@ class Filter(Stage):
         passes.append(counts)
 
     @property
-    def told(self) -> str:
+    def facts(self) -> str:
         """How many were dropped in all passes, and why."""
         passes = self.found.get("passes", [])
         if self.acts_on_batches or not passes:

@@ -203,7 +203,7 @@ class Sampler(_ByPlace):
         return with_length(_copied(dataset, copies), num_outputs)
 
     @property
-    def told(self) -> str:
+    def facts(self) -> str:
         """The way of drawing."""
         return "" if self.source is None else "by position, exact"
 

@@ -229,7 +229,7 @@ def _litert_integers(content: bytes, request: Request) -> bytes:
     for operation in (names.INPUT, names.OUTPUT) if is_static else ():
         made.update_quantization_recipe(".*", operation, algorithm_key=no)
     for path in request.keep:
-        scope = rf"(^|.*[/;]){re.escape(scope_of(path))}/.*"
+        scope = _pattern_of(path)
         made.update_quantization_recipe(scope, names.ALL_SUPPORTED, algorithm_key=no)
     calibrated: Any = None
     if made.need_calibration:
@@ -238,6 +238,11 @@ def _litert_integers(content: bytes, request: Request) -> bytes:
             for end, value in (("min", low), ("max", high)):
                 calibrated[name][end] = np.full_like(calibrated[name][end], value)
     return bytes(made.quantize(calibrated).quantized_model)
+
+
+def _pattern_of(path: str) -> str:
+    """Returns what matches the names of a layer's tensors in LiteRT."""
+    return rf"(^|.*[/;]){re.escape(scope_of(path))}/.*"
 
 
 def _ranges_in_litert(
@@ -251,8 +256,7 @@ def _ranges_in_litert(
     interpreter = Interpreter(model_content=content)
     names = {each["index"]: each["name"] for each in interpreter.get_tensor_details()}
     scopes = {
-        re.compile(rf"(^|.*[/;]){re.escape(scope_of(path))}/.*"): found
-        for path, found in request.ranges.items()
+        re.compile(_pattern_of(path)): found for path, found in request.ranges.items()
     }
     ranges = {}
     for operation in interpreter._get_ops_details():
