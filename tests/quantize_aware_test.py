@@ -314,12 +314,15 @@ def int8_export(model, path, format):
 @pytest.mark.parametrize("format", ["litert", "onnx"])
 def test_an_export_answers_as_the_model_was_trained(tmp_path, format):
     pytest.importorskip({"litert": "ai_edge_litert", "onnx": "onnx"}[format])
+    keras.utils.set_random_seed(5)
     model = trained()
     made = int8_export(model, tmp_path / "int8", format)
     expected = model.predict(X, verbose=0)
     step = (expected.max() - expected.min()) / 255
     off = np.abs(made.predict(X) - expected)
-    assert (off < 2 * step).mean() > 0.9
+    # LiteRT rounds what a product gives as well, to the range of its calibration.
+    assert (off / step).max() < {"litert": 8, "onnx": 1}[format]
+    assert (off / step).mean() < {"litert": 1.5, "onnx": 0.1}[format]
     tfamp.quantize_aware(model, keep=["conv2d", "dense"])
     other = int8_export(model, tmp_path / "without", format)
     worse = np.abs(other.predict(X) - expected)
