@@ -13,10 +13,14 @@ from tfamp.callbacks._fit_callback import (
 )
 from tfamp.dtypes.resolution import settings_of
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
-from tfamp.loss_scale.state import Step
 
 _EVERY, _MAX_NAMES = 100, 8
+_RATE_STEPS = 1000  # that a rate of overflows looks back at least
 _IN_THE_BAR = ("loss_scale", "skipped_steps")
+_FIELDS = (
+    *("step", "loss_scale", "applied_steps", "skipped_steps", "consecutive_skips"),
+    *("gradient_norm", "overflow_rate"),
+)
 
 
 class PrecisionMonitor(FitCallback):
@@ -24,23 +28,22 @@ class PrecisionMonitor(FitCallback):
 
     `History` gets `loss_scale`, `applied_steps`, `skipped_steps`, `consecutive_skips`,
     `gradient_norm` (unscaled, of the last finite step) and `overflow_rate` (skipped
-    steps per 1,000, over the last 1,000 or as many as there were). The progress bar
+    steps per 1,000, over the last 1,000 or a few more). The progress bar
     shows the first and the third, as of the last reading; under Keras 3.10, whose bar
     shows means, only at an epoch's end. A warning names the variables whose gradients
     were not finite in a skipped step, once for each set of them.
 
     A second `fit` goes on counting and appends to the CSV. Where an error or Ctrl-C
-    ends `fit`, the last steps before it are written too. Where tfamp's policy computes
+    ends `fit`, what was counted up to it is written too. Where tfamp's policy computes
     in bfloat16 or float32 no loss is scaled, and one line says so.
 
     Cost: nothing runs in a training step. Every 100 batches, and at the end of an
     epoch, some numbers are read from the device, half a millisecond on a CPU.
 
     Args:
-        log_dir: Folder for TensorBoard scalars of every step, made if need be.
-        csv_path: File for a row for every step, appended to. `loss_scale` is the one
-            that the step was computed with, and a norm that is not finite an empty
-            cell. Steps that are trained again after a restart stand there again.
+        log_dir: Folder for TensorBoard scalars of every reading, made if need be.
+        csv_path: File for a row for every reading, appended to. Steps that are trained
+            again after a restart stand there again.
 
     Raises:
         TypeError: An argument has the wrong type; or, when training begins, the
@@ -67,7 +70,8 @@ class PrecisionMonitor(FitCallback):
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir)
         self.csv_path = check_path("csv_path", csv_path)
-        self._seen: Any = None  # the optimizer, the steps and the skips read so far
+        self._reader: Any = None  # the optimizer whose steps and skips were read
+        self._readings: list[tuple[int, int]] = []
         self._events: EventWriter | None = None
         self._latest: dict[str, float | int] = {}
         self._warned: set[frozenset[str]] = set()
@@ -96,7 +100,7 @@ class PrecisionMonitor(FitCallback):
             )
         self._join()
         self._events = EventWriter(
-            self.model, Step._fields, csv_path=self.csv_path, log_dir=self.log_dir
+            self.model, _FIELDS, csv_path=self.csv_path, log_dir=self.log_dir
         )
         self._next_reading = 0
 
@@ -125,37 +129,37 @@ class PrecisionMonitor(FitCallback):
                 logs.update(self._latest)
 
     def _read(self) -> None:
-        """Reads the counters now and writes the steps since the last reading."""
+        """Reads the counters and writes what they are now."""
         optimizer, events = self.model.optimizer, self._events
         now = optimizer.scale_variables.numbers()
-        seen = self._seen
-        if seen is None or seen[0] is not optimizer or now.judged < seen[1]:
-            seen = optimizer, now.judged, now.skipped  # or older weights were loaded
-        self._seen = optimizer, now.judged, now.skipped
-        steps = optimizer.scale_variables.steps()
+        read = self._readings
+        if self._reader is not optimizer or now.judged < read[-1][0]:
+            # At first, or where older weights were loaded.
+            is_young = now.judged <= _RATE_STEPS
+            self._reader, read = optimizer, [(0, 0)] if is_young else []
+            read.append((now.judged, now.skipped))
+        before, skipped = read[-1]
+        self._readings = read = [*read, (now.judged, now.skipped)]
+        while len(read) > 1 and now.judged - read[1][0] >= _RATE_STEPS:
+            del read[0]
+        num_steps = now.judged - read[0][0]
+        rate = 1000 * (now.skipped - read[0][1]) / max(num_steps, 1)
         self._latest = {
             "loss_scale": now.scale,
             "applied_steps": now.applied,
             "skipped_steps": now.skipped,
             "consecutive_skips": now.streak,
             "gradient_norm": now.finite_norm,
-            "overflow_rate": steps[-1].overflow_rate if steps else 0.0,
+            "overflow_rate": round(rate, 3),
         }
-        steps = [each for each in steps if each.step > seen[1]]
+        if now.judged == before:
+            return
         if events is not None:
-            events.write(steps)
-        num_lost = now.judged - seen[1] - len(steps)
-        if num_lost and (self.csv_path or self.log_dir):
-            self._note(
-                f"{num_lost} steps are missing from the files before step "
-                f"{steps[0].step}: more than 1024 lay between two readings. "
-                "Lower `steps_per_execution`."
-            )
-        skips = [each.step for each in steps if each.consecutive_skips]
-        if skips and now.skipped > seen[2]:
+            events.write([(now.judged, *self._latest.values())])
+        if now.skipped > skipped:
             self._warn(
                 optimizer.nonfinite_variables,
-                *(now.skipped - seen[2], now.judged - seen[1], skips[-1], now.scale),
+                *(now.skipped - skipped, now.judged - before, now.judged, now.scale),
             )
 
     def _close(self, error: BaseException | None) -> None:
@@ -170,7 +174,7 @@ class PrecisionMonitor(FitCallback):
                 events.close()
 
     def _warn(self, names: tuple[str, ...], *facts: Any) -> None:
-        """Warns of skips: how many, of how many steps, the last of them, the scale."""
+        """Warns of skips: how many, of how many steps up to which, and the scale."""
         if frozenset(names) in self._warned:
             return
         self._warned.add(frozenset(names))
@@ -181,7 +185,7 @@ class PrecisionMonitor(FitCallback):
             more = f" and {num_more} more" if num_more > 0 else ""
             reason = f"gradients of {named}{more} were not finite"
         logging.warning(
-            "Skipped %d of %d steps, the last time step %d: %s. The loss scale is %g "
+            "Skipped %d of the %d steps up to step %d: %s. The loss scale is %g "
             "now. A few skips at the start, or after the scale has grown, are as it "
             "should be; if they go on, lower the learning rate, clip gradients, or "
             "keep the layer in float32.",

@@ -7,7 +7,7 @@ variables beside it.
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,26 +20,11 @@ from tfamp.records import checks
 NUM_STOCK = 4
 # The whole numbers and the real ones of a `ScaleState`, in the order of files.
 _WHOLE, _REAL = slice(2, 11), slice(11, None)
-# What is kept of each of the last steps.
-_RECENT = ("norm", "applied", "skipped", "streak")
-_NUM_RECENT, _RATE_STEPS = 1024, 1000
 COUNTERS, LEVELS = ScaleState._fields[_WHOLE], ScaleState._fields[_REAL]
 
 
-class Step(NamedTuple):
-    """One step, and the totals just after it."""
-
-    step: int  # its number, from 1; under accumulation each microbatch is a step
-    loss_scale: float  # the scale it was computed with
-    applied_steps: int  # updates so far
-    skipped_steps: int
-    consecutive_skips: int  # skipped steps in a row up to this one
-    gradient_norm: float | None  # unscaled; None where it is not finite
-    overflow_rate: float  # skipped steps per 1,000, over the last 1,000
-
-
 class ScaleVariables:
-    """A `ScaleState` in as few variables as can be, the last steps, and the blame.
+    """A `ScaleState` in as few variables as can be, and the blame for a skip.
 
     Each variable costs a step a read and a write, whatever its size. `add_variable` is
     the optimizer's; the first two variables are those of Keras's class.
@@ -61,9 +46,6 @@ class ScaleVariables:
         self.dynamic_scale = add("dynamic_scale", "float32", start)
         self.counters = add("counters", "int64", first[_WHOLE], (len(COUNTERS),))
         self.levels = add("levels", "float32", first[_REAL], (len(LEVELS),))
-        self.recent = add(
-            "recent_steps", "float32", 0.0, (_NUM_RECENT, 1 + len(_RECENT))
-        )
         self.blame: Any = None  # 1 for each variable with a part in the last skip
         self._paths: list[str] = []
 
@@ -88,14 +70,6 @@ class ScaleVariables:
         self.counters.assign(tf.stack([tf.cast(x, tf.int64) for x in state[_WHOLE]]))
         self.levels.assign(tf.stack([tf.cast(x, tf.float32) for x in state[_REAL]]))
 
-    def remember(self, state: ScaleState, scale: tf.Tensor) -> None:
-        """Keeps what a step made of the state, and the scale it was computed with."""
-        facts = scale, *(getattr(state, name) for name in _RECENT)
-        row = tf.stack([tf.cast(x, tf.float32) for x in facts])
-        recent = tf.convert_to_tensor(self.recent.value)
-        slot = (state.judged - 1) % _NUM_RECENT
-        self.recent.assign(tf.tensor_scatter_nd_update(recent, [[slot]], [row]))
-
     def numbers(self) -> ScaleState:
         """Returns the present values as plain numbers; reads from the device."""
         # Not `np.asarray`, which fails on a distributed scalar inside a scope.
@@ -105,29 +79,6 @@ class ScaleVariables:
             *self.counters.numpy().tolist(),
             *self.levels.numpy().tolist(),
         )
-
-    def steps(self) -> list[Step]:
-        """Returns the last 1024 steps, oldest first; reads from the device."""
-        judged = self.numbers().judged
-        if not judged:
-            return []
-        numbers = np.arange(max(judged - _NUM_RECENT, 0), judged)
-        rows = np.asarray(self.recent.value)[numbers % _NUM_RECENT].astype("float64")
-        skips = [0.0 if judged <= _NUM_RECENT else rows[0, 3], *rows[:, 3]]
-        found = []
-        for i, (scale, norm, applied, skipped, streak) in enumerate(rows, 1):
-            before = max(i - _RATE_STEPS, 0)
-            rate = 1000 * (skipped - skips[before]) / (i - before)
-            found.append(
-                Step(
-                    int(numbers[i - 1]) + 1,
-                    float(f"{scale:.9g}"),
-                    *(int(applied), int(skipped), int(streak)),
-                    float(f"{norm:.9g}") if np.isfinite(norm) else None,
-                    round(float(rate), 3),
-                )
-            )
-        return found
 
     def note(self, positions: Sequence[int], squares: tf.Tensor) -> None:
         """Blames the variables at `positions` whose sum of squares is not finite."""
@@ -162,8 +113,7 @@ class SavedState(hooks.SavedBeside):
         """Returns tfamp's own variables by the name they are saved under."""
         optimizer = self._owner()
         stored = optimizer.scale_variables
-        names = ("counters", "levels", "recent")
-        named = {name: getattr(stored, name) for name in names}
+        named = {"counters": stored.counters, "levels": stored.levels}
         if optimizer.built:
             named["blame"] = stored.blame
         for position, total in enumerate(optimizer.accumulators):

@@ -233,7 +233,6 @@ class Step:
     ) -> None:
         self.strategy, self.optimizer = strategy, optimizer
         self.stored = optimizer.scale_variables
-        self.scale: Any = None  # that it was computed with
         self.gradients, self.variables = gradients, variables
         self.update = update or optimizer.inner_optimizer.apply
         pairs = zip(gradients, variables, strict=True)
@@ -249,7 +248,6 @@ class Step:
             scale: What they are multiplied by.
         """
         optimizer, before = self.optimizer, self.stored.read()
-        self.scale = before.scale
         squares = sums_of_squares([first_of(self.strategy, g) for g, _ in self.given])
         is_finite = tf.math.is_finite(tf.reduce_sum(squares))
         if was_finite is not None:
@@ -280,9 +278,7 @@ class Step:
         either(is_finite, go_on, skip)
 
     def _write(self, state: ScaleState, **changes: Any) -> None:
-        state = state._replace(**changes)
-        self.stored.write(state)
-        self.stored.remember(state, self.scale)
+        self.stored.write(state._replace(**changes))
 
     def _blame(self, variables: Sequence[Any], squares: tf.Tensor) -> None:
         self.stored.note(list(map(self.optimizer.position_of, variables)), squares)
@@ -311,7 +307,6 @@ class Step:
     def close(self, values: ScaleState) -> None:
         """Makes an update of the mean of a window's microbatches, and begins anew."""
         optimizer = self.optimizer
-        self.scale = values.scale if self.scale is None else self.scale
         totals = [first_of(self.strategy, v.value) for v in optimizer.accumulators]
         squares = sums_of_squares(totals)
         total = tf.reduce_sum(squares)

@@ -60,7 +60,7 @@ def named_variables(model: keras.Model) -> list[Named]:
         add(f"{WEIGHTS}/{i}/{bare_name(variable.name)}", variable, is_trained)
     for number, optimizer in enumerate(optimizers_of(model)):
         stored = tally_of(optimizer)
-        reported = {id(x) for x in (stored.levels, stored.recent)} if stored else set()
+        reported = {id(stored.levels)} if stored else set()
         for i, variable in enumerate(optimizer.variables):
             kind = RECORD if id(variable) in reported else OPTIMIZER
             add(f"{kind}/{number}/{type(optimizer).__name__}/{i}", variable, True)
