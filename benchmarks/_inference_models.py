@@ -110,8 +110,8 @@ def _quickly_averaging(model: keras.Model) -> keras.Model:
 
 def images(x: np.ndarray) -> np.ndarray:
     """Returns digits of shape (examples, 64) as (examples, 32, 32, 3)."""
-    grey = keras.ops.image.resize(x.reshape(-1, 8, 8, 1), (32, 32))
-    return np.repeat(np.asarray(grey), 3, axis=-1)
+    gray = keras.ops.image.resize(x.reshape(-1, 8, 8, 1), (32, 32))
+    return np.repeat(np.asarray(gray), 3, axis=-1)
 
 
 def bert(layers: int = 4, width: int = 512, length: int = 128) -> keras.Model:
@@ -127,7 +127,7 @@ def bert(layers: int = 4, width: int = 512, length: int = 128) -> keras.Model:
     return keras.Model(ids, L.Dense(10, "softmax")(y[:, 0]))
 
 
-def centred(model: keras.Model, inputs: np.ndarray) -> keras.Model:
+def centered(model: keras.Model, inputs: np.ndarray) -> keras.Model:
     """Has the classes of a model with random weights be equally likely, in place.
 
     It would answer the same to everything, and agree with whatever is like it.

@@ -165,7 +165,7 @@ def _compiled(model: keras.Model) -> keras.Model:
 
 
 def _images(seed: int, size: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns noise whose mean colour is its class."""
+    """Returns noise whose mean color is its class."""
     rng = np.random.default_rng(seed)
     y = rng.integers(0, NUM_CLASSES, _BATCHES * batch_size)
     x = rng.normal(size=(len(y), size, size, 3)) + y[:, None, None, None] / 5

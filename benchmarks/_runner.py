@@ -153,7 +153,7 @@ def timed(work: Callable[[], Any], repetitions: int = 1) -> tuple[float, float]:
 def take_turns(sides: Sequence[Side], turns: int) -> np.ndarray:
     """Returns what each side told in each turn, its seconds: (turns, sides, figures).
 
-    Whoever goes first changes from turn to turn: caches and clocks favour one of them.
+    Whoever goes first changes from turn to turn: caches and clocks favor one of them.
     """
     found: list[list[Any]] = [[None] * len(sides) for _ in range(turns)]
     for turn in range(turns):

@@ -30,7 +30,7 @@ from benchmarks._inference_models import (
     CASES,
     LARGE,
     Digits,
-    centred,
+    centered,
     cnn,
     images,
     mlp,
@@ -196,7 +196,7 @@ def measure_large(case: str, number: int, data: Digits) -> dict[str, Any]:
     else:
         shape = (number + 32, *model.input_shape[1:])
         inputs = np.random.default_rng(0).integers(0, 30522, shape).astype("int32")
-        model = centred(model, inputs[number:])
+        model = centered(model, inputs[number:])
         x, calibration = inputs[:number], inputs[number:]
     exact = classes_of(model.predict(x, batch_size=16, verbose=0))
     format, scheme = ("onnx", "static" if is_trained else "dynamic")

@@ -27,13 +27,13 @@ from benchmarks._runner import ratio, take_turns
 
 # What a pipeline is compared with, and how many times as fast it has to be.
 GOALS = {
-    ("tfamp", "naive, not optimised"): 2.0,
+    ("tfamp", "naive, not optimized"): 2.0,
     ("tfamp", "naive"): None,
     ("tfamp", "hand-tuned"): 0.97,
     ("tfamp", "Keras's loader"): None,
-    ("tfamp, memory cache", "naive, not optimised"): 10.0,
-    ("tfamp, file cache", "naive, not optimised"): 6.5,
-    ("tfamp, memory cache and cast", "naive, not optimised"): None,
+    ("tfamp, memory cache", "naive, not optimized"): 10.0,
+    ("tfamp, file cache", "naive, not optimized"): 6.5,
+    ("tfamp, memory cache and cast", "naive, not optimized"): None,
     ("tfamp, reshuffled cache", "the same, cast on the CPU"): 5.0,
     ("tfamp, reshuffled cache", "the same, cast by batches"): None,
     ("tfamp, CSV", "CSV row by row"): 8.0,
@@ -146,11 +146,11 @@ def read_as_uint8(path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.saturate_cast(resized, tf.uint8), label_of(path)
 
 
-def naive(paths: list[str], optimised: bool) -> tf.data.Dataset:
+def naive(paths: list[str], optimized: bool) -> tf.data.Dataset:
     """Returns the pipeline that one writes first."""
     dataset = tf.data.Dataset.from_tensor_slices(paths)
     dataset = dataset.map(read_as_float).batch(BATCH)
-    if optimised:
+    if optimized:
         return dataset
     options = tf.data.Options()
     options.experimental_optimization.apply_default_optimizations = False
@@ -195,8 +195,8 @@ def image_sides(folder: Path, paths: list[str], cores: int) -> dict[str, Iterabl
             return ((scale(x), y) for x, y in cached)
 
     sides: dict[str, Iterable] = {
-        "naive, not optimised": naive(paths, optimised=False),
-        "naive": naive(paths, optimised=True),
+        "naive, not optimized": naive(paths, optimized=False),
+        "naive": naive(paths, optimized=True),
         "hand-tuned": hand_tuned(paths, cores),
         "Keras's loader": keras.utils.image_dataset_from_directory(
             folder, batch_size=BATCH, image_size=SIZE, shuffle=False, verbose=False

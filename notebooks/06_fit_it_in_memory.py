@@ -59,7 +59,7 @@ print("Keras", keras.__version__, "on TensorFlow", tf.__version__, "with", POLIC
 
 # %%
 def build_model():
-    """Returns a compiled network for colour images of 64x64 pixels."""
+    """Returns a compiled network for color images of 64x64 pixels."""
     images = keras.Input((64, 64, 3))
     x = images
     for _ in range(4):
@@ -240,7 +240,7 @@ for name, each in {"as it is": before, "with remat": after}.items():
 # %% [markdown]
 # ## What if it runs out all the same?
 #
-# Inputs of varying length, a neighbour on the GPU: no estimate sees them. The error of
+# Inputs of varying length, a neighbor on the GPU: no estimate sees them. The error of
 # TensorFlow then ends with a note: what was asked for and by which layer, what the
 # model holds whatever the batch, who else holds memory on the device, and what to do,
 # in order.

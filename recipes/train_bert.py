@@ -75,7 +75,7 @@ def texts_below(root: Path, pattern: str, lines: int | None):
 
 
 def make_preprocessor(texts: np.ndarray, length: int):
-    """Returns what turns texts into numbers; its vocabulary is learnt from them."""
+    """Returns what turns texts into numbers; its vocabulary is learned from them."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     sample = tf.data.Dataset.from_tensor_slices(texts[:: max(1, len(texts) // 1000)])
     vocabulary = keras_hub.tokenizers.compute_word_piece_vocabulary(

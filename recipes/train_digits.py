@@ -41,7 +41,7 @@ def load(dataset: str) -> tuple[tfamp.data.Pipeline, tfamp.data.Pipeline]:
         from sklearn.model_selection import train_test_split
 
         images, labels = load_digits(return_X_y=True)
-        # 17 grey levels, spread to 0..255 as other images have them.
+        # 17 gray levels, spread to 0..255 as other images have them.
         images = np.rint(images.reshape(-1, 8, 8, 1) * (255 / 16)).astype("uint8")
         x, x_test, y, y_test = train_test_split(
             images, labels, test_size=0.2, stratify=labels, random_state=0

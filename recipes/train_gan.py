@@ -122,8 +122,8 @@ def main(argv: list[str]) -> None:
         data = data.take(2)
     epochs = 1 if FLAGS.smoke else FLAGS.epochs
     history = gan.fit(data, epochs=epochs, shuffle=False, verbose=2).history
-    grey = keras.ops.convert_to_numpy(keras.ops.cast(gan.make(4), "float32"))[..., 0]
-    for rows in zip(*((grey + 1) * 2.49).astype(int), strict=True):
+    gray = keras.ops.convert_to_numpy(keras.ops.cast(gan.make(4), "float32"))[..., 0]
+    for rows in zip(*((gray + 1) * 2.49).astype(int), strict=True):
         print("   ".join("".join(" .:*#"[v] * 2 for v in row) for row in rows))
     losses = {name: float(values[-1]) for name, values in history.items()}
     print(json.dumps({"policy": status.policy, **losses}))

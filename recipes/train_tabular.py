@@ -42,7 +42,7 @@ LIMITS = ("iqr", 3.0)
 def damage(rows, missing, outliers, rng):
     """Returns rows of which some values are 100 times too large, and some NaN.
 
-    A hundredfold is what metres taken for centimetres make.
+    A hundredfold is what meters taken for centimeters make.
 
     Example:
         >>> rng = np.random.default_rng(0)

@@ -10,9 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
-import os, sys, neighbour
+import os, sys, neighbor
 print(sys.argv, __name__, os.path.basename(__file__), sys.path[0] == FOLDER)
-print(neighbour.VALUE, sys.modules["__main__"].__dict__ is globals())
+print(neighbor.VALUE, sys.modules["__main__"].__dict__ is globals())
 import keras
 print(keras.layers.Dense(1).compute_dtype, os.environ.get("TFAMP_POLICY"))
 """
@@ -20,7 +20,7 @@ print(keras.layers.Dense(1).compute_dtype, os.environ.get("TFAMP_POLICY"))
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "neighbour.py").write_text("VALUE = 7\n")
+    (tmp_path / "neighbor.py").write_text("VALUE = 7\n")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     text = PROGRAM.replace("FOLDER", repr(str(tmp_path)))
@@ -52,7 +52,7 @@ def ran(*words, cwd, tool=("-m", "tfamp", "run"), **environ):
     ],
     ids=["policy behind", "two words"],
 )
-def test_a_script_sees_its_own_command_line_and_neighbours(folder, words):
+def test_a_script_sees_its_own_command_line_and_neighbors(folder, words):
     done = ran(*words, cwd=folder)
     arguments = ["prog.py", "--lr", "3", "--policy=own"]
     assert done.stdout.splitlines() == [

@@ -18,6 +18,13 @@ def test_text_holds_sentences_and_cells_as_they_were_given():
     assert any("x[0]" in line and "float32" in line for line in lines)
 
 
+def test_a_title_is_not_broken_where_a_narrow_table_ends():
+    title = "a title that is longer than its table"
+    table = console.table({"a": {}}, [["1"]], title=title)
+    shown = console.text_of(table)
+    assert shown.startswith(f"{title}\n┏━━━┓") and shown == console.text_of(table)
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -31,7 +38,7 @@ def test_work_shows_what_is_done_of_how_much(monkeypatch):
     assert all(text in found for text in ("auto, seed 0", "2.5 of 4 runs", "left"))
 
 
-def test_no_bar_goes_into_a_file_whatever_colours_are_asked_for(monkeypatch, capsys):
+def test_no_bar_goes_into_a_file_whatever_colors_are_asked_for(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     with console.progress("Starting", 4) as update:
         update(3)

@@ -183,7 +183,7 @@ def test_resolution_is_the_noise_of_rounding(mean, std, dtype, severity):
 # Labels --------------------------------------------------------------------------
 
 
-def labelled(y, **options):
+def labeled(y, **options):
     return found(normal(len(y), 2), y, **options)
 
 
@@ -203,7 +203,7 @@ LABELS = {
 
 @pytest.mark.parametrize("y, num_classes, severity", LABELS.values(), ids=LABELS)
 def test_label_range(y, num_classes, severity):
-    findings = labelled(y, num_classes=num_classes).of(rule="labels")
+    findings = labeled(y, num_classes=num_classes).of(rule="labels")
     assert [finding.severity for finding in findings] == ([severity] * bool(severity))
 
 

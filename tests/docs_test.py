@@ -29,6 +29,12 @@ TEXT = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(
     r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
 )
+BRITISH = re.compile(
+    r"\w*(?:colour|neighbour|behaviour|favour|honour|flavour|\bgrey|centre\b|metre\b|"
+    r"(?:optim|quant|normal|initial|real|recogn|serial|organ|summar|general)is[ei]|"
+    r"analys(?:e[ds]?|ing)\b|learnt\b|labelled|modelling|defence|licence)\w*",
+    re.IGNORECASE,
+)
 # Figures and times differ from machine to machine; words hardly do.
 MAX_OTHER_WORDS = 0.4
 TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -114,6 +120,17 @@ def test_links_lead_to_files_and_headings(page):
         assert path.is_file(), target
         if anchor:
             assert anchor in anchors(path), f"{target}#{anchor}"
+
+
+def test_what_is_read_is_in_american_spelling():
+    found = {}
+    for path in (*ROOT.glob("*.md"), *PAGES, ROOT / "benchmarks/RESULTS.md"):
+        found[path.name] = BRITISH.findall(path.read_text(encoding="utf-8"))
+    for folder in ("tfamp", "recipes", "notebooks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            names = path.read_text(encoding="utf-8")
+            found[path.name] = BRITISH.findall(names)
+    assert {name: words for name, words in found.items() if words} == {}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=stem)

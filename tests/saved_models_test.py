@@ -245,7 +245,7 @@ def test_plain_keras_goes_on_where_tfamp_is_missing(fresh):
     assert optimizer.scale == 2.0**14  # one backoff
 
 
-def test_plain_keras_refuses_by_name_what_it_cannot_honour(fresh):
+def test_plain_keras_refuses_by_name_what_it_cannot_honor(fresh):
     for name, text in zip(REFUSED, fresh[0]["errors"], strict=True):
         assert name in text
 

@@ -88,7 +88,7 @@ class TrainingBatchNormalization(layers.Layer):
 
 
 def table():
-    rows = np.arange(4096)[:, None] % 2.0  # neighbours differ by 1
+    rows = np.arange(4096)[:, None] % 2.0  # neighbors differ by 1
     return layers.Embedding(4096, 1, weights=[rows])
 
 

@@ -108,7 +108,7 @@ def assemble(
 
 
 def group(kind: str, i: int, width: int) -> list[Any]:
-    """Returns healthy layers, of which the last one normalises."""
+    """Returns healthy layers, of which the last one normalizes."""
     if kind == "image":
         return [
             layers.Conv2D(width, 3, padding="same", name=f"conv_{i}"),
@@ -148,7 +148,7 @@ def in_trunk(
 ) -> Callable[[int], tuple[keras.Model, list[Any]]]:
     """Returns a builder of a healthy chain that has a part at a place of the seed.
 
-    What the part gets is normalised, and so is what it gives.
+    What the part gets is normalized, and so is what it gives.
 
     Args:
         part: Makes the part's elements anew.
@@ -234,7 +234,7 @@ def joint(x: Any) -> Any:
 
 def moments(x: Any) -> Any:
     """Has the variance as mean of squares less square of the mean."""
-    # Of every second channel: of all, a normalised row has the same variance.
+    # Of every second channel: of all, a normalized row has the same variance.
     h = 100.0 + 3.0 * x[..., ::2]
     mean = ops.mean(h, axis=-1, keepdims=True)
     variance = ops.mean(ops.square(h), axis=-1, keepdims=True) - ops.square(mean)
@@ -308,9 +308,9 @@ def _widening() -> list[Any]:
     return [wide, layers.Rescaling(1e-5, name="shrink")]
 
 
-def _centre() -> list[Any]:
+def _center() -> list[Any]:
     offset = layers.Rescaling(1.0, offset=3000.0, name="offset")
-    return [offset, Own(lambda x: x - ops.mean(x, -1, keepdims=True), name="centre")]
+    return [offset, Own(lambda x: x - ops.mean(x, -1, keepdims=True), name="center")]
 
 
 def _small() -> list[Any]:
@@ -331,7 +331,7 @@ def _unit(scale: float) -> list[Any]:
 # Part -> its layers, those that are guilty, where, and in which styles.
 PARTS: dict[str, tuple[Callable[[], list[Any]], tuple[str, ...], tuple, tuple]] = {
     "widening": (_widening, ("widen", "shrink"), HALF, STYLES),
-    "centre": (_centre, ("offset", "centre"), BOTH, STYLES),
+    "center": (_center, ("offset", "center"), BOTH, STYLES),
     "small products": (_small, ("smaller", "back"), HALF, STYLES),
     "far normalization": (_far, ("offset", "batch_norm"), BOTH, STYLES),
     "unit": (lambda: _unit(1500.0), ("unit",), HALF, STYLES),

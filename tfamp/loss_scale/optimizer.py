@@ -435,7 +435,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def get_config(self) -> dict[str, Any]:
         """Returns Keras's four keys, and what differs from the defaults.
 
-        So stock Keras loads what it can honour, and refuses the rest by name.
+        So stock Keras loads what it can honor, and refuses the rest by name.
         """
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         config = {

@@ -219,6 +219,6 @@ def _layers_of(given: Any) -> list[keras.layers.Layer]:
         if layers and all(isinstance(each, keras.layers.Layer) for each in layers):
             return list(layers)
     raise TypeError(
-        f"Cannot rematerialise {given!r}; expected a Keras model, a layer, or a list "
+        f"Cannot rematerialize {given!r}; expected a Keras model, a layer, or a list "
         "of layers. Pass what `keras.Model(...)` gave, or `model.layers[1:-1]`."
     )

@@ -467,7 +467,7 @@ def _float_ids(subject: _Subject) -> _Found:
                     largest if beyond else reach,
                     f"{name} holds ids as floats, up to "
                     f"{largest if beyond else reach:,}, and is cast to {dtype} before "
-                    f"they are looked up: beyond {exact:,} neighbours become one.",
+                    f"they are looked up: beyond {exact:,} neighbors become one.",
                     "Feed ids as integers, in an input of their own "
                     "(`keras.Input(..., dtype='int32')`).",
                 )

@@ -20,7 +20,7 @@ from tfamp.stepping.layer_calls import runs_whole
 from tfamp.stepping.unchanged import seeds_put_back
 
 Kind = Literal["weights", "activations", "gradients"]
-_COLOURS = {"weights": "#4c78a8", "activations": "#54a24b", "gradients": "#e45756"}
+_COLORS = {"weights": "#4c78a8", "activations": "#54a24b", "gradients": "#e45756"}
 # The powers of two of float32's numbers, and the scales of a loss-scale optimizer.
 _LOWEST, _HIGHEST = -149, 127
 _SCALES = range(-14, 25)
@@ -160,7 +160,7 @@ class Ranges(TableRecord):
             heights = [0.15 + 0.7 * n / most for n in layer.exponents.values()]
             places = [int(exponent) + 0.5 for exponent in layer.exponents]
             bottoms = [row + 0.4 - height for height in heights]
-            axes.bar(places, heights, 0.9, bottoms, color=_COLOURS[layer.kind])
+            axes.bar(places, heights, 0.9, bottoms, color=_COLORS[layer.kind])
         for limit in (FLOAT16.smallest_subnormal, FLOAT16.max):
             axes.axvline(math.log2(limit), color="#555555", linewidth=1.0)
         names = [f"{layer.path}  {layer.kind}" for layer in self.layers]

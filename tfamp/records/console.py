@@ -1,6 +1,7 @@
 """Tables and sentences as a terminal would show them, and a progress bar."""
 
 import contextlib
+import copy
 import io
 import logging
 import sys
@@ -53,6 +54,11 @@ def text_of(*parts: Any, width: int = WIDTH) -> str:
     }
     console = Console(file=file, width=width, **plain)
     for part in parts:
+        if isinstance(part, Table) and part.title:
+            # Rich would break it where a narrow table ends.
+            console.print(part.title)
+            part = copy.copy(part)
+            part.title = None
         console.print(Text(part) if isinstance(part, str) else part)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 

@@ -55,7 +55,7 @@ def checked(text: str) -> str:
 def load(text: str, **how: Any) -> Callable[..., Any]:
     """Returns the function that builds what "module:function" or a script names.
 
-    A module may import its neighbours; `how` is for `first_fit`.
+    A module may import its neighbors; `how` is for `first_fit`.
     """
     if text.endswith(".py"):
         return functools.partial(first_fit, text, **how)

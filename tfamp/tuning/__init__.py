@@ -67,9 +67,9 @@ def tune(
         metric: None for the model's loss; the name of a metric of Keras that is a mean
             over examples; or a function of targets and outputs that returns a value
             for each example, any change of which counts as worse.
-        max_evaluations: Plans that are tried, the judgement on fresh data included.
+        max_evaluations: Plans that are tried, the judgment on fresh data included.
         validation: Examples that the metric is taken of; None takes `data`. Every
-            second batch of the first 1,000 is left for the judgement at the end.
+            second batch of the first 1,000 is left for the judgment at the end.
         batch_size: Examples in a batch of arrays.
         num_steps: Steps that a model is trained for which a function returned.
 

@@ -53,9 +53,9 @@ def rows(n=64, columns=6):
 
 
 def clusters(n=64, columns=8, classes=4):
-    """Returns points around centres, and which centre."""
+    """Returns points around centers, and which center."""
     random = np.random.RandomState(0)
-    centres = random.normal(0, 2, (classes, columns))
+    centers = random.normal(0, 2, (classes, columns))
     labels = random.randint(0, classes, n)
-    x = centres[labels] + random.normal(0, 0.5, (n, columns))
+    x = centers[labels] + random.normal(0, 0.5, (n, columns))
     return x.astype("float32"), noisy(labels, classes, random)

@@ -111,7 +111,7 @@ class GraphAttention(layers.Layer):
         return {**super().get_config(), "units": self.units}
 
 
-@program("graphs", "Functional, own softmax over neighbours")
+@program("graphs", "Functional, own softmax over neighbors")
 def graph_attention():
     random = np.random.RandomState(0)
     atoms = random.normal(size=(64, 5, 4)).astype("float32")

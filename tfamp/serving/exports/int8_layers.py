@@ -23,7 +23,7 @@ _GUILTY = 20.0
 # Examples of the pass: all that went through the layers is held at once.
 _MAX_EXAMPLES = 32
 _MAX_EVALUATIONS = 3
-# A head of a larger part of the weights is quantised with the others, as it is in
+# A head of a larger part of the weights is quantized with the others, as it is in
 # models of language, whose head has a row for each word.
 _MAX_HEAD_PART = 0.2
 _WITH_ATTENTION = (
@@ -67,7 +67,7 @@ def layers_kept(model: keras.Model, asked: Iterable[str]) -> dict[str, str]:
     weights = [weight for layer in heads.heads for weight in layer.weights]
     most = _MAX_HEAD_PART * structure.bytes_of(model.weights)
     small = structure.bytes_of(weights) <= most
-    # Where all is head, as in a model of one layer, there is nothing else to quantise.
+    # Where all is head, as in a model of one layer, there is nothing else to quantize.
     for layer in [*(heads.heads if small else ()), *heads.after]:
         why = "a head: its outputs would be rounded to 256 values"
         found.setdefault(paths[id(layer)], why)
@@ -75,7 +75,7 @@ def layers_kept(model: keras.Model, asked: Iterable[str]) -> dict[str, str]:
 
 
 def has_attention(model: keras.Model) -> bool:
-    """States whether a model normalises over features, as transformers do."""
+    """States whether a model normalizes over features, as transformers do."""
     layers = (layer for _, layer, _ in structure.walk(model))
     return any(isinstance(layer, _WITH_ATTENTION) for layer in layers)
 

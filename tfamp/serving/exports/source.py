@@ -18,7 +18,7 @@ from tfamp.serving.runtimes.signature import dtype_named, has_shape
 from tfamp.stepping.unchanged import copied
 
 Batch = Mapping[str, np.ndarray]
-# More tell a quantiser next to nothing about ranges.
+# More tell a quantizer next to nothing about ranges.
 _MAX_CALIBRATION_EXAMPLES = 512
 _NUM_TRIED = 5
 # Fewer different examples than these are a mistake: one again and again, or a sample.

@@ -24,7 +24,7 @@ from tfamp.serving.runtimes.manifest import FILES
 
 DTYPES = ("float32", "float16", "bfloat16", "int8")
 SCHEMES = ("dynamic", "static")
-# Format -> dtype -> the schemes that its quantiser has, the one to take first; (""):
+# Format -> dtype -> the schemes that its quantizer has, the one to take first; (""):
 # floats. What is missing cannot be expressed, or no runtime loads it.
 POSSIBLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "saved_model": {"float32": ("",), "float16": ("",), "bfloat16": ("",)},
@@ -52,7 +52,7 @@ _INTEGERS = re.compile("Quantize|Integer|QLinear")
 
 
 class NothingRoundedError(ValueError):
-    """A quantiser that left a model as it is, as where all that it rounds is kept."""
+    """A quantizer that left a model as it is, as where all that it rounds is kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Request:
     keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # Path of a layer -> the range of its input, where the model was trained with it.
     ranges: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    # Whether only products of matrices are quantised, as in models with attention.
+    # Whether only products of matrices are quantized, as in models with attention.
     products_only: bool = False
 
     @property
@@ -174,7 +174,7 @@ def _refused(why: str) -> ValueError:
 def _check_rounded(request: Request, kinds: Iterable[str]) -> None:
     if not any(map(_INTEGERS.search, kinds)):
         raise NothingRoundedError(
-            f"{request.name} quantises nothing of this model: its runtime has no "
+            f"{request.name} quantizes nothing of this model: its runtime has no "
             "integers for these layers, or all stay in float32. Pass another "
             '`scheme=` ("static" needs `calibration=`), or another format.'
         )
