@@ -87,11 +87,6 @@ def test_every_command_explains_itself_with_an_example(capsys, name):
     assert f"example:\n  tfamp {name}" in out
 
 
-def test_version_is_the_packages(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"tfamp {tfamp.__version__}\n"
-
-
 WRONG = {
     "nothing": ("", "usage: tfamp"),
     "command": (
@@ -158,17 +153,6 @@ def test_a_script_that_sets_its_policy_is_read_under_it(capsys, folder):
     assert "bfloat16" in capsys.readouterr().out
     assert main(["check", "own.py", "--policy=float32"]) == 0
     assert keras.config.dtype_policy().name == "float32"
-
-
-def test_a_dataset_without_end_is_taken_for_as_many_steps_as_the_script_says(folder):
-    (folder / "endless.py").write_text(
-        "import keras, numpy as np, tensorflow as tf\n"
-        "data = tf.data.Dataset.from_tensors((np.ones((4, 3)), np.ones((4, 1))))\n"
-        "model = keras.Sequential([keras.layers.Dense(1)])\n"
-        "model.compile('sgd', 'mse')\n"
-        "model.fit(data.repeat(), steps_per_epoch=7, epochs=9)\n"
-    )
-    assert main(["compare", "endless.py", "--quick", "--policies=float32"]) == 0
 
 
 def test_a_script_that_fails_shows_its_own_traceback(capsys, folder):

@@ -42,14 +42,6 @@ def test_rules_scale_numbers_and_schedules(rule, factor):
         )
 
 
-def test_a_warm_up_goes_evenly_from_the_old_rate_to_the_new():
-    rate = tfamp.training.scale_learning_rate(
-        0.1, batch_size=512, base_batch_size=64, warmup_steps=10
-    )
-    expected = [0.1 * (1 + 7 * min(step / 10, 1)) for step in range(15)]
-    np.testing.assert_allclose([float(rate(s)) for s in range(15)], expected, rtol=1e-6)
-
-
 @pytest.mark.slow
 def test_a_model_trains_with_it_and_a_file_keeps_it(tmp_path):
     decay = keras.optimizers.schedules.ExponentialDecay(0.01, 10, 0.5)

@@ -89,7 +89,7 @@ ROWS = {
         lambda: [L.Dense(8), L.Activation("softmax", dtype="float32")],
         [],
     ),
-    "weights": ("half-weights", "float16", lambda: [L.Dense(8, name="own")], OWN),
+    "weights": ("half-weights", "bfloat16", lambda: [L.Dense(8, name="out")], OUT),
     "frozen": ("half-weights", "float16", lambda: [L.Dense(8, trainable=False)], []),
     "mixed": ("half-weights", BF16, lambda: [L.Dense(8)], []),
     "factor": ("constant-range", F16, lambda: [Masked(-1e9, name="out")], OUT),
@@ -181,69 +181,6 @@ def test_a_mask_beyond_the_range_gives_nan_as_the_rule_says():
     assert not np.isnan(Masked(-1e9, dtype="float32")(x)).any()
 
 
-class Lookup(keras.Model):
-    """Looks up rows; a subclassed model casts its inputs before its layers do."""
-
-    def __init__(self, rows):
-        super().__init__()
-        self.table = L.Embedding(rows, 8, name="table")
-        self.last = L.Dense(8, dtype="float32", name="last")
-
-    def call(self, x):
-        return self.last(keras.ops.max(self.table(x), 1))
-
-
-def lookup(policy, rows=5000):
-    with policy:
-        return Lookup(rows)
-
-
-def ids(largest):
-    return np.array([[1, 2, 3, largest]] * 8, "float32"), np.zeros((8, 8), "float32")
-
-
-FLOAT_IDS = {
-    "rounded": (4999, 5000, "mixed_float16", [("error", "table")]),
-    "may be": (100, 5000, "mixed_float16", [("warning", "table")]),
-    "few": (100, 2000, "mixed_float16", []),
-    "bfloat16": (300, 1000, "mixed_bfloat16", [("error", "table")]),
-}
-
-
-@pytest.mark.parametrize(
-    "largest, rows, policy, expected", FLOAT_IDS.values(), ids=FLOAT_IDS
-)
-def test_float_ids_finds_ids_that_are_rounded(largest, rows, policy, expected):
-    model = lookup(stock_policy(policy), rows)
-    found = lint(model, data=ids(largest))
-    assert [(e.severity, e.layer) for e in found.of(rule="float-ids")] == expected
-
-
-def test_float_ids_lets_integers_and_managed_tables_be():
-    managed = lookup(tfamp.scope("mixed_float16"))
-    assert places(managed, "float-ids", data=ids(4999)) == []
-    integers = lookup(stock_policy("mixed_float16"))
-    data = tuple(array.astype("int32") for array in ids(4999))
-    assert places(integers, "float-ids", data=data) == []
-
-
-def test_float_ids_finds_a_packed_column_of_a_subclassed_model():
-    class Packed(Lookup):
-        def call(self, x):
-            row = self.table(keras.ops.cast(x[:, 0], "int32"))
-            return self.last(keras.ops.concatenate([row, x[:, 1:]], -1))
-
-    x, y = batch(4)
-    x[:, 0] = np.arange(8) + 2045
-    with stock_policy("mixed_float16"):
-        model, few = Packed(3000), Packed(100)
-    found = lint(model, data=(x, y)).of(rule="float-ids")
-    told = [(e.severity, e.layer, e.figure) for e in found]
-    assert told == [("error", "table", 2052)]
-    x[:, 0], x[:, 1] = np.arange(8), 5000.25  # a quantity, no id
-    assert places(few, "float-ids", data=(x, y)) == []
-
-
 def test_late_policy_names_layers_made_before_it():
     early = [L.Dense(8, name="early"), L.Dense(8, name="earlier")]
     with tfamp.scope("mixed_bfloat16"):
@@ -271,7 +208,7 @@ def test_stock_optimizers_lose_what_the_rule_says():
 
 
 LOST = {
-    "beta_2": ("bfloat16", K.Adam, {}, "`beta_2=0.999` of 'mine' is 1 in bfloat16"),
+    "beta_2": ("bfloat16", K.Adam, {}, "`beta_2=0.999` of 'mine' is 1"),
     "momentum": ("bfloat16", K.SGD, {"momentum": 0.999}, "`momentum=0.999` of 'mine'"),
     "epsilon": ("float16", K.Adam, {"epsilon": 1e-8}, "`epsilon=1e-08` of 'mine' is 0"),
     "epsilon_1": ("float16", K.Adafactor, {}, "`epsilon_1=1e-30` of 'mine' is 0"),
@@ -281,14 +218,12 @@ LOST = {
 @pytest.mark.parametrize("dtype, kind, options, message", LOST.values(), ids=LOST)
 def test_what_an_optimizer_loses_is_an_error(dtype, kind, options, message):
     optimizer = kind(0.1, name="mine", **options)
-    for policy, severities in ((dtype, ["error", "warning"]), (f"mixed_{dtype}", [])):
+    for policy, places_of in ((dtype, [("error", "low")]), (f"mixed_{dtype}", [])):
         with stock_policy(policy):
             model = sequential(L.Dense(8, name="low"), head(), optimizer=optimizer)
         found = lint(model).of(rule="half-weights")
-        assert [(each.severity, each.layer) for each in found] == [
-            (severity, "low") for severity in severities
-        ]
-        assert not found or found[0].message.startswith(message)
+        assert [(each.severity, each.layer) for each in found] == places_of
+        assert not found or message in found[0].message
 
 
 @pytest.fixture

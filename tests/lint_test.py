@@ -15,8 +15,6 @@ from tests.refusals import refusals
 from tests.styles import stock_policy
 from tfamp import lint
 from tfamp.numerics.lint import RULE_IDS
-from tfamp.records import checks
-from tfamp.records.findings import Findings
 
 L = keras.layers
 DOCUMENTATION = Path(__file__).parents[1] / "docs" / "lint.md"
@@ -98,19 +96,6 @@ def test_nothing_at_all_is_found_in_float32(build, data):
     assert len(lint(build(), data=data)) == 0
 
 
-def test_findings_tell_all_that_a_reader_needs():
-    with stock_policy("mixed_float16"):
-        model = sequential(L.Dense(8, activation="sigmoid", name="out"))
-    found = lint(model)
-    (each,) = found.of(rule="half-head")
-    assert (each.severity, each.layer, each.figure) == ("error", "out", 8.3)
-    page = checks.address("lint#half-head")
-    assert each.details["documentation"] == page
-    assert f"See {page}" in found.table().splitlines()
-    assert found.title == f"Lint of model {model.name!r}, with float16"
-    assert Findings.from_json(found.to_json()) == found
-
-
 RULE_IDS_WITHOUT_LOSS = tuple(rule for rule in RULE_IDS if rule != "half-loss")
 DATA = {
     "arrays": lambda x, y: (x, y),
@@ -131,31 +116,10 @@ def test_data_come_in_every_form(make):
     assert lint(model, data=make(*batch(16))).rules == RULE_IDS_WITHOUT_LOSS
 
 
-@pytest.mark.parametrize("is_dict", [True, False])
-def test_several_inputs_are_told_apart(is_dict):
-    class Table(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.table = L.Embedding(5000, 4, name="table")
-
-        def call(self, given):
-            x, ids = given.values() if is_dict else given
-            return x + self.table(ids[:, 0])
-
-    with stock_policy("mixed_float16"):
-        model = Table()
-    x, ids = np.ones((8, 4), "float32"), np.full((8, 1), 4999, "float32")
-    given = {"a": x, "b": ids} if is_dict else [x, ids]
-    found = lint(model, data=(given, x)).of(rule="float-ids")
-    name = "x/b" if is_dict else "x/1"
-    assert [(each.layer, each.message[:3]) for each in found] == [("table", name)]
-
-
 def test_what_cannot_be_checked_is_listed_with_the_reason():
     raw = keras.Sequential([keras.Input((4,)), L.Dense(8)])
     assert lint(raw).skipped == (
         "half-loss: no `loss` was passed, and the model has none",
-        "float-ids: no `data` were passed",
     )
     assert lint(raw, loss="mse", optimizer="adam", data=batch(4)).rules == RULE_IDS
     reason = (
@@ -213,19 +177,6 @@ def test_nothing_of_a_model_changes():
     assert all(np.array_equal(a, b) for a, b in zip(values, after, strict=True))
     assert [layer.dtype_policy.name for layer in model.layers] == policies
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
-
-
-def test_building_and_tracing_leave_no_losses_and_take_no_random_numbers():
-    class Draws(keras.Model):
-        def call(self, x):
-            self.add_loss(keras.ops.mean(x))
-            return x * random.random() * np.random.rand()
-
-    model = Draws()
-    before = random.getstate(), np.random.get_state()[1].tolist()
-    lint(model, data=batch(16))
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
-    assert model.built
 
 
 WRONG = {

@@ -124,15 +124,6 @@ def test_a_sure_classifier_needs_no_smaller_scale():
     assert {each.path for each in found.of("gradients")} == {"head"}
 
 
-def test_weights_of_a_recurrent_cell_are_those_of_its_layer():
-    model = keras.Sequential([keras.Input((3, 2)), L.LSTM(4, name="lstm"), L.Dense(1)])
-    model.compile("sgd", "mse")
-    data = (np.ones((8, 3, 2), "float32"), np.ones((8, 1), "float32"))
-    found = tfamp.ranges(model, data)
-    weights = {each.path: each.count for each in found.of("weights")}
-    assert weights["lstm"] == 2 * 16 + 4 * 16 + 16
-
-
 def test_the_table_and_the_plot_show_each_layer(tmp_path):
     pytest.importorskip("matplotlib")
     found = tfamp.ranges(model_of(), DATA)

@@ -9,9 +9,8 @@ import tensorflow as tf
 
 import tfamp
 from tests.lint_test import CONTROLS
-from tests.replicas import two_replicas
 from tests.styles import STYLES, Own, assembled
-from tfamp.numerics.reruns import deviation, forward_error
+from tfamp.numerics.passes import deviation, forward_error
 from tfamp.numerics.sensitivity import Sensitivity, sensitivity
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
@@ -153,23 +152,6 @@ def test_no_alarm_on_healthy_models(build, data, dtype):
     assert (found.verdict, found.guilty) == ("safe", {})
 
 
-class Handing(L.Layer):
-    """Overflows float16 in its own operations, and hands what comes out to a child."""
-
-    def __init__(self, child):
-        super().__init__()
-        self.child = child
-
-    def call(self, x):
-        return self.child(ops.square(x * 1e3) * 1e-6)
-
-
-@pytest.mark.parametrize("child", [L.ReLU(), L.Dropout(0.2)], ids=["relu", "dropout"])
-def test_a_block_whose_last_layer_changes_nothing_is_judged(child):
-    found = sensitivity(regressor(Handing(child), L.Dense(1)), (X, TARGETS))
-    assert [path.partition("_")[0] for path in found.guilty] == ["handing"]
-
-
 def test_a_layer_that_draws_past_the_seeds_of_keras_is_not_judged():
     draw = L.Lambda(lambda x: x + 1e6 * tf.random.normal(tf.shape(x)))
     model = regressor(draw, L.Dense(1))
@@ -214,41 +196,6 @@ def test_gradients_that_a_later_normalization_cancels_are_no_fault(offset):
     assert set(found.guilty) == ({"offset", "second"} if offset else set())
 
 
-def test_a_step_that_cannot_run_is_told_so():
-    class OwnStep(keras.Sequential):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(tf.cast(y, tf.float32) - self(x)))
-            weights = self.trainable_variables
-            self.optimizer.apply(tape.gradient(loss, weights), weights)
-            return {"loss": loss}
-
-    model = OwnStep([keras.Input((8,)), L.Dense(1)])
-    model.compile("sgd", "mse")
-    found = sensitivity(model, (X, TARGETS))
-    assert found.verdict == "cannot run"
-    assert "raises in float16" in found.advice
-
-
-@pytest.mark.slow
-def test_a_model_on_two_replicas_is_judged_as_one_and_left_as_it_was():
-    def build():
-        return made(stack(L.BatchNormalization(), L.Dropout(0.1), L.Rescaling(1e5)))
-
-    alone = sensitivity(build(), (X, Y))
-    with two_replicas().scope():
-        model = build()
-    before = [weight.numpy() for weight in model.weights]
-    rows = tfamp.assignment(model)
-    found = sensitivity(model, (X, Y))
-    assert len(found.guilty) == len(alone.guilty) == 2
-    assert found.whole_error == pytest.approx(alone.whole_error, rel=0.5)
-    for weight, value in zip(model.weights, before, strict=True):
-        np.testing.assert_array_equal(weight.numpy(), value)
-    assert tfamp.assignment(model) == rows
-
-
 def test_what_it_tells_goes_to_json_and_into_a_table_and_cures():
     model = made(stack(L.Rescaling(1e5, name="huge")))
     expected = model.predict(X, verbose=0)
@@ -268,11 +215,6 @@ def test_a_model_that_fails_in_float32_is_sent_to_triage():
     message = "are not finite in float32; expected a healthy step to begin with. Ask "
     with pytest.raises(ValueError, match=re.escape(message)):
         sensitivity(made(stack()), (X * np.nan, Y))
-
-
-def test_another_dtype_is_refused():
-    with pytest.raises(ValueError, match=re.escape("Unknown `dtype` 'float8'")):
-        sensitivity(made(stack()), (X, Y), dtype="float8")
 
 
 def test_errors_are_against_the_spread_over_the_batch():

@@ -106,11 +106,6 @@ def test_it_tells_what_computes_in_float32_and_why():
     assert told.figure == 2
 
 
-def test_targets_may_be_passed_beside_the_inputs():
-    together = tfamp.check(shop(), (SALES, RETURNED), policy="mixed_bfloat16")
-    assert tfamp.check(shop(), SALES, RETURNED, policy="mixed_bfloat16") == together
-
-
 def test_its_numbers_are_those_of_the_single_tools():
     with tfamp.scope("mixed_float16"):
         model = shop(Cents(name="cents"))
@@ -125,6 +120,19 @@ def test_its_numbers_are_those_of_the_single_tools():
     guilty = {each.layer for each in found.of(rule="guilty-layer")}
     assert guilty == set(layers_of.guilty)
     assert set(tfamp.lint(model, data)) <= set(found)
+
+
+def test_a_learning_rate_that_throws_the_loss_up_is_told_as_triage_tells_it():
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1e6), "mse")
+    found = tfamp.check(model, (SALES, RETURNED), policy="mixed_bfloat16")
+    blamed = tfamp.triage(model, (SALES[:32], RETURNED[:32]))
+    assert blamed.cause == "learning rate"
+    (told,) = found.of(rule="learning-rate")
+    assert (told.severity, told.figure, told.remedy) == ("warning", 1e6, blamed.remedy)
+    assert blamed.evidence[0] in told.message
+    assert not found.errors and not tfamp.sensitivity(model, (SALES, RETURNED)).guilty
+    assert not tfamp.check(shop(), (SALES, RETURNED)).of(rule="learning-rate")
 
 
 class Regressor(keras.Model):
@@ -205,17 +213,6 @@ def test_the_model_is_left_as_it_was(policy):
     for old, new in zip(slots, model.optimizer.variables, strict=True):
         np.testing.assert_array_equal(old, np.array(new))
     assert np.isfinite(model.train_on_batch(SALES, RETURNED))
-
-
-def test_large_examples_are_cut_to_a_few():
-    pictures = RNG.random((40, 320, 320, 3)).astype("float32")
-    model = keras.Sequential(
-        [keras.Input((320, 320, 3)), layers.AveragePooling2D(32), layers.Flatten()]
-    )
-    model.add(layers.Dense(1))
-    model.compile("sgd", "mse")
-    found = tfamp.check(model, (pictures, np.ones((40, 1))), policy="mixed_bfloat16")
-    assert found.skipped == ()
 
 
 def test_what_is_no_model_is_refused():

@@ -174,29 +174,6 @@ def test_the_file_holds_what_was_kept(tmp_path):
     assert row_of(loaded).compute_dtype == "float32"
 
 
-class Transformer(keras.layers.Layer):
-    """Keras's layers in two residual branches, as its guides write it."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.attend = keras.layers.MultiHeadAttention(2, 4)
-        dense = [keras.layers.Dense(8, activation="relu"), keras.layers.Dense(8)]
-        self.feed = keras.Sequential(dense)
-        self.first = keras.layers.LayerNormalization()
-        self.second = keras.layers.LayerNormalization()
-
-    def call(self, x):
-        x = self.first(x + self.attend(x, x))
-        return self.second(x + self.feed(x))
-
-
-def test_layers_of_keras_in_branches_are_checked_and_stay(caplog):
-    caplog.set_level("INFO", logger="absl")
-    model = fitted(Transformer, numbers(shape=(6, 8)))
-    assert "not checked" not in caplog.text
-    assert row_of(model).compute_dtype == "float16"
-
-
 def test_a_model_that_cannot_be_called_so_trains_as_ever(caplog):
     class Gan(keras.Model):
         def __init__(self):

@@ -8,7 +8,7 @@ import random
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,13 +33,13 @@ class _Built(NamedTuple):
     """A model with its data, None where there are none."""
 
     model: Any
-    train: Any
-    validation: Any
+    train: Any = None
+    validation: Any = None
 
 
 @contextlib.contextmanager
 def _built(
-    target: str, policy: str | None, data: str | None = None
+    target: str, policy: str | None, data: str | None = None, *, needs_data: bool = True
 ) -> Iterator[_Built]:
     """Yields what a target names, built under a policy that is in force in the block.
 
@@ -56,6 +56,11 @@ def _built(
             made = _Built(*parcel.parts(found, of=repr(target)))
             if data is not None:
                 made = made._replace(train=targets.load(data)())
+        if needs_data and made.train is None:
+            raise TypeError(
+                f"{target!r} has a model without data; expected (model, train), or a "
+                "script that calls `fit`. Name the data by --data=module:function."
+            )
         yield made
 
 
@@ -64,19 +69,9 @@ def _saved(path: str) -> Any:
     return tfamp.load_model(path)
 
 
-def _needed(made: _Built, target: str) -> Any:
-    """Returns the data to train on, which have to be there."""
-    if made.train is None:
-        raise TypeError(
-            f"{target!r} has a model without data; expected (model, train), or a "
-            "script that calls `fit`. Name the data by --data=module:function."
-        )
-    return made.train
-
-
 def check(read: argparse.Namespace) -> int:
     """Prints what half precision would spoil; 1 if that is as bad as --fail_on."""
-    with _built(read.target, read.policy, read.data) as made:
+    with _built(read.target, read.policy, read.data, needs_data=False) as made:
         policy = "auto" if read.policy is None else Variant.parse(read.policy).policy
         found = tfamp.check(made.model, made.train, policy=policy)
     show(read, found)
@@ -86,25 +81,21 @@ def check(read: argparse.Namespace) -> int:
 def compare(read: argparse.Namespace) -> int:
     """Trains under each policy and writes a report, or times steps with --quick."""
     if read.quick:
-        given = {"policies": read.policies}
-        if read.policies == ["float32", "auto"]:
-            given = {}
+        is_default = read.policies == ["float32", "auto"]
+        given = {} if is_default else {"policies": read.policies}
         with _built(read.target, "float32") as made:
-            data = _needed(made, read.target)
-            show(read, tfamp.measure_policies(made.model, data, **given))
+            show(read, tfamp.measure_policies(made.model, made.train, **given))
         return 0
     for module in ("jinja2", "matplotlib.figure"):  # not after hours of training
         checks.require(module, extra="report", purpose="The report")
     out = Path(read.out or time.strftime("tfamp-report-%Y%m%d-%H%M%S"))
-    names = ("policies", "seeds", "epochs", "tolerance", "metric", "better")
+    names = "policies seeds epochs tolerance metric better resume timeout_seconds"
     found = tfamp.compare(
         read.target,
-        **{name: getattr(read, name) for name in names},
-        resume=read.resume,
-        timeout_seconds=read.timeout_seconds,
+        **{name: getattr(read, name) for name in names.split()},
         directory=out / "runs",
         command=shlex.join(["tfamp", "compare", *read.argv]),
-        on_run=_run_lines(read.policies, len(read.policies) * read.seeds),
+        on_run=_run_lines(read),
     )
     found.to_json(out / "report.json")
     found.to_html(out / "report.html")
@@ -121,14 +112,13 @@ def compare(read: argparse.Namespace) -> int:
     return status
 
 
-def _run_lines(policies: Sequence[str], total: int) -> Callable[[Run], None]:
+def _run_lines(read: argparse.Namespace) -> Callable[[Run], None]:
     """Returns what prints a line for each run, where no terminal shows a bar."""
-    names, began, numbers = short_names(policies), time.monotonic(), itertools.count(1)
+    names, total = short_names(read.policies), len(read.policies) * read.seeds
+    began, numbers = time.monotonic(), itertools.count(1)
 
     def tell(run: Run) -> None:
         number = next(numbers)
-        if sys.stderr.isatty():
-            return
         text = f"failed: {run.error}"
         if run.is_finished:
             metrics = "  ".join(f"{k} {v:.4f}" for k, v in run.final_metrics.items())
@@ -137,7 +127,8 @@ def _run_lines(policies: Sequence[str], total: int) -> Callable[[Run], None]:
         left = units.format_seconds(seconds * (total - number))
         name = f"[{number}/{total}] {names.get(run.policy, run.policy)}"
         line = f"{name}, seed {run.seed}: {text}  ({left} left)"
-        print(line, file=sys.stderr, flush=True)
+        if not sys.stderr.isatty():
+            print(line, file=sys.stderr, flush=True)
 
     return tell
 
@@ -158,16 +149,10 @@ def tune(read: argparse.Namespace) -> int:
             found = parcel.call(load, seed=random.randrange(2**31), epochs=1)
         return parcel.parts(found, of=repr(read.target))[0]
 
+    names = "policy metric tolerance max_evaluations"
+    given = {name: getattr(read, name) for name in names.split()}
     with _built(read.target, "float32", read.data) as made:
-        plan = tfamp.tune(
-            build,
-            _needed(made, read.target),
-            policy=read.policy,
-            metric=read.metric,
-            tolerance=read.tolerance,
-            max_evaluations=read.max_evaluations,
-            validation=made.validation,
-        )
+        plan = tfamp.tune(build, made.train, validation=made.validation, **given)
     plan.to_json(out)
     reason = f"{plan.policy}: {plan.evidence['tuning']['reason']}."
     how = f"Plan: {out}; use it by `tfamp run --policy={out} script.py`, or by"
@@ -189,7 +174,7 @@ def memory(read: argparse.Namespace) -> int:
         return 0
     from tfamp.trials.batches import batch_of
 
-    with _built(read.target, read.policy) as made:
+    with _built(read.target, read.policy, needs_data=False) as made:
         data, size = None, _BATCH_SIZE
         if made.train is not None:
             batch = batch_of(made.train)
@@ -221,12 +206,12 @@ def triage(read: argparse.Namespace) -> int:
     target, batch = read.target, read.bundle
     if os.path.isdir(target):
         target, batch = os.path.join(target, "model.keras"), batch or target
-    with _built(target, read.policy, read.data) as made:
+    needed = {"needs_data": batch is None}
+    with _built(target, read.policy, read.data, **needed) as made:
         if batch is None:
             from tfamp.stepping.arguments import dataset_of, first_batch
 
-            batches = dataset_of(_needed(made, target), _BATCH_SIZE)
-            batch = first_batch(batches.skip(read.batch))
+            batch = first_batch(dataset_of(made.train, _BATCH_SIZE).skip(read.batch))
         found = tfamp.triage(made.model, batch)
     show(read, found)
     return 0
@@ -234,20 +219,13 @@ def triage(read: argparse.Namespace) -> int:
 
 def export(read: argparse.Namespace) -> int:
     """Writes a saved model for a runtime."""
-    model = _saved(read.target)
     given: dict[str, Any] = {
         name: targets.load(text)() if (text := getattr(read, name)) else None
         for name in ("calibration", "validation")
     }
-    found = tfamp.export(
-        model,
-        read.out or Path(read.target).with_suffix(""),
-        format=read.format,
-        dtype=read.dtype,
-        keep_float32=read.keep_float32,
-        **given,
-    )
-    show(read, found)
+    given |= {name: getattr(read, name) for name in ("format", "dtype", "keep_float32")}
+    out = read.out or Path(read.target).with_suffix("")
+    show(read, tfamp.export(_saved(read.target), out, **given))
     return 0
 
 

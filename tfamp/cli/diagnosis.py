@@ -1,7 +1,7 @@
 """What `tfamp.doctor` found, as a record, and the tables that show it."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from rich import box
@@ -47,14 +47,6 @@ class DoctorFinding(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusterReport(Record):
-    """The cluster that a launcher describes."""
-
-    cluster: Cluster  # who takes part
-    variables: dict[str, str]  # variables of NCCL and gRPC that are set
-
-
-@dataclasses.dataclass(frozen=True)
 class Diagnosis(TableRecord):
     """What `tfamp.doctor` finds; `print` shows it as tables, the problems last."""
 
@@ -64,7 +56,7 @@ class Diagnosis(TableRecord):
     recommendation: Recommendation | None  # None if there are no devices
     findings: tuple[DoctorFinding, ...]  # errors first
     memory: MachineMemory | None = None
-    cluster: ClusterReport | None = None
+    cluster: Cluster | None = None  # that a launcher describes
 
     @property
     def is_broken(self) -> bool:
@@ -77,25 +69,19 @@ class Diagnosis(TableRecord):
             (package, version or "missing", versions.SUPPORTED.get(package, ""))
             for package, version in self.versions.items()
         ]
-        nothing = [("none", "TensorFlow does not run here", "", "", "")]
-        settings = [
-            (s.name, s.value or "''", s.meaning)
-            for s in self.settings
-            if s.value is not None
-        ]
+        devices = [_device(each) for each in self.devices]
+        devices = devices or [("none", "TensorFlow does not run here", "", "", "")]
         parts = [
             _table("Versions", "Package,Found,Supported", packages),
-            _table(
-                *("Devices", "Kind,Name,Memory,Can do,Fast in"),
-                [_device(each) for each in self.devices] or nothing,
-            ),
-            _table("Memory", "Of,Size,Free,Held by", _memory(self.memory)),
+            _table("Devices", "Kind,Name,Memory,Can do,Fast in", devices),
+            _table("Memory", "Of,Size,Free,Held by", [*_memory(self.memory)]),
         ]
-        if self.cluster is not None:
-            title = f"Workers, as {self.cluster.cluster.source} says"
-            parts.append(_table(title, "Index,Address,Role", _workers(self.cluster)))
-            variables = self.cluster.variables.items()
-            parts.append("\n".join(f"{name}={value}" for name, value in variables))
+        parts += [str(self.cluster)] if self.cluster else []
+        settings = [
+            (each.name, each.value or "''", each.meaning)
+            for each in self.settings
+            if each.value is not None
+        ]
         parts.append(_table("Settings", "Name,Value,Effect", settings))
         if self.recommendation is not None:
             parts.append(f"Recommended policy: {self.recommendation.policy}")
@@ -124,11 +110,8 @@ def _device(report: DeviceReport) -> tuple[str, ...]:
     return device.kind.upper(), device.name, memory, ", ".join(can), fast
 
 
-def _memory(memory: MachineMemory | None) -> Sequence[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    if memory is None:
-        return rows
-    for gpu in memory.gpus:
+def _memory(memory: MachineMemory | None) -> Iterator[tuple[str, ...]]:
+    for gpu in memory.gpus if memory else ():
         mig = f" (MIG {gpu.mig_slice})" if gpu.mig_slice else ""
         holders = [
             f"{'this process' if holder.is_own else holder.name or 'a process'} "
@@ -136,22 +119,17 @@ def _memory(memory: MachineMemory | None) -> Sequence[tuple[str, ...]]:
             for holder in gpu.holders
         ]
         who = ", ".join(holders) or "nobody to be seen"
-        sizes = (_size(gpu.total_bytes), _size(gpu.free_bytes))
-        rows.append((f"GPU:{gpu.index}{mig}", *sizes, who))
-    for limit in memory.limits:
-        first = "sets the limit" if limit == memory.limit else ""
+        yield (
+            f"GPU:{gpu.index}{mig}",
+            _size(gpu.total_bytes),
+            _size(gpu.free_bytes),
+            who,
+        )
+    for limit in memory.limits if memory else ():
+        first = "sets the limit" if memory and limit == memory.limit else ""
         free = None if limit.used_bytes is None else limit.free_bytes
-        rows.append((f"CPU, {limit.source}", _size(limit.bytes), _size(free), first))
-    return rows
+        yield f"CPU, {limit.source}", _size(limit.bytes), _size(free), first
 
 
 def _size(num_bytes: int | None) -> str:
     return "" if num_bytes is None else units.format_bytes(num_bytes)
-
-
-def _workers(report: ClusterReport) -> Sequence[tuple[str, ...]]:
-    rows = []
-    for i, address in enumerate(report.cluster.workers):
-        role = ["chief"] * (i == 0) + ["this process"] * (i == report.cluster.index)
-        rows.append((str(i), address, ", ".join(role)))
-    return rows

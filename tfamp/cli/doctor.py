@@ -9,24 +9,19 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tfamp
 from tfamp.cli import findings
-from tfamp.cli.diagnosis import (
-    DeviceReport,
-    Diagnosis,
-    DoctorFinding,
-    Setting,
-)
+from tfamp.cli.diagnosis import DeviceReport, Diagnosis, DoctorFinding, Setting
 from tfamp.cli.shown import held_back, show
+from tfamp.machine.clusters import Cluster, cluster_of
 from tfamp.machine.limits import MachineMemory
 from tfamp.machine.speeds import Device
 from tfamp.records import checks
 from tfamp.records import versions as _versions
-from tfamp.records.versions import VARIABLES
 
 T = TypeVar("T")
 
@@ -57,18 +52,6 @@ def _devices() -> tuple[Device, ...]:
     return devices()
 
 
-def _tensorfloat32() -> bool:
-    import tensorflow as tf
-
-    return bool(tf.config.experimental.tensor_float_32_execution_enabled())
-
-
-def _built_for() -> tuple[str, ...]:
-    import tensorflow as tf
-
-    return tuple(tf.sysconfig.get_build_info().get("cuda_compute_capabilities", ()))
-
-
 def _memory(environ: Mapping[str, str]) -> MachineMemory:
     from tfamp.machine.memory import machine_memory
 
@@ -88,15 +71,13 @@ def _nvidia_gpus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Probes:
-    """The looks at the machine; tests pass their own. Four import TensorFlow."""
+    """The looks at the machine; tests pass their own. Two import TensorFlow."""
 
     environ: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
     versions: Callable[[], Mapping[str, str | None]] = _versions.installed_versions
     problems: Callable[..., tuple[_versions.Problem, ...]] = _versions.find_problems
     devices: Callable[[], tuple[Device, ...]] = _devices
-    tensorfloat32: Callable[[], bool] = _tensorfloat32
     nvidia_gpus: Callable[[], int] = _nvidia_gpus
-    built_for: Callable[[], Sequence[str]] = _built_for
     memory: Callable[[Mapping[str, str]], MachineMemory] = _memory
 
 
@@ -119,27 +100,15 @@ def diagnose(probes: Probes) -> Diagnosis:
             remedy = "Install it anew: `pip install --force-reinstall tensorflow`."
             finding = DoctorFinding("error", f"TensorFlow does not run: {text}", remedy)
             if given:
-                remedy = "The rest of this report is right without it."
                 text = f"Memory cannot be read: {checks.first_line(error)}"
+                remedy = "The rest of this report is right without it."
                 finding = DoctorFinding("advice", text, remedy)
-            found.extend([] if finding in found else [finding])
+            found.append(finding)
             return fallback
 
     devices: tuple[Device, ...] = ()
-    tf32: bool | None = None
     if versions.get("tensorflow") is not None:
         devices = attempt(probes.devices, ())
-        tf32 = attempt(probes.tensorfloat32, None) if devices else None
-    settings = [Setting(k, environ.get(k), v) for k, v in VARIABLES.items()]
-    if tf32 is not None:
-        meaning = "tf.config: float32 products may round to TF32 on a GPU"
-        settings.append(Setting("TF32", "on" if tf32 else "off", meaning))
-    has_gpu = any(device.kind == "gpu" for device in devices)
-    found += findings.of_policy(environ, devices)
-    found += findings.of_gpus(environ, devices, probes.nvidia_gpus(), tf32)
-    if has_gpu:
-        found += findings.of_kernels(devices, attempt(probes.built_for, ()))
-    found += findings.of_cpu(environ, devices)
     reports: tuple[DeviceReport, ...] = ()
     recommendation = memory = None
     if devices:
@@ -152,22 +121,30 @@ def diagnose(probes: Probes) -> Diagnosis:
             DeviceReport(each, fast_dtypes(each, onednn=onednn)) for each in devices
         )
         recommendation = recommend(devices, onednn=onednn)
+        found += findings.of_gpus(environ, devices, probes.nvidia_gpus())
+        found += findings.of_cpu(environ, devices)
         memory = attempt(probes.memory, None, environ)
-        if memory is not None:
-            for each in advice(memory):
-                found.append(DoctorFinding("advice", each.message, each.remedy))
-    cluster, of_cluster = findings.of_cluster(environ)
-    found += of_cluster
+        for each in advice(memory) if memory is not None else ():
+            found.append(DoctorFinding("advice", each.message, each.remedy))
+    cluster: Cluster | None = None
+    try:
+        cluster = cluster_of(environ)
+    except ValueError as error:
+        remedy = "Correct the variable: `tfamp.distribute.cluster` names all it reads."
+        found.append(DoctorFinding("error", str(error), remedy))
     # A stable sort: errors first, else in the order they were found.
     found.sort(key=lambda each: each.severity != "error")
     return Diagnosis(
         versions=versions,
         devices=reports,
-        settings=tuple(settings),
+        settings=tuple(
+            Setting(name, environ.get(name), meaning)
+            for name, meaning in _versions.VARIABLES.items()
+        ),
         recommendation=recommendation,
         findings=tuple(found),
         memory=memory,
-        cluster=cluster,
+        cluster=cluster if cluster and cluster.workers else None,
     )
 
 

@@ -35,17 +35,29 @@ _VARIANTS = (
     "float32, mixed_bfloat16+xla, keras:mixed_float16 for stock Keras, plan.json"
 )
 _TARGET = "TARGET target - what to look at, see below"
-_DATA = (
-    "--data function - function that returns what `fit` takes, if the target lacks it"
-)
-_OWN_POLICY = f"--policy variant - what to build under, else what it sets: {_VARIANTS}"
+_DATA = "--data module:function - returns what `fit` takes, if the target lacks it"
+_JSON = "--json file - file that gets the result as JSON; - prints it, nothing else"
+_OWN_POLICY = f"--policy policy - what to build under, else what it sets: {_VARIANTS}"
+
+
+_USAGE = """usage: tfamp [--help] [--version] <command> [flags]
+
+Mixed precision for Keras 3 on TensorFlow that is fast where it can be.
+
+{}
+
+example:
+  tfamp run train.py --policy=auto    # an unchanged program, faster
+
+Policies: {}.
+`tfamp <command> --help` lists the flags of a command."""
 
 
 class Command(NamedTuple):
     """A subcommand; `work` is a module of this folder and its function.
 
-    `flags` has a line each: name, kind of value (a key of `_KINDS`, "switch" or words
-    with bars between), default (- for none), and what it is.
+    `flags` has a line each: name, kind of value (see `_KINDS`; "switch", or words with
+    bars between), default (- for none), and what it is.
     """
 
     purpose: str
@@ -65,7 +77,7 @@ COMMANDS = {
     "run": Command(
         "run an unchanged program under a policy",
         *("tfamp run train.py --policy=auto", "program:run"),
-        f"""--policy enabled - {", ".join(POLICIES)}, measure, or plan.json \
+        f"""--policy policy_or_plan - {", ".join(POLICIES)}, measure, or plan.json \
 (default: TFAMP_POLICY, else auto)
         -m text - a module, as `python -m` runs it""",
         "--policy may stand before the script or right behind it; all else behind it "
@@ -84,7 +96,7 @@ COMMANDS = {
         "train under policies, and report what that changes",
         *("tfamp compare train.py --seeds=3 --epochs=2", "commands:compare"),
         f"""{_TARGET}
-        --policies variants float32,auto what to compare, float32 among them
+        --policies policies float32,auto what to compare, float32 among them
         --quick switch - only time a few steps of each policy, in this process
         --seeds count 3 runs of each policy
         --epochs count 1 passes over the data
@@ -107,7 +119,7 @@ COMMANDS = {
         --metric text - a metric of Keras by name, else the loss
         --tolerance number 0.005 loss of the metric that counts as none: of accuracies \
 as it is, of losses relative to float32
-        --max_evaluations two 12 plans to try at most
+        --max_evaluations n>=2 12 plans to try at most
         --out file plan.json file that gets the plan""",
         f"{_NOTES}\n\nThe plan is for `tfamp run train.py --policy=plan.json`.",
     ),
@@ -115,7 +127,7 @@ as it is, of losses relative to float32
         "what a step will hold, and which batch fits",
         *("tfamp memory train.py --max_memory=16GB", "commands:memory"),
         f"""{_TARGET}
-        --policy variant auto what to build under: {_VARIANTS}
+        --policy policy auto what to build under: {_VARIANTS}
         --batch_size count - examples of a step, else those of the data, or 32
         --max_memory size - memory there is, as 16GB; tells the largest batch that fits
         --measure switch - train two small sizes, and predict the whole process
@@ -132,7 +144,7 @@ as it is, of losses relative to float32
         {_OWN_POLICY}
         {_DATA}
         --bundle file - the folder of a failure's bundle; else a batch is taken
-        --batch any 0 which batch of the data, from 0""",
+        --batch n>=0 0 which batch of the data, from 0""",
         _NOTES,
     ),
     "export": Command(
@@ -142,16 +154,16 @@ as it is, of losses relative to float32
         --out file - the new folder, else model/ beside model.keras
         --format auto|saved_model|litert|onnx|openvino auto what runs it
         --dtype float32|float16|bfloat16|int8|auto float32 what holds the weights
-        --calibration function - function that returns inputs, for integers
-        --validation function - function that returns (x, y) or a dataset to compare on
-        --keep_float32 list - paths of layers that stay in float32, commas between""",
+        --calibration module:function - returns inputs, for integers
+        --validation module:function - returns (x, y) or a dataset to compare on
+        --keep_float32 paths - paths of layers that stay in float32, commas between""",
     ),
     "serve": Command(
         "answer for exported models over HTTP, by the Open Inference Protocol",
         *("tfamp serve exported/ --port=8000", "commands:serve"),
-        """PATH paths - an exported folder, or several; name=path names the model
+        """PATH path - an exported folder, or several; name=path names the model
         --host text 127.0.0.1 address to listen at
-        --port any 8000 port to listen at; 0 takes a free one
+        --port n>=0 8000 port to listen at; 0 takes a free one
         --token_file file - file with what requests have to bear as a token
         --threads count - threads of a run of a model, else all cores
         --max_batch_size count - examples in one run of a model
@@ -188,23 +200,19 @@ def _fail_words(text: str) -> list[str]:
     return [checks.choice("--fail_on", word, _FAIL_ON) for word in words]
 
 
-# Kind of a value -> what it is called in the help, and what reads it.
-_KINDS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "target": ("TARGET", targets.checked),
-    "paths": ("PATH", str),
-    "text": ("TEXT", str),
-    "file": ("FILE", str),
-    "function": ("MODULE:FUNCTION", str),
-    "number": ("NUMBER", float),
-    "any": ("N", _whole(0)),
-    "count": ("N", _whole(1)),
-    "two": ("N", _whole(2)),
-    "size": ("SIZE", lambda text: parse_bytes("SIZE", text)),
-    "variant": ("POLICY", _variant),
-    "variants": ("POLICIES", lambda text: [_variant(t) for t in text.split(",")]),
-    "enabled": ("POLICY", _enabled),
-    "words": ("WORDS", _fail_words),
-    "list": ("PATHS", lambda text: text.split(",")),
+# Kind of a value, its name in the help -> what reads it, where that is not `str`.
+_KINDS: dict[str, Callable[[str], Any]] = {
+    "target": targets.checked,
+    "number": float,
+    "n>=0": _whole(0),
+    "count": _whole(1),
+    "n>=2": _whole(2),
+    "size": lambda text: parse_bytes("SIZE", text),
+    "policy": _variant,
+    "policies": lambda text: [_variant(each) for each in text.split(",")],
+    "policy_or_plan": _enabled,
+    "words": _fail_words,
+    "paths": lambda text: text.split(","),
 }
 
 
@@ -220,51 +228,84 @@ def _argument_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return reading
 
 
-def _parser(name: str) -> "_Parser":
-    command = COMMANDS[name]
-    parser = _Parser(
-        prog=f"tfamp {name}",
-        description=f"{command.purpose[:1].upper()}{command.purpose[1:]}.",
-        epilog=f"example:\n  {command.example}\n\n{command.notes}".rstrip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    lines = command.flags.splitlines()
-    if name == "run":
-        words = "tfamp run [--policy=POLICY]"
-        parser.usage = f"{words} script.py ...\n       {words} -m module ..."
-    elif name != "serve":
-        help = "file that gets the result as JSON; - prints it, and nothing else"
-        lines.append(f"--json file - {help}")
-    for line in lines:
-        flag, kind, default, help = line.split(None, 3)
-        how: dict[str, Any] = {}
-        if kind == "switch":
-            how = {"action": "store_true"}
-        elif "|" in kind:
-            how = {"choices": kind.split("|")}
-        else:
-            word, read = _KINDS[kind]
-            how = {"metavar": word, "type": _argument_type(read)}
-            how |= {"nargs": "+"} if kind == "paths" else {}
-        if default != "-":
-            how["default"] = default
-            help = f"{help} (default: {default})"
-        if kind in ("words", "list"):
-            how["default"] = []
-        flag = {"TARGET": "target", "PATH": "paths"}.get(flag, flag)
-        parser.add_argument(flag, help=help, **how)
-    return parser
-
-
 class _Parser(argparse.ArgumentParser):
     """Reads the flags of a command; what is wrong with them is one line."""
+
+    def __init__(self, name: str) -> None:
+        command = COMMANDS[name]
+        super().__init__(
+            prog=f"tfamp {name}",
+            description=f"{command.purpose[:1].upper()}{command.purpose[1:]}.",
+            epilog=f"example:\n  {command.example}\n\n{command.notes}".rstrip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        if name == "run":
+            words = "tfamp run [--policy=POLICY]"
+            self.usage = f"{words} script.py ...\n       {words} -m module ..."
+        has_json = name not in ("run", "serve")
+        for line in [*command.flags.splitlines(), *[_JSON] * has_json]:
+            self._add(*line.split(None, 3))
+
+    def _add(self, flag: str, kind: str, default: str, help: str) -> None:
+        how: dict[str, Any] = {"help": help}
+        if kind == "switch":
+            how["action"] = "store_true"
+        elif "|" in kind:
+            how["choices"] = kind.split("|")
+        else:
+            read = _argument_type(_KINDS.get(kind, str))
+            how |= {"metavar": kind.upper(), "type": read}
+            how |= {"nargs": "+"} if flag == "PATH" else {}
+        if default != "-":
+            how |= {"default": default, "help": f"{help} (default: {default})"}
+        if kind in ("words", "paths"):
+            how["default"] = []
+        flag = {"TARGET": "target", "PATH": "paths"}.get(flag, flag)
+        self.add_argument(flag, **how)
 
     def error(self, message: str) -> Any:
         """Ends the command."""
         end = "" if message.endswith((".", "?")) else "."
         text = f"{self.prog}: {message}{end} See `{self.prog} --help`.\n"
         self.exit(WRONG_CALL, text)
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Returns what was read; flags may have dashes for underscores, too."""
+        argv = [
+            re.sub(
+                r"^--[\w-]+", lambda word: "--" + word[0][2:].replace("-", "_"), each
+            )
+            for each in argv
+        ]
+        read, unknown = self.parse_known_args(argv)
+        if unknown:
+            known = [flag for each in self._actions for flag in each.option_strings]
+            self.error(_unknown(unknown[0].partition("=")[0], known))
+        return read
+
+    def read_run(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Returns what was read of `run`: what stands behind the program is its own."""
+        own: list[str] = []
+        rest = list(argv)
+        while rest and rest[0].startswith("-") and "-m" not in own:
+            end = 2 if rest[0] in ("--policy", "-m") else 1
+            own += rest[:end]
+            del rest[:end]
+        is_module = "-m" in own
+        # People look for it behind the program, too.
+        behind = "" if is_module else " ".join(rest[1:2])
+        if behind.startswith("--policy") and not "".join(own).startswith("--policy"):
+            end = 2 if "=" in behind else 3
+            own += rest[1:end]
+            del rest[1:end]
+        read = self.parse_args(own)
+        if not (rest or is_module):
+            self.error("no program is named; expected script.py, or -m module")
+        if not (is_module or os.path.exists(rest[0])):
+            self.error(f"there is no file {rest[0]!r}; expected a script")
+        read.program = rest
+        return read
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -294,18 +335,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"tfamp: {_unknown(name, COMMANDS)} See `tfamp --help`.", file=sys.stderr)
         return WRONG_CALL
+    parser = _Parser(name)
     try:
-        read = (_read_run if name == "run" else _read)(_parser(name), rest)
+        read = parser.read_run(rest) if name == "run" else parser.read(rest)
     except SystemExit as stop:
         return int(stop.code or 0)
-    module, _, function = COMMANDS[name].work.partition(":")
-    if name == "run":  # a program's errors are its own
-        _start_tensorflow()
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # A program's own errors of TensorFlow are its own; all else is told by exceptions.
+    level = "2" if name in ("run", "serve") else "3"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", level)
 
     def work() -> int:
-        if name not in ("run", "doctor", "serve"):
+        if name not in ("doctor", "serve"):
             _start_tensorflow()
+        module, _, function = COMMANDS[name].work.partition(":")
         home = importlib.import_module(f"tfamp.cli.{module}")
         return int(getattr(home, function)(read))
 
@@ -323,42 +365,6 @@ def _start_tensorflow() -> None:
     except BaseException:
         print("".join(log), file=sys.stderr)
         raise
-
-
-def _read_run(parser: _Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """Returns what was read of `run`: what stands behind the program is its own."""
-    own: list[str] = []
-    rest = list(argv)
-    while rest and rest[0].startswith("-") and "-m" not in own:
-        is_pair = rest[0] in ("--policy", "-m")
-        own += rest[: 1 + is_pair]
-        del rest[: 1 + is_pair]
-    read = parser.parse_args(own)
-    if read.m is None:
-        # People look for it behind the program, too.
-        if read.policy is None and rest[1:] and rest[1].startswith("--policy"):
-            end = 2 if "=" in rest[1] else 3
-            read = parser.parse_args(rest[1:end])
-            del rest[1:end]
-        if not rest:
-            parser.error("no program is named; expected script.py, or -m module")
-        if not os.path.exists(rest[0]):
-            parser.error(f"there is no file {rest[0]!r}; expected a script")
-    read.program = rest
-    return read
-
-
-def _read(parser: _Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """Returns what was read; flags may be typed with dashes for underscores, too."""
-    argv = [
-        re.sub(r"^--[\w-]+", lambda word: "--" + word[0][2:].replace("-", "_"), each)
-        for each in argv
-    ]
-    read, unknown = parser.parse_known_args(argv)
-    if unknown:
-        known = [flag for action in parser._actions for flag in action.option_strings]
-        parser.error(_unknown(unknown[0].partition("=")[0], known))
-    return read
 
 
 def _done(
@@ -389,21 +395,7 @@ def _done(
 def _usage() -> str:
     """Returns the help, with a line for each command."""
     lines = [f"  {name:<9}{command.purpose}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: tfamp [--help] [--version] <command> [flags]",
-            "",
-            "Mixed precision for Keras 3 on TensorFlow that is fast where it can be.",
-            "",
-            *lines,
-            "",
-            "example:",
-            "  tfamp run train.py --policy=auto    # an unchanged program, faster",
-            "",
-            f"Policies: {', '.join(POLICIES)}.",
-            "`tfamp <command> --help` lists the flags of a command.",
-        ]
-    )
+    return _USAGE.format("\n".join(lines), ", ".join(POLICIES))
 
 
 def _unknown(name: str, options: Any) -> str:

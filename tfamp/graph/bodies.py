@@ -181,9 +181,9 @@ class Operation:
 
     def dtype(self, attribute: str = "T") -> str:
         """Returns the dtype that an attribute names, "" where there is none."""
-        if attribute not in self.attributes:
-            return ""
-        return str(tf.as_dtype(self.attributes[attribute].type).name)
+        known = attribute in self.attributes and self.attributes[attribute].type
+        # In the body of a function that takes several it may be left open, as 0.
+        return str(tf.as_dtype(known).name) if known else ""
 
     @property
     def is_backward(self) -> bool:

@@ -22,17 +22,20 @@ from tfamp.keras_hooks import exact_values, structure
 from tfamp.keras_hooks.layers import policy_of
 from tfamp.loss_scale.tape import scaled_by
 from tfamp.models import Assignment, assignment, put_rules_on
+from tfamp.numerics.evidence import Examined, one_update, rate_of, words_of_jump
 from tfamp.numerics.lint import lint
-from tfamp.numerics.magnitudes import Ranges, Tallies
+from tfamp.numerics.magnitudes import Ranges, tallied
 from tfamp.numerics.passes import (
+    Recording,
     build_by_call,
     check_is_model,
     exactly,
-    name_layers,
+    grouped,
     record,
+    why_float32,
 )
-from tfamp.numerics.proof import prove
-from tfamp.numerics.sensitivity import NotFiniteError, Search
+from tfamp.numerics.proof import Cause, prove
+from tfamp.numerics.sensitivity import Search
 from tfamp.numerics.triage import triage
 from tfamp.plan import PrecisionPlan, read_plan
 from tfamp.records.findings import Finding, Findings
@@ -40,14 +43,16 @@ from tfamp.records.formats import FLOAT16, HALF
 from tfamp.records.units import format_share
 from tfamp.stepping.arguments import build, dataset_of, first_batch
 from tfamp.stepping.eager_step import Site
-from tfamp.stepping.layer_calls import how_to_keep
+from tfamp.stepping.layer_calls import computes_itself, how_to_keep
 from tfamp.stepping.unchanged import seeds_put_back
 
 # Batches that are looked at, and numbers in one of them: each layer runs several times.
 _NUM_BATCHES, _MAX_NUMBERS = 2, 2**20
 _MIN_EXAMPLES, _MAX_EXAMPLES = 4, 32
-# The rules that need data.
-_OF_DATA = ("half-share", "ranges", "guilty-layer")
+_SHOWN = "`tfamp.prove` shows each product and cast."
+# The rules that need data, and those of them that need a step, too.
+_OF_NUMBERS = ("ranges", "guilty-layer", "learning-rate")
+_OF_DATA = ("half-share", *_OF_NUMBERS)
 
 
 def check(
@@ -61,9 +66,9 @@ def check(
 
     One table of what `tfamp.lint` finds, what computes in float32 and why, the share
     of half precision in the work of a step, how large the numbers are and which loss
-    scale suits them, and the layers that should stay in float32. Up to two batches of
-    32 examples are looked at. Nothing is trained: weights, optimizers, dtypes and seeds
-    are afterwards what they were.
+    scale suits them, the layers that should stay in float32, and a learning rate that
+    throws the loss up. Up to two batches of 32 examples are looked at. The model is
+    afterwards what it was.
 
     Args:
         model: A Keras model; one that is not compiled has no loss, so only what does
@@ -127,18 +132,10 @@ def _in_float32(model: keras.Model, rows: Assignment, dtype: str) -> Iterator[Fi
     """Yields a note on the layers that compute in float32, and why each does."""
     layers = {path: layer for path, layer, _ in structure.walk(model)}
     computing = [
-        row
-        for row in rows
-        if not structure.only_calls_others(layers[row.path])
-        and not isinstance(layers[row.path], keras.layers.InputLayer)
+        row for row in rows if computes_itself(Site(row.path, layers[row.path]))
     ]
     wide = [row for row in computing if row.compute_dtype == "float32"]
-    reasons: dict[str, list[str]] = {}
-    for row in wide:
-        rule = "a dtype of its own" if row.rule == "not managed" else row.rule
-        why = f"{rule}: {row.reason}" if row.reason else rule
-        reasons.setdefault(why, []).append(row.path)
-    because = "; ".join(f"{name_layers(p)} ({why})" for why, p in reasons.items())
+    because = grouped((row.path, why_float32(row)) for row in wide)
     text = f"{len(wide)} of {len(computing)} layers compute in float32: {because}."
     remedy = "Nothing, unless the share of half precision is too small."
     if not dtype:
@@ -161,12 +158,12 @@ def _half_share(
     share = proof.half_share_of_flops
     step = "training" if proof.step == "train" else "inference"
     text = f"{format_share(share)} of the FLOPs of a step of {step} run in half "
-    told = [(f"{text}precision.", "`tfamp.prove` shows each product and cast.", share)]
-    for cause in proof.causes:
-        if cause.name != "float32":  # told layer by layer already
-            told.append((cause.message, cause.remedy, cause.figure))
-    for message, remedy, figure in told:
-        yield Finding("half-share", "note", message, remedy, figure=figure)
+    told = Cause("float32", share, f"{text}precision.", _SHOWN)
+    # What is in float32 is told layer by layer.
+    for each in (told, *(cause for cause in proof.causes if cause.name != "float32")):
+        yield Finding(
+            "half-share", "note", each.message, each.remedy, figure=each.figure
+        )
 
 
 def _of_numbers(
@@ -176,30 +173,31 @@ def _of_numbers(
     rows: Assignment,
     skipped: dict[str, Any],
 ) -> Iterator[Finding]:
-    """Yields what one tapped pass tells: magnitudes, then guilty layers."""
+    """Yields what one tapped pass tells: magnitudes, guilty layers, the update."""
     try:
         if not model.compiled:
             raise ValueError("the model is not compiled, so no loss")
         build(model, batches[0])
     except ValueError as error:
-        skipped |= dict.fromkeys(("ranges", "guilty-layer"), error)
+        skipped |= dict.fromkeys(_OF_NUMBERS, error)
         return
-    kept = _kept(model, rows)
+    kept, rate = _kept(model, rows), rate_of(model)
     with exactly(model) as sites:
         recordings = [record(model, sites, batch) for batch in batches]
-        tallies = Tallies(sites)
-        for recording in recordings:
-            tallies.add(recording)
-        yield from _magnitudes(tallies.ranges(model.name), dtype)
-        if not dtype:
-            skipped["guilty-layer"] = (
-                "nothing computes in half precision; `policy=` judges it under another"
-            )
+        yield from _magnitudes(tallied(model.name, sites, recordings), dtype)
+        steps = [recording.ran.step for recording in recordings]
+        if all(step.is_finite for step in steps):
+            yield from _learning_rate(model, recordings[0], rate)
+            if dtype:
+                search = Search(model, sites, recordings, dtype)
+                yield from _guilty_layers(search, sites, kept)
+            else:
+                skipped["guilty-layer"] = (
+                    "nothing computes in half precision; `policy=` judges it under "
+                    "another"
+                )
             return
-        with contextlib.suppress(NotFiniteError):
-            search = Search(model, sites, recordings, dtype)
-            yield from _guilty_layers(search, sites, kept)
-            return
+    skipped |= dict.fromkeys(_OF_NUMBERS[1:], "a step is not finite in float32")
     blamed = triage(model, batches[0])
     text = f"A step is not finite in float32 either; the cause is {blamed.cause}: "
     text += " ".join(blamed.evidence)
@@ -220,6 +218,18 @@ def _magnitudes(found: Ranges, dtype: str) -> Iterator[Finding]:
         remedy = "`tfamp.enable` scales the loss by itself."
     scale = found.best_loss_scale
     yield Finding("ranges", "note", found.scale_sentence, remedy, figure=scale)
+
+
+def _learning_rate(
+    model: keras.Model, recording: Recording, rate: float
+) -> Iterator[Finding]:
+    """Yields a warning where one update throws the loss up: no precision mends that."""
+    exact = Examined(recording.ran.step, recording.calls)
+    update = one_update(model, recording.batch, exact, rate)
+    if update is not None and update.is_jump:
+        text, remedy = words_of_jump(update, rate)
+        text = f"{text} That is the learning rate, in float32 too."
+        yield Finding("learning-rate", "warning", text, remedy, figure=rate)
 
 
 def _kept(model: keras.Model, rows: Assignment) -> set[str]:
@@ -278,9 +288,7 @@ def _judged(
     policy in force, stays as it is.
     """
     plan = read_plan(named_policy(policy))
-    name, why = "", ""
-    if plan is None:
-        name, why, _ = choose_policy(policy)  # type: ignore[arg-type]
+    name, why, _ = choose_policy(policy) if plan is None else ("", "", None)  # type: ignore[arg-type]
     is_managed = any(policy_of(layer) for _, layer, _ in structure.walk(model))
     in_force = IN_FORCE.settings is not None and IN_FORCE.settings.is_half
     if is_managed or in_force or structure.compute_dtypes(model) & {*HALF}:

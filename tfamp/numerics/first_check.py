@@ -26,17 +26,11 @@ from tfamp.keras_hooks import backend, structure, trainer, trials
 from tfamp.keras_hooks.layers import Kind, policy_of
 from tfamp.loss_scale.fit_hooks import BEFORE_FIRST_BATCH
 from tfamp.loss_scale.tape import scaled_by
-from tfamp.numerics.reruns import (
-    REPEATED,
-    Rerun,
-    forward_error,
-    gradient_error,
-    rerun,
-)
+from tfamp.numerics.passes import Suspect
 from tfamp.numerics.sensitivity import BACKWARD_LIMIT, FORWARD_LIMIT
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
-from tfamp.stepping.eager_step import floats, tapped
+from tfamp.stepping.eager_step import Site, floats, tapped
 from tfamp.stepping.layer_calls import (
     Recorded,
     Recorder,
@@ -57,7 +51,7 @@ _EFFECTS = re.compile(
     "Print|PyFunc|Summary|WriteFile|Save|Generator|Queue|Lookup.*Insert"
 )
 # How far a layer is off, over the limit: outputs, gradients, assigned variables.
-_Error = tuple[float, float, float]
+_Errors = list[float]
 _OFF = (
     ("outputs", "their spread over the batch"),
     ("gradients", "their size"),
@@ -92,11 +86,10 @@ def check_first(model: keras.Model, batch: Any) -> None:
     guilty: dict[keras.layers.Layer, str] = {}
     failure = "its batches are on several replicas" if batch is None else ""
     if batch is not None:
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         with _without_a_trace(model):
             try:
-                x = tf.nest.map_structure(lambda part: part[:_NUM_EXAMPLES], x)
-                guilty = _Check(model, x, settings).run()
+                x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+                guilty = _guilty_layers(model, x, settings)
             except Exception as error:  # a `call` that is never called so, for one
                 failure = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
     if failure:
@@ -154,149 +147,120 @@ def _without_a_trace(model: keras.Model) -> Iterator[None]:
         yield
 
 
-class _Check:
-    """The check of one model on some examples."""
-
-    def __init__(self, model: keras.Model, x: Any, settings: PolicySettings) -> None:
-        self._model, self._settings = model, settings
-        self._x = tf.nest.map_structure(backend.convert_to_tensor, x)
-        self._exact_inputs = {id(leaf) for leaf in floats(self._x)}
-
-    def run(self) -> dict[keras.layers.Layer, str]:
-        """Returns the layers that are spoiled, with what is wrong."""
-        if not self._model.built:
-            trials.trace_ahead(self._model, (self._x,), {"training": True})
-        with layer_dtypes.errors_left_alone():
-            function = tf.function(self._model, autograph=False)
-            graph = function.get_concrete_function(self._x, training=True).graph
-            # What is seen outside of the model is not done a second time.
-            written = graph.as_graph_def()
-            functions = [node for f in written.library.function for node in f.node_def]
-            names = {node.op for node in [*written.node, *functions]}
-            effects = sorted(name for name in names if _EFFECTS.search(name))
-            if effects:
-                raise ValueError(f"its layers run {', '.join(effects)} in their `call`")
-            held = [(v, v.numpy()) for v in graph.variables]
-            try:
-                return self._guilty()
-            finally:
-                for variable, value in held:
-                    variable.assign(value)
-
-    def _guilty(self) -> dict[keras.layers.Layer, str]:
-        chosen = [site for site in units(self._model) if _is_own(site.layer)]
-        calls = self._recorded(chosen) if chosen else {}
+def _guilty_layers(
+    model: keras.Model, x: Any, settings: PolicySettings
+) -> dict[keras.layers.Layer, str]:
+    """Returns the layers that are spoiled, with what is wrong; it keeps them."""
+    x = tf.nest.map_structure(
+        lambda part: backend.convert_to_tensor(part[:_NUM_EXAMPLES]), x
+    )
+    if not model.built:
+        trials.trace_ahead(model, (x,), {"training": True})
+    with layer_dtypes.errors_left_alone(), _variables_put_back(model, x):
+        chosen = [site for site in units(model) if _is_own(site.layer)]
+        calls = _recorded(model, x, chosen) if chosen else {}
+        exact_inputs = {id(leaf) for leaf in floats(x)}
         guilty = {}
         # Those inside began later, and come first.
-        for layer in reversed(list(calls)):
-            error, dtype = self._error(calls[layer]), layer.compute_dtype
-            if max(error) <= 1.0:
+        for layer, recorded in reversed(calls.items()):
+            dtype = layer.compute_dtype
+            errors = _errors(recorded, dtype, exact_inputs)
+            if max(errors) <= 1.0:
                 continue
-            reason = _words(error, dtype)
+            reason = _words(errors, dtype)
             before = layer_dtypes.Before(part for _, part, _ in structure.walk(layer))
-            rule = Rule(RULE, reason, applies_to="own")
-            layer_dtypes.take(layer, self._settings, rule)
-            is_cured = max(self._error(calls[layer], dtype)) <= 1.0
-            if not (is_cured and self._settings.check == "keep"):
+            layer_dtypes.take(layer, settings, Rule(RULE, reason, applies_to="own"))
+            is_cured = max(_errors(recorded, dtype, exact_inputs)) <= 1.0
+            if not (is_cured and settings.check == "keep"):
                 before.put_back()
             if is_cured:
                 guilty[layer] = reason
         return guilty
 
-    def _recorded(self, chosen: Sequence[Any]) -> dict[Any, list[Recorded]]:
-        """Returns the first calls of each chosen layer in a float32 run."""
-        recorder = Recorder()
-        watched = watched_sites(self._model, chosen)
-        with (
-            in_float32(self._model),
-            tapped(self._model, recorder, only=lambda s: id(s.layer) in watched),
-            scaled_by(1.0),
-        ):
-            with tf.GradientTape() as tape:
-                outputs = floats(self._model(self._x, training=True))
-                # Like a loss's gradients: of both signs, the same each time.
-                seeds = [
-                    tf.cast(np.random.default_rng(0).standard_normal(x.shape), x.dtype)
-                    for x in outputs
-                ]
-            tape.gradient(outputs, self._model.trainable_variables, seeds)
-        ids = {id(site.layer) for site in chosen}
-        calls: dict[Any, list[Recorded]] = {}
-        for call in recorder.calls:
-            # What is not finite in float32 is nobody's fault here.
-            for kept in (call.input_gradients, call.output_gradients):
-                kept[:] = [None if g is None or not _is_finite(g) else g for g in kept]
-            if id(call.site.layer) in ids:
-                calls.setdefault(call.site.layer, []).append(call)
-        return {layer: found[:_NUM_CALLS] for layer, found in calls.items()}
 
-    def _error(self, calls: Sequence[Recorded], dtype: str | None = None) -> _Error:
-        """Returns how far a layer as it computes now is from float32."""
-        found = [self._error_of(call, dtype) for call in calls]
-        outputs, gradients, variables = map(max, zip(*found, strict=True))
-        return outputs, gradients, variables
+@contextlib.contextmanager
+def _variables_put_back(model: keras.Model, x: Any) -> Iterator[None]:
+    """Puts back the variables of a call; refuses effects outside, not done twice."""
+    function = tf.function(model, autograph=False)
+    graph = function.get_concrete_function(x, training=True).graph
+    written = graph.as_graph_def()
+    inside = [node for f in written.library.function for node in f.node_def]
+    names = {node.op for node in [*written.node, *inside]}
+    if effects := sorted(name for name in names if _EFFECTS.search(name)):
+        raise ValueError(f"its layers run {', '.join(effects)} in their `call`")
+    held = [(variable, variable.numpy()) for variable in graph.variables]
+    try:
+        yield
+    finally:
+        for variable, value in held:
+            variable.assign(value)
 
-    def _error_of(self, call: Recorded, dtype: str | None) -> _Error:
-        layer = call.site.layer
-        dtype = dtype or layer.compute_dtype
-        with in_float32(layer):
-            exact = rerun(call, "float32", given_exact=self._exact_inputs)
-        pairs = zip(exact.outputs, floats(call.outputs), strict=False)
-        if any(forward_error(a, _array(b)) > REPEATED for a, b in pairs):
-            return 0.0, 0.0, 0.0
+
+def _recorded(
+    model: keras.Model, x: Any, chosen: Sequence[Site]
+) -> dict[Any, list[Recorded]]:
+    """Returns the first calls of each chosen layer in a float32 run."""
+    recorder, watched = Recorder(), watched_sites(model, chosen)
+    with (
+        in_float32(model),
+        tapped(model, recorder, only=lambda site: id(site.layer) in watched),
+        scaled_by(1.0),
+    ):
+        with tf.GradientTape() as tape:
+            outputs = floats(model(x, training=True))
+            # Like a loss's gradients: of both signs, the same each time.
+            seeds = [
+                tf.cast(
+                    np.random.default_rng(0).standard_normal(each.shape), each.dtype
+                )
+                for each in outputs
+            ]
+        tape.gradient(outputs, model.trainable_variables, seeds)
+    ids = {id(site.layer) for site in chosen}
+    calls: dict[Any, list[Recorded]] = {}
+    for call in recorder.calls:
+        # What is not finite in float32 is nobody's fault here.
+        for kept in (call.input_gradients, call.output_gradients):
+            kept[:] = [None if g is None or not _is_finite(g) else g for g in kept]
+        if id(call.site.layer) in ids:
+            calls.setdefault(call.site.layer, []).append(call)
+    return {layer: found[:_NUM_CALLS] for layer, found in calls.items()}
+
+
+def _errors(calls: Sequence[Recorded], dtype: str, exact_inputs: set[int]) -> _Errors:
+    """Returns how far a layer as it computes now is from float32, at its worst."""
+    errors = [0.0] * len(_OFF)
+    for call in calls:
         sent = [g for inner in call.inside for g in inner.input_gradients]
         known = [g for g in (*call.output_gradients, *sent) if g is not None]
         sizes = [float(tf.reduce_max(tf.abs(g))) for g in known if tf.size(g)]
         largest = max(sizes, default=0.0)
+        scales = [size / largest for size in _SIZES] if largest else [1.0]
+        suspect = Suspect(call.site)
+        how: Any = {"is_managed": True, "given_exact": exact_inputs}
+        suspect.measure(call, dtype, scales, **how)
+        backward = min(suspect.backward.values(), default=0.0)
+        found = zip(
+            (suspect.forward, backward, suspect.state), _limits(dtype), strict=True
+        )
         errors = [
-            _compared(
-                rerun(
-                    call,
-                    dtype,
-                    loss_scale=size / largest if largest else 1.0,
-                    is_managed=True,
-                    given_exact=self._exact_inputs,
-                ),
-                exact,
-                call,
-                dtype,
-            )
-            for size in (_SIZES if largest else _SIZES[:1])
+            max(a, b / limit) for a, (b, limit) in zip(errors, found, strict=True)
         ]
-        return min(errors, key=max)
+    return errors
 
 
-def _compared(low: Rerun, exact: Rerun, call: Recorded, dtype: str) -> _Error:
-    outputs = map(forward_error, low.outputs, exact.outputs)
-    moved = [0.0]
-    states = zip(low.states, exact.states, call.state, strict=True)
-    for after, aim, (_, before) in states:
-        if np.issubdtype(before.dtype, np.floating) and not np.array_equal(aim, before):
-            moved.append(gradient_error([after - before], [aim - before]))
-    gradients = (
-        [*each.input_gradients, *each.weight_gradients] for each in (low, exact)
-    )
-    return (
-        max(outputs, default=0.0) / FORWARD_LIMIT[dtype],
-        gradient_error(*gradients) / BACKWARD_LIMIT[dtype],
-        max(moved) / _STATE_LIMIT,
-    )
+def _limits(dtype: str) -> tuple[float, float, float]:
+    return FORWARD_LIMIT[dtype], BACKWARD_LIMIT[dtype], _STATE_LIMIT
 
 
-def _words(error: _Error, dtype: str) -> str:
+def _words(errors: _Errors, dtype: str) -> str:
     """Returns what is wrong, in words."""
-    limits = (FORWARD_LIMIT[dtype], BACKWARD_LIMIT[dtype], _STATE_LIMIT)
-    worst = max(range(3), key=error.__getitem__)
+    worst = max(range(len(errors)), key=errors.__getitem__)
     what, of = _OFF[worst]
-    off = f"off by {error[worst] * limits[worst]:.0%} of {of}"
-    if math.isinf(error[worst]):
-        off = "not finite"
+    off = f"off by {errors[worst] * _limits(dtype)[worst]:.0%} of {of}"
+    off = "not finite" if math.isinf(errors[worst]) else off
     return f"in {dtype} its {what} are {off}, on the first batch"
 
 
 def _is_finite(x: tf.Tensor) -> bool:
     return bool(tf.reduce_all(tf.math.is_finite(x)))
-
-
-def _array(x: tf.Tensor) -> np.ndarray:
-    return np.asarray(tf.cast(x, tf.float32))

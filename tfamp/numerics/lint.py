@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -21,8 +21,7 @@ from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.step_traces import Marks
 from tfamp.stepping.unchanged import seeds_put_back
 
-# Batches whose numbers are looked at, and how many of one input in one batch.
-_NUM_BATCHES, _MAX_NUMBERS = 8, 2**22
+_BATCH_SIZE = 32
 # Arrays beyond this are data, not constants that someone wrote.
 _MAX_ELEMENTS = 2**20
 # What hands numbers on as they are, in another shape or in part.
@@ -45,25 +44,19 @@ class _Graph:
         self.outputs, self._marks = concrete.outputs, marks
         self.operations: dict[str, tf.Operation] = {}
         # What gives no tensor assigns; what nobody reads does not run.
-        waiting = [tensor.op for tensor in concrete.outputs]
-        waiting += [
-            each for each in concrete.graph.get_operations() if not each.outputs
-        ]
+        assigning = [e for e in concrete.graph.get_operations() if not e.outputs]
+        waiting = [*(tensor.op for tensor in concrete.outputs), *assigning]
         while waiting:
             each = waiting.pop()
             if each.name not in self.operations:
                 self.operations[each.name] = each
-                waiting += [
-                    *(tensor.op for tensor in each.inputs),
-                    *each.control_inputs,
-                ]
+                waiting += [tensor.op for tensor in each.inputs]
+                waiting += each.control_inputs
 
     def layer_of(self, operation: tf.Operation) -> str | None:
         return self._marks.layer_of(operation.name) or None
 
-    def readers(
-        self, operation: tf.Operation, passing: Collection[str] = _PASSING
-    ) -> list[tf.Operation]:
+    def readers(self, operation: tf.Operation) -> list[tf.Operation]:
         """Returns the readers of an operation, behind those that hand it on."""
         found: list[tf.Operation] = []
         waiting, seen = [operation], {operation.name}
@@ -72,28 +65,18 @@ class _Graph:
                 for reader in tensor.consumers():
                     if reader.name in self.operations and reader.name not in seen:
                         seen.add(reader.name)
-                        (waiting if reader.type in passing else found).append(reader)
+                        (waiting if reader.type in _PASSING else found).append(reader)
         return found
 
 
 class _Subject(NamedTuple):
-    """A model with all that its rules look at, and why some of it is `missing`.
+    """All that the rules look at of a model, and why some of it is `missing`."""
 
-    `layers` are the model and every layer in it by path; `leaves` are name and values
-    of each input in a few batches. Loss and optimizers were passed or are `compile`'s.
-    """
-
-    layers: dict[str, keras.layers.Layer]
+    layers: dict[str, keras.layers.Layer]  # the model and every layer in it, by path
     graph: Any
-    leaves: list[tuple[str, np.ndarray]]
     loss: Any
     optimizers: list[Any]
     missing: dict[str, str]
-
-
-def _leaf_name(place: int) -> str:
-    """Returns the name of an argument of the traced call."""
-    return f"tfamp_leaf_{place}"
 
 
 def _dtype(operation: tf.Operation) -> str:
@@ -105,28 +88,21 @@ _Found = Iterator[tuple[Severity, str | None, float, str, str]]
 
 
 def lint(
-    model: keras.Model,
-    data: Any = None,
-    *,
-    loss: Any = None,
-    optimizer: Any = None,
-    batch_size: int = 32,
+    model: keras.Model, data: Any = None, *, loss: Any = None, optimizer: Any = None
 ) -> Findings:
     """Returns what half precision would spoil in a model.
 
-    Rules read the layers, the graph of one call for training, the first batches of
-    the data, the loss and the optimizer. No step is run, and nothing changes but that a
-    model without weights is built, if there are data. What tfamp keeps in float32 is no
-    finding. It takes as long as tracing the model; `skipped` names the rules that could
-    not run, and why.
+    Rules read the layers, the graph of one call for training, the loss and the
+    optimizer. No step is run, and nothing changes but that a model without weights is
+    built, if there are data. What tfamp keeps in float32 is no finding. `skipped` names
+    the rules that could not run, and why.
 
     Args:
         model: A Keras model of any kind, compiled or not.
-        data: What `fit` takes, or inputs alone. Without, rules on numbers are skipped,
-            and of a subclassed model those on its graph.
+        data: What `fit` takes, or inputs alone. Without, rules on the graph are
+            skipped for a subclassed model.
         loss: What it is trained with; None takes that of `compile`.
         optimizer: An optimizer or its name, likewise.
-        batch_size: Examples in a batch where `data` are arrays, as in `fit`.
 
     Raises:
         TypeError: `model` is no Keras model, or `data` are nothing of the above.
@@ -142,7 +118,7 @@ def lint(
     check_is_model(model)
     dataset = None
     if data is not None:
-        dataset = dataset_of(data, batch_size, needs_targets=False)
+        dataset = dataset_of(data, _BATCH_SIZE, needs_targets=False)
     subject = _look(model, loss, optimizer, dataset)
     findings, ran, skipped = [], [], []
     for name, (rule, *needs) in _RULES.items():
@@ -151,45 +127,27 @@ def lint(
             skipped.append(f"{name}: {missing[0]}")
             continue
         ran.append(name)
-        details: Any = {"documentation": checks.address(f"lint#{name}")}
-        findings += [
-            Finding(
-                name, severity, message, remedy, layer, None, float(figure), {**details}
-            )
-            for severity, layer, figure, message, remedy in dict.fromkeys(rule(subject))
-        ]
+        page = checks.address(f"lint#{name}")
+        for severity, layer, figure, message, remedy in dict.fromkeys(rule(subject)):
+            place: Any = {"layer": layer, "figure": float(figure)}
+            place["details"] = {"documentation": page}
+            findings.append(Finding(name, severity, message, remedy, **place))
     halves = {each.compute_dtype for each in subject.layers.values()} & {*HALF}
     computing = " and ".join(sorted(halves)) or "no half precision"
-    return Findings(
-        tuple(findings),
-        title=f"Lint of model {model.name!r}, with {computing}",
-        rules=tuple(ran),
-        skipped=tuple(skipped),
-    )
+    title = f"Lint of model {model.name!r}, with {computing}"
+    return Findings(tuple(findings), title, tuple(ran), tuple(skipped))
 
 
 def _look(
     model: keras.Model, loss: Any, optimizer: Any, dataset: tf.data.Dataset | None
 ) -> _Subject:
     """Returns what the rules look at; a model that is not built is built, with data."""
-    x: Any = None
-    leaves, missing = [], {}
+    x, graph, missing = None, None, {}
     if dataset is not None:
-        first_batch(dataset)  # or it raises what every function says of an empty one
-        batches = map(keras.utils.unpack_x_y_sample_weight, dataset.take(_NUM_BATCHES))
-        inputs = [batch[0] for batch in batches]
-        rows = [[_as_rows(leaf) for leaf in tf.nest.flatten(each)] for each in inputs]
-        numbers = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
-        x = inputs[0]
-        paths = [path for path, _ in keras.tree.flatten_with_path(x)]
-        names = ["/".join(["x", *map(str, path)]) for path in paths]
-        leaves = list(zip(names, numbers, strict=True))
-    else:
-        missing["data"] = "no `data` were passed"
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(first_batch(dataset))
     if x is None and structure.graph_of(model) is not None:
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in model.inputs]
         x = specs[0] if len(specs) == 1 else specs
-    graph = None
     missing["graph"] = (
         f"model {model.name!r} tells its inputs by its call only, and no `data` were "
         "passed"
@@ -206,37 +164,21 @@ def _look(
             except Exception as error:  # the user's own code, which may do anything
                 why = f"{type(error).__name__}: {checks.first_line(error)}"
                 missing["graph"] = f"the model cannot be traced ({why})"
-    if loss is None:
-        loss = getattr(model, "loss", None)
+    loss = getattr(model, "loss", None) if loss is None else loss
     if loss is None:
         missing["loss"] = "no `loss` was passed, and the model has none"
-    optimizers = optimizers_of(model)
-    if optimizer is not None:
-        optimizers = [keras.optimizers.get(optimizer)]
+    given = None if optimizer is None else keras.optimizers.get(optimizer)
+    optimizers = optimizers_of(model) if given is None else [given]
     layers = {path: layer for path, layer, _ in structure.walk(model)}
-    return _Subject(layers, graph, leaves, loss, optimizers, missing)
-
-
-def _as_rows(leaf: Any) -> np.ndarray:
-    """Returns a tensor as (numbers, features), so that batches of any shape join.
-
-    Of a large one every n-th row is taken; ragged and sparse ones have none.
-    """
-    if not isinstance(leaf, tf.Tensor):
-        return np.zeros((0, 1))
-    array = leaf.numpy()
-    array = array.reshape(-1, array.shape[-1] if array.ndim > 1 else 1)
-    return array[:: 1 + array.size // _MAX_NUMBERS]
+    return _Subject(layers, graph, loss, optimizers, missing)
 
 
 def _traced(model: keras.Model, x: Any) -> _Graph:
     """Traces a call for training of a built model on inputs or specs of them."""
-    marks, flat = Marks(model), tf.nest.flatten(x)
+    marks = Marks(model)
     specs = [
-        tf.TensorSpec(leaf.shape, leaf.dtype, name=_leaf_name(place))
-        if isinstance(leaf, (tf.Tensor, tf.TensorSpec))
-        else tf.type_spec_from_value(leaf)
-        for place, leaf in enumerate(flat)
+        leaf if isinstance(leaf, tf.TensorSpec) else tf.type_spec_from_value(leaf)
+        for leaf in tf.nest.flatten(x)
     ]
     parameters = inspect.signature(model.call).parameters
     options = {"training": True} if "training" in parameters else {}
@@ -262,10 +204,8 @@ def _half_head(subject: _Subject) -> _Found:
         is_low = saturates or output.dtype.name in HALF
         if not output.dtype.is_floating or dtype not in HALF or not is_low:
             continue
-        message = (
-            f"This layer makes an output in {dtype}: the loss is computed on what "
-        )
-        message += "was rounded."
+        message = f"This layer makes an output in {dtype}: the loss is computed on "
+        message += "what was rounded."
         if saturates:
             message = (
                 f"The output is the {maker.type.lower()} of this layer in {dtype}: "
@@ -284,13 +224,10 @@ def _half_head(subject: _Subject) -> _Found:
 
 def _half_loss(subject: _Subject) -> _Found:
     """Losses that compute in half precision themselves."""
-    losses = {
-        each.name: each.dtype
-        for each in structure.flatten(subject.loss)
-        if isinstance(each, keras.losses.Loss)
-    }
-    floatx = keras.config.floatx()
-    losses["Keras's default for losses (`keras.config.floatx()`)"] = floatx
+    losses = {"Keras's default (`keras.config.floatx()`)": keras.config.floatx()}
+    for each in structure.flatten(subject.loss):
+        if isinstance(each, keras.losses.Loss):
+            losses[each.name] = each.dtype
     for name, dtype in losses.items():
         if dtype in HALF:
             yield (
@@ -338,40 +275,36 @@ def _half_weights(subject: _Subject) -> _Found:
         layers = [
             path
             for path, layer in subject.layers.items()
-            for weights in [structure.own_weights(layer)]
-            if any(w.trainable and w.dtype == dtype for w in weights)
+            if any(
+                w.trainable and w.dtype == dtype for w in structure.own_weights(layer)
+            )
         ]
         if not layers:
             continue
-        spacing, stored = FORMATS[dtype].epsilon, name_layers(layers)
-        remedy = f"Use the policy 'mixed_{dtype}', which keeps weights in float32."
-        yield (
-            "warning",
-            layers[0],
-            spacing / 4,
-            f"The weights of {stored} are stored in {dtype}, where an update of less "
-            f"than {spacing / 4:.2g} of a weight is lost.",
-            remedy,
-        )
+        lost, dead = FORMATS[dtype].epsilon / 4, []
         for optimizer in subject.optimizers:
             inner = getattr(optimizer, "inner_optimizer", optimizer)
             for name in "beta_1 beta_2 momentum rho epsilon epsilon_1".split():
                 value = getattr(inner, name, None)
-                if not isinstance(value, float) or value in (0, 1):
-                    continue
-                rounded = float(tf.cast(value, dtype))
-                effect = "what it averages never decays"
-                if rounded == 0:
-                    effect = "where squares of gradients are 0, the update is 0 / 0"
-                if rounded in (0, 1):
-                    yield (
-                        "error",
-                        layers[0],
-                        value,
-                        f"`{name}={value:g}` of {inner.name!r} is {rounded:g} in "
-                        f"{dtype}, in which {stored} are stored: {effect}.",
-                        remedy,
-                    )
+                rounded = (
+                    float(tf.cast(value, dtype)) if isinstance(value, float) else 2
+                )
+                if value not in (0, 1) and rounded in (0, 1):
+                    dead.append(f"`{name}={value:g}` of {inner.name!r} is {rounded:g}")
+        text = (
+            f"The weights of {name_layers(layers)} are stored in {dtype}, where an "
+            f"update of less than {lost:.2g} of a weight is lost"
+        )
+        if dead:
+            text += f", and {' and '.join(dead)}: averages never decay, or updates are "
+            text += "0 / 0"
+        yield (
+            "error" if dead else "warning",
+            layers[0],
+            lost,
+            f"{text}.",
+            f"Use the policy 'mixed_{dtype}', which keeps weights in float32.",
+        )
 
 
 def _constant_range(subject: _Subject) -> _Found:
@@ -389,19 +322,17 @@ def _constant_range(subject: _Subject) -> _Found:
         came = "is infinite" if np.isinf(value) else f"of {value:g} becomes infinite"
         effect = "a row in which it masks everything is NaN after a softmax"
         if is_factor:
-            effect = (
-                "where it is multiplied by 0, as in a mask of (1 - m) * constant, the "
-                "result is NaN"
-            )
+            effect = "where it is multiplied by 0, as in a mask of (1 - m) * constant, "
+            effect += "the result is NaN"
+        instead = "-3e4" if dtype == "float16" else "-1e9"
         yield (
             "error" if is_factor else "warning",
             path,
             value,
             f"A constant {came} in {dtype}, which ends at {FORMATS[dtype].max:.4g}: "
             f"{effect}.",
-            "Take a constant within the format, such as "
-            f"{'-3e4' if dtype == 'float16' else '-1e9'}, or compute the mask in "
-            "float32.",
+            f"Take a constant within the format, such as {instead}, or compute the "
+            "mask in float32.",
         )
 
 
@@ -431,46 +362,10 @@ def _beyond(graph: _Graph) -> Iterator[tuple[tf.Operation, float]]:
 def _constant(operation: tf.Operation) -> np.ndarray:
     """Returns the numbers of a constant that someone wrote, none of anything else."""
     tensor = operation.outputs[0]
-    if operation.type != "Const" or not tensor.dtype.is_floating:
-        return np.zeros(0)
-    if tensor.shape.num_elements() > _MAX_ELEMENTS:
+    is_one = operation.type == "Const" and tensor.dtype.is_floating
+    if not is_one or tensor.shape.num_elements() > _MAX_ELEMENTS:
         return np.zeros(0)
     return np.ravel(tf.get_static_value(tensor)).astype(np.float64)
-
-
-def _float_ids(subject: _Subject) -> _Found:
-    """Ids in a float input that half precision rounds to other ids."""
-    graph = subject.graph
-    for place, (name, values) in enumerate(subject.leaves):
-        argument = graph.operations.get(_leaf_name(place))
-        for cast in [] if argument is None else graph.readers(argument):
-            after = [each for each in graph.readers(cast) if each.type == "Cast"]
-            is_low = cast.type == "Cast" and _dtype(cast) in HALF
-            if not is_low or not any("int" in _dtype(each) for each in after):
-                continue
-            dtype, path = _dtype(cast), graph.layer_of(cast)
-            exact = int(2 / FORMATS[dtype].epsilon)
-            finite = np.where(np.isfinite(values), values, 0.5)
-            # Of the features that hold integers only.
-            integers = (finite == np.round(finite)).all(axis=0)
-            reach = largest = int(np.abs(finite[:, integers]).max(initial=0))
-            for reader in graph.readers(cast, _PASSING | {"Cast"}):
-                by = graph.layer_of(reader)
-                layer: Any = subject.layers.get(by or "")
-                if isinstance(layer, keras.layers.Embedding):
-                    path, reach = by, max(reach, layer.input_dim - 1)
-            if reach > exact:
-                beyond = largest > exact
-                yield (
-                    "error" if beyond else "warning",
-                    path,
-                    largest if beyond else reach,
-                    f"{name} holds ids as floats, up to "
-                    f"{largest if beyond else reach:,}, and is cast to {dtype} before "
-                    f"they are looked up: beyond {exact:,} neighbors become one.",
-                    "Feed ids as integers, in an input of their own "
-                    "(`keras.Input(..., dtype='int32')`).",
-                )
 
 
 # Rule -> its function, and what it needs besides the layers.
@@ -480,6 +375,5 @@ _RULES: dict[str, tuple[Any, ...]] = {
     "late-policy": (_late_policy,),
     "half-weights": (_half_weights,),
     "constant-range": (_constant_range, "graph"),
-    "float-ids": (_float_ids, "data", "graph"),
 }
 RULE_IDS = tuple(_RULES)

@@ -16,11 +16,15 @@ from tfamp.records import checks, console
 from tfamp.records.formats import FLOAT16, FORMATS, HALF, Format
 from tfamp.records.record import Record, TableRecord
 from tfamp.stepping.eager_step import Site, floats
-from tfamp.stepping.layer_calls import runs_whole
+from tfamp.stepping.layer_calls import is_layer, runs_whole
 from tfamp.stepping.unchanged import seeds_put_back
 
 Kind = Literal["weights", "activations", "gradients"]
-_COLORS = {"weights": "#4c78a8", "activations": "#54a24b", "gradients": "#e45756"}
+_COLORS: dict[Kind, str] = {
+    "weights": "#4c78a8",
+    "activations": "#54a24b",
+    "gradients": "#e45756",
+}
 # The powers of two of float32's numbers, and the scales of a loss-scale optimizer.
 _LOWEST, _HIGHEST = -149, 127
 _SCALES = range(-14, 25)
@@ -120,20 +124,15 @@ class Ranges(TableRecord):
             texts = (f"{end:.1e}" if 0 < end < math.inf else "-" for end in ends)
             fits = (str(layer.fit(name)) for name in HALF)
             rows.append((layer.path, layer.kind, *texts, *fits))
-        columns = {
-            "layer": console.FOLD,
-            "kind": console.WHOLE,
-            "smallest": console.RIGHT,
-            "largest": console.RIGHT,
-            **{name: {**console.FOLD, "justify": "right"} for name in HALF},
-        }
+        right, fit = console.RIGHT, {**console.FOLD, "justify": "right"}
+        columns = {"layer": console.FOLD, "kind": console.WHOLE}
+        columns |= {"smallest": right, "largest": right, **dict.fromkeys(HALF, fit)}
         title = (
             f"{self.model}: magnitudes in float32 over {self.num_batches} batches; "
             "what formats would spoil (overflow / to zero / few digits)"
         )
-        return console.text_of(
-            console.table(columns, rows, title=title), self.scale_sentence
-        )
+        table = console.table(columns, rows, title=title)
+        return console.text_of(table, self.scale_sentence)
 
     @property
     def scale_sentence(self) -> str:
@@ -146,10 +145,9 @@ class Ranges(TableRecord):
         )
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draws the magnitudes of each layer beside float16's limits.
+        """Draws the magnitudes beside float16's limits, also into an image file.
 
-        `path` is an image file, whose ending says its kind, such as "ranges.png". The
-        matplotlib figure is returned; an ImportError says that it is not installed.
+        The matplotlib figure is returned; an ImportError says that it is missing.
         """
         height = min(max(3.0, 1.8 + 0.28 * len(self.layers)), 60.0)
         figure = checks.figure("`Ranges.plot`", 10.0, height)
@@ -178,9 +176,8 @@ def ranges(
 ) -> Ranges:
     """Looks at the magnitudes of weights, activations and gradients in float32.
 
-    A few train steps run in float32, eagerly and without rules; weights, optimizers,
-    metrics and seeds are afterwards what they were. Gradients by an output that a loss
-    takes as logits are not counted, only those by the weights behind it.
+    A few train steps run in float32, eagerly and without rules; the model is afterwards
+    what it was. Gradients by an output that a loss takes as logits are not counted.
 
     Args:
         model: A compiled model, written in whatever way.
@@ -203,56 +200,48 @@ def ranges(
     with seeds_put_back():
         batches = batches_of(model, data, num_batches, batch_size)
         with exactly(model) as sites:
-            tallies = Tallies(sites)
-            for batch in batches:
-                tallies.add(record(model, sites, batch))
-            return tallies.ranges(model.name)
+            recordings = (record(model, sites, batch) for batch in batches)
+            return tallied(model.name, sites, recordings)
 
 
-class Tallies:
-    """What was counted of each layer, from recordings of float32 steps."""
+def tallied(
+    name: str, sites: Sequence[Site], recordings: Iterable[Recording]
+) -> Ranges:
+    """Returns the magnitudes in float32 steps, which are dropped one by one."""
+    counted: dict[tuple[str, Kind], LayerRange] = {}
+    owner: dict[int, Site] = {}
 
-    def __init__(self, sites: Sequence[Site]) -> None:
-        self._sites, self._num_batches = sites, 0
-        self._counted: dict[tuple[str, Kind], LayerRange] = {}
-        self._owner: dict[int, Site] = {}
-        for site in sites:
-            for weight in _weights_of(site.layer):
-                self._owner[id(weight)] = site
-                if "float" in weight.dtype:
-                    self._count(site, "weights", weight.value)
+    def count(site: Site, kind: Kind, tensor: Any) -> None:
+        new = LayerRange(site.path, site.class_name, kind)
+        counted[site.path, kind] = counted.get((site.path, kind), new).and_of(tensor)
 
-    def add(self, recording: Recording) -> None:
-        """Counts the calls of a step, and the gradients by weights."""
-        self._num_batches += 1
+    for site in sites:
+        for weight in _weights_of(site.layer):
+            owner[id(weight)] = site
+            if "float" in weight.dtype:
+                count(site, "weights", weight.value)
+    num_batches = 0
+    for recording in recordings:
+        num_batches += 1
         for call in recording.calls:
             outputs = floats(call.outputs)
             for output, gradient in zip(outputs, call.output_gradients, strict=True):
-                self._count(call.site, "activations", output)
+                count(call.site, "activations", output)
                 if gradient is not None and not hasattr(output, "_keras_logits"):
-                    self._count(call.site, "gradients", gradient)
+                    count(call.site, "gradients", gradient)
         for variable, gradient in recording.ran.step.gradients:
-            if gradient is not None and id(variable) in self._owner:
-                self._count(self._owner[id(variable)], "gradients", gradient)
-
-    def ranges(self, name: str) -> Ranges:
-        """Returns the record of all that was counted."""
-        kinds: tuple[Kind, ...] = ("weights", "activations", "gradients")
-        keys = [(site.path, kind) for site in self._sites for kind in kinds]
-        layers = tuple(self._counted[key] for key in keys if key in self._counted)
-        bins = _bins(each for each in layers if each.kind == "gradients")
-        best, scales = _best_loss_scale(bins)
-        lost = [_fit(bins, FLOAT16, round(math.log2(s))).total for s in (1.0, best)]
-        return Ranges(name, self._num_batches, layers, best, scales, (lost[0], lost[1]))
-
-    def _count(self, site: Site, kind: Kind, tensor: Any) -> None:
-        new = LayerRange(site.path, site.class_name, kind)
-        before = self._counted.get((site.path, kind), new)
-        self._counted[site.path, kind] = before.and_of(tensor)
+            if gradient is not None and id(variable) in owner:
+                count(owner[id(variable)], "gradients", gradient)
+    keys = [(site.path, kind) for site in sites for kind in _COLORS]
+    layers = tuple(counted[key] for key in keys if key in counted)
+    bins = _bins(each for each in layers if each.kind == "gradients")
+    best, scales = _best_loss_scale(bins)
+    lost = [_fit(bins, FLOAT16, round(math.log2(s))).total for s in (1.0, best)]
+    return Ranges(name, num_batches, layers, best, scales, (lost[0], lost[1]))
 
 
 def _weights_of(layer: Any) -> list[Any]:
-    if not isinstance(layer, keras.layers.Layer):
+    if not is_layer(layer):
         return []
     is_whole = runs_whole(layer) and structure.children(layer)
     return list(layer.weights) if is_whole else structure.own_weights(layer)

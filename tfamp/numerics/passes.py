@@ -1,14 +1,28 @@
-"""The tapped pass that all views read: float32 steps, with every layer's calls kept."""
+"""The tapped pass that all views read, and reruns of single layers after it.
+
+A float32 step is recorded with every layer's calls. A rerun gives a layer the inputs it
+had there, and the gradients that came to its outputs, in another dtype. Layers inside
+hand over what they gave in float32, so that only its own operations are lowered; what
+goes into the inner layers counts among the outputs of those operations.
+"""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.patches import like, replaced
+from tfamp.loss_scale.tape import scaled_by
+from tfamp.models import LayerAssignment
 from tfamp.records import checks
+from tfamp.records.checks import first_line
+from tfamp.records.formats import FORMATS
 from tfamp.records.units import join_words
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
 from tfamp.stepping.eager_step import (
@@ -17,20 +31,47 @@ from tfamp.stepping.eager_step import (
     Site,
     Step,
     floats,
+    is_float,
     run_step,
     tapped,
 )
 from tfamp.stepping.layer_calls import (
     Recorded,
     Recorder,
+    children_of,
+    computing_in,
     in_float32,
+    is_layer,
+    own_losses,
+    runs_whole,
     state_of,
+    state_restored,
     units,
     watched_sites,
 )
 from tfamp.stepping.unchanged import same_draws, unchanged
 
 _MAX_NAMED = 4
+# What TensorFlow raises where a layer has no kernel for a dtype, or mixes two.
+CANNOT_RUN = (
+    TypeError,
+    ValueError,
+    NotImplementedError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.NotFoundError,
+    tf.errors.UnimplementedError,
+)
+# A spread of less than this part of the magnitude is that of a constant.
+_CONSTANT = 1e-6
+# An error of gradients from which it is asked whether they are 0 by their nature.
+_WORTH_A_LOOK = 0.05
+# A gradient below this part of the sum of its parts' magnitudes is. So is one below so
+# many times the format's epsilon, of the root of the sum of their squares: rounding the
+# parts changes it by about epsilon of that, and another batch by all of it.
+_CANCELLED, _ROUNDED = 1e-4, 4.0
+_SIGNS = np.array([-1, 1], np.float32)
+# A layer that runs again on the same numbers gives the same up to this.
+_REPEATED = 1e-3
 
 
 class Ran(NamedTuple):
@@ -54,7 +95,7 @@ class _Outputs(Observer):
         self.kept: list[np.ndarray] = []
 
     def on_outputs(self, call: Call, outputs: Any) -> None:
-        self.kept += [np.asarray(tf.cast(x, tf.float32)) for x in floats(outputs)]
+        self.kept += map(_array, floats(outputs))
 
 
 def check_is_model(model: Any) -> None:
@@ -105,17 +146,27 @@ def exactly(model: keras.Model) -> Iterator[list[Site]]:
 def batches_of(
     model: keras.Model, data: Any, num_batches: int, batch_size: int
 ) -> list[Any]:
-    """Returns the first batches for a compiled model, which is built with them.
-
-    Raises:
-        TypeError: `model` is not a compiled Keras model, or `data` not what fit takes.
-        ValueError: The data are empty or single examples.
-    """
+    """Returns the first batches for a compiled model, which is built with them."""
     checks.positive_int("num_batches", num_batches)
     check_model(model)
     dataset = dataset_of(data, batch_size)
     build(model, first_batch(dataset))
     return list(dataset.take(num_batches))
+
+
+def why_float32(row: LayerAssignment) -> str:
+    """Returns what decided that a layer computes in float32, in words."""
+    if row.rule == "not managed":
+        return "its dtype policy says so, no rule of tfamp"
+    return f"{row.rule}: {row.reason}" if row.reason else row.rule
+
+
+def grouped(pairs: Iterable[tuple[str, str]]) -> str:
+    """Returns paths with what is to say of them, each text once."""
+    groups: dict[str, dict[str, None]] = {}
+    for path, why in pairs:
+        groups.setdefault(why, {})[path] = None
+    return "; ".join(f"{name_layers([*ls])} ({why})" for why, ls in groups.items())
 
 
 def name_layers(paths: Sequence[str]) -> str:
@@ -129,3 +180,306 @@ def name_layers(paths: Sequence[str]) -> str:
     if len(paths) > _MAX_NAMED:
         words.append(f"{len(paths) - _MAX_NAMED} more")
     return join_words(words)
+
+
+def deviation(values: np.ndarray) -> float:
+    """Returns how much numbers of shape (batch, ...) differ over the batch.
+
+    That root mean square is what the next layers learn from. Where nothing differs, or
+    there is one example, it is the magnitude.
+    """
+    magnitude = _rms(values)
+    if values.ndim < 1 or len(values) < 2:
+        return magnitude
+    around = _rms(values - values.mean(axis=0))
+    return around if around > _CONSTANT * magnitude else magnitude
+
+
+def forward_error(low: np.ndarray, exact: np.ndarray) -> float:
+    """Returns the error of outputs relative to their spread over the batch.
+
+    inf where a number is not finite that is so in float32, 0 where nothing is wrong;
+    numbers that are not finite in float32 either are left out.
+    """
+    low, exact = low.astype(np.float64), exact.astype(np.float64)
+    usable = np.isfinite(exact)
+    if not np.isfinite(low[usable]).all():
+        return math.inf
+    low, exact = np.where(usable, low, 0.0), np.where(usable, exact, 0.0)
+    scale = deviation(exact)
+    # Against outputs that are all 0 nothing can be said to be large.
+    return _rms(low - exact) / scale if scale else 0.0
+
+
+def gradient_error(
+    low: Sequence[np.ndarray | None], exact: Sequence[np.ndarray | None]
+) -> float:
+    """Returns the error of a layer's gradients, all of them together.
+
+    One that is 0 by its nature, such as that of a bias ahead of a normalization, is
+    noise on both sides and counts for nothing beside the others.
+    """
+    pairs = [
+        (a.astype(np.float64), b.astype(np.float64))
+        for a, b in zip(low, exact, strict=True)
+        if a is not None and b is not None and np.isfinite(b).all()
+    ]
+    if not all(np.isfinite(a).all() for a, _ in pairs):
+        return math.inf
+    error = sum(float(np.square(a - b).sum()) for a, b in pairs)
+    size = sum(float(np.square(b).sum()) for _, b in pairs)
+    return math.sqrt(error / size) if size else 0.0
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
+
+
+class Rerun(NamedTuple):
+    """What came out of a layer that ran alone, as float32 arrays.
+
+    `outputs` has the losses that it adds too; `sources` came in for them: inputs,
+    and what inner layers gave, `num_sources` of them before each output. Gradients are
+    by floating-point inputs and trained weights, without the loss scale, None where
+    there is none. `states` has what the variables of its state came to.
+    """
+
+    outputs: list[np.ndarray]
+    sources: list[np.ndarray]
+    num_sources: list[int]
+    input_gradients: list[np.ndarray | None]
+    weight_gradients: list[np.ndarray | None]
+    states: list[np.ndarray]
+
+
+def rerun(
+    recorded: Recorded,
+    dtype: str,
+    *,
+    loss_scale: float = 1.0,
+    changed: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
+    is_managed: bool = False,
+    given_exact: Collection[int] = (),
+) -> Rerun:
+    """Runs a recorded call again, with inputs in a dtype and the layer in it, too.
+
+    A layer that `is_managed` computes as its own policy has it. Gradients are scaled on
+    their way; `changed` is made of those that are sent back, such as their magnitudes.
+    Inputs whose ids are `given_exact` are handed over as they are, without gradients.
+    """
+    layer, tape = recorded.site.layer, tf.GradientTape()
+    # What inner layers are given, with the gradients by it, and what they hand over.
+    given: list[tf.Tensor] = []
+    sent: list[tf.Tensor | None] = []
+    handed_over: list[tf.Tensor] = []
+    num_before: list[int] = []
+
+    def hand_over(x: Any) -> Any:
+        if not is_float(x):
+            return x
+        source = tf.identity(x)
+        tape.watch(source)
+        handed_over.append(source)
+        return structure.with_mask_of(x, tf.cast(source, dtype))
+
+    def stand_in(child: Any) -> Any:
+        original = child.call
+        calls = iter([call for call in recorded.inside if call.site.layer is child])
+
+        @like(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(map(_is_symbolic, structure.flatten((args, kwargs)))):
+                return original(*args, **kwargs)  # in a trace that finds heads
+            this, tensors = next(calls), floats((args, kwargs))
+            given.extend(tensors)
+            sent.extend(this.input_gradients)
+            num_before.extend([len(inputs) + len(handed_over)] * len(tensors))
+            return structure.map_structure(hand_over, this.outputs)
+
+        return call
+
+    def given_again(x: Any) -> Any:
+        # As other layers would hand it over: operations and some layers cast nothing.
+        if not is_float(x):
+            return x
+        source = next(rest)
+        is_exact = id(source) in given_exact
+        return structure.with_mask_of(x, source if is_exact else tf.cast(source, dtype))
+
+    inputs = [
+        tensor if id(tensor) in given_exact else tf.identity(tensor)
+        for tensor in recorded.float_inputs
+    ]
+    rest, (lowered, weights) = iter(inputs), _lowered(layer)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(state_restored(recorded.state))
+        if not is_managed:
+            stack.enter_context(computing_in(lowered, dtype))
+        for child in () if runs_whole(layer) else children_of(layer):
+            stack.enter_context(replaced(child, call=stand_in(child)))
+        stack.enter_context(tape)
+        tape.watch([tensor for tensor in inputs if id(tensor) not in given_exact])
+        args, kwargs = structure.map_structure(
+            given_again, (recorded.args, recorded.kwargs)
+        )
+        outputs = floats(layer(*args, **kwargs))
+        outputs += own_losses(layer)[: len(recorded.losses)]
+        states = [np.asarray(v.value).copy() for v, _ in recorded.state]
+    results = [*outputs, *given]
+    # A loss counts as much as the model's.
+    ones = map(tf.ones_like, recorded.losses)
+    gradients = [*recorded.output_gradients, *ones, *sent]
+    with tape:  # of numbers in float32, as a loss is
+        pairs = [
+            (tf.cast(result, tf.float32), changed(gradient) * loss_scale)
+            for result, gradient in zip(results, gradients, strict=True)
+            if gradient is not None
+        ]
+    sources = [*inputs, *handed_over, *weights]
+    found: list[Any] = [None] * len(sources)
+    if pairs:
+        with scaled_by(loss_scale) as scale:
+            scale.is_by_hand = True
+            targets, seeds = zip(*pairs, strict=True)
+            found = tape.gradient([*targets], sources, output_gradients=[*seeds])
+    unscaled = [None if each is None else _array(each) / loss_scale for each in found]
+    num_inputs = len(sources) - len(weights)
+    return Rerun(
+        [_array(each) for each in results],
+        [_array(each) for each in sources[:num_inputs]],
+        [num_inputs] * len(outputs) + num_before,
+        unscaled[:num_inputs],
+        unscaled[num_inputs:],
+        states,
+    )
+
+
+def _array(tensor: Any) -> np.ndarray:
+    return np.asarray(tf.cast(tf.convert_to_tensor(tensor), tf.float32))
+
+
+def _is_symbolic(x: Any) -> bool:
+    return isinstance(x, keras.KerasTensor) or bool(tf.is_symbolic_tensor(x))
+
+
+def _lowered(layer: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the layers that are lowered, and their trained weights."""
+    if not is_layer(layer):
+        return [], []
+    if runs_whole(layer):
+        inside = [each for _, each, _ in structure.walk(layer)]
+        return inside, list(layer.trainable_variables)
+    return [layer], [w for w in structure.own_weights(layer) if w.trainable]
+
+
+@dataclasses.dataclass(eq=False)
+class Suspect:
+    """What the reruns of one layer came to, the worst over batches and calls.
+
+    `forward` is the error of its outputs, of the call `worst`, `backward` that of its
+    gradients by loss scale, `state` that of what it assigns, relative to how far that
+    moves; `failure` is what it raised. A layer that `is_random` gives something else
+    each time and is not judged.
+    """
+
+    site: Site
+    forward: float = 0.0
+    backward: dict[float, float] = dataclasses.field(default_factory=dict)
+    state: float = 0.0
+    worst: Recorded | None = None
+    failure: str = ""
+    is_random: bool = False
+
+    def measure(
+        self,
+        recorded: Recorded,
+        dtype: str,
+        loss_scales: Sequence[float],
+        *,
+        is_managed: bool = False,
+        given_exact: Collection[int] = (),
+    ) -> None:
+        """Reruns a call with each loss scale, and takes in how far it is off."""
+        if self.failure or self.is_random:
+            return
+
+        def exactly(**how: Any) -> Rerun:
+            layer = self.site.layer
+            with in_float32(layer) if is_managed else contextlib.nullcontext():
+                return rerun(recorded, "float32", given_exact=given_exact, **how)
+
+        exact = exactly()
+        then = map(_array, [*floats(recorded.outputs), *recorded.losses])
+        pairs = zip(exact.outputs, then, strict=False)
+        if not all(forward_error(a, b) <= _REPEATED for a, b in pairs):
+            self.is_random = True
+            return
+        kept: Rerun | None = None
+        how: Any = {"is_managed": is_managed, "given_exact": given_exact}
+        for loss_scale in loss_scales:
+            try:
+                low = rerun(recorded, dtype, loss_scale=loss_scale, **how)
+            except CANNOT_RUN as error:
+                self.failure = first_line(error)
+                return
+            forward, backward = _forward(low, exact), _backward(low, exact)
+            if backward > _WORTH_A_LOOK:
+                kept = kept or _without_cancelled(exact, exactly, dtype)
+                backward = _backward(low, kept)
+            if self.worst is None or forward > self.forward:
+                self.forward, self.worst = forward, recorded
+            known = self.backward.get(loss_scale, 0.0)
+            self.backward[loss_scale] = max(known, backward)
+            self.state = max(self.state, _state(low, exact, recorded))
+
+
+def _forward(low: Rerun, exact: Rerun) -> float:
+    worst = 0.0
+    outputs = zip(low.outputs, exact.outputs, exact.num_sources, strict=True)
+    for a, b, num_sources in outputs:
+        off = forward_error(a, b)
+        # What only passes through is the affair of those who made and take it.
+        sources = exact.sources[:num_sources]
+        if off <= _WORTH_A_LOOK or not any(np.array_equal(b, s) for s in sources):
+            worst = max(worst, off)
+    return worst
+
+
+def _backward(low: Rerun, exact: Rerun) -> float:
+    """Returns the error of the gradients by inputs or by weights, the larger one."""
+    return max(
+        gradient_error(low.input_gradients, exact.input_gradients),
+        gradient_error(low.weight_gradients, exact.weight_gradients),
+    )
+
+
+def _state(low: Rerun, exact: Rerun, recorded: Recorded) -> float:
+    worst = 0.0
+    for a, b, (_, before) in zip(low.states, exact.states, recorded.state, strict=True):
+        if np.issubdtype(before.dtype, np.floating) and not np.array_equal(b, before):
+            worst = max(worst, gradient_error([a - before], [b - before]))
+    return worst
+
+
+def _without_cancelled(
+    exact: Rerun, exactly: Callable[..., Rerun], dtype: str
+) -> Rerun:
+    """Returns a rerun in float32 but for gradients that are 0 by their nature.
+
+    Of a bias ahead of a normalization all parts cancel, of a scale all but its epsilon.
+    So a gradient is compared with the sum of its parts' magnitudes, and with about the
+    root of the sum of their squares.
+    """
+    signs, rounded = np.random.default_rng(0), _ROUNDED * FORMATS[dtype].epsilon
+    sums = exactly(changed=tf.abs)
+    roots = exactly(changed=lambda each: each * signs.choice(_SIGNS, each.shape))
+
+    def kept(gradient: Any, total: Any, root: Any) -> Any:
+        if gradient is None or total is None or root is None:
+            return gradient
+        least = max(_CANCELLED * np.linalg.norm(total), rounded * np.linalg.norm(root))
+        return gradient if np.linalg.norm(gradient) >= least else None
+
+    names = ("input_gradients", "weight_gradients")
+    sides = {n: [getattr(each, n) for each in (exact, sums, roots)] for n in names}
+    return exact._replace(**{n: list(map(kept, *side)) for n, side in sides.items()})

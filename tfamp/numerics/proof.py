@@ -15,7 +15,7 @@ from tfamp.graph.products import flops_of, is_product
 from tfamp.machine import devices as hardware
 from tfamp.machine.speeds import Device
 from tfamp.models import assignment
-from tfamp.numerics.passes import name_layers
+from tfamp.numerics.passes import grouped, name_layers, why_float32
 from tfamp.records import console
 from tfamp.records.formats import HALF
 from tfamp.records.record import Record, TableRecord
@@ -31,7 +31,7 @@ from tfamp.stepping.step_traces import (
 )
 
 Shape = tuple[int | None, ...] | None
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_FLOATS = {"float64", "float32", "float16", "bfloat16"}
 # Causes of a smaller share explain nothing; layers beyond these are counted.
 _MIN_SHARE, _MAX_LAYERS = 0.005, 40
 
@@ -43,9 +43,8 @@ class Product(Record):
     `layer` is the path of the layer that made it, "" for the loss, the optimizer and a
     custom train step. What a gradient computes anew to save memory is "forward" again.
     `dtype` is that of its factors, of the wider one if they differ, `shapes` are
-    theirs. `flops` are those of one run, two for a multiply-add, None where shapes are
-    not known. `count` is how often it runs in a step, over all replicas: 1 where it is
-    not `is_counted`, in a loop that data end.
+    theirs. `flops` are those of one run, two for a multiply-add, None where they depend
+    on data. `count` is how often it runs in a step, over all replicas.
     """
 
     name: str
@@ -57,7 +56,6 @@ class Product(Record):
     output_shape: Shape
     flops: int | None
     count: int = 1
-    is_counted: bool = True
 
     @property
     def step_flops(self) -> int:
@@ -135,39 +133,27 @@ class Proof(TableRecord):
         rows = []
         for layer, products in groups.items():
             flops = sum(product.step_flops for product in products)
-            share = format_share(flops / self.flops if self.flops else 0.0)
             if flops / max(self.flops, 1) >= 0.00005:  # others read 0.00 %
-                ways = (_directed(products, way) for way in ("forward", "backward"))
-                rows.append((layer or "(no layer)", *ways, _format_flops(flops), share))
+                counts = collections.Counter(p.dtype for p in products)
+                ran = " + ".join(f"{n}x {dtype}" for dtype, n in counts.items())
+                share = format_share(flops / self.flops)
+                rows.append((layer or "(no layer)", ran, _format_flops(flops), share))
         if len(groups) > len(rows[:_MAX_LAYERS]) > 0:
             more = len(groups) - len(rows[:_MAX_LAYERS])
-            rows[_MAX_LAYERS:] = [(f"and {more} layers more", "", "", "", "")]
-        columns = {
-            "layer": {**console.FOLD, "max_width": 36},
-            "forward": {**console.FOLD, "max_width": 24},
-            "backward": {**console.FOLD, "max_width": 24},
-            "FLOPs": console.RIGHT,
-            "share": console.RIGHT,
-        }
+            rows[_MAX_LAYERS:] = [(f"and {more} layers more", "", "", "")]
+        columns: Any = dict.fromkeys(("layer", "products"), console.FOLD)
+        columns |= dict.fromkeys(("FLOPs", "share"), console.RIGHT)
         parts += [console.table(columns, rows)] if rows else []
         if self.causes:
-            text = "Why it is not faster, by the share it concerns (overlapping):"
-            parts.append(text)
+            parts.append(
+                "Why it is not faster, by the share it concerns (overlapping):"
+            )
         for number, cause in enumerate(self.causes, start=1):
             parts.append(
                 f"{number}. {cause.name}, {format_share(cause.figure)}: "
                 f"{cause.message}\n   Remedy: {cause.remedy}"
             )
         return console.text_of(*parts, *(f"Note: {note}" for note in self.notes))
-
-
-def _directed(products: list[Product], direction: str) -> str:
-    """Returns how many products run in which dtype: "2x bfloat16"."""
-    counts: collections.Counter[str] = collections.Counter()
-    for product in products:
-        if product.direction == direction:
-            counts[product.dtype] += product.count
-    return " + ".join(f"{n}x {name}" if n > 1 else name for name, n in counts.items())
 
 
 def _format_flops(flops: int) -> str:
@@ -189,13 +175,11 @@ def prove(
     """Returns which products really run in which dtype, and why it is not faster.
 
     The step that `fit` runs is traced on the first batch, under any policy and any
-    strategy, with a `train_step` of the user's too, and nothing of it is run: weights,
-    optimizers, metrics and seeds are afterwards what they were. What XLA makes of a
-    step, and how long each operation takes, a profile tells (xprof).
+    strategy, and nothing of it is run: the model is afterwards what it was.
 
     Args:
         model: A Keras model, compiled unless `training` is False.
-        data: What `fit` takes, as for `tfamp.sensitivity`.
+        data: What `fit` takes; of arrays the first `batch_size` examples.
         training: Whether to look at the step of `fit`, or at that of `predict`.
         batch_size: Examples in a batch where `data` are arrays, as in `fit`.
         devices: The devices to judge for; None looks at this machine.
@@ -247,7 +231,11 @@ def _products_of(operations: Sequence[Operation], marks: Marks) -> tuple[Product
             # A gradient takes the shape of its result in place of one factor.
             place = 1 if "Input" in operation.op_type else 0
             factors = (operation.inputs[place], operation.inputs[2])
-        product = Product(
+        # Replicas have names that differ by the replica alone.
+        parts = operation.name.split("/")
+        name = "/".join(part for part in parts if not part.startswith("replica_"))
+        same = found.get((name, factors))
+        found[name, factors] = Product(
             name=plain_name(operation.name),
             op_type=operation.op_type,
             layer=marks.layer_of(operation.name),
@@ -255,17 +243,9 @@ def _products_of(operations: Sequence[Operation], marks: Marks) -> tuple[Product
             dtype=product_dtype(operation),
             shapes=factors,
             output_shape=operation.outputs[0] if operation.outputs else None,
-            flops=flops_of(operation),
-            count=operation.count,
-            is_counted=operation.is_counted,
+            flops=flops_of(operation) if operation.is_counted else None,
+            count=operation.count + (same.count if same is not None else 0),
         )
-        # Replicas have names that differ by the replica alone.
-        parts = operation.name.split("/")
-        name = "/".join(part for part in parts if not part.startswith("replica_"))
-        same = found.get((name, factors))
-        if same is not None:
-            product = dataclasses.replace(same, count=same.count + product.count)
-        found[name, factors] = product
     return tuple(found.values())
 
 
@@ -275,12 +255,11 @@ def _casts_of(operations: Sequence[Operation], marks: Marks) -> tuple[Cast, ...]
     for each in operations:
         source, target = each.dtype("SrcT"), each.dtype("DstT")
         is_cast = each.op_type == "Cast" and source != target
-        if is_cast and {source, target} <= {*_FLOATS} and each.outputs[0] != ():
-            total = totals[marks.layer_of(each.name), source, target]
+        if is_cast and {source, target} <= _FLOATS and each.outputs[0] != ():
             elements = math.prod(dim or 0 for dim in each.outputs[0] or (0,))
-            total[0] += each.count
-            total[1] += each.count * elements
-            total[2] += each.count * num_bytes(each)
+            total = totals[marks.layer_of(each.name), source, target]
+            for i, one in enumerate((1, elements, num_bytes(each))):
+                total[i] += each.count * one
     found = [Cast(*key, *total) for key, total in totals.items()]  # type: ignore[arg-type]
     return tuple(sorted(found, key=lambda cast: -cast.moved_bytes))
 
@@ -289,10 +268,10 @@ def _notes(model: keras.Model, products: Sequence[Product]) -> Iterator[str]:
     """Yields what else a reader should know."""
     if getattr(model, "jit_compile", False) is True:
         yield "XLA compiles this step and may compute in other dtypes: see a profile."
-    if unknown := [p for p in products if p.flops is None or not p.is_counted]:
+    if unknown := [product for product in products if product.flops is None]:
         yield (
             f"The FLOPs of {len(unknown)} products are not known, the first is "
-            f"{unknown[0].name!r}: they depend on data. Each counts at most once."
+            f"{unknown[0].name!r}: they depend on data, and count as none."
         )
     if not products:
         yield "The step has no matrix product and no convolution."
@@ -301,19 +280,17 @@ def _notes(model: keras.Model, products: Sequence[Product]) -> Iterator[str]:
 def _float32(proof: Proof, model: keras.Model) -> Cause:
     share = proof.share_of_flops("float32")
     rows = {row.path: row for row in assignment(model)} if share else {}
-    by_reason: dict[str, dict[str, None]] = {}
-    for layer in [p.layer for p in proof.operations if p.dtype == "float32"]:
+
+    def reason(layer: str) -> str:
         row = rows.get(layer)
         if row is None:
-            reason = "made by the loss, the optimizer or the train step itself"
-        elif row.compute_dtype in HALF:
-            reason = f"computes in {row.compute_dtype}, its own code in float32"
-        elif row.rule == "not managed":
-            reason = "its dtype policy says so, no rule of tfamp"
-        else:
-            reason = f"{row.rule}: {row.reason}" if row.reason else row.rule
-        by_reason.setdefault(reason, {})[layer] = None
-    why = "; ".join(f"{name_layers([*ls])} ({why})" for why, ls in by_reason.items())
+            return "made by the loss, the optimizer or the train step itself"
+        if row.compute_dtype in HALF:
+            return f"computes in {row.compute_dtype}, its own code in float32"
+        return why_float32(row)
+
+    layers = [p.layer for p in proof.operations if p.dtype == "float32"]
+    why = grouped((layer, reason(layer)) for layer in layers)
     message = f"{format_share(share)} of the FLOPs run in float32: {why}."
     remedy = (
         "If they may lose precision, name other layers in `keep_float32` of "
@@ -334,12 +311,13 @@ def _float32(proof: Proof, model: keras.Model) -> Cause:
 def _moving(proof: Proof) -> Cause:
     moved = sum(cast.moved_bytes for cast in proof.casts)
     share = moved / proof.moved_bytes if proof.moved_bytes else 0.0
+    layers = name_layers(list(dict.fromkeys(cast.layer for cast in proof.casts)))
     return Cause(
         "casts",
         share,
         f"{sum(cast.count for cast in proof.casts):,} casts move {format_bytes(moved)} "
         f"a step, {format_share(share)} of all bytes if nothing is fused; most in "
-        f"{name_layers(list(dict.fromkeys(cast.layer for cast in proof.casts)))}.",
+        f"{layers}.",
         "Give layers between two layers of half precision that dtype too, so that "
         "activations stay in it. Casts of weights cost less with a larger batch.",
     )

@@ -11,14 +11,19 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import structure
 from tfamp.machine import cpus
-from tfamp.numerics.magnitudes import Tallies
-from tfamp.numerics.passes import Ran, Recording, batches_of, exactly, record, run
-from tfamp.numerics.reruns import (
+from tfamp.numerics.magnitudes import tallied
+from tfamp.numerics.passes import (
     CANNOT_RUN,
+    Ran,
+    Recording,
     Suspect,
+    batches_of,
+    exactly,
     forward_error,
     gradient_error,
+    record,
     rerun,
+    run,
 )
 from tfamp.records import checks, console
 from tfamp.records.checks import first_line
@@ -31,6 +36,7 @@ from tfamp.stepping.layer_calls import (
     computing_in,
     giving_unrounded,
     how_to_keep,
+    is_layer,
     set_state,
 )
 from tfamp.stepping.unchanged import seeds_put_back
@@ -114,13 +120,10 @@ class Sensitivity(TableRecord):
             texts = ("not finite" if math.isinf(e) else f"{e:.2g}" for e in errors)
             because = self.guilty.get(layer.path, "")
             rows.append((layer.path, layer.class_name, *texts, because))
-        columns = {
-            "layer": console.FOLD,
-            "class": console.FOLD,
-            "outputs": console.RIGHT,
-            "gradients": console.RIGHT,
-            "float32 because": {**console.FOLD, "ratio": 1},
-        }
+        names = ("layer", "class", "outputs", "gradients", "float32 because")
+        fold, right = console.FOLD, console.RIGHT
+        how = (fold, fold, right, right, {**fold, "ratio": 1})
+        columns = dict(zip(names, how, strict=True))
         return console.text_of(console.table(columns, rows, title=title), self.advice)
 
 
@@ -137,7 +140,7 @@ def sensitivity(
     Each layer, and each operation of a Functional graph, runs again alone in the low
     precision, forward and backward, on the inputs and gradients it had in a float32
     step. Verdict and guilt are without tfamp's rules; `tfamp.check` tells what those
-    keep already. Weights, optimizers, metrics and seeds are afterwards what they were.
+    keep already. The model is afterwards what it was.
 
     Args:
         model: A compiled model, written in whatever way.
@@ -169,10 +172,6 @@ def sensitivity(
             return Search(model, sites, recordings, dtype).run()
 
 
-class NotFiniteError(ValueError):
-    """Raised where a model fails in float32 already."""
-
-
 class Search:
     """The search for guilty layers among sites, after recordings inside `exactly`."""
 
@@ -193,18 +192,15 @@ class Search:
     def run(self) -> Sensitivity:
         """Reruns the layers, verifies those that look guilty, and tells."""
         if not all(each.ran.step.is_finite for each in self._recordings):
-            raise NotFiniteError(
+            raise ValueError(
                 f"Loss or gradients of {self._model.name!r} are not finite in float32; "
                 "expected a healthy step to begin with. Ask `tfamp.triage(model, "
                 "batch)` for the cause."
             )
         scale = self._best_scale()
         suffering, unscaled = self._suffering(scale), self._suffering(1.0)
-        looking_bad = [
-            each
-            for each in self._suspects.values()
-            if self._spoils_outputs(each) or each in suffering
-        ]
+        suspects = self._suspects.values()
+        looking_bad = [s for s in suspects if self._spoils_outputs(s) or s in suffering]
         guilty, error = self._needed(looking_bad, scale)
         verdict: Verdict = "loss scale" if unscaled else "safe"
         if guilty:
@@ -222,7 +218,7 @@ class Search:
                 each in guilty,
                 *(_reason(each, self._format, scale) if each in guilty else ("", "")),
             )
-            for each in self._suspects.values()
+            for each in suspects
         )
         advice = how_to_keep([each.site for each in guilty])
         return Sensitivity(
@@ -247,11 +243,8 @@ class Search:
         self._measure(1.0, _FIRST_SCALE)
         if not self._suffering(_FIRST_SCALE):
             return _FIRST_SCALE
-        tallies = Tallies(self._sites)
-        for recording in self._recordings:
-            tallies.add(recording)
-        best = tallies.ranges(self._model.name).best_loss_scale
-        self._measure(best)
+        found = tallied(self._model.name, self._sites, self._recordings)
+        self._measure(best := found.best_loss_scale)
         scales = (_FIRST_SCALE, best, 1.0)
         return min(scales, key=lambda scale: len(self._suffering(scale)))
 
@@ -339,39 +332,41 @@ class Search:
         self, verdict: Verdict, scale: float, error: float, unscaled: list[Suspect]
     ) -> str:
         """Returns what to do where no layer is guilty."""
-        paths = ", ".join(repr(each.site.path) for each in unscaled[:3])
-        keep = "as `tfamp.enable` brings it"
-        if scale != _FIRST_SCALE:
-            keep = "passed to `tfamp.enable` as `loss_scale_options={'initial_scale': "
-            keep += f"2.0**{math.log2(scale):.0f}}}`"
+        if verdict == "cannot run":
+            return (
+                f"The step raises in {self._dtype}: {self._failure}. `tfamp.enable` "
+                "keeps a layer in float32 whose `call` does; a `train_step` is to cast "
+                "to the dtype of the outputs."
+            )
+        if verdict == "loss scale":
+            paths = ", ".join(repr(each.site.path) for each in unscaled[:3])
+            keep = "as `tfamp.enable` brings it"
+            if scale != _FIRST_SCALE:
+                keep = "passed to `tfamp.enable` as `loss_scale_options="
+                keep += f"{{'initial_scale': 2.0**{math.log2(scale):.0f}}}`"
+            return (
+                f"It needs a loss scale of about {scale:g}, {keep}: without one the "
+                f"gradients of {paths} are spoiled."
+            )
         off_by = f"gradients that are off by {error:.2g} times their size"
-        return {
-            "safe": f"Nothing to do: {self._dtype} gives {off_by}.",
-            "loss scale": f"It needs a loss scale of about {scale:g}, {keep}: without "
-            f"one the gradients of {paths} are spoiled.",
-            "cannot run": f"The step raises in {self._dtype}: {self._failure}. "
-            "`tfamp.enable` keeps a layer in float32 whose `call` does; a `train_step` "
-            "is to cast to the dtype of the outputs.",
-            "amplification": "Each layer is fine alone, and the model as a whole gives "
-            f"{off_by}. Train it in float32, or normalize between its layers.",
-        }[verdict]
+        if verdict == "safe":
+            return f"Nothing to do: {self._dtype} gives {off_by}."
+        return (
+            f"Each layer is fine alone, and the model as a whole gives {off_by}. Train "
+            "it in float32, or normalize between its layers."
+        )
 
 
 def _errors_of(model: keras.Model, low: Ran, exact: Ran) -> Errors:
     """Returns how far a step of the whole model is off."""
-    found = {id(variable): gradient for variable, gradient in low.step.gradients}
-    known = [(id(variable), gradient) for variable, gradient in exact.step.gradients]
+    found = {id(variable): _array(g) for variable, g in low.step.gradients}
+    known = {id(variable): _array(g) for variable, g in exact.step.gradients}
 
     def error(ids: Collection[int]) -> float:
-        sides = [(found.get(i), gradient) for i, gradient in known if i in ids]
-        arrays = [
-            [None if g is None else np.asarray(tf.convert_to_tensor(g)) for g in side]
-            for side in ([low for low, _ in sides], [exact for _, exact in sides])
-        ]
-        return gradient_error(*arrays)
+        return gradient_error([found.get(i) for i in ids], [known.get(i) for i in ids])
 
     errors = {
-        "gradients": error({i for i, _ in known}),
+        "gradients": error(known),
         "outputs": max(map(forward_error, low.outputs, exact.outputs), default=0.0),
         "loss": 0.0,
     }
@@ -379,9 +374,13 @@ def _errors_of(model: keras.Model, low: Ran, exact: Ran) -> Errors:
         losses = (np.asarray(ran.step.loss) for ran in (low, exact))
         errors["loss"] = forward_error(*losses)
     for path, layer, _ in structure.walk(model):
-        own = {id(weight) for weight in structure.own_weights(layer)}
+        own = [id(weight) for weight in structure.own_weights(layer)]
         errors[f"layer {path}"] = error(own)
     return errors
+
+
+def _array(gradient: Any) -> np.ndarray | None:
+    return None if gradient is None else np.asarray(tf.convert_to_tensor(gradient))
 
 
 def _reason(suspect: Suspect, format: Format, scale: float) -> tuple[str, str]:
@@ -430,12 +429,10 @@ def _largest(values: list[np.ndarray]) -> float:
 
 def _outermost(layers: Sequence[Any]) -> list[Any]:
     """Returns the layers that lie in none of the others; operations as they are."""
-    layers = list({id(layer): layer for layer in layers}.values())
     inside = {
         id(child)
-        for layer in layers
-        if isinstance(layer, keras.layers.Layer)
+        for layer in filter(is_layer, layers)
         for _, child, parent in structure.walk(layer)
         if parent is not None
     }
-    return [layer for layer in layers if id(layer) not in inside]
+    return [each for each in dict.fromkeys(layers) if id(each) not in inside]

@@ -12,9 +12,8 @@ import keras
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure
-from tfamp.numerics import suspects
-from tfamp.numerics.first_bad import Examined, NoRowError, examine
-from tfamp.numerics.suspects import Suspicion
+from tfamp.numerics import evidence as suspects
+from tfamp.numerics.evidence import Examined, NoRowError, Suspicion, examine
 from tfamp.records import checks, console
 from tfamp.records.formats import FORMATS, HALF
 from tfamp.records.record import TableRecord
@@ -56,7 +55,6 @@ _CHANGE = (
     "Change {}: keep what it takes the log, root or quotient of away from 0, as by "
     "adding a small constant, and clip what it raises."
 )
-_CUT = "Go back to weights from before and cut the learning rate{}; or warm it up."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,15 +98,14 @@ def triage(model: keras.Model, batch_or_bundle: Any, y: Any = None) -> Triage:
     """Replays a step and says why it failed.
 
     The train step runs eagerly with every layer watched: in the model's policy at its
-    loss scale, in float32, and in the policy at scale 1. Nothing is updated; weights,
-    optimizers, metrics and seeds are afterwards what they were.
+    loss scale, in float32, and in the policy at scale 1. The model is afterwards what
+    it was.
 
     Args:
         model: A compiled model with the weights of the failing step.
-        batch_or_bundle: The batch of the step, as `(x, y)` or `(x, y, sample_weight)`;
-            whatever else `fit` takes, of which it is the first batch; or the path of a
-            bundle of `tfamp.callbacks.NanRecovery`, whose state the model gets
-            meanwhile.
+        batch_or_bundle: The batch of the step, `(x, y)` or whatever else `fit` takes,
+            of which it is the first batch; or the path of a bundle of
+            `tfamp.callbacks.NanRecovery`, whose state the model gets meanwhile.
         y: The targets, where the batch is x alone.
 
     Raises:
@@ -164,10 +161,7 @@ class _Inquiry:
 
     def __init__(self, model: keras.Model, batch: Any) -> None:
         self._model, self._batch = model, batch
-        self._rate = 0.0
-        if model.optimizer is not None:  # of this step, where it follows a schedule
-            self._rate = float(tf.convert_to_tensor(model.optimizer.learning_rate))
-        self._scale = loss_scale_of(model)
+        self._rate, self._scale = suspects.rate_of(model), loss_scale_of(model)
         halves = sorted(structure.compute_dtypes(model) & {*HALF})
         self._dtype = halves[0] if halves else ""
         self._state = state_of(model)
@@ -231,10 +225,10 @@ class _Inquiry:
             return None
         thrown = Suspicion(
             "With weights of the size that initializers make, one update takes the "
-            f"loss from {update.before:.4g} to {update.after:.4g}.",
+            f"loss from {update.before:.4g} to {update.after:.4g}."
         )
         told = [*found, thrown, *large[:3]]
-        return self.answer("learning rate", told, _CUT.format(""))
+        return self.answer("learning rate", told, suspects.CUT.format(""))
 
     def _of_float32(self, exact: Examined) -> Triage:
         """Blames what fails in float32 too: precision is out of it."""
@@ -274,15 +268,16 @@ class _Inquiry:
                 found = self._replay(1.0, exact.harmless)
             if found.step.is_finite:
                 break
-        paths = tuple(site.path for site in kept)
         policy = self._model.dtype_policy.name
         told = [Suspicion(f"The step is finite in float32 and not in {policy}.")]
         if own.origin is not None:
             path, _, way = own.origin
+            largest, limit = exact.largest(path, way), FORMATS[self._dtype].max
             what = "outputs" if way == "forward" else "gradients"
-            text = f"In float32 the {what} of {path!r} reach "
-            text += f"{exact.largest(path, way):.4g}; {self._dtype} holds "
-            told.append(Suspicion(f"{text}{FORMATS[self._dtype].max:.6g}.", path))
+            inside = "" if largest > limit else " only, and a number inside is larger"
+            text = f"In float32 the {what} of {path!r} reach {largest:.4g}{inside}; "
+            told.append(Suspicion(f"{text}{self._dtype} holds {limit:.6g}.", path))
+        paths = tuple(site.path for site in kept)
         remedy = how_to_keep(kept)
         if not found.step.is_finite:
             remedy = "Train it in float32: keeping the layers found so far "
@@ -316,27 +311,18 @@ class _Inquiry:
                 told = Suspicion(f"By a constraint, not the update, {text}", layer)
                 remedy = _CHANGE.format(f"the constraint of {layer!r}")
                 return self.answer("model", [told], remedy)
-            told = Suspicion(
-                f"Loss and gradients are finite, and the update makes "
-                f"weights that are not: {text}",
-                layer,
-            )
+            made = "Loss and gradients are finite, and the update makes weights that "
+            told = Suspicion(f"{made}are not: {text}", layer)
             remedy = "Raise the optimizer's epsilon above 0, or look at what its "
             remedy += "update divides by."
             return self.answer("optimizer", [told], remedy)
         if update is None or not update.is_jump:
             nothing = "Nothing is wrong with this step: loss and gradients are finite."
             return self._of_thrown() or self.answer("none", [], nothing)
-        before, at_tenth = update.before, update.at_tenth
-        told = Suspicion(
-            f"One update takes the loss from {before:.4g} to {update.after:.4g}."
-        )
-        cut = f" from {self._rate:.3g} to {self._rate / 10:.3g}"
-        cut += "" if -math.inf < at_tenth <= before else " or less"
-        cut += f", at which one update takes the loss to {at_tenth:.4g}"
+        text, remedy = suspects.words_of_jump(update, self._rate)
         large = list(suspects.large_weights(self._model).values())
-        found = [told, *large[:3]]
-        return self.answer("learning rate", found, _CUT.format(cut), rate_factor=0.1)
+        found = [Suspicion(text), *large[:3]]
+        return self.answer("learning rate", found, remedy, rate_factor=0.1)
 
     def answer(
         self,
@@ -361,8 +347,5 @@ class _Inquiry:
 
 def _place(function: Any) -> str:
     """Returns file and line of a function, "" where it has none."""
-    try:
-        code = inspect.unwrap(function).__code__
-    except AttributeError:
-        return ""
-    return f"{code.co_filename}:{code.co_firstlineno}"
+    code = getattr(inspect.unwrap(function) if function else None, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
