@@ -12,6 +12,7 @@
 # You will learn
 #
 # - what a layer that overflows looks like from outside: like nothing at all,
+# - how `tfamp.enable` finds such a layer by itself,
 # - how to time your own training step under each policy,
 # - how to find the layers that need float32, and to read what was tried,
 # - how to keep the answer in a file and train under it,
@@ -117,6 +118,24 @@ print(f"float32: accuracy {accuracy_of(model):.3f}")
 # **What to see.** No error, no warning, no NaN, and no step that the loss scale skips:
 # just a model that does not learn. A sum of squares beyond the range is infinite, and
 # what is divided by it is 0.
+#
+# ## Does tfamp see it by itself?
+#
+# No rule can know `UnitLength`. So the first `fit` under half precision tries your own
+# layers on some examples of the first batch, once in float32 and once as they are
+# managed. `check="keep"`, the default, keeps in float32 what half precision spoils, and
+# says so in a line; `check="warn"` only warns, and `check=None` does not look.
+
+# %%
+for check in (None, "keep"):
+    with tfamp.scope("mixed_float16", check=check):
+        tried = build_model()
+    accuracy, row = accuracy_of(tried), tfamp.assignment(tried)["length"]
+    print(f"check={check!r}: accuracy {accuracy:.3f}, 'length' in {row.compute_dtype}")
+
+# %% [markdown]
+# **What to see.** With the check the model learns. That is one layer, tried on one
+# batch; the rest of this notebook measures all layers by what they do to the metric.
 #
 # ## Is half precision worth it here at all?
 #

@@ -37,7 +37,12 @@ SMALL = {
     },
     "07_tune": {"EPOCHS": 2, "SECONDS": 2, "NUM_SEEDS": 1},
     "08_scale_out": {"EPOCHS": 20},
-    "09_inference": {"EPOCHS": 2, "BUDGET_SECONDS": 10, "NUM_CALLS": 20},
+    "09_inference": {
+        "EPOCHS": 2,
+        "SHADED_EPOCHS": 2,
+        "BUDGET_SECONDS": 10,
+        "NUM_CALLS": 20,
+    },
 }
 
 spec = importlib.util.spec_from_file_location("notebooks_build", FOLDER / "build.py")

@@ -114,9 +114,23 @@ _ELSEWHERE = {
     **dict.fromkeys(("Pipeline", "bottleneck", "fit_statistics"), "tfamp.data.{}"),
     **dict.fromkeys(("lr_find", "scale_learning_rate"), "tfamp.training.{}"),
     **dict.fromkeys(
-        ("Accelerator", "autocast", "initialize", "init", "prepare", "set_policy"),
+        "Accelerator amp autocast init initialize mixed_precision prepare "
+        "set_policy".split(),
         "tfamp.enable",
     ),
+    **dict.fromkeys(
+        ("CSVLogger", "EarlyStopping", "ReduceLROnPlateau", "TerminateOnNaN"),
+        "keras.callbacks.{}",
+    ),
+    **dict.fromkeys(
+        ("from_numpy", "from_pandas", "from_tensor_slices"),
+        "tfamp.data.Pipeline.from_arrays",
+    ),
+    **dict.fromkeys(
+        ("from_directory", "image_dataset_from_directory"),
+        "tfamp.data.Pipeline.from_images",
+    ),
+    "from_generator": "tfamp.data.Pipeline.from_dataset, of a dataset made so",
     **dict.fromkeys(
         ("Policy", "set_dtype_policy", "set_global_policy"),
         "tfamp.enable(policy=...)",
@@ -129,6 +143,7 @@ _ELSEWHERE = {
         "tfamp.distribute.strategy",
     ),
     **dict.fromkeys(("TensorBoard", "Monitor"), "tfamp.callbacks.PrecisionMonitor"),
+    "BackupAndRestore": "tfamp.callbacks.Resume",
     "Dataset": "tfamp.data.Pipeline.from_dataset",
     "FlightRecorder": "tfamp.callbacks.NanRecovery, which keeps the failing step",
     "MicroBatches": "tfamp.find_batch_size, which gives batch and accumulation",
@@ -136,11 +151,13 @@ _ELSEWHERE = {
     "benchmark": "tfamp.compare",
     "check_data": "tfamp.data.check",
     "checkpoint": "tfamp.remat, or tfamp.callbacks.Resume",
+    "compile": "model.compile, after tfamp.enable",
     "convert": "tfamp.apply",
     "debug": "tfamp.triage",
     "explain": "tfamp.assignment",
     "export_model": "tfamp.export",
     "find_batch": "tfamp.find_batch_size",
+    "fit": "model.fit, after tfamp.enable",
     "gradient_checkpointing": "tfamp.remat",
     "half": "tfamp.apply(model, 'mixed_bfloat16')",
     "inspect": "tfamp.check",
@@ -157,10 +174,17 @@ _ELSEWHERE = {
     "quantize": "tfamp.export(..., dtype='int8')",
     "run": "the command `tfamp run script.py`",
     "save": "model.save, which keeps dtypes and the loss scale",
+    "seed_everything": "keras.utils.set_random_seed",
     "serve": "the command `tfamp serve`",
     "summary": "tfamp.assignment",
     "train": "model.fit, after tfamp.enable",
     "version": "tfamp.__version__",
+}
+# What arguments are called elsewhere -> here.
+_ARGUMENTS = {
+    **dict.fromkeys(("amp", "dtype", "mixed_precision", "precision"), "policy"),
+    **dict.fromkeys(("exclude", "skip", "skip_layers"), "keep_float32"),
+    "validation_data": "validation",
 }
 
 

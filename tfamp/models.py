@@ -22,6 +22,7 @@ from tfamp.keras_hooks import exact_values, saved_state, structure, trainer
 from tfamp.keras_hooks.layers import Kind, Policy, policy_of
 from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
 from tfamp.policy import choose_at_fit
+from tfamp.records import checks
 from tfamp.records.formats import HALF
 from tfamp.records.record import Record
 
@@ -113,6 +114,7 @@ def assignment(model: keras.layers.Layer) -> Assignment:
     return Assignment(model.name, policy, layers)
 
 
+@checks.knows_other_names
 def apply(
     model: keras.layers.Layer,
     policy: "str | os.PathLike[str] | PrecisionPlan | None" = None,
@@ -232,7 +234,9 @@ def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     text = os.fspath(path)
     try:
         entry = saved_state.read_entry(text)
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, KeyError, FileNotFoundError) as error:
+        if isinstance(error, FileNotFoundError) and not os.path.isdir(text):
+            raise
         raise ValueError(
             f"Cannot read {text!r} as a `.keras` archive: {error}. Save the model with "
             "`model.save('name.keras')`; HDF5 files and SavedModels hold no dtypes of "

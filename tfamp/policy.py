@@ -86,6 +86,7 @@ class Status(Record):
         return console.text_of(*parts, width=100)
 
 
+@checks.knows_other_names
 def enable(
     policy: str | os.PathLike[str] | PrecisionPlan = "auto",
     *,
@@ -152,7 +153,7 @@ def enable(
     rules = len(in_force_now.rules)
     kept = f"; {rules} rules keep layers in float32" if rules else ""
     fault = _versions.keras_fault(in_force_now.versions["keras"]) or ()
-    text = f"{in_force_now.policy} ({in_force_now.why}){kept}."
+    text = f"{in_force_now.policy} ({in_force_now.why.rstrip(".")}){kept}."
     console.say(" ".join([text, *fault]))
     return in_force_now
 
@@ -184,7 +185,7 @@ def _enable(
     check_loss_scale(name, settings.loss_scale, options, explicit)
     objection = hardware.objection(name, hardware.devices()) if explicit else None
     if objection is not None:
-        warnings.warn(objection, UserWarning, stacklevel=3)
+        warnings.warn(objection, UserWarning, stacklevel=checks.level_of_user())
     if named == MEASURE:
         choose_at_fit(settings)
     if check is not None and planned is None and (settings.is_half or named == MEASURE):
@@ -220,6 +221,7 @@ def disable() -> None:
         IN_FORCE.put(None)
 
 
+@checks.knows_other_names
 @contextlib.contextmanager
 def scope(
     policy: str | os.PathLike[str] | PrecisionPlan = "auto",

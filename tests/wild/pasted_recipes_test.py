@@ -21,6 +21,7 @@ RECIPES = sorted(path.name for path in FOLDER.glob("*.py"))
 NEEDS = {
     "compare_digits.py": "cloudpickle",
     "export_and_serve.py": "uvicorn",
+    "quantize_digits.py": "onnx",
     "train_bert.py": "keras_hub",
     "train_vit.py": "keras_hub",
 }

@@ -21,6 +21,7 @@ from tfamp.trials.runner import run_all
 from tfamp.trials.tasks import Task, checked_policies, checked_seeds
 
 
+@checks.knows_other_names
 def compare(
     build_model: Callable[..., Any] | str,
     train: Any = None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
+import tfamp
 from tfamp.data import plan
 from tfamp.data.features import Statistics
 from tfamp.data.sources import Source, csv, datasets, images, text, tfrecord
@@ -33,9 +34,23 @@ def _given(arguments: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in arguments.items() if k not in ("self", "cls")}
 
 
+class _Advised(type):
+    """Has a class answer a name that it lacks by the one that is probably meant."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(cls, name: str) -> Any:
+            names = [each for each in dir(cls) if not each.startswith("_")]
+            meant = tfamp._ELSEWHERE.get(name) or checks.did_you_mean(name, names)
+            if hasattr(tf.data.Dataset, name) and not name.startswith("from_"):
+                meant = f"pipeline.build().{name}, of the dataset that it makes"
+            advice = f" Did you mean {meant}?" if meant else ""
+            raise AttributeError(f"`Pipeline` has no `{name}`.{advice}")
+
+
 @built_by_fit
 @dataclasses.dataclass(frozen=True)
-class Pipeline:
+class Pipeline(metaclass=_Advised):
     """An input pipeline that becomes a plain `tf.data.Dataset`.
 
     Start with a `from_...` method, add stages in any order, and call `build`, or hand
@@ -73,6 +88,17 @@ class Pipeline:
     def __iter__(self) -> Iterator[Any]:
         """Iterates what `build` gives."""
         return iter(self.build())
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        raise TypeError("A `Pipeline` has no length; write `len(pipeline.build())`.")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(type(self), name)  # an error that says what to write
 
     @classmethod
     def from_tfds(
@@ -203,6 +229,7 @@ class Pipeline:
         reads_files = isinstance(self.source, images.FileSource)
         return self._with(Decode(ImageReader(**_given(locals()))))
 
+    @checks.knows_other_names
     def map(self, function: Callable[..., Any]) -> "Self":
         """Calls a function on the parts of every element, on all cores, in order.
 

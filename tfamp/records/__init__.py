@@ -14,7 +14,9 @@ def lazy_attributes(
     def __getattr__(name: str) -> Any:
         module = sys.modules[package]
         if name not in homes:
-            message = f"module {package!r} has no attribute {name!r}"
+            # It has a table of what people look for, and loads nothing for it.
+            advice = importlib.import_module("tfamp")._advice(name)
+            message = f"module {package!r} has no attribute {name!r}{advice}"
             raise AttributeError(message, name=name, obj=module)
         value = getattr(importlib.import_module(homes[name]), name)
         setattr(module, name, value)

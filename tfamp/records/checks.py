@@ -7,19 +7,26 @@ anchor of it, as "failures/zero-scale" or "lint#half-head".
 
 import contextlib
 import difflib
+import functools
 import importlib
+import inspect
 import math
 import operator
 import re
 import sys
 import types
-from collections.abc import Iterable
-from typing import Any, SupportsIndex
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
 from tfamp.records.units import join_words
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 # Spellings from other frameworks, too short for a likeness to be found.
 _OTHER_NAMES = {
+    "16_mixed": "mixed_float16",
+    "bf16_mixed": "mixed_bfloat16",
     "amp": "mixed_float16",
     "bf16": "mixed_bfloat16",
     "f16": "mixed_float16",
@@ -44,6 +51,26 @@ _ON_MEMORY = re.compile(
     r"|RESOURCE_?EXHAUSTED",
     re.IGNORECASE,
 )
+
+
+def knows_other_names(function: Callable[P, R]) -> Callable[P, R]:
+    """Has a function answer an argument it lacks by the one that is probably meant."""
+    names = [x for x in inspect.signature(function).parameters if x != "self"]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs.keys() - names:
+            meant = importlib.import_module("tfamp")._ARGUMENTS.get(name)
+            meant = meant if meant in names else did_you_mean(name, names)
+            advice = f"Did you mean `{meant}=`?" if meant else "Leave it out."
+            known = join_words([f"`{each}`" for each in names], "and")
+            raise TypeError(
+                f"`{function.__name__}` has no argument `{name}`; expected {known}. "
+                f"{advice}"
+            )
+        return function(*args, **kwargs)
+
+    return call
 
 
 def require(module: str, *, extra: str | None, purpose: str) -> types.ModuleType:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 import numpy as np
@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfamp.keras_hooks import around_training, trainer
 from tfamp.keras_hooks.patches import replaced
 from tfamp.machine import cpus
-from tfamp.records import checks
+from tfamp.records import checks, lazy_attributes
 from tfamp.records.console import progress
 from tfamp.records.record import Record
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
@@ -273,3 +273,7 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
         rate = keras.saving.serialize_keras_object(self.learning_rate)
         names = ("factor", "warmup_steps")
         return {"learning_rate": rate} | {name: getattr(self, name) for name in names}
+
+
+if not TYPE_CHECKING:
+    __getattr__ = lazy_attributes(__name__, {})[0]

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tfamp.records import checks
 from tfamp.records.console import progress
 from tfamp.trials import processes
 from tfamp.trials.run_records import Run
@@ -109,7 +110,7 @@ def run_all(
             f"Stopped after {len(runs)} of {len(pairs)} runs; the comparison is of "
             "these.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=checks.level_of_user(),
         )
     return runs
 
