@@ -153,7 +153,7 @@ def enable(
     rules = len(in_force_now.rules)
     kept = f"; {rules} rules keep layers in float32" if rules else ""
     fault = _versions.keras_fault(in_force_now.versions["keras"]) or ()
-    text = f"{in_force_now.policy} ({in_force_now.why.rstrip(".")}){kept}."
+    text = f"{in_force_now.policy} ({in_force_now.why.removesuffix('.')}){kept}."
     console.say(" ".join([text, *fault]))
     return in_force_now
 
