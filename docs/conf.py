@@ -14,6 +14,8 @@ _SETUP = configparser.ConfigParser()
 _SETUP.read(ROOT / "setup.cfg", encoding="utf-8")
 REPOSITORY = _SETUP["metadata"]["url"]
 
+PICTURES = f"{site_pages.GENERATED}/pictures"
+
 project = "tfamp"
 author = "The authors of tfamp"
 project_copyright = author
@@ -62,6 +64,8 @@ def setup(app):
 
     def relink(_, docname, source):
         page = f"docs/{docname}.md"
+        pictures = {path.stem for path in (ROOT / PICTURES).glob("*.png")}
+        source[0] = site_pages.with_gallery(source[0], pictures)
         source[0] = site_pages.relinked(source[0], page, REPOSITORY)
 
     app.connect("source-read", relink)

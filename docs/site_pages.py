@@ -5,10 +5,12 @@ results of the benchmarks, the changelog and the notebooks with their outputs. S
 settings call `write`.
 """
 
+import base64
 import contextlib
 import importlib
 import inspect
 import io
+import json
 import os
 import posixpath
 import re
@@ -46,6 +48,8 @@ _PARTS = {
     *("accumulates", "assign_all", "discard", "done_here", "is_overwritten"),
     *("own_variables", "position_of", "put", "shared_clip", "stock_variables"),
 }
+# A row of the table of notebooks: its name, address and what it shows.
+_NOTEBOOK_ROW = re.compile(r"^\| \[(\d\d_\w+)\]\((\S+)\) \| (.*) \|\n", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -145,6 +149,31 @@ def relinked(text: str, page: str, repository: str) -> str:
     return _LINK.sub(replaced, text)
 
 
+def with_gallery(text: str, pictures: set[str]) -> str:
+    """Returns a page whose table of notebooks is a gallery of their pictures."""
+    found = list(_NOTEBOOK_ROW.finditer(text))
+    if not found:
+        return text
+    cards = []
+    for name, address, shows in (match.groups() for match in found):
+        picture = f"[![{name}](generated/pictures/{name}.png)]({address})\n\n"
+        picture = picture if name in pictures else ""
+        card = f"{picture}[{name}]({address}): {shows}"
+        cards.append(f":::{{container}} card\n{card}\n:::\n")
+    begin = text.rindex("\n\n", 0, found[0].start()) + 2
+    gallery = f"::::{{container}} gallery\n{''.join(cards)}::::\n"
+    return text[:begin] + gallery + text[found[-1].end() :]
+
+
+def first_picture(notebook: Path) -> bytes | None:
+    """Returns the first plot of a notebook's outputs."""
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        for output in cell.get("outputs", ()):
+            if picture := output.get("data", {}).get("image/png"):
+                return base64.b64decode("".join(picture))
+    return None
+
+
 def placed(page: str) -> str:
     """Returns where a file of the repository stands on the site."""
     name = page if NOTEBOOK.fullmatch(page) else COPIES.get(page)
@@ -172,8 +201,14 @@ def write(root: Path, repository: str) -> None:
         page = relinked(text, source, repository)
         (folder / name).write_text(page, encoding="utf-8")
     (folder / "notebooks").mkdir()
+    (folder / "pictures").mkdir()
     for path in (root / "notebooks").glob("[0-9]*.ipynb"):
         shutil.copy(path, folder / "notebooks")
+        picture = first_picture(path)
+        if path.stem == "04_is_it_worth_it":  # its output is a page, of which this is
+            picture = (root / "docs/report.png").read_bytes()
+        if picture is not None:
+            (folder / "pictures" / f"{path.stem}.png").write_bytes(picture)
     (folder / "commands.md").write_text("\n".join(command_lines()), encoding="utf-8")
     for page, names in public_names().items():
         text = "\n".join(reference_lines(PAGES[page][0], names))

@@ -169,6 +169,17 @@ def test_links_out_of_the_site_lead_to_the_repository():
     )
 
 
+def test_the_table_of_notebooks_is_a_gallery_on_the_site():
+    text = (DOCS / "examples.md").read_text(encoding="utf-8")
+    shown = site_pages.with_gallery(text, {"01_quickstart"})
+    notebooks = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    assert shown.count(":::{container} card") == len(notebooks)
+    assert shown.count("generated/pictures/") == 1 and "| Notebook" not in shown
+    assert "| Recipe |" in shown
+    assert site_pages.with_gallery("no table", set()) == "no table"
+    assert sum(site_pages.first_picture(path) is not None for path in notebooks) >= 5
+
+
 @pytest.mark.filterwarnings("ignore:'mixed_bfloat16' will be slow")
 @pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 @pytest.mark.quick("policy", "own_loops")

@@ -2,10 +2,14 @@
 
 import dataclasses
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
 import tfamp
+
+ROOT = Path(__file__).parents[1]
 
 PARAMETERS = {  # by position, then by keyword with its default
     "enable": ("policy=auto | keep_float32=default loss_scale=dynamic check=keep"),
@@ -69,6 +73,20 @@ RESULTS = {
 }
 
 
+# What a type checker, and an editor, says of what a user writes.
+SEEN = {
+    "tfamp.enable('auto')": "tfamp.policy.Status",
+    "tfamp.enable": "Literal['mixed_bfloat16']",
+    "tfamp.scope('auto').__enter__()": "tfamp.policy.Status",
+    "tfamp.apply": "keep_float32",
+    "tfamp.compare": "-> tfamp.comparison.result.Comparison",
+    "tfamp.data.Pipeline.from_arrays(1).map(print).batch(2)": "pipeline.Pipeline",
+    "tfamp.enable(precision='16-mixed')": 'Unexpected keyword argument "precision"',
+    "tfamp.data.Pipeline.from_directory": 'has no attribute "from_directory"',
+    "tfamp.autocast": "Module has no attribute",
+}
+
+
 def named(name):
     value = tfamp
     for part in name.split("."):
@@ -98,3 +116,14 @@ def test_it_has_what_is_documented(name):
     known = {f.name for f in dataclasses.fields(cls)} if is_record else set()
     known |= {*dir(cls), *inspect.signature(cls).parameters, *cls.__annotations__}
     assert not set(RESULTS[name].split()) - known
+
+
+def test_editors_see_the_types_of_decorated_functions_too(tmp_path):
+    api = pytest.importorskip("mypy.api")
+    script = tmp_path / "typed.py"
+    lines = [f"reveal_type({text})" for text in SEEN]
+    script.write_text("\n".join(["import tfamp", *lines]), encoding="utf-8")
+    settings = ["--config-file", str(ROOT / "setup.cfg"), "--no-error-summary"]
+    said, _, _ = api.run([*settings, str(script)])
+    for number, expected in enumerate(SEEN.values(), start=2):
+        assert expected in "".join(re.findall(rf"typed.py:{number}: .*", said)), said

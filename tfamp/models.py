@@ -21,7 +21,7 @@ from tfamp.dtypes.settings import (
 from tfamp.keras_hooks import exact_values, saved_state, structure, trainer
 from tfamp.keras_hooks.layers import Kind, Policy, policy_of
 from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
-from tfamp.policy import choose_at_fit
+from tfamp.policy import PolicyName, choose_at_fit
 from tfamp.records import checks
 from tfamp.records.formats import HALF
 from tfamp.records.record import Record
@@ -117,7 +117,7 @@ def assignment(model: keras.layers.Layer) -> Assignment:
 @checks.knows_other_names
 def apply(
     model: keras.layers.Layer,
-    policy: "str | os.PathLike[str] | PrecisionPlan | None" = None,
+    policy: "PolicyName | str | os.PathLike[str] | PrecisionPlan | None" = None,
     *,
     keep_float32: KeepFloat32 = "default",
 ) -> Assignment:

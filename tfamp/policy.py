@@ -29,6 +29,17 @@ from tfamp.records import checks, console
 from tfamp.records import versions as _versions
 from tfamp.records.record import Record
 
+# What is known by name; a path of a plan is a text, too.
+PolicyName = Literal[
+    "auto",
+    "measure",
+    "float32",
+    "mixed_float16",
+    "mixed_bfloat16",
+    "float16",
+    "bfloat16",
+]
+
 
 @dataclasses.dataclass(frozen=True)
 class RuleStatus(Record):
@@ -88,7 +99,7 @@ class Status(Record):
 
 @checks.knows_other_names
 def enable(
-    policy: str | os.PathLike[str] | PrecisionPlan = "auto",
+    policy: PolicyName | str | os.PathLike[str] | PrecisionPlan = "auto",
     *,
     keep_float32: KeepFloat32 = "default",
     loss_scale: str | float | None = "dynamic",
@@ -159,7 +170,7 @@ def enable(
 
 
 def _enable(
-    policy: str | os.PathLike[str] | PrecisionPlan,
+    policy: PolicyName | str | os.PathLike[str] | PrecisionPlan,
     keep_float32: KeepFloat32,
     loss_scale: str | float | None,
     loss_scale_options: Mapping[str, Any] | None,
@@ -224,7 +235,7 @@ def disable() -> None:
 @checks.knows_other_names
 @contextlib.contextmanager
 def scope(
-    policy: str | os.PathLike[str] | PrecisionPlan = "auto",
+    policy: PolicyName | str | os.PathLike[str] | PrecisionPlan = "auto",
     *,
     keep_float32: KeepFloat32 = "default",
     loss_scale: str | float | None = "dynamic",

@@ -38,6 +38,7 @@ from tfamp.numerics.proof import Cause, prove
 from tfamp.numerics.sensitivity import Search
 from tfamp.numerics.triage import triage
 from tfamp.plan import PrecisionPlan, read_plan
+from tfamp.policy import PolicyName
 from tfamp.records.findings import Finding, Findings
 from tfamp.records.formats import FLOAT16, HALF
 from tfamp.records.units import format_share
@@ -60,7 +61,7 @@ def check(
     data: Any = None,
     y: Any = None,
     *,
-    policy: str | os.PathLike[str] | PrecisionPlan = "auto",
+    policy: PolicyName | str | os.PathLike[str] | PrecisionPlan = "auto",
 ) -> Findings:
     """Tells what half precision does to a model: what to change, and what is kept.
 
@@ -280,7 +281,7 @@ def _guilty_layers(
 
 @contextlib.contextmanager
 def _judged(
-    model: keras.Model, policy: str | os.PathLike[str] | PrecisionPlan
+    model: keras.Model, policy: PolicyName | str | os.PathLike[str] | PrecisionPlan
 ) -> Iterator[str]:
     """Has a model compute as it is to be judged; yields why so.
 
