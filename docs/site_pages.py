@@ -43,9 +43,10 @@ PAGES = {
     "machine": ("The machine", ("cli", "machine")),
 }
 SUBPACKAGES = ("callbacks", "data", "distribute", "training")
-# What its parts ask the optimizer for, besides what users do.
+# What parts of tfamp ask the optimizer and the records for, besides what users do.
 _PARTS = {
     *("accumulates", "assign_all", "discard", "done_here", "is_overwritten"),
+    *("from_dict", "to_dict"),  # beside `from_json` and `to_json` of each record
     *("own_variables", "position_of", "put", "shared_clip", "stock_variables"),
 }
 # A row of the table of notebooks: its name, address and what it shows.
