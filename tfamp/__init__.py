@@ -10,7 +10,7 @@ Repair    apply, triage
 Memory    estimate_memory, find_batch_size, remat
 Feed      data.Pipeline, data.fit_statistics, data.check, data.bottleneck
 Scale     distribute.strategy
-Keep      load_model, freeze, export, load_exported, latency_check
+Keep      load_model, freeze, quantize_aware, export, load_exported, latency_check
 
 `help(tfamp.enable)` tells of one. `tfamp --help` lists the commands, of which
 `tfamp run train.py` enables and runs a program that stays as it is. Names load on
