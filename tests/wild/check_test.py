@@ -122,6 +122,23 @@ def test_its_numbers_are_those_of_the_single_tools():
     assert set(tfamp.lint(model, data)) <= set(found)
 
 
+def test_every_tool_names_the_same_spoilt_layer():
+    data = SALES[:32], RETURNED[:32]
+    with tfamp.scope("mixed_float16", check=None):
+        model = shop(Cents(name="cents"))
+        blamed = tfamp.triage(model, data)
+    assert (blamed.cause, blamed.layers) == ("precision", ("cents",))
+    assert [*tfamp.sensitivity(model, data).guilty] == ["cents"]
+    assert places(tfamp.check(model, data), "guilty-layer") == [("error", "cents")]
+    whole = SALES, RETURNED
+    plan = tfamp.tune(model, whole, policy="mixed_float16", max_evaluations=3)
+    assert plan.layers["cents"] == "float32"
+    with tfamp.scope("mixed_float16"):
+        model = shop(Cents(name="cents"))
+        model.fit(*data, verbose=0)
+    assert tfamp.assignment(model)["cents"].rule == "check"
+
+
 def test_a_learning_rate_that_throws_the_loss_up_is_told_as_triage_tells_it():
     model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(1e6), "mse")

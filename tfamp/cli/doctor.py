@@ -7,16 +7,17 @@ instead of having it, and each look may fail without taking the others along.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tfamp
-from tfamp.cli import findings
 from tfamp.cli.diagnosis import DeviceReport, Diagnosis, DoctorFinding, Setting
 from tfamp.cli.shown import held_back, show
+from tfamp.machine import cpus
 from tfamp.machine.clusters import Cluster, cluster_of
 from tfamp.machine.limits import MachineMemory
 from tfamp.machine.speeds import Device
@@ -25,6 +26,11 @@ from tfamp.records import versions as _versions
 
 T = TypeVar("T")
 
+_error = functools.partial(DoctorFinding, "error")
+_advice = functools.partial(DoctorFinding, "advice")
+
+_ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
+_AMP = "TF_ENABLE_AUTO_MIXED_PRECISION"
 _NVIDIA_VENDOR, _DISPLAY_CLASS = "0x10de", "0x03"
 
 
@@ -87,9 +93,9 @@ def diagnose(probes: Probes) -> Diagnosis:
     found: list[DoctorFinding] = []
     versions = {"tfamp": tfamp.__version__, **probes.versions()}
     problems = probes.problems(environ=environ, versions=versions)
-    found += [DoctorFinding("error", each.found, each.remedy) for each in problems]
+    found += [_error(each.found, each.remedy) for each in problems]
     if fault := _versions.keras_fault(versions.get("keras")):
-        found.append(DoctorFinding("advice", *fault))
+        found.append(_advice(*fault))
 
     def attempt(probe: Callable[..., T], fallback: T, *given: Any) -> T:
         """Returns the probe's answer, or notes why there is none."""
@@ -116,22 +122,22 @@ def diagnose(probes: Probes) -> Diagnosis:
         from tfamp.machine.devices import fast_dtypes, recommend
         from tfamp.machine.memory import advice
 
-        onednn = findings.uses_onednn(environ)
+        onednn = _uses_onednn(environ)
         reports = tuple(
             DeviceReport(each, fast_dtypes(each, onednn=onednn)) for each in devices
         )
         recommendation = recommend(devices, onednn=onednn)
-        found += findings.of_gpus(environ, devices, probes.nvidia_gpus())
-        found += findings.of_cpu(environ, devices)
+        found += _of_gpus(environ, devices, probes.nvidia_gpus())
+        found += _of_cpu(environ, devices)
         memory = attempt(probes.memory, None, environ)
         for each in advice(memory) if memory is not None else ():
-            found.append(DoctorFinding("advice", each.message, each.remedy))
+            found.append(_advice(each.message, each.remedy))
     cluster: Cluster | None = None
     try:
         cluster = cluster_of(environ)
     except ValueError as error:
         remedy = "Correct the variable: `tfamp.distribute.cluster` names all it reads."
-        found.append(DoctorFinding("error", str(error), remedy))
+        found.append(_error(str(error), remedy))
     # A stable sort: errors first, else in the order they were found.
     found.sort(key=lambda each: each.severity != "error")
     return Diagnosis(
@@ -146,6 +152,55 @@ def diagnose(probes: Probes) -> Diagnosis:
         memory=memory,
         cluster=cluster if cluster and cluster.workers else None,
     )
+
+
+def _uses_onednn(environ: Mapping[str, str]) -> bool:
+    """States whether TensorFlow computes with oneDNN on CPUs."""
+    return environ.get(_ONEDNN, "1").lower() not in ("0", "false")
+
+
+def _of_cpu(
+    environ: Mapping[str, str], devices: tuple[Device, ...]
+) -> Iterator[DoctorFinding]:
+    """Judges what keeps a CPU that trains from its bfloat16 instructions."""
+    if any(device.kind != "cpu" for device in devices):
+        return
+    features = {feature for device in devices for feature in device.features}
+    able = sorted(features & {"amx_bf16", "avx512_bf16"})
+    cap = environ.get(cpus.ISA_VARIABLE, "ALL").upper()
+    is_capped = cap not in ("ALL", "DEFAULT") and "AMX" not in cap
+    if _uses_onednn(environ) and cpus.BROKEN_AMX in features and not is_capped:
+        yield _error(
+            "AMX ends the process, so any bfloat16 product in TensorFlow does.",
+            f"Set {cpus.ISA_VARIABLE}={cpus.ISA_WITHOUT_AMX}, or use another machine.",
+        )
+    elif able and not _uses_onednn(environ):
+        message = f"oneDNN is off, so {' and '.join(able)} of this CPU go unused."
+        yield _advice(message, f"Unset {_ONEDNN}, or set it to 1.")
+    elif "amx_bf16" in able and is_capped:
+        message = (
+            f"{cpus.ISA_VARIABLE} is {cap!r}, so amx_bf16 of this CPU goes unused "
+        )
+        yield _advice(f"{message}and bfloat16 is slower than float32.", "Unset it.")
+
+
+def _of_gpus(
+    environ: Mapping[str, str], devices: tuple[Device, ...], num_in_system: int
+) -> Iterator[DoctorFinding]:
+    """Judges GPUs that TensorFlow misses, and what slows those that it sees."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if num_in_system and not any(device.kind == "gpu" for device in devices):
+        found = f"The system has {num_in_system} NVIDIA GPU(s); TensorFlow sees none"
+        remedy = "Check the driver with `nvidia-smi`, then run "
+        remedy += "`pip install 'tensorflow[and-cuda]'`."
+        if visible is not None and visible.strip() in ("", "-1"):
+            why = f"{found}, since CUDA_VISIBLE_DEVICES is {visible!r}."
+            yield _advice(why, "Unset it to use the GPU.")
+        else:
+            yield _error(f"{found}.", remedy)
+    if environ.get(_AMP) in ("1", "true"):
+        message = f"{_AMP} has TensorFlow rewrite graphs that tfamp has set dtypes in."
+        yield _advice(message, "Unset it.")
 
 
 def main(read: argparse.Namespace) -> int:

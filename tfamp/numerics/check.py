@@ -59,7 +59,6 @@ _OF_DATA = ("half-share", *_OF_NUMBERS)
 def check(
     model: keras.Model,
     data: Any = None,
-    y: Any = None,
     *,
     policy: PolicyName | str | os.PathLike[str] | PrecisionPlan = "auto",
 ) -> Findings:
@@ -74,10 +73,7 @@ def check(
     Args:
         model: A Keras model; one that is not compiled has no loss, so only what does
             not need one is judged.
-        data: What `fit` takes: a `tf.data.Dataset` of batches, (x, y) arrays, a
-            `Pipeline`, a `PyDataset` or a generator. `skipped` says what is left out
-            without.
-        y: The targets, where `data` are x alone.
+        data: What `fit` takes; `skipped` says what is left out without.
         policy: As for `tfamp.enable`. A model that was built under a policy is judged
             as it stands, whatever this says.
 
@@ -97,7 +93,7 @@ def check(
     """
     check_is_model(model)
     with seeds_put_back():
-        batches = [] if data is None else _batches(data if y is None else (data, y))
+        batches = [] if data is None else _batches(data)
         if batches:
             build_by_call(model, keras.utils.unpack_x_y_sample_weight(batches[0])[0])
         with _judged(model, policy) as why:

@@ -21,6 +21,7 @@ from tfamp.numerics.passes import (
     exactly,
     forward_error,
     gradient_error,
+    name_layers,
     record,
     rerun,
     run,
@@ -144,16 +145,14 @@ def sensitivity(
 
     Args:
         model: A compiled model, written in whatever way.
-        data: What `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a
-            `PyDataset`, a generator of batches, or arrays (x, y).
+        data: What `fit` takes: batches in a dataset or generator, or arrays (x, y).
         dtype: "float16" or "bfloat16".
         num_batches: How many batches to look at.
         batch_size: Examples in a batch of arrays.
 
     Raises:
         TypeError: `model` is not a compiled Keras model, or `data` not of these.
-        ValueError: The dtype is neither, the data is empty, or the model is not finite
-            in float32.
+        ValueError: The data is empty, or the model is not finite in float32.
 
     Example:
         >>> keras.utils.set_random_seed(0)
@@ -332,29 +331,22 @@ class Search:
         self, verdict: Verdict, scale: float, error: float, unscaled: list[Suspect]
     ) -> str:
         """Returns what to do where no layer is guilty."""
-        if verdict == "cannot run":
-            return (
-                f"The step raises in {self._dtype}: {self._failure}. `tfamp.enable` "
-                "keeps a layer in float32 whose `call` does; a `train_step` is to cast "
-                "to the dtype of the outputs."
-            )
-        if verdict == "loss scale":
-            paths = ", ".join(repr(each.site.path) for each in unscaled[:3])
-            keep = "as `tfamp.enable` brings it"
-            if scale != _FIRST_SCALE:
-                keep = "passed to `tfamp.enable` as `loss_scale_options="
-                keep += f"{{'initial_scale': 2.0**{math.log2(scale):.0f}}}`"
-            return (
-                f"It needs a loss scale of about {scale:g}, {keep}: without one the "
-                f"gradients of {paths} are spoiled."
-            )
+        paths = name_layers([each.site.path for each in unscaled])
+        power = f"'initial_scale': 2.0**{math.log2(scale):.0f}"
+        is_usual = scale == _FIRST_SCALE
+        how = f"passed to `tfamp.enable` as `loss_scale_options={{{power}}}`"
+        how = "as `tfamp.enable` brings it" if is_usual else how
         off_by = f"gradients that are off by {error:.2g} times their size"
-        if verdict == "safe":
-            return f"Nothing to do: {self._dtype} gives {off_by}."
-        return (
-            f"Each layer is fine alone, and the model as a whole gives {off_by}. Train "
-            "it in float32, or normalize between its layers."
-        )
+        return {
+            "safe": f"Nothing to do: {self._dtype} gives {off_by}.",
+            "loss scale": f"It needs a loss scale of about {scale:g}, {how}: without "
+            f"one the gradients of {paths} are spoiled.",
+            "cannot run": f"The step raises in {self._dtype}: {self._failure}. "
+            "`tfamp.enable` keeps a layer in float32 whose `call` does; a `train_step` "
+            "is to cast to the dtype of the outputs.",
+            "amplification": "Each layer is fine alone, and the model as a whole gives "
+            f"{off_by}. Train it in float32, or normalize between its layers.",
+        }[verdict]
 
 
 def _errors_of(model: keras.Model, low: Ran, exact: Ran) -> Errors:

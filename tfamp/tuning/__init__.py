@@ -108,7 +108,7 @@ def tune(
         if model is not build_model_or_model:
             with put_back(model):
                 put_under(model, make_settings("float32"))
-                model.fit(dataset.repeat().take(num_steps), verbose=0)
+                model.fit(dataset.repeat().take(num_steps), shuffle=False, verbose=0)
         judge = Judge(model, (examples[::2], examples[1::2]), metric)
         needed = 1
         if judge.is_rate and tolerance < 1:
