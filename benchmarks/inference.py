@@ -39,8 +39,8 @@ from benchmarks._inference_models import (
 )
 from benchmarks._runner import ratio, take_turns, timed
 from tfamp.records.checks import short_error
-from tfamp.serving.exports.source import float32_copy
-from tfamp.serving.exports.turns import median, raced
+from tfamp.serving.exports.exporter import median, raced
+from tfamp.serving.exports.tracing import float32_copy
 from tfamp.serving.exports.writers import POSSIBLE, missing
 from tfamp.serving.gate import classes_of
 from tfamp.serving.runtimes.signature import LoadedModel

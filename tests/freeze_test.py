@@ -118,14 +118,11 @@ def test_outputs_are_those_of_the_mixed_model_to_the_last_bit(style, dtype):
             np.testing.assert_array_equal(weight.numpy(), value)
 
 
-@pytest.mark.quick("<lambda>-x3", "<lambda>-x4")
 @pytest.mark.parametrize(
     ("make", "x"),
     [
         (lambda: [L.Embedding(20, 8), L.LSTM(6), L.Dense(2)], IDS),
-        (lambda: [L.Embedding(20, 8), L.Bidirectional(L.GRU(6)), L.Dense(2)], IDS),
         (lambda: [L.Reshape((8, 1)), L.Conv1D(4, 3), L.Flatten(), L.Dense(2)], X),
-        (lambda: [L.Lambda(lambda x: 2 * x), L.Dense(2)], X),
         (lambda: [L.Rescaling(2.0), L.Normalization(mean=0.5, variance=2.0)], X),
     ],
 )
@@ -137,63 +134,17 @@ def test_layers_of_many_kinds(make, x):
     assert casts_of_weights(frozen, x) == []
 
 
-READ_IN_BOTH = {
-    "table": (Tied, IDS, {"embeddings": "float32", "kernel": "bfloat16"}),
-}
-
-
-@pytest.mark.parametrize("make, x, stored", READ_IN_BOTH.values(), ids=READ_IN_BOTH)
-def test_a_weight_that_is_read_in_both_stays(make, x, stored):
-    model = mixed(make(), "bfloat16", x)
-    expected = model(x)
-    frozen = tfamp.freeze(model, sample=x)
+def test_a_weight_that_is_read_in_both_stays():
+    model = mixed(Tied(), "bfloat16", IDS)
+    expected = model(IDS)
+    frozen = tfamp.freeze(model, sample=IDS)
     found = {weight.path.split("/")[-1]: weight.dtype for weight in frozen.weights}
-    assert found == stored
-    np.testing.assert_array_equal(frozen(x), expected)
-
-
-class WithoutName(keras.Model):
-    """Its constructor takes no `name`, `dtype` or `trainable`, so no file loads it."""
-
-    def __init__(self, units):
-        super().__init__()
-        self.blocks = [L.Dense(units, activation="relu"), L.LayerNormalization()]
-        self.drop, self.norm = L.Dropout(0.5), L.BatchNormalization()
-        self.head = L.Dense(3, activation="softmax")
-
-    def call(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.drop(self.norm(x)))
-
-
-@pytest.mark.quick("subclassed")
-@pytest.mark.parametrize("style", ["subclassed", "sequential", "functional"])
-def test_a_model_that_cannot_be_saved_is_copied_in_memory(style):
-    own = Own(lambda x: 2 * x)
-    if style == "subclassed":
-        model = WithoutName(16)
-    else:
-        model = assembled([L.Dense(8), own, L.LSTM(4), L.Dense(3)], style, (4, 8))
-    x = X if style == "subclassed" else X.reshape(4, 4, 8)
-    model(x)
-    tfamp.apply(model, "mixed_bfloat16")
-    model.compile("sgd", "mse", run_eagerly=True)
-    expected, weights = model(x), model.get_weights()
-    frozen = tfamp.freeze(model)
-    np.testing.assert_array_equal(frozen(x), expected)
-    assert frozen.weights[0].dtype == "bfloat16"
-    assert casts_of_weights(frozen, x) == []
-    assert {weight.dtype for weight in model.weights} == {"float32"}
-    for weight, before in zip(model.get_weights(), weights, strict=True):
-        np.testing.assert_array_equal(weight, before)
-    model.fit(x, np.zeros((len(x), 3)), verbose=0)
-    assert not np.array_equal(model(x), expected)
-    np.testing.assert_array_equal(frozen(x), expected)
+    assert found == {"embeddings": "float32", "kernel": "bfloat16"}
+    np.testing.assert_array_equal(frozen(IDS), expected)
 
 
 @pytest.mark.quick("nested")
-@pytest.mark.parametrize("style", ["sequential", "functional", "nested"])
+@pytest.mark.parametrize("style", ["sequential", "nested"])
 def test_a_saved_one_loads_as_it_was(style, tmp_path):
     frozen = tfamp.freeze(assembled(parts(), style, (8,)))
     frozen.save(tmp_path / "frozen.keras")

@@ -73,23 +73,6 @@ def test_a_stall_counts_for_all_that_were_due_in_it():
     assert 70 <= found.num_answers <= 130
 
 
-def test_clients_that_wait_ask_as_many_at_a_time():
-    together, most = set(), []
-
-    def reply(headers, body):
-        together.add(threading.get_ident())
-        most.append(len(together))
-        together.discard(threading.get_ident())
-        return 200, {}
-
-    with answering(reply) as url:
-        found = tfamp.latency_check(url, X, clients=4, seconds=0.3)
-    assert max(most) <= 4 and found.clients == 4
-    assert found.num_answers == len(most) - 10  # without those that warm up
-    assert found.answers_per_second == pytest.approx(found.num_answers / 0.3, rel=0.3)
-    assert 0 < found.p50 <= found.p90 <= found.p99
-
-
 def test_errors_are_counted_by_what_they_are_and_are_no_answers():
     asked = []
 

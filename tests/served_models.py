@@ -5,13 +5,20 @@ of small models of its own, without any runtime.
 """
 
 import asyncio
+import contextlib
 import json
+import os
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
 
+ROOT = Path(__file__).parents[1]
+# Enough for a machine that runs a suite beside it.
+DEADLINE = 60
 X = TensorSpec("x", (None, 3), "float32")
 Y = TensorSpec("y", (None, 3), "float32")
 
@@ -48,6 +55,31 @@ def write(folder, factor, **options):
 def load(folder):
     """Reads what `write` wrote."""
     return Scaled(**json.loads((folder / "export.json").read_text()))
+
+
+@contextlib.contextmanager
+def serving(*command, deadline=DEADLINE):
+    """Yields the process of a server and its address, killed at the deadline."""
+    process = subprocess.Popen(
+        list(map(str, command)),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    timer = threading.Timer(deadline, process.kill)
+    timer.start()
+    try:
+        line = process.stdout.readline()
+        if "http://" not in line:
+            process.kill()
+            raise RuntimeError(f"no server: {line}{process.stderr.read()}")
+        yield process, line.partition("http://")[2].split(";")[0].strip()
+    finally:
+        process.kill()
+        process.communicate()
+        timer.cancel()
 
 
 async def ask(app, path, body=None, *, method=None, headers=(), parts=None):

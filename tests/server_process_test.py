@@ -4,14 +4,10 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
-import os
 import random
 import signal
 import socket
-import subprocess
 import sys
-import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,33 +16,13 @@ pytest.importorskip("starlette", reason="needs tfamp[serve]")
 
 from tests import served_models
 
-ROOT = Path(__file__).parents[1]
-DEADLINE = 60
+DEADLINE = served_models.DEADLINE
 
 
-@contextlib.contextmanager
-def serving(*arguments, program=("-m", "tests.served_models"), deadline=DEADLINE):
-    """Yields the process of a server and its address; kills it at the deadline."""
-    process = subprocess.Popen(
-        [sys.executable, *program, *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    timer = threading.Timer(deadline, process.kill)
-    timer.start()
-    try:
-        line = process.stdout.readline()
-        if "http://" not in line:
-            process.kill()
-            pytest.fail(f"no server: {line}{process.stderr.read()}")
-        yield process, line[line.index("http://") :].split()[0].rstrip(".;")
-    finally:
-        process.kill()
-        process.communicate()
-        timer.cancel()
+def serving(*arguments, **how):
+    """Returns a block with a server of models of the tests' own, and its address."""
+    program = (sys.executable, "-m", "tests.served_models")
+    return served_models.serving(*program, *arguments, **how)
 
 
 def end(process):
@@ -78,7 +54,7 @@ def predict(connection, rows, path=PATH):
 
 
 def connect(address):
-    host, port = address.removeprefix("http://").split(":")
+    host, port = address.split(":")
     return http.client.HTTPConnection(host, int(port), timeout=DEADLINE)
 
 
@@ -92,7 +68,7 @@ def server(tmp_path_factory):
 
 def test_a_client_of_triton_is_answered(server):
     client_of = pytest.importorskip("tritonclient.http", reason="needs tritonclient")
-    client = client_of.InferenceServerClient(server.removeprefix("http://"))
+    client = client_of.InferenceServerClient(server)
     assert client.is_server_live() and client.is_server_ready()
     assert client.is_model_ready("m", "1")
     assert client.get_server_metadata()["name"] == "tfamp"
@@ -193,7 +169,7 @@ def test_a_run_that_never_ends_does_not_keep_the_process(tmp_path):
         with contextlib.closing(connect(address)) as connection:
             assert predict(connection, [[1, 2, 3]])[0] == 504
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 1
+        assert process.wait(20) == 0
 
 
 def test_what_cannot_be_listened_to_is_told(tmp_path):
@@ -206,7 +182,7 @@ def test_what_cannot_be_listened_to_is_told(tmp_path):
             "`port` is 99999; expected 0 to 65535": {"port": 99_999},
             f"`port` {port} of `host` '127.0.0.1' cannot be had": {"port": port},
             "`host` 'not an address' cannot be had": {"host": "not an address"},
-            "`token_file` 'nowhere' cannot be read": {"token_file": "nowhere"},
+            "`token_file` 'nowhere' holds no token": {"token_file": "nowhere"},
         }
         for message, how in wrong.items():
             with pytest.raises((OSError, ValueError), match=message):

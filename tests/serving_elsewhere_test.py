@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.docs_test import CODE
-from tests.served_models import Scaled
+from tests.served_models import Scaled, serving
 from tfamp.cli import main as cli
 from tfamp.serving.runtimes.signature import TensorSpec
 
@@ -187,8 +187,6 @@ def test_what_the_page_says_runs_from_top_to_bottom(tmp_path, monkeypatch):
     for package in ("starlette", "uvicorn", "tf2onnx", "onnxruntime"):
         pytest.importorskip(package, reason="needs tfamp[serve,onnx]")
     pytest.importorskip("tritonclient.http", reason="needs tritonclient[http]")
-    from tests.server_process_test import serving
-
     monkeypatch.chdir(tmp_path)
     text = PAGE.read_text(encoding="utf-8")
     blocks = re.findall(r"^```(python|bash)\n(.*?)^```$", text, re.M | re.S)
@@ -196,10 +194,10 @@ def test_what_the_page_says_runs_from_top_to_bottom(tmp_path, monkeypatch):
     (_, first), (_, start), *rest = blocks
     exec(first, names)
     assert start.splitlines()[-1] == "tfamp serve iris"
-    program = ("-m", "tfamp", "serve")
-    with serving(tmp_path / "iris", "--port=0", program=program) as (_, address):
+    program = (sys.executable, "-m", "tfamp", "serve", tmp_path / "iris", "--port=0")
+    with serving(*program) as (_, address):
         for language, block in rest:
-            block = block.replace("127.0.0.1:8000", address.removeprefix("http://"))
+            block = block.replace("127.0.0.1:8000", address)
             if language == "python":
                 exec(block, names)
                 continue

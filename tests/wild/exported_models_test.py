@@ -57,8 +57,6 @@ def tagger():
 
 MASKED = {
     "lstm": lambda: (sentiment(layers.LSTM(6)), reviews()),
-    "gru": lambda: (sentiment(layers.GRU(6)), reviews()),
-    "both ways": lambda: (sentiment(layers.Bidirectional(layers.LSTM(6))), reviews()),
     "tags": lambda: (tagger(), reviews()),
 }
 
@@ -133,23 +131,6 @@ def test_columns_keep_the_names_that_keras_has_for_them(format, tmp_path):
     )
     assert {spec.name for spec in loaded.signature.inputs} == {*x}
     assert {spec.name for spec in loaded.signature.outputs} == {*y}
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.quick("openvino")
-def test_an_input_may_be_handed_through_beside_the_answer(format, tmp_path):
-    keras.utils.set_random_seed(0)
-    x, key = keras.Input((4,), name="x"), keras.Input((1,), dtype="int32", name="key")
-    score = layers.Dense(1)(x)
-    model = keras.Model(
-        {"x": x, "key": key}, {"score": score, "of": layers.Identity()(key)}
-    )
-    given = {
-        "x": np.random.default_rng(0).normal(size=(3, 4)).astype("float32"),
-        "key": np.array([[16777217], [2], [3]], "int32"),
-    }
-    loaded = leaves_and_answers_alike(model, given, tmp_path, format)
-    np.testing.assert_array_equal(loaded.predict(given)["of"], given["key"])
 
 
 @pytest.mark.slow

@@ -3,17 +3,13 @@
 import contextlib
 import http.client
 import json
-import os
-import subprocess
 import sys
-import threading
-from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).parents[2]
-# Enough for a machine that runs a suite beside it.
-DEADLINE = 60
+from tests import served_models
+from tests.served_models import DEADLINE
+
 RUN = "\nimport runpy; runpy.run_module('tfamp', run_name='__main__')\n"
 
 
@@ -29,9 +25,8 @@ def export(folder):
     return folder
 
 
-@contextlib.contextmanager
 def serving(*arguments, before=None, open_files=None, deadline=DEADLINE):
-    """Yields `tfamp serve` and its address, "host:port"; kills it in the end.
+    """Returns a block with `tfamp serve` and its address, "host:port".
 
     Args:
         *arguments: Of `tfamp serve`.
@@ -44,25 +39,7 @@ def serving(*arguments, before=None, open_files=None, deadline=DEADLINE):
     if open_files is not None:
         limited = f'ulimit -n {open_files}; exec "$@"'
         command = ["bash", "-c", limited, "bash", *command]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    timer = threading.Timer(deadline, process.kill)
-    timer.start()
-    try:
-        line = process.stdout.readline()
-        if "http://" not in line:
-            process.kill()
-            raise RuntimeError(f"no server: {line}{process.stderr.read()}")
-        yield process, line.partition("http://")[2].split(";")[0].strip()
-    finally:
-        process.kill()
-        process.communicate()
-        timer.cancel()
+    return served_models.serving(*command, deadline=deadline)
 
 
 def connect(address):

@@ -1,5 +1,6 @@
 """`tfamp.freeze`: weights stored once in the dtype that a model computes in."""
 
+import functools
 from typing import Any
 
 import keras
@@ -35,19 +36,16 @@ def freeze(
         model: A built Keras model. One that computes in `dtype` already keeps its
             dtypes; another gets those of `tfamp.apply(model, "mixed_<dtype>")`.
         dtype: "bfloat16" or "float16".
-        sample: Inputs for one call, of whatever batch size: arrays as `predict` takes
-            them. Only a subclassed model may need it, to tell what it reads.
+        sample: Inputs as `predict` takes them, which a subclassed model may need.
         in_place: Change `model` itself rather than a copy. It loses its optimizer.
 
     Returns:
-        The frozen model: a copy, not compiled; one of classes that cannot be saved is
-        made in memory. Saved and loaded by `tfamp.load_model`, a managed one is as it
-        was; one that tfamp does not manage loads with the rounded weights in float32.
+        The frozen model: a copy, not compiled. Saved and loaded by `tfamp.load_model`,
+        a managed one is as it was; another loads with rounded weights in float32.
 
     Raises:
-        TypeError: `model` is not a Keras model.
-        ValueError: It is not built, cannot be copied or called, or a weight is beyond
-            the range of `dtype`. `model` is as it was.
+        ValueError: `model` is not built, cannot be copied or called, or a weight is
+            beyond the range of `dtype`. It is as it was.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8),
@@ -58,7 +56,15 @@ def freeze(
     """
     checks.choice("dtype", dtype, HALF)
     check_built(model, "freeze")
-    _check_range(model, dtype)
+    most = float(tf.as_dtype(dtype).max)
+    for weight in model.weights:
+        if keras.backend.is_float_dtype(weight.dtype):
+            size = float(np.max(np.abs(np.asarray(weight, np.float64)), initial=0.0))
+            if most < size < np.inf:
+                told = (
+                    f"The weight {weight.path!r} reaches {size:.4g}; expected at most"
+                )
+                raise ValueError(f"{told} {most:.6g} for {dtype}. Freeze in bfloat16.")
     _reads(model, sample)  # raises where it cannot be called
     frozen = model if in_place else copied(model, instead=_IN_PLACE)
     if structure.compute_dtypes(frozen) & {*HALF} != {dtype}:
@@ -66,33 +72,16 @@ def freeze(
     reads = _reads(frozen, sample)
     if frozen is not model and reads.keys() & {id(each) for each in model.weights}:
         raise ValueError(
-            f"Cannot copy model {model.name!r}: its copy reads weights of the "
-            "original, which functions that it holds refer to. Make them methods, or "
-            f"{_IN_PLACE}."
+            f"Cannot copy {model.name!r}: its copy reads weights of the original, to "
+            f"which functions refer that it holds. Make them methods, or {_IN_PLACE}."
         )
     trainer.forget_training(frozen)
     with frozen.distribute_strategy.scope():
-        lowered = [
-            weight
-            for weight in frozen.weights
-            if reads.get(id(weight)) == {dtype} and weight.dtype != dtype
-        ]
-        for weight in lowered:
-            variables.store_in(weight, dtype)
+        for weight in frozen.weights:
+            if reads.get(id(weight)) == {dtype} and weight.dtype != dtype:
+                variables.store_in(weight, dtype)
     trainer.drop_traced_functions(frozen)
     return frozen
-
-
-def _check_range(model: keras.Model, dtype: str) -> None:
-    largest = float(tf.as_dtype(dtype).max)
-    floats = (x for x in model.weights if keras.backend.is_float_dtype(x.dtype))
-    for weight in floats if dtype == "float16" else ():
-        size = float(np.max(np.abs(np.asarray(weight)), initial=0.0))
-        if np.isfinite(size) and size > largest:
-            raise ValueError(
-                f"The weight {weight.path!r} reaches {size:.4g}; expected at most "
-                f"{largest:.6g}, the most that {dtype} holds. Freeze in bfloat16."
-            )
 
 
 def _reads(model: keras.Model, sample: Any) -> dict[int, set[str]]:
@@ -103,10 +92,7 @@ def _reads(model: keras.Model, sample: Any) -> dict[int, set[str]]:
     elif graph is not None:
         args = [structure.inputs_of(graph)]
     else:
-
-        def tensor(shape: tuple[int | None, ...]) -> keras.KerasTensor:
-            return keras.KerasTensor(shape, model.input_dtype)
-
+        tensor = functools.partial(keras.KerasTensor, dtype=model.input_dtype)
         shapes = structure.built_shapes(model).values()
         args = [structure.map_shapes(tensor, shape) for shape in shapes]
     with variables.noting_reads() as found:
@@ -115,8 +101,6 @@ def _reads(model: keras.Model, sample: Any) -> dict[int, set[str]]:
         except Exception as error:
             if graph is not None or sample is not None:
                 raise
-            raise ValueError(
-                f"Cannot tell the inputs of {model.name!r} from the shapes it was "
-                f"built with: {first_line(error)}. Pass some inputs as `sample=`."
-            ) from error
+            told = f"Cannot tell the inputs of {model.name!r}: {first_line(error)}."
+            raise ValueError(f"{told} Pass some inputs as `sample=`.") from error
     return found

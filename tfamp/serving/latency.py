@@ -1,8 +1,7 @@
 """`latency_check`: how long answers take, of a model here or behind an address.
 
-Clients that wait for each answer send least while a model is slowest, and so miss what
-they are to measure. At a given `rate` requests are due at moments that were drawn
-before, and a latency counts from then, whatever kept a request from being sent.
+Clients that wait for each answer send least while a model is slowest. At a given `rate`
+requests are due at moments that were drawn before, and a latency counts from then.
 """
 
 import collections
@@ -23,13 +22,8 @@ import numpy as np
 
 from tfamp.records import checks, units
 from tfamp.records.record import TableRecord
-from tfamp.serving.runtimes import load_exported
-from tfamp.serving.runtimes.signature import (
-    DATATYPES,
-    LoadedModel,
-    TensorSpec,
-    prepared,
-)
+from tfamp.serving.runtimes import load_exported, signature
+from tfamp.serving.runtimes.signature import DATATYPES, LoadedModel, TensorSpec
 
 if TYPE_CHECKING:
     import keras
@@ -38,8 +32,9 @@ _DTYPES = {text: dtype for dtype, text in DATATYPES.items() if dtype != "string"
 # Requests that may be under way at once at a given rate; more wait, and it counts.
 _MOST_AT_ONCE = 64
 _WARM_UP = 10
-# Share of the answers, and how many it takes to tell it from the slowest few.
-_QUANTILES = {"p50": (0.5, 1), "p90": (0.9, 10), "p99": (0.99, 100)}
+# How many answers it takes to tell a percentile from the slowest few.
+_QUANTILES = {"p50": 1, "p90": 10, "p99": 100}
+_BROKEN = (OSError, http.client.HTTPException)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +74,7 @@ def latency_check(
 
     Args:
         model_or_url: A Keras model, what `tfamp.export` wrote or `tfamp.load_exported`
-            returned, or the address of a model of a server of the Open Inference
-            Protocol v2: "http://127.0.0.1:8000/v2/models/digits".
+            returned, or an address: "http://127.0.0.1:8000/v2/models/digits".
         x: What each request asks for, one batch, as `LoadedModel.predict` takes it.
         clients: How many ask at a time, each of which waits for its answer.
         rate: Requests a second in the place of `clients`, which do not wait: they are
@@ -88,11 +82,6 @@ def latency_check(
         seconds: How long to ask.
         token: What requests to a server bear, if anything.
         timeout_seconds: How long an answer of a server may take.
-
-    Raises:
-        OSError: The server cannot be reached.
-        ValueError: An argument is out of its range, `x` is not what the model takes, or
-            the server has no such model.
     """
     checks.positive_int("clients", clients)
     checks.positive("seconds", seconds)
@@ -112,19 +101,32 @@ def latency_check(
 
         for _ in range(_WARM_UP):
             if error := ask():
-                raise ValueError(
-                    f"{model_or_url!r} answers {error} to `x`; expected an answer. "
-                    "Compare it with what the model takes."
-                )
-        due, threads = None, clients
+                told = f"{model_or_url!r} answers {error} to `x`. Compare it with what "
+                raise ValueError(f"{told}the model takes.")
+        found: list[tuple[float, str]] = []
+        start, moments = time.perf_counter(), iter(time.perf_counter, math.inf)
         if rate is not None:
-            rng, threads = np.random.default_rng(0), _MOST_AT_ONCE
-            due = np.cumsum(rng.exponential(1 / rate, int(2 * rate * seconds) + 20))
-        found, took = _asked(ask, threads, seconds, due)
-    taken = [each for each, error in found if not error]
+            number = int(2 * rate * seconds) + 20
+            gaps = np.random.default_rng(0).exponential(1 / rate, number)
+            moments = iter((start + np.cumsum(gaps)).tolist())
+
+        def work() -> None:
+            while (moment := next(moments, math.inf)) < start + seconds:
+                time.sleep(max(0.0, moment - time.perf_counter()))
+                error = ask()
+                found.append((time.perf_counter() - moment, error))
+
+        threads = clients if rate is None else _MOST_AT_ONCE
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            for each in [pool.submit(work) for _ in range(threads)]:
+                each.result()
+        took = time.perf_counter() - start
+    taken = [latency for latency, error in found if not error]
     quantiles = {
-        name: float(np.quantile(taken, share)) if len(taken) >= least else None
-        for name, (share, least) in _QUANTILES.items()
+        name: float(np.percentile(taken, int(name[1:])))
+        if len(taken) >= least
+        else None
+        for name, least in _QUANTILES.items()
     }
     return Latency(
         **quantiles,
@@ -136,38 +138,14 @@ def latency_check(
     )
 
 
-def _asked(
-    ask: Callable[[], str], threads: int, seconds: float, due: np.ndarray | None
-) -> tuple[list[tuple[float, str]], float]:
-    """Returns latencies and errors of requests, and how long it took."""
-    found: list[tuple[float, str]] = []
-    start = time.perf_counter()
-    moments = None if due is None else iter((start + due).tolist())
-
-    def work() -> None:
-        while True:
-            moment = time.perf_counter()
-            if moments is not None:
-                moment = next(moments, math.inf)
-            if moment >= start + seconds:
-                return
-            time.sleep(max(0.0, moment - time.perf_counter()))
-            error = ask()
-            found.append((time.perf_counter() - moment, error))
-
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        for each in [pool.submit(work) for _ in range(threads)]:
-            each.result()
-    return found, time.perf_counter() - start
-
-
 def _asking(
-    url: str, x: Any, token: str | None, timeout: float, stack: Any
+    url: str, x: Any, token: str | None, timeout: float, stack: contextlib.ExitStack
 ) -> Callable[[], str]:
     """Returns what sends one request to an address; it gives "", or what is wrong."""
     parts = urllib.parse.urlsplit(url)
-    is_plain = parts.scheme == "http"
-    kind = http.client.HTTPConnection if is_plain else http.client.HTTPSConnection
+    kind: Any = http.client.HTTPSConnection
+    if parts.scheme == "http":
+        kind = http.client.HTTPConnection
     path = parts.path.rstrip("/").removesuffix("/infer")
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     own = threading.local()
@@ -180,42 +158,31 @@ def _asking(
             own.connection.request(method, path, body, headers)
             with own.connection.getresponse() as response:
                 return response.status, response.read()
-        except (OSError, http.client.HTTPException):
+        except _BROKEN:
             own.connection.close()  # It is opened again for the next request.
             raise
 
+    specs = []
     try:
-        status, text = answer("GET", path, None)
-    except (OSError, http.client.HTTPException) as error:
-        raise OSError(
-            f"{url!r} cannot be reached: {error}. Start the server, or correct the "
-            "address."
-        ) from error
+        _, text = answer("GET", path, None)
+    except _BROKEN as error:
+        raise OSError(f"{url!r} cannot be reached: {error}. Start it.") from error
     try:
-        specs = tuple(
-            TensorSpec(
-                each["name"],
-                tuple(None if n < 0 else int(n) for n in each["shape"]),
-                _DTYPES[each["datatype"]],
-            )
-            for each in json.loads(text)["inputs"]
-        )
+        for each in json.loads(text)["inputs"]:
+            shape = tuple(None if n < 0 else int(n) for n in each["shape"])
+            specs.append(TensorSpec(each["name"], shape, _DTYPES[each["datatype"]]))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{url!r} answers {status}, {text[:200]!r}; expected the metadata of a "
-            "model by the Open Inference Protocol v2. Write an address such as "
-            f"http://{parts.netloc}/v2/models/digits."
-        ) from error
+        told = f"{url!r} answers {text[:200]!r}; expected the metadata of a model"
+        raise ValueError(f"{told}. Write http://HOST/v2/models/NAME.") from error
     entries, raw = [], b""
-    for spec, array in zip(specs, prepared(x, specs).values(), strict=True):
+    for spec, array in zip(specs, signature.prepared(x, specs).values(), strict=True):
         entry: dict[str, Any] = {"name": spec.name, "shape": list(array.shape)}
-        entry["datatype"] = DATATYPES[spec.dtype]
         if array.dtype == object:  # texts
             entry["data"] = array.ravel().tolist()
         else:
             entry["parameters"] = {"binary_data_size": array.nbytes}
             raw += array.tobytes()
-        entries.append(entry)
+        entries.append({**entry, "datatype": DATATYPES[spec.dtype]})
     content = {"inputs": entries, "parameters": {"binary_data_output": True}}
     head = json.dumps(content).encode()
     headers["Inference-Header-Content-Length"] = str(len(head))
@@ -223,9 +190,7 @@ def _asking(
     def ask() -> str:
         try:
             status, _ = answer("POST", f"{path}/infer", head + raw)
-        except TimeoutError:
-            return "timeout"
-        except (OSError, http.client.HTTPException) as error:
+        except _BROKEN as error:
             return type(error).__name__
         return "" if status == 200 else str(status)
 

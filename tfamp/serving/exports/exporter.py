@@ -1,76 +1,52 @@
 """`tfamp.export`: a model as files that are smaller, faster, and still right."""
 
 import dataclasses
-import importlib.metadata
+import functools
 import itertools
 import os
-import platform
+import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from absl import logging
 
 from tfamp.keras_hooks import fake_quantization, structure
-from tfamp.machine.cpus import instruction_sets
 from tfamp.records import checks, console
 from tfamp.records.checks import short_error
 from tfamp.records.record import Record, TableRecord
 from tfamp.records.units import format_bytes, format_seconds
-from tfamp.serving.exports import int8_layers, turns, writers
-from tfamp.serving.exports.folders import check_target, place
-from tfamp.serving.exports.source import (
-    calibration_batches,
-    float32_copy,
-    inputs_in,
-    tried_inputs,
-)
+from tfamp.serving import gate
+from tfamp.serving.exports import int8_layers, tracing, writers
 from tfamp.serving.exports.tracing import Traced, trace
-from tfamp.serving.exports.turns import Raced, median
-from tfamp.serving.exports.writers import (
-    DTYPES,
-    PACKAGES,
-    POSSIBLE,
-    SCHEMES,
-    Request,
-    check_possible,
-    missing,
-)
+from tfamp.serving.exports.writers import DTYPES, POSSIBLE, SCHEMES, Request
 from tfamp.serving.frozen import freeze
-from tfamp.serving.gate import (
-    Parity,
-    Reference,
-    Speedup,
-    check_parity,
-    difference,
-    reference_of,
-)
-from tfamp.serving.runtimes import load_exported, open_model
-from tfamp.serving.runtimes.manifest import RUNTIMES, Manifest, digests
+from tfamp.serving.gate import Parity
+from tfamp.serving.runtimes import PACKAGES, load_exported, of_trace, open_model
+from tfamp.serving.runtimes import manifest as folders
+from tfamp.serving.runtimes.manifest import RUNTIMES, Manifest
 from tfamp.serving.runtimes.signature import LoadedModel
-from tfamp.serving.runtimes.tensorflow_models import of_trace
 from tfamp.stepping.arguments import check_built, dataset_of, first_batch
 from tfamp.trials.run_records import Latency
-from tfamp.trials.statistics import MIN_GAIN
+from tfamp.trials.statistics import MIN_GAIN, interval_of_ratios
 
 BATCH = 32
+_TURNS, _MIN_TURNS = 9, 5
+_MIN_CALLS, _MAX_CALLS, _UNTIMED = 2, 200, 2
 _AUTO = "auto"
 # The part of the budget that timing may take, and the most of it.
 _PART_FOR_TIMING, _MOST_SECONDS = 0.3, 10.0
 # Of the spread of an output: what float32 sums in another order come to, and more.
 _MAX_FLOAT32_DIFFERENCE = 1e-2
 _SAVED_MODEL = "saved_model float32"
-_COLUMNS: dict[str, dict[str, Any]] = {
-    "candidate": console.WHOLE,
-    "size": console.RIGHT,
-    "batch 1": console.RIGHT,
-    "difference": console.RIGHT,
-    "what became of it": console.FOLD,
-}
+_FIGURES = dict.fromkeys(("size", "batch 1", "difference"), console.RIGHT)
+_COLUMNS = {"candidate": console.WHOLE, **_FIGURES, "what became": console.FOLD}
+# Model and batch size -> the seconds of each call, turn by turn.
+Turns = list[list[float]]
+Raced = dict[tuple[str, int], Turns]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,35 +63,19 @@ class Tried(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Export(TableRecord):
-    """A model that was exported.
-
-    Attributes:
-        path: The folder.
-        format: The runtime that loads it.
-        dtype: "float32", "float16", "bfloat16" or "int8".
-        scheme: "dynamic" or "static"; "" for floats.
-        verdict: "as good and faster", "as good, not faster", "worse" or "undecided".
-        difference: Of its outputs from float32's on the examples that were tried, a
-            root mean square over their spread.
-        size_bytes: Of all files.
-        float32_bytes: Of the model's weights in float32.
-        kept: Layer that stays in float32 -> why.
-        parity: The comparison on validation data; None without any.
-        latency: How long calls take, by batch size; empty where nothing was timed.
-        tried: All that was written to be compared.
-    """
+    """A model that was exported; `print` shows what was tried and the verdict."""
 
     path: str
     format: str
     dtype: str
-    scheme: str
-    verdict: str
-    difference: float
-    size_bytes: int
-    float32_bytes: int
-    kept: dict[str, str] = dataclasses.field(default_factory=dict)
-    parity: Parity | None = None
-    latency: tuple[Latency, ...] = ()
+    scheme: str  # "dynamic" or "static"; "" for floats
+    verdict: str  # "as good and faster", "as good, not faster", "worse" or "undecided"
+    difference: float  # of outputs from float32's, a root mean square over their spread
+    size_bytes: int  # of all files
+    float32_bytes: int  # of the model's weights in float32
+    kept: dict[str, str] = dataclasses.field(default_factory=dict)  # layer -> why
+    parity: Parity | None = None  # the comparison on validation data, if there is any
+    latency: tuple[Latency, ...] = ()  # by batch size; empty where nothing was timed
     tried: tuple[Tried, ...] = ()
 
     def load(self, *, threads: int | None = None) -> LoadedModel:
@@ -126,27 +86,25 @@ class Export(TableRecord):
         """Returns what was tried, what was written, and the verdict."""
         rows = [
             (
-                each.name,
-                "" if each.size_bytes is None else format_bytes(each.size_bytes),
-                "" if each.seconds is None else format_seconds(each.seconds),
-                "" if each.difference is None else f"{each.difference:.1e}",
-                ": ".join(filter(None, (each.outcome, each.reason))),
+                x.name,
+                "" if x.size_bytes is None else format_bytes(x.size_bytes),
+                "" if x.seconds is None else format_seconds(x.seconds),
+                "" if x.difference is None else f"{x.difference:.1e}",
+                f"{x.outcome}: {x.reason}" if x.reason else x.outcome,
             )
-            for each in self.tried
+            for x in self.tried
         ]
+        advice = "Only outputs were compared: pass `validation=(x, y)` for a verdict."
+        size, full = format_bytes(self.size_bytes), format_bytes(self.float32_bytes)
         told = [
-            f"{self.path}: {format_bytes(self.size_bytes)} for "
-            f"{format_bytes(self.float32_bytes)} of float32 weights; {self.verdict}.",
+            f"{self.path}: {size} for {full} of float32 weights; {self.verdict}.",
             *(f"{path} stays in float32: {why}." for path, why in self.kept.items()),
-            "Only outputs were compared: pass `validation=(x, y)` for a verdict."
-            if self.parity is None
-            else str(self.parity),
+            advice if self.parity is None else str(self.parity),
         ]
         return console.text_of(console.table(_COLUMNS, rows), *told)
 
 
-@dataclasses.dataclass
-class _Candidate:
+class _Candidate(NamedTuple):
     """An export that was written and runs."""
 
     request: Request
@@ -158,17 +116,16 @@ class _Candidate:
     parity: Parity | None  # None without validation data
 
 
-@dataclasses.dataclass
-class _Source:
+class _Source(NamedTuple):
     """What all candidates are made from and held against."""
 
     model: keras.Model  # in float32
     sample: Any  # inputs as it takes them; None where nobody gave any
     traced: Traced
+    plain: LoadedModel  # the same in TensorFlow
     inputs: dict[str, np.ndarray]  # by name, to try exports with
-    reference: Reference | None  # None without validation data
+    reference: gate.Reference | None  # None without validation data
     tolerance: float
-    scratch: Path
 
 
 def export(
@@ -188,57 +145,32 @@ def export(
     """Writes a model for a runtime that only predicts, and compares it with float32.
 
     A copy of the model goes back to float32 and is lowered by the runtime's own tools,
-    so that models under any policy, and frozen ones, can be exported; the model itself
-    stays as it is. The file is loaded, run, and compared on the validation data, before
-    it takes its place.
+    so models under any policy can be exported; the model stays as it is. The file is
+    loaded, run, and compared on the validation data, before it takes its place.
 
     Args:
-        model: A built model, compiled or not. Preprocessing layers come along where the
-            format has their operations.
+        model: A built model, compiled or not.
         path: The folder to write: a new name, or a former export, which is replaced.
-        format: "saved_model", "litert", "onnx" or "openvino". "auto" writes all that
-            are installed, times them in turns, and keeps the fastest that passes; the
-            most exact one of those within 5 % of it.
+        format: "saved_model", "litert", "onnx" or "openvino"; "auto" keeps the fastest
+            that passes of all that are installed, the most exact within 5 % of it.
         dtype: "float32", "float16", "bfloat16" or "int8" for the weights; inputs and
             outputs stay as they are. "auto" tries float32 and int8.
         scheme: For integers: "dynamic" measures the range of activations at each call,
-            "static" once, on `calibration`. None takes the first that the format has,
-            or tries all under "auto".
-        calibration: Inputs for "static": x, (x, y), or a dataset of batches; at most
-            512 examples are read. Float inputs must be finite.
-        validation: (x, y) or a dataset of batches, on which the accuracy is compared
-            where labels are classes, else the loss of `compile`; or x alone, for the
-            outputs. Without it the verdict is "undecided".
+            "static" once, on `calibration`. None takes what the format has, or all.
+        calibration: Inputs for "static": x, (x, y), or a dataset of batches.
+        validation: (x, y) or a dataset of batches, on which accuracy or loss are
+            compared; of x alone outputs are. Without it the verdict is "undecided".
         tolerance: By how much the metric may be worse.
         keep_float32: Paths of layers that stay in float32, beside the head and those
-            that integers spoil, which are found where there is validation data.
-        budget_seconds: For writing and timing candidates; what it does not suffice for
-            is left out, but the first.
+            that integers spoil on the validation data.
+        budget_seconds: For writing and timing; later candidates are left out.
         write_failed: Whether an export that is worse is written nevertheless.
-
-    Returns:
-        What was written: `.verdict`, `.parity`, `.size_bytes`, `.latency`, `.kept`,
-        `.tried`, and `.load()`; `print` shows a table.
 
     Raises:
         FileExistsError: Something else than an export is at `path`.
         ImportError: A package is missing; the message names the extra of tfamp.
-        OSError: The disk is full, or does not let the folder be written.
-        TypeError: `model` is not a Keras model.
         ValueError: The format cannot express the model or dtype, the file does not run,
             or it is worse than the tolerance allows. What was at `path` stays.
-
-    Example:
-        >>> import keras, tempfile
-        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        >>> path = f"{tempfile.mkdtemp()}/model"
-        >>> export(model, path, format="onnx", dtype="bfloat16")
-        Traceback (most recent call last):
-        ...
-        ValueError: Format 'onnx' has no bfloat16, or no runtime that loads it; ...
-        >>> found = export(model, path)  # doctest: +SKIP
-        >>> found.load().predict([[1.0, 2.0, 3.0, 4.0]]).shape  # doctest: +SKIP
-        (1, 2)
     """
     target = Path(path)
     checks.choice("format", format, (_AUTO, *RUNTIMES))
@@ -247,60 +179,104 @@ def export(
         checks.choice("scheme", scheme, SCHEMES)
     checks.fraction("tolerance", tolerance, closed=False)
     checks.positive("budget_seconds", budget_seconds)
-    is_told = scheme is not None or _AUTO in (format, dtype) or dtype != "int8"
-    if _AUTO not in (format, dtype):
-        check_possible(format, dtype, scheme)
-        scheme = scheme or POSSIBLE[format][dtype][0]
-    check_built(model, "export")
-    check_target(target)
-    formats = RUNTIMES if format == _AUTO else (format,)
-    dtypes = ("float32", "int8") if dtype == _AUTO else (dtype,)
-    validation, calibration = (
-        None
-        if data is None
-        else dataset_of(data, BATCH, needs_targets=False, name=name)
-        for data, name in ((validation, "validation"), (calibration, "calibration"))
-    )
     ends = time.monotonic() + budget_seconds * (1 - _PART_FOR_TIMING)
-    copy, ranges = float32_copy(model), fake_quantization.ranges_of(model)
-    fake_quantization.detach_all(copy)
-    if any(ranges.values()) and calibration is not None and not is_told:
-        scheme = "static"  # by the ranges that it was trained with
-    copy.loss = getattr(model, "loss", None)  # what the gate compares by
-    given = calibration if validation is None else validation
-    sample = None if given is None else inputs_in(first_batch(given))
-    traced = trace(copy, sample)
-    requests = _requests(
-        copy, traced, formats, dtypes, scheme, calibration, keep_float32, ranges
+    is_one = _AUTO not in (format, dtype)
+    if is_one:
+        writers.check_possible(format, dtype, scheme)
+    check_built(model, "export")
+    folders.check_target(target)
+    validation, calibration = (
+        x if x is None else dataset_of(x, BATCH, needs_targets=False, name=name)
+        for x, name in ((validation, "validation"), (calibration, "calibration"))
     )
-    inputs, reference = tried_inputs(traced, sample), None
-    if validation is not None:
-        names = [spec.name for spec in traced.signature.outputs]
-        fake_quantization.attach_all(copy, ranges)  # it answers as it was trained
-        reference = reference_of(copy, validation, names)
-        fake_quantization.detach_all(copy)
-    with tempfile.TemporaryDirectory(prefix="tfamp-export-") as scratch:
-        source = _Source(
-            copy, sample, traced, inputs, reference, tolerance, Path(scratch)
+    copy, ranges = tracing.float32_copy(model), fake_quantization.ranges_of(model)
+    fake_quantization.detach_all(copy)
+    if is_one and scheme is None:  # by the ranges that it was trained with, if any
+        is_trained = any(ranges.values()) and calibration is not None
+        is_static = is_trained and dtype == "int8"
+        scheme = "static" if is_static else POSSIBLE[format][dtype][0]
+    given = calibration if validation is None else validation
+    first = None if given is None else first_batch(given)
+    sample = first[0] if isinstance(first, tuple) else first
+    traced = trace(copy, sample)
+    plain = of_trace(traced)
+    batches: tuple[Any, ...] = ()
+    if calibration is not None:
+        batches = tracing.calibration_batches(calibration, traced)
+    elif scheme == "static":
+        told = (
+            "`scheme` is 'static', and there is no `calibration`, which tells ranges."
         )
-        passed, tried = _written(source, requests, ends, may_fail=write_failed)
-        seconds = min(_MOST_SECONDS, budget_seconds * _PART_FOR_TIMING)
-        best, taken = _fastest(source, passed, seconds)
-        tried = [
-            dataclasses.replace(each, seconds=median(taken[each.name, 1]))
-            if taken and each.outcome == "passed"
-            else each
-            for each in tried
-        ]
+        raise ValueError(f"{told} Pass some tens of training examples.")
+    keep = int8_layers.layers_kept(copy, keep_float32)
+    for layer_path, layer, _ in structure.walk(copy) if ranges else ():
+        if fake_quantization.kernels_of(layer) and layer_path not in ranges:
+            keep.setdefault(layer_path, "it was trained without rounding")
+    products_only = any(
+        isinstance(layer, int8_layers.WITH_ATTENTION)
+        for layer in structure.layers_of(copy)
+    )
+    requests = [
+        Request(
+            *(kind, number, way),
+            calibration=batches if way == "static" else (),
+            keep=keep if way else {},
+            ranges={n: (x[0][0], x[0][1]) for n, x in ranges.items() if x and x[0][2]},
+            products_only=products_only,
+        )
+        for number in (("float32", "int8") if dtype == _AUTO else (dtype,))
+        for kind in (RUNTIMES if format == _AUTO else (format,))
+        for way in POSSIBLE[kind].get(number, ())
+        if way in ("", scheme) or (scheme is None and (way != "static" or batches))
+    ]
+    inputs, reference = tracing.tried_inputs(plain, traced, sample), None
+    if validation is not None:
+        exact = plain
+        if ranges:  # it answers as it was trained
+            fake_quantization.attach_all(copy, ranges)
+            exact = of_trace(trace(copy, sample))
+            fake_quantization.detach_all(copy)
+        loss = getattr(model, "loss", None)
+        reference = gate.reference_of(exact, validation, traced.by_name, loss)
+    made = _Source(copy, sample, traced, plain, inputs, reference, tolerance)
+    with tempfile.TemporaryDirectory(prefix="tfamp-export-") as scratch:
+        passed, tried = _written(made, Path(scratch), requests, ends, write_failed)
+        models = {each.request.name: each.model for each in passed}
+        sizes = [1] if reference is None else [1, BATCH]
+        if reference is not None:
+            models.setdefault(_SAVED_MODEL, plain)
+        taken: Raced = {}
+        if len(models) > 1 or reference is not None:
+            seconds = min(_MOST_SECONDS, budget_seconds * _PART_FOR_TIMING)
+            taken = raced(models, inputs, sizes, seconds=seconds)
+        # A gain that is not shown is none: then the more exact one it is.
+        paces = {name: median(taken[name, 1]) for name in models if taken}
+        most = MIN_GAIN * min(paces.get(x.request.name, 0) for x in passed)
+        close = [x for x in passed if paces.get(x.request.name, 0) <= most]
+        best = min(close, key=lambda each: each.difference)
         chosen, parity = best.request, best.parity
         if parity is not None:
-            parity = parity.timed(_speedups(best, passed, taken))
+            against = {"SavedModel": _SAVED_MODEL}
+            plains = [x.request for x in passed if x.request.dtype == "float32"]
+            if rivals := [x for x in plains if x.name != _SAVED_MODEL]:
+                rival = min(rivals, key=lambda each: paces[each.name])
+                against[f"best float32 ({rival.format})"] = rival.name
+            speedups = []
+            for size, (name, other) in itertools.product(sizes, against.items()):
+                pairs = zip(taken[other, size], taken[chosen.name, size], strict=True)
+                ratios = [float(np.median(x) / np.median(y)) for x, y in pairs]
+                found = gate.Speedup(name, size, interval_of_ratios(ratios))
+                speedups += [found] if other != chosen.name else []
+            parity = parity.timed(speedups)
         verdict = parity.verdict if parity else "undecided"
-        gate = {"verdict": verdict, "parity": parity.to_dict() if parity else None}
-        dataclasses.replace(best.manifest, gate=gate).write(best.folder)
-        place(best.folder, target)
-    own = {size: each for (name, size), each in taken.items() if name == chosen.name}
-    latency = [Latency.of(n, [*itertools.chain(*own[n])]) for n in sorted(own)]
+        judged = {"verdict": verdict, "parity": parity.to_dict() if parity else None}
+        dataclasses.replace(best.manifest, gate=judged).write(best.folder)
+        folders.place(best.folder, target)
+    for at, each in enumerate(tried):
+        outcome = "chosen" if each.name == chosen.name else each.outcome
+        pace = paces.get(each.name) if outcome in ("chosen", "passed") else None
+        tried[at] = dataclasses.replace(each, outcome=outcome, seconds=pace)
+    own = {n: itertools.chain(*taken[chosen.name, n]) for n in sizes if taken}
     return Export(
         *(str(target), chosen.format, chosen.dtype, chosen.scheme),
         verdict=verdict,
@@ -309,201 +285,122 @@ def export(
         float32_bytes=4 * sum(x.value.shape.num_elements() or 0 for x in model.weights),
         kept=dict(chosen.keep),
         parity=parity,
-        latency=tuple(latency),
-        tried=tuple(
-            dataclasses.replace(each, outcome="chosen")
-            if each.name == chosen.name
-            else each
-            for each in tried
-        ),
+        latency=tuple(Latency.of(size, [*each]) for size, each in own.items()),
+        tried=tuple(tried),
     )
 
 
-def _requests(
-    model: keras.Model,
-    traced: Traced,
-    formats: Sequence[str],
-    dtypes: Sequence[str],
-    scheme: str | None,
-    calibration: Any,
-    keep_float32: Iterable[str],
-    ranges: Mapping[str, Any],
-) -> list[Request]:
-    """Returns what to write, in the order in which it is tried."""
-    has_batches = calibration is not None
-    batches = calibration_batches(calibration, traced) if has_batches else ()
-    keep = int8_layers.layers_kept(model, keep_float32)
-    for path, layer, _ in structure.walk(model) if ranges else ():
-        if fake_quantization.kernels_of(layer) and path not in ranges:
-            keep.setdefault(path, "it was trained without rounding")
-    seen = {path: found[0] for path, found in ranges.items() if found and found[0][2]}
-    products_only = int8_layers.has_attention(model)
-    found = [
-        Request(
-            *(format, dtype, way),
-            calibration=batches if way == "static" else (),
-            keep=keep if way else {},
-            ranges={path: (low, high) for path, (low, high, _) in seen.items()},
-            products_only=products_only,
-        )
-        for dtype, format in itertools.product(dtypes, formats)
-        for way in POSSIBLE[format].get(dtype, ())
-        if way in ("", scheme) or (scheme is None and (way != "static" or batches))
-    ]
-    if not batches and any(request.scheme == "static" for request in found):
-        raise ValueError(
-            "`scheme` is 'static', and there is no `calibration`; expected inputs that "
-            "tell the ranges of activations. Pass some tens of training examples."
-        )
-    return found
-
-
 def _written(
-    source: _Source, requests: Sequence[Request], ends: float, *, may_fail: bool
+    made: _Source, scratch: Path, requests: list[Request], ends: float, may_fail: bool
 ) -> tuple[list[_Candidate], list[Tried]]:
     """Writes candidates until the budget ends: those that pass, and all tried."""
     is_alone = len(requests) == 1
     passed: list[_Candidate] = []
     tried: list[Tried] = []
     for request in requests:
-        name = request.name
-        lacking = () if is_alone else missing(request.format)
-        extra = f"`pip install 'tfamp[{request.format}]'`"
-        why = f"{', '.join(lacking)} is not installed, {extra}" if lacking else ""
-        if time.monotonic() > ends and passed:
+        outcome, why, known = "left out", "", dict[str, Any]()
+        lacking = () if is_alone else writers.missing(request.format)
+        if lacking:
+            extra = f"`pip install 'tfamp[{request.format}]'`"
+            why = f"{', '.join(lacking)} is not installed, {extra}"
+        elif time.monotonic() > ends and passed:
             why = "the budget was used up"
-        if why:
-            tried.append(Tried(name, "left out", why))
-            continue
-        try:
-            found = _sparing(source, request)
-        except Exception as error:  # converters raise anything
-            if is_alone:
-                raise
-            tried.append(Tried(name, "failed", short_error(error)))
-            continue
-        is_worse = found.parity is not None and found.parity.verdict == "worse"
-        why = found.parity.reason if found.parity is not None and is_worse else ""
-        if is_worse and is_alone and not may_fail:
-            raise ValueError(
-                f"{name} is worse than float32: {why} Nothing was written. Keep "
-                "layers by `keep_float32=`, take another dtype, or pass "
-                "`write_failed=True`."
-            )
-        outcome = "failed" if is_worse else "passed"
-        size, off = found.size_bytes, found.difference
-        tried.append(Tried(name, outcome, why, size_bytes=size, difference=off))
-        if not is_worse or is_alone:
-            passed.append(found)
+        else:
+            try:
+                write = functools.partial(_write, made, scratch)
+                found = int8_layers.sparing(made.model, made.sample, request, write)
+                parity, outcome = found.parity, "passed"
+                known = {"size_bytes": found.size_bytes, "difference": found.difference}
+                if parity is not None and parity.verdict == "worse":
+                    outcome, why = "failed", parity.reason
+                if outcome == "passed" or may_fail and is_alone:
+                    passed.append(found)
+            except Exception as error:  # converters raise anything
+                if is_alone:
+                    raise
+                outcome, why = "failed", short_error(error)
+        tried.append(Tried(request.name, outcome, why, **known))
     if not passed:
         lines = "; ".join(f"{each.name}: {each.reason}" for each in tried)
-        raise ValueError(f"No candidate could be exported: {lines}.")
+        told = f"Nothing was written, as no candidate is as good as float32: {lines} "
+        raise ValueError(
+            f"{told}Keep layers by `keep_float32=`, or `write_failed=True`."
+        )
     return passed, tried
 
 
-def _sparing(source: _Source, request: Request) -> _Candidate:
-    """Writes an export, of integers with as many layers in float as the gate asks."""
-    written: list[_Candidate] = []
-
-    def evaluate(keep: dict[str, str]) -> Any:
-        asked = dataclasses.replace(request, keep={**request.keep, **keep})
-        written.append(_write(source, asked))
-        return written[-1].parity
-
-    if source.reference is None or request.dtype != "int8":
-        evaluate({})
-        return written[0]
-    kept = int8_layers.spoilt(
-        *(source.model, source.sample, evaluate),
-        scheme=request.scheme,
-        fixed=request.keep,
-    )
-    if kept:
-        logging.info("%s keeps %s in float32.", request.name, tuple(kept))
-    keep = {**request.keep, **kept}
-    return next(each for each in written if each.request.keep == keep)
-
-
-def _write(source: _Source, request: Request) -> _Candidate:
+def _write(made: _Source, scratch: Path, request: Request) -> _Candidate:
     """Writes an export with `export.json` into a folder of its own, and runs it."""
-    folder = Path(tempfile.mkdtemp(dir=source.scratch))
-    traced = source.traced
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    traced = made.traced
     if request.format == "saved_model" and request.dtype != "float32":
-        lowered = freeze(source.model, request.dtype, sample=source.sample)
-        traced = trace(lowered, source.sample)
+        lowered = freeze(made.model, request.dtype, sample=made.sample)
+        traced = trace(lowered, made.sample)
     writers.write(traced, folder, request)
-    packages = ("tensorflow", "keras", "numpy", *PACKAGES[request.format])
-    names = ("tfamp", *(package.replace("_", "-") for package in packages))
+    names = ("tfamp", "tensorflow", "keras", "numpy", *PACKAGES[request.format])
+    loaded = ((name, sys.modules.get(name)) for name in names)
     manifest = Manifest(
         *(request.format, request.dtype, request.scheme),
-        signature=source.traced.signature,
-        files=digests(folder),
-        versions={name: _version(name) for name in names},
-        processor={"name": platform.processor(), "flags": list(instruction_sets())},
+        signature=made.traced.signature,
+        files=folders.digests(folder),
+        versions={n: str(getattr(x, "__version__", "unknown")) for n, x in loaded},
         kept=dict(request.keep),
     )
     manifest.write(folder)
     model = open_model(folder, manifest)
-    wanted = source.traced.call(source.inputs)
-    prepared = model.prepared(source.inputs)
-    model.run({name: value[:1] for name, value in prepared.items()})  # another batch
-    found = model.run(prepared)
-    off = max(difference(found[name], exact) for name, exact in wanted.items())
+    wanted = made.plain.run(made.inputs)
+    model.run({name: x[:1] for name, x in made.inputs.items()})  # another batch
+    found = model.run(made.inputs)
+    off = max(gate.difference(found[name], exact) for name, exact in wanted.items())
     is_wrong = request.dtype == "float32" and off > _MAX_FLOAT32_DIFFERENCE
     if is_wrong or not np.isfinite(off):
-        raise ValueError(
-            f"The exported file answers otherwise than the model, by {off:.1e} "
-            "of the outputs' spread. Export another format or dtype."
+        told = (
+            f"The exported file answers otherwise than the model, by {off:.1e} of the"
         )
+        raise ValueError(f"{told} outputs' spread. Export another format or dtype.")
     parity = None
-    if source.reference is not None:
-        parity = check_parity(source.reference, model, tolerance=source.tolerance)
+    if made.reference is not None:
+        parity = gate.check_parity(made.reference, model, tolerance=made.tolerance)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return _Candidate(request, folder, manifest, model, off, size, parity)
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+def raced(
+    models: Mapping[str, LoadedModel],
+    inputs: Mapping[str, np.ndarray],
+    sizes: Collection[int],
+    *,
+    seconds: float,
+) -> Raced:
+    """Returns the seconds of each call by model, batch size and turn.
 
-
-def _fastest(
-    source: _Source, passed: Sequence[_Candidate], seconds: float
-) -> tuple[_Candidate, Raced]:
-    """Returns the fastest candidate, and the seconds of all by name and batch size.
-
-    Of those within 5 % of the fastest it is the most exact one: a gain that is not
-    shown is none. They are timed beside float32 in TensorFlow where they are judged.
+    Every side calls for the same time within a turn, so that what slows the machine
+    slows all of them; who goes first changes. Where calls are slow turns are fewer.
     """
-    models = {each.request.name: each.model for each in passed}
-    is_judged = source.reference is not None
-    if is_judged:
-        models.setdefault(_SAVED_MODEL, of_trace(source.traced))
-    elif len(models) == 1:
-        return passed[0], {}
-    sizes = {1, BATCH} if is_judged else {1}
-    taken = turns.raced(models, source.inputs, sizes, seconds=seconds)
-    paces = {each.request.name: median(taken[each.request.name, 1]) for each in passed}
-    most = MIN_GAIN * min(paces.values())
-    close = [each for each in passed if paces[each.request.name] < most]
-    return min(close, key=lambda each: each.difference), taken
+    clock = time.perf_counter
+    keys = [(name, size) for size in sizes for name in models]
+    found: Raced = {key: [] for key in keys}
+    length = seconds / _TURNS / len(keys)
+    ends = clock() + 2 * seconds  # what warms up has its time, too
+    for turn in range(_TURNS):
+        if turn >= _MIN_TURNS and clock() >= ends:
+            break
+        first = turn % len(keys)
+        for key in keys[first:] + keys[:first]:
+            run, size = models[key[0]].run, key[1]
+            batch = {name: x[np.arange(size) % len(x)] for name, x in inputs.items()}
+            for _ in range(_UNTIMED):
+                run(batch)  # caches are cold again
+            taken: list[float] = []
+            until = clock() + length
+            while len(taken) < (_MAX_CALLS if clock() < until else _MIN_CALLS):
+                began = clock()
+                run(batch)
+                taken.append(clock() - began)
+            found[key].append(taken)
+    return found
 
 
-def _speedups(
-    best: _Candidate, others: Sequence[_Candidate], taken: Raced
-) -> list[Speedup]:
-    """Returns the speed over a SavedModel, and over the fastest float32 elsewhere."""
-    own = best.request.name
-    against = {"SavedModel": _SAVED_MODEL}
-    plain = [x.request for x in others if x.request.dtype == "float32"]
-    if rivals := [x for x in plain if x.name not in (own, _SAVED_MODEL)]:
-        rival = min(rivals, key=lambda each: median(taken[each.name, 1]))
-        against[f"best float32 ({rival.format})"] = rival.name
-    return [
-        turns.speedup(taken, other, own, size, against=name)
-        for size in (1, BATCH)
-        for name, other in against.items()
-        if other != own
-    ]
+def median(turns: Turns) -> float:
+    """Returns the median over turns of the median call."""
+    return float(np.median([*map(np.median, turns)]))

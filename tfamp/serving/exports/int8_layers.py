@@ -4,8 +4,9 @@ Most models need none. Else one pass over a batch ranks the layers by how uneven
 channels are that they multiply, and exports that keep the first of them are tried.
 """
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -13,20 +14,18 @@ import tensorflow as tf
 
 from tfamp.dtypes.heads import graph_heads
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.patches import Patch, like
-from tfamp.serving.exports.writers import NothingRoundedError
-from tfamp.serving.gate import Parity
+from tfamp.serving.exports.writers import NothingRoundedError, Request
+from tfamp.stepping.eager_step import Call, Observer, floats, tapped
+from tfamp.stepping.layer_calls import units
 
-# A channel this many times as large as the one in the middle leaves the others less
-# than three bits of the eight.
+# Beside a channel so many times as large others have less than three bits of the eight.
 _GUILTY = 20.0
 # Examples of the pass: all that went through the layers is held at once.
 _MAX_EXAMPLES = 32
 _MAX_EVALUATIONS = 3
-# A head of a larger part of the weights is quantized with the others, as it is in
-# models of language, whose head has a row for each word.
+# A larger head is quantized with the others, as in models of language.
 _MAX_HEAD_PART = 0.2
-_WITH_ATTENTION = (
+WITH_ATTENTION = (
     keras.layers.MultiHeadAttention,
     keras.layers.GroupQueryAttention,
     keras.layers.Attention,
@@ -34,6 +33,7 @@ _WITH_ATTENTION = (
 )
 # These hold their kernels in layers inside them, which runtimes do not tell apart.
 _WHOLE = (keras.layers.RNN, keras.layers.TimeDistributed)
+Written = TypeVar("Written", bound=Any)  # has its `parity`
 
 
 class Outlier(NamedTuple):
@@ -47,67 +47,55 @@ class Outlier(NamedTuple):
 def layers_kept(model: keras.Model, asked: Iterable[str]) -> dict[str, str]:
     """Returns the layers that every integer export keeps in float32, and why."""
     if isinstance(asked, str):
-        raise TypeError(
-            f"`keep_float32` is {asked!r}, one text; expected paths of layers. Pass "
-            f"`[{asked!r}]`."
-        )
+        told = f"`keep_float32` is {asked!r}, one text; expected paths of layers."
+        raise TypeError(f"{told} Pass `[{asked!r}]`.")
     paths = {id(layer): path for path, layer, _ in structure.walk(model)}
     found = {}
     for path in asked:
         if path not in paths.values():
             raise ValueError(
-                f"`keep_float32` names {path!r}, which is none of the layers; paths "
-                f"look like {list(paths.values())[-1]!r}. Print them with "
-                "`tfamp.assignment(model)`."
+                f"`keep_float32` names {path!r}, which is no layer; paths look like "
+                f"{[*paths.values()][-1]!r}. Print `tfamp.assignment(model)`."
             )
         found[path] = "asked for by `keep_float32`"
-    heads = graph_heads(model)
-    if heads is None:
-        return found
-    weights = [weight for layer in heads.heads for weight in layer.weights]
-    most = _MAX_HEAD_PART * structure.bytes_of(model.weights)
-    small = structure.bytes_of(weights) <= most
-    # Where all is head, as in a model of one layer, there is nothing else to quantize.
-    for layer in [*(heads.heads if small else ()), *heads.after]:
-        why = "a head: its outputs would be rounded to 256 values"
-        found.setdefault(paths[id(layer)], why)
+    if (heads := graph_heads(model)) is not None:
+        weights = [weight for layer in heads.heads for weight in layer.weights]
+        most = _MAX_HEAD_PART * structure.bytes_of(model.weights)
+        small = heads.heads if structure.bytes_of(weights) <= most else ()
+        for layer in [*small, *heads.after]:
+            why = "a head: its outputs would be rounded to 256 values"
+            found.setdefault(paths[id(layer)], why)
     return found
 
 
-def has_attention(model: keras.Model) -> bool:
-    """States whether a model normalizes over features, as transformers do."""
-    layers = (layer for _, layer, _ in structure.walk(model))
-    return any(isinstance(layer, _WITH_ATTENTION) for layer in layers)
-
-
-def spoilt(
+def sparing(
     model: keras.Model,
     inputs: Any,
-    evaluate: Callable[[dict[str, str]], Parity],
-    *,
-    scheme: str,
-    fixed: Collection[str] = (),
-) -> dict[str, str]:
-    """Returns the layers that have to stay in float for an int8 export to pass, why.
+    request: Request,
+    write: Callable[[Request], Written],
+) -> Written:
+    """Writes an export with as many layers in float as the gate asks for.
 
-    `evaluate` exports with such layers and compares. At most three exports are tried;
-    where none passes, the layers are those of the one that was least worse. In "static"
-    what goes into a kept layer is rounded by the layer ahead of it, so that stays in
-    float with it. `fixed` ones stay in any case.
+    At most three are tried; where none passes, it is the least bad. In "static" what
+    goes into a kept layer is rounded by the layer ahead, which stays with it.
     """
     keep: dict[str, str] = {}
-    found: list[tuple[float, dict[str, str]]] = []
-    ranking: tuple[Outlier, ...] = ()
+    found: list[tuple[float, Written]] = []
+    ranking: list[Outlier] = []
     number = 0
     while len(found) < _MAX_EVALUATIONS:
         try:
-            parity = evaluate(keep)
+            asked = dataclasses.replace(request, keep={**request.keep, **keep})
+            written = write(asked)
         except NothingRoundedError:
             if not keep:
                 raise
             break  # it keeps all that there is to round
+        parity = written.parity
+        if parity is None:
+            return written
         worst = max(parity.metrics, key=lambda each: each.worsening - each.tolerance)
-        found.append((worst.worsening, keep))
+        found.append((worst.worsening, written))
         # An "undecided" for want of examples is no reason to keep layers in float.
         if parity.verdict != "worse" and worst.worsening <= worst.tolerance:
             break
@@ -117,75 +105,53 @@ def spoilt(
         for each in ranking[:number]:
             times = f"{each.times:,.0f}"
             more[each.path] = f"its largest channel is {times} times the middle"
-            if scheme == "static" and each.ahead is not None:
+            if request.scheme == "static" and each.ahead is not None:
                 more.setdefault(each.ahead, f"its outputs go into {each.path!r}")
-        more = {path: why for path, why in more.items() if path not in fixed}
+        more = {path: why for path, why in more.items() if path not in request.keep}
         if len(more) == len(keep):
             break
         keep = more
     return min(found, key=lambda each: each[0])[1]
 
 
-def rank(model: keras.Model, inputs: Any) -> tuple[Outlier, ...]:
+class _Channels(Observer):
+    """Notes the worst call of each layer, and which layer was called before."""
+
+    def __init__(self) -> None:
+        self.worst: dict[str, Outlier] = {}
+        self.ahead: str | None = None
+
+    def on_call(self, call: Call) -> None:
+        path, times = call.site.path, 1.0
+        for x in floats((call.args, call.kwargs)):
+            sizes = np.abs(np.asarray(x)).reshape(-1, x.shape[-1] if x.ndim > 1 else 1)
+            largest = sizes.max(axis=0, initial=0.0)
+            if (largest := largest[largest > 0]).size:
+                times = max(times, float(largest.max() / np.median(largest)))
+        if path not in self.worst or times > self.worst[path].times:
+            self.worst[path] = Outlier(path, times, self.ahead)
+        self.ahead = path
+
+
+def rank(model: keras.Model, inputs: Any) -> list[Outlier]:
     """Ranks the layers of a float32 model by how uneven what they multiply is."""
-    calls: list[tuple[Any, Any]] = []
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @like(original)
-        def __call__(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            outputs = original(layer, *args, **kwargs)
-            calls.append((layer, (args, kwargs)))
-            return outputs
-
-        return __call__
-
-    patch = Patch(keras.layers.Layer, "__call__", wrap)
-    patch.install()
-    try:
+    found = _Channels()
+    chosen = {id(site.layer) for site in units(model) if _has_kernel(site.layer)}
+    with tapped(model, found, only=lambda site: id(site.layer) in chosen):
         first = structure.map_structure(
             lambda x: tf.convert_to_tensor(x)[:_MAX_EXAMPLES], inputs
         )
         model(first, training=False)
-    finally:
-        patch.remove()
-    paths = {id(layer): path for path, layer, _ in structure.walk(model)}
-    for layer in [layer for layer, _ in calls if isinstance(layer, _WHOLE)]:
-        for _, inside, _ in list(structure.walk(layer))[1:]:
-            paths.pop(id(inside), None)
-    worst: dict[str, Outlier] = {}
-    ahead: str | None = None
-    for layer, given in calls:
-        path = paths.get(id(layer))
-        if path is None or not _has_kernel(layer):
-            continue
-        leaves = [x for x in tf.nest.flatten(given) if tf.is_tensor(x)]
-        floats = [x for x in leaves if x.dtype.is_floating]
-        times = max(map(_largest_over_middle, floats), default=1.0)
-        if path not in worst or times > worst[path].times:
-            worst[path] = Outlier(path, times, ahead)
-        ahead = path
-    return tuple(sorted(worst.values(), key=lambda each: -each.times))
-
-
-def _largest_over_middle(x: Any) -> float:
-    """Returns how many times the middle one of the last dimension the largest is."""
-    sizes = np.abs(np.asarray(x)).reshape(-1, x.shape[-1] if x.ndim > 1 else 1)
-    largest = sizes.max(axis=0)
-    found = largest[largest > 0]
-    return float(found.max() / np.median(found)) if found.size else 1.0
+    return sorted(found.worst.values(), key=lambda each: -each.times)
 
 
 def _has_kernel(layer: Any) -> bool:
     """States whether int8 rounds what a layer multiplies by.
 
-    An embedding is looked up, not multiplied: runtimes leave it, or round its rows.
-    What has one dimension, such as a bias, stays in float in every runtime.
+    An embedding is looked up, not multiplied, and a bias stays in float everywhere.
     """
-    if isinstance(layer, keras.layers.Embedding):
+    if not hasattr(layer, "weights") or isinstance(layer, keras.layers.Embedding):
         return False
     is_whole = isinstance(layer, _WHOLE)
     weights = layer.weights if is_whole else structure.own_weights(layer)
-    return any(
-        keras.backend.is_float_dtype(each.dtype) and len(each.shape) > 1
-        for each in weights
-    )
+    return any("float" in str(x.dtype) and len(x.shape) > 1 for x in weights)

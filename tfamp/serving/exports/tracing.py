@@ -1,24 +1,39 @@
-"""What exporters read: one traced function with named inputs and outputs."""
+"""What exporters read: a float32 copy, traced, with named inputs to try it by."""
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.patches import Patch, like
+from tfamp.keras_hooks import structure, trainer, variables
+from tfamp.keras_hooks.patches import Patch, wrapper
+from tfamp.models import apply
+from tfamp.records import checks
 from tfamp.records.checks import first_line
-from tfamp.serving.runtimes.signature import Signature, TensorSpec
+from tfamp.records.formats import HALF
+from tfamp.serving.runtimes import signature as signatures
+from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
+from tfamp.stepping.unchanged import copied
 
 SIGNATURE = "serving_default"
 # Stands before the layer's scope in the names of bodies of loops and branches.
 _INSIDE = "loop.body"
 # What TensorFlow puts before the names of operations of functions that it inlines.
 _CALLS = re.compile(r"(?:(?:Stateful)?PartitionedCall(?:_\d+)?/)+")
+
+# More tell a quantizer next to nothing about ranges.
+_MAX_CALIBRATION_EXAMPLES = 512
+_NUM_TRIED = 5
+# Fewer different examples than these are a mistake: one again and again, or a sample.
+_MIN_DIFFERENT = 4
+# Where a dimension is free and nobody says what it is.
+_FREE = 8
 
 
 class Served(tf.Module):
@@ -27,10 +42,9 @@ class Served(tf.Module):
     Keras's own `export` tracks the layers as well and writes every weight twice.
     """
 
-    def __init__(self, held: Sequence[Any], function: Any) -> None:
+    def __init__(self, held: list[Any], function: Any) -> None:
         super().__init__()
-        self.held = list(held)
-        self.serve = function
+        self.held, self.serve = held, function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +55,6 @@ class Traced:
     # The inputs in the order of `signature`, by their names in files.
     specs: tuple[tf.TensorSpec, ...]
     signature: Signature
-    # What operations' names begin with -> the path of their layer.
-    scopes: Mapping[str, str]
     structure: Any  # of the inputs that the model takes
     looping: tuple[str, ...] = ()  # paths of recurrent layers
     # What was made of it in floats, from which integers are made.
@@ -53,44 +65,14 @@ class Traced:
         """The concrete function."""
         return self.module.serve.get_concrete_function()
 
-    def is_in(self, layers: Collection[str], operations: Iterable[str]) -> bool:
-        """States whether one of some operations is of a layer, or of one inside it."""
-        paths = filter(None, map(self.path_of, operations if layers else ()))
-        return any(
-            f"{path}/".startswith(f"{each}/") for path in paths for each in layers
-        )
-
-    def path_of(self, operation: str) -> str | None:
-        """Returns the path of the layer that an operation of a graph belongs to."""
-        name = operation.rpartition(f"{_INSIDE}/")[2]  # as a whole without one
-        parts = _CALLS.sub("", name.lstrip("/")).split("/")
-        starts = ("/".join(parts[:end]) for end in range(len(parts), 0, -1))
-        return next((self.scopes[each] for each in starts if each in self.scopes), None)
-
     def by_name(self, x: Any) -> dict[str, np.ndarray]:
-        """Returns inputs as the model takes them, as arrays by name."""
-        names = [spec.name for spec in self.signature.inputs]
-        if isinstance(x, dict) and isinstance(self.structure, dict):
-            x = {name: x[name] for name in self.structure if name in x}
-        elif isinstance(x, dict):
-            x = [x[name] for name in names if name in x]
-        leaves = tf.nest.flatten(tuple(x) if isinstance(x, list) else x)
-        if len(leaves) != len(names):
-            raise ValueError(
-                f"Inputs hold {len(leaves)} arrays for the model; expected {names}. "
-                "Pass them as `predict` takes them."
-            )
-        return dict(zip(names, map(np.asarray, leaves), strict=True))
-
-    def call(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the model's own answers, by name."""
-        pairs = zip(self.signature.inputs, self.specs, strict=True)
-        found = self.module.serve(
-            *(tf.cast(inputs[told.name], spec.dtype) for told, spec in pairs)
-        )
-        return {
-            spec.name: found[spec.in_file].numpy() for spec in self.signature.outputs
-        }
+        """Returns inputs as `predict` takes them, as arrays by name, checked."""
+        if isinstance(self.structure, dict) or not isinstance(x, dict):
+            names = [spec.name for spec in self.signature.inputs]
+            leaves = tf.nest.flatten(tuple(x) if isinstance(x, list) else x)
+            is_whole = len(leaves) == len(names)
+            x = dict(zip(names, leaves, strict=True)) if is_whole else x
+        return signatures.prepared(x, self.signature.inputs)
 
 
 def trace(model: keras.Model, sample: Any = None) -> Traced:
@@ -100,9 +82,8 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
     stateful = tuple(path for path, layer in recurrent if layer.stateful)
     if stateful:
         raise ValueError(
-            f"Layers {stateful!r} of {model.name!r} have `stateful=True`: they go on "
-            "from where the last call ended; expected layers that give the same answer "
-            "each time. Build the model with `stateful=False`, hand it the weights by "
+            f"Layers {stateful!r} have `stateful=True` and go on from where the last "
+            "call ended. Build the model with `stateful=False`, hand it the weights by "
             "`set_weights(model.get_weights())`, and export that."
         )
     wanted = _inputs(model, sample)
@@ -117,28 +98,26 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
         for leaf, name in zip(leaves, _plain(inputs), strict=True)
     )
     names: list[str] = []
-    tensors_of: list[str] = []
     scopes = {id(layer): f"{scope_of(path)}/" for path, layer in placed}
 
     def serve(*tensors: Any) -> dict[str, Any]:
         packed = tf.nest.pack_sequence_as(wanted, tensors)
-        graph = tf.compat.v1.get_default_graph()
-        patch = Patch(keras.layers.Layer, "__call__", _in_scopes(scopes, graph))
+        patch = Patch(keras.layers.Layer, "__call__", _in_scopes(scopes))
         patch.install()
         try:
             outputs = model(packed, training=False)
         finally:
             patch.remove()
-        names[:] = _output_names(model, outputs)
-        tensors_of[:] = _plain(names)
-        values = [
-            tf.cast(x, tf.float32) if x.dtype.is_floating else x
-            for x in tf.nest.flatten(outputs)
-        ]
-        return {
-            name: tf.identity(value, name=name)
-            for name, value in zip(tensors_of, values, strict=True)
-        }
+        flat = tf.nest.flatten(outputs)
+        graph = structure.graph_of(model)
+        told = list(graph.output_names) if graph is not None else []
+        told = _paths(outputs) if isinstance(outputs, dict) else told
+        is_whole = len(told) == len(flat)
+        names[:] = told if is_whole else map("output_{}".format, range(len(flat)))
+        names[:] = _unique(names)
+        flat = [tf.cast(x, tf.float32) if x.dtype.is_floating else x for x in flat]
+        pairs = zip(_plain(names), flat, strict=True)
+        return {name: tf.identity(x, name) for name, x in pairs}
 
     function = tf.function(serve, input_signature=specs, autograph=False)
     try:
@@ -146,20 +125,29 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
     except Exception as error:  # of whatever the model's `call` does
         told = ", ".join(f"{s.name} {tuple(s.shape)} {s.dtype.name}" for s in specs)
         raise ValueError(
-            f"Cannot trace model {model.name!r} for inputs {told}: "
-            f"{first_line(error)} Pass inputs as it takes them as `calibration=` or "
-            "`validation=`, or make its `call` one that `predict` can trace."
+            f"Cannot trace model {model.name!r} for inputs {told}: {first_line(error)} "
+            "Pass inputs as it takes them as `validation=`."
         ) from error
+
+    def record(name: str, in_file: str, tensor: Any) -> TensorSpec:
+        shape, dtype = (None, *tensor.shape[1:]), tf.as_dtype(tensor.dtype).name
+        return TensorSpec(name, shape, dtype, "" if in_file == name else in_file)
+
+    in_file = _plain(names)
     signature = Signature(
-        tuple(map(_record, inputs, specs, [spec.name for spec in specs])),
-        tuple(map(_record, names, [outputs[key] for key in tensors_of], tensors_of)),
+        tuple(map(record, inputs, [spec.name for spec in specs], specs)),
+        tuple(map(record, names, in_file, [outputs[key] for key in in_file])),
     )
-    held = [*(variable.value for variable in model.variables), *_tables(model)]
+    table = tf.saved_model.experimental.TrackableResource  # of preprocessing layers
+    parts = (x for _, layer in placed for x in vars(layer).values())
+    held = [
+        *(x.value for x in model.variables),
+        *(x for x in parts if isinstance(x, table)),
+    ]
     return Traced(
         Served(held, function),
         specs,
         signature,
-        {scope_of(path): path for path, _ in placed},
         wanted,
         tuple(path for path, layer in recurrent if not layer.unroll),
     )
@@ -170,72 +158,63 @@ def scope_of(path: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.\\/>-]", "_", path).lstrip("_") or "layer"
 
 
-def _in_scopes(scopes: dict[int, str], graph: tf.Graph) -> Callable[..., Any]:
+def is_in(layers: Iterable[str], operations: Iterable[str]) -> bool:
+    """States whether one of some operations is of a layer, or of one inside it."""
+    starts = tuple(f"{scope_of(path)}/" for path in layers)
+    names = (each.rpartition(f"{_INSIDE}/")[2].lstrip("/") for each in operations)
+    return any(f"{_CALLS.sub('', name)}/".startswith(starts) for name in names)
+
+
+def _in_scopes(scopes: dict[int, str]) -> Callable[..., Any]:
     """Returns a wrapper of `Layer.__call__` that names operations after the layer."""
+    graph = tf.compat.v1.get_default_graph()
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @like(original)
-        def __call__(layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-            scope = scopes.get(id(layer))
-            if scope is None or tf.executing_eagerly():
-                return original(layer, *args, **kwargs)
-            # The body of a loop, such as a recurrent layer's, is a graph of its own.
-            # Names in it that are those of the graph around it too make a file of ONNX
-            # invalid, where a loop sees both.
-            if tf.compat.v1.get_default_graph() is not graph:
-                around = tf.get_current_name_scope()
-                scope = f"{around}/{_INSIDE}/{scope}".lstrip("/")
-            with tf.name_scope(scope):
-                return original(layer, *args, **kwargs)
+    @wrapper
+    def call(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = scopes.get(id(layer))
+        if scope is None or tf.executing_eagerly():
+            return original(layer, *args, **kwargs)
+        # The body of a loop, such as a recurrent layer's, is a graph of its own. Names
+        # in it that are those of the graph around it too make a file of ONNX invalid,
+        # where a loop sees both.
+        if tf.compat.v1.get_default_graph() is not graph:
+            around = tf.get_current_name_scope()
+            scope = f"{around}/{_INSIDE}/{scope}".lstrip("/")
+        with tf.name_scope(scope):
+            return original(layer, *args, **kwargs)
 
-        return __call__
-
-    return wrap
+    return call
 
 
 def _inputs(model: keras.Model, sample: Any) -> Any:
     """Returns specs that tell a model's inputs, in the structure of its call."""
 
-    def spec(shape: Sequence[int | None], dtype: Any, name: Any = None) -> Any:
-        return tf.TensorSpec([None, *shape[1:]], dtype, name)
-
-    def widened(dtype: Any) -> Any:
-        return tf.float32 if tf.as_dtype(dtype).is_floating else dtype
+    def spec(shape: Sequence[int | None], dtype: Any) -> Any:
+        dtype = tf.float32 if tf.as_dtype(dtype).is_floating else dtype
+        return tf.TensorSpec([None, *shape[1:]], dtype)
 
     graph = structure.graph_of(model)
     if graph is not None:
         inputs = structure.inputs_of(graph)
-        return tf.nest.map_structure(lambda x: spec(x.shape, x.dtype, x.name), inputs)
+        return tf.nest.map_structure(
+            lambda x: tf.TensorSpec([None, *x.shape[1:]], x.dtype, x.name), inputs
+        )
     if sample is not None:
         tensors = tf.nest.map_structure(tf.convert_to_tensor, sample)
-        return tf.nest.map_structure(lambda x: spec(x.shape, widened(x.dtype)), tensors)
-    shapes = structure.built_shapes(model)
+        return tf.nest.map_structure(lambda x: spec(x.shape, x.dtype), tensors)
+    shapes = [*structure.built_shapes(model).values()]
     if len(shapes) != 1:
-        raise ValueError(
-            f"Cannot tell the inputs of {model.name!r}: Keras remembers shapes of "
-            f"{list(shapes)}; expected those of one argument. Pass inputs as "
-            "`calibration=` or `validation=`."
+        told = (
+            f"Cannot tell the inputs of {model.name!r} from {len(shapes)} built shapes"
         )
-    (shape,) = shapes.values()
-    return structure.map_shapes(lambda x: spec(x, widened(model.input_dtype)), shape)
+        raise ValueError(f"{told}; expected one. Pass inputs as `validation=`.")
+    return structure.map_shapes(lambda x: spec(x, model.input_dtype), shapes[0])
 
 
 def _paths(nested: Any) -> list[str]:
     """Returns where each leaf lies, as "a.0", in the order of `tf.nest`."""
     found = keras.tree.flatten_with_path(nested)
     return [".".join(map(str, path)) for path, _ in found]
-
-
-def _output_names(model: keras.Model, outputs: Any) -> list[str]:
-    """Returns Keras's names of what a call gave."""
-    number = len(tf.nest.flatten(outputs))
-    graph = structure.graph_of(model)
-    names = list(graph.output_names) if graph is not None else []
-    if isinstance(outputs, dict):
-        names = _paths(outputs)
-    if len(names) != number:
-        names = [f"output_{i}" for i in range(number)]
-    return _unique(names)
 
 
 def _plain(names: Sequence[str]) -> list[str]:
@@ -248,30 +227,89 @@ def _unique(names: Iterable[str]) -> list[str]:
     """Returns names with numbers behind those that were there already."""
     found: list[str] = []
     for name in names:
-        number, chosen = 1, name
-        while chosen in found:
-            number += 1
-            chosen = f"{name}_{number}"
-        found.append(chosen)
+        ends = itertools.chain([""], (f"_{n}" for n in itertools.count(2)))
+        found.append(next(name + end for end in ends if name + end not in found))
     return found
 
 
-def _record(name: str, tensor: Any, in_file: str) -> TensorSpec:
-    shape = (None, *tuple(tensor.shape)[1:])
-    dtype = tf.as_dtype(tensor.dtype).name
-    return TensorSpec(name, shape, dtype, "" if in_file == name else in_file)
+def float32_copy(model: keras.Model) -> keras.Model:
+    """Returns a copy that stores and computes everything in float32, not compiled.
+
+    Exporters fail on casts to bfloat16, and write files that no runtime loads. What was
+    rounded in a model in half precision stays rounded; its sums get more exact.
+    """
+    copy = copied(model, instead="export a model whose classes have one")
+    if {id(x) for x in model.weights} & {id(x) for x in copy.weights}:
+        told = f"Cannot copy {model.name!r}: the copy holds its weights. Give its "
+        raise ValueError(f"{told}classes a `get_config` that returns their arguments.")
+    if structure.compute_dtypes(copy) & {*HALF}:
+        apply(copy, "float32")
+    trainer.forget_training(copy)
+    with copy.distribute_strategy.scope():
+        for weight in copy.weights:
+            if weight.dtype in HALF:
+                variables.store_in(weight, "float32")
+    graph = structure.graph_of(copy)
+    if graph is not None:
+        structure.widen_inputs(graph)
+    trainer.drop_traced_functions(copy)
+    return copy
 
 
-def _tables(model: keras.Model) -> list[Any]:
-    """Returns the look-up tables of preprocessing layers."""
+def tried_inputs(
+    model: LoadedModel, traced: Traced, sample: Any
+) -> dict[str, np.ndarray]:
+    """Returns a few inputs by name with which exports are tried, and the model was."""
+    random = np.random.default_rng(0)
+    found = {} if sample is None else traced.by_name(sample)
+    for spec in traced.signature.inputs if sample is None else ():
+        shape = (_NUM_TRIED, *(_FREE if n is None else n for n in spec.shape[1:]))
+        values: Any = random.normal(size=shape)
+        dtype = signatures.dtype_named(spec.dtype)
+        if dtype.kind in "iub":
+            values = values > 0
+        values = np.full(shape, "a") if dtype.kind == "O" else values
+        found[spec.name] = values.astype(dtype)
+    found = {name: x[:_NUM_TRIED] for name, x in found.items()}
+    for size in (1, _NUM_TRIED):
+        try:
+            model.run({name: x[np.arange(size) % len(x)] for name, x in found.items()})
+        except Exception as error:  # of whatever operation
+            raise ValueError(
+                f"The model does not answer a batch of {size}: {first_line(error)}; "
+                "expected any number. Give inputs `shape=` in place of `batch_shape=`, "
+                "take the batch from `keras.ops.shape(x)[0]`, or pass `validation=`."
+            ) from error
+    return found
 
-    def leaves(value: Any) -> Iterator[Any]:  # `tf.nest` sorts keys, maybe layers
-        if isinstance(value, dict):
-            value = list(value.values())
-        for each in value if isinstance(value, (list, tuple)) else ():
-            yield from leaves(each)
-        yield value
 
-    kind = tf.saved_model.experimental.TrackableResource
-    held = (x for _, layer, _ in structure.walk(model) for x in leaves(vars(layer)))
-    return list({id(each): each for each in held if isinstance(each, kind)}.values())
+def calibration_batches(
+    data: Iterable[Any], traced: Traced
+) -> tuple[dict[str, np.ndarray], ...]:
+    """Returns some hundreds of inputs by their names in files, in batches, checked."""
+    found: list[dict[str, np.ndarray]] = []
+    rows: list[bytes] = []
+    for batch in data:
+        arrays = traced.by_name(batch[0] if isinstance(batch, tuple) else batch)
+        for name, array in arrays.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                told = f"{int((~np.isfinite(array)).sum())} numbers that are not finite"
+                advice = f"in {name!r}; expected none. Take these examples out."
+                raise ValueError(f"`calibration` has {told} {advice}")
+        specs = traced.signature.inputs
+        found.append({spec.in_file: arrays[spec.name] for spec in specs})
+        values = zip(*arrays.values(), strict=True)
+        rows += [b"".join(np.asarray(x).tobytes() for x in row) for row in values]
+        if len(rows) >= _MAX_CALIBRATION_EXAMPLES:
+            break
+    number = len({*rows})
+    if not number:
+        raise ValueError("`calibration` holds no examples. Pass some tens of training.")
+    if number < _MIN_DIFFERENT:
+        warnings.warn(
+            f"`calibration` holds {number} different example{'s' * (number > 1)} among "
+            f"{len(rows)}: the ranges that integers get from so few cut off what lies "
+            "outside in others. Pass some tens of different training examples.",
+            stacklevel=checks.level_of_user(),
+        )
+    return tuple(found)

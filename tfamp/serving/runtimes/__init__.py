@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     import keras
 
 
+# Format -> the packages that write it, and integers in it, beside TensorFlow.
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "saved_model": (),
+    "litert": ("ai_edge_litert", "ai_edge_quantizer"),
+    "onnx": ("onnx", "tf2onnx", "onnxruntime"),
+    "openvino": ("openvino", "nncf"),
+}
 _ERRORS_ONLY = 3
 
 
@@ -27,37 +34,34 @@ def load_exported(
 ) -> LoadedModel:
     """Loads what `tfamp.export` wrote or `tfamp.freeze` returned, to ask it to predict.
 
-    Each file is compared with its SHA-256 first; nothing of the folder is run as
-    Python. TensorFlow is imported for the format "saved_model" and Keras models alone.
+    Each file is compared with its SHA-256 first, and none is run as Python. TensorFlow
+    is imported for the format "saved_model" and Keras models alone.
 
     Args:
-        path: The folder; or a `.keras` file, frozen or not, as `tfamp.load_model` takes
-            it; or a Keras model itself, whose weights are shared.
+        path: The folder; a `.keras` file, as `tfamp.load_model` takes it; or a Keras
+            model itself, whose weights are shared.
         threads: Threads that one prediction may use; None for all usable cores.
 
     Returns:
-        The model: `.predict(x)`, `.run({name: array})`, `.signature`, `.runtime`. It
-        may be asked from several threads at once. Outputs are float32 or integers.
+        The model: `.predict(x)`, `.run({name: array})`, `.signature`, `.runtime`, to be
+        asked from several threads at once. Outputs are float32 or integers.
 
     Raises:
         FileNotFoundError: There is no such folder, or it is none of `tfamp.export`.
-        ImportError: The runtime is not installed; the message names the extra.
-        TypeError: `path` is neither a path nor a Keras model.
         ValueError: A file is missing or changed, or a later version wrote the folder.
-
-    Example:
-        >>> load_exported("/nowhere")
-        Traceback (most recent call last):
-        ...
-        FileNotFoundError: `path` is '/nowhere', which is no folder; ...
     """
     if threads is not None:
         checks.positive_int("threads", threads)
     source = Path(path) if isinstance(path, (str, os.PathLike)) else None
     if source is None or (source.suffix == ".keras" and not source.is_dir()):
-        from tfamp.serving.runtimes.tensorflow_models import keras_model
+        from tfamp.models import load_model
+        from tfamp.serving.exports.tracing import trace
+        from tfamp.stepping.arguments import check_built
 
-        return keras_model(source or path, threads or num_usable_cpus())
+        _set_threads(threads or num_usable_cpus())
+        model: Any = path if source is None else load_model(source)
+        check_built(model, "load")
+        return of_trace(trace(model), source)
     found = manifest.read(source)
     manifest.verify(source, found)
     return open_model(source, found, threads)
@@ -67,56 +71,80 @@ def open_model(
     folder: Path, found: manifest.Manifest, threads: int | None = None
 ) -> LoadedModel:
     """Loads a folder of which `export.json` says what is in it."""
-    threads = threads or num_usable_cpus()
-    if found.runtime == "saved_model":
-        from tfamp.serving.runtimes.tensorflow_models import saved_model
-
-        return saved_model(folder, found, threads)
-    file = str(folder / manifest.FILES[found.runtime])
-    call = _WITHOUT_TENSORFLOW[found.runtime](file, threads)
+    file = folder / manifest.FILES[found.runtime]
+    call = _CALLS[found.runtime](str(file), threads or num_usable_cpus())
     # ONNX Runtime measures one range for a batch, LiteRT one for each example.
     is_by_example = (found.runtime, found.scheme) != ("onnx", "dynamic")
-    return LoadedModel(
-        *(found.runtime, folder, found.signature, call), is_by_example=is_by_example
-    )
+    told = (found.runtime, folder, found.signature, call)
+    return LoadedModel(*told, is_by_example=is_by_example)
 
 
-def require_onnxruntime(*, purpose: str) -> Any:
-    """Returns the package `onnxruntime`, which sends nothing home from this process.
+def of_trace(traced: Any, path: Path | None = None) -> LoadedModel:
+    """Returns a `Traced` model to be asked as exported ones are."""
+    function = traced.function
+    call = _called(lambda **given: function(*given.values()), traced)
+    return LoadedModel("keras", path, traced.signature, call)
 
-    Version 1.32 sends events to Microsoft, on Linux too, and keeps an identifier of the
-    device at home, from its import on, unless the environment forbids it.
+
+def require(package: str, *, purpose: str) -> Any:
+    """Returns a package of a runtime, which sends nothing home from this process.
+
+    ONNX Runtime sends events to Microsoft unless the environment forbids it, OpenVINO
+    and NNCF statistics to Google Analytics unless the user has opted out, both from
+    their import on. Here nobody has consented.
 
     Source: onnxruntime, docs/Privacy.md, "Disabling Telemetry".
     """
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-    package = checks.require("onnxruntime", extra="onnx", purpose=purpose)
-    package.disable_telemetry_events()
-    return package
+    (extra,) = (name for name, packages in PACKAGES.items() if package in packages)
+    if extra == "onnx":
+        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    elif extra == "openvino":
+        with contextlib.suppress(ImportError):  # then nothing is sent
+            telemetry = importlib.import_module("openvino_telemetry.main")
+            checker = importlib.import_module("openvino_telemetry.utils.opt_in_checker")
+            no = checker.ConsentCheckResult.DECLINED
+            checker.OptInChecker.check = lambda self, *args, **options: no
+            with contextlib.suppress(RuntimeError):  # nobody has imported it yet
+                telemetry.Telemetry().consent = False
+    found = checks.require(package, extra=extra, purpose=purpose)
+    if package == "onnxruntime":
+        found.disable_telemetry_events()
+    return found
 
 
-def require_openvino(*, purpose: str) -> Any:
-    """Returns the package `openvino`, which sends nothing home from this process.
+def _saved_model(folder: str, threads: int) -> Call:
+    import tensorflow as tf
 
-    OpenVINO and NNCF send statistics of use to Google Analytics when they are imported
-    and at each conversion, unless the user has opted out. Here nobody has consented.
-    """
-    with contextlib.suppress(ImportError):  # then nothing is sent
-        telemetry = importlib.import_module("openvino_telemetry.main")
-        checker = importlib.import_module("openvino_telemetry.utils.opt_in_checker")
-        no = checker.ConsentCheckResult.DECLINED
-        checker.OptInChecker.check = lambda self, *args, **options: no
-        with contextlib.suppress(RuntimeError):  # nobody has imported OpenVINO yet
-            telemetry.Telemetry().consent = False
-    return checks.require("openvino", extra="openvino", purpose=purpose)
+    _set_threads(threads)
+    loaded = tf.saved_model.load(folder)
+    return _called(loaded.signatures["serving_default"], loaded)
+
+
+def _called(function: Callable[..., Mapping[str, Any]], owner: Any) -> Call:
+    import tensorflow as tf
+
+    def call(given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        found = function(**{name: tf.constant(x) for name, x in given.items()})
+        return {name: x.numpy() for name, x in found.items()}
+
+    call.owner = owner  # type: ignore[attr-defined]  # its weights would go with it
+    return call
+
+
+def _set_threads(threads: int) -> None:
+    """Sets the threads of the whole process, unless it has some or runs already."""
+    from tensorflow.config import threading as config
+
+    with contextlib.suppress(RuntimeError):
+        if not config.get_intra_op_parallelism_threads():
+            config.set_intra_op_parallelism_threads(threads)
 
 
 def _litert(file: str, threads: int) -> Call:
-    package = checks.require(
-        "ai_edge_litert.interpreter", extra="litert", purpose=repr(file)
-    )
-    interpreter = package.Interpreter(model_path=file, num_threads=threads)
-    runner = interpreter.get_signature_runner()
+    require("ai_edge_litert", purpose=repr(file))
+    from ai_edge_litert.interpreter import Interpreter
+
+    runner = Interpreter(model_path=file, num_threads=threads).get_signature_runner()
     lock = threading.Lock()  # an interpreter runs one batch at a time
 
     def call(given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -127,7 +155,7 @@ def _litert(file: str, threads: int) -> Call:
 
 
 def _onnx(file: str, threads: int) -> Call:
-    onnxruntime = require_onnxruntime(purpose=repr(file))
+    onnxruntime = require("onnxruntime", purpose=repr(file))
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -146,7 +174,7 @@ def _openvino(file: str, threads: int) -> Call:
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": "f32",
     }
-    package = require_openvino(purpose=repr(file))
+    package = require("openvino", purpose=repr(file))
     compiled = package.Core().compile_model(file, "CPU", settings)
     of_thread = threading.local()
 
@@ -154,16 +182,14 @@ def _openvino(file: str, threads: int) -> Call:
         if not hasattr(of_thread, "request"):
             of_thread.request = compiled.create_infer_request()
         found = of_thread.request.infer(given)
-        return {
-            name: np.array(found[port])
-            for port in compiled.outputs
-            for name in port.get_names()
-        }
+        ports = ((name, port) for port in compiled.outputs for name in port.get_names())
+        return {name: np.array(found[port]) for name, port in ports}
 
     return call
 
 
-_WITHOUT_TENSORFLOW: dict[str, Callable[[str, int], Call]] = {
+_CALLS: dict[str, Callable[[str, int], Call]] = {
+    "saved_model": _saved_model,
     "litert": _litert,
     "onnx": _onnx,
     "openvino": _openvino,

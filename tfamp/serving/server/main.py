@@ -3,37 +3,36 @@
 `application` is the same without the process around it, for servers that bring theirs.
 """
 
-import asyncio
 import contextlib
 import functools
 import gc
 import logging
-import os
 import resource
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfamp.records import checks
+from tfamp.records.checks import short_error
 from tfamp.serving.runtimes import load_exported
 from tfamp.serving.runtimes.signature import LoadedModel
 
 if TYPE_CHECKING:
     from tfamp.serving.server.app import App
 
+log = logging.getLogger("tfamp.serve")
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 _IDLE_SECONDS = 75
 # How long a client may take to read an answer.
 _READING_SECONDS = 30.0
-# New connections wait in the kernel, where there is room for so many; asyncio takes so
-# many at a time, three times over before it has closed those that had to go.
+# New connections wait in the kernel; asyncio takes so many at a time, three times over
+# before it has closed those that had to go.
 _WAITING, _BACKLOG = 4096, 128
 _MAX_CONNECTIONS, _OTHER_FILES = 1000, 48
-_FULL = b'{"error": "All connections are in use. Try again, or ask another server."}'
 
 
 def serve(
@@ -49,7 +48,7 @@ def serve(
     """Serves exported models over HTTP until SIGTERM or SIGINT.
 
     Args:
-        paths: Exported folders, or folders of several; "name=path" names one.
+        paths: As for `application`.
         host: Address to listen at; other machines reach "0.0.0.0".
         port: Port to listen at; 0 takes a free one.
         token_file: File with what requests have to bear as a token; None asks for none.
@@ -57,34 +56,31 @@ def serve(
             that was idle for longest. None takes 1,000, or what the process may open.
         on_start: Called with the address when it can be asked.
         **options: As for `application`.
-
-    Raises:
-        OSError: The address is in use.
-        ValueError: An argument is out of its range.
     """
-    if not 0 <= port < 2**16:
-        raise ValueError(
-            f"`port` is {port}; expected 0 to 65535. Pass 0 for a free one."
-        )
     if max_connections is not None:
         checks.positive_int("max_connections", max_connections)
+    if not 0 <= port < 2**16:
+        raise ValueError(f"`port` is {port}; expected 0 to 65535. 0 takes a free one.")
     token = None if token_file is None else _token(Path(token_file))
     logging.basicConfig(format="tfamp serve: %(message)s")
     app = application(paths, token=token, **options)
-    with _ending_at_sigterm(), _listening(host, port) as listener:
-        name, number = listener.getsockname()[:2]
-        address = f"http://{f'[{name}]' if ':' in name else name}:{number}"
-        if token is None and host not in _LOCAL:
-            logging.getLogger("tfamp.serve").warning(
-                "Everybody who reaches %s may ask. Ask for a token with --token_file.",
-                address,
-            )
-        # Looking through what stands for garbage would take milliseconds.
-        gc.collect()
-        gc.freeze()
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+    except (OSError, UnicodeError) as error:
+        told = f"`port` {port} of `host` {host!r} cannot be had: {error}. Pass another."
+        raise OSError(told) from error
+    name, number = listener.getsockname()[:2]
+    address = f"http://{f'[{name}]' if ':' in name else name}:{number}"
+    if token is None and host not in _LOCAL:
+        text = "Everybody who reaches %s may ask. Ask for a token with --token_file."
+        log.warning(text, address)
+    gc.freeze()  # looking through what stands for garbage would take milliseconds
+    if threading.current_thread() is threading.main_thread():
+        # Once it has ended, uvicorn raises the signals that it got again.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with listener, contextlib.suppress(KeyboardInterrupt):
         _server(app, max_connections, lambda: on_start(address)).run([listener])
-    if any(model.is_stuck for model in app.models.values()):
-        os._exit(1)  # Python would wait for the thread that never ends.
 
 
 def application(
@@ -101,52 +97,48 @@ def application(
 ) -> "App":
     """Returns exported models as an ASGI application, for a process that is not ours.
 
-    Ray Serve, gunicorn and others run it; `serve` has its own process, which bounds
-    connections, too.
-
     Args:
         paths: Exported folders, or folders of several; "name=path" names one.
         threads: Threads that a run of a model may use; None takes all cores.
         token: What requests have to bear; None asks for none.
         load: Reads an exported folder in the place of `tfamp.load_exported`.
-        max_batch_size: Examples in one run of a model; None takes 64 where the answer
-            to one does not depend on the others of a batch, else 1.
+        max_batch_size: Examples in a run of a model; None takes 64 where the answer to
+            one does not depend on the others of a batch, else 1.
         max_queue: Requests of a model that may wait; more are answered by 503.
         max_body: Bytes of the largest request.
         max_json: Bytes of the largest JSON; tensors may come as bytes behind it.
         timeout_seconds: How long an answer, and a body on its way, may take.
-
-    Raises:
-        FileNotFoundError: A path holds no exported model.
-        ImportError: A package of tfamp[serve] is not installed.
-        RuntimeError: A model cannot be loaded.
-        ValueError: An argument is out of its range, or a name came twice.
     """
     for package in ("starlette", "uvicorn", "orjson", "prometheus_client"):
         checks.require(package, extra="serve", purpose="`tfamp serve`")
     from tfamp.serving.server.app import App
-    from tfamp.serving.server.models import Limits, Served, named_folders
+    from tfamp.serving.server.models import Served, named_folders
 
-    limits = Limits(max_batch_size, max_queue, max_body, max_json, timeout_seconds)
-    checks.positive("timeout_seconds", timeout_seconds)
-    for name, value in zip(Limits._fields[:4], limits[:4], strict=True):
+    seconds = checks.positive("timeout_seconds", timeout_seconds)
+    queue: dict[str, Any] = {"max_batch_size": max_batch_size, "max_queue": max_queue}
+    sizes: dict[str, Any] = {"max_body": max_body, "max_json": max_json}
+    for name, value in {**queue, **sizes}.items():
         if value is not None:
             checks.positive_int(name, value)
     read = load or functools.partial(load_exported, threads=threads)
-    models = {
-        name: Served(name, folder, read, limits)
-        for name, folder in named_folders(paths).items()
-    }
-    return App(models, limits, token=token)
+    models = {}
+    for name, folder in named_folders(paths).items():
+        try:
+            model = read(folder)
+            models[name] = Served(name, model, timeout_seconds=seconds, **queue)
+        except Exception as error:
+            told = f"Model {name!r} in {str(folder)!r} cannot be loaded: "
+            raise RuntimeError(told + short_error(error)) from error
+    return App(models, token=token, timeout_seconds=seconds, **sizes)
 
 
 def _server(
     app: "App", max_connections: int | None, on_start: Callable[[], object]
 ) -> Any:
-    """Returns uvicorn with a bound on connections, which it leaves to others.
+    """Returns uvicorn, in which idle connections go where there are too many.
 
-    A client may open connections and send nothing, or a part of a head, and it need not
-    read its answer; uvicorn waits for ever. Here they go where there are too many.
+    A client may open connections and send nothing, a part of a head, or not read its
+    answer. Where none is idle uvicorn answers 503.
     """
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -155,8 +147,7 @@ def _server(
     backlog = max(1, min(_BACKLOG, files // 8))
     room = max(1, min(_MAX_CONNECTIONS, files - 3 * backlog - _OTHER_FILES))
     most = max_connections or room
-    # A body and an answer may take so long each.
-    seconds = 2 * app.limits.timeout_seconds
+    seconds = 2 * app.timeout_seconds  # a body and an answer may take so long each
 
     class Connection(H11Protocol):
         since = 0.0  # when something was heard of it
@@ -164,22 +155,11 @@ def _server(
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.since = time.monotonic()
-            if len(self.connections) <= most:
-                return
-            idle = [each for each in self.connections if each.is_idle()]
-            others = (each for each in idle if each is not self)
-            oldest = min(others, key=lambda each: each.since, default=None)
-            if oldest is not None:
+            idle = [x for x in self.connections if x is not self and x.is_idle()]
+            if len(self.connections) > most and idle:
+                oldest = min(idle, key=lambda each: each.since)
                 self.connections.discard(oldest)
                 oldest.transport.abort()
-                return
-            head = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n"
-            head += b"content-type: application/json\r\nconnection: close\r\n"
-            transport.write(head + b"content-length: %d\r\n\r\n" % len(_FULL) + _FULL)
-            self.connections.discard(self)
-            # Closed at once, a request on its way would take the answer with it.
-            transport.pause_reading()
-            asyncio.get_running_loop().call_later(1, transport.close)
 
         def data_received(self, data: bytes) -> None:
             self.since = time.monotonic()
@@ -210,53 +190,16 @@ def _server(
             date_header=False,
             proxy_headers=False,
             backlog=backlog,
+            limit_concurrency=most + 1,
             timeout_keep_alive=_IDLE_SECONDS,
             timeout_graceful_shutdown=int(seconds) + 1,
         )
     )
 
 
-@contextlib.contextmanager
-def _ending_at_sigterm() -> Iterator[None]:
-    """Ends the block in order at SIGTERM as at Ctrl-C."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, interrupt) if is_main else None
-    try:
-        yield
-    except KeyboardInterrupt:  # uvicorn has ended, and raises its signal again.
-        pass
-    finally:
-        gc.unfreeze()
-        if is_main:
-            signal.signal(signal.SIGTERM, before)
-
-
 def _token(path: Path) -> str:
-    """Returns the token in a file."""
-    why, token = "holds no token", ""
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = f"cannot be read ({error})"
-    if not token or not token.isascii() or not token.isprintable():
-        raise ValueError(
-            f"`token_file` {str(path)!r} {why}; expected a line of letters and "
-            "digits. Write one with `openssl rand -hex 32`."
-        )
-    return token
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens at an address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except (OSError, UnicodeError) as error:
-        raise OSError(
-            f"`port` {port} of `host` {host!r} cannot be had: {error}; expected a free "
-            "one of this machine. Pass another, or 0 for any that is free."
-        ) from error
+    found = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    if not found or not found.isascii() or not found.isprintable():
+        told = f"`token_file` {str(path)!r} holds no token; expected letters and digits"
+        raise ValueError(f"{told}. Write one with `openssl rand -hex 32`.")
+    return found

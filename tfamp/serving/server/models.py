@@ -5,12 +5,12 @@ Under load that is a batch, alone it is the one request, at once.
 """
 
 import asyncio
-import collections
 import concurrent.futures
 import contextlib
 import logging
+import queue
 import re
-import time
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -30,203 +30,137 @@ DEFAULT_BATCH_SIZE = 64
 _LENGTH = 32
 
 
-class ModelError(RuntimeError):
-    """A run of the model failed; the message says how."""
-
-
-class Limits(NamedTuple):
-    """What requests are held to; `application` says what each limit is."""
-
-    max_batch_size: int | None
-    max_queue: int
-    max_body: int
-    max_json: int
-    timeout_seconds: float
-
-
 class _Waiting(NamedTuple):
     """A request in the queue."""
 
     inputs: Arrays
     num_examples: int
-    key: tuple[tuple[int, ...], ...]  # those of one key differ in examples alone
-    future: "asyncio.Future[Arrays]"
+    shapes: list[tuple[int, ...]]  # of an example
+    future: "concurrent.futures.Future[Arrays]"
 
 
 class Served:
-    """A model that answers."""
+    """A model that answers; `application` says what each limit is."""
 
     def __init__(
         self,
         name: str,
-        folder: Path,
-        load: Callable[[Path], LoadedModel],
-        limits: Limits,
+        model: LoadedModel,
+        *,
+        max_batch_size: int | None,
+        max_queue: int,
+        timeout_seconds: float,
     ) -> None:
-        self.name, self._limits = name, limits
-        try:
-            self.model = load(folder)
-            self._example = warm_up(self.model)
-        except Exception as error:
-            raise RuntimeError(
-                f"Model {name!r} in {str(folder)!r} cannot be loaded: "
-                f"{short_error(error)}"
-            ) from error
-        size = DEFAULT_BATCH_SIZE if self.model.is_by_example else 1
-        self._size = limits.max_batch_size or size
-        if self._size == 1:
-            why = "an answer would depend on the others of its batch"
-            log.warning("Model %r answers requests one by one, as %s.", name, why)
+        self.name, self.model = name, model
+        self._example = warm_up(model)
+        self._max_queue, self._timeout_seconds = max_queue, timeout_seconds
+        self._size = max_batch_size or DEFAULT_BATCH_SIZE
+        if max_batch_size is None and not model.is_by_example:
+            self._size, text = 1, "Model %r answers requests one by one, as %s."
+            log.warning(text, name, "an answer would depend on the others of its batch")
         # Is called with the number of examples of a run.
         self.on_run: Callable[[int], object] = lambda num_examples: None
         self.num_waiting = 0
-        self._queue: collections.deque[_Waiting] = collections.deque()
-        self._thread = concurrent.futures.ThreadPoolExecutor(1)
-        self._runs: asyncio.Task[None] | None = None
-        self._run_since: float | None = None
-        self._is_failing = False
-
-    async def ask(self, inputs: Arrays) -> Arrays:
-        """Returns what the model answers, or says whose fault it is if it fails."""
-        try:
-            found = await self._put(inputs)
-        except ModelError as error:
-            said = error
-        else:
-            self._is_failing = False
-            return found
-        await self._ask_example()
-        if self._is_failing:
-            raise Refusal(500, f"Model {self.name!r} fails: {said}")
-        text = f"Model {self.name!r} does not take these inputs: {said}. Compare them "
-        raise Refusal(400, f"{text}with its metadata.")
+        self._queue: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
+        # A run that never ends keeps no process.
+        threading.Thread(target=self._work, daemon=True).start()
 
     async def is_ready(self) -> bool:
-        """States whether it answers; one that failed is asked for its example again."""
-        if self._is_failing:
-            with contextlib.suppress(Refusal):
-                await self._ask_example()
-        return not self.is_stuck and not self._is_failing
+        """States whether it answers an example in time."""
+        with contextlib.suppress(Refusal):
+            return self._example is None or bool(await self.ask(self._example))
+        return False
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a run takes longer than any may."""
-        took = 0.0 if self._run_since is None else time.monotonic() - self._run_since
-        return took > self._limits.timeout_seconds
-
-    async def _ask_example(self) -> None:
-        """Tells a model that is broken from inputs that are."""
-        if self._example is None:
-            return
-        try:
-            await self._put(self._example)
-            self._is_failing = False
-        except ModelError as error:
-            log.error("Model %r fails: %s", self.name, error)
-            self._is_failing = True
-
-    async def _put(self, inputs: Arrays) -> Arrays:
-        """Returns the outputs of a request, once its turn has come."""
-        if self.num_waiting >= self._limits.max_queue:
-            raise Refusal(
-                503,
-                f"{self.num_waiting} requests wait already, which is the most that "
-                "may. Try again, or ask another server.",
-                retry=True,
-            )
+    async def ask(self, inputs: Arrays) -> Arrays:
+        """Returns what the model answers to a request, once its turn has come."""
+        if self.num_waiting >= self._max_queue:
+            text = f"{self.num_waiting} requests wait already, the most that may."
+            raise Refusal(503, f"{text} Try again.", retry=True)
+        found: concurrent.futures.Future[Arrays] = concurrent.futures.Future()
         shapes = [array.shape for array in inputs.values()]
-        number = shapes[0][0] if shapes and shapes[0] else 1
-        key = tuple(shape[1:] for shape in shapes)
-        future = asyncio.get_running_loop().create_future()
-        seconds = self._limits.timeout_seconds
-        self._queue.append(_Waiting(inputs, number, key, future))
+        self._queue.put(_Waiting(inputs, shapes[0][0], [x[1:] for x in shapes], found))
         self.num_waiting += 1
-        if self._runs is None or self._runs.done():
-            self._runs = asyncio.create_task(self._run())
         try:
-            return await asyncio.wait_for(future, seconds)
+            seconds = self._timeout_seconds
+            return await asyncio.wait_for(asyncio.wrap_future(found), seconds)
         except asyncio.TimeoutError:
-            text = f"No answer within {seconds:g} s. The server has more to do than it "
-            raise Refusal(504, f"{text}can; try again later.") from None
+            text = f"No answer within {seconds:g} s, as more waits. Try again later."
+            raise Refusal(504, text) from None
         finally:
             self.num_waiting -= 1
 
-    async def _run(self) -> None:
-        """Runs the model on what is queued, until nothing is."""
-        loop = asyncio.get_running_loop()
-        while self._queue:
-            batch = self._next()
-            if not batch:
-                continue
-            self._run_since = time.monotonic()  # stays where the loop ends meanwhile
-            found = await loop.run_in_executor(self._thread, self._answers, batch)
-            self._run_since = None
-            for each, result in zip(batch, found, strict=True):
-                if each.future.done():
-                    continue
-                if isinstance(result, Exception):
+    def _work(self) -> None:
+        """Runs the model on the oldest request and those that fit into its batch."""
+        left: list[_Waiting] = []
+        while True:
+            left = left or [self._queue.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    left.append(self._queue.get_nowait())
+            batch: list[_Waiting] = []
+            others: list[_Waiting] = []
+            room = self._size
+            for each in left:
+                is_like = not batch or each.shapes == batch[0].shapes
+                if batch and each.num_examples > room or not is_like:
+                    others.append(each)
+                elif each.future.set_running_or_notify_cancel():  # not out of time
+                    batch.append(each)
+                    room -= each.num_examples
+            left = others
+            answers = self._answers(batch)
+            if batch:
+                self.on_run(sum(each.num_examples for each in batch))
+            for each, result in zip(batch, answers, strict=True):
+                if isinstance(result, Refusal):
                     each.future.set_exception(result)
                 else:
                     each.future.set_result(result)
-            self.on_run(sum(each.num_examples for each in batch))
 
-    def _next(self) -> list[_Waiting]:
-        """Takes the oldest request and those that fit into a batch with it."""
-        batch: list[_Waiting] = []
-        others: list[_Waiting] = []
-        room = 0
-        while self._queue and (not batch or room > 0):
-            each = self._queue.popleft()
-            if each.future.done():
-                continue
-            if not batch:
-                room = max(self._size, each.num_examples)
-            is_like = not batch or each.key == batch[0].key
-            if each.num_examples <= room and is_like:
-                batch.append(each)
-                room -= each.num_examples
-            else:
-                others.append(each)
-        self._queue.extendleft(reversed(others))
-        return batch
-
-    def _answers(self, batch: list[_Waiting]) -> list[Arrays | Exception]:
+    def _answers(self, batch: list[_Waiting]) -> list[Arrays | Refusal]:
         """Returns the outputs of each request, by one run where that can give them."""
-        ends = np.cumsum([each.num_examples for each in batch]).tolist()
         # One of them may spoil it for all, and together they may need more memory than
         # there is; errors of extensions, too, would end the thread.
         with contextlib.suppress(BaseException):
-            inputs = {
-                name: np.concatenate([each.inputs[name] for each in batch])
-                for name in batch[0].inputs
-            }
-            outputs = self.model.run(inputs) if len(batch) > 1 else {}
-            if {array.shape[:1] for array in outputs.values()} == {(ends[-1],)}:
-                return [
-                    {name: array[start:end] for name, array in outputs.items()}
-                    for start, end in zip([0, *ends], ends, strict=False)
-                ]
+            if len(batch) > 1:
+                names = batch[0].inputs
+                inputs = {
+                    n: np.concatenate([x.inputs[n] for x in batch]) for n in names
+                }
+                *ends, last = np.cumsum([each.num_examples for each in batch]).tolist()
+                outputs = self.model.run(inputs)
+                if {array.shape[:1] for array in outputs.values()} == {(last,)}:
+                    parts = {name: np.split(x, ends) for name, x in outputs.items()}
+                    own = zip(*parts.values(), strict=True)
+                    return [dict(zip(parts, each, strict=True)) for each in own]
         return [self._alone(each) for each in batch]
 
-    def _alone(self, one: _Waiting) -> Arrays | Exception:
+    def _alone(self, one: _Waiting) -> Arrays | Refusal:
+        """Returns the outputs of a request, or whose fault it is if there are none."""
         try:
             return self.model.run(one.inputs)
         except MemoryError:
             text = f"There is no memory for {one.num_examples} examples at once."
             return Refusal(503, f"{text} Send fewer, or try again.", retry=True)
         except BaseException as error:  # as above
-            return ModelError(short_error(error))
+            said = short_error(error)
+        try:  # tells a model that is broken from inputs that are
+            if self._example is not None:
+                self.model.run(self._example)
+        except BaseException:
+            log.error("Model %r fails: %s", self.name, said)
+            return Refusal(500, f"Model {self.name!r} fails: {said}")
+        return Refusal(400, f"Model {self.name!r} does not take these inputs: {said}.")
 
 
-def warm_up(model: LoadedModel) -> dict[str, np.ndarray] | None:
+def warm_up(model: LoadedModel) -> Arrays | None:
     """Runs a model on an example; returns it, or None where no example was found."""
     inputs = {}
     for spec in model.signature.inputs:
-        shape = [_LENGTH if size is None else size for size in spec.shape]
-        if spec.shape and spec.shape[0] is None:
-            shape[0] = 1
+        rest = (_LENGTH if size is None else size for size in spec.shape[1:])
         dtype = dtype_named(spec.dtype)
-        inputs[spec.name] = np.full(shape, "" if dtype.kind == "O" else 1, dtype)
+        fill = "" if dtype.kind == "O" else 1
+        inputs[spec.name] = np.full((spec.shape[0] or 1, *rest), fill, dtype)
     try:
         model.run(inputs)
     except Exception:
@@ -248,17 +182,19 @@ def named_folders(texts: Iterable[str]) -> dict[str, Path]:
             inside = [] if equals else sorted(path.glob(f"*/{NAME}"))
             folders = [(each.parent.name, each.parent) for each in inside]
         if not folders:
+            told = (
+                f"{str(path)!r} holds no {NAME}; expected a folder that `tfamp.export`"
+            )
             raise FileNotFoundError(
-                f"{str(path)!r} holds no {NAME}; expected a folder that `tfamp.export` "
-                "wrote, or, without a name, one of several. Write one with `tfamp "
-                "export`, or correct the path."
+                f"{told} wrote, or, without a name, one of several."
             )
         for called, folder in folders:  # a name goes into addresses and metrics
             if called in found or not re.fullmatch(r"[A-Za-z0-9._-]+", called):
+                told = (
+                    f"The model of {text!r} is called {called!r}; expected a new name"
+                )
                 raise ValueError(
-                    f"The model of {text!r} is called {called!r}; expected a new name "
-                    "of letters, digits, '.', '_' and '-'. Name it, as in "
-                    "'digits=PATH'."
+                    f"{told} of letters, digits, '.', '_', '-': 'name=PATH'."
                 )
             found[called] = folder
     return found

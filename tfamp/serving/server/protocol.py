@@ -8,7 +8,6 @@ November 2026).
 """
 
 import json
-import math
 import reprlib
 import struct
 from collections.abc import Iterable, Mapping
@@ -19,21 +18,12 @@ import orjson
 from starlette.exceptions import HTTPException
 
 from tfamp.records import checks
-from tfamp.serving.runtimes.signature import (
-    DATATYPES,
-    LoadedModel,
-    Signature,
-    TensorSpec,
-    dtype_named,
-)
+from tfamp.serving.runtimes import signature as signatures
+from tfamp.serving.runtimes.signature import DATATYPES, LoadedModel, Signature
 
 # Header with the length of the JSON, where raw bytes follow it.
 HEADER = "inference-header-content-length"
 VERSION = "1"
-# Kind of a dtype -> the kinds that numbers of JSON may be of.
-_KINDS = {"f": "iuf", "i": "iu", "u": "iu", "b": "b"}
-# An extra dtype of NumPy, as bfloat16 is, has this kind; texts have one of those.
-_EXTRA, _TEXTS = "V", "OSU"
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlevel = 3
@@ -56,10 +46,8 @@ def unknown(what: str, name: str, known: Iterable[str], status: int = 404) -> Re
     names = list(known)
     guess = checks.did_you_mean(name, names)
     advice = f"Did you mean {guess!r}?" if guess else "Ask for one of these."
-    expected = ", ".join(map(repr, names))
-    return Refusal(
-        status, f"There is no {what} {quoted(name)}; expected {expected}. {advice}"
-    )
+    told = f"There is no {what} {quoted(name)}; expected {', '.join(map(repr, names))}"
+    return Refusal(status, f"{told}. {advice}")
 
 
 def quoted(value: object) -> str:
@@ -72,35 +60,7 @@ class Asked(NamedTuple):
 
     inputs: dict[str, np.ndarray]
     outputs: dict[str, bool]
-    identity: str | None
-
-
-def read(body: bytes, marked: str | None, signature: Signature) -> Asked:
-    """Returns what an `infer` request of JSON and raw bytes behind it asks for."""
-    length = json_length(body, marked)
-    content = _object(body[:length])
-    binary = memoryview(body)[length:]
-    inputs: dict[str, np.ndarray] = {}
-    specs = {spec.name: spec for spec in signature.inputs}
-    for entry in _objects(content, "inputs"):
-        name = _field(entry, "name", str)
-        if name not in specs:
-            raise unknown("input", name or "", specs, 400)
-        if name in inputs:
-            raise _bad(f"Input {name!r} came twice; send it once.")
-        inputs[name], binary = _tensor(entry, specs[name], binary)
-    if binary:
-        raise _bad(
-            f"{len(binary)} bytes follow the last tensor; expected none. Give each "
-            "input its `binary_data_size`."
-        )
-    if missing := [name for name in specs if name not in inputs]:
-        raise _bad(f"Inputs are {list(inputs)}; expected {list(specs)}. Add {missing}.")
-    lengths = {name: array.shape[0] for name, array in inputs.items() if array.ndim}
-    if len({*lengths.values()}) > 1:
-        raise _bad(f"Inputs have {lengths} examples; send as many of each.")
-    ordered = {name: inputs[name] for name in specs}
-    return Asked(ordered, _wanted(content, signature), _field(content, "id", str))
+    identity: Any
 
 
 def json_length(body: bytes, marked: str | None) -> int:
@@ -109,11 +69,99 @@ def json_length(body: bytes, marked: str | None) -> int:
         return len(body)
     is_number = marked.isascii() and marked.isdigit() and len(marked) < 20
     if not is_number or not 0 < int(marked) <= len(body):
-        raise _bad(
-            f"Inference-Header-Content-Length is {quoted(marked)}; expected the bytes "
-            f"of the JSON, from 1 to {len(body)}. Correct it."
+        told = (
+            f"Inference-Header-Content-Length is {quoted(marked)}; expected the bytes"
         )
+        raise Refusal(400, f"{told} of the JSON, from 1 to {len(body)}. Correct it.")
     return int(marked)
+
+
+def read(body: bytes, marked: str | None, signature: Signature) -> Asked:
+    """Returns what an `infer` request of JSON and raw bytes behind it asks for."""
+    length = json_length(body, marked)
+    text = body[:length]
+    try:
+        is_strict = b"NaN" not in text and b"Infinity" not in text
+        content = orjson.loads(text) if is_strict else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"The body is not JSON ({error}). Send an object.") from None
+    try:
+        return _asked(content, memoryview(body)[length:], signature)
+    except (KeyError, AttributeError) as error:
+        told = f"is JSON of another form ({type(error).__name__}: {error})"
+    except (TypeError, ValueError, OverflowError) as error:
+        told = f"does not fit: {error}"
+    wanted = '{"inputs": [{"name": "", "datatype": "", "shape": [], "data": []}]}'
+    advice = "Compare it with the metadata of the model."
+    raise Refusal(400, f"The body {told}; expected {wanted}. {advice}")
+
+
+def _asked(content: Any, binary: memoryview, signature: Signature) -> Asked:
+    inputs: dict[str, np.ndarray] = {}
+    specs = {spec.name: spec for spec in signature.inputs}
+    for entry in content["inputs"]:
+        if (name := entry["name"]) not in specs:
+            raise unknown("input", str(name), specs, 400)
+        if name in inputs:
+            raise ValueError(f"input {name!r} came twice")
+        inputs[name], binary = _tensor(entry, specs[name], binary)
+    if binary:
+        raise ValueError(f"{len(binary)} bytes follow the last `binary_data_size`")
+    if missing := [name for name in specs if name not in inputs]:
+        raise ValueError(f"inputs are {list(inputs)}; add {missing}")
+    lengths = {name: len(array) for name, array in inputs.items()}
+    if len({*lengths.values()}) > 1:
+        raise ValueError(f"inputs have {lengths} examples; send as many of each")
+    in_bytes = bool(_parameters(content).get("binary_data_output"))
+    outputs = dict.fromkeys((spec.name for spec in signature.outputs), in_bytes)
+    if entries := content.get("outputs"):
+        wanted = {each["name"]: _parameters(each) for each in entries}
+        for name in wanted:
+            if name not in outputs:
+                raise unknown("output", str(name), outputs, 400)
+        outputs = {k: bool(x.get("binary_data", in_bytes)) for k, x in wanted.items()}
+    ordered = {name: inputs[name] for name in specs}
+    orjson.dumps(content.get("id"))  # no answer repeats a half of a character
+    return Asked(ordered, outputs, content.get("id"))
+
+
+def _parameters(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**(entry.get("parameters") or {})}
+
+
+def _tensor(
+    entry: Mapping[str, Any], spec: signatures.TensorSpec, binary: memoryview
+) -> tuple[np.ndarray, memoryview]:
+    """Returns an input, and the raw bytes that are left for those behind it."""
+    shape, dtype = entry["shape"], signatures.dtype_named(spec.dtype)
+    if entry["datatype"] != DATATYPES[spec.dtype]:
+        came = f"input {spec.name!r} is of datatype {quoted(entry['datatype'])}"
+        raise ValueError(f"{came}, not {DATATYPES[spec.dtype]!r}")
+    size = _parameters(entry).get("binary_data_size")
+    if size is None:
+        data = np.asarray(entry["data"], object if dtype.kind == "O" else None)
+        if dtype.kind == "O" and not all(isinstance(x, str) for x in data.flat):
+            raise ValueError(f"input {spec.name!r} holds what is no text")
+    elif type(size) is not int or not 0 <= size <= len(binary) or "data" in entry:
+        told = f"input {spec.name!r} has the `binary_data_size` {quoted(size)}, where "
+        raise ValueError(f"{told}{len(binary)} bytes are left, or `data` too")
+    elif dtype.kind == "O":
+        texts, place = [], 0
+        while place + 4 <= size:
+            (length,) = struct.unpack_from("<I", binary, place)
+            texts.append(bytes(binary[place + 4 : place + 4 + length]))
+            place += 4 + length
+        if place != size:
+            raise ValueError(f"input {spec.name!r} has {size} bytes, not {place}")
+        data = np.array(texts, object)
+    else:
+        # A copy stands where the runtime wants it, and lets go of the body.
+        data = np.frombuffer(binary[:size], dtype).copy()
+    array = data.reshape(shape) if data.ndim == 1 else data
+    if list(array.shape) != shape or not array.size:
+        told = f"input {spec.name!r} has data of shape {list(data.shape)}, and says "
+        raise ValueError(f"{told}{quoted(shape)}; no length is 0")
+    return signatures.checked(array, spec), binary[size or 0 :]
 
 
 def write(
@@ -122,17 +170,21 @@ def write(
     """Returns the body of an answer, and the length of its JSON if bytes follow."""
     entries, raw, is_finite = [], [], True
     for output, binary in asked.outputs.items():
-        array = outputs[output]
-        dtype = "object" if array.dtype.kind in _TEXTS else array.dtype.name
+        array, texts = np.ascontiguousarray(outputs[output]), None
+        if array.dtype.kind in "OSU":
+            texts = [x if isinstance(x, bytes) else str(x).encode() for x in array.flat]
+        dtype = array.dtype.name if texts is None else "object"
         entry: dict[str, Any] = {"name": output, "datatype": DATATYPES[dtype]}
         entry["shape"] = list(array.shape)
         if binary:
-            raw.append(_to_bytes(array))
+            parts = (struct.pack("<I", len(text)) + text for text in texts or ())
+            raw.append(array.tobytes() if texts is None else b"".join(parts))
             entry["parameters"] = {"binary_data_size": len(raw[-1])}
+        elif texts is not None:
+            entry["data"] = [text.decode(errors="replace") for text in texts]
         else:
-            entry["data"] = data = _to_json(array)
-            if isinstance(data, np.ndarray) and data.dtype.kind == "f":
-                is_finite &= bool(np.isfinite(data).all())
+            entry["data"] = array.ravel()
+            is_finite &= array.dtype.kind != "f" or bool(np.isfinite(array).all())
         entries.append(entry)
     content: dict[str, Any] = {"model_name": name, "model_version": VERSION}
     if asked.identity is not None:
@@ -141,190 +193,22 @@ def write(
     if is_finite:
         text = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
     else:  # NaN and Infinity, for which orjson writes null
-        text = json.dumps(content, default=_listed).encode()
+        text = json.dumps(content, default=np.ndarray.tolist).encode()
     return b"".join((text, *raw)), len(text) if raw else None
 
 
 def metadata(name: str, model: LoadedModel) -> dict[str, Any]:
-    """Returns what the protocol tells of a model."""
+    """Returns what the protocol tells of a model: -1 is a length that is free."""
     inputs, outputs = (
         [
-            {"name": x.name, "datatype": DATATYPES[x.dtype], "shape": _pattern(x)}
-            for x in specs
+            {
+                "name": spec.name,
+                "datatype": DATATYPES[spec.dtype],
+                "shape": [-1 if length is None else length for length in spec.shape],
+            }
+            for spec in specs
         ]
-        for specs in model.signature
+        for specs in (model.signature.inputs, model.signature.outputs)
     )
     about = {"name": name, "versions": [VERSION], "platform": model.runtime}
     return {**about, "inputs": inputs, "outputs": outputs}
-
-
-def _bad(message: str) -> Refusal:
-    return Refusal(400, message)
-
-
-def _pattern(spec: TensorSpec) -> list[int]:
-    """Returns a shape as the protocol tells it, with -1 for a length that is free."""
-    return [-1 if length is None else length for length in spec.shape]
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    """Returns the object that JSON holds; NaN and Infinity are taken, too."""
-    try:
-        try:
-            found = orjson.loads(text)
-        except orjson.JSONDecodeError:
-            if b"NaN" not in text and b"Infinity" not in text:
-                raise
-            found = json.loads(text)
-            orjson.dumps(found)  # no answer repeats a half of a character
-    except (ValueError, TypeError, RecursionError) as error:
-        raise _bad(f"The body is not JSON ({error}). Send an object.") from error
-    if not isinstance(found, dict):
-        what = type(found).__name__
-        raise _bad(f"The body is a JSON {what}; expected an object. Add braces.")
-    return found
-
-
-def _tensor(
-    entry: Mapping[str, Any], spec: TensorSpec, binary: memoryview
-) -> tuple[np.ndarray, memoryview]:
-    """Returns an input, and the raw bytes that are left for those behind it."""
-
-    def bad(came: str, expected: str) -> Refusal:
-        return _bad(f"Input {spec.name!r} {came}; expected {expected}. Correct it.")
-
-    dtype: Any = entry.get("datatype")
-    shape: Any = entry.get("shape")
-    if dtype != DATATYPES[spec.dtype]:
-        raise bad(f"is of datatype {quoted(dtype)}", repr(DATATYPES[spec.dtype]))
-    is_shape = isinstance(shape, list) and len(shape) == len(spec.shape)
-    if not is_shape or not all(map(_is_length, shape, spec.shape)):
-        wanted = f"{_pattern(spec)}, where -1 is any length above 0"
-        raise bad(f"is of shape {quoted(shape)}", wanted)
-    parameters, count = _field(entry, "parameters", dict) or {}, math.prod(shape)
-    size, data = parameters.get("binary_data_size"), entry.get("data")
-    if size is None:
-        if not isinstance(data, list):
-            wanted = "one of them, as shared memory is not read"
-            raise bad("has neither `data` in a list nor `binary_data_size`", wanted)
-        array = _from_json(data, spec)
-        if array is None:
-            wanted = f"what {spec.dtype} holds, in nested lists of one length a level, "
-            raise bad(f"is {quoted(data)}", f"{wanted}with neither null nor others")
-        if array.size != count or array.ndim != 1 and list(array.shape) != shape:
-            wanted = f"{count} numbers, as its shape is {shape}"
-            raise bad(f"has data of shape {list(array.shape)}", wanted)
-        return array.reshape(shape), binary
-    if data is not None or not _is_length(size, None, 0) or size > len(binary):
-        wanted = "as many behind the JSON, whose length Inference-Header-Content-Length"
-        raise bad(
-            f"has the `binary_data_size` {quoted(size)} where {len(binary)} bytes are "
-            "left",
-            f"{wanted} has, and no `data`",
-        )
-    array = _from_bytes(binary[:size], count, dtype_named(spec.dtype))
-    if array is None:
-        wanted = f"{count} elements of {spec.dtype}, texts behind their lengths"
-        raise bad(f"has {size} bytes", wanted)
-    return array.reshape(shape), binary[size:]
-
-
-def _from_json(data: list[Any], spec: TensorSpec) -> np.ndarray | None:
-    """Returns lists of JSON, nested or flat, as an array; None where they are none."""
-    wanted = dtype_named(spec.dtype)
-    kind = "f" if wanted.kind == _EXTRA else wanted.kind
-    try:
-        found = np.array(data, dtype=object if kind == "O" else None)
-    except (ValueError, OverflowError):  # ragged, or an integer beyond 64 bits
-        return None
-    if kind == "O":
-        return found if all(isinstance(each, str) for each in found.flat) else None
-    if found.dtype.kind not in _KINDS[kind] and found.size:
-        return None
-    with np.errstate(over="ignore", invalid="ignore"):
-        array = found.astype(wanted)
-    fits = np.isfinite(array) | ~np.isfinite(found) if kind == "f" else array == found
-    return array if np.all(fits) else None
-
-
-def _from_bytes(data: memoryview, count: int, wanted: np.dtype) -> np.ndarray | None:
-    """Returns raw little-endian bytes, or texts behind their lengths, as an array."""
-    if wanted.kind != "O":
-        if len(data) != count * wanted.itemsize:
-            return None
-        # A copy stands where the runtime wants it, and lets go of the body.
-        return np.frombuffer(data, wanted).copy()
-    texts, place = [], 0
-    while place + 4 <= len(data):
-        (length,) = struct.unpack_from("<I", data, place)
-        texts.append(bytes(data[place + 4 : place + 4 + length]))
-        place += 4 + length
-    is_whole = place == len(data) and len(texts) == count
-    return np.array(texts, dtype=object) if is_whole else None
-
-
-def _to_bytes(array: np.ndarray) -> bytes:
-    """Returns an array as `_from_bytes` reads it."""
-    if array.dtype.kind not in _TEXTS:
-        return array.tobytes()
-    texts = [x if isinstance(x, bytes) else str(x).encode() for x in array.flat]
-    return b"".join(struct.pack("<I", len(text)) + text for text in texts)
-
-
-def _to_json(array: np.ndarray) -> Any:
-    """Returns the elements of an array, in a row, as `orjson` writes them."""
-    if array.dtype.kind in _TEXTS:
-        return [
-            x.decode(errors="replace") if isinstance(x, bytes) else str(x)
-            for x in array.flat
-        ]
-    if array.dtype.kind == _EXTRA:
-        array = array.astype(np.float32)
-    return np.ascontiguousarray(array).ravel()
-
-
-def _listed(array: np.ndarray) -> Any:
-    # The shortest text that gives the same float32, as orjson writes it.
-    if array.dtype.kind == "f":
-        array = array.astype(str).astype(np.float64)
-    return array.tolist()
-
-
-def _wanted(content: Mapping[str, Any], signature: Signature) -> dict[str, bool]:
-    """Returns the outputs that are wanted, and whether each as raw bytes."""
-    names = [spec.name for spec in signature.outputs]
-    parameters = _field(content, "parameters", dict) or {}
-    by_default = bool(_field(parameters, "binary_data_output", bool))
-    if not content.get("outputs"):
-        return dict.fromkeys(names, by_default)
-    found = {}
-    for entry in _objects(content, "outputs"):
-        name = _field(entry, "name", str)
-        if name not in names:
-            raise unknown("output", name or "", names, 400)
-        own = _field(_field(entry, "parameters", dict) or {}, "binary_data", bool)
-        found[name] = by_default if own is None else own
-    return found
-
-
-def _objects(content: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    entries = content.get(name)
-    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
-        raise _bad(
-            f"`{name}` is {quoted(entries)}; expected a list of objects, each with a "
-            "`name`. Send one for each tensor."
-        )
-    return entries
-
-
-def _field(entry: Mapping[str, Any], key: str, kind: type) -> Any:
-    """Returns a field of JSON; None where it is not there."""
-    value = entry.get(key)
-    if not isinstance(value, kind | None):
-        raise _bad(f"`{key}` is {quoted(value)}; expected JSON's {kind.__name__}.")
-    return value
-
-
-def _is_length(value: Any, wanted: int | None, least: int = 1) -> bool:
-    is_length = type(value) is int and least <= value < 2**48
-    return is_length and wanted in (None, value)
