@@ -21,7 +21,6 @@ from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.step_traces import Marks
 from tfamp.stepping.unchanged import seeds_put_back
 
-_BATCH_SIZE = 32
 # Arrays beyond this are data, not constants that someone wrote.
 _MAX_ELEMENTS = 2**20
 # What hands numbers on as they are, in another shape or in part.
@@ -88,7 +87,12 @@ _Found = Iterator[tuple[Severity, str | None, float, str, str]]
 
 
 def lint(
-    model: keras.Model, data: Any = None, *, loss: Any = None, optimizer: Any = None
+    model: keras.Model,
+    data: Any = None,
+    *,
+    loss: Any = None,
+    optimizer: Any = None,
+    batch_size: int = 32,
 ) -> Findings:
     """Returns what half precision would spoil in a model.
 
@@ -103,6 +107,7 @@ def lint(
             skipped for a subclassed model.
         loss: What it is trained with; None takes that of `compile`.
         optimizer: An optimizer or its name, likewise.
+        batch_size: Examples in a batch where `data` are arrays, as in `fit`.
 
     Raises:
         TypeError: `model` is no Keras model, or `data` are nothing of the above.
@@ -118,7 +123,7 @@ def lint(
     check_is_model(model)
     dataset = None
     if data is not None:
-        dataset = dataset_of(data, _BATCH_SIZE, needs_targets=False)
+        dataset = dataset_of(data, batch_size, needs_targets=False)
     subject = _look(model, loss, optimizer, dataset)
     findings, ran, skipped = [], [], []
     for name, (rule, *needs) in _RULES.items():
