@@ -116,3 +116,14 @@ def test_a_step_with_two_updates_is_left_to_tensorflow(caplog):
     found = fitted(made(Twice, jit_compile=True))["loss"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert "updates weights 2 times" in caplog.text
+
+
+def test_evaluation_and_prediction_run_under_it_as_well():
+    found = []
+    for jit in (False, True):
+        model = made(jit_compile=jit)
+        history = fitted(model, validation_data=(X[:40], Y[:40]))
+        evaluated = model.evaluate(X, Y, batch_size=16, verbose=0)
+        found.append([*history["val_loss"], *history["val_accuracy"], *evaluated])
+        found[-1] += model.predict(X, batch_size=16, verbose=0).ravel().tolist()
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5)

@@ -54,16 +54,18 @@ def run_patches(
     def wrap_make(
         original: Function, self: keras.Model, step_function: Callable[..., Any]
     ) -> Any:
-        if step_function != self.train_step:
-            return workers.one_by_one(self, original(self, step_function))
-        if xla_replicas.parts_compiled(self):
-            step_function = xla_replicas.compiled(
-                self, step_function, optimizers_of(self)
-            )
-            with replaced(self, _jit_compile=False):
-                function = original(self, around_step(self, step_function))
-        else:
-            function = original(self, around_step(self, step_function))
+        is_training = step_function == self.train_step
+        is_parted = xla_replicas.parts_compiled(self)
+        if is_parted:
+            optimizers = optimizers_of(self) if is_training else []
+            step_function = xla_replicas.compiled(self, step_function, optimizers)
+        if is_training:
+            step_function = around_step(self, step_function)
+        outside = replaced(self, _jit_compile=False)
+        with outside if is_parted else contextlib.nullcontext():
+            function = original(self, step_function)
+        if not is_training:
+            return workers.one_by_one(self, function)
         function = _built_ahead(self, function)
         function = workers.one_by_one(self, function)
         return around_function(self, function)
