@@ -48,7 +48,6 @@ def measure_model(
         policies=policies,
         seeds=seeds,
         epochs=epochs,
-        latency_batch_sizes=(1,),
         on_run=lambda run: print(
             f"  {run.policy}, seed {run.seed}: {run.examples_per_second:,.0f} "
             f"examples/s {run.error}",

@@ -202,7 +202,7 @@ display(Image(folder / "measured.png"))
 # with its square root, after a warm-up; accumulation counts like a larger batch.
 
 # %%
-steps = larger.accumulation_steps
+steps = larger.gradient_accumulation_steps
 rate = tfamp.training.scale_learning_rate(
     1e-3,
     batch_size=larger.effective_batch_size,

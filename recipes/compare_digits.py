@@ -119,7 +119,6 @@ def main(argv: list[str]) -> None:
         seeds=seeds,
         epochs=epochs,
         tolerance=0.02,  # less is more than 360 test images can show
-        latency_batch_sizes=(1,),
         directory=out / "runs",
         on_run=show,
     )

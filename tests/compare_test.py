@@ -75,7 +75,7 @@ def test_a_first_run_that_fails_ends_it_with_its_log(tmp_path):
 
 
 def test_a_folder_with_runs_is_not_taken_by_mistake(compared):
-    settings = {"epochs": 3, "latency_batch_sizes": (1,), "directory": compared[1]}
+    settings = {"epochs": 3, "directory": compared[1]}
     with pytest.raises(ValueError, match="runs of an earlier comparison"):
         tfamp.compare(build, shuffled, **settings)
     with pytest.raises(ValueError, match="runs of other settings"):
@@ -87,7 +87,6 @@ def test_a_comparison_goes_on_with_the_runs_that_are_there(compared):
     again = tfamp.compare(
         *(build, shuffled, (X[:96], Y[:96])),
         **{"policies": POLICIES, "seeds": 2, "epochs": 3, "tolerance": 0.2},
-        latency_batch_sizes=(1,),
         directory=folder,
         resume=True,
         on_run=refuse,
@@ -107,7 +106,6 @@ def compared(tmp_path_factory):
         seeds=2,
         epochs=3,
         tolerance=0.2,
-        latency_batch_sizes=(1,),
         directory=folder,
         on_run=told.append,
         command="the command",
@@ -177,9 +175,7 @@ def test_a_policy_that_fails_is_left_out_and_told():
             raise TypeError("no such kernel")
         return build()
 
-    found = tfamp.compare(
-        build_in_float32, (X, Y), policies=POLICIES, seeds=2, latency_batch_sizes=()
-    )
+    found = tfamp.compare(build_in_float32, (X, Y), policies=POLICIES, seeds=2)
     errors = [run.error for run in found.runs if not run.is_finished]
     assert errors[0].startswith("TypeError: no such kernel")
     assert errors[1].startswith("left out")
@@ -199,7 +195,7 @@ PROGRAM = """
             os.kill(os.getpid(), signal.SIGINT)
 
     found = tfamp.compare(build, (X, Y), policies=("float32", "keras:float32"), seeds=9,
-                          on_run=on_run, latency_batch_sizes=())
+                          on_run=on_run)
     print(len(found.runs), found.verdict)
 """
 

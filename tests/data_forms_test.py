@@ -10,10 +10,10 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.stepping.arguments import dataset_of
-from tfamp.trials.batches import as_fit_takes_it
-from tfamp.trials.batches import batch_of as tried_batch
+from tfamp.trials.parcel import as_fit_takes_it
+from tfamp.trials.parcel import batch_of as tried_batch
 from tfamp.trials.run_records import Run
-from tfamp.trials.training import train
+from tfamp.trials.worker import train
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 4))  # float64, as NumPy makes it

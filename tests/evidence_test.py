@@ -9,7 +9,7 @@ import pytest
 
 from tests import made_evidence
 from tests.refusals import refusals
-from tfamp.comparison import judgement
+from tfamp.comparison import verdict as judgement
 from tfamp.trials.run_records import Run
 from tfamp.trials.variant import Variant
 

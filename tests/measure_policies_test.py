@@ -10,8 +10,7 @@ import tensorflow as tf
 import tfamp
 from tests.styles import STYLES, assembled
 from tfamp.tuning import measured_policies
-from tfamp.tuning.measured_policies import Racer, put_back, race
-from tfamp.tuning.measurement import PolicyTime
+from tfamp.tuning.measured_policies import PolicyTime, Racer, put_back, race
 
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(16, 6)).astype("float32")

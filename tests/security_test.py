@@ -19,7 +19,7 @@ MODULES = ("pickle", "cloudpickle", "_pickle()")
 LOADERS = {f"{module}.{name}" for module in MODULES for name in ("load", "loads")}
 # What a trial is given by the process that starts it; and models that are in memory,
 # of the self-test and ahead of a measurement.
-UNPICKLE = {"trials/parcel.py", "dtypes/hooks.py", "memory/measured.py"}
+UNPICKLE = {"trials/parcel.py", "dtypes/hooks.py", "memory/estimator.py"}
 # A copy of a model that is in memory, through a file of its own.
 UNSAFE = {"stepping/unchanged.py"}
 

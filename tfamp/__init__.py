@@ -63,14 +63,14 @@ _HOMES = {
 # What the functions above return, for annotations; editors do not list them.
 _RESULTS = {
     "Assignment": "tfamp.models",
-    "BatchSearch": "tfamp.memory.batch_records",
+    "BatchSearch": "tfamp.memory.batch_search",
     "Comparison": "tfamp.comparison.result",
     "Diagnosis": "tfamp.cli.diagnosis",
     "Export": "tfamp.serving.exports.exporter",
     "Findings": "tfamp.records.findings",
     "Latency": "tfamp.serving.latency",
     "LoadedModel": "tfamp.serving.runtimes.signature",
-    "Measurement": "tfamp.tuning.measurement",
+    "Measurement": "tfamp.tuning.measured_policies",
     "MemoryEstimate": "tfamp.memory.estimates",
     "Parity": "tfamp.serving.gate",
     "Proof": "tfamp.numerics.proof",
@@ -214,7 +214,7 @@ if TYPE_CHECKING:
     from tfamp.comparison.result import Comparison as Comparison
     from tfamp.loss_scale.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from tfamp.loss_scale.stops import LossScaleError as LossScaleError
-    from tfamp.memory.batch_records import BatchSearch as BatchSearch
+    from tfamp.memory.batch_search import BatchSearch as BatchSearch
     from tfamp.memory.batch_search import find_batch_size as find_batch_size
     from tfamp.memory.estimates import MemoryEstimate as MemoryEstimate
     from tfamp.memory.estimator import estimate_memory as estimate_memory
@@ -250,8 +250,8 @@ if TYPE_CHECKING:
     from tfamp.serving.runtimes import load_exported as load_exported
     from tfamp.serving.runtimes.signature import LoadedModel as LoadedModel
     from tfamp.tuning import tune as tune
+    from tfamp.tuning.measured_policies import Measurement as Measurement
     from tfamp.tuning.measured_policies import measure_policies as measure_policies
-    from tfamp.tuning.measurement import Measurement as Measurement
 else:
     __all__ = sorted(_HOMES)
 

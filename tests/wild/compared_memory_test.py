@@ -45,7 +45,6 @@ def test_peak_memory_is_that_of_weights_gradients_and_state_however_large_the_da
         policies=("float32", "keras:float32"),
         seeds=1,
         batch_size=500,
-        latency_batch_sizes=(1,),
     )
     for run in found.runs:
         held = (run.memory.training_bytes - run.memory.start_bytes) / MIB

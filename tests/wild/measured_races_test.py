@@ -10,8 +10,7 @@ import random
 
 import pytest
 
-from tfamp.tuning.measured_policies import POLICIES, Racer, race
-from tfamp.tuning.measurement import PolicyTime
+from tfamp.tuning.measured_policies import POLICIES, PolicyTime, Racer, race
 
 STEP_SECONDS = 0.005
 EVERY_WAY = [PolicyTime(policy, xla) for xla in (False, True) for policy in POLICIES]

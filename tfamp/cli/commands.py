@@ -172,12 +172,10 @@ def memory(read: argparse.Namespace) -> int:
         )
         show(read, found)
         return 0
-    from tfamp.trials.batches import batch_of
-
     with _built(read.target, read.policy, needs_data=False) as made:
         data, size = None, _BATCH_SIZE
         if made.train is not None:
-            batch = batch_of(made.train)
+            batch = parcel.batch_of(made.train)
             size = batch.size
             data = batch.parts if isinstance(batch.parts, tuple) else (batch.parts,)
             data = data[:1] if read.inference else data

@@ -1,24 +1,25 @@
 """`tfamp.compare`: float32 against a policy, measured, judged and written up."""
 
+import contextlib
 import dataclasses
-import functools
 import os
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from tfamp.comparison.judgement import (
-    Better,
-    choose_metric,
-    direction,
-)
 from tfamp.comparison.result import Comparison, conclude
+from tfamp.comparison.verdict import Better, choose_metric, direction
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
-from tfamp.trials import parcel, tasks
+from tfamp.trials import parcel
 from tfamp.trials.examples import differences
-from tfamp.trials.run_records import Context, Run
+from tfamp.trials.run_records import Context, Run, Task
 from tfamp.trials.runner import run_all
-from tfamp.trials.tasks import Task, checked_policies, checked_seeds
+from tfamp.trials.variant import Variant, plan_file
+
+# In the folder of the runs: what all of them share.
+_JOB = "job.json"
 
 
 @checks.knows_other_names
@@ -34,23 +35,20 @@ def compare(
     metric: str | None = None,
     better: Better | None = None,
     batch_size: int | None = None,
-    latency_batch_sizes: Sequence[int] = (1, 8, 32),
     directory: str | os.PathLike[str] | None = None,
     resume: bool = False,
     timeout_seconds: float | None = None,
     command: str = "",
-    on_run: Callable[[Run], None] | None = None,
+    on_run: Callable[[Run], None] = lambda run: None,
 ) -> Comparison:
     """Trains a model under several policies, and says which are as good and faster.
 
-    Each policy and seed is trained by `fit` in a fresh process, so that memory peaks,
-    traced functions and random states are its own. The policies of a seed follow one
-    another, so that a machine that gets slower slows all of them, and start from the
-    same weights. Quality is judged by an equivalence test on the differences of pairs,
-    speed by an interval of their ratios. Ctrl-C ends it with the runs there are.
-
-    On a GPU use it from a process that has not used the GPU yet: TensorFlow takes all
-    of its memory and would leave none to the runs. `tfamp compare` does so.
+    Each policy and seed is trained by `fit` in a fresh process; the policies of a seed
+    follow one another, so that a machine that gets slower slows all of them, and start
+    from the same weights. Quality is judged by an equivalence test on the differences
+    of pairs, speed by an interval of their ratios. Ctrl-C ends it with the runs there
+    are. On a GPU use it from a process that has not used the GPU yet, which would leave
+    no memory to the runs; `tfamp compare` does so.
 
     Args:
         build_model: Returns a compiled model, or (model, train, validation) where no
@@ -72,8 +70,6 @@ def compare(
         metric: What quality is judged by; None takes the first compiled metric.
         better: "max" or "min"; None goes by the metric's name, where that is known.
         batch_size: For arrays; None takes 32.
-        latency_batch_sizes: Sizes of the timed calls of the trained model, besides the
-            size of a training batch.
         directory: Where records and logs of the runs are kept; None keeps none.
         resume: Take the finished runs of `directory`, of the same settings, and do
             what is missing.
@@ -95,47 +91,61 @@ def compare(
         Interval(estimate=1.92, low=1.85, high=1.99)
     """
     name = parcel.name_of(build_model)
-    chosen = checked_seeds(seeds)
+    if not isinstance(seeds, (list, tuple, range)):
+        seeds = range(checks.positive_int("seeds", seeds))
+    chosen = tuple(checks.positive_int("seeds", seed, minimum=0) for seed in seeds)
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise ValueError(
+            f"`seeds` is {seeds!r}; expected a number of seeds, or different ones. "
+            "Pass for example 5."
+        )
     checks.positive_int("epochs", epochs)
-    for size in (*latency_batch_sizes, 1 if batch_size is None else batch_size):
-        checks.positive_int("batch_size", size)
+    if batch_size is not None:
+        checks.positive_int("batch_size", batch_size)
     if tolerance is not None:
         tolerance = checks.positive("tolerance", tolerance)
     if better is not None:
         checks.choice("better", better, ("max", "min"))
     elif metric is not None:
         direction(metric.removeprefix("val_"))
-    if resume and directory is None:
-        raise ValueError(
-            "`resume` is True without a `directory`; expected the folder that has the "
-            "finished runs. Pass it, and keep it from the first call on."
-        )
     if timeout_seconds is not None:
         timeout_seconds = checks.positive("timeout_seconds", timeout_seconds)
     for module in ("cloudpickle", "psutil"):
         checks.require(module, extra="report", purpose="`tfamp.compare`")
-    given = [policies] if isinstance(policies, str) else policies
-    with tasks.opened(directory) as folder:
+
+    def check(run: Run) -> None:
+        """Refuses what the metric of a run cannot be judged by, before other runs."""
+        found = choose_metric([run], metric)
+        if better is None:
+            direction(found)
+
+    with contextlib.ExitStack() as stack:
+        if directory is None:
+            temporary = tempfile.TemporaryDirectory(prefix="tfamp-compare-")
+            directory = stack.enter_context(temporary)
+        folder = Path(directory).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
         # Other processes read a plan as a file.
-        words = checked_policies([tasks.plan_file(folder, each) for each in given])
-        task = Task(
-            "",
-            epochs=epochs,
-            batch_size=batch_size,
-            latency_batch_sizes=tuple(latency_batch_sizes),
-        )
-        tasks.begin(folder, task, resume=resume)
+        given = [policies] if isinstance(policies, str) else policies
+        words = tuple(str(Variant.named(plan_file(folder, each))) for each in given)
+        if len(words) < 2 or len(set(words)) < len(words):
+            raise ValueError(
+                f"`policies` is {tuple(given)!r}; expected at least two different ones "
+                "to compare. Pass for example ('float32', 'auto')."
+            )
+        task = Task("", epochs=epochs, batch_size=batch_size)
+        _begin(folder, task, resume=resume)
         notes = parcel.pack(folder, build_model, train, validation)
         runs = run_all(
             folder,
             words,
             chosen,
             dataclasses.replace(task, command=command),
-            check=functools.partial(_check_metric, metric=metric, better=better),
-            on_run=on_run or (lambda run: None),
+            check=check,
+            on_run=on_run,
             timeout_seconds=timeout_seconds,
         )
-        context = folder / tasks.CONTEXT
+        context = folder / "context.json"
         comparison = conclude(
             runs,
             title=name,
@@ -146,14 +156,22 @@ def compare(
             tolerance=tolerance,
             context=Context.from_json(context) if context.is_file() else None,
             notes=notes,
-            examples=functools.partial(differences, folder),
+            examples=lambda pairs, metric: differences(folder, pairs, metric),
         )
         parcel.discard(folder)
     return comparison
 
 
-def _check_metric(run: Run, *, metric: str | None, better: Better | None) -> None:
-    """Refuses what the metric of a run cannot be judged by, before the other runs."""
-    found = choose_metric([run], metric)
-    if better is None:
-        direction(found)
+def _begin(folder: Path, task: Task, *, resume: bool) -> None:
+    """Notes in a folder what all its runs share, or raises where others are there."""
+    path = folder / _JOB
+    if not path.exists():
+        task.to_json(path)
+        return
+    is_other = Task.from_json(path) != task
+    if not resume or is_other:
+        what = "other settings" if is_other else "an earlier comparison"
+        raise ValueError(
+            f"`directory` is {str(folder)!r}, which has runs of {what}; expected an "
+            "empty folder, or the same settings and `resume=True`. Pass another."
+        )

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tfamp.comparison import table
 from tfamp.records import checks, record
 from tfamp.records.units import format_bytes, join_words
 
@@ -31,22 +30,22 @@ def to_html(found: Comparison, path: str | os.PathLike[str] | None = None) -> st
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-    columns, order = table.columns(found), (found.reference, *found.candidates)
+    columns, order = found.columns(), (found.reference, *found.candidates)
     colors = dict(zip(order, _COLORS * len(order), strict=False))
-    words = {policy: table.word_of(found, policy) for policy in order}
-    sentence, advice = table.sentences(found, found.best)
+    words = {policy: found.word(policy) for policy in order}
+    sentence, advice = found.sentences(found.best)
     others = [policy for policy in found.candidates if policy != found.best]
     text: str = environment.from_string(source).render(
         found=found,
         sentence=sentence,
         advice=advice,
-        reference=table.reference_sentence(found),
-        legend=table.LEGEND.format(found.label(found.reference)),
+        reference=found.reference_sentence(),
+        legend=found.legend(),
         word=words[found.best],
         headings=list(columns),
         policies=[
             {
-                "name": table.named(found, policy),
+                "name": found.name(policy),
                 "cells": [cells[policy] for cells in columns.values()],
                 "word": words[policy],
                 "kind": _KINDS.get(words[policy], "neutral"),
@@ -54,7 +53,7 @@ def to_html(found: Comparison, path: str | os.PathLike[str] | None = None) -> st
             }
             for policy in order
         ],
-        others=[" ".join(table.sentences(found, policy)) for policy in others],
+        others=[" ".join(found.sentences(policy)) for policy in others],
         figures=_figures(found, colors),
         failed=[run for run in found.runs if not run.is_finished],
         settings=_settings(found),

@@ -1,23 +1,87 @@
-"""From the runs of a comparison to what it comes to."""
+"""From the runs of a comparison to what it comes to, as a table and in sentences."""
 
 import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import numpy as np
 
-from tfamp.comparison import judgement, page, table
-from tfamp.comparison.judgement import Better
-from tfamp.comparison.verdict import Answer, Verdict
-from tfamp.records import checks
+from tfamp.comparison import page
+from tfamp.comparison import verdict as judgement
+from tfamp.comparison.verdict import Answer, Better, Verdict
+from tfamp.records import checks, console, units
 from tfamp.records.record import TableRecord
 from tfamp.trials.run_records import Context, Run
-from tfamp.trials.statistics import Interval, interval_of_ratios
-from tfamp.trials.variant import short_names
+from tfamp.trials.statistics import (
+    Effect,
+    Interval,
+    effect_of_ratio,
+    interval_of_ratios,
+)
+from tfamp.trials.variant import Variant, short_names
 
 PerExample = Callable[[Sequence[tuple[Run, Run]], str], np.ndarray | None]
+_MAX_ERROR = 300  # letters of an error in a sentence
+_SIGNS = {"better": "+", "worse": "-", "as good": "=", "same": "=", "": ""}
+# Each answer in a table, at the start of a sentence, and what to do about it.
+_WORDS = {
+    "equivalent and faster": (
+        *("use it", "{name} is as {good} as {reference} and faster"),
+        "Use it: {how}.",
+    ),
+    "equivalent, not faster": (
+        *("same speed", "{name} is as {good} as {reference}, but not faster"),
+        "Stay with {reference}, unless it is memory or size that you need.",
+    ),
+    "slower": (
+        *("slower", "{name} is slower than {reference}"),
+        "Stay with {reference}.",
+    ),
+    "worse": (
+        *("less accurate", "{name} is less {good} than {reference}"),
+        "Stay with {reference}, or keep the layers that lose it in float32 "
+        "(keep_float32=).",
+    ),
+    "undecided": (
+        "not enough runs",
+        "Not decided yet whether {name} is as {good} as {reference} and faster",
+        "{needs}.",
+    ),
+}
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+# Name -> its heading and how it is written; the last two have no ratio.
+_MEASURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "examples_per_second": ("training (examples/s)", _number),
+    "training_bytes": ("peak memory", units.format_bytes),
+    "device_bytes": ("peak GPU memory", units.format_bytes),
+    "energy_joules": ("energy (J)", _number),
+    "step_seconds": ("step", units.format_seconds),
+    "first_step_seconds": ("first step", units.format_seconds),
+    "skipped_steps": ("skipped steps", _number),
+    "num_nonfinite_weights": ("NaN in weights", _number),
+}
+_COUNTS = ("skipped_steps", "num_nonfinite_weights")
+
+
+class Cell(NamedTuple):
+    """A figure of a policy, its change against the reference and where that may lie."""
+
+    value: str
+    change: str = ""
+    interval: str = ""
+    effect: Effect = ""
+
+    @property
+    def sign(self) -> str:
+        """The effect as one sign."""
+        return _SIGNS.get(self.effect, "?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,38 +152,225 @@ class Comparison(TableRecord):
     ) -> Interval:
         """Returns a policy's measure over the reference's, paired by seed.
 
-        Args:
-            measure: Such as "examples_per_second", "training_bytes",
-                "latency_p50_batch_1"; an unknown one names them all.
-            policy: One of `policies`.
-            reference: Another one to divide by than `reference`.
-
-        Returns:
-            The geometric mean over seeds and its interval, whose ends are infinite
-            or 0 for one seed; all NaN where no pair of runs has the measure.
+        It is the geometric mean over seeds and its interval, whose ends are infinite or
+        0 for one seed; all NaN where no pair of runs has the measure.
 
         Raises:
-            ValueError: The measure or the policy is unknown.
+            ValueError: The measure, such as "examples_per_second", "training_bytes" or
+                "latency_p50_batch_1", or the policy is unknown; it names them all.
         """
-        checks.choice("measure", measure, table.measures_of(self.runs))
+        checks.choice("measure", measure, _measures_of(self.runs))
         values = [
-            [table.value_of(run, measure) for run in pair]
+            [_value_of(run, measure) for run in pair]
             for pair in self.pairs(policy, reference)
         ]
         return interval_of_ratios([b / a for a, b in values if a and b])
 
+    def columns(self) -> dict[str, dict[str, Cell]]:
+        """Returns heading -> policy -> cell; ratios are those of the figures beside."""
+        measures = _measures_of(self.runs)
+        latencies = [name for name in measures if name.startswith("latency_p50")][:1]
+        names = ("training_bytes", "device_bytes", *latencies, "energy_joules")
+        where = "validation" if self.on_validation else "training"
+        table = {}
+        for name in ("examples_per_second", "", *names, *_COUNTS):
+            if not name:
+                table[f"{self.metric}, {where}"] = {
+                    policy: self._quality(policy) for policy in self.policies
+                }
+            elif name in measures:
+                heading, text = measures[name]
+                table[heading] = {
+                    p: self._measured(p, name, text) for p in self.policies
+                }
+        return table
+
+    def _measured(self, policy: str, name: str, text: Callable[[float], str]) -> Cell:
+        values = [_value_of(run, name) for run in self.finished(policy)]
+        known = [value for value in values if value is not None]
+        if not known:
+            return Cell("-")
+        if name in _COUNTS or min(known) <= 0:
+            return Cell(text(float(np.mean(known))))
+        value, ratio = text(math.exp(np.mean(np.log(known)))), self.ratio(name, policy)
+        if policy == self.reference or math.isnan(ratio.estimate):
+            return Cell(value)
+        effect = effect_of_ratio(ratio, more_is_better=name == "examples_per_second")
+        if all(judgement.are_same(*pair) for pair in self.pairs(policy)):
+            effect = "same"
+        change = f"{_digits(ratio.estimate)}x{self._paired(policy)}"
+        return Cell(value, change, _between(ratio, _digits), effect)
+
+    def _quality(self, policy: str) -> Cell:
+        text = self._mean_metric(self.finished(policy))
+        verdict = self.verdicts.get(policy)
+        if verdict is None or not math.isfinite(verdict.quality.estimate):
+            return Cell(text)
+        change = verdict.quality
+        if self.better == "min":
+            change = Interval(-change.estimate, -change.high, -change.low)
+        told = _signed(change.estimate) + self._paired(policy)
+        effect: Effect = verdict.quality_effect or "unclear"
+        return Cell(text, told, _between(change, _signed), effect)
+
+    def _paired(self, policy: str) -> str:
+        seeds = [{r.seed for r in self.finished(p)} for p in (policy, self.reference)]
+        return "" if seeds[0] == seeds[1] else " paired"
+
+    def _mean_metric(self, runs: Sequence[Run]) -> str:
+        values = [run.final_metrics.get(self.metric, math.nan) for run in runs]
+        if not np.isfinite(values).all():
+            return "not a number"
+        return _number(float(np.mean(values))) if values else "unknown"
+
+    def word(self, policy: str) -> str:
+        """Returns the verdict on a policy in the words of the table."""
+        if policy == self.reference:
+            return "reference"
+        return _WORDS[self.verdicts[policy].answer][0]
+
+    def name(self, policy: str) -> str:
+        """Returns a policy with what it came to, where that is another name."""
+        name, runs = self.label(policy), self.finished(policy)
+        came_to = runs[0].resolved_policy if runs else ""
+        return name if came_to in name else f"{name} ({came_to})"
+
+    def sentences(self, policy: str) -> tuple[str, str]:
+        """Returns what a candidate comes to, with the figures, and what to do then."""
+        verdict, pairs = self.verdicts[policy], self.pairs(policy)
+        _, lead, advice = _WORDS[verdict.answer]
+        if verdict.quality_effect == "same":  # it came to the reference itself
+            advice = (
+                f"{self.label(policy)} costs nothing here, and pays on machines that "
+                "can do more."
+            )
+        words = {
+            "name": self.name(policy),
+            "reference": self.label(self.reference),
+            "good": "accurate" if "acc" in self.metric.lower() else "good",
+            "how": _how_to_use(policy),
+            "needs": f"{verdict.needs[:1].upper()}{verdict.needs[1:]}",
+        }
+        before, after = (
+            self._mean_metric([pair[place] for pair in pairs]) for place in (0, 1)
+        )
+        seeds = "1 seed" if verdict.num_seeds == 1 else f"{verdict.num_seeds} seeds"
+        first = verdict.reason.strip().partition("\n")[0].rstrip(".")
+        if len(first) > _MAX_ERROR:
+            first = f"{first[: _MAX_ERROR - 3]}..."
+        return (
+            f"{lead.format(**words)}: {self.metric} {after} against {before}, {seeds}; "
+            f"{first}.",
+            advice.format(**words),
+        )
+
+    def legend(self) -> str:
+        """Returns what the signs and figures of the table mean."""
+        return (
+            "+ better, - worse, = the same, ? not clear; means over seeds, ratios to "
+            f"{self.label(self.reference)}, and where these may lie with 5 % error on "
+            "each side"
+        )
+
+    def reference_sentence(self) -> str:
+        """Returns which policy the others are held against, and why that one."""
+        plain = [p for p in self.policies if Variant.parse(p).policy == "float32"]
+        why = ""
+        if self.reference not in plain:
+            why = ", the first policy, since none is float32"
+        elif len(plain) > 1:
+            why = f", the fastest of {len(plain)} ways to train in float32"
+        return f"Compared with {self.label(self.reference)}{why}."
+
     def table(self) -> str:
         """Returns verdict, figures and ratios as text of at most 110 columns."""
-        return table.table(self)
+        shown, lines = self.columns(), []
+        for policy in (self.reference, *self.candidates):
+            texts = []
+            for cells in shown.values():
+                cell = cells[policy]
+                between = f"({cell.interval})" if cell.interval else ""
+                change = f"{cell.change} {cell.sign}".strip()
+                texts.append("\n".join(filter(None, (cell.value, change, between))))
+            lines.append((f"{self.name(policy)}\n{self.word(policy)}", *texts))
+        right = {"justify": "right", "overflow": "fold"}
+        heads: dict[str, Any] = {"policy": console.FOLD, **dict.fromkeys(shown, right)}
+        number = sum(not run.is_finished for run in self.runs)
+        sentence, advice = self.sentences(self.best)
+        told = [
+            self.legend(),
+            self.reference_sentence(),
+            f"{number} of {len(self.runs)} runs failed." if number else "",
+            *(self.sentences(p)[0] for p in self.candidates if p != self.best),
+            advice,
+            f"Verdict: {sentence}",  # last, where the eye ends up
+        ]
+        text = console.table(
+            heads, lines, title=self.title, box=None, padding=(0, 2, 1, 0)
+        )
+        return console.text_of(text, *filter(None, told))
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the report as a page that opens offline; writes it, if given a path.
-
-        Raises:
-            ImportError: jinja2 or matplotlib is not installed.
-            OSError: The file cannot be written.
-        """
+        """Returns a page that opens offline and writes it, if given a path."""
         return page.to_html(self, path)
+
+
+def _value_of(run: Run, measure: str) -> float | None:
+    """Returns a figure of a run, None where it was not measured."""
+    if measure.startswith("latency_"):
+        _, part, _, size = measure.split("_")
+        return getattr(run.latency(int(size)), f"{part}_seconds", None)
+    if measure == "device_bytes":
+        return getattr(run.memory, measure, None)
+    if measure == "training_bytes":
+        if run.memory is None or run.memory.training_bytes is None:
+            return None
+        # Above the some 500 MiB that a process starts with.
+        return float(max(run.memory.training_bytes - run.memory.start_bytes, 0))
+    value: float | None = getattr(run, measure)
+    return value
+
+
+def _measures_of(runs: Sequence[Run]) -> dict[str, tuple[str, Callable[[float], str]]]:
+    """Returns heading and format of each measure that a finished run has, by name."""
+    every = {**_MEASURES}
+    for size in sorted({each.batch_size for run in runs for each in run.latencies}):
+        for part in ("p50", "p90", "p99"):
+            how = (f"latency, batch {size}", units.format_seconds)
+            every[f"latency_{part}_batch_{size}"] = how
+    finished = [run for run in runs if run.is_finished]
+    return {
+        name: how
+        for name, how in every.items()
+        if any(_value_of(run, name) for run in finished)
+    }
+
+
+def _signed(value: float) -> str:
+    return f"{value:+,.2g}"
+
+
+def _digits(ratio: float) -> str:
+    return f"{ratio:.2f}" if 0.095 <= abs(ratio) < 99.5 else f"{ratio:,.3g}"
+
+
+def _between(found: Interval, text: Callable[[float], str]) -> str:
+    if not (math.isfinite(found.low) and math.isfinite(found.high)):
+        return ""
+    return f"{text(found.low)} to {text(found.high)}"
+
+
+def _how_to_use(policy: str) -> str:
+    """Returns the lines of code that turn a policy on."""
+    variant = Variant.parse(policy)
+    call = f"tfamp.enable({variant.policy!r})"
+    if variant.is_plan and not os.path.isfile(variant.policy):
+        call = "tfamp.enable(plan)"  # what was given is a plan itself
+    if variant.is_stock:
+        call = f"keras.config.set_dtype_policy({variant.policy!r})"
+    steps = [f"{call} before the model is built"]
+    steps += ["compile(jit_compile=True)"] * variant.jit_compile
+    return ", ".join(steps)
 
 
 def conclude(
@@ -131,11 +382,7 @@ def conclude(
     examples: PerExample = lambda pairs, metric: None,
     **given: Any,
 ) -> Comparison:
-    """Returns the comparison of runs, at least one of them finished.
-
-    `examples` gives the differences of a metric on each example of pairs of runs,
-    `given` has the other fields (title, policies, seeds, context, notes).
-    """
+    """Returns the comparison of runs, at least one of them finished."""
     metric = judgement.choose_metric(runs, metric)
     better = better or judgement.direction(metric)
     policies, seeds = given["policies"], given["seeds"]

@@ -7,24 +7,45 @@ Quality and speed are two answers, each from one interval (`tfamp.trials.statist
 import bisect
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
+from tfamp.records import checks
 from tfamp.records.record import Record
 from tfamp.records.units import join_words
 from tfamp.trials import statistics
+from tfamp.trials.run_records import Run
 from tfamp.trials.statistics import MIN_GAIN, Effect, Interval
+from tfamp.trials.variant import Variant, short_names
 
-# Beyond so many seeds, or so many times the examples, more of them is no advice.
-_MAX_SEEDS, _MAX_FACTOR = 100, 100
-# The part of the examples' variance that is left out of the seeds'.
-_COUNTED_TWICE = 0.85
+Better = Literal["max", "min"]
 # The best one last.
 Answer = Literal[
     "worse", "slower", "undecided", "equivalent, not faster", "equivalent and faster"
 ]
+# The losses of a metric that count as none, where nobody said: half a point of an
+# accuracy, a part of everything else.
+POINTS, PART = 0.005, 0.05
+# Beyond so many seeds, or so many times the examples, more of them is no advice; what a
+# first comparison asks for where one run says nothing of the spread.
+_MAX_SEEDS, _MAX_FACTOR, _USUAL_SEEDS = 100, 100, 3
+# The part of the examples' variance that is left out of the seeds'.
+_COUNTED_TWICE = 0.85
+# Words of a metric's name that say which way is better. Keras puts the name of an
+# output before that of its metric, so the last word that is known decides.
+_MIN_WORDS = frozenset(
+    "crossentropy cer deviance divergence entropy error errors false hinge kl kld "
+    "logcosh cosh loss mae mape mse msle nll perplexity poisson rmse wer".split()
+)
+_MAX_WORDS = frozenset(
+    "acc accuracy auc bleu correct dice f1 fbeta io iou kappa map mcc miou mrr ndcg "
+    "precision psnr r2 recall rouge score sensitivity similarity specificity ssim "
+    "true".split()
+)
+_NEGATED = frozenset(("neg", "negative", "minus", "inverse"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +110,6 @@ class Examples:
         changes[:lost], changes[lost : lost + won] = -1, 1
         return cls(changes, is_rate=True)
 
-    @property
-    def number(self) -> int:
-        """How many there are."""
-        return len(self.changes)
-
     def reach(self, times: float = 1.0) -> tuple[float, float]:
         """Returns how far the true mean may lie below and above, of `times` as many."""
         middle = float(self.changes.mean())
@@ -101,8 +117,149 @@ class Examples:
             low = -statistics.change_limit(-self.changes, times)
             return middle - low, statistics.change_limit(self.changes, times) - middle
         spread = float(np.std(self.changes, ddof=1))
-        half = statistics.half_width(spread, int(times * self.number))
+        half = statistics.half_width(spread, int(times * len(self.changes)))
         return half, half
+
+
+def direction(metric: str) -> Better:
+    """Returns whether a metric is better large or small; ValueError if unknown."""
+    words = re.findall(r"[a-z]+\d*", metric.lower())
+    # Keras numbers metrics of one name: "auc_1".
+    for word in reversed(words if not _NEGATED & set(words) else []):
+        forms = {word, word.rstrip("0123456789")}
+        if forms & (_MIN_WORDS | _MAX_WORDS):
+            return "min" if forms & _MIN_WORDS else "max"
+    raise ValueError(
+        f"`metric` is {metric!r}, and `better` is None; expected 'max' or 'min', since "
+        "the name does not say whether a larger or a smaller value is better. Pass "
+        "`better`."
+    )
+
+
+def choose_metric(runs: Sequence[Run], metric: str | None) -> str:
+    """Returns the metric named, with or without "val_", else the first compiled one."""
+    names = next(tuple(run.final_metrics) for run in runs if run.is_finished)
+    if metric is not None:
+        return checks.choice("metric", metric.removeprefix("val_"), names)
+    return next((name for name in names if name != "loss"), "loss")
+
+
+def choose_reference(policies: Sequence[str], runs: Sequence[Run]) -> str:
+    """Returns the fastest float32, or the first policy where there is none."""
+
+    def rate(policy: str) -> float:
+        own = (run for run in runs if run.policy == policy and run.is_finished)
+        return float(np.median([run.examples_per_second for run in own] or [0.0]))
+
+    plain = [policy for policy in policies if Variant.parse(policy).policy == "float32"]
+    return max(plain, key=rate, default=policies[0])
+
+
+def allowed(tolerance: float | None, better: Better, values: Sequence[float]) -> float:
+    """Returns the loss of a metric that counts as none, in the metric's own unit.
+
+    Where more is better a tolerance is absolute, else a part of the mean of the
+    reference's `values`.
+    """
+    known = [value for value in values if math.isfinite(value)]
+    mean = abs(float(np.mean(known))) if known else 0.0
+    if better == "max" and tolerance is not None:
+        return tolerance
+    if better == "max" and all(0 <= value <= 1 for value in known):
+        return POINTS
+    return (PART if tolerance is None else tolerance) * (mean or 1.0)
+
+
+def verdict_on(
+    pairs: Sequence[tuple[Run, Run]],
+    failures: Sequence[Run],
+    *,
+    metric: str,
+    better: Better,
+    tolerance: float,
+    examples: np.ndarray | None = None,
+) -> Verdict:
+    """Returns the verdict on a policy from pairs of runs, the reference's first."""
+    ratios = [b.examples_per_second / a.examples_per_second for a, b in pairs]
+    values = np.array([[r.final_metrics[metric] for r in pair] for pair in pairs])
+    before, after = values.T if pairs else np.zeros((2, 0))
+    sign = 1 if better == "max" else -1
+    differences = (sign * (after - before)).tolist()
+    number = min((run.num_examples for pair in pairs for run in pair), default=0)
+    speed, unknown = statistics.interval_of_ratios(ratios), statistics.interval([])
+
+    def because(answer: Answer, reason: str, needs: str = "", **more: Any) -> Verdict:
+        effect = statistics.effect_of_ratio(speed, more_is_better=True)
+        more = {"quality": unknown, "speed_effect": effect, **more}
+        given = (more.pop("quality"), speed, tolerance, len(pairs), needs)
+        return Verdict(answer, reason, *given, **more)
+
+    if broken := [
+        pair[1].seed
+        for pair, x, y in zip(pairs, before, after, strict=True)
+        if math.isfinite(x) and not math.isfinite(y)
+    ]:
+        reason = (
+            "the metric is not a number after training with seeds "
+            f"{', '.join(map(str, broken))}, where the reference's is"
+        )
+        return because("worse", reason, quality_effect="worse")
+    if not np.isfinite(before).all():
+        reason = "the reference itself trains to a metric that is not a number"
+        return because("undecided", reason, "a reference that trains would decide")
+    if failures:
+        first = failures[0]
+        name = short_names([run.policy for run in failures])[first.policy]
+        reason = f"the run under {name} with seed {first.seed} failed: {first.error}"
+        return because("undecided", reason, "runs that do not fail would decide")
+    quality = statistics.interval(differences)
+    if pairs and all(are_same(*pair) for pair in pairs):
+        reason = (
+            f"{pairs[0][1].policy} came to {pairs[0][0].policy} itself, so there is "
+            "nothing to gain or to lose; what differs is noise"
+        )
+        same: dict[str, Any] = {"quality_effect": "same", "speed_effect": "same"}
+        return because("equivalent, not faster", reason, quality=quality, **same)
+    if len(pairs) < 2:
+        reason = "one seed shows no spread" if pairs else "0 seeds show no spread"
+        needs, more = f"{_USUAL_SEEDS} seeds may decide", _USUAL_SEEDS - len(pairs)
+        return because("undecided", reason, needs, quality=quality, more_seeds=more)
+    # A mean of values in [0, 1], as accuracies are: all metrics in it of which more is
+    # better, of the others those that are multiples of one part of the examples.
+    parts = values * number
+    is_count = number > 0 and bool((np.abs(parts - np.round(parts)) < 1e-3).all())
+    is_rate = bool(((values >= 0) & (values <= 1)).all())
+    is_rate = is_rate and (better == "max" or is_count)
+    found: Examples | None = None
+    if examples is not None:
+        is_rate = is_rate and bool(np.abs(examples).max(initial=0.0) <= 1)
+        found = Examples.of(sign * examples, is_rate=is_rate)
+    elif is_rate and number:
+        means = values.mean(axis=0) if sign > 0 else 1 - values.mean(axis=0)
+        found = Examples.of_fractions(float(means[0]), float(means[1]), number)
+    elif is_rate:
+        reason = (
+            f"on how many examples {metric} was taken is not known, so nothing says "
+            "how far it may be off"
+        )
+        needs = "validation data whose examples can be counted would decide"
+        return because("undecided", reason, needs, quality=quality)
+    return judge(differences, ratios, tolerance=tolerance, examples=found)
+
+
+def are_same(before: Run, after: Run) -> bool:
+    """Whether two runs computed the same under two names, as "auto" often does."""
+    one, two = ({(x.path, x.compute_dtype) for x in r.layers} for r in (before, after))
+    first, second = Variant.parse(before.policy), Variant.parse(after.policy)
+    is_plan = first.is_plan or second.is_plan
+    return (
+        bool(before.resolved_policy)
+        and before.resolved_policy == after.resolved_policy
+        and one == two
+        # The policy of a plan is not that of each of its layers.
+        and (bool(one) or not is_plan)
+        and first == dataclasses.replace(second, policy=first.policy)
+    )
 
 
 def judge(
@@ -112,17 +269,11 @@ def judge(
     tolerance: float,
     examples: Examples | None = None,
 ) -> Verdict:
-    """Returns the verdict on a policy against a reference, from values by seed.
+    """Returns the verdict on a policy from differences of the metric and speed ratios.
 
     "Worse" is a loss beyond `tolerance`; a policy that is better is equivalent. What
     is slower is "slower" however good it is, unless it is worse. "Not faster" means
     that a gain of `MIN_GAIN` or more can be ruled out.
-
-    Args:
-        differences: Of the metric, above 0 where the policy is better.
-        ratios: Of its examples/s to the reference's.
-        tolerance: The loss that counts as none, in the metric's unit.
-        examples: What the validation examples leave open; None where that is nothing.
 
     Example:
         >>> judge([0.001, -0.001, 0.0], [1.9, 2.0, 2.1], tolerance=0.005).answer
@@ -130,8 +281,7 @@ def judge(
         >>> judge([0.01, -0.01], [2.0, 2.1], tolerance=0.005).needs
         '24 seeds or a tolerance of 0.064 would decide'
 
-    Source: Schuirmann, A comparison of the two one-sided tests procedure and the power
-    approach for assessing the equivalence of average bioavailability, 1987.
+    Source: Schuirmann, J. Pharmacokinetics and Biopharmaceutics 15, 1987.
     """
     quality = _quality(differences, examples)
     speed = statistics.interval_of_ratios(ratios)
@@ -166,7 +316,7 @@ def judge(
         f"{reason}, where {tolerance:.3g} is allowed; {middle} times ({low} to {high}) "
         "as many examples/s",
         *(quality, speed, tolerance, len(ratios)),
-        num_examples=0 if examples is None else examples.number,
+        num_examples=0 if examples is None else len(examples.changes),
         quality_effect=effect,
         speed_effect=speed_effect,
         **rest,
@@ -192,15 +342,11 @@ def _quality(
 ) -> Interval:
     """Returns the interval of the difference over seeds and over examples.
 
-    `seeds`, or `times` as many examples, are what it would be with more of these;
-    `reach` is that of the examples, where it is known.
-
     Both parts are joined by adding squares. Most of what the examples alone make seeds
     differ by is left out of the seeds' part, else it would count twice; not all of it,
     since the spread of a few seeds may be small by chance, and of two seeds nothing.
 
-    Source: Zou & Donner, Construction of confidence limits about effect measures,
-    Statistics in Medicine 27, 2008.
+    Source: Zou & Donner, Statistics in Medicine 27, 2008.
     """
     middle, variance = float(np.mean(differences)), float(np.var(differences, ddof=1))
     number, within, below, above = len(differences), 0.0, 0.0, 0.0
@@ -237,7 +383,7 @@ def _what_decides_quality(
         sizes = np.geomspace(1.0, _MAX_FACTOR, 64).tolist()
         place = bisect.bisect_left(sizes, True, key=lambda each: decides(times=each))
         if place < len(sizes):
-            needed = int(_rounded_up(sizes[place] * examples.number))
+            needed = int(_rounded_up(sizes[place] * len(examples.changes)))
     least = _rounded_up(-quality.low)
     ways = [f"{seeds} seeds"] * bool(seeds)
     ways += [f"{needed or 0:,} validation examples"] * bool(needed)
@@ -271,11 +417,6 @@ def _first(decides: Callable[[int], bool], number: int) -> int | None:
 
 
 def _rounded_up(value: float) -> float:
-    """Returns a number above 0 with two digits, no smaller.
-
-    Example:
-        >>> _rounded_up(0.00731), _rounded_up(12340.0)
-        (0.0074, 13000.0)
-    """
+    """Returns a number above 0 with two digits, no smaller."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return float(f"{math.ceil(value / unit) * unit:.2g}")

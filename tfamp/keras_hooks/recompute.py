@@ -196,10 +196,7 @@ def _floats(tensors: Sequence[Any]) -> list[Any]:
 
 
 def _flat(nested: Any) -> tuple[list[Any], Pack]:
-    """Returns the tensors of a nested structure, and what packs others in its form.
-
-    Behind them come those that hang on one of them.
-    """
+    """Returns the tensors of a nested structure, and what packs others in its form."""
     leaves = tree.flatten(nested)
     is_tensor = [tf.is_tensor(x) and not isinstance(x, keras.Variable) for x in leaves]
     tensors = [x for x, yes in zip(leaves, is_tensor, strict=True) if yes]

@@ -1,34 +1,31 @@
 """`tfamp.find_batch_size`: the batch that trains fastest in the memory there is."""
 
-import contextlib
 import dataclasses
 import math
 import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
 
 from tfamp.dtypes.settings import IN_FORCE
-from tfamp.machine import limits
 from tfamp.machine.limits import MemoryLimit
-from tfamp.machine.nvml import Nvml
+from tfamp.machine.memory import machine_memory
 from tfamp.machine.out_of_memory import is_out_of_memory
-from tfamp.memory.batch_records import BatchSearch, StoppedBy, Trial
-from tfamp.records import checks
-from tfamp.records.console import progress
-from tfamp.records.units import format_bytes
-from tfamp.trials import parcel, processes, runner, tasks
-from tfamp.trials.batches import batch_of
-from tfamp.trials.tasks import Facts, Task
-from tfamp.trials.variant import Variant
+from tfamp.records import checks, console
+from tfamp.records.record import Record, TableRecord
+from tfamp.records.units import format_bytes, format_rate, format_seconds
+from tfamp.trials import parcel, runner
+from tfamp.trials.run_records import Facts, Task
+from tfamp.trials.variant import Variant, plan_file
 
 _MAX_BATCH_SIZE = 2**20
 # Steps that a trial times after the first, at least.
 _STEPS = 3
+_TIMEOUT_SECONDS = 600.0  # of a trial
 # Part of the limit that stays free: validation, callbacks and the fragmentation of long
 # runs take memory that few steps do not show.
 _MARGIN = 0.1
@@ -38,6 +35,122 @@ _PRECISION = 1 / 8
 _MAX_FLAT = 2
 # TensorFlow's allocator tells so of memory that it can do without.
 _HARMLESS = "not a failure"
+Outcome = Literal["fits", "over the limit", "out of memory", "killed", "too slow"]
+StoppedBy = Literal[
+    "memory", "knee", "time", "max_batch_size", "target_batch_size", "data"
+]
+_WHY = {
+    "memory": "a larger one does not fit",
+    "knee": "doubling it twice gains too little",
+    "time": "a larger one takes too long to try",
+    "max_batch_size": "`max_batch_size` allows no more",
+    "target_batch_size": "`target_batch_size` asks for no more",
+    "data": "a larger one would be more than half of the data",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial(Record):
+    """Training steps of one batch size in a process of their own."""
+
+    batch_size: int  # examples of a step, on all replicas
+    outcome: Outcome
+    examples_per_second: float | None = None
+    step_seconds: float | None = None  # the median
+    peak_bytes: int | None = None  # of the process, on a GPU of TensorFlow there
+    # Whether the model was built; where not, no other size is worth a trial.
+    began_training: bool = True
+    detail: str = ""  # what the process said of its end
+
+    @property
+    def fits(self) -> bool:
+        """Whether the steps ended and stayed within the limit."""
+        return self.outcome == "fits"
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSearch(TableRecord):
+    """The batch size that trains fastest within the memory there is."""
+
+    model: str
+    policy: str
+    batch_size: int  # examples of a step, on all replicas; it was tried and fits
+    gradient_accumulation_steps: int  # steps of one update
+    trials: tuple[Trial, ...]  # in the order they were tried
+    stopped_by: StoppedBy  # what ended the growth
+    limit: MemoryLimit | None  # of a process; None where nothing was known
+    allowed_bytes: int | None  # what of it a trial may take
+    replicas: int = 1
+    data_batch_size: int | None = None  # examples of a batch of the data
+    target_batch_size: int | None = None  # examples of one update, as asked for
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Examples of one update."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to change in the training script, one sentence or two each."""
+        size, each = self.batch_size, ""
+        if self.replicas > 1:
+            part = size // self.replicas
+            each = f" ({part:,} on each of {self.replicas} replicas)"
+        lines = [f"Make batches of {size:,}{each}, as by `.batch({size})`."]
+        steps, effective = self.gradient_accumulation_steps, self.effective_batch_size
+        if steps > 1:
+            target = self.target_batch_size
+            rest = "" if target == effective else f", not {target:,}"
+            lines.append(
+                f"Add up {steps} of them to one update of {effective:,} examples{rest}"
+                ": `tfamp.LossScaleOptimizer(optimizer, "
+                f"gradient_accumulation_steps={steps})`."
+            )
+        base = self.data_batch_size
+        if base is not None and base != effective:
+            lines.append(
+                f"The learning rate belongs to updates of {base:,} examples. Take "
+                "`tfamp.training.scale_learning_rate(learning_rate, batch_size="
+                f'{effective}, base_batch_size={base})`, with `rule="sqrt"` for Adam.'
+            )
+        return tuple(lines)
+
+    def table(self) -> str:
+        """Returns the choice and why, the trials by batch size, and the advice."""
+        title = f"{self.model}, {self.policy}"
+        if self.limit is not None and self.allowed_bytes is not None:
+            title += f"; limit {format_bytes(self.allowed_bytes)}: {self.limit.source}"
+        numbers = ("batch size", "examples/s", "step", "peak memory")
+        rows = []
+        for trial in sorted(self.trials, key=lambda trial: trial.batch_size):
+            speed, step = trial.examples_per_second, trial.step_seconds
+            is_chosen = trial.fits and trial.batch_size == self.batch_size
+            rows.append(
+                (
+                    f"{trial.batch_size:,}",
+                    format_rate(speed).removesuffix(" examples/s") if speed else "",
+                    format_seconds(step) if step else "",
+                    format_bytes(trial.peak_bytes) if trial.peak_bytes else "",
+                    trial.outcome + ", chosen" * is_chosen,
+                )
+            )
+        columns = {**dict.fromkeys(numbers, console.RIGHT), "outcome": console.FOLD}
+        most = max(trial.batch_size for trial in self.trials if trial.fits)
+        why = _WHY[self.stopped_by]
+        if (
+            self.batch_size < most
+            and not self.target_batch_size
+            and (self.stopped_by != "knee")
+        ):
+            why = f"of those up to {most:,} none is much faster"
+        lines = [
+            *console.wrapped(f"Batch size {self.batch_size:,}: {why}."),
+            *console.wrapped(title),
+            console.text_of(console.table(columns, rows)),
+        ]
+        for sentence in self.advice:
+            lines += console.wrapped(f"- {sentence}", indent=2)
+        return "\n".join(lines)
 
 
 def find_batch_size(
@@ -50,15 +163,12 @@ def find_batch_size(
     max_batch_size: int | None = None,
     min_gain: float | None = 0.05,
     target_batch_size: int | None = None,
-    timeout_seconds: float = 600.0,
 ) -> BatchSearch:
     """Searches for the smallest batch that trains about as fast as any that fits.
 
-    Each size is trained a few steps by `fit` in a fresh process, which takes about ten
-    seconds; one that runs out of memory ends nothing but itself. The size doubles until
-    it does not fit, or until that gains too little speed twice in a row. It never takes
-    more than half of the data. Where memory ends it, multiples of 8 between are tried
-    too. What is returned has been tried and fits.
+    Each size is trained a few steps by `fit` in a fresh process, some ten seconds each.
+    It doubles until it does not fit, is half of the data, or gains too little speed
+    twice in a row; where memory ends it, multiples of 8 between are tried too.
 
     On a GPU use it from a process that has not used the GPU yet, with a function as
     `data`: TensorFlow takes all of its memory and would leave none to the trials.
@@ -78,7 +188,6 @@ def find_batch_size(
             batch that fits, however fast.
         target_batch_size: Examples of one update to keep to, in so many steps as it
             takes. The memory for adding up gradients is then held in the trials.
-        timeout_seconds: The most that a trial may take.
 
     Returns:
         The `BatchSearch`: `.batch_size`, `.gradient_accumulation_steps`, `.trials`.
@@ -87,7 +196,7 @@ def find_batch_size(
         ImportError: A package of `tfamp[report]` is not installed.
         MemoryError: Not even one example for each replica fits.
         RuntimeError: A trial failed, and not for want of memory; its log is told.
-        TimeoutError: Not even one example for each replica is trained in time.
+        TimeoutError: Not even one example for each replica is trained in 600 s.
         TypeError: An argument has the wrong type, or cannot go to another process.
         ValueError: An argument is out of range, or the data is empty.
 
@@ -96,26 +205,22 @@ def find_batch_size(
         256
     """
     title = parcel.name_of(build_model)
-    caps: dict[StoppedBy, int] = {
-        "max_batch_size": checks.positive_int(
-            "max_batch_size", max_batch_size or _MAX_BATCH_SIZE
-        )
-    }
+    most = checks.positive_int("max_batch_size", max_batch_size or _MAX_BATCH_SIZE)
+    caps: dict[StoppedBy, int] = {"max_batch_size": most}
     if target_batch_size is not None:
         target = checks.positive_int("target_batch_size", target_batch_size)
         caps["target_batch_size"] = target
     start = min(checks.positive_int("start", start), *caps.values())
     if min_gain is not None:
         checks.fraction("min_gain", min_gain)
-    checks.positive("timeout_seconds", timeout_seconds)
     for module in ("cloudpickle", "psutil"):
         checks.require(module, extra="report", purpose="`tfamp.find_batch_size`")
     limit = memory_limit(max_memory_bytes)
     allowed = None if limit is None else int(limit.free_bytes * (1 - _MARGIN))
-    batch = None if data is None or callable(data) else batch_of(data)
+    batch = None if data is None or callable(data) else parcel.batch_of(data)
     with (
         tempfile.TemporaryDirectory(prefix="tfamp-batch-size-") as name,
-        progress("Trying batch sizes", unit="trials") as show,
+        console.progress("Trying batch sizes", unit="trials") as show,
     ):
         folder = Path(name)
         task = Task(
@@ -129,7 +234,7 @@ def find_batch_size(
         if batch is not None:  # all that the trials get of the data
             data = tf.data.Dataset.from_tensors(batch.parts)
         parcel.pack(folder, build_model, data, None)
-        search = _Search(folder, task, caps, min_gain, timeout_seconds, show)
+        search = _Search(folder, task, caps, min_gain, show)
         search.run(start)
         fitting = [trial for trial in search.trials.values() if trial.fits]
         if not fitting:
@@ -151,43 +256,39 @@ def find_batch_size(
     )
 
 
+@dataclasses.dataclass
 class _Search:
     """Trials by size, which double, and are narrowed down where memory ends that."""
 
-    def __init__(
-        self,
-        folder: Path,
-        task: Task,
-        caps: dict[StoppedBy, int],
-        min_gain: float | None,
-        timeout_seconds: float,
-        show: Callable[[int], None],
-    ) -> None:
-        self.trials: dict[int, Trial] = {}
-        self.facts = Facts()
-        self.stopped_by: StoppedBy = "max_batch_size"
-        self._folder, self._task, self._caps = folder, task, caps
-        self._min_gain, self._timeout, self._show = min_gain, timeout_seconds, show
+    folder: Path
+    task: Task
+    caps: dict[StoppedBy, int]
+    min_gain: float | None
+    show: Callable[[int], None]
+    trials: dict[int, Trial] = dataclasses.field(default_factory=dict)
+    facts: Facts = dataclasses.field(default_factory=Facts)
+    stopped_by: StoppedBy = "max_batch_size"
 
     def run(self, start: int) -> None:
         """Tries sizes from the first on; it may be another, as the data allow it."""
         first = self._try(start)
-        size, caps, number = first.batch_size, self._caps, self.facts.num_examples
+        size, replicas = first.batch_size, self.facts.replicas
+        number = self.facts.num_examples
         if number is not None:  # at least two batches make up the data
-            caps = {**caps, "data": self.facts.possible(max(number // 2, 1))}
-        self.stopped_by, cap = min(caps.items(), key=lambda item: item[1])
-        good, bad = (self._grown(size, cap), 0) if first.fits else (0, size)
-        bad = next((s for s, t in self.trials.items() if not t.fits), bad)
-        if not first.fits:
+            self.caps["data"] = self.facts.possible(max(number // 2, 1))
+        self.stopped_by, cap = min(self.caps.items(), key=lambda item: item[1])
+        good = size if first.fits else 0
+        if first.fits:
+            good = self._grown(size, cap)
+        else:
             self.stopped_by = _ended_by(first)
-            # Of a model that is not even built no other size is worth a trial.
-            while not good and self.trials[bad].began_training:
-                smaller = bad // 2 // self.facts.replicas * self.facts.replicas
-                if smaller < 1:
-                    break
-                good, bad = (smaller, bad) if self._try(smaller).fits else (0, smaller)
+        bad = max((s for s, t in self.trials.items() if not t.fits), default=0)
+        # Of a model that is not even built no other size is worth a trial.
+        while not good and self.trials[bad].began_training and bad >= 2 * replicas:
+            smaller = bad // 2 // replicas * replicas
+            good, bad = (smaller, bad) if self._try(smaller).fits else (0, smaller)
         # Among small sizes every one counts.
-        unit = self.facts.replicas if good < 8 else math.lcm(8, self.facts.replicas)
+        unit = replicas if good < 8 else math.lcm(8, replicas)
         while good and bad - good > max(unit, _PRECISION * good):
             middle = (good + bad) // 2 // unit * unit
             if middle <= good:
@@ -195,87 +296,74 @@ class _Search:
             good, bad = (middle, bad) if self._try(middle).fits else (good, middle)
 
     def split(self, size: int) -> tuple[int, int]:
-        """Returns a size that fits, and how many steps make up the target with it.
-
-        First comes the largest batch that goes into the target without a rest; smaller
-        than half of `size` it is too slow to be worth that.
-        """
-        target, replicas = self._task.target_batch_size, self.facts.replicas
+        """Returns a size that fits, and how many steps make up the target with it."""
+        target, replicas = self.task.target_batch_size, self.facts.replicas
         if target is None:
             return size, 1
         fewest = math.ceil(target / size)
-        even = [
-            n for n in range(fewest, 2 * fewest + 1) if target % (n * replicas) == 0
-        ]
+        numbers = range(fewest, 2 * fewest + 1)
+        even = [(target // n, n) for n in numbers if target % (n * replicas) == 0]
         nearest = max(1, round(target / fewest / replicas)) * replicas
-        exact = [(target // n, n) for n in even[:1]]
-        for each, steps in (*exact, (nearest, fewest)):
+        for each, steps in (*even[:1], (nearest, fewest)):
             if self._try(each).fits:
                 return each, steps
         return size, fewest
 
     def _grown(self, good: int, cap: int) -> int:
         """Doubles a size until it does not fit or pay; returns the last that fits."""
-        flat = 0
-        while (larger := self._next(good, cap)) > good:
+        flat, unit = 0, math.lcm(8, self.facts.replicas)
+        # An update of exactly the target is worth more than a multiple of 8.
+        if self.stopped_by == "target_batch_size" or cap < 2 * unit:
+            unit = self.facts.replicas
+        cap = cap // unit * unit
+        while good < cap:
+            larger = min(2 * good, cap)
             trial = self._try(larger)
             if not trial.fits:
                 self.stopped_by = _ended_by(trial)
                 break
             speeds = [self.trials[s].examples_per_second or 0 for s in (good, larger)]
-            is_last = larger < 2 * good  # what was left up to the cap
-            is_flat = self._min_gain is not None and (
-                speeds[1] < speeds[0] * (1 + self._min_gain)
-            )
-            flat = flat + 1 if is_flat and not is_last else 0
+            gain = -1.0 if self.min_gain is None else self.min_gain
+            is_flat = speeds[1] < speeds[0] * (1 + gain)
+            flat = flat + 1 if is_flat and larger == 2 * good else 0
             good = larger
             if flat == _MAX_FLAT:
                 self.stopped_by = "knee"
-            if flat == _MAX_FLAT or is_last:
                 break
         return good
-
-    def _next(self, size: int, cap: int) -> int:
-        """Returns twice the size, or what is left up to the cap."""
-        if 2 * size <= cap:
-            return 2 * size
-        replicas = self.facts.replicas
-        # An update of exactly the target is worth more than a multiple of 8.
-        is_exact = self.stopped_by == "target_batch_size" or cap - size < 8
-        return cap - cap % (replicas if is_exact else math.lcm(8, replicas))
 
     def _try(self, size: int) -> Trial:
         """Returns the trial of a size, or of what the data and replicas make of it."""
         if size in self.trials:
             return self.trials[size]
-        task = dataclasses.replace(self._task, batch_size=size)
-        trial, facts = try_size(self._folder, task, timeout_seconds=self._timeout)
+        task = dataclasses.replace(self.task, batch_size=size)
+        trial, facts = try_size(self.folder, task)
         self.facts = facts or self.facts
         self.trials[trial.batch_size] = trial
-        self._show(len(self.trials))
+        self.show(len(self.trials))
         return trial
 
 
-def try_size(
-    folder: Path, task: Task, *, timeout_seconds: float = 600.0
-) -> tuple[Trial, Facts | None]:
-    """Tries a batch size in a fresh process; the facts are None where it was not built.
-
-    Raises:
-        RuntimeError: The process failed, and not for want of memory.
-    """
-    run = runner.do(folder, task, timeout_seconds=timeout_seconds)
+def try_size(folder: Path, task: Task) -> tuple[Trial, Facts | None]:
+    """Tries a size in a fresh process; the facts are None where it was not built."""
+    run = runner.do(folder, task, timeout_seconds=_TIMEOUT_SECONDS)
     told, log = folder / f"{task.name}.facts", folder / f"{task.name}.log"
     facts = Facts.from_json(told) if told.is_file() else None
     size = task.batch_size if facts is None else facts.batch_size
     outcome: Any = run.outcome
     if outcome.startswith("status "):
-        outcome = _of_status(int(outcome.removeprefix("status ")), log)
+        # The kernel kills by SIGKILL. C++ ends a process by SIGABRT or SIGSEGV for many
+        # reasons, so there the end of the log has to speak of memory.
+        lines = runner.tail(log, 200).splitlines()
+        errors = [RuntimeError(line) for line in lines if _HARMLESS not in line]
+        is_memory = any(map(is_out_of_memory, errors))
+        is_killed = outcome == f"status {-signal.SIGKILL}"
+        outcome = "killed" if is_killed else "out of memory" if is_memory else ""
     if not outcome:
         raise RuntimeError(
             f"The trial of batch size {size} failed, and not for want of memory: "
             f"{run.error}. Expected `build_model` and its data to train; mend what the "
-            f"log ends with:\n{processes.tail(log)}"
+            f"log ends with:\n{runner.tail(log)}"
         )
     memory = run.memory
     peak = None if memory is None else memory.device_bytes or memory.training_bytes
@@ -296,7 +384,7 @@ def policy_in_force(folder: Path) -> str:
     if settings is None:
         return str(Variant(keras.config.dtype_policy().name, is_stock=True))
     if settings.plan is not None:
-        return str(tasks.plan_file(folder, settings.plan))
+        return str(plan_file(folder, settings.plan))
     return str(settings.policy.name)
 
 
@@ -307,20 +395,6 @@ def _choice(fitting: list[Trial], min_gain: float | None) -> Trial:
         return fitting[-1]
     least = (1 - min_gain) * max(t.examples_per_second or 0.0 for t in fitting)
     return next(t for t in fitting if (t.examples_per_second or 0.0) >= least)
-
-
-def _of_status(status: int, log: Path) -> str:
-    """Returns how a process without an answer ended, "" if not for want of memory.
-
-    The kernel kills by SIGKILL. C++ ends a process by SIGABRT or SIGSEGV for many
-    reasons, so there the end of the log has to speak of memory.
-    """
-    if status == -signal.SIGKILL:
-        return "killed"
-    lines = processes.tail(log, 200).splitlines()
-    own = [line for line in lines if _HARMLESS not in line]
-    is_memory = any(is_out_of_memory(RuntimeError(line)) for line in own)
-    return "out of memory" if is_memory else ""
 
 
 def _ended_by(trial: Trial) -> StoppedBy:
@@ -335,8 +409,8 @@ def _none_fits(trial: Trial, limit: MemoryLimit | None, title: str) -> Exception
     why = f" ({trial.detail})" if trial.detail else ""
     if trial.outcome == "too slow":
         return TimeoutError(
-            f"{what} in time{why}; expected a few steps to end by then. Pass a larger "
-            "`timeout_seconds`."
+            f"{what} in time{why}; expected a few steps to end within "
+            f"{_TIMEOUT_SECONDS:g} s. Shorten the inputs, or shrink the model."
         )
     most = "this machine's memory"
     if limit is not None:
@@ -350,25 +424,17 @@ def _none_fits(trial: Trial, limit: MemoryLimit | None, title: str) -> Exception
 
 
 def memory_limit(max_memory_bytes: int | None = None) -> MemoryLimit | None:
-    """Returns the memory that a fresh training process may take, and what decides it.
-
-    The one with the least room decides: on a GPU the caller's and what is free there;
-    on a CPU the caller's, the machine's and that of the cgroups of this process, less
-    what is in use, and `ulimit -v`. None where nothing is known.
-    """
-    found = []
+    """Returns the memory that a fresh process may take, and what decides it."""
+    here, found = machine_memory(), []
     if max_memory_bytes is not None:
         most = checks.positive_int("max_memory_bytes", max_memory_bytes)
         found.append(MemoryLimit(most, "max_memory_bytes"))
     if tf.config.get_visible_devices("GPU"):
-        nvml = Nvml.open()
-        with nvml or contextlib.nullcontext():
-            readings = () if nvml is None else nvml.read()
         found += [
-            MemoryLimit(each.memory_total_bytes, "GPU memory", each.memory_used_bytes)
-            for each in readings
-            if each.memory_total_bytes is not None
+            MemoryLimit(each.total_bytes, "GPU memory", each.used_bytes)
+            for each in here.gpus
+            if each.total_bytes is not None
         ]
     else:
-        found += limits.memory_limits()
+        found += here.limits
     return min(found, key=lambda limit: limit.free_bytes, default=None)

@@ -4,7 +4,6 @@ import bisect
 import collections
 import dataclasses
 import itertools
-import textwrap
 from typing import Any
 
 import keras
@@ -35,12 +34,7 @@ _LARGEST = 2**40
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate(TableRecord):
-    """What one step will hold in memory when it holds most.
-
-    Kinds are parameters, optimizer slots, inputs, activations, gradients, casts of
-    weights to half precision, workspace, and what the process holds besides, where it
-    was measured.
-    """
+    """What one step will hold in memory when it holds most, by `KINDS` and layers."""
 
     model: str
     policy: str
@@ -61,11 +55,7 @@ class MemoryEstimate(TableRecord):
         return self.peak_bytes - sum(self.by_kind.get(kind, 0) for kind in standing)
 
     def bytes_at(self, batch_size: int) -> int:
-        """Returns the peak with another batch size, from the sizes that were computed.
-
-        Between two of them it is never below the truth, since the peak is the largest
-        of sums that grow evenly with the batch.
-        """
+        """Returns the peak with another batch size, between those of the curve."""
         size = checks.positive_int("batch_size", batch_size)
         pairs = list(itertools.pairwise(self.curve))
         pair = next((pair for pair in pairs if size <= pair[1][0]), pairs[-1])
@@ -75,10 +65,7 @@ class MemoryEstimate(TableRecord):
     def largest_batch(self, limit_bytes: int, *, multiple_of: int = 1) -> int:
         """Returns the largest batch size whose step fits into a limit.
 
-        Args:
-            limit_bytes: The memory that may be taken in all: of a GPU; of a whole
-                process, as a container's, where it was measured.
-            multiple_of: What the size has to be a multiple of, such as 8.
+        The limit is of a GPU, or of a whole process where it was measured.
 
         Raises:
             ValueError: Not even the smallest fits, or the memory does not depend on
@@ -105,30 +92,29 @@ class MemoryEstimate(TableRecord):
 
     def table(self) -> str:
         """Returns the bytes by kind, and those of the largest layers, as text."""
-        step = "training step" if self.training else "step of predict"
         title = (
-            f"Memory of a {step} of {self.model!r}, {self.policy}, batch "
-            f"{self.batch_size:,}"
+            f"Memory of a {'training step' if self.training else 'step of predict'} of "
+            f"{self.model!r}, {self.policy}, batch {self.batch_size:,}"
         )
-        rows = [(k, format_bytes(self.by_kind[k])) for k in KINDS if k in self.by_kind]
-        rows += [
-            ("peak", format_bytes(self.peak_bytes)),
-            ("of which the step makes", format_bytes(self.step_bytes)),
-        ]
+        kinds = {kind: self.by_kind[kind] for kind in KINDS if kind in self.by_kind}
+        kinds |= {"peak": self.peak_bytes, "of which the step makes": self.step_bytes}
         sizes = list(self.by_layer.items())
-        layers = [(path, format_bytes(size)) for path, size in sizes[:_MAX_LAYERS]]
+        layers = dict(sizes[:_MAX_LAYERS])
         if rest := sizes[_MAX_LAYERS:]:
-            others = format_bytes(sum(size for _, size in rest))
-            layers.append((f"{len(rest)} others", others))
+            layers[f"{len(rest)} others"] = sum(size for _, size in rest)
         look: dict[str, Any] = {"box": box.SIMPLE, "show_edge": False}
-        heads = {"largest layers": console.FOLD, "at the peak": console.RIGHT}
-        lines = [f"Peak at {self.at}.", *(f"Note: {note}" for note in self.notes)]
-        return console.text_of(
-            title,
-            console.table({"": console.WHOLE, "bytes": console.RIGHT}, rows, **look),
-            console.table(heads, layers, **look),
-            *("\n".join(textwrap.wrap(line, console.WIDTH)) for line in lines),
-        )
+        heads = ("", "bytes"), ("largest layers", "at the peak")
+        tables = [
+            console.table(
+                {left: console.FOLD, right: console.RIGHT},
+                [(name, format_bytes(size)) for name, size in each.items()],
+                **look,
+            )
+            for (left, right), each in zip(heads, (kinds, layers), strict=True)
+        ]
+        told = [f"Peak at {self.at}.", *(f"Note: {note}" for note in self.notes)]
+        lines = ["\n".join(console.wrapped(each)) for each in told]
+        return console.text_of(title, *tables, *lines)
 
 
 def by_kind(peak: Peak, model: keras.Model, marks: Marks) -> dict[str, int]:

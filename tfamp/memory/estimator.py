@@ -1,9 +1,11 @@
-"""`tfamp.estimate_memory`: bytes of a step, from its traced graph."""
+"""`tfamp.estimate_memory`: bytes of a step, from its traced graph or from two sizes."""
 
 import contextlib
 import dataclasses
 import math
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,8 +15,8 @@ from tfamp.graph.liveness import Peak, find_peak
 from tfamp.graph.schedules import Schedule, read_schedule, scaled
 from tfamp.keras_hooks import trainer
 from tfamp.keras_hooks.structure import bytes_of, num_bytes
+from tfamp.memory.batch_search import policy_in_force, try_size
 from tfamp.memory.estimates import KINDS, PROCESS, MemoryEstimate, by_kind, by_layer
-from tfamp.memory.measured import Line, measured_line, rebuilding
 from tfamp.memory.specs import specs_of
 from tfamp.models import apply, assignment
 from tfamp.records import checks
@@ -22,12 +24,16 @@ from tfamp.stepping.arguments import build
 from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.step_traces import Marks, plain_name, trace_specs
 from tfamp.stepping.unchanged import copied, seeds_put_back
+from tfamp.trials import parcel
+from tfamp.trials.run_records import Task
 
 # Batch sizes of a curve, as parts of the one that was asked for.
 _PARTS = (1 / 8, 1 / 2, 1, 2, 8, 32)
 # What a step holds where it is measured, and how many times the size that may take:
 # processes that do the same differ by some 20 MiB.
 _TELLING_BYTES, _MOST_TIMES = 2**28, 8
+# Steps that are trained at either size, of which the larger is four times the other.
+_STEPS, _TIMES = 3, 4
 
 
 def estimate_memory(
@@ -103,15 +109,11 @@ def estimate_memory(
             f"Model {model.name!r} is not compiled; expected one that `fit` takes. "
             "Compile it, or pass `optimizer='adam'`, or `training=False` for inference."
         )
-    for name, is_given in {
-        "optimizer": optimizer is not None,
-        "measure": measure,
-    }.items():
-        if is_given and not training:
-            raise ValueError(
-                f"`{name}` came with `training=False`; expected one of them, as it is "
-                "of training steps. Leave one out."
-            )
+    if not training and (measure or optimizer is not None):
+        raise ValueError(
+            f"`{'measure' if measure else 'optimizer'}` came with `training=False`; "
+            "expected one of them, as it is of training steps. Leave one out."
+        )
     with contextlib.ExitStack() as stack:
         stack.enter_context(seeds_put_back())
         stack.enter_context(model.distribute_strategy.scope())
@@ -142,9 +144,8 @@ def estimate_memory(
         if not measure:
             return found
         if build_model is None or optimizer is not None:
-            build_model = rebuilding(given)
-        line = measured_line(build_model, _zeros(specs(1)), _telling(found), policy)
-        return _on_line(found, line)
+            build_model = _rebuilding(given)
+        return _measured(found, build_model, _zeros(specs(1)), policy)
 
 
 def _estimate(
@@ -207,32 +208,73 @@ def _estimate(
     )
 
 
-def _telling(estimate: MemoryEstimate) -> int:
-    """Returns a batch size whose step holds more than what processes differ by."""
-    size = estimate.batch_size
-    each = (estimate.bytes_at(2 * size) - estimate.bytes_at(size)) / size
+def _measured(
+    estimate: MemoryEstimate,
+    build_model: Callable[[], keras.Model],
+    batch: Any,
+    policy: str | None,
+) -> MemoryEstimate:
+    """Returns an estimate whose peak is on the line through two measured sizes."""
+    for module in ("cloudpickle", "psutil"):
+        checks.require(module, extra="report", purpose="`measure=True`")
+    asked = estimate.batch_size
+    each = (estimate.bytes_at(2 * asked) - estimate.bytes_at(asked)) / asked
     wanted = _TELLING_BYTES / each if each > 0 else math.inf
-    return min(max(2, math.ceil(wanted)), _MOST_TIMES * size)
+    size = min(max(2, math.ceil(wanted)), _MOST_TIMES * asked)
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    small = max(1, round(size / _TIMES / replicas)) * replicas
+    large = max(round(size / replicas) * replicas, 2 * small)
+    peaks = []
+    with tempfile.TemporaryDirectory(prefix="tfamp-memory-") as name:
+        folder = Path(name)
+        policy = policy or policy_in_force(folder)
+        parcel.pack(folder, build_model, tf.data.Dataset.from_tensors(batch), None)
+        for size in (small, large):
+            # The rows of a batch are repeated, so that the data set no limit.
+            task = Task(policy, steps=_STEPS, batch_size=size, data_batch_size=large)
+            trial, _ = try_size(folder, task)
+            if trial.peak_bytes is None:
+                raise MemoryError(
+                    f"A batch of {size} was to be measured, and its process ended by "
+                    f"{trial.outcome!r}; expected it to fit. Pass a smaller "
+                    "`batch_size`, or a policy of half precision."
+                )
+            peaks.append(trial.peak_bytes)
+    slope = max(0.0, (peaks[1] - peaks[0]) / (large - small))
 
+    def at(number: int) -> int:
+        return max(0, round(peaks[0] + slope * (number - small)))
 
-def _on_line(estimate: MemoryEstimate, line: Line) -> MemoryEstimate:
-    """Returns an estimate whose peak is a measured one."""
-    peak = line.at(estimate.batch_size)
-    rest = peak - estimate.peak_bytes
-    sizes = {*line.sizes, *(size for size, _ in estimate.curve)}
-    words = f"Measured at batches of {line.sizes[0]:,} and {line.sizes[1]:,}."
+    rest = at(asked) - estimate.peak_bytes
+    words = f"Measured at batches of {small:,} and {large:,}."
     if rest < 0:
         words += (
             " It holds less than the traced graph, whose kinds and layers these are."
         )
+    sizes = {small, large, *(number for number, _ in estimate.curve)}
     return dataclasses.replace(
         estimate,
         source="measured",
-        peak_bytes=peak,
+        peak_bytes=at(asked),
         by_kind=estimate.by_kind | ({PROCESS: rest} if rest > 0 else {}),
-        curve=tuple((size, line.at(size)) for size in sorted(sizes)),
+        curve=tuple((number, at(number)) for number in sorted(sizes)),
         notes=(*estimate.notes, words),
     )
+
+
+def _rebuilding(model: keras.Model) -> Callable[[], keras.Model]:
+    """Returns what gives a compiled model in another process, as Keras pickles it."""
+    pickle = checks.require("cloudpickle", extra="report", purpose="`measure=True`")
+    try:
+        pickle.loads(pickle.dumps(model))  # or it would fail where nobody sees why
+    except Exception as error:  # of whatever objects the model holds
+        raise TypeError(
+            f"`model_or_build` is {model.name!r}, which cannot be taken to the process "
+            f"that is measured ({checks.first_line(error)}); expected a model whose "
+            "classes are registered (`keras.saving.register_keras_serializable`), or a "
+            "function that returns it. Pass that function."
+        ) from error
+    return lambda: model
 
 
 def _zeros(specs: Any) -> Any:

@@ -16,11 +16,7 @@ from tfamp.keras_hooks.recompute import recomputed
 _MIN_NODES = 4
 
 
-def remat(
-    model_or_layers: Any,
-    *,
-    enabled: bool = True,
-) -> Any:
+def remat(model_or_layers: Any, *, enabled: bool = True) -> Any:
     """Computes activations again in the backward pass, in place, and keeps fewer.
 
     A training step then needs the memory of few layers at a time, and about a third
@@ -100,10 +96,7 @@ def _again(
 
 
 class Segment(NamedTuple):
-    """Consecutive nodes of a graph, and whether they are computed again.
-
-    `inputs` are tensors that they take from before, `outputs` those needed behind them.
-    """
+    """Consecutive nodes of a graph, and whether they are computed again."""
 
     nodes: Sequence[Any]
     inputs: tuple[keras.KerasTensor, ...]
@@ -112,11 +105,13 @@ class Segment(NamedTuple):
 
 
 def _cut_graph(model: Any, graph: Any) -> int:
-    """Makes a model's graph run in segments; returns how many are computed again.
-
-    Models in it are cut likewise, and stand between its own segments.
-    """
+    """Makes a model's graph run in segments; returns how many are computed again."""
     nodes, number = structure.nodes_of(graph), 0
+
+    def needed(place: int) -> list[Any]:
+        behind = (x for node in nodes[place:] for x in node.input_tensors)
+        return [*graph.outputs, *behind]
+
     edges, inner = [0], set()
     for place, node in enumerate([*nodes, None]):
         found = None if node is None else structure.graph_of(node.operation)
@@ -126,26 +121,29 @@ def _cut_graph(model: Any, graph: Any) -> int:
         elif node is not None:
             continue
         start = edges[-1]
-        behind = _needed(nodes[place:], graph.outputs)
-        edges += [start + each for each in _cuts(nodes[start:place], behind)]
+        edges += [start + each for each in _cuts(nodes[start:place], needed(place))]
         edges += [place] * (place > start) + [place + 1] * (place in inner)
     segments = []
     for start, end in itertools.pairwise(edges):
         own = nodes[start:end]
         made = {id(x): x for node in own for x in node.output_tensors}
         taken = {id(x): x for node in own for x in node.input_tensors}
-        wanted = {id(x) for x in _needed(nodes[end:], graph.outputs)}
+        wanted = {id(x) for x in needed(end)}
         inputs = tuple(x for key, x in taken.items() if key not in made)
         outputs = tuple(x for key, x in made.items() if key in wanted)
         # The gradient of the last one comes first.
         is_again = start not in inner and end < len(nodes)
         segments.append(Segment(own, inputs, outputs, is_again))
-    structure.replace_run(graph, _runner(model, segments))
+
+    def run(tensors: dict[int, Any], operation_fn: Any) -> None:
+        for segment in segments:
+            if segment.is_again and all(id(x) in tensors for x in segment.inputs):
+                _run_again(model, segment, tensors, operation_fn)
+            else:
+                structure.run_nodes(segment.nodes, tensors, operation_fn)
+
+    structure.replace_run(graph, run)
     return number + sum(segment.is_again for segment in segments)
-
-
-def _needed(nodes: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    return [*outputs, *(x for node in nodes for x in node.input_tensors)]
 
 
 def _cuts(nodes: Sequence[Any], results: Sequence[Any]) -> list[int]:
@@ -156,43 +154,28 @@ def _cuts(nodes: Sequence[Any], results: Sequence[Any]) -> list[int]:
     the square root of the number of nodes, which needs the least memory where all are
     alike.
     """
+
+    def size(tensor: keras.KerasTensor) -> int:  # of one example
+        return math.prod(each or 1 for each in tensor.shape)
+
     last = {id(x): len(nodes) for x in results}
     for place, node in reversed(list(enumerate(nodes))):
         for x in node.input_tensors:
             last.setdefault(id(x), place)
     alive: dict[int, int] = {}
-    passing, sums, done = [], [], 0
+    passing = []
     for place, node in enumerate(nodes):
-        for x in (*node.input_tensors, *node.output_tensors):
-            alive[id(x)] = _size(x)
-        alive = {key: size for key, size in alive.items() if last.get(key, -1) > place}
+        alive |= {id(x): size(x) for x in (*node.input_tensors, *node.output_tensors)}
+        alive = {key: each for key, each in alive.items() if last.get(key, -1) > place}
         passing.append(sum(alive.values()))
-        done += sum(map(_size, node.output_tensors))
-        sums.append(done)
+    sums = [*itertools.accumulate(sum(map(size, n.output_tensors)) for n in nodes)]
     count, places = round(math.sqrt(len(nodes))), set()
     for number in range(1, count):
-        wanted = done * number / count
-        off = [abs(each - wanted) for each in sums]
-        near = [p for p in range(len(nodes) - 1) if off[p] <= done / count / 2]
+        off = [abs(each - sums[-1] * number / count) for each in sums]
+        near = [p for p in range(len(nodes) - 1) if off[p] <= sums[-1] / count / 2]
         if near:
             places.add(min((passing[p], off[p], p) for p in near)[2] + 1)
     return sorted(places)
-
-
-def _size(tensor: keras.KerasTensor) -> int:
-    """Returns the numbers of one example, which stand for the bytes of a batch."""
-    return math.prod(size or 1 for size in tensor.shape)
-
-
-def _runner(owner: Any, segments: Sequence[Segment]) -> Callable[..., None]:
-    def run(tensors: dict[int, Any], operation_fn: Any) -> None:
-        for segment in segments:
-            if segment.is_again and all(id(x) in tensors for x in segment.inputs):
-                _run_again(owner, segment, tensors, operation_fn)
-            else:
-                structure.run_nodes(segment.nodes, tensors, operation_fn)
-
-    return run
 
 
 def _run_again(
@@ -208,8 +191,7 @@ def _run_again(
     name = f"{layers[0].name} to {layers[-1].name}" if layers else "a segment"
     again = _again(call, owner, layers, name)
     outputs = again(*(tensors[id(x)] for x in segment.inputs))
-    for x, y in zip(segment.outputs, outputs, strict=True):
-        tensors[id(x)] = y
+    tensors |= {id(x): y for x, y in zip(segment.outputs, outputs, strict=True)}
 
 
 def _layers_of(given: Any) -> list[keras.layers.Layer]:

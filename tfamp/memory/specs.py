@@ -69,12 +69,11 @@ def _specs_of_data(data: Any) -> Any:
     is_batch = isinstance(data, (tuple, list)) and 1 <= len(data) <= 3
     if not is_batch and not _is_x_alone(data):
         return dataset_of(data).element_spec
+    floatx = keras.config.floatx()
 
     def spec(array: Any) -> tf.TensorSpec:
-        dtype = tf.as_dtype(getattr(array, "dtype", None) or keras.config.floatx())
-        if dtype == tf.float64:
-            dtype = tf.as_dtype(keras.config.floatx())
-        return tf.TensorSpec(array.shape, dtype)
+        dtype = tf.as_dtype(getattr(array, "dtype", None) or floatx)
+        return tf.TensorSpec(array.shape, floatx if dtype == tf.float64 else dtype)
 
     return tf.nest.map_structure(spec, tuple(data) if is_batch else data)
 
@@ -101,21 +100,20 @@ def _inputs(model: keras.Model) -> Any:
 
 def _targets(model: keras.Model, x: Any) -> Any:
     """Returns targets that the compiled loss takes: classes as numbers, or outputs."""
+
+    def target(output: keras.KerasTensor, loss: Any) -> tf.TensorSpec:
+        name = loss if isinstance(loss, str) else getattr(loss, "name", None)
+        name = name or getattr(loss, "__name__", type(loss).__name__)
+        if "sparse" in str(name).lower():
+            return tf.TensorSpec(output.shape[:-1], tf.int32)
+        return tf.TensorSpec(output.shape, keras.config.floatx())
+
     inputs = structure.map_structure(
         lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x
     )
-    outputs = model.compute_output_spec(inputs)
-    loss = getattr(model, "loss", None)
+    outputs, loss = model.compute_output_spec(inputs), getattr(model, "loss", None)
     if isinstance(loss, dict) and isinstance(outputs, dict):
-        return {name: _target(outputs[name], loss.get(name)) for name in outputs}
+        return {name: target(outputs[name], loss.get(name)) for name in outputs}
     if isinstance(loss, (list, tuple)) and isinstance(outputs, (list, tuple)):
-        return tuple(_target(y, each) for y, each in zip(outputs, loss, strict=True))
-    return structure.map_structure(lambda y: _target(y, loss), outputs)
-
-
-def _target(output: keras.KerasTensor, loss: Any) -> tf.TensorSpec:
-    name = loss if isinstance(loss, str) else getattr(loss, "name", None)
-    name = name or getattr(loss, "__name__", type(loss).__name__)
-    if "sparse" in str(name).lower():
-        return tf.TensorSpec(output.shape[:-1], tf.int32)
-    return tf.TensorSpec(output.shape, tf.as_dtype(keras.config.floatx()))
+        return tuple(target(y, each) for y, each in zip(outputs, loss, strict=True))
+    return structure.map_structure(lambda y: target(y, loss), outputs)

@@ -1,11 +1,7 @@
-"""The metrics of each validation example, which a run writes down.
-
-Where all runs saw the same examples in the same order, the verdict counts what they
-leave open; where not, or where a metric is no mean over examples, its range is wider.
-"""
+"""The metrics of each validation example, which a run writes down."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +11,7 @@ import tensorflow as tf
 
 from tfamp.stepping.arguments import dataset_of
 from tfamp.trials import scores
-from tfamp.trials.run_records import Run
-from tfamp.trials.tasks import file_name
+from tfamp.trials.run_records import Run, file_name
 
 _SUFFIX, _FINGERPRINT = ".examples.npz", "of what"
 # Of inputs so many numbers of an example tell it from others.
@@ -37,7 +32,11 @@ def write_examples(
     functions = {} if has_own_step else scores.functions_of(model)
     found: dict[str, list[np.ndarray]] = {name: [] for name in functions}
     digest, number = hashlib.sha256(), 0
-    for batch in _batches(data, batch_size):
+    if isinstance(data, keras.utils.PyDataset):  # in its own order
+        data = (data[index] for index in range(len(data)))
+    else:
+        data = dataset_of(data, batch_size)
+    for batch in data:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
         number += len(tf.nest.flatten(x)[0])
         for part in tf.nest.flatten((x, y)):
@@ -76,22 +75,13 @@ def differences(
     or another order.
     """
     values, seen, key = [], set(), f"metric {metric}"
-    for pair in pairs:
-        for run in pair:
-            path = folder / f"{file_name(run.policy, run.seed)}{_SUFFIX}"
-            if not path.is_file():
+    for run in (run for pair in pairs for run in pair):
+        path = folder / f"{file_name(run.policy, run.seed)}{_SUFFIX}"
+        if not path.is_file():
+            return None
+        with np.load(path) as arrays:
+            seen.add(str(arrays[_FINGERPRINT]))
+            if key not in arrays or len(seen) > 1:
                 return None
-            with np.load(path) as arrays:
-                if key not in arrays:
-                    return None
-                values.append(arrays[key].astype(np.float64))
-                seen.add(str(arrays[_FINGERPRINT]))
-    if len(seen) != 1:
-        return None
-    return np.stack(values[1::2]) - np.stack(values[::2])
-
-
-def _batches(data: Any, batch_size: int) -> Iterator[Any]:
-    if isinstance(data, keras.utils.PyDataset):  # in its own order
-        return (data[index] for index in range(len(data)))
-    return iter(dataset_of(data, batch_size))
+            values.append(arrays[key].astype(np.float64))
+    return np.stack(values[1::2]) - np.stack(values[::2]) if values else None

@@ -1,45 +1,37 @@
-"""Takes functions and data to the processes of the runs.
-
-Functions of modules go by name, functions of a script or notebook by their code, arrays
-and datasets by their elements.
-"""
+"""Takes functions and data to the processes of the runs, and batches from them."""
 
 import inspect
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.data._elements import known_length
 from tfamp.records import checks
+from tfamp.stepping.arguments import arrays_of, dataset_of, first_batch
 from tfamp.trials import targets
 
 _PARCEL = "parcel.pickle"
 _DATASETS = {"train": "train_elements", "validation": "validation_elements"}
+# What `fit` takes of arrays by default, and how many rows of them are kept.
+_FIT_BATCH_SIZE, _MAX_ROWS = 32, 1024
 
 
 def call(function: Callable[..., Any], **offered: Any) -> Any:
     """Calls a function with those of the offered arguments that it has by name."""
     try:
-        parameters = inspect.signature(function).parameters
+        known = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return function()
-    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    taken = {
-        name: value
-        for name, value in offered.items()
-        if name in parameters and parameters[name].kind in kinds
-    }
-    return function(**taken)
+    return function(**{name: x for name, x in offered.items() if name in known})
 
 
 def parts(built: Any, *, of: str, compiled: bool = False) -> tuple[Any, Any, Any]:
-    """Returns model, train and validation of what a function returned.
-
-    It may have returned the model alone, (model, train) or all three; the rest is None.
-    Messages call the function `of`; with `compiled` the model has to be so.
-    """
-    import keras
-
+    """Returns model, train and validation of what a function returned."""
     model, *data = built if isinstance(built, (tuple, list)) else (built,)
     is_fine = isinstance(model, keras.Model) and len(data) <= 2
     if not is_fine or (compiled and not model.compiled):
@@ -56,8 +48,6 @@ def name_of(build_model: Any) -> str:
     """Returns what a building function is called, or raises unless it is one."""
     if isinstance(build_model, str):
         return build_model
-    import keras
-
     # A model can be called too, on inputs.
     if not callable(build_model) or isinstance(build_model, keras.Model):
         raise TypeError(
@@ -92,10 +82,9 @@ def pack(
     text = _pickled({"build_model": build_model, **data})
     if text is None:
         raise TypeError(
-            f"`build_model` {build_model!r} cannot be taken to another process: it "
-            "holds something that cannot be pickled, such as a model, a dataset or an "
-            "open file. Make that inside the function, or name the function as "
-            "'module:function'."
+            f"`build_model` {build_model!r} cannot be taken to another process; "
+            "expected a function that holds no model, dataset or open file. Make that "
+            "inside the function, or name the function as 'module:function'."
         )
     (folder / _PARCEL).write_bytes(text)
     return tuple(notes)
@@ -103,8 +92,6 @@ def pack(
 
 def unpack(folder: Path) -> tuple[Callable[..., Any], Any, Any]:
     """Returns the building function and the data as they were packed."""
-    import tensorflow as tf
-
     parcel = _pickle().loads((folder / _PARCEL).read_bytes())
     build_model = parcel["build_model"]
     if isinstance(build_model, str):
@@ -129,27 +116,66 @@ def _pickle() -> Any:
 def _pickled(value: Any) -> bytes | None:
     """Returns a value as bytes, None where it cannot be pickled."""
     try:
-        text: bytes = _pickle().dumps(value)
+        return bytes(_pickle().dumps(value))
     except Exception:  # whatever it holds pickles and fails in its own way
         return None
-    return text
 
 
 def _save(name: str, value: Any, path: Path) -> None:
     """Writes the elements of the dataset that a value is or builds."""
-    import tensorflow as tf
-
     dataset = value.build() if callable(getattr(value, "build", None)) else value
-    if not isinstance(dataset, tf.data.Dataset):
-        raise TypeError(
-            f"`{name}` is of type {type(dataset).__name__}, which cannot be taken to "
-            "another process; expected a function that returns data, a "
-            "`tf.data.Dataset`, a `Pipeline`, or arrays (x, y)."
-        )
-    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise ValueError(
-            f"`{name}` has no end, so its elements cannot be taken to the runs; "
-            "expected a dataset that ends. Add `.take(steps)`, or pass a function "
-            "that returns the dataset."
+    is_dataset = isinstance(dataset, tf.data.Dataset)
+    if not is_dataset or dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        what = "has no end" if is_dataset else f"is of type {type(dataset).__name__}"
+        raise (ValueError if is_dataset else TypeError)(
+            f"`{name}` {what}, so it cannot be taken to another process; expected a "
+            "function that returns data, a `tf.data.Dataset` that ends, a `Pipeline`, "
+            "or arrays (x, y). Add `.take(steps)`, or pass such a function."
         )
     dataset.save(str(path))
+
+
+class Batch(NamedTuple):
+    """A batch as `fit` takes it, and what is known of the rest.
+
+    `size` counts its examples, of arrays what `fit` takes by default; `num_examples`
+    about those of the data, None where that is not known.
+    """
+
+    parts: Any
+    size: int
+    num_examples: int | None
+
+
+def batch_of(data: Any) -> Batch:
+    """Returns one batch of anything that `fit` takes."""
+    arrays = arrays_of(data, needs_targets=False)
+    if arrays is not None:
+        number = len(tf.nest.flatten(arrays)[0])
+        arrays = tf.nest.map_structure(lambda each: each[:_MAX_ROWS], arrays)
+        parts = first_batch(dataset_of(arrays, _MAX_ROWS, needs_targets=False))
+        return Batch(parts, min(_FIT_BATCH_SIZE, number), number)
+    dataset = dataset_of(data)
+    parts, length = first_batch(dataset), known_length(dataset)
+    size = size_of(parts)
+    return Batch(parts, size, None if length is None else length * size)
+
+
+def as_fit_takes_it(data: Any) -> Any:
+    """Returns arrays as a tuple, a `PyDataset` as it is, all else as a dataset."""
+    if data is None or isinstance(data, keras.utils.PyDataset):
+        return data
+    arrays = arrays_of(data, needs_targets=False)
+    return dataset_of(data) if arrays is None else arrays
+
+
+def size_of(parts: Any) -> int:
+    """Returns the examples of a batch."""
+    first = tf.nest.flatten(parts)[0]
+    return int(first.shape[0] or tf.shape(first)[0])
+
+
+def rows(parts: Any, size: int) -> Any:
+    """Returns `size` rows of each tensor of a batch, its own again and again."""
+    places = np.arange(size) % size_of(parts)
+    return tf.nest.map_structure(lambda each: tf.gather(each, places), parts)

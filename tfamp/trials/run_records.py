@@ -1,10 +1,11 @@
-"""What one training run under one policy and one seed measured, as records.
+"""What a trial is asked and what it measured, as records.
 
 Names end in units, `_seconds`, `_bytes`, `_joules`; a field that is None was not
 measured.
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
@@ -12,6 +13,50 @@ import numpy as np
 
 from tfamp.machine.speeds import Device
 from tfamp.records.record import Record
+
+
+def file_name(policy: str, seed: int) -> str:
+    """Returns what a run's files are called, without their ending."""
+    return f"{re.sub(r'[^A-Za-z0-9_.+-]', '-', policy)}_seed{seed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task(Record):
+    """What one process does: a whole training, or a few steps of one batch size."""
+
+    policy: str  # as `Variant` reads it
+    seed: int = 0  # of weights, data order and dropout
+    epochs: int = 1
+    batch_size: int | None = None  # of arrays, or what is tried
+    steps: int = 0  # a few, at least so many; 0 trains whole
+    allowed_bytes: int | None = None  # what it may hold
+    target_batch_size: int | None = None  # examples of one update
+    data_batch_size: int | None = None  # None where only the process knows it
+    num_examples: int | None = None  # of the data
+    command: str = ""  # how to repeat it from a shell
+
+    @property
+    def name(self) -> str:
+        """What its files are called, without their ending."""
+        steps = f"_batch{self.batch_size}" if self.steps else ""
+        return file_name(self.policy, self.seed) + steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts(Record):
+    """What a few steps tell of the model and its data, before they train."""
+
+    replicas: int = 1  # that share a batch
+    num_examples: int | None = None  # of the data; None where that is not known
+    model: str = ""
+    batch_size: int = 0  # the one that is tried
+    data_batch_size: int | None = None
+
+    def possible(self, size: int) -> int:
+        """Returns a batch size as the data and the replicas allow it."""
+        if self.num_examples is not None:
+            size = min(size, self.num_examples)
+        return -(-size // self.replicas) * self.replicas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +81,7 @@ class Latency(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Memory(Record):
-    """Bytes that a process held with the model built, and at its peak in training.
-
-    `device_bytes` are those of TensorFlow's allocator on the fullest GPU.
-    """
+    """Bytes that a process held with the model built, and at its peak in training."""
 
     start_bytes: int
     training_bytes: int | None = None
@@ -75,7 +117,7 @@ class Run(Record):
     first_step_seconds: float = 0.0
     history: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     final_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    num_examples: int = 0
+    num_examples: int = 0  # that the final metrics are of
     losses: tuple[tuple[int, float], ...] = ()
     skipped_steps: int = 0
     num_nonfinite_weights: int = 0
@@ -84,7 +126,7 @@ class Run(Record):
     energy_joules: float | None = None
     layers: tuple[LayerDtype, ...] = ()
     notes: tuple[str, ...] = ()
-    outcome: str = ""
+    outcome: str = ""  # of a few steps, whether they fit; how a process ended
 
     @property
     def is_finished(self) -> bool:

@@ -1,19 +1,28 @@
-"""Does tasks one after another, each in a process of its own."""
+"""Does tasks one after another, each in a fresh process, and says why one ended."""
 
+import contextlib
 import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfamp.records import checks
 from tfamp.records.console import progress
-from tfamp.trials import processes
-from tfamp.trials.run_records import Run
-from tfamp.trials.tasks import Task
+from tfamp.trials.run_records import Run, Task
 from tfamp.trials.variant import short_names
 
+_POLL_SECONDS = 0.2
 # Of the trial that tells what a model holds.
 _MEMORY_STEPS = 4
+_SIGNALS = {
+    "SIGKILL": ": the system killed it, most often for want of memory",
+    "SIGILL": ": the processor lacks an instruction; `tfamp doctor` tells which",
+}
 
 
 def do(
@@ -26,22 +35,59 @@ def do(
     """Does a task in a fresh process; returns what it recorded, or how it failed.
 
     The exit status of a process without a record is in the outcome, as "status -9";
-    that of one that took too long has the outcome "too slow".
+    that of one that took too long has the outcome "too slow". Whatever interrupts this
+    ends the process too, with all that it started.
     """
-    record, log = folder / f"{task.name}.json", folder / f"{task.name}.log"
+    record = folder / f"{task.name}.json"
+    log, part = record.with_suffix(".log"), record.with_suffix(".part")
     record.unlink(missing_ok=True)
-    words = [str(folder), task.to_json()]
-    status = processes.run(
-        *("tfamp.trials.worker", words, log),
-        timeout_seconds=timeout_seconds,
-        on_progress=on_progress,
-    )
+    status, began = None, time.monotonic()
+    # It finds the same modules as this process.
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tfamp.trials.worker", folder, task.to_json()],
+            stdin=subprocess.PIPE,  # its end tells the process that this one is gone
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "PYTHONPATH": paths},
+            # Ctrl-C reaches this process only, which then ends the other.
+            start_new_session=True,
+        )
+    limit = timeout_seconds or float("inf")
+    try:
+        while status is None and time.monotonic() - began < limit:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(_POLL_SECONDS)
+            with contextlib.suppress(OSError, ValueError):  # not there, or half of it
+                on_progress(float(part.read_text()))
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        part.unlink(missing_ok=True)
+        if process.stdin is not None:
+            process.stdin.close()
     if record.is_file():
         return Run.from_json(record)
-    why, outcome = f"it took longer than {timeout_seconds or 0:g} s", "too slow"
+    why, outcome = f"it took longer than {limit:g} s", "too slow"
     if status is not None:
-        why, outcome = processes.why_ended(status), f"status {status}"
+        why, outcome = _why_ended(status), f"status {status}"
     return Run(task.policy, task.seed, "failed", why, outcome=outcome)
+
+
+def _why_ended(status: int) -> str:
+    if status >= 0:
+        return f"the process ended with status {status} and left no record"
+    name = signal.Signals(-status).name
+    return f"{name} ended the process{_SIGNALS.get(name, '')}"
+
+
+def tail(log: Path, lines: int = 15) -> str:
+    """Returns the last lines of a log."""
+    if not log.is_file():
+        return ""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
 def run_all(
@@ -67,8 +113,9 @@ def run_all(
         for place in range(number)
     ]
     runs: list[Run] = []
+    how = {"timeout_seconds": timeout_seconds}
+    unit = f"of {len(pairs)} runs"
     try:
-        unit = f"of {len(pairs)} runs"
         with progress("Starting", len(pairs), unit=unit, decimals=1) as show:
             for place, (policy, seed) in enumerate(pairs):
                 given = dataclasses.replace(task, policy=policy, seed=seed)
@@ -87,16 +134,14 @@ def run_all(
                     why = "left out, since the first run under this policy failed"
                     run = Run(policy, seed, "failed", why)
                 else:
-                    how = {"timeout_seconds": timeout_seconds}
                     run = do(folder, given, on_progress=tell, **how)
                     if run.is_finished and seed == seeds[0]:
                         run = _with_memory(folder, given, run, **how)
                 if not run.is_finished and not runs:
-                    log = processes.tail(folder / f"{given.name}.log")
                     raise RuntimeError(
                         f"The first run, {policy!r} with seed {seed}, failed: "
                         f"{run.error}. Expected it to train; mend what its log ends "
-                        f"with:\n{log}"
+                        f"with:\n{tail(record.with_suffix('.log'))}"
                     )
                 runs.append(run)
                 on_run(run)
@@ -118,12 +163,8 @@ def run_all(
 def _with_memory(
     folder: Path, task: Task, run: Run, timeout_seconds: float | None
 ) -> Run:
-    """Returns a run with the memory of a few steps in a process of their own.
-
-    There nothing that went before has left memory that they would hide in.
-    """
-    size = run.batch_size
-    few = dataclasses.replace(task, steps=_MEMORY_STEPS, batch_size=size, is_fresh=True)
+    """Returns a run with the memory of a few steps in a process of their own."""
+    few = dataclasses.replace(task, steps=_MEMORY_STEPS, batch_size=run.batch_size)
     found = do(folder, few, timeout_seconds=timeout_seconds)
     if found.memory is not None:
         device = None if run.memory is None else run.memory.device_bytes

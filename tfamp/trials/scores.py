@@ -37,12 +37,7 @@ class Score:
 
 
 def score_of(model: keras.Model, metric: Any, outputs: Any, y: Any) -> Score:
-    """Returns the score of a metric, seen on the outputs and targets of a batch.
-
-    It is None or "loss" for the compiled loss, the name of a metric of Keras, a
-    `keras.metrics.Metric`, a `keras.losses.Loss`, or a function of targets and outputs.
-    A ValueError says that it gives no finite value for each example.
-    """
+    """Returns the score of a metric, seen on the outputs and targets of a batch."""
     found = _score(model, metric, outputs, y)
     values = values_of(found, y, outputs)
     if not np.isfinite(values).all():
@@ -86,10 +81,7 @@ def functions_of(model: keras.Model) -> dict[str, PerExample]:
 
 
 def predict(model: keras.Model, batches: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of a model for each batch, in float32.
-
-    It is traced once, for what all batches have in common.
-    """
+    """Returns the outputs of a model for each batch, in float32."""
 
     def outputs_of(x: Any) -> Any:
         return tf.nest.map_structure(
@@ -109,39 +101,33 @@ def predict(model: keras.Model, batches: Sequence[Any]) -> list[Any]:
     return [traced(x) for x in inputs]
 
 
-def targets(batch: Any) -> Any:
-    """Returns the targets of a batch."""
-    return keras.utils.unpack_x_y_sample_weight(batch)[1]
-
-
 def _score(model: keras.Model, metric: Any, outputs: Any, y: Any) -> Score:
-    if metric is None or metric == "loss":
-        loss = getattr(model, "loss", None)
-        if not isinstance(loss, str | keras.losses.Loss) and not callable(loss):
-            raise ValueError(
-                f"Model {model.name!r} has no single loss to compare; expected one, or "
-                "`metric`. Pass a function of targets and outputs that returns a value "
-                "for each example."
-            )
-        return Score("loss", _of_loss(loss), False, True)
-    name, found = getattr(metric, "name", metric), metric
-    if isinstance(metric, str):
+    is_loss = metric is None or metric == "loss"
+    loss = getattr(model, "loss", None) if is_loss else metric
+    if isinstance(loss, keras.losses.Loss) or (
+        is_loss and (isinstance(loss, str) or callable(loss))
+    ):
+        name = "loss" if is_loss else str(metric.name)
+        return Score(name, _of_loss(loss), False, True)
+    if isinstance(metric, str) and not is_loss:
         is_accuracy = metric in ("accuracy", "acc")
         found = keras.metrics.get(_accuracy(outputs, y) if is_accuracy else metric)
-    elif isinstance(metric, keras.losses.Loss):
-        return Score(name, _of_loss(metric), False, True)
-    higher = any(word in str(name).lower() for word in _HIGHER)
+    else:
+        found = metric
+    name = str(getattr(metric, "name", metric))
+    higher = any(word in name.lower() for word in _HIGHER)
     if isinstance(found, keras.metrics.MeanMetricWrapper):
         return Score(name, _of_metric(found), higher, not higher)
-    if callable(found) and not isinstance(found, keras.metrics.Metric):
+    if not is_loss and callable(found) and not isinstance(found, keras.metrics.Metric):
         if isinstance(metric, str):
             return Score(name, _aligned(found), higher, not higher)
         name = getattr(metric, "__name__", type(metric).__name__)
         return Score(name, metric, None, False)
     raise ValueError(
-        f"`metric` is {metric!r}; expected the name of a metric of Keras that is a "
-        "mean over examples, such as 'accuracy', or a function of targets and outputs "
-        "that returns a value for each example."
+        f"`metric` is {metric!r}, and the loss of model {model.name!r} "
+        f"{getattr(model, 'loss', None)!r}; expected a single loss, the name of a "
+        "metric of Keras that is a mean over examples, such as 'accuracy', or a "
+        "function of targets and outputs that returns a value for each example."
     )
 
 
@@ -156,11 +142,7 @@ def _accuracy(outputs: Any, y: Any) -> str:
 
 
 def _of_metric(metric: Any) -> PerExample:
-    """Returns a function that gives what a metric takes the mean of.
-
-    A `MeanMetricWrapper` hands the values of the examples to the `Mean` below it, so a
-    class that comes between the two sees them.
-    """
+    """Returns a function that gives what a metric takes the mean of."""
 
     class Seen(keras.metrics.Mean):
         seen: Any = None

@@ -38,11 +38,7 @@ class Interval(Record):
 def interval(
     values: Sequence[float] | np.ndarray, rate: float = ERROR_RATE
 ) -> Interval:
-    """Returns the mean of values from a normal distribution, and its t-interval.
-
-    One value says nothing of the spread, so its interval has no end; of none all is
-    NaN.
-    """
+    """Returns the mean of values from a normal distribution, and its t-interval."""
     if not len(values):
         return Interval(math.nan, math.nan, math.nan)
     middle, half = float(np.mean(values)), math.inf
@@ -89,34 +85,22 @@ def student_quantile(rate: float, degrees: int) -> float:
     return math.sqrt(degrees * (1 - x) / x)
 
 
-def fraction_limit(hits: float, number: float, rate: float) -> float:
-    """Returns the fraction of which at most `hits` of a number are seen at that rate.
-
-    Source: Clopper & Pearson, Biometrika 26, 1934.
-    """
-    if hits >= number:
-        return 1.0
-    # The chance of as few hits is a beta distribution's.
-    return _root(
-        lambda x: 1 - _beta(x, hits + 1, number - hits) < rate, hits / number, 1.0
-    )
-
-
 def difference_limit(lost: float, won: float, number: float, rate: float) -> float:
     """Returns what a true fraction lost minus won is below, of paired examples.
 
     Where nothing is won it is the exact limit of a binomial fraction. Else it is that
-    of a score test, whose rate is within 6 % of the one that was asked for, or below it
-    (computed from the trinomial distribution for 150 to 10,000 examples).
+    of a score test, whose rate is at most 6 % above the one that was asked for.
 
-    Source: Tango, Equivalence test and confidence interval for the difference in
-    proportions for the paired-sample design, Statistics in Medicine 17, 1998.
+    Source: Clopper & Pearson, Biometrika 26, 1934; Tango, Statistics in Medicine 17,
+    1998.
     """
-    if not won:
-        return fraction_limit(lost, number, rate)
+    if lost >= number:
+        return 1.0
     z = statistics.NormalDist().inv_cdf(1 - rate)
 
     def is_ruled_out(difference: float) -> bool:
+        if not won:  # the chance of as few lost is a beta distribution's
+            return 1 - _beta(difference, lost + 1, number - lost) < rate
         a = 2 * number
         b = -lost - won + (2 * number - lost + won) * difference
         c = -won * difference * (1 - difference)
@@ -132,11 +116,9 @@ def change_limit(
 ) -> float:
     """Returns what the true mean of paired changes in [-1, 1] is below.
 
-    `times` as many examples, of which as many changed, would show that.
-
-    Changes that are all -1, 0 or 1 are counted as lost and won. Means over seeds and
-    other parts are counted in parts of the size that weighs most in them, with a whole
-    example more, so that what is rare is not taken for impossible.
+    `times` as many examples would show that. Changes of -1, 0 or 1 are counted as lost
+    and won; means over seeds in parts of the size that weighs most in them, with a
+    whole example more, so that what is rare is not taken for impossible.
 
     Example:
         >>> round(change_limit(np.zeros(598)), 5)

@@ -15,7 +15,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -53,10 +53,7 @@ def checked(text: str) -> str:
 
 
 def load(text: str, **how: Any) -> Callable[..., Any]:
-    """Returns the function that builds what "module:function" or a script names.
-
-    A module may import its neighbors; `how` is for `first_fit`.
-    """
+    """Returns the function that builds what "module:function" or a script names."""
     if text.endswith(".py"):
         return functools.partial(first_fit, text, **how)
     module_name, _, name = text.partition(":")
@@ -81,17 +78,9 @@ def load(text: str, **how: Any) -> Callable[..., Any]:
 class _Fit(BaseException):
     """Ends a script at its first `fit`; no `except Exception` of its own holds it."""
 
-    def __init__(self, model: Any, given: dict[str, Any]) -> None:
-        super().__init__()
-        self.model, self.given = model, given
-
 
 def first_fit(
-    path: str,
-    *,
-    seed: int = 0,
-    own_policy: bool = False,
-    shuffled: bool = True,
+    path: str, *, seed: int = 0, own_policy: bool = False, shuffled: bool = True
 ) -> tuple[Any, Any, Any]:
     """Runs a script up to its first `fit`, and returns its model, data and validation.
 
@@ -100,30 +89,46 @@ def first_fit(
     of its arrays are as those of `fit`. A `ProgramError` says that it failed.
     """
     import keras
+    import tensorflow as tf
 
-    def stopping(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def stop(model: Any, *args: Any, **kwargs: Any) -> Any:
-            given = inspect.signature(original).bind(model, *args, **kwargs).arguments
-            raise _Fit(model, given)
-
-        return stop
+    import tfamp
 
     names: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
+
+        def instead(module: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(module, name, value))
+
+        def stopping(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def stop(model: Any, *args: Any, **kwargs: Any) -> Any:
+                given = inspect.signature(original).bind(model, *args, **kwargs)
+                raise _Fit(model, given.arguments)
+
+            return stop
+
+        def shifted(original: Callable[[int], Any]) -> Callable[[int], Any]:
+            return lambda given: original(given + seed)
+
         for name in ("fit", "train_on_batch"):
-            stop = stopping(getattr(keras.Model, name))
-            stack.enter_context(mock.patch.object(keras.Model, name, stop))
-        for patch in _patches(seed, own_policy):
-            stack.enter_context(patch)
+            instead(keras.Model, name, stopping(getattr(keras.Model, name)))
+        for module, name in ((keras.utils, "set_random_seed"), (tf.random, "set_seed")):
+            instead(module, name, shifted(getattr(module, name)))
+        old = (keras.mixed_precision, tf.keras.mixed_precision)
+        setters = [(tfamp, "enable"), (keras.config, "set_dtype_policy")]
+        setters += [(each, "set_global_policy") for each in old]
+        setters += [(each, "set_dtype_policy") for each in old]
+        for module, name in [] if own_policy else setters:
+            instead(module, name, lambda *args, **kwargs: tfamp.status())
         # It sees its own command line, and its folder first among modules.
         folder = os.path.dirname(os.path.realpath(path))
-        stack.enter_context(mock.patch.object(sys, "argv", [path]))
-        stack.enter_context(mock.patch.object(sys, "path", [folder, *sys.path]))
+        instead(sys, "argv", [path])
+        instead(sys, "path", [folder, *sys.path])
         try:
             names = runpy.run_path(path, run_name="__main__")
         except _Fit as found:
-            return found.model, *_data(found.given, shuffled)
+            model, given = found.args
+            return model, *_data(given, shuffled)
         except (Exception, SystemExit) as error:
             if not isinstance(error, SystemExit) or error.code:
                 traceback.print_exception(error.with_traceback(own_frames(error)))
@@ -141,31 +146,6 @@ def first_fit(
     return max(models, key=lambda model: model.compiled), None, None
 
 
-def _patches(seed: int, own_policy: bool) -> Iterator[Any]:
-    """Yields what shifts the seeds that a script sets, and has its policy do nothing.
-
-    So each run is another one, under the policy that is asked about.
-    """
-    import keras
-    import tensorflow as tf
-
-    import tfamp
-
-    def shifted(original: Callable[[int], Any]) -> Callable[[int], Any]:
-        return lambda given: original(given + seed)
-
-    def nothing(*args: Any, **kwargs: Any) -> Any:
-        return tfamp.status()
-
-    for module, name in ((keras.utils, "set_random_seed"), (tf.random, "set_seed")):
-        yield mock.patch.object(module, name, shifted(getattr(module, name)))
-    old = (keras.mixed_precision, tf.keras.mixed_precision)
-    setters = [(tfamp, "enable"), (keras.config, "set_dtype_policy")]
-    setters += [(m, n) for m in old for n in ("set_global_policy", "set_dtype_policy")]
-    for module, name in [] if own_policy else setters:
-        yield mock.patch.object(module, name, nothing)
-
-
 def _data(given: dict[str, Any], shuffled: bool) -> tuple[Any, Any]:
     """Returns the training and validation data of a call of `fit`."""
     import tensorflow as tf
@@ -174,11 +154,8 @@ def _data(given: dict[str, Any], shuffled: bool) -> tuple[Any, Any]:
 
     x, y = given.get("x"), given.get("y")
     if given.get("class_weight") is not None:
-        warnings.warn(
-            "`class_weight` of the script's `fit` is left out here.",
-            UserWarning,
-            stacklevel=2,
-        )
+        what = "`class_weight` of the script's `fit` is left out here."
+        warnings.warn(what, UserWarning, stacklevel=2)
     validation, size = given.get("validation_data"), given.get("batch_size")
     if isinstance(validation, tf.data.Dataset) and given.get("validation_steps"):
         validation = validation.take(given["validation_steps"])
@@ -203,11 +180,10 @@ def _data(given: dict[str, Any], shuffled: bool) -> tuple[Any, Any]:
 
 def own_frames(error: BaseException) -> types.TracebackType | None:
     """Returns an error's traceback from the user's first frame on."""
-    trace = error.__traceback__
+    ours, trace = os.path.dirname(os.path.dirname(__file__)), error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        is_ours = file.startswith(os.path.dirname(os.path.dirname(__file__)))
-        if not (is_ours or "runpy" in file):
+        if not (file.startswith(ours) or "runpy" in file):
             break
         trace = trace.tb_next
     return trace

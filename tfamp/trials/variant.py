@@ -6,8 +6,11 @@ what is wrong with it at once.
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from tfamp.records import checks
 from tfamp.records.formats import POLICIES
@@ -60,11 +63,6 @@ class Variant(Record):
         """Whether it is the file of a `PrecisionPlan`."""
         return self.policy.endswith(_PLAN_SUFFIX)
 
-    @property
-    def is_float32(self) -> bool:
-        """Whether it can be what others are compared with."""
-        return self.policy == "float32"
-
     def __str__(self) -> str:
         """Returns the word that `parse` reads."""
         return _STOCK * self.is_stock + self.policy + _XLA * self.jit_compile
@@ -72,21 +70,14 @@ class Variant(Record):
 
 def short_names(policies: Sequence[str]) -> dict[str, str]:
     """Returns what policies are called for people: plans by their files' names."""
-    short = [
-        os.path.basename(each) if _PLAN_SUFFIX in each else each for each in policies
-    ]
-    return {
-        policy: name if short.count(name) == 1 else policy
-        for policy, name in zip(policies, short, strict=True)
-    }
+    short = [os.path.basename(p) if _PLAN_SUFFIX in p else p for p in policies]
+    pairs = zip(policies, short, strict=True)
+    return {p: name if short.count(name) == 1 else p for p, name in pairs}
 
 
 @contextlib.contextmanager
 def in_force(variant: Variant) -> Iterator[tuple[str, str]]:
-    """Puts a variant in force, and afterwards what was in force before.
-
-    Yields the policy that it comes to, and why.
-    """
+    """Puts a variant in force, and afterwards what was in force before."""
     import tfamp
     from tfamp.dtypes.settings import stock_policy
     from tfamp.machine import cpus
@@ -98,3 +89,15 @@ def in_force(variant: Variant) -> Iterator[tuple[str, str]]:
         return
     with tfamp.scope(variant.policy) as status:
         yield status.policy, status.why
+
+
+def plan_file(folder: Path, policy: Any) -> Any:
+    """Returns the path of a plan's file in a folder; any other policy as it is."""
+    from tfamp.plan import PrecisionPlan
+
+    if not isinstance(policy, PrecisionPlan):
+        return policy
+    digest = hashlib.sha256(policy.to_json().encode()).hexdigest()[:8]
+    path = folder / f"plan-{digest}.json"
+    policy.to_json(path)
+    return str(path)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import keras
 from absl import logging
 
-import tfamp
 from tfamp.dtypes.settings import IN_FORCE, make_settings
 from tfamp.machine import cpus, devices
 from tfamp.models import put_under
@@ -17,12 +16,11 @@ from tfamp.numerics.sensitivity import sensitivity
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.records.console import progress
-from tfamp.records.versions import installed_versions
 from tfamp.stepping.arguments import build, dataset_of, first_batch
 from tfamp.stepping.unchanged import seeds_put_back, unchanged
 from tfamp.tuning.candidates import Candidates, savings_of
 from tfamp.tuning.judge import Judge
-from tfamp.tuning.measured_policies import model_of, put_back
+from tfamp.tuning.measured_policies import evidence_here, model_of, put_back
 from tfamp.tuning.search import Evaluation, Search
 
 POLICIES = ("mixed_float16", "mixed_bfloat16")
@@ -89,7 +87,11 @@ def tune(
     checks.positive_int("max_evaluations", max_evaluations, minimum=2)
     checks.positive_int("num_steps", num_steps)
     name = checks.choice("policy", policy, ("auto", *POLICIES))
-    name = _half_policy() if name == "auto" else name
+    if name == "auto":
+        settings = IN_FORCE.settings
+        here = [] if settings is None else [settings.policy.name]
+        here.append(devices.recommend(devices.devices()).policy)
+        name = next((str(each) for each in here if each in POLICIES), POLICIES[1])
     dtype = keras.DTypePolicy(name).compute_dtype
     with seeds_put_back():
         cpus.avoid_broken_amx()
@@ -121,7 +123,12 @@ def tune(
                 "`validation`, or another tolerance."
             )
         found = sensitivity(model, dataset, dtype=dtype)
-        base, exact = _plan_under(model, name), _plan_under(model, "float32")
+        plans = []
+        for each in (name, "float32"):  # as the default rules make them
+            with put_back(model):
+                put_under(model, make_settings(each))
+                plans.append(PrecisionPlan.from_model(model))
+        base, exact = plans
         with unchanged(model), put_back(model):
             put_under(model, make_settings("float32"))
             saved = savings_of(model, dataset, dtype)
@@ -149,15 +156,14 @@ def tune(
                 # The plan so far is an answer.
                 with contextlib.suppress(KeyboardInterrupt):
                     confirmed = judged(best.float32, 1, ERROR_RATE / 2)
-        if best is None:
-            plan = exact
-            reason = (
-                "no plan in half precision kept the metric within the tolerance in "
-                f"{len(search.tried)} evaluations ({found.verdict}: {found.advice})"
-            )
-        else:
-            is_taken = confirmed is None or confirmed.holds
-            plan = candidates.plan(best.float32) if is_taken else exact
+        plan = exact
+        reason = (
+            "no plan in half precision kept the metric within the tolerance in "
+            f"{len(search.tried)} evaluations ({found.verdict}: {found.advice})"
+        )
+        if best is not None:
+            if confirmed is None or confirmed.holds:
+                plan = candidates.plan(best.float32)
             reason = _reason(best, confirmed)
         logging.info("Plan for %r: %s.", model.name, reason)
         tuning = {
@@ -180,29 +186,7 @@ def tune(
             ],
             "seconds": time.perf_counter() - began,
         }
-        evidence = {
-            "devices": [device.name for device in devices.devices()],
-            "versions": {**installed_versions(), "tfamp": tfamp.__version__},
-            "tuning": tuning,
-        }
-        return plan.replace(evidence=evidence)
-
-
-def _half_policy() -> str:
-    """Returns the policy in force, or what suits the devices, in half precision."""
-    settings = IN_FORCE.settings
-    here = devices.recommend(devices.devices()).policy
-    for name in ([] if settings is None else [settings.policy.name]) + [here]:
-        if name in POLICIES:
-            return str(name)
-    return "mixed_bfloat16"
-
-
-def _plan_under(model: keras.Model, policy: str) -> PrecisionPlan:
-    """Returns the plan that the default rules make under a policy."""
-    with put_back(model):
-        put_under(model, make_settings(policy))
-        return PrecisionPlan.from_model(model)
+        return plan.replace(evidence={**evidence_here(), "tuning": tuning})
 
 
 def _reason(best: Evaluation, confirmed: Evaluation | None) -> str:

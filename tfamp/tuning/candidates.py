@@ -65,11 +65,7 @@ class Candidates:
         self._base = self.plan(needed)
 
     def plan(self, float32: Sequence[str]) -> PrecisionPlan:
-        """Returns the plan with these candidates in float32, and no others.
-
-        They, and what is inside them, compute in float32 and give the policy's compute
-        dtype, as a layer does that `keep_float32` names.
-        """
+        """Returns the plan with these candidates in float32, and no others."""
         plan, half = self._base, keras.DTypePolicy(self._base.policy).compute_dtype
         layers = {path for path in float32 if path not in self._operations}
         exact: dict[str, Any] = {"compute_dtype": "float32", "dtype_policy": "float32"}
@@ -112,11 +108,7 @@ def _reason(layer: LayerSensitivity) -> str:
 
 
 def savings_of(model: keras.Model, dataset: Any, dtype: str) -> dict[str, float]:
-    """Returns path -> the share of a step that half precision saves on a layer.
-
-    The model computes in float32. The times are those of a roofline, whose shares order
-    layers and foretell no speed.
-    """
+    """Returns path -> the share of a step that half precision saves on a layer."""
     trace = trace_step(model, dataset, training=True)
     roofline = Roofline(computing(devices.devices()))
     ratio = roofline.flops_per_byte(dtype)

@@ -15,8 +15,7 @@ from tfamp.loss_scale.fit_hooks import BEFORE_FIT
 from tfamp.models import put_under
 from tfamp.records.checks import first_line
 from tfamp.tuning import joined_steps
-from tfamp.tuning.measured_policies import measure_policies
-from tfamp.tuning.measurement import Measurement
+from tfamp.tuning.measured_policies import Measurement, measure_policies
 
 # The number of the settings for which a model has been through this; the others of a
 # program share them.
@@ -26,10 +25,7 @@ _JOINED: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary
 
 
 def choose(model: keras.Model, arguments: Mapping[str, Any]) -> None:
-    """Puts a model under the fastest policy, where that was left to its first `fit`.
-
-    `arguments` are those of that `fit`, by name.
-    """
+    """Puts a model under the fastest policy, where that was left to its first `fit`."""
     _join_or_part(model, arguments)
     policy = policy_of(model)
     settings = None if policy is None else policy.settings

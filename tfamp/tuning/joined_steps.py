@@ -62,10 +62,7 @@ def _acts_on_batches(callback: Any) -> bool:
 def measured(
     model: keras.Model, batches: Sequence[Any], sizes: Iterable[int]
 ) -> dict[int, float]:
-    """Returns the seconds of a step by the number of steps in a call.
-
-    The steps train: call it inside `unchanged(model)`.
-    """
+    """Returns the seconds of a step by the number of steps in a call."""
     dataset = tf.data.Dataset.from_tensors(batches[0])
     for batch in batches[1:]:
         if tf.data.Dataset.from_tensors(batch).element_spec == dataset.element_spec:

@@ -36,7 +36,7 @@ class Judge:
         with unchanged(model), put_back(model):
             put_under(model, make_settings("float32"))
             outputs = [scores.predict(model, half) for half in halves]
-        y = scores.targets(halves[0][0])
+        y = keras.utils.unpack_x_y_sample_weight(halves[0][0])[1]
         self.score = scores.score_of(model, metric, outputs[0][0], y)
         self._exact = [self._values(each, half) for half, each in enumerate(outputs)]
         values = np.concatenate(self._exact)
@@ -53,10 +53,7 @@ class Judge:
         rate: float,
         tolerance: float,
     ) -> Evaluation:
-        """Returns how a plan does on a half; one that cannot run does not hold.
-
-        `float32` is what it was made of, `rate` the chance that the bound is too low.
-        """
+        """Returns how a plan does on a half; one that cannot run does not hold."""
         try:
             worse = self.worsening(plan, half)
         except (TypeError, ValueError, NotImplementedError, tf.errors.OpError) as error:
@@ -79,22 +76,13 @@ class Judge:
 
     def _values(self, outputs: Sequence[Any], half: int) -> np.ndarray:
         """Returns the score of each example."""
-        pairs = zip(self._halves[half], outputs, strict=True)
-        return np.concatenate(
-            [scores.values_of(self.score, scores.targets(b), y) for b, y in pairs]
-        )
+        unpack, batches = keras.utils.unpack_x_y_sample_weight, self._halves[half]
+        pairs = zip((unpack(batch)[1] for batch in batches), outputs, strict=True)
+        return np.concatenate([scores.values_of(self.score, y, x) for y, x in pairs])
 
 
 def upper_bound(worsening: np.ndarray, rate: float, *, is_rate: bool) -> float:
-    """Returns what the true mean worsening is below, but for a chance of `rate`.
-
-    Where examples are right or wrong, as those of an accuracy are, the bound is that of
-    fractions, which is exact where none is won.
-
-    Example:
-        >>> round(upper_bound(np.zeros(360), 0.05, is_rate=True), 4)
-        0.0083
-    """
+    """Returns what the true mean worsening is below, but for a chance of `rate`."""
     if is_rate:
         return change_limit(worsening, rate=rate)
     return interval(worsening, rate).high

@@ -27,15 +27,14 @@ from tfamp.keras_hooks import around_training, structure, trainer
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.machine import cpus, devices
 from tfamp.models import put_under
-from tfamp.records import checks
-from tfamp.records.console import progress
+from tfamp.records import checks, console, units
+from tfamp.records.record import Record, TableRecord
 from tfamp.records.versions import installed_versions
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
 from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.unchanged import seeds_put_back, unchanged
 from tfamp.trials.statistics import MIN_GAIN, student_quantile
 from tfamp.tuning import joined_steps
-from tfamp.tuning.measurement import Measurement, PolicyTime
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 # Batches that are held in memory; the steps run on them in turn.
@@ -58,6 +57,79 @@ _NOT_POSSIBLE = (tf.errors.OpError, TypeError, ValueError, NotImplementedError)
 _MAX_FIRST_STEPS = 20
 
 
+@dataclasses.dataclass(frozen=True)
+class PolicyTime(Record):
+    """The time of a training step under one policy.
+
+    The speedup is how many times as long a step in float32 without XLA takes, with the
+    ends of its 95 % interval; None where there is nothing to compare.
+    """
+
+    policy: str
+    jit_compile: bool
+    step_seconds: float | None = None  # the median; None where it was not timed
+    speedup: tuple[float, float, float] | None = None
+    note: str = ""  # why it was not timed
+
+    @property
+    def name(self) -> str:
+        """Policy and XLA in words."""
+        return f"{self.policy} with XLA" if self.jit_compile else self.policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement(TableRecord):
+    """The policies that were timed on a model's own step, and the fastest."""
+
+    model: str
+    times: tuple[PolicyTime, ...]  # float32 without XLA first
+    chosen: int  # which of them is best
+    reason: str
+    seconds: float  # what the whole measurement took
+    evidence: dict[str, Any]  # devices, versions, shapes of the batch
+    # Steps in a call of TensorFlow, and the seconds of a step of the best policy; empty
+    # where a step is too long to gain by it.
+    joined: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def steps_per_execution(self) -> int:
+        """The fewest steps in a call that no other number beats by 5 %."""
+        limit = min((each for _, each in self.joined), default=0.0) * MIN_GAIN
+        return min((n for n, each in self.joined if each <= limit), default=1)
+
+    @property
+    def best(self) -> PolicyTime:
+        """The fastest candidate, or float32 where none was shown to be faster."""
+        return self.times[self.chosen]
+
+    def table(self) -> str:
+        """Returns a row for each candidate and the reason for the best."""
+        columns = {
+            "policy": {},
+            "step": console.RIGHT,
+            "speed over float32": console.RIGHT,
+            "note": {**console.FOLD, "ratio": 1},
+        }
+        rows = []
+        for place, each in enumerate(self.times):
+            step = ratio = "-"
+            if each.step_seconds is not None:
+                step = units.format_seconds(each.step_seconds)
+            if each.speedup is not None:
+                ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*each.speedup)
+            note = "best" if place == self.chosen else each.note
+            rows.append((each.name, step, ratio, note))
+        told = self.reason
+        if self.joined:
+            by_number = [f"{n} {units.format_seconds(s)}" for n, s in self.joined]
+            told += (
+                f" A step by the number in a call: {', '.join(by_number)}; best "
+                f"steps_per_execution={self.steps_per_execution}."
+            )
+        title = f"Steps of {self.model}"
+        return console.text_of(console.table(columns, rows, title=title), told)
+
+
 def measure_policies(
     build_model_or_model: Callable[[], keras.Model] | keras.Model,
     data: Any,
@@ -69,10 +141,9 @@ def measure_policies(
 ) -> Measurement:
     """Times a model's own training step under several policies, and says which is best.
 
-    All steps are traced first and then run in turns on the same batches. Nothing is
-    picked that is not shown to be faster than float32 by more than the noise, nor for
-    a gain of less than 5 %: of policies that take the same time another than float32 is
-    picked in at most 2 % of measurements. The model is afterwards what it was.
+    All steps are traced first and then run in turns on the same batches. Picked is what
+    is shown to be faster than float32 by 5 % or more; of policies that take the same
+    time another one is in at most 2 % of measurements. The model stays what it was.
 
     Args:
         build_model_or_model: A compiled model, or a function that returns one.
@@ -107,15 +178,18 @@ def measure_policies(
         model = model_of(build_model_or_model)
         dataset = dataset_of(data, batch_size, needs_targets=False)
         cpus.avoid_broken_amx()
-        batches = [*map(_as_in_fit, dataset.take(_NUM_BATCHES))] or [
-            first_batch(dataset)
-        ]
+        # As `train_step` gets them: inputs without targets stand alone.
+        batches = [
+            keras.utils.pack_x_y_sample_weight(
+                *keras.utils.unpack_x_y_sample_weight(batch)
+            )
+            for batch in dataset.take(_NUM_BATCHES)
+        ] or [first_batch(dataset)]
         build(model, batches[0])
         trainer.build_metrics(model, batches[0])
         leaves = [leaf for leaf in tf.nest.flatten(batches[0]) if leaf is not None]
         evidence = {
-            "devices": [device.name for device in devices.devices()],
-            "versions": {**installed_versions(), "tfamp": tfamp.__version__},
+            **evidence_here(),
             "batch": [f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in leaves],
         }
         with unchanged(model), put_back(model):
@@ -124,6 +198,14 @@ def measure_policies(
             found = race(model.name, candidates, prepare, budget, evidence)
             seconds = _joined(model, batches, found, dataset)
         return dataclasses.replace(found, joined=tuple(seconds.items()))
+
+
+def evidence_here() -> dict[str, Any]:
+    """Returns the devices and the versions that something was measured on."""
+    return {
+        "devices": [device.name for device in devices.devices()],
+        "versions": {**installed_versions(), "tfamp": tfamp.__version__},
+    }
 
 
 def _joined(
@@ -141,27 +223,15 @@ def _joined(
     settings = resolution.settings_of(model)
     if settings is not None:
         settings.check = None  # of this measurement alone
-    with progress("Joining steps", 1, unit="parts"):
+    with console.progress("Joining steps", 1, unit="parts"):
         return joined_steps.measured(model, batches, sizes)
-
-
-def _as_in_fit(batch: Any) -> Any:
-    """Returns a batch as `train_step` gets it: inputs without targets stand alone."""
-    parts = keras.utils.unpack_x_y_sample_weight(batch)
-    return keras.utils.pack_x_y_sample_weight(*parts)
 
 
 def model_of(build_model_or_model: Any) -> keras.Model:
     """Returns the compiled model that was given, or that the function builds."""
-    if isinstance(build_model_or_model, keras.Model):
-        model = build_model_or_model
-    elif callable(build_model_or_model):
-        model = build_model_or_model()
-    else:
-        raise TypeError(
-            f"`build_model_or_model` is {build_model_or_model!r}; expected a compiled "
-            "`keras.Model`, or a function without arguments that returns one."
-        )
+    model = build_model_or_model
+    if callable(model) and not isinstance(model, keras.Model):
+        model = model()
     check_model(model)
     return model
 
@@ -204,29 +274,22 @@ class Racer:
         self.logs.append(math.log(self.step_seconds))
 
 
-# Traces the step of a candidate and runs it until it is warm.
-Prepare = Callable[[PolicyTime], Racer]
-
-
 def race(
     name: str,
     candidates: Sequence[PolicyTime],
-    prepare: Prepare,
+    prepare: Callable[[PolicyTime], Racer],
     budget_seconds: float,
     evidence: dict[str, Any],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Measurement:
-    """Prepares the candidates, lets them take turns, and judges; the first is float32.
-
-    One with a note is left out. Times of equal rounds are compared.
-    """
+    """Prepares the candidates, the first in float32, and lets them take turns."""
     began, times = clock(), list(candidates)
     racers: dict[int, Racer] = {}
 
     def left() -> float:
         return budget_seconds - (clock() - began)
 
-    with progress("Timing steps", len(times) + _ROUNDS, unit="parts") as done:
+    with console.progress("Timing steps", len(times) + _ROUNDS, unit="parts") as done:
         for place, each in enumerate(candidates):
             done(place, f"Tracing {each.name}")
             note = each.note
@@ -253,29 +316,44 @@ def race(
             for place in order.sample(active, len(active)):
                 if len(active) > 1 and left() > 0:
                     racers[place].take_turn()
+    rate, best = _ERROR_RATE / max(len(racers) - 1, 1), 0
     for place, racer in racers.items():
         seconds = racer.step_seconds
         if racer.logs:
             seconds = math.exp(statistics.median(racer.logs))
-        found = log_ratio(racers[0], racer, 0.025) if place else (math.inf,)
+        found = _log_ratio(racers[0], racer, 0.025) if place else (math.inf,)
         is_known = all(map(math.isfinite, found))
         speedup: Any = tuple(map(math.exp, found)) if is_known else None
         times[place] = dataclasses.replace(
             times[place], step_seconds=seconds, speedup=speedup
         )
-    chosen, reason = _judge(times, racers)
-    seconds = clock() - began
-    return Measurement(name, tuple(times), chosen, reason, seconds, evidence)
+        # Worth a change is what is shown to be faster than float32.
+        ratio, low, _ = _log_ratio(racers[0], racer, rate)
+        if place and low > 0 and ratio >= math.log(MIN_GAIN):
+            before = times[best].speedup
+            best = place if not best or speedup > before else best
+    reason = (
+        "float32: no other policy was shown to be faster here by 5 % or more, beyond "
+        "the noise."
+    )
+    if len(racers) < 2:
+        reason = "float32 was the only policy that was timed."
+    if best:
+        ratio, low, high = times[best].speedup or (1.0, 1.0, 1.0)
+        reason = (
+            f"{times[best].name}: {ratio:.2f} times as fast as float32 on this model "
+            f"here (95 % interval {low:.2f} to {high:.2f})."
+        )
+    return Measurement(name, tuple(times), best, reason, clock() - began, evidence)
 
 
-def log_ratio(slower: Racer, faster: Racer, rate: float) -> tuple[float, float, float]:
+def _log_ratio(slower: Racer, faster: Racer, rate: float) -> tuple[float, float, float]:
     """Returns the trimmed mean of the log ratio of two racers' times, and its ends.
 
     It is over the rounds that both ran, without ends where these are fewer than two;
     `rate` is the chance that the true value lies below the interval, and above it.
 
-    Source: Tukey & McLaughlin, "Less Vulnerable Confidence and Significance Procedures
-        for Location Based on a Single Sample", Sankhya 25 (1963).
+    Source: Tukey & McLaughlin, Sankhya 25, 1963, on trimmed means.
     """
     pairs = zip(slower.logs, faster.logs, strict=False)
     values = sorted(one - other for one, other in pairs)
@@ -288,31 +366,6 @@ def log_ratio(slower: Racer, faster: Racer, rate: float) -> tuple[float, float, 
     half = student_quantile(rate, len(middle) - 1) * statistics.stdev(winsorized)
     half /= (1 - 2 * cut / len(values)) * math.sqrt(len(values))
     return mean, mean - half, mean + half
-
-
-def _judge(times: Sequence[PolicyTime], racers: dict[int, Racer]) -> tuple[int, str]:
-    """Returns which of the times is best, and why in a line.
-
-    Worth a change is what is shown to be faster than float32.
-    """
-    if len(racers) < 2:
-        return 0, "float32 was the only policy that was timed."
-    rate, shown = _ERROR_RATE / (len(racers) - 1), {}
-    for place, racer in racers.items():
-        ratio, low, _ = log_ratio(racers[0], racer, rate)
-        if place and low > 0 and ratio >= math.log(MIN_GAIN):
-            shown[place] = times[place].speedup or (1.0, 1.0, 1.0)
-    if not shown:
-        return 0, (
-            "float32: no other policy was shown to be faster here by 5 % or more, "
-            "beyond the noise."
-        )
-    best = max(shown, key=lambda place: shown[place][0])
-    ratio, low, high = shown[best]
-    return best, (
-        f"{times[best].name}: {ratio:.2f} times as fast as float32 on this model here "
-        f"(95 % interval {low:.2f} to {high:.2f})."
-    )
 
 
 def _put(model: keras.Model, candidate: PolicyTime) -> None:
@@ -371,10 +424,7 @@ def _prepared(
 
 @contextlib.contextmanager
 def put_back(model: keras.Model) -> Iterator[None]:
-    """Gives a compiled model the dtypes, optimizers and XLA it had, also after errors.
-
-    Its variables are the affair of `unchanged`.
-    """
+    """Gives a compiled model the dtypes, optimizers and XLA that it had."""
     known = {id(each) for each in optimizers_of(model)}
     optimizers = {name: o for name, o in vars(model).items() if id(o) in known}
     optimizer, jit_compile = model.optimizer, model.jit_compile

@@ -58,7 +58,7 @@ class Search:
             key=lambda s: (not s.is_guilty, -s.error / (s.saving + 1e-3)),
         )
         self._evaluate, self._most = evaluate, max_evaluations
-        self._min_saving = min_saving
+        self._min_saving, self._kept = min_saving, list(self._order)
         self.tried: list[Evaluation] = []
         self.best: Evaluation | None = None
 
@@ -79,10 +79,13 @@ class Search:
         number = sum(suspect.is_guilty for suspect in self._order)
         while not self._try(self._order[:number]):
             if number >= len(self._order):
-                return
+                raise Stopped
             below, number = number, min(number + grown, len(self._order))
             grown *= 2
-        while number - below > 1 and self._saving(below + 1, number):
+        while number - below > 1:
+            saved = sum(s.saving for s in self._order[below + 1 : number])
+            if saved <= self._min_saving:
+                break
             # Without any first: most models need none beyond the rules'.
             middle = 0 if below < 0 else (below + number) // 2
             if self._try(self._order[:middle]):
@@ -92,26 +95,13 @@ class Search:
 
     def _give_back(self) -> None:
         """Gives back what only lay on the way at once, then one after the other."""
-        kept = self._in_float32()
-        between = [each for each in kept if not each.is_guilty][:-1]
-        if between and self._try([each for each in kept if each not in between]):
-            kept = self._in_float32()
+        between = [each for each in self._kept if not each.is_guilty][:-1]
+        if between:
+            self._try([each for each in self._kept if each not in between])
         # The dearest for their error first; what saves too little is not worth a try.
-        for suspect in sorted(kept, key=lambda s: -s.saving / (s.error + 1e-12)):
-            if suspect.saving <= self._min_saving or len(kept) < 2:
-                continue
-            rest = [each for each in kept if each is not suspect]
-            if self._try(rest):
-                kept = rest
-
-    def _in_float32(self) -> list[Suspect]:
-        """Returns the layers that the best plan so far has in float32."""
-        kept = () if self.best is None else self.best.float32
-        return [suspect for suspect in self._order if suspect.path in kept]
-
-    def _saving(self, first: int, end: int) -> bool:
-        """States whether some layers save enough for a clock to see it."""
-        return sum(s.saving for s in self._order[first:end]) > self._min_saving
+        for suspect in sorted(self._kept, key=lambda s: -s.saving / (s.error + 1e-12)):
+            if suspect.saving > self._min_saving and len(self._kept) > 1:
+                self._try([each for each in self._kept if each is not suspect])
 
     def _try(self, suspects: Sequence[Suspect]) -> bool:
         """Returns whether the metric holds with these in float32."""
@@ -123,9 +113,10 @@ class Search:
             raise Stopped
         found = self._evaluate(float32)
         self.tried.append(found)
-        now = sum(suspect.saving for suspect in suspects), len(suspects)
-        best = self._in_float32()
-        before = sum(suspect.saving for suspect in best), len(best)
+        now, before = (
+            (sum(each.saving for each in kept), len(kept))
+            for kept in (suspects, self._kept)
+        )
         if found.holds and (self.best is None or now < before):
-            self.best = found
+            self.best, self._kept = found, list(suspects)
         return found.holds
