@@ -139,8 +139,7 @@ def test_a_run_has_every_figure(compared):
         assert {each.batch_size for each in run.latencies} == {1, 16}
         assert run.step_seconds > 0 and run.first_step_seconds > 0
         assert (run.skipped_steps, run.num_nonfinite_weights) == (0, 0)
-        dtypes = {layer.path: layer.compute_dtype for layer in run.layers}
-        assert ("bfloat16" in dtypes.values()) == (run.policy == "mixed_bfloat16")
+        assert ("bfloat16" in run.layers.values()) == (run.policy == "mixed_bfloat16")
         assert run.notes == ()
 
 

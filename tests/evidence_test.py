@@ -244,8 +244,7 @@ def test_a_plan_under_a_policy_is_not_that_policy():
     after = dataclasses.replace(before, policy=PLAN)
     # Not by its policy, but where every layer is the same.
     assert judgement.are_same(before, after)
-    other = (dataclasses.replace(made_evidence.LAYERS[0], compute_dtype="float32"),)
-    changed = (*other, *made_evidence.LAYERS[1:])
+    changed = {**made_evidence.LAYERS, "conv": "float32"}
     assert not judgement.are_same(before, dataclasses.replace(after, layers=changed))
     came_to = dataclasses.replace(after, resolved_policy="+xla")
     assert not judgement.are_same(before, came_to)

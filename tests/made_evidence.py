@@ -9,7 +9,6 @@ from tfamp.machine.speeds import Device
 from tfamp.trials.run_records import (
     Context,
     Latency,
-    LayerDtype,
     Memory,
     Run,
 )
@@ -22,10 +21,7 @@ CONTEXT = Context(
     command="tfamp compare recipes.train_digits:build --seeds 3",
     date="2026-01-31",
 )
-LAYERS = (
-    LayerDtype("conv", "bfloat16"),
-    LayerDtype("head <b>", "float32"),
-)
+LAYERS = {"conv": "bfloat16", "head <b>": "float32"}
 
 
 def run(policy: str, seed: int, *, speed: float = 1.0, metric: float = 0.9) -> Run:

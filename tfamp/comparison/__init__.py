@@ -53,11 +53,10 @@ def compare(
     Args:
         build_model: Returns a compiled model, or (model, train, validation) where no
             data is passed. Called in each process once its policy is set, with `seed`
-            and `epochs` where it has arguments of these names. Or its name, as
-            "module:function".
+            and `epochs` where it has such arguments. Or its name, "module:function".
         train: A function that returns training data, a `tf.data.Dataset` of batches,
-            a `Pipeline`, a `PyDataset`, or arrays, (x, y) or (x, y, sample_weight).
-            The elements of a dataset are written down once and keep their order.
+            whose elements are written down once and keep their order, a `Pipeline`, a
+            `PyDataset`, or arrays, (x, y) or (x, y, sample_weight).
         validation: Likewise; without it the metric is that of the training data.
         policies: At least two of "float32", "auto", "mixed_bfloat16" and so on, or
             plans or their files. A prefix "keras:" leaves out tfamp, a suffix "+xla"
@@ -65,14 +64,13 @@ def compare(
         seeds: How many, or which. Two are needed for a verdict, three for a good one.
         epochs: Passes over the training data.
         tolerance: The loss of the metric that counts as none: absolute where more is
-            better, else a part of its mean. None is 0.005 for accuracies and other
-            metrics in [0, 1] of which more is better, and 5 % of every other metric.
+            better, else a part of its mean. None is 0.005 for metrics in [0, 1] of
+            which more is better, such as accuracies, and 5 % of every other one.
         metric: What quality is judged by; None takes the first compiled metric.
         better: "max" or "min"; None goes by the metric's name, where that is known.
         batch_size: For arrays; None takes 32.
         directory: Where records and logs of the runs are kept; None keeps none.
-        resume: Take the finished runs of `directory`, of the same settings, and do
-            what is missing.
+        resume: Take the finished runs of `directory`, and do what is missing.
         timeout_seconds: The most that a run may take; None for no end.
         command: How to repeat it from a shell, for the report.
         on_run: Gets each run as it ends.

@@ -1,6 +1,7 @@
 """The report of a comparison: one HTML file that opens offline."""
 
 import base64
+import collections
 import importlib.resources
 import io
 import math
@@ -16,6 +17,7 @@ from tfamp.records.units import format_bytes, join_words
 # That of result.py, which imports this file.
 Comparison: TypeAlias = Any
 
+# Words of a verdict -> how the page shows them.
 _KINDS = {"use it": "good", "slower": "bad", "less accurate": "bad"}
 _COLORS = ("#5b6472", "#0072b2", "#d55e00", "#009e73", "#b5559a", "#a87d00")
 # Of a CPU's hundred instruction sets, those that decide how fast half precision is.
@@ -30,34 +32,16 @@ def to_html(found: Comparison, path: str | os.PathLike[str] | None = None) -> st
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-    columns, order = found.columns(), (found.reference, *found.candidates)
+    order = (found.reference, *found.candidates)
     colors = dict(zip(order, _COLORS * len(order), strict=False))
-    words = {policy: found.word(policy) for policy in order}
-    sentence, advice = found.sentences(found.best)
-    others = [policy for policy in found.candidates if policy != found.best]
     text: str = environment.from_string(source).render(
         found=found,
-        sentence=sentence,
-        advice=advice,
-        reference=found.reference_sentence(),
-        legend=found.legend(),
-        word=words[found.best],
-        headings=list(columns),
-        policies=[
-            {
-                "name": found.name(policy),
-                "cells": [cells[policy] for cells in columns.values()],
-                "word": words[policy],
-                "kind": _KINDS.get(words[policy], "neutral"),
-                "color": colors[policy],
-            }
-            for policy in order
-        ],
-        others=[" ".join(found.sentences(policy)) for policy in others],
+        columns=found.columns(),
+        colors=colors,
+        kinds=collections.defaultdict(str, _KINDS),
         figures=_figures(found, colors),
         failed=[run for run in found.runs if not run.is_finished],
         settings=_settings(found),
-        command=found.context.command if found.context else "",
     )
     if path is not None:
         record.write_text(path, text)
@@ -74,16 +58,11 @@ def _settings(found: Comparison) -> list[tuple[str, str]]:
             f"better), tolerance {found.tolerance:,.3g}",
         ),
     ]
-    for title, name in {
-        "Batch": "batch_size",
-        "Steps": "num_steps",
-        "Epochs": "num_epochs",
-        "Parameters": "num_parameters",
-    }.items():
+    for name in ("batch_size", "num_steps", "num_epochs", "num_parameters"):
         values = {getattr(run, name): 0 for run in found.runs if run.is_finished}
+        title = name.removeprefix("num_").replace("_", " ").capitalize()
         rows.append((title, join_words([f"{value:,}" for value in values])))
-    if found.context is not None:
-        context = found.context
+    if (context := found.context) is not None:
         for device in context.devices:
             details = [
                 device.kind.upper(),

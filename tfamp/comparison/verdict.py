@@ -249,15 +249,14 @@ def verdict_on(
 
 def are_same(before: Run, after: Run) -> bool:
     """Whether two runs computed the same under two names, as "auto" often does."""
-    one, two = ({(x.path, x.compute_dtype) for x in r.layers} for r in (before, after))
     first, second = Variant.parse(before.policy), Variant.parse(after.policy)
     is_plan = first.is_plan or second.is_plan
     return (
         bool(before.resolved_policy)
         and before.resolved_policy == after.resolved_policy
-        and one == two
+        and before.layers == after.layers
         # The policy of a plan is not that of each of its layers.
-        and (bool(one) or not is_plan)
+        and (bool(before.layers) or not is_plan)
         and first == dataclasses.replace(second, policy=first.policy)
     )
 

@@ -160,10 +160,7 @@ def _run(call: Callable[[], Any], state: list[tuple[Any, Any]]) -> _Results:
 
 
 def _behind(
-    tensors: Sequence[Any],
-    state: Sequence[Any],
-    upstream: Sequence[Any],
-    is_xla: bool,
+    tensors: Sequence[Any], state: Sequence[Any], upstream: Sequence[Any], is_xla: bool
 ) -> tuple[list[Any], list[Any]]:
     """Returns tensors and state as they are once gradients have come.
 

@@ -179,18 +179,14 @@ def find_batch_size(
         data: What `fit` takes, or a function that returns it. The rows of its first
             batch are repeated to the size that is tried.
         policy: What to build under, as in `tfamp.compare`; None takes that in force.
-        max_memory_bytes: The most that a process may hold, on a GPU the most that
-            TensorFlow may take there, of which a tenth stays free. None takes what the
-            machine has (`tfamp doctor` shows it), which also holds where it is less.
+        max_memory_bytes: The most that a process, or TensorFlow on a GPU, may hold, of
+            which a tenth stays free. What the machine has holds too.
         start: The first size, of all replicas; halved where it does not fit.
         max_batch_size: The largest size to try; None for 2**20.
         min_gain: Part by which a doubled batch has to be faster; None takes the largest
             batch that fits, however fast.
         target_batch_size: Examples of one update to keep to, in so many steps as it
             takes. The memory for adding up gradients is then held in the trials.
-
-    Returns:
-        The `BatchSearch`: `.batch_size`, `.gradient_accumulation_steps`, `.trials`.
 
     Raises:
         ImportError: A package of `tfamp[report]` is not installed.

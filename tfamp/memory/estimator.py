@@ -49,15 +49,12 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Predicts the most memory that a step will hold, and nothing is run here.
 
-    The step is traced with loss and optimizer, as `fit` traces it, and its operations
-    are gone through in the order in which they become ready: each buffer lives from its
-    making to its last reader, as a device's allocator gives it out. Not in it: what a
-    process holds anyway, the input pipeline, and what an allocator keeps for later,
-    which on a CPU is as much again.
-
-    `measure=True` answers for all of that: the step is trained at two sizes that need
-    little, each in a fresh process, which takes some 20 seconds; the peak is on the
-    line through both, of the whole process on a CPU, of TensorFlow's memory on a GPU.
+    The step is traced as `fit` traces it, and each buffer lives from its making to its
+    last reader, as a device's allocator gives it out. Not in it: what a process holds
+    anyway, the input pipeline, and what an allocator keeps for later, which on a CPU is
+    as much again. `measure=True` answers for all of that: the step is trained at two
+    small sizes, each in a fresh process, some 20 seconds in all; the peak is on the
+    line through both, of the process on a CPU, of TensorFlow's memory on a GPU.
 
     Args:
         model_or_build: A Keras model, compiled unless for inference or with
@@ -72,10 +69,6 @@ def estimate_memory(
             shapes are read; needed where the model does not tell them.
         sequence_length: What to take for every size that the model leaves open.
 
-    Returns:
-        The `MemoryEstimate`: `.peak_bytes`, `.by_kind`, `.by_layer`,
-        `.largest_batch(limit_bytes)`; `print` it for a table.
-
     Raises:
         TypeError: `model_or_build` is no Keras model and returns none, or cannot go to
             another process.
@@ -89,8 +82,7 @@ def estimate_memory(
         >>> estimate_memory(model, 64).by_kind["inputs"]  # 8 numbers and 4 targets
         3072
 
-    Source: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016,
-    section 3, for what a step keeps.
+    Source: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     size = checks.positive_int("batch_size", batch_size)
     if sequence_length is not None:

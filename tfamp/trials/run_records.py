@@ -89,18 +89,10 @@ class Memory(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerDtype(Record):
-    """What a layer computes in."""
-
-    path: str
-    compute_dtype: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Run(Record):
     """One training run, in a process of its own."""
 
-    SCHEMA: ClassVar[int] = 4
+    SCHEMA: ClassVar[int] = 5
 
     policy: str
     seed: int
@@ -124,7 +116,7 @@ class Run(Record):
     latencies: tuple[Latency, ...] = ()
     memory: Memory | None = None
     energy_joules: float | None = None
-    layers: tuple[LayerDtype, ...] = ()
+    layers: dict[str, str] = dataclasses.field(default_factory=dict)  # compute dtypes
     notes: tuple[str, ...] = ()
     outcome: str = ""  # of a few steps, whether they fit; how a process ended
 

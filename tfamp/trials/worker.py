@@ -41,15 +41,7 @@ from tfamp.records.checks import first_line, short_error
 from tfamp.stepping.arguments import dataset_of, first_batch
 from tfamp.trials import examples, parcel
 from tfamp.trials.parcel import as_fit_takes_it, batch_of, rows, size_of
-from tfamp.trials.run_records import (
-    Context,
-    Facts,
-    Latency,
-    LayerDtype,
-    Memory,
-    Run,
-    Task,
-)
+from tfamp.trials.run_records import Context, Facts, Latency, Memory, Run, Task
 from tfamp.trials.variant import Variant, in_force
 
 CONTEXT = "context.json"  # in the folder: where runs were measured
@@ -154,7 +146,6 @@ def _whole(folder: Path, task: Task, variant: Variant, run: Run) -> Run:
     sizes = sorted({1, run.batch_size})
     latencies, why_not = _latencies(model, inputs, sizes, variant.jit_compile)
     weights = [np.asarray(weight, np.float32) for weight in model.get_weights()]
-    layers = [(row.path, row.compute_dtype) for row in tfamp.assignment(model)]
     return dataclasses.replace(
         run,
         num_parameters=model.count_params(),
@@ -162,7 +153,7 @@ def _whole(folder: Path, task: Task, variant: Variant, run: Run) -> Run:
         num_nonfinite_weights=int(sum((~np.isfinite(w)).sum() for w in weights)),
         latencies=latencies,
         memory=Memory(process_memory.process_bytes(), device_bytes=device),
-        layers=tuple(LayerDtype(*layer) for layer in layers),
+        layers={row.path: row.compute_dtype for row in tfamp.assignment(model)},
         notes=(*notes, *why_not),
     )
 

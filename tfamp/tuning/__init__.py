@@ -50,8 +50,8 @@ def tune(
     One pass in which each layer runs alone in half precision ranks the layers. The
     default rules and the guilty ones make the first plan; then layers are given back to
     half precision, or taken from it, for as long as the metric holds. What is chosen is
-    judged once more on examples that the choice has not seen. Where nothing in half
-    precision holds, the plan is float32 and says why.
+    judged once more on fresh examples. Where nothing in half precision holds, the plan
+    is float32 and says why, in `.evidence["tuning"]`, which has the path of the search.
 
     Args:
         build_model_or_model: A trained, compiled model: plans are compared by what it
@@ -70,9 +70,6 @@ def tune(
             second batch of the first 1,000 is left for the judgment at the end.
         batch_size: Examples in a batch of arrays.
         num_steps: Steps that a model is trained for which a function returned.
-
-    Returns:
-        The `PrecisionPlan`; `.evidence["tuning"]` has the path of the search.
 
     Raises:
         TypeError: It is neither a model nor a function that returns one.

@@ -13,11 +13,7 @@ from tfamp.graph.products import flops_of, is_product
 from tfamp.keras_hooks import exact_values, structure
 from tfamp.keras_hooks.layers import Kind
 from tfamp.machine import devices
-from tfamp.numerics.sensitivity import (
-    FORWARD_LIMIT,
-    LayerSensitivity,
-    Sensitivity,
-)
+from tfamp.numerics.sensitivity import FORWARD_LIMIT, LayerSensitivity, Sensitivity
 from tfamp.plan import PrecisionPlan
 from tfamp.stepping.step_traces import Roofline, computing, num_bytes, trace_step
 from tfamp.tuning.search import Suspect

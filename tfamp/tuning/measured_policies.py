@@ -155,10 +155,6 @@ def measure_policies(
         jit_compile: Whether XLA compiles the steps; None tries both ways.
         batch_size: Examples in a batch of arrays.
 
-    Returns:
-        The `Measurement`: `.best`, `.table()`, `.times`; where a step takes less than
-        10 ms also `.steps_per_execution`, how many of them one call runs best.
-
     Raises:
         TypeError: It is neither a model nor a function that returns one, or the data
             is nothing that `fit` takes.

@@ -54,8 +54,7 @@ class Search:
     ) -> None:
         # Guilty ones first; then by how much error a unit of saving brings.
         self._order = sorted(
-            suspects,
-            key=lambda s: (not s.is_guilty, -s.error / (s.saving + 1e-3)),
+            suspects, key=lambda s: (not s.is_guilty, -s.error / (s.saving + 1e-3))
         )
         self._evaluate, self._most = evaluate, max_evaluations
         self._min_saving, self._kept = min_saving, list(self._order)
