@@ -33,7 +33,7 @@ from tfamp.numerics.sensitivity import sensitivity
 from tfamp.plan import PrecisionPlan
 from tfamp.tuning import ERROR_RATE
 from tfamp.tuning.candidates import Candidates
-from tfamp.tuning.judge import Judge, upper_bound
+from tfamp.tuning.search import Judge, upper_bound
 
 MOST_EVALUATIONS = 12
 MOST_SEARCHED = 8

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tfamp.comparison.verdict import judge
-from tfamp.trials.statistics import Interval, interval
+from tfamp.trials.statistics import interval
 
 SAME_SPEED = (1.0, 1.0, 1.0)
 TOLERANCE = 0.005
@@ -22,11 +22,6 @@ def test_the_interval_is_the_one_of_the_t_table():
     assert found.estimate == 2.0
     assert found.low == pytest.approx(2.0 - half, abs=1e-3)
     assert found.high == pytest.approx(2.0 + half, abs=1e-3)
-
-
-def test_one_value_has_an_interval_without_end_and_none_is_no_number():
-    assert interval([2.0]) == Interval(2.0, -math.inf, math.inf)
-    assert np.isnan([interval([]).estimate, interval([]).low]).all()
 
 
 # By hand: with three seeds the half width is 2.920 / sqrt(3) = 1.686 deviations.

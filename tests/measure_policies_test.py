@@ -101,11 +101,6 @@ def test_the_budget_ends_it_and_what_is_hopeless_takes_few_turns():
     assert slow < quick
 
 
-def test_turns_are_long_enough_for_the_clock_and_not_longer():
-    assert set(raced({"float32": 0.001, "mixed_bfloat16": 0.001})[2]) == {20}
-    assert set(raced({"float32": 9.0, "mixed_bfloat16": 9.0})[2]) == {1}
-
-
 def test_a_step_that_fails_in_float32_is_an_error():
     with pytest.raises(ValueError, match="fails in float32: cannot run: no kernel"):
         raced({"float32": None, "mixed_bfloat16": 0.1})

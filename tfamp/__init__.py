@@ -71,7 +71,7 @@ _RESULTS = {
     "Latency": "tfamp.serving.latency",
     "LoadedModel": "tfamp.serving.runtimes.signature",
     "Measurement": "tfamp.tuning.measured_policies",
-    "MemoryEstimate": "tfamp.memory.estimates",
+    "MemoryEstimate": "tfamp.memory.estimator",
     "Parity": "tfamp.serving.gate",
     "Proof": "tfamp.numerics.proof",
     "Ranges": "tfamp.numerics.magnitudes",
@@ -216,7 +216,7 @@ if TYPE_CHECKING:
     from tfamp.loss_scale.stops import LossScaleError as LossScaleError
     from tfamp.memory.batch_search import BatchSearch as BatchSearch
     from tfamp.memory.batch_search import find_batch_size as find_batch_size
-    from tfamp.memory.estimates import MemoryEstimate as MemoryEstimate
+    from tfamp.memory.estimator import MemoryEstimate as MemoryEstimate
     from tfamp.memory.estimator import estimate_memory as estimate_memory
     from tfamp.memory.rematerialisation import remat as remat
     from tfamp.models import Assignment as Assignment

@@ -89,7 +89,7 @@ def compare(read: argparse.Namespace) -> int:
     for module in ("jinja2", "matplotlib.figure"):  # not after hours of training
         checks.require(module, extra="report", purpose="The report")
     out = Path(read.out or time.strftime("tfamp-report-%Y%m%d-%H%M%S"))
-    names = "policies seeds epochs tolerance metric better resume timeout_seconds"
+    names = "policies seeds epochs tolerance metric better resume"
     found = tfamp.compare(
         read.target,
         **{name: getattr(read, name) for name in names.split()},

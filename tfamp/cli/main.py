@@ -105,7 +105,6 @@ COMMANDS = {
         --better max|min - which way the metric is better, if its name leaves it open
         --out file - folder for report.html, report.json and the runs, else a new one
         --resume switch - go on with the runs in --out
-        --timeout_seconds number - the most that a run may take
         --fail_on words - end with status 1 if a policy is {", ".join(_FAIL_ON)}""",
         "`seed` and `epochs` are passed to functions that have arguments of these\n"
         f"names; seeds that a script sets are shifted.\n\n{_GATED}",

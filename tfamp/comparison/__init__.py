@@ -13,9 +13,9 @@ from tfamp.comparison.verdict import Better, choose_metric, direction
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.trials import parcel
-from tfamp.trials.examples import differences
 from tfamp.trials.run_records import Context, Run, Task
 from tfamp.trials.runner import run_all
+from tfamp.trials.scores import differences
 from tfamp.trials.variant import Variant, plan_file
 
 # In the folder of the runs: what all of them share.
@@ -37,7 +37,6 @@ def compare(
     batch_size: int | None = None,
     directory: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    timeout_seconds: float | None = None,
     command: str = "",
     on_run: Callable[[Run], None] = lambda run: None,
 ) -> Comparison:
@@ -71,7 +70,6 @@ def compare(
         batch_size: For arrays; None takes 32.
         directory: Where records and logs of the runs are kept; None keeps none.
         resume: Take the finished runs of `directory`, and do what is missing.
-        timeout_seconds: The most that a run may take; None for no end.
         command: How to repeat it from a shell, for the report.
         on_run: Gets each run as it ends.
 
@@ -106,8 +104,6 @@ def compare(
         checks.choice("better", better, ("max", "min"))
     elif metric is not None:
         direction(metric.removeprefix("val_"))
-    if timeout_seconds is not None:
-        timeout_seconds = checks.positive("timeout_seconds", timeout_seconds)
     for module in ("cloudpickle", "psutil"):
         checks.require(module, extra="report", purpose="`tfamp.compare`")
 
@@ -141,7 +137,6 @@ def compare(
             dataclasses.replace(task, command=command),
             check=check,
             on_run=on_run,
-            timeout_seconds=timeout_seconds,
         )
         context = folder / "context.json"
         comparison = conclude(

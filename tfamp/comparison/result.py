@@ -52,22 +52,18 @@ _WORDS = {
 }
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-# Name -> its heading and how it is written; the last two have no ratio.
-_MEASURES: dict[str, tuple[str, Callable[[float], str]]] = {
-    "examples_per_second": ("training (examples/s)", _number),
-    "training_bytes": ("peak memory", units.format_bytes),
-    "device_bytes": ("peak GPU memory", units.format_bytes),
-    "energy_joules": ("energy (J)", _number),
-    "step_seconds": ("step", units.format_seconds),
-    "first_step_seconds": ("first step", units.format_seconds),
-    "skipped_steps": ("skipped steps", _number),
-    "num_nonfinite_weights": ("NaN in weights", _number),
+# Names of figures of a run -> their headings.
+_HEADINGS = {
+    "examples_per_second": "training (examples/s)",
+    "training_bytes": "peak memory",
+    "device_bytes": "peak GPU memory",
+    "energy_joules": "energy (J)",
+    "step_seconds": "step",
+    "first_step_seconds": "first step",
+    "skipped_steps": "skipped steps",
+    "num_nonfinite_weights": "NaN in weights",
 }
-_COUNTS = ("skipped_steps", "num_nonfinite_weights")
+_COUNTS = ("skipped_steps", "num_nonfinite_weights")  # which have no ratio
 
 
 class Cell(NamedTuple):
@@ -159,17 +155,15 @@ class Comparison(TableRecord):
             ValueError: The measure, such as "examples_per_second", "training_bytes" or
                 "latency_p50_batch_1", or the policy is unknown; it names them all.
         """
-        checks.choice("measure", measure, _measures_of(self.runs))
-        values = [
-            [_value_of(run, measure) for run in pair]
-            for pair in self.pairs(policy, reference)
-        ]
+        checks.choice("measure", measure, _known(self.runs))
+        pairs = [map(_figures, pair) for pair in self.pairs(policy, reference)]
+        values = [[each.get(measure) for each in pair] for pair in pairs]
         return interval_of_ratios([b / a for a, b in values if a and b])
 
     def columns(self) -> dict[str, dict[str, Cell]]:
         """Returns heading -> policy -> cell; ratios are those of the figures beside."""
-        measures = _measures_of(self.runs)
-        latencies = [name for name in measures if name.startswith("latency_p50")][:1]
+        known = _known(self.runs)
+        latencies = [name for name in known if name.startswith("latency_p50")][:1]
         names = ("training_bytes", "device_bytes", *latencies, "energy_joules")
         where = "validation" if self.on_validation else "training"
         table = {}
@@ -178,21 +172,23 @@ class Comparison(TableRecord):
                 table[f"{self.metric}, {where}"] = {
                     policy: self._quality(policy) for policy in self.policies
                 }
-            elif name in measures:
-                heading, text = measures[name]
-                table[heading] = {
-                    p: self._measured(p, name, text) for p in self.policies
-                }
+            elif name in known:
+                table[known[name]] = {p: self._measured(p, name) for p in self.policies}
         return table
 
-    def _measured(self, policy: str, name: str, text: Callable[[float], str]) -> Cell:
-        values = [_value_of(run, name) for run in self.finished(policy)]
-        known = [value for value in values if value is not None]
-        if not known:
+    def _measured(self, policy: str, name: str) -> Cell:
+        every = [_figures(run).get(name) for run in self.finished(policy)]
+        values = [value for value in every if value is not None]
+        text: Callable[[float], str] = _number
+        if name.endswith("bytes"):
+            text = units.format_bytes
+        elif name.startswith("latency"):
+            text = units.format_seconds
+        if not values:
             return Cell("-")
-        if name in _COUNTS or min(known) <= 0:
-            return Cell(text(float(np.mean(known))))
-        value, ratio = text(math.exp(np.mean(np.log(known)))), self.ratio(name, policy)
+        if name in _COUNTS or min(values) <= 0:
+            return Cell(text(float(np.mean(values))))
+        value, ratio = text(math.exp(np.mean(np.log(values)))), self.ratio(name, policy)
         if policy == self.reference or math.isnan(ratio.estimate):
             return Cell(value)
         effect = effect_of_ratio(ratio, more_is_better=name == "examples_per_second")
@@ -315,35 +311,32 @@ class Comparison(TableRecord):
         return page.to_html(self, path)
 
 
-def _value_of(run: Run, measure: str) -> float | None:
-    """Returns a figure of a run, None where it was not measured."""
-    if measure.startswith("latency_"):
-        _, part, _, size = measure.split("_")
-        return getattr(run.latency(int(size)), f"{part}_seconds", None)
-    if measure == "device_bytes":
-        return getattr(run.memory, measure, None)
-    if measure == "training_bytes":
-        if run.memory is None or run.memory.training_bytes is None:
-            return None
-        # Above the some 500 MiB that a process starts with.
-        return float(max(run.memory.training_bytes - run.memory.start_bytes, 0))
-    value: float | None = getattr(run, measure)
-    return value
-
-
-def _measures_of(runs: Sequence[Run]) -> dict[str, tuple[str, Callable[[float], str]]]:
-    """Returns heading and format of each measure that a finished run has, by name."""
-    every = {**_MEASURES}
-    for size in sorted({each.batch_size for run in runs for each in run.latencies}):
+def _figures(run: Run) -> dict[str, float | None]:
+    """Returns the figures of a run by name, None where they were not measured."""
+    found: dict[str, float | None] = {n: getattr(run, n, None) for n in _HEADINGS}
+    memory = run.memory
+    if memory is not None:
+        found["device_bytes"] = memory.device_bytes
+        if memory.training_bytes is not None:
+            # Above the some 500 MiB that a process starts with.
+            found["training_bytes"] = max(memory.training_bytes - memory.start_bytes, 0)
+    for each in run.latencies:
         for part in ("p50", "p90", "p99"):
-            how = (f"latency, batch {size}", units.format_seconds)
-            every[f"latency_{part}_batch_{size}"] = how
-    finished = [run for run in runs if run.is_finished]
-    return {
-        name: how
-        for name, how in every.items()
-        if any(_value_of(run, name) for run in finished)
-    }
+            seconds = getattr(each, f"{part}_seconds")
+            found[f"latency_{part}_batch_{each.batch_size}"] = seconds
+    return found
+
+
+def _known(runs: Sequence[Run]) -> dict[str, str]:
+    """Returns the names of figures that a finished run has, and their headings."""
+    found = [_figures(run) for run in runs if run.is_finished]
+    names = dict.fromkeys(name for each in found for name, x in each.items() if x)
+    latency = "latency, batch {}"
+    return {n: _HEADINGS.get(n) or latency.format(n.split("_")[-1]) for n in names}
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _signed(value: float) -> str:

@@ -130,9 +130,8 @@ def direction(metric: str) -> Better:
         if forms & (_MIN_WORDS | _MAX_WORDS):
             return "min" if forms & _MIN_WORDS else "max"
     raise ValueError(
-        f"`metric` is {metric!r}, and `better` is None; expected 'max' or 'min', since "
-        "the name does not say whether a larger or a smaller value is better. Pass "
-        "`better`."
+        f"`metric` is {metric!r}, and `better` is None; expected 'max' or 'min', which "
+        "the name does not say. Pass `better`."
     )
 
 

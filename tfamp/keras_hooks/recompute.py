@@ -162,12 +162,10 @@ def _run(call: Callable[[], Any], state: list[tuple[Any, Any]]) -> _Results:
 def _behind(
     tensors: Sequence[Any], state: Sequence[Any], upstream: Sequence[Any], is_xla: bool
 ) -> tuple[list[Any], list[Any]]:
-    """Returns tensors and state as they are once gradients have come.
+    """Returns tensors and state as they are once gradients have come, and not before.
 
-    Else everything would be computed again at once, or be taken from the first time.
-    XLA takes no notice of control dependencies, and on CPUs its barriers are gone
-    before it looks for what is computed twice: there a 0 is added that it cannot know
-    without the gradients.
+    XLA takes no notice of control dependencies, and on CPUs its barriers are gone too
+    early: there a 0 is added that it cannot know without the gradients.
     """
     given = [x for x in upstream if x is not None]
     # A tensor that comes as several arguments becomes several, each with a gradient.
@@ -245,7 +243,6 @@ def _sums(results: _Results) -> list[tuple[float, float]]:
 def _refuse(name: str, why: str) -> NoReturn:
     raise ValueError(
         f"Cannot compute {name!r} again in the gradient: {why}; expected the same "
-        "numbers and no further effect. Draw by `keras.random` with a "
-        "`keras.random.SeedGenerator`, write to `keras.Variable`s, or leave that layer "
-        "out of `tfamp.remat`."
+        "numbers and no further effect. Draw by a `keras.random.SeedGenerator`, write "
+        "to `keras.Variable`s, or leave that layer out of `tfamp.remat`."
     )

@@ -1,7 +1,10 @@
 """`tfamp.estimate_memory`: bytes of a step, from its traced graph or from two sizes."""
 
+import bisect
+import collections
 import contextlib
 import dataclasses
+import itertools
 import math
 import tempfile
 from collections.abc import Callable
@@ -10,22 +13,163 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from rich import box
 
-from tfamp.graph.liveness import Peak, find_peak
+from tfamp.graph.bodies import is_backward
+from tfamp.graph.liveness import Held, Peak, find_peak
 from tfamp.graph.schedules import Schedule, read_schedule, scaled
-from tfamp.keras_hooks import trainer
+from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.structure import bytes_of, num_bytes
 from tfamp.memory.batch_search import policy_in_force, try_size
-from tfamp.memory.estimates import KINDS, PROCESS, MemoryEstimate, by_kind, by_layer
-from tfamp.memory.specs import specs_of
 from tfamp.models import apply, assignment
-from tfamp.records import checks
-from tfamp.stepping.arguments import build
+from tfamp.records import checks, console
+from tfamp.records.record import TableRecord
+from tfamp.records.units import format_bytes
+from tfamp.stepping.arguments import build, dataset_of
 from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.step_traces import Marks, plain_name, trace_specs
 from tfamp.stepping.unchanged import copied, seeds_put_back
 from tfamp.trials import parcel
 from tfamp.trials.run_records import Task
+
+# What a process holds besides, where it was measured.
+PROCESS = "process"
+# Of bytes, in the order of a table.
+KINDS = (
+    *("parameters", "optimizer slots", "inputs", "activations", "gradients", "casts"),
+    *("workspace", PROCESS),
+)
+# What belongs to no layer: the loss, the optimizer, the train step itself.
+_OUTSIDE = "(outside layers)"
+_MAX_LAYERS = 8
+# Batches are not looked for beyond it.
+_LARGEST = 2**40
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate(TableRecord):
+    """What one step will hold in memory when it holds most, by `KINDS` and layers."""
+
+    model: str
+    policy: str
+    batch_size: int  # examples of a step, of all replicas
+    training: bool  # or a step of `predict`
+    source: str  # "graph" where it was traced, "measured" where it was trained
+    peak_bytes: int  # what is there before the step, and what the step makes
+    by_kind: dict[str, int] = dataclasses.field(hash=False)
+    by_layer: dict[str, int] = dataclasses.field(hash=False)  # the largest first
+    at: str  # the operation that runs at the peak
+    curve: tuple[tuple[int, int], ...]  # batch size, peak bytes; smaller sizes first
+    notes: tuple[str, ...] = ()
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes above what model and optimizer hold between two steps."""
+        standing = ("parameters", "optimizer slots", PROCESS)
+        return self.peak_bytes - sum(self.by_kind.get(kind, 0) for kind in standing)
+
+    def bytes_at(self, batch_size: int) -> int:
+        """Returns the peak with another batch size, between those of the curve."""
+        size = checks.positive_int("batch_size", batch_size)
+        pairs = list(itertools.pairwise(self.curve))
+        pair = next((pair for pair in pairs if size <= pair[1][0]), pairs[-1])
+        (low, small), (high, large) = pair
+        return round(small + (large - small) / (high - low) * (size - low))
+
+    def largest_batch(self, limit_bytes: int, *, multiple_of: int = 1) -> int:
+        """Returns the largest batch size whose step fits into a limit.
+
+        The limit is of a GPU, or of a whole process where it was measured.
+
+        Raises:
+            ValueError: Not even the smallest fits, or the memory does not depend on
+                the batch.
+        """
+        limit = checks.positive_int("limit_bytes", limit_bytes)
+        step = checks.positive_int("multiple_of", multiple_of)
+        sizes = range(step, step * (_LARGEST + 1), step)
+        count = bisect.bisect_right(sizes, limit, key=self.bytes_at)
+        if not count:
+            raise ValueError(
+                f"`limit_bytes` is {format_bytes(limit)}, and a batch of {step} takes "
+                f"{format_bytes(self.bytes_at(step))}, of which model and optimizer "
+                f"hold {format_bytes(self.peak_bytes - self.step_bytes)}; expected a "
+                "limit that this fits into. Use `tfamp.remat`, a policy of less "
+                "precision, an optimizer with fewer slots, or a smaller model."
+            )
+        if count == _LARGEST:
+            raise ValueError(
+                f"Every batch fits into {format_bytes(limit)}; expected a step whose "
+                "memory grows with the batch. Pass `data=` with a batch of yours."
+            )
+        return sizes[count - 1]
+
+    def table(self) -> str:
+        """Returns the bytes by kind, and those of the largest layers, as text."""
+        title = (
+            f"Memory of a {'training step' if self.training else 'step of predict'} of "
+            f"{self.model!r}, {self.policy}, batch {self.batch_size:,}"
+        )
+        kinds = {kind: self.by_kind[kind] for kind in KINDS if kind in self.by_kind}
+        kinds |= {"peak": self.peak_bytes, "of which the step makes": self.step_bytes}
+        sizes = list(self.by_layer.items())
+        layers = dict(sizes[:_MAX_LAYERS])
+        if rest := sizes[_MAX_LAYERS:]:
+            layers[f"{len(rest)} others"] = sum(size for _, size in rest)
+        look: dict[str, Any] = {"box": box.SIMPLE, "show_edge": False}
+        heads = ("", "bytes"), ("largest layers", "at the peak")
+        tables = [
+            console.table(
+                {left: console.FOLD, right: console.RIGHT},
+                [(name, format_bytes(size)) for name, size in each.items()],
+                **look,
+            )
+            for (left, right), each in zip(heads, (kinds, layers), strict=True)
+        ]
+        told = [f"Peak at {self.at}.", *(f"Note: {note}" for note in self.notes)]
+        lines = ["\n".join(console.wrapped(each)) for each in told]
+        return console.text_of(title, *tables, *lines)
+
+
+def by_kind(peak: Peak, model: keras.Model, marks: Marks) -> dict[str, int]:
+    """Returns the bytes of what a step made and holds at its peak, by kind."""
+    shapes = {num_bytes(variable) for variable in model.trainable_variables}
+    sizes = shapes | {size // 2 for size in shapes}
+    found: collections.Counter[str] = collections.Counter()
+    for held in peak.held:
+        in_layer = bool(marks.layer_of(held.name))
+        found[_kind(held, held.num_bytes in sizes, in_layer)] += held.num_bytes
+    return found
+
+
+def _kind(held: Held, is_like_a_weight: bool, in_layer: bool) -> str:
+    if held.op == "scratch":
+        return "workspace"
+    if held.op == "Cast" and held.source == "ReadVariableOp":
+        return "casts"
+    if is_backward(held.name):
+        return "gradients" if is_like_a_weight else "workspace"
+    # The optimizer computes with numbers of the weights' sizes.
+    return "activations" if in_layer or not is_like_a_weight else "workspace"
+
+
+def by_layer(
+    peak: Peak, model: keras.Model, marks: Marks, slots: int
+) -> dict[str, int]:
+    """Returns the bytes of each layer: weights, slots, and what the step holds."""
+    found: collections.Counter[str] = collections.Counter()
+    for held in peak.held:
+        found[marks.layer_of(held.name) or _OUTSIDE] += held.num_bytes
+    trainable = sum(map(num_bytes, model.trainable_variables)) or 1
+    counted: set[int] = set()
+    for path, layer, _ in structure.walk(model):
+        own = [w for w in structure.own_weights(layer) if id(w) not in counted]
+        counted |= {id(w) for w in own}
+        # Slots have the shapes of what is trained.
+        share = sum(num_bytes(w) for w in own if getattr(w, "trainable", False))
+        found[path] += bytes_of(own) + slots * share // trainable
+    return {path: size for path, size in found.most_common() if size}
+
 
 # Batch sizes of a curve, as parts of the one that was asked for.
 _PARTS = (1 / 8, 1 / 2, 1, 2, 8, 32)
@@ -92,9 +236,8 @@ def estimate_memory(
     model: Any = model_or_build if is_model else model_or_build()
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"`model_or_build` is {model!r}, of type {type(model).__name__}; expected "
-            "a `keras.Model`, or a function that returns one. Pass it first, then the "
-            "batch size."
+            f"`model_or_build` is {model!r}; expected a `keras.Model`, or a function "
+            "that returns one. Pass it first, then the batch size."
         )
     if training and not model.compiled and optimizer is None:
         raise ValueError(
@@ -261,13 +404,123 @@ def _rebuilding(model: keras.Model) -> Callable[[], keras.Model]:
         pickle.loads(pickle.dumps(model))  # or it would fail where nobody sees why
     except Exception as error:  # of whatever objects the model holds
         raise TypeError(
-            f"`model_or_build` is {model.name!r}, which cannot be taken to the process "
-            f"that is measured ({checks.first_line(error)}); expected a model whose "
-            "classes are registered (`keras.saving.register_keras_serializable`), or a "
-            "function that returns it. Pass that function."
+            f"`model_or_build` is {model.name!r}, which cannot be taken to another "
+            f"process ({checks.first_line(error)}); expected a model whose classes are "
+            "registered, or a function that returns it. Pass that function."
         ) from error
     return lambda: model
 
 
 def _zeros(specs: Any) -> Any:
     return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), specs)
+
+
+_HOW = "Pass an example as `data`, x alone or (x, y), of which only the shapes are read"
+
+
+def specs_of(
+    model: keras.Model,
+    data: Any,
+    batch_size: int,
+    sequence_length: int | None,
+    *,
+    training: bool,
+) -> Any:
+    """Returns a `tf.TensorSpec` for each tensor of a batch.
+
+    Shapes are those of `data`, None asks the model; sizes that they leave open become
+    `sequence_length`, None allows none.
+
+    Raises:
+        TypeError: `data` is nothing that `fit` takes.
+        ValueError: The model does not tell its inputs or targets.
+    """
+    given = _inputs(model) if data is None else _specs_of_data(data)
+    open_sizes = [
+        f"{repr(spec.name) if spec.name else 'an input'} {tuple(spec.shape)}"
+        for spec in tf.nest.flatten(given)
+        if None in _sizes(spec)
+    ]
+    if open_sizes and sequence_length is None:
+        whose = f"Model {model.name!r}" if data is None else "`data`"
+        raise ValueError(
+            f"{whose} leaves sizes of its inputs open: {', '.join(open_sizes)}; "
+            f"expected sizes that are known but for the batch. {_HOW}; or one length "
+            "for them as `sequence_length` (`--sequence_length` of `tfamp memory`)."
+        )
+
+    def known(spec: Any) -> tf.TensorSpec:
+        sizes = [sequence_length if n is None else n for n in _sizes(spec)]
+        return tf.TensorSpec((batch_size, *sizes), spec.dtype)
+
+    specs = tf.nest.map_structure(known, given)
+    if data is not None and not _is_x_alone(data):
+        return specs
+    # Without a loss `data` tell all that a `train_step` takes.
+    has_targets = data is None or getattr(model, "loss", None) is not None
+    return (specs, _targets(model, specs)) if training and has_targets else (specs,)
+
+
+def _is_x_alone(data: Any) -> bool:
+    """Returns whether data are inputs without targets, not in a tuple or dataset."""
+    is_array = hasattr(data, "shape") and not callable(getattr(data, "build", None))
+    return is_array or isinstance(data, dict)
+
+
+def _sizes(spec: Any) -> list[int | None]:
+    """Returns the sizes of a tensor beside the batch."""
+    return [] if spec.shape.rank is None else spec.shape.as_list()[1:]
+
+
+def _specs_of_data(data: Any) -> Any:
+    is_batch = isinstance(data, (tuple, list)) and 1 <= len(data) <= 3
+    if not is_batch and not _is_x_alone(data):
+        return dataset_of(data).element_spec
+    floatx = keras.config.floatx()
+
+    def spec(array: Any) -> tf.TensorSpec:
+        dtype = tf.as_dtype(getattr(array, "dtype", None) or floatx)
+        return tf.TensorSpec(array.shape, floatx if dtype == tf.float64 else dtype)
+
+    return tf.nest.map_structure(spec, tuple(data) if is_batch else data)
+
+
+def _inputs(model: keras.Model) -> Any:
+    graph = structure.graph_of(model)
+    if graph is not None:
+        return structure.map_structure(
+            lambda x: tf.TensorSpec(x.shape, x.dtype, name=x.name),
+            structure.inputs_of(graph),
+        )
+    shapes = structure.built_shapes(model)
+    if not shapes:
+        raise ValueError(
+            f"Model {model.name!r} does not tell the shapes of its inputs; expected a "
+            f"Functional or Sequential model, or one that is built. {_HOW}."
+        )
+    found = [
+        structure.map_shapes(lambda s: tf.TensorSpec(s, model.input_dtype), shape)
+        for shape in shapes.values()
+    ]
+    return found[0] if len(found) == 1 else found
+
+
+def _targets(model: keras.Model, x: Any) -> Any:
+    """Returns targets that the compiled loss takes: classes as numbers, or outputs."""
+
+    def target(output: keras.KerasTensor, loss: Any) -> tf.TensorSpec:
+        name = loss if isinstance(loss, str) else getattr(loss, "name", None)
+        name = name or getattr(loss, "__name__", type(loss).__name__)
+        if "sparse" in str(name).lower():
+            return tf.TensorSpec(output.shape[:-1], tf.int32)
+        return tf.TensorSpec(output.shape, keras.config.floatx())
+
+    inputs = structure.map_structure(
+        lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x
+    )
+    outputs, loss = model.compute_output_spec(inputs), getattr(model, "loss", None)
+    if isinstance(loss, dict) and isinstance(outputs, dict):
+        return {name: target(outputs[name], loss.get(name)) for name in outputs}
+    if isinstance(loss, (list, tuple)) and isinstance(outputs, (list, tuple)):
+        return tuple(target(y, each) for y, each in zip(outputs, loss, strict=True))
+    return structure.map_structure(lambda y: target(y, loss), outputs)

@@ -33,12 +33,11 @@ def call(function: Callable[..., Any], **offered: Any) -> Any:
 def parts(built: Any, *, of: str, compiled: bool = False) -> tuple[Any, Any, Any]:
     """Returns model, train and validation of what a function returned."""
     model, *data = built if isinstance(built, (tuple, list)) else (built,)
-    is_fine = isinstance(model, keras.Model) and len(data) <= 2
-    if not is_fine or (compiled and not model.compiled):
+    is_model = isinstance(model, keras.Model) and (model.compiled or not compiled)
+    if not is_model or len(data) > 2:
         raise TypeError(
             f"{of} returned {built!r}; expected a {'compiled ' * compiled}model, "
-            "(model, train) or (model, train, validation). Return the model first, "
-            "compiled by `model.compile`."
+            "(model, train) or (model, train, validation). Return the model first."
         )
     train, validation = (*data, None, None)[:2]
     return model, train, validation
@@ -51,9 +50,8 @@ def name_of(build_model: Any) -> str:
     # A model can be called too, on inputs.
     if not callable(build_model) or isinstance(build_model, keras.Model):
         raise TypeError(
-            f"`build_model` is {build_model!r}, of type {type(build_model).__name__}; "
-            "expected a function that returns a compiled model, since each process "
-            "builds its own. Pass the function, not what it returns."
+            f"`build_model` is {build_model!r}; expected a function that returns a "
+            "compiled model. Pass the function, not what it returns."
         )
     return str(getattr(build_model, "__name__", type(build_model).__name__))
 
@@ -128,23 +126,19 @@ def _save(name: str, value: Any, path: Path) -> None:
     if not is_dataset or dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         what = "has no end" if is_dataset else f"is of type {type(dataset).__name__}"
         raise (ValueError if is_dataset else TypeError)(
-            f"`{name}` {what}, so it cannot be taken to another process; expected a "
-            "function that returns data, a `tf.data.Dataset` that ends, a `Pipeline`, "
-            "or arrays (x, y). Add `.take(steps)`, or pass such a function."
+            f"`{name}` {what}; expected arrays (x, y), a `tf.data.Dataset` that ends, "
+            "a `Pipeline`, or a function that returns one. Add `.take(steps)`, or pass "
+            "such a function."
         )
     dataset.save(str(path))
 
 
 class Batch(NamedTuple):
-    """A batch as `fit` takes it, and what is known of the rest.
-
-    `size` counts its examples, of arrays what `fit` takes by default; `num_examples`
-    about those of the data, None where that is not known.
-    """
+    """A batch as `fit` takes it, and what is known of the rest."""
 
     parts: Any
-    size: int
-    num_examples: int | None
+    size: int  # its examples, of arrays what `fit` takes by default
+    num_examples: int | None  # of the data, about; None where that is not known
 
 
 def batch_of(data: Any) -> Batch:

@@ -19,10 +19,6 @@ from tfamp.trials.variant import short_names
 _POLL_SECONDS = 0.2
 # Of the trial that tells what a model holds.
 _MEMORY_STEPS = 4
-_SIGNALS = {
-    "SIGKILL": ": the system killed it, most often for want of memory",
-    "SIGILL": ": the processor lacks an instruction; `tfamp doctor` tells which",
-}
 
 
 def do(
@@ -72,15 +68,12 @@ def do(
         return Run.from_json(record)
     why, outcome = f"it took longer than {limit:g} s", "too slow"
     if status is not None:
-        why, outcome = _why_ended(status), f"status {status}"
+        why, outcome = "the process ended and left no record", f"status {status}"
+        if status < 0:
+            why = f"{signal.Signals(-status).name} ended the process"
+        if status == -signal.SIGKILL:
+            why += ": the system killed it, most often for want of memory"
     return Run(task.policy, task.seed, "failed", why, outcome=outcome)
-
-
-def _why_ended(status: int) -> str:
-    if status >= 0:
-        return f"the process ended with status {status} and left no record"
-    name = signal.Signals(-status).name
-    return f"{name} ended the process{_SIGNALS.get(name, '')}"
 
 
 def tail(log: Path, lines: int = 15) -> str:
@@ -98,7 +91,6 @@ def run_all(
     *,
     check: Callable[[Run], None],
     on_run: Callable[[Run], None],
-    timeout_seconds: float | None,
 ) -> list[Run]:
     """Trains under each policy from each seed; Ctrl-C ends it with what is there.
 
@@ -113,7 +105,6 @@ def run_all(
         for place in range(number)
     ]
     runs: list[Run] = []
-    how = {"timeout_seconds": timeout_seconds}
     unit = f"of {len(pairs)} runs"
     try:
         with progress("Starting", len(pairs), unit=unit, decimals=1) as show:
@@ -134,9 +125,9 @@ def run_all(
                     why = "left out, since the first run under this policy failed"
                     run = Run(policy, seed, "failed", why)
                 else:
-                    run = do(folder, given, on_progress=tell, **how)
+                    run = do(folder, given, on_progress=tell)
                     if run.is_finished and seed == seeds[0]:
-                        run = _with_memory(folder, given, run, **how)
+                        run = _with_memory(folder, given, run)
                 if not run.is_finished and not runs:
                     raise RuntimeError(
                         f"The first run, {policy!r} with seed {seed}, failed: "
@@ -160,12 +151,10 @@ def run_all(
     return runs
 
 
-def _with_memory(
-    folder: Path, task: Task, run: Run, timeout_seconds: float | None
-) -> Run:
+def _with_memory(folder: Path, task: Task, run: Run) -> Run:
     """Returns a run with the memory of a few steps in a process of their own."""
     few = dataclasses.replace(task, steps=_MEMORY_STEPS, batch_size=run.batch_size)
-    found = do(folder, few, timeout_seconds=timeout_seconds)
+    found = do(folder, few)
     if found.memory is not None:
         device = None if run.memory is None else run.memory.device_bytes
         memory = dataclasses.replace(found.memory, device_bytes=device)

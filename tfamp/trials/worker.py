@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
-import errno
 import gc
 import math
 import os
@@ -39,7 +38,7 @@ from tfamp.plan import read_plan
 from tfamp.records import versions
 from tfamp.records.checks import first_line, short_error
 from tfamp.stepping.arguments import dataset_of, first_batch
-from tfamp.trials import examples, parcel
+from tfamp.trials import parcel, scores
 from tfamp.trials.parcel import as_fit_takes_it, batch_of, rows, size_of
 from tfamp.trials.run_records import Context, Facts, Latency, Memory, Run, Task
 from tfamp.trials.variant import Variant, in_force
@@ -78,22 +77,13 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:
         # The whole of it goes to the log; the record has what it comes to.
         traceback.print_exc()
-        outcome = "out of memory" if _is_for_want_of_memory(error) else ""
+        errors = [error, error.__cause__ or error]  # as others' libraries tell it
+        outcome = "out of memory" if any(map(is_out_of_memory, errors)) else ""
         why = short_error(error)
         run = Run(task.policy, task.seed, "failed", why, outcome=outcome)
     over.set()
     run.to_json(record)
     return 0 if run.is_finished else 1
-
-
-def _is_for_want_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, says that memory is short."""
-    while error is not None:
-        is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
-        if is_refused or is_out_of_memory(error):
-            return True
-        error = error.__cause__
-    return False
 
 
 def _limit_memory(record: Path, task: Task, over: threading.Event) -> None:
@@ -137,7 +127,7 @@ def _whole(folder: Path, task: Task, variant: Variant, run: Run) -> Run:
     if validation is not None:
         size, num_examples = task.batch_size or 32, 0
         try:
-            num_examples = examples.write_examples(
+            num_examples = scores.write_examples(
                 folder / task.name, model, validation, run.final_metrics, size
             )
         except Exception as error:  # of data and metrics of the user's own
@@ -239,10 +229,7 @@ class Window(NamedTuple):
 
 
 class Clock(keras.callbacks.Callback):
-    """Times windows of steps, with validation and the ends of epochs left out.
-
-    `on_window` is called after each; it may end the training.
-    """
+    """Times windows of steps, and calls `on_window` after each, which may end `fit`."""
 
     def __init__(
         self, steps_an_epoch: int | None, on_window: Callable[["Clock"], None]
@@ -298,10 +285,9 @@ class Clock(keras.callbacks.Callback):
 def _seconds_per_step(windows: Sequence[Window]) -> float:
     """Returns the mean time of a step, but for the warm-up and for stalls.
 
-    Of three epochs or more the first is left out, which traces and fills caches of the
-    input; of others the first tenth, or 50 steps. Then the slowest and the fastest
-    windows are: a machine that stalls for seconds, as virtual ones do, says nothing
-    about a policy. What happens more often is in the mean, such as waits for the input.
+    The first of three epochs or more is left out, which traces and fills caches of the
+    input; of fewer the first tenth, or 50 steps. So are the slowest and the fastest
+    windows: a machine that stalls for seconds says nothing about a policy.
     """
     kept = [window for window in windows if window.epoch > 0]
     if windows[-1].epoch + 1 < _MIN_EPOCHS:
@@ -337,9 +323,8 @@ def train(
         number = int(dataset.cardinality())
         if batch_size is not None or number == tf.data.INFINITE_CARDINALITY:
             raise ValueError(
-                f"`batch_size` is {batch_size!r} for a dataset of {number:,} batches "
-                "(-1 has no end); expected None, and a dataset that ends. Batch the "
-                "dataset so, or add `.take(steps)`."
+                f"`batch_size` is {batch_size!r} for a dataset of {number:,} batches; "
+                "expected None, and a dataset that ends (not -1). Add `.take(steps)`."
             )
         inputs = keras.utils.unpack_x_y_sample_weight(first_batch(dataset))[0]
         size, steps = size_of(inputs), known_length(dataset)
@@ -401,9 +386,8 @@ def train(
 def _step_seconds(model: keras.Model, parts: Any, size: int, steps: int) -> float:
     """Returns the seconds of a step of `fit` on batches of `size` rows of `parts`.
 
-    Every step gets a batch of its own, made while the one before is trained, so that
-    memory holds two of them as with a pipeline that prefetches. More than `steps` are
-    timed while they are short.
+    Every step gets a batch of its own, made while the one before is trained, as by a
+    pipeline that prefetches. More than `steps` are timed while they are short.
     """
 
     def stop(timer: Clock) -> None:

@@ -19,9 +19,8 @@ from tfamp.records.console import progress
 from tfamp.stepping.arguments import build, dataset_of, first_batch
 from tfamp.stepping.unchanged import seeds_put_back, unchanged
 from tfamp.tuning.candidates import Candidates, savings_of
-from tfamp.tuning.judge import Judge
 from tfamp.tuning.measured_policies import evidence_here, model_of, put_back
-from tfamp.tuning.search import Evaluation, Search
+from tfamp.tuning.search import Evaluation, Judge, Search
 
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 # Chance that a plan is taken whose metric is worse than the tolerance allows: half of
@@ -100,9 +99,8 @@ def tune(
         examples = list(held_out.take(_MAX_BATCHES))
         if len(examples) < 2:
             raise ValueError(
-                f"The examples make {len(examples)} batches of {batch_size}; expected "
-                "at least two: one to choose by, one to judge by. Pass a smaller "
-                "`batch_size`, or more examples as `validation`."
+                f"The examples make {len(examples)} batches; expected two or more: one "
+                "to choose by, one to judge by. Pass a smaller `batch_size`."
             )
         if model is not build_model_or_model:
             with put_back(model):
@@ -116,8 +114,7 @@ def tune(
         if judge.fewest < needed:
             raise ValueError(
                 f"`tolerance` {tolerance} is below what {judge.fewest} examples in "
-                f"each half can show; expected at least {needed} in each. Pass more as "
-                "`validation`, or another tolerance."
+                f"each half can show; expected at least {needed}. Pass more of them."
             )
         found = sensitivity(model, dataset, dtype=dtype)
         plans = []

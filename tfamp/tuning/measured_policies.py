@@ -45,8 +45,7 @@ _TURN_SECONDS, _MAX_STEPS_A_TURN = 0.02, 200
 # After a few rounds, what takes so many times as long as the fastest runs no more.
 _FIRST_ROUNDS, _HOPELESS = 4, 1.5
 # Chance that anything is shown to be faster than float32 which is not. Intervals of a
-# few trimmed rounds err somewhat more often than they say: in simulation it comes to at
-# most 2 %.
+# few trimmed rounds err more often than they say: in simulation in at most 2 %.
 _ERROR_RATE = 0.01
 # Of the rounds, at each end, whose ratios are left out of a mean: bursts of other work
 # fall on one function and not on the next.
@@ -237,9 +236,8 @@ def candidates_of(
 ) -> list[PolicyTime]:
     """Returns what may be timed, in the order in which it is prepared.
 
-    Float32 without XLA comes first, with XLA last, as compiling takes longest. What the
-    devices have no units for is only tried where it was asked for: there a step may
-    take a hundred times as long.
+    With XLA comes last, as compiling takes longest. What the devices have no units for
+    is only tried where it was asked for: a step may take a hundred times as long.
     """
     here = devices.devices()
     advised = devices.recommend(here).policy
@@ -377,8 +375,7 @@ def _prepared(
 ) -> Racer:
     """Traces the step under a policy and runs it until it is warm.
 
-    It is called as traces: TensorFlow counts the traces of a function by its code,
-    which for all policies is Keras's, and would warn of so many.
+    It is called as traces: TensorFlow would warn of so many of one function.
     """
     _put(model, candidate)
     step, optimizer = around_training.on_batch(model), model.optimizer
