@@ -237,3 +237,16 @@ def test_a_write_past_keras_is_refused():
 def test_what_is_no_layer_is_refused():
     with pytest.raises(TypeError, match="expected a Keras model, a layer, or a list"):
         tfamp.remat("model")
+
+
+def test_kerass_own_still_fails_where_ours_works():
+    def make():
+        layers = [L.Dense(8), L.BatchNormalization(), L.Dropout(0.2), L.Dense(3)]
+        return keras.Sequential([keras.Input((8,)), *layers])
+
+    with keras.RematScope(mode="full"):
+        model = make()
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="keywords arguments only when eager"):
+        model.fit(X, Y, verbose=0)
+    assert_same(make, "float32", {})

@@ -18,9 +18,6 @@ from tfamp.trials.runner import run_all
 from tfamp.trials.scores import differences
 from tfamp.trials.variant import Variant, plan_file
 
-# In the folder of the runs: what all of them share.
-_JOB = "job.json"
-
 
 @checks.knows_other_names
 def compare(
@@ -128,7 +125,15 @@ def compare(
                 "to compare. Pass for example ('float32', 'auto')."
             )
         task = Task("", epochs=epochs, batch_size=batch_size)
-        _begin(folder, task, resume=resume)
+        job = folder / "job.json"  # what all runs share
+        is_other = job.exists() and Task.from_json(job) != task
+        if job.exists() and (is_other or not resume):
+            what = "other settings" if is_other else "an earlier comparison"
+            raise ValueError(
+                f"`directory` is {str(folder)!r}, which has runs of {what}; expected "
+                "an empty folder, or the same settings and `resume=True`. Pass another."
+            )
+        task.to_json(job)
         notes = parcel.pack(folder, build_model, train, validation)
         runs = run_all(
             folder,
@@ -153,18 +158,3 @@ def compare(
         )
         parcel.discard(folder)
     return comparison
-
-
-def _begin(folder: Path, task: Task, *, resume: bool) -> None:
-    """Notes in a folder what all its runs share, or raises where others are there."""
-    path = folder / _JOB
-    if not path.exists():
-        task.to_json(path)
-        return
-    is_other = Task.from_json(path) != task
-    if not resume or is_other:
-        what = "other settings" if is_other else "an earlier comparison"
-        raise ValueError(
-            f"`directory` is {str(folder)!r}, which has runs of {what}; expected an "
-            "empty folder, or the same settings and `resume=True`. Pass another."
-        )

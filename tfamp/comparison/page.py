@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tfamp.records import checks, record
-from tfamp.records.units import format_bytes, join_words
+from tfamp.records.units import format_bytes
 
 # That of result.py, which imports this file.
 Comparison: TypeAlias = Any
@@ -32,6 +32,8 @@ def to_html(found: Comparison, path: str | os.PathLike[str] | None = None) -> st
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
+    environment.filters["thousands"] = "{:,}".format
+    environment.tests["telling"] = _TELLING.search
     order = (found.reference, *found.candidates)
     colors = dict(zip(order, _COLORS * len(order), strict=False))
     text: str = environment.from_string(source).render(
@@ -41,44 +43,11 @@ def to_html(found: Comparison, path: str | os.PathLike[str] | None = None) -> st
         kinds=collections.defaultdict(str, _KINDS),
         figures=_figures(found, colors),
         failed=[run for run in found.runs if not run.is_finished],
-        settings=_settings(found),
+        format_bytes=format_bytes,
     )
     if path is not None:
         record.write_text(path, text)
     return text
-
-
-def _settings(found: Comparison) -> list[tuple[str, str]]:
-    """Returns what was trained and where, as names and values."""
-    rows = [
-        ("Seeds", join_words([*map(str, found.seeds)])),
-        (
-            "Judged by",
-            f"{found.metric} ({'larger' if found.better == 'max' else 'smaller'} is "
-            f"better), tolerance {found.tolerance:,.3g}",
-        ),
-    ]
-    for name in ("batch_size", "num_steps", "num_epochs", "num_parameters"):
-        values = {getattr(run, name): 0 for run in found.runs if run.is_finished}
-        title = name.removeprefix("num_").replace("_", " ").capitalize()
-        rows.append((title, join_words([f"{value:,}" for value in values])))
-    if (context := found.context) is not None:
-        for device in context.devices:
-            details = [
-                device.kind.upper(),
-                format_bytes(device.memory_bytes) if device.memory_bytes else "",
-                "a slice of it (MIG)" if device.partition else "",
-                ", ".join(filter(_TELLING.search, device.features)),
-            ]
-            what = f"{device.name} ({', '.join(filter(None, details))})"
-            rows.append(("Device", what))
-        versions = [f"{name} {v}" for name, v in context.versions.items() if v]
-        rows += [
-            ("System", f"{context.system}, {context.num_cores} cores"),
-            ("Versions", ", ".join(versions)),
-            ("Date", context.date),
-        ]
-    return [(name, value) for name, value in rows if value]
 
 
 def _figures(found: Comparison, colors: dict[str, str]) -> list[dict[str, str]]:

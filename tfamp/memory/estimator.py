@@ -16,7 +16,7 @@ import tensorflow as tf
 from rich import box
 
 from tfamp.graph.bodies import is_backward
-from tfamp.graph.liveness import Held, Peak, find_peak
+from tfamp.graph.liveness import Peak, find_peak
 from tfamp.graph.schedules import Schedule, read_schedule, scaled
 from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.structure import bytes_of, num_bytes
@@ -137,20 +137,17 @@ def by_kind(peak: Peak, model: keras.Model, marks: Marks) -> dict[str, int]:
     sizes = shapes | {size // 2 for size in shapes}
     found: collections.Counter[str] = collections.Counter()
     for held in peak.held:
-        in_layer = bool(marks.layer_of(held.name))
-        found[_kind(held, held.num_bytes in sizes, in_layer)] += held.num_bytes
+        is_like_a_weight, kind = held.num_bytes in sizes, "activations"
+        if held.op == "Cast" and held.source == "ReadVariableOp":
+            kind = "casts"
+        elif is_like_a_weight and held.op != "scratch" and is_backward(held.name):
+            kind = "gradients"
+        elif held.op == "scratch" or is_backward(held.name):
+            kind = "workspace"
+        elif is_like_a_weight and not marks.layer_of(held.name):
+            kind = "workspace"  # the optimizer computes with numbers of these sizes
+        found[kind] += held.num_bytes
     return found
-
-
-def _kind(held: Held, is_like_a_weight: bool, in_layer: bool) -> str:
-    if held.op == "scratch":
-        return "workspace"
-    if held.op == "Cast" and held.source == "ReadVariableOp":
-        return "casts"
-    if is_backward(held.name):
-        return "gradients" if is_like_a_weight else "workspace"
-    # The optimizer computes with numbers of the weights' sizes.
-    return "activations" if in_layer or not is_like_a_weight else "workspace"
 
 
 def by_layer(

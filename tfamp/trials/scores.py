@@ -52,6 +52,36 @@ def score_of(model: keras.Model, metric: Any, outputs: Any, y: Any) -> Score:
     return found
 
 
+def _score(model: keras.Model, metric: Any, outputs: Any, y: Any) -> Score:
+    is_loss = metric is None or metric == "loss"
+    loss = getattr(model, "loss", None) if is_loss else metric
+    if isinstance(loss, keras.losses.Loss) or (
+        is_loss and (isinstance(loss, str) or callable(loss))
+    ):
+        name = "loss" if is_loss else str(metric.name)
+        return Score(name, _of_loss(loss), False, True)
+    if isinstance(metric, str) and not is_loss:
+        is_accuracy = metric in ("accuracy", "acc")
+        found = keras.metrics.get(_accuracy(outputs, y) if is_accuracy else metric)
+    else:
+        found = metric
+    name = str(getattr(metric, "name", metric))
+    higher = any(word in name.lower() for word in _HIGHER)
+    if isinstance(found, keras.metrics.MeanMetricWrapper):
+        return Score(name, _of_metric(found), higher, not higher)
+    if not is_loss and callable(found) and not isinstance(found, keras.metrics.Metric):
+        if isinstance(metric, str):
+            return Score(name, _aligned(found), higher, not higher)
+        name = getattr(metric, "__name__", type(metric).__name__)
+        return Score(name, metric, None, False)
+    raise ValueError(
+        f"`metric` is {metric!r}, and the loss of model {model.name!r} "
+        f"{getattr(model, 'loss', None)!r}; expected a single loss, the name of a "
+        "metric of Keras that is a mean over examples, such as 'accuracy', or a "
+        "function of targets and outputs that returns a value for each example."
+    )
+
+
 def values_of(score: Score, y: Any, outputs: Any) -> np.ndarray:
     """Returns the score of each example, of shape (examples,)."""
     try:
@@ -102,36 +132,6 @@ def predict(model: keras.Model, batches: Sequence[Any]) -> list[Any]:
     # one for each plan.
     traced = tf.function(outputs_of).get_concrete_function(common)
     return [traced(x) for x in inputs]
-
-
-def _score(model: keras.Model, metric: Any, outputs: Any, y: Any) -> Score:
-    is_loss = metric is None or metric == "loss"
-    loss = getattr(model, "loss", None) if is_loss else metric
-    if isinstance(loss, keras.losses.Loss) or (
-        is_loss and (isinstance(loss, str) or callable(loss))
-    ):
-        name = "loss" if is_loss else str(metric.name)
-        return Score(name, _of_loss(loss), False, True)
-    if isinstance(metric, str) and not is_loss:
-        is_accuracy = metric in ("accuracy", "acc")
-        found = keras.metrics.get(_accuracy(outputs, y) if is_accuracy else metric)
-    else:
-        found = metric
-    name = str(getattr(metric, "name", metric))
-    higher = any(word in name.lower() for word in _HIGHER)
-    if isinstance(found, keras.metrics.MeanMetricWrapper):
-        return Score(name, _of_metric(found), higher, not higher)
-    if not is_loss and callable(found) and not isinstance(found, keras.metrics.Metric):
-        if isinstance(metric, str):
-            return Score(name, _aligned(found), higher, not higher)
-        name = getattr(metric, "__name__", type(metric).__name__)
-        return Score(name, metric, None, False)
-    raise ValueError(
-        f"`metric` is {metric!r}, and the loss of model {model.name!r} "
-        f"{getattr(model, 'loss', None)!r}; expected a single loss, the name of a "
-        "metric of Keras that is a mean over examples, such as 'accuracy', or a "
-        "function of targets and outputs that returns a value for each example."
-    )
 
 
 def _accuracy(outputs: Any, y: Any) -> str:

@@ -112,7 +112,14 @@ def _limit_memory(record: Path, task: Task, over: threading.Event) -> None:
 def _whole(folder: Path, task: Task, variant: Variant, run: Run) -> Run:
     """Trains one model whole and returns what that measured."""
     if not (folder / CONTEXT).exists():
-        _context(task.command).to_json(folder / CONTEXT)
+        Context(
+            devices=devices.devices(),
+            versions={"tfamp": tfamp.__version__, **versions.installed_versions()},
+            system=f"{platform.platform()}, Python {platform.python_version()}",
+            num_cores=os.cpu_count() or 1,
+            command=task.command,
+            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        ).to_json(folder / CONTEXT)
     model, data, validation = _build(folder, task, variant)
     part = folder / f"{task.name}.part"
     run, inputs = train(
@@ -204,18 +211,6 @@ def _build(folder: Path, task: Task, variant: Variant) -> tuple[keras.Model, Any
     made = own if train_data is None else (train_data, validation)
     made = [parcel.call(each, **how) if callable(each) else each for each in made]
     return model, as_fit_takes_it(made[0]), as_fit_takes_it(made[1])
-
-
-def _context(command: str) -> Context:
-    """Returns the machine and the versions of this process."""
-    return Context(
-        devices=devices.devices(),
-        versions={"tfamp": tfamp.__version__, **versions.installed_versions()},
-        system=f"{platform.platform()}, Python {platform.python_version()}",
-        num_cores=os.cpu_count() or 1,
-        command=command,
-        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-    )
 
 
 class Window(NamedTuple):
