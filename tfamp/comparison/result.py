@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, get_args
 import numpy as np
 
 from tfamp.comparison import page
-from tfamp.comparison import verdict as judgement
+from tfamp.comparison import verdict as judgment
 from tfamp.comparison.verdict import Answer, Better, Verdict
 from tfamp.records import checks, console, units
 from tfamp.records.record import TableRecord
@@ -192,7 +192,7 @@ class Comparison(TableRecord):
         if policy == self.reference or math.isnan(ratio.estimate):
             return Cell(value)
         effect = effect_of_ratio(ratio, more_is_better=name == "examples_per_second")
-        if all(judgement.are_same(*pair) for pair in self.pairs(policy)):
+        if all(judgment.are_same(*pair) for pair in self.pairs(policy)):
             effect = "same"
         change = f"{_digits(ratio.estimate)}x{self._paired(policy)}"
         return Cell(value, change, _between(ratio, _digits), effect)
@@ -376,13 +376,13 @@ def conclude(
     **given: Any,
 ) -> Comparison:
     """Returns the comparison of runs, at least one of them finished."""
-    metric = judgement.choose_metric(runs, metric)
-    better = better or judgement.direction(metric)
+    metric = judgment.choose_metric(runs, metric)
+    better = better or judgment.direction(metric)
     policies, seeds = given["policies"], given["seeds"]
-    reference = judgement.choose_reference(policies, runs)
+    reference = judgment.choose_reference(policies, runs)
     own = [run for run in runs if run.policy == reference and run.is_finished]
     values = [run.final_metrics.get(metric, math.nan) for run in own]
-    tolerance = judgement.allowed(tolerance, better, values)
+    tolerance = judgment.allowed(tolerance, better, values)
 
     def order(run: Run) -> tuple[int, int]:
         return seeds.index(run.seed), policies.index(run.policy)
@@ -400,7 +400,7 @@ def conclude(
     verdicts = {}
     for policy in first.candidates:
         both = [run for run in first.runs if run.policy in (reference, policy)]
-        verdicts[policy] = judgement.verdict_on(
+        verdicts[policy] = judgment.verdict_on(
             first.pairs(policy),
             [run for run in both if not run.is_finished],
             metric=metric,
