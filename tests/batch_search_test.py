@@ -74,12 +74,6 @@ def test_memory_ends_it_between_multiples_of_8_and_one_slow_process_does_not(mac
     assert 203 * 7 / 8 - 8 <= found.batch_size <= 203
 
 
-def test_where_speed_does_not_matter_the_largest_is_taken(machine):
-    machine.most = 2000
-    found = tfamp.find_batch_size(linear, lambda: (X, Y), min_gain=None)
-    assert 1750 <= found.batch_size <= 2000
-
-
 @pytest.mark.parametrize("most", [1, 3, 5])
 def test_a_start_that_does_not_fit_is_halved(machine, most):
     machine.most = most

@@ -46,12 +46,6 @@ def test_a_run_comes_back_with_every_field():
     assert Run.from_json(run.to_json()) == run
 
 
-def test_an_unknown_measure_names_those_there_are():
-    message = "Unknown `measure` 'speed'; expected 'examples_per_second'"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        made_evidence.evidence().ratio("speed", "auto")
-
-
 REFERENCES = {
     "the fastest float32": (
         {"float32": 1, "float32+xla": 1.5, "auto": 2},

@@ -193,16 +193,6 @@ def test_the_reference_is_explained():
     assert "bfloat16, the first policy, since none is float32" in none.table()
 
 
-def test_numbers_have_units_and_their_ratio():
-    found = made_evidence.evidence({"float32": (1, 0.98), "auto": (2, 0.98)})
-    lines = [line.split() for line in found.table().splitlines()]
-    before = next(line for line in lines if line[:1] == ["float32"])
-    after = next(line for line in lines if line[:1] == ["auto"])
-    # 400 MiB above the start under float32, half of it under the policy.
-    assert before[3:5] == ["400", "MiB"] and after[-4:] == ["200", "MiB", "600", "us"]
-    assert sum(line.count("0.50x") for line in lines) == 2
-
-
 def test_names_do_nothing_in_a_page():
     evil = "<script>alert(1)</script>\"'&"
     run = replace(made_evidence.run("auto", 0), notes=(evil,), reason=evil)
