@@ -327,3 +327,17 @@ def test_an_export_answers_as_the_model_was_trained(tmp_path, format):
     other = int8_export(model, tmp_path / "without", format)
     worse = np.abs(other.predict(X) - expected)
     assert worse.mean() > 1.2 * off.mean()
+
+
+def test_an_export_to_litert_rounds_no_outputs_unless_told(tmp_path):
+    pytest.importorskip("ai_edge_litert")
+    keras.utils.set_random_seed(5)
+    model = trained()
+    expected = model.predict(X, verbose=0)
+    made = tfamp.export(
+        model, tmp_path / "a", format="litert", dtype="int8", calibration=X
+    )
+    other = int8_export(model, tmp_path / "b", "litert")
+    off, worse = (np.abs(m.predict(X) - expected).mean() for m in (made.load(), other))
+    assert made.scheme == "dynamic"
+    assert off < 0.7 * worse

@@ -33,8 +33,8 @@ def quantize_aware(
     stay: it works under any policy, in `fit` and in own loops. Fine-tune a trained
     model so for some epochs at a tenth of its learning rate, compiled anew, then
     `tfamp.export(model, path, format="onnx", dtype="int8", calibration=x)`, which takes
-    over the ranges and rounds nothing else. In LiteRT outputs of products are rounded,
-    too, to the range that they have on `calibration`.
+    over the ranges and rounds nothing else. To LiteRT it is "dynamic" if nobody says:
+    "static" there rounds the outputs of products, too, which costs more.
 
     Args:
         model: A built Keras model. It is changed in place, and stays compiled.

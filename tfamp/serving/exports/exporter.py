@@ -193,7 +193,8 @@ def export(
     fake_quantization.detach_all(copy)
     if is_one and scheme is None:  # by the ranges that it was trained with, if any
         is_trained = any(ranges.values()) and calibration is not None
-        is_static = is_trained and dtype == "int8"
+        # LiteRT would round the outputs of products, too, which no training has seen.
+        is_static = is_trained and dtype == "int8" and format != "litert"
         scheme = "static" if is_static else POSSIBLE[format][dtype][0]
     given = calibration if validation is None else validation
     first = None if given is None else first_batch(given)
