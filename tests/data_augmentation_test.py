@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 from tests.refusals import refusals
-from tests.replicas import two_replicas
 from tfamp.data import Pipeline
 from tfamp.data.augmentation import (
     Brightness,
@@ -17,7 +16,6 @@ from tfamp.data.augmentation import (
     Rotate,
     Shift,
 )
-from tfamp.data.stages import batches as _batches
 from tfamp.data.stages.augment import EpochCounter
 
 ALL = (Flip(True, True), Shift(), Rotate(), Brightness(), Contrast())
@@ -183,31 +181,7 @@ def test_the_ramp_grows_by_the_epochs_that_were_read_whole(known):
     assert [round(value, 3) for (value,) in found] == [0, 20, 40, 60, 80, 80]
 
 
-def test_integers_are_what_floats_are_rounded_once():
-    changes = (Brightness(), Contrast())
-    found = values(augmented(pairs(), *changes, seed=1))
-    x = images().astype(np.float32)
-    floats = tf.data.Dataset.from_tensor_slices((x, np.arange(6)))
-    exact = values(augmented(floats, *changes, value_range=(0, 255), seed=1))
-    np.testing.assert_array_equal(found, np.rint(exact).clip(0, 255))
-
-
-@pytest.mark.parametrize("supervised", [True, False], ids=["pair", "dict alone"])
-def test_a_key_names_the_input_to_change(supervised):
-    inputs = {"image": images(), "size": np.arange(6)}
-    elements = (inputs, np.arange(6), np.ones(6)) if supervised else inputs
-    dataset = tf.data.Dataset.from_tensor_slices(elements)
-    found = list(augmented(dataset, Brightness(), key="image", seed=1))
-    parts = [element[0] if supervised else element for element in found]
-    assert [int(part["size"]) for part in parts] == list(range(6))
-    assert (np.stack([part["image"] for part in parts]) != images()).any()
-
-
 REFUSED = {
-    "key of no dict": (
-        lambda: augmented(pairs(), key="image"),
-        "`key` is 'image' and the inputs are 'no dict'; expected the name",
-    ),
     "vectors": (
         lambda: augmented(tf.data.Dataset.from_tensor_slices(np.zeros((3, 4)))),
         "Images have the shape (4,); expected (height, width, channels).",
@@ -251,57 +225,15 @@ def marked(size=24):
     return Pipeline.from_arrays(np.arange(size, dtype=np.float32), np.arange(size))
 
 
-def add_1000(value, strength):
-    return value + 1000 * strength
-
-
-def origins(dataset):
-    """Returns the targets, after a look that each has its own input, changed."""
-    found = [(float(x), int(y)) for x, y in dataset]
-    assert [x for x, _ in found] == [y + 1000 for _, y in found]
-    return [y for _, y in found]
-
-
-def odd(x, y):
-    return y % 2 == 1
-
-
-CHOICES = {
-    "arrays": (lambda p: p, "arrays", 24),
-    "balance": (lambda p: p.balance(lambda x, y: y // 12, seed=1), "positions", 24),
-    "streamed balance": (
-        lambda p: p.filter(odd).balance(lambda x, y: y // 12, seed=1),
-        "dataset",
-        12,
-    ),
-}
-
-
-@pytest.mark.parametrize("choose, source, length", CHOICES.values(), ids=list(CHOICES))
-def test_it_goes_with_every_way_to_choose(choose, source, length, monkeypatch):
-    if source == "positions":
-        monkeypatch.setattr(_batches, "SHUFFLE_BUFFER_BYTES", 1)
-    pipeline = marked()
-    if source == "dataset":
-        pipeline = Pipeline.from_dataset(pipeline.build())
-    plain = choose(pipeline).build()
-    # The user's order is not the order they run in.
-    dataset = choose(pipeline.augment(add_1000, seed=1)).build()
-    assert dataset.element_spec == plain.element_spec
-    assert int(dataset.cardinality()) == length
-    expected = [int(y) for _, y in plain]
-    assert origins(dataset) == expected and expected
-
-
 def test_blocks_lose_nothing_and_each_image_has_its_own_change():
     size = 75  # two blocks of 32, and 11
     zeros = np.zeros((size, 2, 2, 1), np.float32)
-    pipeline = Pipeline.from_arrays({"image": zeros, "n": np.arange(size)})
-    dataset = pipeline.augment(Brightness(), key="image", seed=1).build()
+    dataset = Pipeline.from_arrays(zeros, np.arange(size))
+    dataset = dataset.augment(Brightness(), seed=1).build()
     assert int(dataset.cardinality()) == size
     found = list(dataset)
-    assert [int(element["n"]) for element in found] == list(range(size))
-    added = {float(element["image"][0, 0, 0]) for element in found}
+    assert [int(number) for _, number in found] == list(range(size))
+    added = {float(image[0, 0, 0]) for image, _ in found}
     assert len(added) == size and 0 not in added
 
 
@@ -350,14 +282,3 @@ def test_each_dataset_counts_its_own_epochs():
     # Two at the same time are two looks at one epoch.
     assert [float(x) for (x, _), _ in zip(second, second, strict=True)] == [25, 26, 27]
     assert [float(x) for x, _ in second] == [50, 51, 52]
-
-
-def test_two_replicas_see_each_element_once_and_the_ramp():
-    dataset = marked(10).augment(add_strength, ramp_epochs=2, seed=1).batch(4).build()
-    distributed = two_replicas().experimental_distribute_dataset(dataset)
-    for added in (0, 50, 100):
-        seen = []
-        for x, _ in distributed:
-            for part in two_replicas().experimental_local_results(x):
-                seen += part.numpy().tolist()
-        assert sorted(seen) == [value + added for value in range(10)]

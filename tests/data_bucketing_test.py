@@ -87,39 +87,6 @@ def test_every_sequence_comes_once_and_whole(drop_remainder):
         assert f"padding is {100 * (1 - used / total):.0f}" in told(pipeline)
 
 
-def test_xla_compiles_once_for_each_bucket():
-    dataset = bucketed(zipf_lengths(), 4, max_shapes=3, drop_remainder=True).build()
-    assert dataset.element_spec[0].shape.as_list() == [4, None]
-    traced = []
-
-    @tf.function(jit_compile=True)
-    def step(tokens):
-        traced.append(tokens.shape)
-        return tf.reduce_sum(tokens)
-
-    for _ in range(2):
-        for tokens, _ in dataset:
-            step(tokens)
-    assert len(traced) == 3
-
-
-def test_all_sequences_of_an_element_are_padded():
-    def element(length):
-        tokens = tf.ensure_shape(tf.range(1, length + 1), [None])
-        inputs = {"tokens": tokens, "words": tf.strings.as_string(tokens), "id": length}
-        return inputs, tf.ensure_shape(tf.ones([length, 2]), [None, 2])
-
-    given = tf.data.Dataset.from_tensor_slices(np.array([3, 5], np.int32)).map(element)
-    (x, y), *_ = Pipeline.from_dataset(given).bucket(2, boundaries=[8]).build()
-    assert x["tokens"].numpy().tolist() == [
-        [1, 2, 3] + 5 * [0],
-        [1, 2, 3, 4, 5, 0, 0, 0],
-    ]
-    assert x["words"].numpy()[0].tolist() == [b"1", b"2", b"3", *[b""] * 5]
-    assert x["id"].numpy().tolist() == [3, 5]
-    assert y.numpy().sum(axis=(1, 2)).tolist() == [6, 10]
-
-
 def test_by_default_what_is_too_long_ends_the_pass():
     dataset = bucketed([3, 20], 2, boundaries=[8, 16]).build()
     message = "A sequence is above the last boundary, of length"

@@ -40,11 +40,11 @@ def oracle(values, *, fill=np.nanmean, low=-np.inf, high=np.inf):
 
 @pytest.mark.parametrize("missing", ["mean", "median", 7.0])
 def test_missing_values_are_filled(missing):
-    values = np.array([[1.0], [1.0], [5.0], [9.0], [-1.0], [NAN]])
-    layer = fit_statistics(values, missing_value=-1).as_layer(missing, clip=None)
-    # Without NaN and -1: 1, 1, 5, 9.
+    values = np.array([[1.0], [1.0], [5.0], [9.0], [NAN]])
+    layer = fit_statistics(values).as_layer(missing, clip=None)
+    # Without NaN: 1, 1, 5, 9.
     filled = {"mean": 4.0, "median": 1.0, 7.0: 7.0}[missing]
-    expected = (np.array([1, 1, 5, 9, filled, filled]) - 4) / np.sqrt(11)
+    expected = (np.array([1, 1, 5, 9, filled]) - 4) / np.sqrt(11)
     np.testing.assert_allclose(layer(values)[:, 0], expected, atol=FLOAT32_ERROR)
 
 
@@ -72,7 +72,7 @@ def test_rare_flags_are_not_clipped_away_and_it_is_said():
     flags = np.zeros((300, 2), np.float32)
     flags[7, 1] = 1.0
     message = (
-        "`clip` would make features ('x[1]',) constant, since nearly all of their "
+        "`clip` would make features ('x[1]',) constant, as nearly all of their "
         "values are equal; they are not clipped. To clip nothing, pass `clip=None`."
     )
     with pytest.warns(UserWarning, match=re.escape(message)) as caught:
@@ -100,31 +100,6 @@ def test_large_means_keep_their_digits_under_every_policy(policy):
     np.testing.assert_allclose(outputs, expected, rtol=eps[policy], atol=eps[policy])
 
 
-def test_keras_own_layer_is_lost_at_a_mean_of_5e4_in_float16():
-    """The contrast that `Condition` is there for."""
-    values = np.random.default_rng(5).normal(5e4, 1.0, (100, 1)).astype(np.float32)
-    stock = keras.layers.Normalization(dtype="mixed_float16")
-    stock.adapt(values)
-    exact = oracle(values)
-    assert np.abs(stock(values).numpy().astype(np.float64) - exact).max() > 0.5
-    ours = Condition(
-        fit_statistics(values).as_layer(clip=None).rules,
-        named=False,
-        dtype="mixed_float16",
-    )
-    assert np.abs(ours(values).numpy().astype(np.float64) - exact).max() < 4 * 2**-10
-
-
-@pytest.mark.parametrize("dtype", ["float64", "int64"])
-def test_timestamps_keep_their_seconds(dtype):
-    values = (1.7e9 + np.random.default_rng(6).uniform(0, 3600, 500)).astype(dtype)
-    layer = fit_statistics(values).as_layer(clip=None)
-    np.testing.assert_allclose(layer(values), oracle(values), atol=FLOAT32_ERROR)
-    # In float32 they are 128 s apart, an eighth of this standard deviation.
-    rough = oracle(values.astype(np.float32))
-    assert np.abs(rough - oracle(values)).max() > 0.05
-
-
 @pytest.mark.parametrize("way", ["eagerly", "graph", "XLA"])
 @pytest.mark.parametrize("clip", [None, (0.1, 0.9)], ids=["free", "clipped"])
 def test_far_features_keep_their_digits_without_float64(way, clip):
@@ -148,16 +123,8 @@ def test_far_features_keep_their_digits_without_float64(way, clip):
 EVERYTHING = dict(missing="median", clip=("iqr", 1.5))
 
 
-def mapped(layer, dataset):
-    return list(dataset.map(layer).as_numpy_iterator())
-
-
 def predicted(model, values):
     return model.predict(values, verbose=0)
-
-
-def slices(values):
-    return tf.data.Dataset.from_tensor_slices(values)
 
 
 ROW = keras.Input((3,))
@@ -165,20 +132,8 @@ PLACES = {
     "eagerly": lambda layer, values: layer(values),
     "graph": lambda layer, values: tf.function(layer)(values),
     "XLA": lambda layer, values: tf.function(layer, jit_compile=True)(values),
-    "map": lambda layer, values: np.stack(mapped(layer, slices(values))),
     "functional": lambda layer, x: predicted(keras.Model(ROW, layer(ROW)), x),
 }
-
-
-@pytest.mark.quick("eagerly", "graph")
-@pytest.mark.parametrize("run", PLACES.values(), ids=PLACES)
-def test_every_place_gives_the_same(run):
-    values = table(40)
-    plain = fit_statistics(values).as_layer(clip=None)
-    np.testing.assert_allclose(run(plain, values), oracle(values), atol=2e-6)
-    layer = fit_statistics(values).as_layer(**EVERYTHING)
-    assert np.isfinite(run(layer, values)).all()
-    np.testing.assert_allclose(run(layer, values), layer(values), atol=1e-6)
 
 
 # Saving
@@ -189,7 +144,7 @@ def a_layer_of_every_field(dtype):
         "v": table(50),
         "s": np.random.default_rng(9).lognormal(size=50).astype(np.float32),
     }
-    layer = fit_statistics(columns, missing_value=0.5).as_layer(**EVERYTHING)
+    layer = fit_statistics(columns).as_layer(**EVERYTHING)
     return Condition(layer.rules, named=True, name="front", dtype=dtype)
 
 
@@ -205,7 +160,7 @@ def test_config_keeps_every_field():
     # Nothing above is only a default that came back.
     for field in ("fill", "lower", "upper", "center", "width"):
         assert getattr(number, field) != ()
-    assert scalar.scalar and number.missing_values == (0.5,)
+    assert scalar.scalar
 
 
 def a_dict_model():
@@ -239,7 +194,7 @@ def dict_statistics():
         "s": np.array([1.0, 2.0, 3.0]),
         "city": np.array(["a", "?", "a"]),
     }
-    return columns, fit_statistics(columns, missing_value="?")
+    return columns, fit_statistics(columns)
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1)], ids=["(batch,)", "(batch, 1)"])
@@ -267,18 +222,18 @@ ERRORS = {
     "fill NaN": (as_layer(NAN), "`missing` is nan; expected a finite number"),
     "clip": (as_layer(clip="std"), "Unknown `clip` 'std'; expected 'zscore', 'iqr'"),
     "clip order": (as_layer(clip=(0.9, 0.1)), "the lower one first"),
-    "columns": (as_layer(columns=("a",)), "`columns` is ('a',); expected a tuple of"),
+    "columns": (as_layer(columns=("a",)), "Unknown column 'a'; expected one of ('x'"),
     "text joined": (
         lambda: dict_statistics()[1].as_layer(),
-        "Columns ('city',) are text, which cannot be joined with numbers",
+        "Columns ('city',) are text; expected `columns` without them.",
     ),
     "features": (
         lambda: as_layer()()(np.zeros((2, 3))),
-        "Column 'x' has shape (2, 3); expected a last axis of 2 features",
+        "Column 'x' is float64 of the shape (2, 3); expected numbers, with a last axis",
     ),
     "text for numbers": (
         lambda: as_layer()()(tf.constant([["a", "b"]])),
-        "Column 'x' is of dtype string; expected numbers",
+        "Column 'x' is string of the shape (1, 2); expected numbers",
     ),
 }
 

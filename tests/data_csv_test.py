@@ -120,8 +120,7 @@ BAD_ROWS = {
     "too many fields": ("4,5,x,7", "4 fields, expected 3"),
     "no number": (
         "4,five,x",
-        "column 'b' holds 'five', expected float32 (see `dtypes`) or one of "
-        "`na_values`",
+        "column 'b' holds 'five', expected float32 (see `dtypes`)",
     ),
     "gap in integers": (
         ",5,x",

@@ -96,29 +96,6 @@ REFUSED = {
 test_wrong_uses_are_refused = refusals(REFUSED, lambda call: call(numbers()))
 
 
-def test_what_one_build_skips_is_no_other_builds():
-    base = Pipeline.from_dataset(tf.data.Dataset.range(200)).map(refuse)
-    base = base.on_error("skip", max_fraction=0.02)
-    some, all_of_it = base.batch(10), base.batch(50)
-    dataset, other = some.build(), all_of_it.build()
-    assert sum(len(batch) for batch in dataset) == 196
-    assert len(some.skipped) == 4
-    assert (all_of_it.skipped, base.skipped) == ((), ())
-    assert sum(len(batch) for batch in other) == 196
-    assert some.skipped == all_of_it.skipped
-
-
-def test_builds_of_one_pipeline_are_told_together(caplog):
-    pipeline = numbers().map(refuse).on_error("skip", max_fraction=0.02)
-    for _ in range(2):
-        assert len(values(pipeline.build())) == 196
-    assert [one.where for one in pipeline.skipped] == [f"element {x}" for x in BAD]
-    text = " ".join(pipeline.describe().split())
-    assert "skip, at most 2.0 %" in text
-    assert "an element that fails costs itself; 4 so far" in text
-    assert caplog.text.count("Skipped 4 of 200 elements (2.0 %)") == 1
-
-
 def damaged_csv(folder, num_bad):
     lines = [f"{n},0" if n >= num_bad else "bad" for n in range(200)]
     (folder / "a.csv").write_text("a,b\n" + "\n".join(lines))

@@ -1,14 +1,13 @@
 """Files of sources: patterns, links, names, and what CSV, text and TFRecord share."""
 
 import gzip
-import os
 import re
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.file_sources import elements, told, write
+from tests.file_sources import elements, write
 from tfamp.data import Pipeline
 
 
@@ -49,20 +48,6 @@ def test_wrong_paths_are_refused_at_once(tmp_path, paths, message):
         Pipeline.from_text([tmp_path / name for name in names])
     with pytest.raises(ValueError, match=re.escape("`paths` is []; expected at least")):
         Pipeline.from_text([])
-
-
-def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
-    fill(tmp_path, "cat/1.png", "cat/deep/2.png", "dog/3.png", "more/4.png")
-    (tmp_path / "cat/here").symlink_to(tmp_path / "cat")
-    (tmp_path / "cat/deep/up").symlink_to(tmp_path)
-    (tmp_path / "dog/more").symlink_to(tmp_path / "more")
-    (tmp_path / "more/back").symlink_to(tmp_path / "dog")
-    pipeline = Pipeline.from_images(tmp_path, class_names=["cat", "dog"])
-    found = [
-        os.path.relpath(x.item().decode(), tmp_path) for x, _ in elements(pipeline)
-    ]
-    assert found == ["cat/1.png", "cat/deep/2.png", "dog/3.png", "dog/more/4.png"]
-    assert "ignored 4 files and folders" in told(pipeline)
 
 
 def records(path, numbers):

@@ -59,7 +59,7 @@ def test_outliers_go_by_the_limits_of_statistics():
 def test_predicate_keeps_what_it_is_true_of_and_counts_the_rest():
     pipeline = begin(VALUES, LABELS).filter(lambda x, y: y % 3 == 0)
     assert targets(pipeline) == list(range(0, 300, 3))
-    assert "Dropped 200 of 300 elements (66.7 %) in 1 pass: 200" in told(pipeline)
+    assert "dropped 200 of 300 elements (66.7 %) in 1 pass" in told(pipeline)
     assert int(pipeline.build().cardinality()) == tf.data.UNKNOWN_CARDINALITY
 
 
@@ -77,15 +77,15 @@ def test_counts_add_up_over_passes_threads_and_builds():
         thread.start()
     for thread in threads:
         thread.join()
-    text = "Dropped 18 of 30 elements (60.0 %) in 3 passes: 18 predicate."
+    text = "dropped 18 of 30 elements (60.0 %) in 3 passes"
     assert text in told(pipeline)
-    assert "Dropped" not in told(pipeline.batch(2)), "another pipeline"
+    assert "dropped" not in told(pipeline.batch(2)), "another pipeline"
 
 
 def test_a_pass_that_keeps_nothing_ends_in_an_error_in_fit_too():
     values = np.full((10, 2), NAN, np.float32)
     pipeline = begin(values, np.zeros(10)).filter(missing="drop")
-    message = re.escape("`filter` dropped all 10 elements ([10 0 0] of them by")
+    message = re.escape("`filter` dropped all 10 elements;")
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         list(pipeline.build())
     model = keras.Sequential([keras.layers.Dense(1)])
@@ -110,10 +110,6 @@ ERRORS = {
     "no boolean": (
         filtered(begin(VALUES), lambda x: x > 0),
         "`predicate` returns TensorSpec(shape=(3,), dtype=tf.bool, name=None)",
-    ),
-    "nothing can be missing": (
-        filtered(begin(np.arange(3)), missing="drop"),
-        "`missing` is 'drop', and inputs [TensorSpec(",
     ),
 }
 test_errors_say_what_to_do = refusals(ERRORS, kind=(ValueError, TypeError))

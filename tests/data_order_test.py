@@ -86,22 +86,6 @@ def test_rows_that_nothing_looks_at_go_from_chunks_to_batches(tmp_path):
     assert [x.numpy().tolist() for x, _ in by_row.build()][2] == [8, 9]
 
 
-def test_a_streaming_subset_numbers_what_is_skipped_by_its_place_in_it():
-    subset = Pipeline.from_dataset(tf.data.Dataset.range(8)).subset(4, seed=0)
-    *expected, bad = (int(x) for x in subset.build())
-    assert bad > 3  # so its place among the chosen is another one
-
-    def refuse(x):
-        check = tf.debugging.assert_none_equal(x, tf.constant(bad, x.dtype))
-        with tf.control_dependencies([check]):
-            return tf.identity(x)
-
-    pipeline = subset.map(refuse).on_error("skip", max_fraction=0.5)
-    assert [int(x) for x in pipeline.build()] == expected
-    place = f"element {len(expected)} of those that reach `.map`"
-    assert [one.where for one in pipeline.skipped] == [place]
-
-
 REFUSED = {
     "two samplers": (
         lambda p: p.balance().weights([1.0] * 8).build(),

@@ -178,3 +178,16 @@ def test_arrays_that_are_handed_to_the_class_itself_are_an_error_with_the_right_
     for call in (lambda: Pipeline(np.zeros(3), np.ones(3)), lambda: Pipeline([1])):
         with pytest.raises(TypeError, match=re.escape("`Pipeline.from_arrays(x, y)`")):
             call()
+
+
+def test_guesses_of_users_of_tf_data_work_or_say_what_to_write():
+    spec = tf.TensorSpec((), tf.int64)
+    made = Pipeline.from_generator(lambda: iter(range(5)), output_signature=spec)
+    assert [int(x) for x in made.map(lambda x: x + 1)] == [1, 2, 3, 4, 5]
+    assert len(numbers(10).batch(4)) == 3 and bool(numbers(1))
+    with pytest.raises(TypeError, match="`steps_per_epoch`"):
+        len(made.batch(2))
+    message = "`Pipeline` has no `apply`. Did you mean pipeline.build().apply"
+    with pytest.raises(AttributeError, match=re.escape(message)):
+        made.apply(None)
+    assert not hasattr(made, "nonsense") and not hasattr(made, "__array__")

@@ -98,7 +98,6 @@ test_wrong_arguments_are_refused = refused_arguments(
     Rescale,
     ("scale", 0.0, "; expected numbers other than 0"),
     ("scale", [1.0, 0.0], "; expected numbers other than"),
-    ("offset", np.nan, "; expected a finite number, or a list"),
-    ("scale", "1/255", "; expected a finite number, or a"),
-    ("scale", [], "; expected a finite number, or a list of one"),
+    ("offset", np.nan, "; expected a finite number, or one for each"),
+    ("scale", [], "; expected a finite number, or one for each"),
 )

@@ -59,18 +59,6 @@ def test_balancing_gives_every_class_and_member_its_number(begin):
             assert of_class.max() - of_class.min() <= 1
 
 
-def test_places_left_over_go_to_other_classes_and_members_each_time():
-    pipeline = arrays([0, 0, 0, 1, 1, 1, 2]).balance(seed=1)
-    epochs = epochs_of(pipeline, 100)
-    # 7 places: each class gets 2, and one of the three gets the seventh.
-    classes = np.array([0, 0, 0, 1, 1, 1, 2])[np.array(epochs)]
-    counts = np.stack([np.bincount(row, minlength=3) for row in classes])
-    assert (np.sort(counts) == [2, 2, 3]).all()
-    assert_drawn_from((counts - 2).sum(axis=0), [1 / 3] * 3)
-    firsts = np.bincount([epoch[0] for epoch in epochs], minlength=7)
-    assert_drawn_from(firsts, [1 / 9] * 6 + [1 / 3])
-
-
 @ways
 def test_each_epoch_is_another_draw_and_a_seed_repeats_all_of_them(begin):
     def epochs(seed):
@@ -126,28 +114,6 @@ def test_weights_are_drawn_in_proportion_over_epochs(begin, weights):
         times = np.bincount(epoch, minlength=len(weights))
         assert times[share == 0].sum() == 0
         assert_drawn_from(times[share > 0], share[share > 0])
-
-
-def test_describing_reads_nothing():
-    def generate():
-        raise AssertionError("read")
-        yield 0, 0
-
-    scalar = tf.TensorSpec((), tf.int64)
-    given = tf.data.Dataset.from_generator(generate, output_signature=(scalar, scalar))
-    given = Pipeline.from_dataset(given)
-    for pipeline in (given.balance(), given.weights([1.0, 2.0]), given.subset(3)):
-        assert pipeline.shuffle().describe()
-
-
-def test_elements_of_every_kind_are_copied_whole():
-    ragged = tf.ragged.constant([[[1]], [[2, 3], [5]], [], [[4]]])
-    labels = tf.data.Dataset.from_tensor_slices([0, 1, 2, 0])
-    given = tf.data.Dataset.zip((tf.data.Dataset.from_tensor_slices(ragged), labels))
-    balanced = Pipeline.from_dataset(given).balance(seed=1).build()
-    assert balanced.element_spec == given.element_spec
-    found = [x.to_list() for x, _ in balanced]
-    assert [x for x in found if x in ([[2, 3], [5]], [])]
 
 
 @ways

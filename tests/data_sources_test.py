@@ -98,13 +98,6 @@ def test_a_builder_gives_pairs_in_the_same_order_each_time(pairs):
     assert dataset.options().autotune.enabled is False
 
 
-def test_a_builder_gives_dicts_and_parts_of_a_split(pairs):
-    dataset = Pipeline.from_tfds(pairs, "train[:50%]", as_supervised=False).build()
-    examples = [{key: int(value) for key, value in e.items()} for e in dataset]
-    assert len(examples) == 3
-    assert all(example["y"] == 10 * example["x"] for example in examples)
-
-
 NO_DATASET = "`dataset` has no elements; expected at least one."
 WRONG_SOURCES = {
     "no dataset": (
@@ -145,8 +138,3 @@ def test_data_that_cannot_be_downloaded_names_its_folder(tmp_path, monkeypatch):
     message = f"Dataset 'pairs/1.0.0' is not prepared in '{tmp_path}"
     with pytest.raises(ConnectionError, match=re.escape(message)):
         Pipeline.from_tfds(Pairs, data_dir=str(tmp_path))
-
-
-def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
-    with pytest.raises(tfds.core.DatasetNotFoundError, match="mnist"):
-        Pipeline.from_tfds("mnst", data_dir=str(tmp_path))

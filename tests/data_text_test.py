@@ -1,4 +1,4 @@
-"""Text sources: lines, labels, what is no UTF-8, lengths, wrong files."""
+"""Text sources: lines, what is no UTF-8, lengths, wrong files."""
 
 import gzip
 import re
@@ -38,18 +38,6 @@ def test_files_of_other_programs(tmp_path, change):
     assert elements(Pipeline.from_text(paths)) == 3 * [b"a", b"b"]
 
 
-def test_lines_of_a_class_folder_have_its_label(tmp_path):
-    write(tmp_path / "pos/1.txt", "good\nfine\n")
-    write(tmp_path / "pos/deep/2.txt", "great\n")
-    write(tmp_path / "neg/1.txt", "bad\n")
-    pipeline = Pipeline.from_text(tmp_path, labels="inferred")
-    expected = [(b"bad", 0), (b"good", 1), (b"fine", 1), (b"great", 1)]
-    assert elements(pipeline) == expected
-    assert pipeline.build().element_spec[1] == tf.TensorSpec((), tf.int32)
-    names = {"labels": "inferred", "class_names": ["pos", "neg"]}
-    assert elements(Pipeline.from_text(tmp_path, **names))[0] == (b"good", 0)
-
-
 def test_a_line_that_is_no_text_costs_itself(tmp_path):
     write(tmp_path / "a.txt", b"one\ntwo\n")
     path = write(tmp_path / "b.txt", b"three\n\nfo\xffr\nfive\n\xc3\n")
@@ -64,9 +52,8 @@ def test_a_line_that_is_no_text_costs_itself(tmp_path):
         elements(Pipeline.from_text(tmp_path))
 
 
-A = {"a.txt": "a"}
 REFUSED = {
-    "There are no texts; expected at least": ({"x/a": "a"},),
+    "is no file that ends in .txt, .text, .md or": ({"x/a": "a"},),
     "The 1 files in `paths` hold no text; expected at least one line that is not": (
         *({"a.txt": "\n\n"}, {"paths": "a.txt"}),
     ),

@@ -64,12 +64,6 @@ def test_order_does_not_depend_on_threads_or_on_skipping(tmp_path):
     assert orders[0][10][:1] == b"1", "four files by turns"
 
 
-def test_a_plain_file_that_looks_packed_is_read(tmp_path):
-    # Its first length, 35,615, is the mark of gzip in its first two bytes.
-    record = b"a" * 0x8B1F
-    assert elements(begin(write(tmp_path / "a", [record]))) == [record]
-
-
 def test_a_record_that_does_not_fit_is_named_where_it_is_not_skipped(tmp_path):
     records = [example(n) for n in range(20)]
     records[9] = example(9, with_y=False)
@@ -140,9 +134,6 @@ def test_compressed_files_are_told_by_their_bytes(tmp_path):
 REFUSED = {
     "in `paths` is no TFRecord file: it begins with no record.": (
         {"a": "hello " * 50},
-    ),
-    "`features` is ['x']; expected a dict {name: feature}.": (
-        *({"a": "hello " * 50}, {"features": ["x"]}, TypeError),
     ),
 }
 test_wrong_files_and_arguments_are_refused_at_once = refused_files(begin, REFUSED)

@@ -130,7 +130,7 @@ _ELSEWHERE = {
         ("from_directory", "image_dataset_from_directory"),
         "tfamp.data.Pipeline.from_images",
     ),
-    "from_generator": "tfamp.data.Pipeline.from_dataset, of a dataset made so",
+    "from_generator": "tfamp.data.Pipeline.from_generator",
     **dict.fromkeys(
         ("Policy", "set_dtype_policy", "set_global_policy"),
         "tfamp.enable(policy=...)",

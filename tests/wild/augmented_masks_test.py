@@ -63,13 +63,6 @@ def test_steps_that_leave_pixels_in_their_places_need_no_word(steps):
     pipeline.augment(*steps, seed=1).build()
 
 
-def test_other_pictures_among_the_inputs_are_told():
-    inputs = {"image": IMAGES, "depth": np.zeros((6, 8, 10, 1)), "age": np.zeros(6)}
-    pipeline = Pipeline.from_arrays(inputs, np.zeros(6))
-    with pytest.warns(UserWarning, match="depth"):
-        pipeline.augment(Flip(), key="image", seed=1).build()
-
-
 def test_the_remedy_keeps_masks_on_their_images():
     ramp = np.tile(np.arange(10, dtype="uint8")[:, None], (6, 8, 1, 3))
     masks = ramp[..., :1] // 5  # the right half

@@ -103,7 +103,7 @@ ANSWERED = {
         lambda: tfamp.data.Pipeline.from_tensor_slices((X, Y)),
         "mean tfamp.data.Pipeline.from_arrays?",
     ),
-    "len": (lambda: len(arrays()), "write `len(pipeline.build())`"),
+    "len": (lambda: len(arrays().filter(lambda x, y: True)), "`steps_per_epoch`"),
     "element_spec": (lambda: arrays().element_spec, "pipeline.build().element_spec"),
     "num_parallel_calls=": (
         lambda: arrays().map(lambda x, y: (x, y), num_parallel_calls=4),

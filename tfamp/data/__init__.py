@@ -12,18 +12,18 @@ _HOMES = {
     "Findings": "tfamp.records.findings",
     "Pipeline": "tfamp.data.pipeline",
     "Rescale": "tfamp.data.layers",
-    "Statistics": "tfamp.data.features",
+    "Statistics": "tfamp.data.statistics",
     "bottleneck": "tfamp.stepping.input_waits",
     "check": "tfamp.data.health",
     "fit_statistics": "tfamp.data.statistics",
 }
 
 if TYPE_CHECKING:
-    from tfamp.data.features import Statistics as Statistics
     from tfamp.data.health import check as check
     from tfamp.data.layers import Condition as Condition
     from tfamp.data.layers import Rescale as Rescale
     from tfamp.data.pipeline import Pipeline as Pipeline
+    from tfamp.data.statistics import Statistics as Statistics
     from tfamp.data.statistics import fit_statistics as fit_statistics
     from tfamp.records.findings import Findings as Findings
     from tfamp.stepping.input_waits import Bottleneck as Bottleneck

@@ -1,8 +1,7 @@
 """What a dataset tells about its elements and their order, mostly without reading one.
 
-TensorFlow has no public way to ask a dataset what it is made of but to write it as a
-graph, arrays included, which takes 17 s and 4 GiB for 1 GB. So its own objects are
-looked at; where a release names their attributes otherwise, nothing is found.
+To write a dataset as a graph takes 17 s and 4 GiB for 1 GB. So TensorFlow's own objects
+are looked at; where a release names their attributes otherwise, nothing is found.
 """
 
 import dataclasses
@@ -12,13 +11,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# Of a tensor beside its values: its shape, its buffer, and their places in memory. By
-# the resident memory of 300,000 elements in a shuffle: 160 to 210 for numbers, of which
-# one or ten make an element, and up to 510 for texts.
-_TENSOR_BYTES = 200
-_TEXT_TENSOR_BYTES = 300
-# What the only column is called where inputs are one tensor.
-TENSOR = "x"
+from tfamp.records.console import progress
+
+# Of a tensor beside its values, by the memory of 300,000 elements in a shuffle: 160 to
+# 210 for numbers, of which one or ten make an element, and up to 510 for texts.
+_TENSOR_BYTES, _TEXT_TENSOR_BYTES = 200, 300
+_READ_AT_ONCE = 1024
 
 
 def as_arguments(element: Any) -> tuple[Any, ...]:
@@ -43,13 +41,8 @@ def with_inputs(element: Any, inputs: Any) -> Any:
 
 
 def named_columns(inputs: Any) -> dict[str, Any]:
-    """Returns the columns of inputs by name, a lone tensor under "x", or raises.
-
-    Example:
-        >>> named_columns({"age": 3}), named_columns(7)
-        ({'age': 3}, {'x': 7})
-    """
-    columns = dict(inputs) if isinstance(inputs, Mapping) else {TENSOR: inputs}
+    """Returns the columns of inputs by name, a lone tensor under "x", or raises."""
+    columns = dict(inputs) if isinstance(inputs, Mapping) else {"x": inputs}
     for name, value in columns.items():
         structured = isinstance(value, (Mapping, tuple, list))
         if structured or not isinstance(name, str):
@@ -62,10 +55,7 @@ def named_columns(inputs: Any) -> dict[str, Any]:
 
 
 def blank(element_spec: Any, *, purpose: str) -> Any:
-    """Returns an element of a spec that holds nothing: zeros, unknown sizes 0.
-
-    The purpose is for the error where a part is ragged, sparse or of unknown rank.
-    """
+    """Returns an element of a spec that holds nothing: zeros, unknown sizes 0."""
 
     def blank_part(spec: tf.TypeSpec) -> tf.Tensor:
         if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
@@ -102,47 +92,49 @@ def with_length_of(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.D
     return dataset if is_unknown else with_length(dataset, cardinality)
 
 
-def of_unknown_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a dataset of the same elements whose length tf.data does not know."""
-    return dataset.filter(lambda *parts: True)
-
-
 def at_end(
-    dataset: tf.data.Dataset, action: Callable[[tf.Tensor], Any], purpose: str
+    dataset: tf.data.Dataset,
+    action: Callable[[tf.Tensor, tf.Tensor], Any],
+    purpose: str,
+    keeps: Callable[..., Any] | None = None,
+    settings: Any = None,
 ) -> tf.data.Dataset:
-    """Returns a dataset that ends each pass by an operation, given how many came.
-
-    The purpose is for the error where no mark can be made up that ends a pass.
-    """
+    """Returns what `keeps` is true of; each pass ends by an operation."""
+    calls: dict[str, Any] = {}
+    if settings is not None:
+        calls = {"num_parallel_calls": settings.num_parallel_calls}
+        calls["deterministic"] = True
     nothing = blank(dataset.element_spec, purpose=purpose)
-    end = tf.data.Dataset.from_tensors((True, nothing))
-    marked = dataset.map(lambda *parts: (False, from_arguments(parts)))
+    end = tf.data.Dataset.from_tensors((True, True, nothing))
+    is_tuple = isinstance(dataset.element_spec, tuple)
 
-    def look(number: tf.Tensor, marked: Any) -> Any:
-        is_end, element = marked
-        done = tf.cond(is_end, lambda: action(number), tf.no_op)
+    def judge(*parts: Any) -> Any:
+        element = parts if is_tuple else parts[0]
+        return False, True if keeps is None else keeps(*parts), element
+
+    def look(kept: tf.Tensor, marked: Any) -> Any:
+        came, (is_end, _, element) = marked
+        done = tf.cond(is_end, lambda: action(kept, came), tf.no_op)
         with tf.control_dependencies([done]):
             return tf.identity(is_end), element
 
-    looked = marked.concatenate(end).enumerate().map(look)
+    marked = dataset.map(judge, **calls).concatenate(end).enumerate()
+    if keeps is not None:
+        marked = marked.filter(lambda number, item: item[1])
+    looked = marked.enumerate().map(look)
     kept = looked.filter(lambda is_end, element: tf.logical_not(is_end))
-    return with_length_of(dataset, kept.map(lambda is_end, element: element))
+    kept = kept.map(lambda is_end, element: element)
+    return with_length_of(dataset, kept) if keeps is None else kept
 
 
 def never_empty(dataset: tf.data.Dataset, message: str) -> tf.data.Dataset:
-    """Returns a dataset of which a pass that brings nothing is an error.
+    """Returns a dataset of which a pass that brings nothing is an error."""
 
-    Datasets of which no element can be made up, as ragged ones, are returned as they
-    are.
-    """
-    if is_endless(dataset):
-        return dataset
-
-    def check(number: tf.Tensor) -> Any:
+    def check(number: tf.Tensor, _: tf.Tensor) -> Any:
         return tf.group(tf.debugging.Assert(number > 0, [message]))
 
     try:
-        return at_end(dataset, check, "a mark ends them")
+        return dataset if is_endless(dataset) else at_end(dataset, check, "it ends")
     except TypeError:
         return dataset
 
@@ -161,10 +153,8 @@ def bytes_of_element(element_spec: Any) -> int | None:
 
 def bytes_held(element_spec: Any) -> int | None:
     """Returns the memory of one element in a buffer, None where that is not known."""
-    values = bytes_of_element(element_spec)
-    if values is None:
-        return None
-    return values + _TENSOR_BYTES * len(tf.nest.flatten(element_spec))
+    values, num_tensors = bytes_of_element(element_spec), tf.nest.flatten(element_spec)
+    return None if values is None else values + _TENSOR_BYTES * len(num_tensors)
 
 
 def bytes_of_first(dataset: tf.data.Dataset, count: int) -> int | None:
@@ -184,6 +174,21 @@ def bytes_of_first(dataset: tf.data.Dataset, count: int) -> int | None:
     return total // num_elements if num_elements else None
 
 
+def read_all(values: tf.data.Dataset, argument: str) -> np.ndarray:
+    """Returns all elements of a dataset, joined, with a progress bar."""
+    read, done = [], 0
+    with progress(f"Reading for `{argument}`", known_length(values)) as update:
+        for batch in values.batch(_READ_AT_ONCE).as_numpy_iterator():
+            read.append(batch)
+            done += len(batch)
+            update(done)
+    if not read:
+        raise ValueError(
+            f"`{argument}` read no elements; expected one at least. Check the files."
+        )
+    return np.concatenate(read)
+
+
 def looks_batched(element_spec: Any) -> bool:
     """Whether every part begins with an unknown dimension, as those of batches do."""
     specs = tf.nest.flatten(element_spec)
@@ -193,27 +198,14 @@ def looks_batched(element_spec: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """In how far elements come in one order.
-
-    Attributes:
-        varies: What puts them in another order in each pass, "" for nothing found.
-        differs: What puts them in another order in each process, as it has no seed.
-    """
+    """What puts elements in another order in each pass, or process; "" for nothing."""
 
     varies: str = ""
     differs: str = ""
 
 
 def order_of(dataset: tf.data.Dataset) -> Order:
-    """Returns in how far the elements of a dataset come in one order.
-
-    Example:
-        >>> numbers = tf.data.Dataset.range(9)
-        >>> order_of(numbers.shuffle(9, seed=1)).varies
-        'a shuffle'
-        >>> order_of(numbers)
-        Order(varies='', differs='')
-    """
+    """Returns in how far the elements of a dataset come in one order."""
     varies = differs = ""
     for part in _parts(dataset):
         kind = type(part).__name__
@@ -248,14 +240,12 @@ def begins_anew(dataset: tf.data.Dataset) -> bool:
 
 
 def _parts(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """Yields a dataset and all that it is made of."""
     yield dataset
     for part in getattr(dataset, "_inputs", list)():
         yield from _parts(part)
 
 
 def _nodes(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """Yields the operations of the functions that a dataset calls."""
     for part in _parts(dataset):
         for one in getattr(part, "_functions", list)():
             graph = getattr(getattr(one, "function", None), "graph", None)

@@ -1,9 +1,8 @@
 """Random changes of images, each scaled by a strength in [0, 1].
 
-All act on float32 batches `(images, height, width, channels)` and draw from one seed,
-an int32 `(2,)`. The span is the largest minus the smallest value that an image can
-have. At strength 0 each of them changes nothing. On a CPU they take a quarter of the
-time of Keras's layers of the same kinds.
+All act on float32 batches `(images, height, width, channels)`; the span is the largest
+minus the smallest value that an image can have. They take a quarter of the time of
+Keras's layers of the same kinds.
 """
 
 import abc
@@ -29,12 +28,7 @@ class Transform(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Flip(Transform):
-    """Mirrors an image, with a probability of half the strength for each axis.
-
-    Args:
-        horizontal: Whether left and right may change places.
-        vertical: Whether top and bottom may.
-    """
+    """Mirrors an image, with a probability of half the strength for each axis."""
 
     horizontal: bool = True
     vertical: bool = False
@@ -53,13 +47,9 @@ class Flip(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class Shift(Transform):
-    """Moves an image by whole pixels, what comes in mirrored at the edge.
+    """Moves an image by whole pixels, what comes in mirrored at the edge."""
 
-    Args:
-        fraction: Of the height and the width that it moves at most, at strength 1.
-    """
-
-    fraction: float = 0.1
+    fraction: float = 0.1  # of the height and the width, at most, at strength 1
 
     def __post_init__(self) -> None:
         checks.fraction("fraction", self.fraction)
@@ -80,13 +70,9 @@ class Shift(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class Rotate(Transform):
-    """Turns an image about its middle, bilinear, its edge pixels drawn out.
+    """Turns an image about its middle, bilinear, its edge pixels drawn out."""
 
-    Args:
-        degrees: That it turns at most to either side, at strength 1.
-    """
-
-    degrees: float = 10.0
+    degrees: float = 10.0  # to either side, at most, at strength 1
 
     def __post_init__(self) -> None:
         checks.positive("degrees", self.degrees)
@@ -114,14 +100,10 @@ class Rotate(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class Brightness(Transform):
-    """Adds one value to a whole image.
-
-    Args:
-        amount: At most added or taken, as a part of the values' span, at strength 1.
-    """
+    """Adds one value to a whole image."""
 
     moves: ClassVar[bool] = False
-    amount: float = 0.2
+    amount: float = 0.2  # added or taken, at most, of the values' span, at strength 1
 
     def __post_init__(self) -> None:
         checks.positive("amount", self.amount)
@@ -134,11 +116,7 @@ class Brightness(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class Contrast(Brightness):
-    """Multiplies an image's distance from its own mean.
-
-    Args:
-        amount: The factor is in [1 - amount, 1 + amount] at strength 1.
-    """
+    """Multiplies an image's distance from its own mean, by 1 plus or minus `amount`."""
 
     def __call__(self, images: Any, strength: Any, seed: Any, span: float) -> Any:
         """Returns the images with more or less contrast."""

@@ -7,16 +7,12 @@ the libraries. What cannot be seen is named.
 """
 
 import dataclasses
-import functools
 import hashlib
 import os
 import re
-import site
 import sys
-import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -25,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import blank
+from tfamp.records.versions import installed_versions
 
 # Hexadecimal digits kept: two of a thousand pipelines agree by chance in 1 of 3e8.
 _DIGITS = 12
@@ -32,12 +29,8 @@ _LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes, PurePath),
     *(tf.DType, tf.TensorShape, tf.TypeSpec, type(...)),
 )
-# What the graph of a function holds.
 _IN_GRAPHS = (tf.Variable, keras.Variable, keras.layers.Layer, tf.Module)
-# What Python keeps for itself in a class.
 _NO_MEANING = ("__doc__", "__slotnames__", "__firstlineno__")
-# Names that a process gives to what it makes, and notes for profilers.
-_NAMES = {"metadata", "shared_name", "debug_name", "container"}
 _READER = re.compile("ReadFile|(TextLine|TFRecord|FixedLengthRecord)Dataset")
 # What may make a name of another, or find one: beside these a reader may read files
 # that no constant names.
@@ -47,8 +40,6 @@ _NAMING = re.compile(
 )
 # Resources that hold no data of the user's: the state of shuffles and caches.
 _STATELESS = ("SeedGenerator", "MemoryCache")
-# Linux allows no longer path; a text beyond it names no file.
-_LONGEST_PATH = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,21 +57,16 @@ class _Unseen(str):
 def fingerprint(
     identity: Any, steps: Sequence[Any], element_spec: Any, version: Any = None
 ) -> Fingerprint:
-    """Returns the fingerprint of a pipeline up to a place.
-
-    Of its source by the identity, and of the steps, dataclasses whose fields count
-    unless they have `compare=False`. Functions and predicates count by their graph too.
-    """
+    """Returns the fingerprint of a pipeline up to a place."""
     walk = _Walk()
-    names = ("tfamp", "tensorflow", "keras", "numpy")
-    versions = [f"{name} {_version_of(name)}" for name in names]
-    parts: list[Any] = [versions, sys.version_info[:2], identity, steps, version]
+    parts = [list(installed_versions().items()), identity, steps, version]
     try:
         dataset = _like(element_spec)
         for step in steps:
-            for function in _functions_of(step):
+            names = ("function", "predicate")
+            one_by_one = [getattr(step, name, None) for name in names]
+            for function in getattr(step, "functions", filter(None, one_by_one)):
                 if type(function).__module__.startswith("tfamp."):
-                    # A step of tfamp's own, whose fields say what it does.
                     parts.append(list(_dataset_parts(dataset)))
                     dataset = _like(dataset.map(function).element_spec)
                 elif step.name == "filter":
@@ -97,13 +83,6 @@ def fingerprint(
 def _like(element_spec: Any) -> tf.data.Dataset:
     """Returns a dataset of one element of a spec, which holds nothing."""
     return tf.data.Dataset.from_tensors(blank(element_spec, purpose="of a cache"))
-
-
-def _functions_of(step: Any) -> list[Callable[..., Any]]:
-    """Returns the functions that a step calls on elements."""
-    names = ("function", "predicate")
-    found = getattr(step, "functions", None) or [getattr(step, n, None) for n in names]
-    return [one for one in found if one is not None]
 
 
 class _Walk:
@@ -137,7 +116,6 @@ def _hash(data: Any) -> bytes:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yields what a value is made of."""
     kind = type(value)
     if isinstance(value, Mapping):
         yield from value.items()
@@ -151,9 +129,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from _dataset_parts(value)
     elif hasattr(value, "python_function"):  # of tf.function
         yield value.python_function
-    elif isinstance(value, _IN_GRAPHS) or kind.__module__.startswith(
-        ("tensorflow.", "keras.")
-    ):
+    elif isinstance(value, _IN_GRAPHS) or _package(kind) in ("tensorflow", "keras"):
         yield kind.__name__
     elif isinstance(value, types.ModuleType):
         yield from _module_parts(value)
@@ -164,26 +140,36 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.co_argcount, value.co_kwonlyargcount, value.co_flags)
         yield from value.co_consts
     elif isinstance(value, type):
-        yield from (value.__module__, value.__qualname__)
-        yield _version_of(value.__module__)
+        yield from _of_home(value)
         if not _is_installed(value.__module__):
             own = {k: v for k, v in vars(value).items() if k not in _NO_MEANING}
             yield from (own, *value.__bases__)
-    elif isinstance(value, (types.MethodType, staticmethod, classmethod)):
-        yield from (getattr(value, "__self__", None), value.__func__)
-    elif isinstance(value, property):
-        yield from (value.fget, value.fset)
-    elif dataclasses.is_dataclass(value) and kind.__module__.startswith("tfamp."):
+    elif isinstance(value, (types.MethodType, staticmethod, classmethod, property)):
+        inside = ("__self__", "__func__", "fget", "fset")
+        yield from (getattr(value, name, None) for name in inside)
+    elif dataclasses.is_dataclass(value) and _package(kind) == "tfamp":
         names = [field.name for field in dataclasses.fields(value) if field.compare]
         yield from (kind.__qualname__, {name: getattr(value, name) for name in names})
-    else:
-        yield from _object_parts(value)
+    else:  # its class, and what `pickle` would write of it
+        yield kind
+        try:
+            made = value.__reduce_ex__(4)
+            made = made if isinstance(made, str) else [*made]
+            yield [list(m) if isinstance(m, Iterator) else m for m in made]
+        except Exception:  # "cannot pickle", in whatever words its author chose
+            yield dict(getattr(value, "__dict__", {}))
+
+
+def _of_home(value: Any) -> Iterator[Any]:
+    """Yields where a class or function is from, and the version of its package."""
+    home = sys.modules.get(_package(value))
+    version = str(getattr(home, "__version__", ""))
+    yield from (value.__module__, value.__qualname__, version)
 
 
 def _function_parts(function: types.FunctionType) -> Iterator[Any]:
-    """Yields a function's code and all values that it can reach."""
     home = str(function.__module__)
-    yield from (home, function.__qualname__, _version_of(home))
+    yield from _of_home(function)
     is_named = getattr(sys.modules.get(home), function.__name__, None) is function
     if _is_installed(home) and is_named:
         return
@@ -199,7 +185,6 @@ def _function_parts(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yields the names that code, and code inside it, looks up."""
     yield from code.co_names
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -208,7 +193,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _module_parts(module: types.ModuleType) -> Iterator[Any]:
     """Yields a module, and those that one of the user's takes names from."""
-    yield from (module.__name__, _version_of(module.__name__))
+    yield from (module.__name__, str(getattr(module, "__version__", "")))
     path = getattr(module, "__file__", None)
     if not path or _is_installed(module.__name__):
         return
@@ -230,19 +215,8 @@ def _array_parts(array: np.ndarray) -> Iterator[Any]:
     yield _files_named(text for text in texts if isinstance(text, (str, bytes)))
 
 
-def _object_parts(value: Any) -> Iterator[Any]:
-    """Yields the class of an object, and what `pickle` would write of it."""
-    yield type(value)
-    try:
-        made = value.__reduce_ex__(4)
-        made = made if isinstance(made, str) else [*made]
-        yield [list(m) if isinstance(m, Iterator) else m for m in made]
-    except Exception:  # "cannot pickle", in whatever words its author chose
-        yield dict(getattr(value, "__dict__", {}))
-
-
 def _dataset_parts(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """Yields a dataset by its graph, and the files that the graph names."""
+    """Yields TensorFlow's own fingerprint of a dataset, constants and files."""
     yield from ("dataset", repr(dataset.element_spec), int(dataset.cardinality()))
     try:
         text = tf.raw_ops.DatasetToGraphV2(
@@ -250,99 +224,53 @@ def _dataset_parts(dataset: tf.data.Dataset) -> Iterator[Any]:
             external_state_policy=1,  # a state that cannot be written is left out
             strip_device_assignment=True,
         ).numpy()
+        graph = tf.compat.v1.GraphDef.FromString(text)
+        yield from _graph_parts(graph)  # which takes the numbers of Python's calls out
+        again = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+        yield int(tf.raw_ops.DatasetFingerprint(input_dataset=again))
     except (tf.errors.OpError, ValueError):
         yield _Unseen("a dataset that cannot be written as a graph")
-        return
-    yield from _Graph(tf.compat.v1.GraphDef.FromString(text)).parts()
 
 
-class _Graph:
-    """A graph whose functions are told by the place where they are met first.
-
-    Names of nodes and functions count how many a process has made.
-    """
-
-    def __init__(self, graph: Any) -> None:
-        self._graph = graph
-        self._functions = {one.signature.name: one for one in graph.library.function}
-        self._numbers: dict[str, int] = {}
-        self._names_files = False
-
-    def parts(self) -> Iterator[Any]:
-        """Yields all that counts, and names what its readers may read."""
-        yield from self._nodes(self._graph.node)
-        functions = self._functions.values()
-        names = [node.op for node in self._graph.node]
-        names += [node.op for one in functions for node in one.node_def]
-        readers = [name for name in names if _READER.match(name)]
-        # Of two readers one may read the names for the other.
-        is_known = self._names_files and len(readers) == 1
-        if not is_known or any(map(_NAMING.search, names)):
-            for name in dict.fromkeys(readers):
-                yield _Unseen(f"files that {name} reads")
-
-    def _nodes(
-        self, nodes: Sequence[Any], given: Sequence[str] = (), ends: Sequence[str] = ()
-    ) -> Iterator[Any]:
-        """Yields nodes, whose inputs are named by their places, and then the ends."""
-        places = {node.name: str(place) for place, node in enumerate(nodes)}
-        places |= {name: f"given {at}" for at, name in enumerate(given)}
-
-        def renamed(name: str) -> str:  # of "^name" or "name:output:0"
-            mark = "^" if name.startswith("^") else ""
-            base, colon, output = name.removeprefix("^").partition(":")
-            return f"{mark}{places.get(base, base)}{colon}{output}"
-
-        by_name = {node.name: node for node in nodes}
-        tables = [node for node in nodes if node.op == "LookupTableImportV2"]
-        in_tables = {name for node in tables for name in node.input[1:3]}
-        for node in nodes:
-            yield [renamed(name) for name in node.input]
-            yield from self._called(node.op)
-            if node.name in in_tables:
-                continue  # in the order in which TensorFlow found them, which changes
-            if node.op == "LookupTableImportV2" and in_tables <= by_name.keys():
-                keys, values = (
-                    _constant(by_name[name].attr["value"].tensor)
-                    for name in node.input[1:3]
-                )
-                order = np.argsort(keys, kind="stable")
-                yield from (keys[order], values[order])
-            for key, attribute in sorted(node.attr.items()):
-                yield from self._attribute(key, attribute)
-        yield [renamed(name) for name in ends]
-
-    def _attribute(self, key: str, attribute: Any) -> Iterator[Any]:
-        if key == "token":
+def _graph_parts(graph: Any) -> Iterator[Any]:
+    """Yields the constants of a graph, and names what its readers may read."""
+    nodes = [*graph.node]
+    nodes += [node for one in graph.library.function for node in one.node_def]
+    tables = [node for node in nodes if node.op == "LookupTableImportV2"]
+    in_tables = [name for node in tables for name in node.input[1:3]]
+    found: list[bytes] = []
+    files: list[Any] = []
+    tabled: dict[str, np.ndarray] = {}
+    for node in nodes:
+        tensor = node.attr["value"].tensor if node.op == "Const" else None
+        if "token" in node.attr:
+            node.attr["token"].s = b""
             yield _Unseen("files and states that Python code in the dataset uses")
-        elif attribute.HasField("func"):
-            yield from self._called(attribute.func.name)
-        elif attribute.tensor.dtype == tf.resource.as_datatype_enum:
-            handles = attribute.tensor.resource_handle_val
-            kinds = [handle.maybe_type_name for handle in handles]
+        elif tensor is None:
+            continue
+        elif tensor.dtype == tf.resource.as_datatype_enum:
+            kinds = [one.maybe_type_name for one in tensor.resource_handle_val]
             if not all(any(one in kind for one in _STATELESS) for kind in kinds):
                 yield _Unseen("a resource that a dataset holds")
-        elif key not in _NAMES:
-            yield from (key, attribute.SerializeToString(deterministic=True))
-            texts = [attribute.s, *attribute.list.s]
-            if attribute.tensor.dtype == tf.string.as_datatype_enum:
-                texts += list(np.ravel(_constant(attribute.tensor)))
-            found = _files_named(texts)
-            self._names_files |= bool(found)
-            yield found
-
-    def _called(self, name: str) -> Iterator[Any]:
-        """Yields an operation by name, or a function by what it does."""
-        if name not in self._functions:
-            yield name
-        elif name in self._numbers:
-            yield self._numbers[name]
         else:
-            self._numbers[name] = len(self._numbers)
-            function = self._functions[name]
-            given = [one.name for one in function.signature.input_arg]
-            ends = [output for _, output in sorted(function.ret.items())]
-            yield from self._nodes(function.node_def, given, ends)
+            value = _constant(tensor)
+            if value.dtype.hasobject:
+                files += _files_named(value.ravel().tolist())
+            if node.name in in_tables:
+                tabled[node.name] = value
+            else:
+                found.append(_Walk().digest(value))
+    for node in tables:
+        keys, values = (tabled.get(name, np.zeros(0)) for name in node.input[1:3])
+        order = np.argsort(keys, kind="stable")  # TensorFlow's own changes
+        found.append(_Walk().digest([keys[order], values[order]]))
+    yield from (sorted(found), files)
+    readers = [node.op for node in nodes if _READER.match(node.op)]
+    # Of two readers one may read the names for the other.
+    is_known = files and len(readers) == 1
+    if not is_known or any(_NAMING.search(node.op) for node in nodes):
+        for name in dict.fromkeys(readers):
+            yield _Unseen(f"files that {name} reads")
 
 
 def _constant(tensor: Any) -> np.ndarray:
@@ -356,7 +284,7 @@ def _files_named(texts: Iterable[str | bytes]) -> list[tuple[str, int, int]]:
     is_folder: dict[str, bool] = {}  # so that most texts, which name none, cost little
     found = {}
     for path in map(os.fsdecode, texts):
-        if not path or len(path) > _LONGEST_PATH or "\0" in path or "\n" in path:
+        if not path or len(path) > 4096 or "\0" in path or "\n" in path:
             continue
         folder = os.path.dirname(path)
         if folder not in is_folder:
@@ -367,35 +295,13 @@ def _files_named(texts: Iterable[str | bytes]) -> list[tuple[str, int, int]]:
     return list(found.values())
 
 
-@functools.cache
-def _is_installed(name: str) -> bool:
-    """Whether a module came with a package or with Python, and not from the user.
+def _package(value: Any) -> str:
+    return str(value.__module__).partition(".")[0]
 
-    tfamp counts as installed, wherever it lies.
-    """
+
+def _is_installed(name: str) -> bool:
     package = name.partition(".")[0]
     if package in ("tfamp", "builtins") or package in sys.stdlib_module_names:
         return package != "__main__"
-    path = getattr(sys.modules.get(name), "__file__", None)
-    folders = {sysconfig.get_path(key) for key in ("purelib", "platlib")}
-    folders.update(site.getsitepackages(), [site.getusersitepackages()])
-    found = tuple(os.path.join(os.path.realpath(one), "") for one in folders)
-    return path is not None and os.path.realpath(path).startswith(found)
-
-
-@functools.cache
-def _version_of(module: str) -> str:
-    """Returns the version of the installed package of a module, "" if it has none."""
-    package = module.partition(".")[0]
-    if package in sys.stdlib_module_names:
-        return ""
-    for name in (package, *_distributions().get(package, ())):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return str(getattr(sys.modules.get(package), "__version__", ""))
-
-
-# Asks every package, so once.
-_distributions = functools.cache(metadata.packages_distributions)
+    path = getattr(sys.modules.get(name), "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)

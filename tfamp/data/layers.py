@@ -10,8 +10,7 @@ import tensorflow as tf
 
 from tfamp.records.record import Record
 
-# x + shift is exact in float32 for every x in [0, 255] if the shift is a multiple of
-# 2**-15 and the sum stays below 2**9: 24 bits.
+# x + shift is exact in float32 for every x in [0, 255] if both fit 24 bits.
 _FLOAT32_BITS = 24
 _LARGEST_PIXEL = 255.0
 # What float64 itself cannot tell, once `offset / scale` was computed in it.
@@ -24,11 +23,9 @@ _FITS_FLOAT32 = ("bfloat16", "float16", "float32", "int8", "uint8", "int16", "ui
 class Rescale(keras.layers.Layer):
     """Computes `x * scale + offset` for pixels, in the layer's compute dtype.
 
-    Put it first in the model and feed it uint8: the batch is a quarter of float32's
-    size on its way to the device. The sum is made in float32 before the product and
-    rounded once, so float16 and bfloat16 get the value nearest to the true one, and
-    float32 one off by less than 2 units in the last place. Of `keras.layers.Rescaling`
-    to [-1, 1] 82 % of the 256 values are not the nearest in bfloat16.
+    Put it first in the model and feed it uint8, a quarter of float32's size. The sum is
+    made in float32 before the product and rounded once, so float16 and bfloat16 get the
+    value nearest to the true one; of `keras.layers.Rescaling` 82 % of 256 are not.
 
     Args:
         scale: Factor, not 0; one number, or one for each channel (the last axis).
@@ -42,14 +39,13 @@ class Rescale(keras.layers.Layer):
     """
 
     def __init__(self, scale: Any = 1 / 255, offset: Any = 0.0, **kwargs: Any) -> None:
-        # A float input is not rounded before it is scaled either.
         super().__init__(autocast=False, **kwargs)
         self.scale = _numbers("scale", scale)
         self.offset = _numbers("offset", offset)
         if not np.all(np.asarray(self.scale)):
             raise ValueError(
-                f"`scale` is {self.scale!r}; expected numbers other than 0, which "
-                "would make every pixel the same. Pass 1 / 255 for [0, 1]."
+                f"`scale` is {self.scale!r}; expected numbers other than 0. Pass 1 / "
+                "255 for [0, 1]."
             )
         self._shift, self._factor, self._rest = _steps(
             np.asarray(self.scale), np.asarray(self.offset)
@@ -73,14 +69,11 @@ class Rescale(keras.layers.Layer):
 
 def _numbers(argument: str, value: Any) -> float | list[float]:
     """Returns a number or a list of numbers, as JSON keeps them exactly."""
-    try:
-        array = np.asarray(value, np.float64)
-    except (TypeError, ValueError):
-        array = np.asarray(np.nan)
-    if array.ndim > 1 or array.size == 0 or not np.isfinite(array).all():
+    array = np.asarray(value, np.float64)
+    if array.ndim > 1 or not array.size or not np.isfinite(array).all():
         raise ValueError(
-            f"`{argument}` is {value!r}; expected a finite number, or a list of one "
-            f"for each channel. Pass `{argument}=0.5` or `{argument}=[0.1, 0.2, 0.3]`."
+            f"`{argument}` is {value!r}; expected a finite number, or one for each "
+            f"channel. Pass `{argument}=0.5` or `{argument}=[0.1, 0.2, 0.3]`."
         )
     return array.tolist()
 
@@ -88,12 +81,7 @@ def _numbers(argument: str, value: Any) -> float | list[float]:
 def _steps(
     scale: np.ndarray, offset: np.ndarray
 ) -> tuple[np.ndarray | None, np.ndarray, np.ndarray | None]:
-    """Returns shift, factor and rest: x -> (x + shift) * factor + rest.
-
-    The shift is `offset / scale` on the grid where its sum with a pixel is exact, so
-    that nothing cancels; the rest is what the grid leaves. None for a step that does
-    nothing. All numbers are float64.
-    """
+    """Returns shift, factor and rest: x -> (x + shift) * factor + rest."""
     wanted = offset / scale
     largest = np.abs(wanted) + _LARGEST_PIXEL
     grid = np.exp2(np.ceil(np.log2(largest + 1)) - _FLOAT32_BITS)
@@ -113,8 +101,7 @@ class ColumnRule(Record):
 
     name: str
     scalar: bool  # whether an example has one value, without an axis
-    missing_values: tuple[float, ...]  # that stand for a missing value, besides NaN
-    fill: tuple[float, ...]  # written for a missing value; NaN to leave it as NaN
+    fill: tuple[float, ...]  # written for NaN; NaN to leave it
     lower: tuple[float, ...]  # smaller values become this; -inf for no limit
     upper: tuple[float, ...]
     center: tuple[float, ...]  # subtracted
@@ -126,29 +113,14 @@ class Condition(keras.layers.Layer):
     """Fills missing values, limits outliers and scales, feature by feature.
 
     Made by `Statistics.as_layer`, and the first layer of a model: its constants are
-    part of the model's file, so serving does to a value what training did.
-
-    It computes in float32, or float64 where that would lose digits, whatever the dtype
-    policy; only the result is in the compute dtype. To keep the digits of 64-bit inputs
-    up to the layer, declare `keras.Input(..., dtype="float64")` or "int64": Keras casts
-    to float32 otherwise.
+    part of the model's file, so serving does to a value what training did. It computes
+    in float32, or float64 where that would lose digits, whatever the dtype policy. To
+    keep the digits of 64-bit inputs up to the layer, declare
+    `keras.Input(..., dtype="float64")` or "int64": Keras casts to float32 otherwise.
 
     Inputs are a tensor `(..., features)`, or a dict of columns, `(batch, features)`,
     or `(batch,)` and `(batch, 1)` for scalars, which are joined along the last axis in
-    the order of `rules`. Single examples, without the batch axis, are taken as well.
-
-    Args:
-        rules: A `ColumnRule`, or its dict, for each column.
-        named: Whether inputs are a dict.
-        **kwargs: As for any layer: `name`, `dtype`.
-
-    Example:
-        >>> import numpy as np
-        >>> from tfamp.data.statistics import fit_statistics
-        >>> pay = np.array([1.0, 2.0, 3.0, np.nan], np.float32)
-        >>> layer = fit_statistics(pay).as_layer(clip=None)
-        >>> layer(np.array([2.0, np.nan], np.float32)).numpy()
-        array([0., 0.], dtype=float32)
+    the order of `rules`, `ColumnRule`s or their dicts.
     """
 
     def __init__(
@@ -176,12 +148,11 @@ class Condition(keras.layers.Layer):
         if not isinstance(inputs, Mapping) or not set(names) <= set(found):
             raise ValueError(
                 f"Layer {self.name!r} got {found!r}; expected a dict with the columns "
-                f"{names!r}. Pass the inputs by name, as the statistics were read."
+                f"{names!r}. Pass the inputs by name."
             )
         columns = []
         for rule in self.rules:
             values = self._condition(inputs[rule.name], rule)
-            # (batch, 1) comes from `keras.Input(shape=(1,))` and has its axis already.
             has_axis = (values.shape.rank or 0) > 1 and values.shape[-1] == 1
             lacks_axis = rule.scalar and not has_axis
             columns.append(tf.expand_dims(values, -1) if lacks_axis else values)
@@ -193,23 +164,14 @@ class Condition(keras.layers.Layer):
         return {**super().get_config(), "rules": rules, "named": self.named}
 
     def _condition(self, values: Any, rule: ColumnRule) -> tf.Tensor:
-        """Returns a column, filled, limited and scaled.
-
-        It is scaled first, and then filled and limited by scaled constants, which are
-        made in float64: a far center costs these no digits.
-        """
         values = tf.convert_to_tensor(values)
-        if values.dtype == tf.string:
-            raise TypeError(
-                f"Column {rule.name!r} is of dtype string; expected numbers, as its "
-                "statistics are of. Convert it, or fit statistics again."
-            )
         size = values.shape[-1] if values.shape.rank else None
-        if not rule.scalar and size not in (None, len(rule.fill)):
+        is_wrong = not rule.scalar and size not in (None, len(rule.fill))
+        if is_wrong or values.dtype == tf.string:
             raise ValueError(
-                f"Column {rule.name!r} has shape {tuple(values.shape)}; expected a "
-                f"last axis of {len(rule.fill)} features, as in its statistics. Fit "
-                "them on inputs of this shape."
+                f"Column {rule.name!r} is {values.dtype.name} of the shape "
+                f"{tuple(values.shape)}; expected numbers, with a last axis of "
+                f"{len(rule.fill)} features. Fit statistics on such inputs."
             )
         # Runtimes of phones have no float64, so all that can do with float32 does.
         dtype = "float32" if values.dtype.name in _FITS_FLOAT32 else "float64"
@@ -224,7 +186,6 @@ class Condition(keras.layers.Layer):
         def scaled(field: Any) -> tf.Tensor:
             return constants((np.array(field) - center) / width)
 
-        missing = is_missing_tensor(values, rule.missing_values)
         values = (tf.cast(values, dtype) - constants(center)) * constants(1 / width)
         values += constants(rest / width)
         lower, upper = scaled(rule.lower), scaled(rule.upper)
@@ -232,35 +193,6 @@ class Condition(keras.layers.Layer):
         values = tf.where(values < lower, lower, values)
         values = tf.where(values > upper, upper, values)
         fill = np.clip(rule.fill, rule.lower, rule.upper)
-        values = tf.where(missing, scaled(fill), values)
+        values = tf.where(tf.math.is_nan(values), scaled(fill), values)
         # By way of float32: float64 is not cast to bfloat16 by every device.
         return tf.cast(tf.cast(values, "float32"), self.compute_dtype)
-
-
-def suits(value: Any, dtype: Any) -> bool:
-    """Whether a column of this dtype can hold the value.
-
-    Example:
-        >>> suits(-999.0, np.uint8), suits(-1.0, np.int8), suits(0.1, np.float32)
-        (False, True, True)
-    """
-    dtype = np.dtype(dtype)
-    if isinstance(value, str) or dtype.kind not in "iub":
-        return isinstance(value, str) == (dtype.kind in "OSU")
-    if dtype.kind == "b":
-        return value in (0, 1)
-    limits = np.iinfo(dtype)
-    return float(value).is_integer() and limits.min <= value <= limits.max
-
-
-def is_missing_tensor(values: tf.Tensor, missing_values: Sequence[Any]) -> tf.Tensor:
-    """Returns which values are NaN or one that is missing, compared in their dtype."""
-    is_float = values.dtype.is_floating
-    missing = tf.math.is_nan(values) if is_float else tf.zeros_like(values, tf.bool)
-    for value in missing_values:
-        if suits(value, values.dtype.as_numpy_dtype):
-            constant: Any = value
-            if values.dtype != tf.string:
-                constant = tf.cast(tf.constant(value, "float64"), values.dtype)
-            missing = tf.logical_or(missing, tf.equal(values, constant))
-    return missing

@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import tensorflow as tf
 
 import tfamp
-from tfamp.data import plan
-from tfamp.data.features import Statistics
-from tfamp.data.sources import Source, csv, datasets, images, text, tfrecord
-from tfamp.data.stages import Autotune, Map, Prefetch, Stage, Step, has_role
+from tfamp.data import plan, sources
+from tfamp.data._elements import known_length
+from tfamp.data.sources import Source, csv, images, text, tfrecord
+from tfamp.data.stages import ORDER, Autotune, Map, Stage, Step, has_role
 from tfamp.data.stages.augment import Augmentation
-from tfamp.data.stages.batches import Batch, Shuffle
-from tfamp.data.stages.bucket import DEFAULT_MAX_SHAPES, Bucket
+from tfamp.data.stages.batches import DEFAULT_MAX_SHAPES, Batch, Bucket, Shuffle
 from tfamp.data.stages.cache import Cache
-from tfamp.data.stages.decode import Decode, ImageReader
-from tfamp.data.stages.dropped import OnError, SkippedElement
-from tfamp.data.stages.filter import Filter
+from tfamp.data.stages.dropped import Filter, OnError, SkippedElement
 from tfamp.data.stages.sampling import Balance, Subset, Weights
-from tfamp.data.stages.workers import Shard, cluster_shard
+from tfamp.data.stages.workers import Shard
+from tfamp.data.statistics import Statistics
 from tfamp.keras_hooks.epochs import built_by_fit
+from tfamp.machine.clusters import cluster
 from tfamp.records import checks
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class Pipeline(metaclass=_Advised):
     they are right: map, cache, shuffle, augment, batch, prefetch. Where yours changes
     the result it counts: a `.map` or `.filter` written after `.batch` gets batches, and
     one that draws at random stays behind a `.cache` it is written after. A pipeline
-    never changes: each verb returns a new one. Dtypes are kept.
+    never changes: each verb returns a new one. `len` is the number of its batches.
 
     Example:
         >>> import numpy as np
@@ -71,6 +70,9 @@ class Pipeline(metaclass=_Advised):
 
     source: Source
     stages: tuple[Stage, ...] = ()
+    _built: dict[str, int | None] = dataclasses.field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, Source):
@@ -89,11 +91,21 @@ class Pipeline(metaclass=_Advised):
         """Iterates what `build` gives."""
         return iter(self.build())
 
-    def __bool__(self) -> bool:
-        return True
-
     def __len__(self) -> int:
-        raise TypeError("A `Pipeline` has no length; write `len(pipeline.build())`.")
+        """Returns the number of batches, or elements; it builds if nothing did yet."""
+        if "length" not in self._built:
+            self.build()
+        if (length := self._built["length"]) is None:
+            raise TypeError(
+                "The length of this pipeline is unknown or infinite; expected one that "
+                "is known before a pass. Count with `sum(1 for _ in pipeline)`, or "
+                "give `fit` `steps_per_epoch`."
+            )
+        return length
+
+    def __bool__(self) -> bool:
+        """Returns True, without building."""
+        return True
 
     if not TYPE_CHECKING:
 
@@ -109,45 +121,33 @@ class Pipeline(metaclass=_Advised):
         as_supervised: bool = True,
         data_dir: str | None = None,
     ) -> "Self":
-        """Starts from a split of TensorFlow Datasets, and prepares it if need be.
+        """Starts from a split of TensorFlow Datasets, prepared if need be.
 
-        Args:
-            name_or_builder: A TFDS name ("mnist:3.0.1"), a builder, or a class of one.
-            split: As TFDS writes it: "train", "train[:80%]".
-            as_supervised: True for pairs (input, target), False for dicts.
-            data_dir: Where prepared data lies; None for TFDS's folder.
+        By name ("mnist:3.0.1"), builder, or a class of one; splits are as TFDS writes
+        them. Elements are pairs (input, target), or dicts where not `as_supervised`.
         """
-        return cls(datasets.tfds_source(**_given(locals())))
+        return cls(sources.tfds_source(**_given(locals())))
 
     @classmethod
     def from_arrays(cls, x: Any, y: Any = None, sample_weight: Any = None) -> "Self":
         """Starts from arrays in memory: elements x, (x, y) or (x, y, sample_weight).
 
-        They are copied once, to the CPU.
-
-        Args:
-            x: An array `(examples, ...)`, or a dict or tuple of such arrays.
-            y: Targets, likewise; None for elements that are `x` alone.
-            sample_weight: One for each example; needs `y`.
+        Each is an array `(examples, ...)`, or a dict or tuple of such, copied once.
         """
-        return cls(datasets.array_source(x, y, sample_weight))
+        return cls(sources.array_source(x, y, sample_weight))
 
     @classmethod
     def from_images(
         cls,
         folder: Any,
         *,
-        labels: Any = "inferred",
-        class_names: Sequence[str] | None = None,
+        labels: Literal["inferred"] | None = "inferred",
     ) -> "Self":
-        """Starts from image files, for `.decode`: (path, int32 label).
+        """Starts from image files below a folder, for `.decode`: (path, int32 label).
 
-        Args:
-            folder: Has a folder for each class, or images anywhere below it.
-            labels: "inferred"; None for images alone; or an integer for each, by path.
-            class_names: Folders in the order of their numbers, None for all, sorted.
+        Labels are the sorted folders in it, one a class; None for images alone.
         """
-        return cls(images.folder_source(**_given(locals())))
+        return cls(images.folder_source(folder, labels))
 
     @classmethod
     def from_tfrecord(
@@ -156,8 +156,8 @@ class Pipeline(metaclass=_Advised):
         """Starts from TFRecord files, plain or compressed with GZIP.
 
         A damaged record is a `tf.errors.DataLossError`, which gives its byte. With
-        `.on_error("skip")` `build` reads each file once, and leaves out, counts and
-        names those with a record that is damaged or does not fit the features.
+        `.on_error("skip")` `build` reads each file once, and leaves out those with a
+        record that is damaged or does not fit the features.
 
         Args:
             paths: A file, a folder, a pattern such as `data/train-*`, or a list.
@@ -173,44 +173,38 @@ class Pipeline(metaclass=_Advised):
         label: str | None = None,
         columns: Sequence[str] | None = None,
         dtypes: Mapping[str, Any] | None = None,
-        na_values: Sequence[str] = csv.NA_VALUES,
     ) -> "Self":
         """Starts from the rows of CSV files, which Arrow reads: dicts of scalars.
 
         The first line has the names of the columns, parted by commas, semicolons, tabs
-        or bars; gzip is unpacked. Types are inferred from 1,000 rows.
+        or bars; gzip is unpacked. Types are inferred from 1,000 rows. A missing value
+        ("", "NA", "null", "?" and such) is NaN in floats, and an error in integers.
 
         Args:
             paths: A file, a folder, a pattern, or a list; all have the same columns.
             label: The column that is the target; elements are then (dict, label).
             columns: Which columns to give, None for all.
-            dtypes: {column: "float32", "float64", "int32", "int64" or "string"}. A
-                missing value is NaN in floats, and an error in integers.
-            na_values: What stands for a missing number, beside the empty field.
+            dtypes: {column: "float32", "float64", "int32", "int64" or "string"}.
         """
         return cls(csv.csv_source(**_given(locals())))
 
     @classmethod
-    def from_text(
-        cls,
-        paths: Any,
-        *,
-        labels: Any = None,
-        class_names: Sequence[str] | None = None,
-    ) -> "Self":
-        """Starts from text files, each line that is not empty: (string, int32 label).
-
-        Args:
-            paths: A folder, searched with all below it; a file, a pattern, or a list.
-            labels: None for texts alone; else of each file, as for images.
-            class_names: As for images.
-        """
-        return cls(text.text_source(paths, labels=labels, class_names=class_names))
+    def from_text(cls, paths: Any) -> "Self":
+        """Starts from text files, a folder, a pattern or a list: a string a line."""
+        return cls(text.text_source(paths))
 
     @classmethod
     def from_dataset(cls, dataset: tf.data.Dataset) -> "Self":
         """Starts from any `tf.data.Dataset`, usually of single examples."""
-        return cls(datasets.dataset_source(dataset))
+        return cls(sources.dataset_source(dataset))
+
+    @classmethod
+    def from_generator(cls, generator: Any, output_signature: Any) -> "Self":
+        """Starts from a function that makes a generator, as tf.data's own does."""
+        made = tf.data.Dataset.from_generator(
+            generator, output_signature=output_signature
+        )
+        return cls.from_dataset(made)
 
     def decode(
         self,
@@ -219,15 +213,12 @@ class Pipeline(metaclass=_Advised):
         channels: int = 3,
         key: str | None = None,
     ) -> "Self":
-        """Decodes JPEG, PNG and GIF images to uint8 and resizes them, on all cores.
+        """Decodes JPEG, PNG and GIF to uint8 and resizes to (height, width).
 
-        Args:
-            image_size: (height, width) of all images, None to keep each one's own.
-            channels: 3 for color, 1 for gray.
-            key: Name of the image where elements, or their first parts, are dicts.
+        The key names the image where elements, or their first parts, are dicts.
         """
         reads_files = isinstance(self.source, images.FileSource)
-        return self._with(Decode(ImageReader(**_given(locals()))))
+        return self._with(images.Decode(images.ImageReader(**_given(locals()))))
 
     @checks.knows_other_names
     def map(self, function: Callable[..., Any]) -> "Self":
@@ -244,11 +235,8 @@ class Pipeline(metaclass=_Advised):
         """Chooses what happens to an element that cannot be read.
 
         Skipped is that element, row or line and nothing else; of TFRecord the file. The
-        first one is logged, all are in `skipped`, and a pass ends with their number.
-
-        Args:
-            action: "skip", or "raise" as without this stage.
-            max_fraction: Share that may be skipped; beyond it a pass ends in an error.
+        first one is logged, all are in `skipped`, and a pass ends with their number, or
+        in an error if their share is above `max_fraction`.
         """
         checks.choice("action", action, ["skip", "raise"])
         skip = OnError(max_fraction)
@@ -263,8 +251,6 @@ class Pipeline(metaclass=_Advised):
         statistics: Statistics | None = None,
     ) -> "Self":
         """Drops elements, and counts them; a pass that keeps none is an error.
-
-        To fill and limit values instead, put `Statistics.as_layer` in the model.
 
         Args:
             predicate: Called with the parts of an element, or of a batch where it is
@@ -282,7 +268,6 @@ class Pipeline(metaclass=_Advised):
         strength: float = 1.0,
         ramp_epochs: int = 0,
         seed: int | None = None,
-        key: str | None = None,
         value_range: tuple[float, float] | None = None,
     ) -> "Self":
         """Changes inputs at random, anew each epoch, on all cores; labels stay.
@@ -294,7 +279,6 @@ class Pipeline(metaclass=_Advised):
             strength: How strong, in [0, 1]; at 0 inputs are untouched, bit for bit.
             ramp_epochs: Epochs, or whole passes, in which it grows from 0.
             seed: Same seed, same changes, epoch by epoch.
-            key: Name of the input to change, where inputs are a dict.
             value_range: Of an image; None for the dtype's own, and 0 to 1 for floats.
         """
         return self._with(Augmentation(**_given(locals())))
@@ -308,21 +292,14 @@ class Pipeline(metaclass=_Advised):
 
         Without it every worker of `tf.distribute` reads everything and keeps its share
         of the batches. With it a worker reads, caches and shuffles each n-th element of
-        the source alone. A batch is that of all workers.
-
-        Args:
-            num_shards: Workers in all; "auto" for `tfamp.distribute.cluster()`.
-            index: Which one this is, from 0.
+        the source alone. A batch is that of all workers. "auto" finds the numbers by
+        `tfamp.distribute.cluster()`.
         """
-        if not isinstance(num_shards, str):
-            return self._with(Shard(num_shards, index))  # type: ignore[arg-type]  # it checks
-        checks.choice("num_shards", num_shards, ("auto",))
-        if index is not None:
-            raise ValueError(
-                f"`index` is {index!r} with `num_shards` 'auto', which finds it; "
-                "expected none. Leave it out, or pass the number of shards."
-            )
-        return self._with(cluster_shard())
+        if isinstance(num_shards, str):
+            checks.choice("num_shards", num_shards, ("auto",))
+            here = cluster()
+            return self._with(Shard(here.num_workers, here.index, cluster=here))
+        return self._with(Shard(num_shards, index))  # type: ignore[arg-type]  # it checks
 
     def balance(
         self, by: Callable[..., Any] | str | None = None, *, seed: int | None = None
@@ -331,10 +308,7 @@ class Pipeline(metaclass=_Advised):
 
         An epoch has as many examples as there are. Arrays and images are drawn by
         position. Elements of anything else are repeated or dropped: shuffle them.
-
-        Args:
-            by: None for the target, a key of dict elements, or a function of parts.
-            seed: Same seed, same sequence of epochs.
+        Classes are by the target, a key of dict elements, or a function of parts.
         """
         return self._with(Balance(by, seed=seed))
 
@@ -347,10 +321,7 @@ class Pipeline(metaclass=_Advised):
     ) -> "Self":
         """Draws examples in proportion to weights, with replacement, anew each epoch.
 
-        Args:
-            weights: One for each example, or a function of an element's parts.
-            num_examples: How many to draw; None for as many as there are.
-            seed: Same seed, same sequence of epochs.
+        Weights are one for each example, or a function of an element's parts.
         """
         return self._with(Weights(**_given(locals())))
 
@@ -363,8 +334,7 @@ class Pipeline(metaclass=_Advised):
             buffer_size: Elements held to draw from. None for all of them where they
                 fit into 256 MiB of memory or the source is arrays, else for what fits:
                 approximate then, as `describe` says.
-            seed: Same seed, same sequence of orders. Several workers need one, or
-                `.shard`.
+            seed: Several workers need one, or `.shard`.
         """
         return self._with(Shuffle(buffer_size, seed))
 
@@ -380,24 +350,18 @@ class Pipeline(metaclass=_Advised):
         With a path they lie in a folder that `build` fills in one pass and that serves
         later runs of the same pipeline. Its name carries a fingerprint of the source
         (files by path, size and time of change), of all steps before the cache with
-        what they refer to, and of the versions. What it cannot see, such as files that
-        a function reads, is logged and described. No cache is removed but by you.
+        what they refer to, and of the versions. No cache is removed but by you.
 
         Args:
             where: "memory", or the path that the name of the folder begins with.
-            unseen: "error" to refuse a cache in files that would not notice every
-                change, "warn" to log what it does not notice.
+            unseen: What it cannot see, such as files that a function reads: "warn" to
+                log and describe it, "error" to refuse the cache.
             version: Another one makes another cache. For what is not seen.
         """
         return self._with(Cache(where, unseen, version))
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> "Self":
-        """Joins elements into batches.
-
-        Args:
-            batch_size: Elements in a batch; of all replicas together.
-            drop_remainder: Whether to drop what fills no batch. Then XLA compiles once.
-        """
+        """Joins elements into batches, of all replicas together."""
         return self._with(Batch(batch_size, bool(drop_remainder)))
 
     def bucket(
@@ -410,15 +374,9 @@ class Pipeline(metaclass=_Advised):
     ) -> "Self":
         """Joins sequences of about one length into batches; in place of `.batch`.
 
-        They are padded with zeros to the boundary of their bucket. Sequences are the
-        parts of an element whose first dimension is unknown.
-
-        Args:
-            batch_size: Sequences in a batch.
-            boundaries: What sequences are padded to, ascending. "auto" reads all
-                lengths once, and chooses those with the least padding.
-            max_shapes: How many boundaries "auto" may choose, multiples of 8.
-            drop_remainder: Whether to leave out batches that are not full.
+        Sequences are the parts of an element whose first dimension is unknown. They are
+        padded with zeros to the boundaries, ascending. "auto" reads all lengths once,
+        and chooses `max_shapes` multiples of 8 at most, with the least padding.
         """
         return self._with(Bucket(**_given(locals())))
 
@@ -426,8 +384,7 @@ class Pipeline(metaclass=_Advised):
         """Keeps the first elements, or batches, of what is written before it."""
         checks.positive_int("count", count)
         act = operator.methodcaller("take", count)
-        reason = "the first of what the steps above give"
-        return self._with(Step("take", f"{count:,}", reason, count, act))
+        return self._with(Step("take", f"{count:,}", ORDER["take"][0], count, act))
 
     def repeat(self, count: int | None = None) -> "Self":
         """Passes several times over what is written before it, without end for None."""
@@ -435,28 +392,35 @@ class Pipeline(metaclass=_Advised):
         if count is not None:
             told = f"{checks.positive_int('count', count):,} times"
         act = operator.methodcaller("repeat", count)
-        reason = "as one epoch, each pass as an epoch of its own"
-        return self._with(Step("repeat", told, reason, count, act))
+        return self._with(Step("repeat", told, ORDER["repeat"][0], count, act))
 
     def prefetch(self, num_batches: int | None = None) -> "Self":
         """Prepares batches while the model works on earlier ones, 2 unless told."""
         is_told = num_batches not in (None, tf.data.AUTOTUNE)
-        return self._with(Prefetch(num_batches if is_told else None))
+        count = checks.positive_int("num_batches", num_batches if is_told else 2)
+        act = operator.methodcaller("prefetch", count)
+        return self._with(Step("prefetch", f"{count}", ORDER["prefetch"][0], act=act))
 
     def _with(self, stage: Stage) -> "Self":
         """Returns the pipeline with one more stage, and counts of its own."""
-        plan.check_once(stage, self.stages)
+        is_there = any(stage.name == other.name for other in self.stages)
+        if is_there and not has_role(stage, "repeats"):
+            raise ValueError(
+                f"`.{stage.name}` came twice; expected each stage once, since they do "
+                "not run in the order of the calls. Keep the one that is meant."
+            )
         before = [dataclasses.replace(each, found={}) for each in self.stages]
         return dataclasses.replace(self, stages=(*before, stage))
 
     def build(self, autotune: Autotune = "auto") -> tf.data.Dataset:
         """Returns the dataset; each iteration of it is one epoch.
 
-        Args:
-            autotune: Whether tf.data chooses parallelism and buffer sizes itself.
-                "auto" is off: its tuning can stall the end of an epoch by seconds.
+        With `autotune` tf.data chooses parallelism itself; "auto" is off, as its tuning
+        can stall the end of an epoch by seconds.
         """
-        return plan.build(self.source, self.stages, autotune)
+        dataset = plan.build(self.source, self.stages, autotune)
+        self._built["length"] = known_length(dataset)
+        return dataset
 
     def describe(self, autotune: Autotune = "auto") -> str:
         """Prints and returns the plan: each stage as it runs, its setting, and why."""

@@ -1,26 +1,24 @@
 """The order in which a pipeline's stages run, and what becomes of them on the way.
 
-`stages.ORDER` is the right order. A `.map` and a `.filter` may be written behind a
-stage that `ORDER` has after them; the result can then be another one, and they stay
-there: behind batches, as they get these; a map behind an augmentation; behind one
-another; and behind anything where they draw at random, keep a state or read files,
-since a cache would freeze that. No stage passes a `.take` or a `.repeat`. `RULES` are
-the exceptions for speed or exactness, each a function of its own.
+`stages.ORDER` is the right order. A `.map` and a `.filter` stay where they are written
+behind batches, as they get these; a map behind an augmentation; behind one another; and
+behind anything where they draw at random, keep a state or read files, since a cache
+would freeze that. No stage passes a `.take` or a `.repeat`. `RULES` are the exceptions
+for speed or exactness, each a function of its own.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import rich.box
 import tensorflow as tf
 
-from tfamp.data._elements import as_arguments, of_unknown_length
-from tfamp.data.sources import RandomAccess, Source
+from tfamp.data._elements import as_arguments
+from tfamp.data.sources import ArraySource, RandomAccess, Source
 from tfamp.data.sources._files import ChunkedSource
-from tfamp.data.sources.datasets import ArraySource
 from tfamp.data.stages import (
     ORDER,
     Autotune,
@@ -33,7 +31,6 @@ from tfamp.data.stages import (
     workers,
 )
 from tfamp.data.stages.augment import Augmentation
-from tfamp.data.stages.batches import Permutation
 from tfamp.data.stages.cache import Cache
 from tfamp.data.stages.dropped import Careful, OnError
 from tfamp.data.stages.workers import Shard
@@ -41,14 +38,12 @@ from tfamp.records import console
 
 _PLACES = {name: place for place, name in enumerate(ORDER)}
 _FUNCTIONS, _BATCHES = ("map", "filter"), ("batch", "bucket")
-# Of no account for what the elements are.
 _SETTINGS = ("on_error", "prefetch")
-# Operations without a state whose result still is of the moment.
 _READERS = ("ReadFile", "MatchingFiles")
 
 
 @dataclasses.dataclass(frozen=True)
-class PipelinePlan:
+class Plan:
     """A source and its steps in running order."""
 
     source: Source
@@ -63,62 +58,40 @@ class PipelinePlan:
         """All steps, first to last."""
         return (*self.first, *self.rest)
 
-    def start(self) -> tf.data.Dataset:
-        """Returns the dataset that the first step acts on."""
-        source: Any = self.source
-        if self.reads == "positions":
-            return tf.data.Dataset.range(source.num_examples)
-        read = source.chunks if self.reads == "chunks" else source.dataset
-        return read(self.settings)
-
     @property
     def head(self) -> list[Any]:
         """The steps on elements ahead of a `.take` or `.repeat`, if there is one."""
         is_free = lambda step: not has_role(step, "parts")  # noqa: E731
         return list(itertools.takewhile(is_free, self.rest))
 
-    def replace(self, old: Stage, *new: Stage) -> "PipelinePlan":
+    def replace(self, old: Stage, *new: Stage) -> "Plan":
         """Returns the plan with steps in the place of one."""
         at = next(at for at, step in enumerate(self.rest) if step is old)
         rest = (*self.rest[:at], *new, *self.rest[at + 1 :])
         return dataclasses.replace(self, rest=rest)
 
 
-def make_plan(
-    source: Source, stages: Sequence[Stage], settings: Settings
-) -> PipelinePlan:
+def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Plan:
     """Returns the plan of stages that were asked for in any order."""
     for role in ("draws", "batches"):
         names = sorted(f"`.{stage.name}`" for stage in stages if has_role(stage, role))
         if len(names) > 1:
             raise ValueError(
-                f"{' and '.join(names)} came together; expected one. Leave the other "
-                "out: weights may balance classes, and `.bucket` makes batches."
+                f"{' and '.join(names)} came together; expected one. Leave one out."
             )
     workers.check_order(source, stages)
     rest, passed = in_order(source, stages, settings)
     if rest and rest[0].name == "on_error":
-        calls = any(map(_calls_with_care, rest))
-        if not (calls or source.skips_errors):
+        if not (source.skips_errors or any(map(_calls_with_care, rest))):
             raise ValueError(
                 "`.on_error('skip')` has nothing to act on; expected text, CSV or "
                 "TFRecord files, a `.map` or a `.decode`. Leave `.on_error` out."
             )
         settings = dataclasses.replace(settings, errors=rest.pop(0))
-    plan = PipelinePlan(source, settings, tuple(rest), passed)
+    plan = Plan(source, settings, tuple(rest), passed)
     for rule in RULES:
         plan = rule(plan)
     return plan
-
-
-def check_once(stage: Stage, stages: Sequence[Stage]) -> None:
-    """Raises where a stage is there already that may be asked for once."""
-    is_there = any(stage.name == other.name for other in stages)
-    if is_there and not has_role(stage, "repeats"):
-        raise ValueError(
-            f"`.{stage.name}` came twice; expected each stage once, since they do not "
-            "run in the order of the calls. Keep the one that is meant."
-        )
 
 
 def in_order(
@@ -136,7 +109,6 @@ def in_order(
             ahead = [one.name for one in earlier if _PLACES[one.name] > place]
             held = [name for name in ahead if name in _held_behind(stage)]
             loose = [one for one in ahead if one not in (*_FUNCTIONS, *_SETTINGS)]
-            # A cache that is written later is to freeze it.
             is_cached = any(one.name == "cache" for one in stages[number:])
             if loose and not (held or is_cached):
                 if _is_of_the_moment(source, stage, stages[:number], settings):
@@ -165,7 +137,6 @@ def in_order(
 
 
 def _held_behind(stage: Any) -> tuple[str, ...]:
-    """Returns the stages that a function always stays behind."""
     if stage.name == "map":
         return (*_BATCHES, "augment")
     # Rules on values act on examples, wherever they are written. A filter rarely asks
@@ -176,37 +147,27 @@ def _held_behind(stage: Any) -> tuple[str, ...]:
 def _is_of_the_moment(
     source: Source, stage: Any, earlier: Sequence[Stage], settings: Settings
 ) -> bool:
-    """Whether a function's result depends on more than the element it is given."""
+    """Whether a function draws, keeps a state, reads files or runs Python."""
     dataset = source.dataset(settings)
     changing = [one for one in earlier if one.name in ("decode", *_FUNCTIONS)]
     for one in sorted(changing, key=lambda one: one.name != "decode"):
         dataset = one.apply(dataset, settings)
     function = stage.function if stage.name == "map" else stage.predicate
-    return function is not None and draws(function, dataset.element_spec)
-
-
-def draws(function: Callable[..., Any], element_spec: Any) -> bool:
-    """Whether a function draws at random, keeps a state, reads files or runs Python.
-
-    It is traced for that; one that cannot be traced counts as one that does.
-    """
 
     def call(*parts: Any) -> Any:
         return function(*parts)
 
     try:
-        traced = tf.function(call).get_concrete_function(*as_arguments(element_spec))
+        given = as_arguments(dataset.element_spec)
+        traced = tf.function(call).get_concrete_function(*given)
     except Exception:  # the user's code; the dataset raises it again, in its place
-        return True
+        return function is not None
     operations = traced.graph.get_operations()
     return any(one.op_def.is_stateful or one.type in _READERS for one in operations)
 
 
-def _even_parts(plan: PipelinePlan) -> PipelinePlan:
-    """Where batches drop a remainder, workers get parts of one size.
-
-    One would else have a batch more than another.
-    """
+def _even_parts(plan: Plan) -> Plan:
+    """Where batches drop a remainder, workers get parts of one size."""
     batch: Any = next((one for one in plan.rest if has_role(one, "batches")), None)
     parts = [one for one in plan.rest if isinstance(one, Shard) and one.cluster]
     if batch is None or not batch.drop_remainder or not parts:
@@ -214,17 +175,14 @@ def _even_parts(plan: PipelinePlan) -> PipelinePlan:
     if batch.name == "bucket" and parts[0].num_shards > 1:
         raise ValueError(
             "`.bucket(drop_remainder=True)` came with `.shard('auto')` for several "
-            "workers; expected the remainder to be kept: equal parts fill unequal "
-            "numbers of buckets, and a worker with fewer batches stops all."
+            "workers, of which one with fewer batches stops all; expected the "
+            "remainder to be kept. Leave `drop_remainder` out."
         )
     return plan.replace(parts[0], dataclasses.replace(parts[0], is_even=True))
 
 
-def _cut_positions(plan: PipelinePlan) -> PipelinePlan:
-    """Where any element can be read by its position, a part is cut before all.
-
-    A memory cache of bare arrays is left out: it would hold them twice.
-    """
+def _cut_positions(plan: Plan) -> Plan:
+    """Where any element can be read by its position, a part is cut before all."""
     source = plan.source
     if not isinstance(source, RandomAccess):
         return plan
@@ -244,7 +202,7 @@ def _cut_positions(plan: PipelinePlan) -> PipelinePlan:
     return dataclasses.replace(plan, source=source, first=tuple(first))
 
 
-def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
+def _draw_positions(plan: Plan) -> Plan:
     """Samplers and large shuffles of such a source act on positions: exact at any size.
 
     But a filter must have judged the elements that are balanced, and a cache would
@@ -264,12 +222,11 @@ def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
         told = "what is drawn comes in random order already"
         moved, found = [*moved, shuffle], [*found, Step("shuffle", "left out", told)]
     elif shuffle is not None and shuffle.is_too_large(source):
-        order = Permutation(None, shuffle.seed, found=shuffle.found)
-        moved, found = [shuffle], [shuffle if shuffle.buffer_size else order]
+        order = dataclasses.replace(shuffle, by_position=not shuffle.buffer_size)
+        moved, found = [shuffle], [order]
     if not found:
         return plan
     rest = [step for step in plan.rest if not any(step is one for one in moved)]
-    # A batch of positions is read at once.
     split = 1 if rest and rest[0].name == "batch" else 0
     following = [step for step in rest if not isinstance(step, Step)][:1]
     numbers = plan.settings.errors is not None and any(map(_calls_with_care, following))
@@ -287,7 +244,7 @@ def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
     return dataclasses.replace(plan, rest=tuple(rest), first=first, reads="positions")
 
 
-def _batch_chunks(plan: PipelinePlan) -> PipelinePlan:
+def _batch_chunks(plan: Plan) -> Plan:
     """Rows of a table that nothing looks at one by one go from chunks to batches."""
     batch: Any = plan.rest[0] if plan.rest else None
     is_chunked = isinstance(plan.source, ChunkedSource) and plan.settings.errors is None
@@ -298,12 +255,8 @@ def _batch_chunks(plan: PipelinePlan) -> PipelinePlan:
     return dataclasses.replace(plan.replace(plan.rest[0], batch), reads="chunks")
 
 
-def _skip_errors(plan: PipelinePlan) -> PipelinePlan:
-    """Where damaged elements are skipped, one careful step makes all calls.
-
-    It acts on numbered elements, so that those it skips can be named. Calls behind a
-    filter or a cache make a step of their own.
-    """
+def _skip_errors(plan: Plan) -> Plan:
+    """Where damaged elements are skipped, one careful step makes all calls."""
     on_error = plan.settings.errors
     if on_error is None:
         return plan
@@ -319,7 +272,6 @@ def _skip_errors(plan: PipelinePlan) -> PipelinePlan:
         locate = plan.source.locate
         is_gathered = any(step.name == "gather" for step in done)
         if all(isinstance(s, Step) and (s.act is None or is_gathered) for s in done):
-            # Elements can still be told by their place in the source.
             done = done if is_gathered else [numbers, *done]
         else:
             done.append(numbers)
@@ -338,36 +290,21 @@ def _calls_with_care(step: Stage) -> bool:
     return has_role(step, "calls") and not step.acts_on_batches
 
 
-def _count_epochs(plan: PipelinePlan) -> PipelinePlan:
-    """Where a stage acts by the number of the epoch, the last step counts epochs."""
-    stage = next((one for one in plan.rest if isinstance(one, Augmentation)), None)
-    counted = None if stage is None else stage.with_epochs()
-    if stage is None or counted is None:
-        return plan
-    plan = plan.replace(stage, counted[0])
-    return dataclasses.replace(plan, rest=(*plan.rest, counted[1]))
-
-
-def _cache_in_files(plan: PipelinePlan) -> PipelinePlan:
-    """A cache with a path lies in files that know what comes before it."""
+def _bind(plan: Plan) -> Plan:
+    """What counts belongs to a build, and a cache in files knows what is before it."""
     for at, step in enumerate(plan.rest):
-        if isinstance(step, Cache) and step.path is not None:
+        if isinstance(step, Augmentation) and (counted := step.with_epochs()):
+            plan = plan.replace(step, counted[0])
+            plan = dataclasses.replace(plan, rest=(*plan.rest, counted[1]))
+        elif isinstance(step, Cache) and step.path is not None:
             before = (*plan.first, *plan.rest[:at])
             cache = step.in_files(plan.source, before, plan.settings)
-            return plan.replace(step, cache)
+            plan = plan.replace(step, cache)
     return plan
 
 
-# The exceptions, in the order in which they are looked at.
-RULES = (
-    _even_parts,
-    _cut_positions,
-    _draw_positions,
-    _batch_chunks,
-    _skip_errors,
-    _count_epochs,
-    _cache_in_files,
-)
+_ON_SOURCES = (_even_parts, _cut_positions, _draw_positions, _batch_chunks)
+RULES = (*_ON_SOURCES, _skip_errors, _bind)
 
 
 def build(
@@ -382,14 +319,19 @@ def build(
             stage.check_workers(num_workers)
     plan = make_plan(source, stages, settings_of(autotune))
     policy = workers.shard_policy(plan.source, plan.steps)
-    dataset = plan.start()
+    begin: Any = plan.source
+    if plan.reads == "positions":
+        dataset = tf.data.Dataset.range(begin.num_examples)
+    else:
+        read = begin.chunks if plan.reads == "chunks" else begin.dataset
+        dataset = read(plan.settings)
     for step in plan.steps:
         dataset = step.apply(dataset, plan.settings)
     if num_workers > 1 and any(step.name == "shard" for step in plan.steps):
         # A part of one of n workers has an n-th of the batches. tf.distribute cuts
         # these into n, so there are n times as many steps; `fit` would stop after
         # the length, which is therefore made unknown.
-        dataset = of_unknown_length(dataset)
+        dataset = dataset.filter(lambda *parts: True)
     options = tf.data.Options()
     options.deterministic = True
     options.autotune.enabled = plan.settings.autotune
@@ -408,15 +350,13 @@ def describe(source: Source, stages: Sequence[Stage], autotune: Autotune) -> str
         ahead = f"; ahead of {', '.join(passed)}, though written behind"
         reason = step.reason + (ahead if passed else "")
         rows.append((step.name, step.setting, reason))
-    threads = ("tf.data chooses", "autotune=True: may stall an epoch's end")
-    if not plan.settings.autotune:
-        off = "autotune=False" if autotune is False else "autotune could stall"
-        threads = (str(plan.settings.num_threads), f"one for each core; {off}")
+    threads = (str(plan.settings.num_threads), "one for each core; autotune is off")
+    if plan.settings.autotune:
+        threads = ("tf.data chooses", "autotune=True: may stall an epoch's end")
     table = console.table(
         {"Stage": console.WHOLE, "Setting": {"max_width": 40}, "Reason": {}},
         [*rows, ("threads", *threads)],
         box=rich.box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    lines = console.text_of(table).splitlines()
-    return "\n".join(line for line in lines if line)
+    return "\n".join(filter(None, console.text_of(table).splitlines()))

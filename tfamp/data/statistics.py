@@ -1,36 +1,242 @@
-"""Statistics of inputs in one pass."""
+"""`fit_statistics`: what inputs are like, in one pass, and a layer from it."""
 
 import collections
+import dataclasses
 import math
-from collections.abc import Iterable
+import numbers
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfamp.data import _examples
-from tfamp.data._figures import Numbers, RowSample
-from tfamp.data.features import Column, Statistics, TextColumn
-from tfamp.data.layers import suits
+from tfamp.data.layers import ColumnRule, Condition
+from tfamp.records import checks
+from tfamp.records.record import Record
 
+FILLS = ("mean", "median")
+# 1.5 quartile ranges are Tukey's fences (Exploratory Data Analysis, 1977, chapter 2)
+# and keep 99.3 % of a normal; three standard deviations keep 99.7 %.
+_LEVELS = {"zscore": (3.0,), "iqr": (1.5,), "quantile": (0.01, 0.99)}
 # Rows kept of a column, fewer where it has many features: 64 MiB of float32.
 _SAMPLE_ROWS, _MIN_SAMPLE_ROWS, _SAMPLE_VALUES = 100_000, 10_000, 2**24
-# Of a record; a column with many features keeps fewer of each.
 _RECORD_VALUES, _MIN_RECORD_VALUES = 400_000, 2_000
-# Texts that are counted one by one; beyond twice as many the rare ones are left out.
 _MAX_TEXTS = 10_000
 
 
-def fit_statistics(
-    dataset: Any, *, missing_value: Any = None, batched: bool | None = None
-) -> Statistics:
+@dataclasses.dataclass(frozen=True)
+class Column(Record):
+    """A column of numbers, with a feature for each entry of the last axis."""
+
+    name: str  # its key in the dict of inputs; "x" where inputs are one tensor
+    dtype: str
+    scalar: bool  # whether an example has one value, without an axis
+    count: tuple[int, ...]
+    missing: tuple[int, ...]  # NaN
+    infinite: tuple[int, ...]
+    mean: tuple[float, ...]
+    variance: tuple[float, ...]  # divided by the count, as Keras and NumPy do
+    min: tuple[float, ...]
+    max: tuple[float, ...]
+    values: tuple[tuple[float, ...], ...] = dataclasses.field(repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the name of each feature: "age", or "x[3]" if there are several."""
+        places = range(len(self.count))
+        return tuple(self.name if self.scalar else f"{self.name}[{i}]" for i in places)
+
+    def array(self, field: str) -> Any:
+        """Returns a figure of all features, `(features,)`; of a scalar a number."""
+        values = np.array(getattr(self, field))
+        return values[0].item() if self.scalar else values
+
+    def quantile(self, q: float) -> Any:
+        """Returns the smallest value with the fraction `q` at or below, as `array`."""
+        checks.fraction("q", q)
+        found = np.array(self.max if q == 1 else self.min)
+        if 0 < q < 1:
+            found = np.array([_quantiles(one, q) for one in self.values])
+        return found[0].item() if self.scalar else found
+
+
+@dataclasses.dataclass(frozen=True)
+class TextColumn(Record):
+    """A column of strings; entries of a vector are counted together."""
+
+    name: str
+    count: int
+    values: tuple[str, ...] = dataclasses.field(repr=False)
+    counts: tuple[int, ...] = dataclasses.field(repr=False)
+
+    def vocabulary(self, max_size: int | None = None) -> list[str]:
+        """Returns the most frequent values, as `keras.layers.StringLookup` takes."""
+        return list(self.values[:max_size])
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics(Record):
+    """What the inputs of a dataset are like, column by column.
+
+    `statistics["age"]` is the record of a column; `to_json` and `from_json` keep it.
+    """
+
+    columns: tuple[Column | TextColumn, ...]
+    num_examples: int
+    named: bool  # whether inputs are a dict
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns the record of a column."""
+        found = {column.name: column for column in self.columns}
+        if name not in found:
+            raise ValueError(
+                f"Unknown column {name!r}; expected one of {tuple(found)!r}. "
+                "Inputs that are one tensor are column 'x'."
+            )
+        return found[name]
+
+    def as_layer(
+        self,
+        missing: Any = "mean",
+        clip: Any = (0.01, 0.99),
+        *,
+        columns: Sequence[str] | None = None,
+        name: str | None = None,
+    ) -> Condition:
+        """Returns a layer that standardizes inputs by these statistics.
+
+        NaN is filled, outliers are clipped, and values are brought to mean 0 and
+        standard deviation 1, by what the training data is like after that. A constant
+        feature becomes 0. Columns of a dict are joined.
+
+        Args:
+            missing: "mean", "median" or a number fills NaN; None passes it on. The mean
+                follows outliers, the median doesn't.
+            clip: Values beyond are set to the limit. (0.01, 0.99) limits at quantiles,
+                ("zscore", 3.0) at so many standard deviations from the mean,
+                ("iqr", 1.5) at so many quartile ranges beyond the quartiles, None
+                nowhere: inf then passes through.
+            columns: The columns of a dict to take, in the order to join them; None
+                for all.
+            name: Of the layer.
+        """
+        chosen = self.columns
+        if columns is not None:
+            chosen = tuple(self[column] for column in columns)
+        texts = tuple(c.name for c in chosen if isinstance(c, TextColumn))
+        if texts:
+            raise ValueError(
+                f"Columns {texts!r} are text; expected `columns` without them. Encode "
+                "text with `StringLookup(vocabulary=statistics[name].vocabulary())`."
+            )
+        unclipped: list[str] = []
+        limits = check_rule("clip", clip)
+        rules = [_rule(column, missing, limits, unclipped) for column in chosen]
+        if unclipped:
+            warnings.warn(
+                f"`clip` would make features {tuple(unclipped[:10])!r} constant, as "
+                "nearly all of their values are equal; they are not clipped. To clip "
+                "nothing, pass `clip=None`.",
+                stacklevel=2,
+            )
+        return Condition(rules, named=self.named, name=name)
+
+
+def _quantiles(values: Any, q: Any) -> Any:
+    # 0.1 * 10 times over must not ask for rank 3.0000000000000004.
+    ranks = np.ceil(np.asarray(q) * len(values) * (1 - 2**-50)).astype(int) - 1
+    return np.asarray(values)[np.maximum(ranks, 0)]
+
+
+def _rule(
+    column: Any,
+    missing: Any,
+    clip: tuple[str, tuple[float, ...]] | None,
+    unclipped: list[str],
+) -> ColumnRule:
+    """Returns the rule of a column; what clipping would make constant stays whole.
+
+    The exact moments serve values that stay as they are. Otherwise they are those of
+    the clipped values on record: outliers that are clipped don't stretch the scale.
+    """
+    lower, upper = outlier_limits(column, clip)
+    low, high = np.array(column.min), np.array(column.max)
+    lost = (np.clip(low, lower, upper) == np.clip(high, lower, upper)) & (low < high)
+    unclipped += [column.names[i] for i in np.flatnonzero(lost)]
+    lower[lost], upper[lost] = -np.inf, np.inf
+    center, width = np.array(column.mean), np.sqrt(column.variance)
+    for i in np.flatnonzero((low < lower) | (high > upper)):
+        values = np.clip(column.values[i], lower[i], upper[i])
+        center[i], width[i] = values.mean(), values.std()
+    width[width == 0] = 1.0
+    limits = {"lower": lower, "upper": upper, "center": center, "width": width}
+    return ColumnRule(
+        name=column.name,
+        scalar=column.scalar,
+        fill=_fill_values(column, missing),
+        **{key: tuple(values.tolist()) for key, values in limits.items()},
+    )
+
+
+def _fill_values(column: Column, missing: Any) -> tuple[float, ...]:
+    if isinstance(missing, str):
+        checks.choice("missing", missing, FILLS)
+        found = column.mean if missing == "mean" else column.quantile(0.5)
+        return tuple(np.ravel(found).tolist())
+    is_number = isinstance(missing, numbers.Real) and math.isfinite(missing)
+    if missing is not None and (isinstance(missing, bool) or not is_number):
+        raise ValueError(
+            f"`missing` is {missing!r}; expected a finite number, one of {FILLS!r}, or "
+            "None to leave NaN. Pass 'median' if there are outliers."
+        )
+    value = math.nan if missing is None else float(missing)
+    return (value,) * len(column.count)
+
+
+def check_rule(argument: str, rule: Any) -> tuple[str, tuple[float, ...]] | None:
+    """Returns a rule about outliers as its name and numbers."""
+    if rule is None:
+        return None
+    parts = (rule,) if isinstance(rule, str) or not np.iterable(rule) else (*rule,)
+    if parts and not isinstance(parts[0], str):
+        parts = ("quantile", *parts)
+    name, *given = parts or ("quantile", 0.0)
+    checks.choice(argument, name, _LEVELS)
+    levels = tuple(given) or _LEVELS[name]
+    is_sound = len(levels) == len(_LEVELS[name]) and levels[0] >= 0 < levels[-1]
+    if not is_sound or (name == "quantile" and not levels[0] < levels[1] <= 1):
+        raise ValueError(
+            f"`{argument}` is {rule!r}; expected None, ('zscore', 3.0), ('iqr', 1.5) "
+            "or ('quantile', 0.01, 0.99), the lower one first. Pass one of these."
+        )
+    return name, levels
+
+
+def outlier_limits(
+    column: Column, rule: tuple[str, tuple[float, ...]] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the lowest and highest value that is no outlier, each `(features,)`."""
+    name, (level, *rest) = rule or ("zscore", (math.inf,))
+    if name == "quantile":
+        low, high = (np.ravel(column.quantile(q)) for q in (level, *rest))
+        return low, high
+    low = high = np.array(column.mean)
+    width = np.sqrt(column.variance)
+    if name == "iqr":
+        low, high = (np.ravel(column.quantile(q)) for q in (0.25, 0.75))
+        width = high - low
+    reach = level * width if rule else np.full(len(low), np.inf)
+    return low - reach, high + reach
+
+
+def fit_statistics(dataset: Any, *, batched: bool | None = None) -> Statistics:
     """Returns the statistics of a dataset's inputs, read in one pass.
 
     Counts, mean, variance, minimum and maximum are exact. Quantiles are exact up to
     100,000 rows; beyond that they are those of 100,000 rows drawn at random (10,000
     where a column has more than 1,600 features), whose median is off by 0.16 % in rank.
-    NaN and inf are counted and touch nothing else. Memory is up to 0.8 MiB per feature,
-    twice that of float64, whatever the dataset's length.
+    NaN and inf are counted and touch nothing else.
 
     The features of a tensor are the entries of its last axis: columns of a table,
     channels of an image. Targets and sample weights are left out.
@@ -39,39 +245,13 @@ def fit_statistics(
         dataset: A `tf.data.Dataset` of examples or batches, x, (x, y) or
             (x, y, sample_weight), where x is a tensor or a dict of them; a `Pipeline`;
             or arrays in the same forms. The training part alone, without augmentation.
-        missing_value: What stands for a missing value besides NaN, in all columns that
-            can hold it: a number, a text, or several.
-        batched: Whether elements are batches; None to tell from the stages of a
-            pipeline, else from their shapes.
-
-    Raises:
-        TypeError: Inputs are nested, ragged, sparse or complex.
-        ValueError: The dataset is empty or infinite, a feature has no finite value,
-            or an argument doesn't suit.
-
-    Example:
-        >>> import numpy as np
-        >>> ages = np.array([[20.0], [np.nan], [40.0]], np.float32)
-        >>> statistics = fit_statistics(ages)
-        >>> statistics["x"].array("mean"), statistics["x"].array("missing")
-        (array([30.]), array([1]))
+        batched: Whether elements are batches; None tells from their shapes.
     """
-    # A list of x and y is no tuple of columns.
     dataset = tuple(dataset) if isinstance(dataset, list) else dataset
     read = _examples.read("dataset", dataset, batched=batched, inputs_only=True)
-    declared = _values(missing_value)
-    gathered: dict[str, _Numbers | _Texts] = {}
-    for column in read.columns:
-        kind = _Texts if column.is_text else _Numbers
-        gathered[column.name] = kind(column, declared)
-    names = tuple(one.name for one in gathered.values())
-    unused = set(declared).difference(*(g.missing_values for g in gathered.values()))
-    if unused:
-        raise ValueError(
-            f"`missing_value` {min(map(str, unused))!r} cannot occur in columns "
-            f"{names!r}; expected one that a column can hold. Correct it, or leave it "
-            "out."
-        )
+    gathered: dict[str, _Numbers | _Texts] = {
+        one.name: _Texts(one) if one.is_text else _Numbers(one) for one in read.columns
+    }
     num_examples = 0
     for chunk in read.chunks("Reading statistics"):
         for name, one in gathered.items():
@@ -81,64 +261,41 @@ def fit_statistics(
     return Statistics(found, num_examples, read.columns[0].name != "x")
 
 
-def _values(missing_value: Any) -> tuple[Any, ...]:
-    """Returns one value or several as a tuple of floats and texts, without NaN."""
-    if missing_value is None:
-        return ()
-    is_one = isinstance(missing_value, str) or not isinstance(missing_value, Iterable)
-    values = (missing_value,) if is_one else tuple(missing_value)
-    converted = (v if isinstance(v, str) else float(v) for v in values)
-    return tuple(v for v in converted if isinstance(v, str) or not math.isnan(v))
-
-
-class _Numbers(Numbers):
+class _Numbers(_examples.Numbers):
     """Gathers a column of numbers; its features are the entries of the last axis."""
 
-    def __init__(self, column: _examples.Column, declared: tuple[Any, ...]) -> None:
+    def __init__(self, column: _examples.Column) -> None:
         self.name = column.name.removeprefix("x/")
         if column.shape and not column.shape[-1]:
             raise ValueError(
                 f"Column {self.name!r} has examples of shape {column.shape}; expected "
-                "a last axis of known size, at least 1, which holds the features. Set "
-                "it with `tf.ensure_shape` in a map."
+                "a last axis of known size. Set it with `tf.ensure_shape` in a map."
             )
         super().__init__(int(column.shape[-1] or 1) if column.shape else 1)
-        dtype = tf.as_dtype(column.dtype).as_numpy_dtype
         self._column = column
-        self.missing_values = tuple(v for v in declared if suits(v, dtype))
         rows = _SAMPLE_VALUES // self.num_features
-        self._sample = RowSample(int(np.clip(rows, _MIN_SAMPLE_ROWS, _SAMPLE_ROWS)))
+        size = int(np.clip(rows, _MIN_SAMPLE_ROWS, _SAMPLE_ROWS))
+        self._sample = _examples.RowSample(size)
 
     def take(self, values: np.ndarray) -> None:
         """Takes values `(..., features)` in the column's own dtype."""
         rows = values.reshape(-1, self.num_features)
-        if self.missing_values:
-            # In their own dtype, so that 0.1 finds a float32 0.1.
-            marks = np.array(self.missing_values).astype(rows.dtype)
-            absent = np.any([rows == mark for mark in marks], axis=0)
-            rows = np.where(absent, np.nan, rows.astype(np.float64))
         self.add(rows)
         self._sample.add(rows)
 
     def finish(self) -> Column:
         """Returns the record of the column; each feature needs a finite value."""
         limit = max(_MIN_RECORD_VALUES, _RECORD_VALUES // self.num_features)
-        values, weights = [], []
+        values = []
         for i, sampled in enumerate(self._sample.rows().T.astype(np.float64)):
-            finite = sampled[np.isfinite(sampled)]
+            finite = np.sort(sampled[np.isfinite(sampled)])
             if not len(finite):  # of a feature that is nearly always missing
                 finite = np.array([self.low[i], self.high[i]])
-            if len(finite) > limit:  # each stands for as many
-                places = (np.arange(limit) + 0.5) / limit
-                finite = np.quantile(finite, places, method="inverted_cdf")
-            seen, counts = np.unique(finite, return_counts=True)
-            ends = np.cumsum(counts) * (self.num_finite[i] / counts.sum())
-            ends = np.round(ends).astype(np.int64)
-            values.append(tuple(seen.tolist()))
-            weights.append(tuple(np.diff(ends, prepend=0).tolist()))
+            if len(finite) > limit:
+                finite = _quantiles(finite, (np.arange(limit) + 0.5) / limit)
+            values.append(tuple(finite.tolist()))
         found = Column(
             *(self.name, self._column.dtype, self._column.shape == ()),
-            missing_values=self.missing_values,
             count=tuple(self.num_finite.tolist()),
             missing=tuple(self.num_nan.tolist()),
             infinite=tuple(self.num_infinite.tolist()),
@@ -147,14 +304,12 @@ class _Numbers(Numbers):
             min=tuple(self.low.tolist()),
             max=tuple(self.high.tolist()),
             values=tuple(values),
-            weights=tuple(weights),
         )
         empty = tuple(n for n, c in zip(found.names, found.count, strict=True) if not c)
         if empty:
             raise ValueError(
-                f"Features {empty[:10]!r} have no finite value: all are NaN, infinite, "
-                f"or one of {self.missing_values!r}; expected at least one. Leave them "
-                "out of the inputs, or correct their source."
+                f"Features {empty[:10]!r} have no finite value; expected at least one. "
+                "Leave them out of the inputs, or correct their source."
             )
         return found
 
@@ -162,42 +317,23 @@ class _Numbers(Numbers):
 class _Texts:
     """Counts a column of strings."""
 
-    def __init__(self, column: _examples.Column, declared: tuple[Any, ...]) -> None:
-        self.name = column.name.removeprefix("x/")
-        self.missing_values = tuple(v for v in declared if isinstance(v, str))
-        self._missing = 0
+    def __init__(self, column: _examples.Column) -> None:
+        self.name, self._count = column.name.removeprefix("x/"), 0
         self._counts: collections.Counter[bytes] = collections.Counter()
-        self._count = 0
 
     def take(self, values: np.ndarray) -> None:
         """Takes bytes or texts of any shape."""
-        texts = (
-            value.encode() if isinstance(value, str) else value
-            for value in values.reshape(-1).tolist()
-        )
-        absent = {value.encode() for value in self.missing_values}
-        present = [text for text in texts if text not in absent]
-        self._missing += values.size - len(present)
-        self._count += len(present)
-        self._counts.update(present)
+        texts = values.reshape(-1).tolist()
+        self._count += len(texts)
+        encoded = (one.encode() if isinstance(one, str) else one for one in texts)
+        self._counts.update(encoded)
         if len(self._counts) > 2 * _MAX_TEXTS:
             kept = self._counts.most_common(_MAX_TEXTS)
             self._counts = collections.Counter(dict(kept))
 
     def finish(self) -> TextColumn:
-        """Returns the record of the column, of which not all may be missing."""
-        if not self._count:
-            raise ValueError(
-                f"Column {self.name!r} has only missing values "
-                f"{self.missing_values!r}; expected at least one other text. Leave it "
-                "out of the inputs, or correct its source."
-            )
-        # The largest count first, ties by value.
+        """Returns the record of the column: the largest count first, ties by value."""
         ordered = sorted(self._counts.items(), key=lambda item: (-item[1], item[0]))
         values, counts = zip(*ordered[:_MAX_TEXTS], strict=True)
         texts = (value.decode("utf-8", errors="backslashreplace") for value in values)
-        return TextColumn(
-            *(self.name, self.missing_values, self._count, self._missing),
-            values=tuple(texts),
-            counts=counts,
-        )
+        return TextColumn(self.name, self._count, tuple(texts), counts)

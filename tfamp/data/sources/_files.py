@@ -26,7 +26,6 @@ from tfamp.records.units import join_words
 
 # Examples of plain text files up to this size in all are counted at once, in 0.1 s.
 _MAX_COUNTED_BYTES = 64 * 2**20
-# Names shown in a message; enough to see what kind of files they are.
 _NUM_SHOWN = 3
 _MARK = b"\xef\xbb\xbf"
 
@@ -44,19 +43,13 @@ class ChunkedSource(Source):
         """Returns the examples in batches of many, of varying size."""
 
     def dataset(self, settings: Settings) -> tf.data.Dataset:
-        """Returns the examples one by one."""
-        examples, length = self.chunks(settings).unbatch(), self.known_length(settings)
-        return examples if length is None else with_length(examples, length)
-
-    def known_length(self, settings: Settings) -> int | None:
-        """Returns the number of examples, None where some may be skipped."""
-        return self.num_examples if settings.errors is None else None
+        """Returns the examples one by one; the length is known if none are skipped."""
+        examples, length = self.chunks(settings).unbatch(), self.num_examples
+        is_known = length is not None and settings.errors is None
+        return with_length(examples, length or 0) if is_known else examples
 
     def generated(
-        self,
-        read: Callable[[Settings], Iterator[Any]],
-        spec: Any,
-        settings: Settings,
+        self, read: Callable[[Settings], Iterator[Any]], spec: Any, settings: Settings
     ) -> tf.data.Dataset:
         """Returns chunks of a spec that Python reads."""
         make = functools.partial(read, settings)
@@ -83,26 +76,18 @@ def counted(paths: Sequence[str], count: Callable[[str], int], unit: str) -> int
     size = sum(map(os.path.getsize, paths))
     if size > _MAX_COUNTED_BYTES or any(map(is_gzip, paths)):
         return None
-    total = 0
-    with progress(f"Counting {unit}", unit=unit) as update:
-        for path in paths:
-            total += count(path)
-            update(total)
-    return total
+    with progress(f"Counting {unit}", unit=unit):
+        return sum(map(count, paths))
 
 
 def find_files(paths: Any, extensions: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Returns the files that paths, patterns and folders stand for, at least one.
-
-    Matches of a pattern and the contents of a folder come in the order of their names,
-    a list in its own. Of folders count files with one of the `extensions`, if any.
-    """
+    """Returns the files that paths, patterns and folders stand for, at least one."""
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
     found = [file for path in paths for file in _files_of(path, extensions)]
     if not found:
         raise ValueError(
-            f"`paths` is {paths!r}; expected at least one file. Check how it is made."
+            f"`paths` is {paths!r}; expected at least one file. Pass some."
         )
     file, count = Counter(found).most_common(1)[0]
     if count > 1:
@@ -120,7 +105,6 @@ def find_files(paths: Any, extensions: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 
 def _files_of(path: Any, extensions: tuple[str, ...]) -> list[str]:
-    """Returns the files of one path, pattern or folder."""
     absolute = os.path.abspath(os.path.expanduser(os.fsdecode(path)))
     if os.path.isfile(absolute):
         return [absolute]
@@ -131,9 +115,8 @@ def _files_of(path: Any, extensions: tuple[str, ...]) -> list[str]:
         pattern = os.path.join(name, pattern) if pattern else name
     matches = glob.glob(os.path.join(glob.escape(folder), pattern or "*"))
     files = sorted(filter(os.path.isfile, matches))
-    if not pattern:  # names that begin with a dot match no star
-        ending = extensions or ("",)
-        files = [file for file in files if file.lower().endswith(ending)]
+    if not pattern:
+        files = [file for file in files if file.lower().endswith(extensions or "")]
     if not files:
         what = f" that ends in {join_words(extensions, 'or')}" if extensions else ""
         raise ValueError(
@@ -146,9 +129,8 @@ def _files_of(path: Any, extensions: tuple[str, ...]) -> list[str]:
 
 def nearest(absolute: str) -> str:
     """Returns a sentence about what does exist near a path that does not."""
-    parent, name = os.path.split(absolute)
-    if os.path.isdir(absolute):
-        parent, name = absolute, ""
+    is_folder = os.path.isdir(absolute)
+    parent, name = (absolute, "") if is_folder else os.path.split(absolute)
     if not os.path.isdir(parent):
         return f" Folder {parent!r} does not exist."
     names = sorted(os.listdir(parent))
@@ -159,12 +141,7 @@ def nearest(absolute: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns a few names for a message, and how many there are beyond these.
-
-    Example:
-        >>> listed(["a", "b"]), listed(["a", "b", "c", "d", "e"])
-        ("'a' and 'b'", "'a', 'b', 'c' and 2 more")
-    """
+    """Returns a few names for a message, and how many there are beyond these."""
     quoted = [repr(name) for name in names[:_NUM_SHOWN]]
     rest = len(names) - _NUM_SHOWN
     return join_words([*quoted, f"{rest} more"] if rest > 0 else quoted)
@@ -178,10 +155,7 @@ def is_gzip(path: str) -> bool:
 
 @contextlib.contextmanager
 def open_text(path: str) -> Iterator[IO[bytes]]:
-    """Opens a file behind a byte order mark, through gzip where it is packed.
-
-    Damage is a ValueError.
-    """
+    """Opens a file behind a byte order mark, through gzip where it is packed."""
     opened: Any = (gzip.open if is_gzip(path) else open)(path, "rb")
     with opened as file:
         try:

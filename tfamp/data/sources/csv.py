@@ -16,15 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data.sources import files_identity
-from tfamp.data.sources._files import (
-    ChunkedSource,
-    check_text,
-    counted,
-    find_files,
-    listed,
-    open_text,
-)
+from tfamp.data.sources import _files, files_identity
 from tfamp.data.stages import Settings
 from tfamp.records import checks
 
@@ -36,11 +28,9 @@ NA_VALUES = (
     *("none", "?", "-", "."),
 )
 _NO_WORDS = {"", "NA", "nan", "NaN"}
-# float32 and float64 hold all integers up to here.
 _MAX_FLOAT32_INTEGER, _MAX_FLOAT64_INTEGER = 2**24, 2**53
 _BLOCK_BYTES = 2**20
 _ROWS_AT_ONCE = 4096
-# Rows of the first file that types are inferred from.
 _NUM_INFERRED = 1000
 _ARROW_TYPES = {"string": "binary", "float32": "float", "float64": "double"}
 _NUMBER = re.compile(
@@ -57,7 +47,6 @@ class Format:
     features: tuple[str, ...]
     label: str | None
     delimiter: str
-    gaps: tuple[str, ...]  # what stands for a missing number
 
     @property
     def selected(self) -> dict[str, str]:
@@ -65,9 +54,14 @@ class Format:
         names = (*self.features, self.label)
         return {name: dtype for name, dtype in self.dtypes.items() if name in names}
 
+    def arranged(self, columns: Mapping[str, Any]) -> Any:
+        """Returns columns as elements hold them, the label apart."""
+        features = {name: columns[name] for name in self.features}
+        return features if self.label is None else (features, columns[self.label])
+
 
 @dataclasses.dataclass(frozen=True)
-class CsvSource(ChunkedSource):
+class CsvSource(_files.ChunkedSource):
     """Rows of CSV files, one file after another; `format` says what they hold."""
 
     format: Format
@@ -76,23 +70,17 @@ class CsvSource(ChunkedSource):
         """Returns the rows as columns of some thousand of them."""
         selected = self.format.selected.items()
         specs = {name: tf.TensorSpec((None,), dtype) for name, dtype in selected}
-        return self.generated(self._read, self._arranged(specs), settings)
+        return self.generated(self._read, self.format.arranged(specs), settings)
 
     def _read(self, settings: Settings) -> Iterator[Any]:
-        """Yields columns, and reports unfit rows."""
         for path in self.paths:
 
             def report(line: int, reason: str, path: str = path) -> None:
                 self.report(settings, f"{path}, line {line}", reason)
 
-            for columns in _read_columns(path, self.format, report):
-                yield self._arranged(columns)
-
-    def _arranged(self, columns: Mapping[str, Any]) -> Any:
-        """Returns columns as elements hold them, the label apart."""
-        features = {name: columns[name] for name in self.format.features}
-        label = self.format.label
-        return features if label is None else (features, columns[label])
+            yield from map(
+                self.format.arranged, _read_columns(path, self.format, report)
+            )
 
     def explain(self) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
@@ -110,17 +98,11 @@ def csv_source(
     label: str | None,
     columns: Sequence[str] | None,
     dtypes: Mapping[str, Any] | None,
-    na_values: Sequence[str],
 ) -> CsvSource:
-    """Returns the rows of CSV files as a source, after a look at the head of each.
-
-    `Pipeline.from_csv` explains the arguments and the errors.
-    """
+    """Returns the rows of CSV files as a source, after a look at the head of each."""
     _arrow()
-    found = find_files(paths, (".csv", ".tsv", ".txt", ".gz"))
+    found = _files.find_files(paths, (".csv", ".tsv", ".txt", ".gz"))
     delimiter, names, rows = _heads(found)
-    columns = [columns] if isinstance(columns, str) else columns
-    na_values = [na_values] if isinstance(na_values, str) else na_values
     asked = {"columns": columns, "dtypes": dtypes, "label": label and [label]}
     for argument, given in asked.items():
         for name in given or ():
@@ -129,40 +111,28 @@ def csv_source(
     if not features:
         raise ValueError(
             f"`columns` is {columns!r} and the label {label!r}; expected a feature "
-            f"among {listed(names)}. Name more `columns`."
+            f"among {_files.listed(names)}. Name more `columns`."
         )
-    gaps = tuple(dict.fromkeys(("", *na_values)))
     types = dict.fromkeys(names, "string")  # what is not wanted is never converted
     for number, name in enumerate(names):
         if name in (*features, label):
-            types[name] = infer([row[number].strip() for row in rows], gaps)
+            types[name] = infer([row[number].strip() for row in rows])
     for name, dtype in (dtypes or {}).items():
         text = "string" if dtype is str else getattr(dtype, "name", dtype)
         text = getattr(text, "__name__", text)
         types[name] = checks.choice(f"dtypes[{name!r}]", text, DTYPES)
-    form = Format(types, features, label, delimiter, gaps)
+    form = Format(types, features, label, delimiter)
 
     def count(path: str) -> int:
         chunks = _read_columns(path, form, lambda line, reason: None)
         return sum(len(next(iter(columns.values()))) for columns in chunks)
 
-    return CsvSource(found, counted(found, count, "rows"), form)
+    return CsvSource(found, _files.counted(found, count, "rows"), form)
 
 
-def infer(values: Sequence[str], gaps: Sequence[str]) -> str:
-    """Returns the dtype that holds all of `values` exactly, or as float32.
-
-    Integers are int64. With gaps they are float64, or text beyond 2**53. Other numbers
-    are float32, or float64 where one is 2**24 or more, as timestamps are. Digits with
-    leading zeros, such as postal codes, are text. A column of gaps alone is float32.
-
-    Example:
-        >>> infer(["1", "2"], [""]), infer(["1", ""], [""]), infer(["1", "a"], [""])
-        ('int64', 'float64', 'string')
-        >>> infer(["1.5", "1700000000.25"], [])
-        'float64'
-    """
-    present = [value for value in values if value not in gaps]
+def infer(values: Sequence[str]) -> str:
+    """Returns the dtype that holds all of `values` exactly, or as float32."""
+    present = [value for value in values if value not in NA_VALUES]
     if not present and not set(values) <= _NO_WORDS:
         return "string"  # of signs alone
     is_padded = any(re.fullmatch(r"[+-]?0\d+", value) for value in present)
@@ -179,10 +149,7 @@ def infer(values: Sequence[str], gaps: Sequence[str]) -> str:
 
 
 def _read_columns(path: str, form: Format, report: Report) -> Iterator[dict[str, Any]]:
-    """Yields the selected columns of a file's rows, some thousand rows at a time.
-
-    A row that does not fit is left out; its line and the reason go to `report`.
-    """
+    """Yields the selected columns of a file's rows, and reports those left out."""
     selected, num_done = form.selected, 0
     try:
         for batch in _batches(path, form):
@@ -203,7 +170,7 @@ def _read_columns(path: str, form: Format, report: Report) -> Iterator[dict[str,
             fault = f"{len(fields)} fields, expected {len(form.dtypes)}"
         for text, (name, dtype) in zip(fields, form.dtypes.items(), strict=False):
             if not fault and name in selected:
-                value, fault = _value(text, name, dtype, form)
+                value, fault = _value(text, name, dtype)
                 values.append(value)
         if fault:
             report(line, fault)
@@ -221,10 +188,10 @@ def _batches(path: str, form: Format) -> Iterator[Any]:
     arrow, arrow_csv = _arrow(), _arrow("csv")
     header = next(_records(path, form.delimiter))[1]
     kinds = [_ARROW_TYPES.get(dtype, dtype) for dtype in form.dtypes.values()]
-    nulls = [gap for gap in form.gaps if gap.lower() != "nan"]
+    nulls = [gap for gap in NA_VALUES if gap.lower() != "nan"]
     nulls += [f" {gap}" for gap in nulls]
     with (
-        open_text(path) as file,
+        _files.open_text(path) as file,
         arrow_csv.open_csv(
             arrow.PythonFile(file, mode="r"),
             arrow_csv.ReadOptions(block_size=_BLOCK_BYTES),
@@ -245,25 +212,23 @@ def _is_unfit(values: Any, dtype: str) -> bool:
     return bool(values.null_count) and dtype.startswith("int")
 
 
-def _value(text: str, name: str, dtype: str, form: Format) -> tuple[Any, str]:
+def _value(text: str, name: str, dtype: str) -> tuple[Any, str]:
     """Returns a text in its dtype, and what is wrong with it, "" for nothing."""
     raw, plain = text.encode("utf-8", "surrogateescape"), text.strip()
     is_integer = dtype.startswith("int")
     if dtype == "string":
         return raw, ""
-    if plain in form.gaps:
+    if plain in NA_VALUES:
         missing = f"column {name!r} is missing, which {dtype} cannot say"
         remedy = f"pass `dtypes={{{name!r}: 'float64'}}`"
         return float("nan"), f"{missing}; {remedy}" if is_integer else ""
     if not _is_number(plain, dtype):
         shown, expected = raw.decode("utf-8", "replace"), f"expected {dtype}"
-        advice = "(see `dtypes`) or one of `na_values`"
-        return None, f"column {name!r} holds {shown!r}, {expected} {advice}"
+        return None, f"column {name!r} holds {shown!r}, {expected} (see `dtypes`)"
     return int(plain) if is_integer else float(plain), ""
 
 
 def _is_number(text: str, dtype: str) -> bool:
-    """Whether `text` is a number of a dtype."""
     if not dtype.startswith("int"):
         return _NUMBER.fullmatch(text) is not None
     limit = 2 ** (int(dtype[3:]) - 1)
@@ -271,7 +236,6 @@ def _is_number(text: str, dtype: str) -> bool:
 
 
 def _arrays(rows: list[list[Any]], selected: Mapping[str, str]) -> dict[str, Any]:
-    """Returns rows as columns of their dtypes."""
     kinds = {"string": object}
     pairs = zip(selected.items(), zip(*rows, strict=True), strict=True)
     return {name: np.array(v, kinds.get(dtype, dtype)) for (name, dtype), v in pairs}
@@ -284,12 +248,8 @@ def _arrow(module: str = "") -> Any:
 
 
 def _records(path: str, delimiter: str) -> Iterator[tuple[int, list[str], str]]:
-    """Yields line, fields and fault of each record of a file that is not empty.
-
-    Undecodable bytes are surrogates. A record with a fault is one line: a quote that is
-    never closed costs its own line, and what it swallowed is read again.
-    """
-    with open_text(path) as file:
+    """Yields line, fields and fault of each record of a file that is not empty."""
+    with _files.open_text(path) as file:
         again: collections.deque[bytes] = collections.deque()
         taken: list[bytes] = []
 
@@ -325,8 +285,9 @@ def _heads(paths: Sequence[str]) -> tuple[str, list[str], list[list[str]]]:
     """Returns delimiter and columns, the same in all files, and rows of the first."""
     first: tuple[str, list[str], list[list[str]]] = ("", [], [])
     for path in paths:
-        check_text(path)
-        delimiter = first[0] or _delimiter_of(path)
+        _files.check_text(path)
+        options = first[0] or ",;\t|"  # the one that makes most columns
+        delimiter = max(options, key=lambda one: len(_head(path, one, 0)[0]))
         header, *rows = _head(path, delimiter, 1 if first[0] else _NUM_INFERRED)
         names = [name.strip() or f"column_{i}" for i, name in enumerate(header)]
         numbers = [str(number) for number in range(len(names) + 1)]
@@ -335,26 +296,19 @@ def _heads(paths: Sequence[str]) -> tuple[str, list[str], list[list[str]]]:
             are_numbers = False
         if are_numbers or len(set(names)) < len(names) or not rows:
             raise ValueError(
-                f"File {path!r} begins with {listed(names) or 'no line'} and has "
-                f"{'more' if rows else 'no'} rows; expected the names of the columns, "
-                "each once, and a row. Write such a line, or leave the file out."
+                f"File {path!r} begins with {_files.listed(names) or 'no line'} and "
+                f"has {'more' if rows else 'no'} rows; expected the names of the "
+                "columns, each once, and a row. Write such a line, or leave it out."
             )
         if first[1] and names != first[1]:
             others = sorted(set(names) ^ set(first[1])) or names
             raise ValueError(
                 f"File {path!r} has other columns than {paths[0]!r}, or in another "
-                f"order: {listed(others)}. Expected the same in all files. Read them "
-                "as two sources, or make the headers equal."
+                f"order: {_files.listed(others)}. Expected the same. Make them equal."
             )
-        # Rows of another length are reported, with their line, when they are read.
         kept = [row for row in rows if len(row) == len(names)]
         first = first if first[1] else (delimiter, names, kept)
     return first
-
-
-def _delimiter_of(path: str) -> str:
-    """Returns the delimiter that parts a file's header into most columns."""
-    return max(",;\t|", key=lambda one: len(_head(path, one, 0)[0]))
 
 
 def _head(path: str, delimiter: str, num_rows: int) -> list[list[str]]:

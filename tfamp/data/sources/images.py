@@ -1,29 +1,34 @@
-"""A folder of files as a source: paths and labels, no pixels."""
+"""Images: a folder of files as a source of paths and labels, and the decoder.
+
+A resized value is rounded half to even. Rotation by EXIF is not applied, as TensorFlow
+never does; of 16-bit PNGs the upper 8 bits are kept, and alpha is dropped.
+"""
 
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
 
+from tfamp.data._elements import from_arguments, inputs_of, with_inputs
 from tfamp.data.sources import RandomAccess, files_identity
 from tfamp.data.sources._files import listed, nearest
+from tfamp.data.stages import Map, Settings
 from tfamp.records import checks
 
-# Bitmaps are found, and refused when they are decoded.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
 # As Keras's `image_dataset_from_directory`, and no class has a larger number.
 LABEL_DTYPE = np.int32
+# First bytes of a JPEG, a PNG and a GIF. No bitmaps: of those with a palette TensorFlow
+# takes the numbers for colors.
+_STARTS = (b"\xff\xd8\xff", b"\x89PN", b"GIF")
 
 
 @dataclasses.dataclass(frozen=True)
 class FileSource(RandomAccess):
-    """Paths of files, one an element, with a label each or without.
-
-    An order is drawn on paths, which weigh 100 bytes, not on pixels.
-    """
+    """Paths of files, one an element, with a label each or without."""
 
     kind: str  # of the files, in the plural
     class_names: tuple[str, ...]  # of class 0, 1, ...; empty without labels
@@ -48,23 +53,18 @@ class FileSource(RandomAccess):
 
     def explain(self) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
-        size = f"{self.num_examples:,} {self.kind}"
-        if self.class_names:
-            size += f", {len(self.class_names)} classes"
+        classes = f", {len(self.class_names)} classes" if self.class_names else ""
+        size = f"{self.num_examples:,} {self.kind}{classes}"
         return size, f"paths only; ignored {self.num_ignored:,} files and folders"
 
 
 def folder_source(
     folder: Any,
-    labels: Any = "inferred",
-    class_names: Sequence[str] | None = None,
+    labels: str | None = "inferred",
     endings: tuple[str, ...] = EXTENSIONS,
     kind: str = "images",
 ) -> FileSource:
-    """Returns the files below a folder as paths, with their labels.
-
-    `Pipeline.from_images` explains the arguments and the errors.
-    """
+    """Returns the files below a folder as paths, with their labels."""
     root = os.path.abspath(os.path.expanduser(os.fsdecode(folder)))
     if not os.path.isdir(root):
         raise ValueError(
@@ -72,71 +72,54 @@ def folder_source(
             f"{nearest(root)}"
         )
     ignored: list[str] = []
-    if not isinstance(labels, str):
-        paths = _walk(root, endings, ignored, frozenset())
-        source = label_files(paths, labels, kind)
-        return dataclasses.replace(source, num_ignored=len(ignored))
+    if labels is None:
+        found = _walk(root, endings, ignored, frozenset())
+        return file_source(found, None, kind, (), len(ignored))
     checks.choice("labels", labels, ["inferred"])
-    names = _class_folders(root, class_names, kind, ignored)
+    entries = [e for e in os.scandir(root) if not e.name.startswith(".")]
+    names = sorted(entry.name for entry in entries if entry.is_dir())
+    ignored += sorted(entry.name for entry in entries if entry.is_file())
+    if not names:
+        what = f"files such as {listed(ignored)}" if ignored else "nothing"
+        raise ValueError(
+            f"Folder {root!r} has no class folders: it has {what}. Expected one folder "
+            f"of {kind} for each class. Pass `labels=None` for {kind} without labels."
+        )
+    above = frozenset({os.path.realpath(root)})
     paths, numbers = [], []
     for number, name in enumerate(names):
-        above = frozenset({os.path.realpath(root)})
         found = _walk(os.path.join(root, name), endings, ignored, above)
         if not found:
             raise ValueError(
                 f"Class folder {name!r} of {root!r} holds no {kind}; expected at least "
-                f"one file that ends in {endings}. Fill it, or leave it out with "
-                "`class_names`."
+                f"one file that ends in {endings}. Fill it, or move it away."
             )
         paths += found
         numbers += [number] * len(found)
-    tensors = _tensors(paths, numbers)
-    return FileSource(tensors, len(paths), kind, names, len(ignored))
+    return file_source(paths, numbers, kind, tuple(names), len(ignored))
 
 
-def label_files(paths: Sequence[str], labels: Any, kind: str) -> FileSource:
-    """Returns files with the labels of a sequence, or without if that is None."""
+def file_source(
+    paths: Sequence[str],
+    numbers: Any,
+    kind: str,
+    names: tuple[str, ...] = (),
+    ignored: int = 0,
+) -> FileSource:
+    """Returns a source of paths, or (paths, labels), on the CPU."""
     if not paths:
         raise ValueError(f"There are no {kind}; expected at least one. Pass others.")
-    if labels is None:
-        return FileSource(_tensors(paths, None), len(paths), kind, ())
-    array, limit = np.asarray(labels), np.iinfo(LABEL_DTYPE).max
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TypeError(
-            f"`labels` is a {type(labels).__name__} of {array.dtype} with shape "
-            f"{array.shape}; expected one integer for each file. Pass a flat list of "
-            "integers."
-        )
-    low, high = array.min(initial=0), array.max(initial=0)
-    if len(array) != len(paths) or low < 0 or high > limit:
-        raise ValueError(
-            f"`labels` has {len(array)} entries from {low} to {high} for {len(paths)} "
-            f"files; expected as many, from 0 to {limit}. They go by the sorted paths: "
-            "list those with `labels=None`."
-        )
-    names = tuple(map(str, np.unique(array).tolist()))
-    return FileSource(_tensors(paths, array), len(paths), kind, names)
-
-
-def _tensors(paths: Sequence[str], numbers: Any) -> Any:
-    """Returns paths, or (paths, labels), on the CPU."""
     with tf.device("CPU:0"):
-        as_tensor = tf.constant([os.fsencode(path) for path in paths])
-        if numbers is None:
-            return as_tensor
-        return as_tensor, tf.constant(np.array(numbers, LABEL_DTYPE))
+        tensors: Any = tf.constant([os.fsencode(path) for path in paths])
+        if numbers is not None:
+            tensors = tensors, tf.constant(np.array(numbers, LABEL_DTYPE))
+    return FileSource(tensors, len(paths), kind, names, ignored)
 
 
 def _walk(
-    folder: str,
-    endings: tuple[str, ...],
-    ignored: list[str],
-    above: frozenset[str],
+    folder: str, endings: tuple[str, ...], ignored: list[str], above: frozenset[str]
 ) -> list[str]:
-    """Returns the files below `folder` in order, and notes the others.
-
-    Links to folders are followed, but for those to a folder that they lie in.
-    """
+    """Returns the files below `folder` in order, and notes the others."""
     here = os.path.realpath(folder)
     if here in above:
         ignored.append(folder)
@@ -155,31 +138,82 @@ def _walk(
     return found
 
 
-def _class_folders(
-    root: str,
-    asked: Sequence[str] | None,
-    kind: str,
-    ignored: list[str],
-) -> tuple[str, ...]:
-    """Returns the names of the classes: those asked for, or all folders, sorted."""
-    entries = [e for e in os.scandir(root) if not e.name.startswith(".")]
-    folders = sorted(entry.name for entry in entries if entry.is_dir())
-    loose = sorted(entry.name for entry in entries if entry.is_file())
-    if not folders:
-        raise ValueError(
-            f"Folder {root!r} has no class folders: it has "
-            f"{'files such as ' + listed(loose) if loose else 'nothing'}. Expected one "
-            f"folder of {kind} for each class. Pass `labels=None` for {kind} without "
-            "labels, or the labels themselves."
-        )
-    names = tuple(folders if asked is None else asked)
-    unknown = [name for name in names if name not in folders]
-    if isinstance(asked, str) or unknown or len(set(names)) < len(names):
-        close = checks.did_you_mean(unknown[0], folders) if unknown else None
-        raise ValueError(
-            f"`class_names` is {asked!r}; expected names of folders of {root!r}, each "
-            f"once, which has {listed(folders)}. "
-            + (f"Did you mean {close!r}?" if close else "Pass their names.")
-        )
-    ignored += [*loose, *(set(folders) - set(names))]
-    return names
+@dataclasses.dataclass(frozen=True)
+class ImageReader:
+    """Decodes and resizes the image of an element; leaves its other parts alone."""
+
+    image_size: Any = None
+    _: dataclasses.KW_ONLY
+    channels: int = 3
+    key: str | None = None
+    reads_files: bool = False
+
+    def __post_init__(self) -> None:
+        size = self.image_size
+        if size is not None:
+            if isinstance(size, str) or np.shape(size) != (2,):
+                raise TypeError(
+                    f"`image_size` is {size!r}; expected (height, width). Pass two "
+                    "integers, or None to keep the sizes."
+                )
+            size = tuple(checks.positive_int("image_size", side) for side in size)
+            object.__setattr__(self, "image_size", size)
+        if self.channels not in (1, 3):
+            raise ValueError(
+                f"`channels` is {self.channels!r}; expected 1 or 3. Pass 3 for color."
+            )
+
+    def __call__(self, *parts: Any) -> Any:
+        """Returns the element with pixels in place of a path or of bytes."""
+        element = from_arguments(parts)
+        given, key = inputs_of(element), self.key
+        if key is None:
+            return with_inputs(element, self._pixels(given))
+        return with_inputs(element, {**given, key: self._pixels(given[key])})
+
+    def _pixels(self, image: Any) -> tf.Tensor:
+        """Returns the pixels `(height, width, channels)`, uint8, of a path or bytes."""
+        given = tf.convert_to_tensor(image, tf.string)
+        data = tf.io.read_file(given) if self.reads_files else given
+        start = tf.strings.substr(data, 0, 3)
+        is_image = tf.reduce_any(start == tf.constant(_STARTS))
+        what = given if self.reads_files else tf.constant("the bytes of an image")
+        # Not its first bytes: an error whose text is no UTF-8 is another error.
+        size = tf.strings.as_string(tf.strings.length(data))
+        text = tf.strings.join([what, "is no JPEG, PNG or GIF; bytes:", size], " ")
+        check = tf.raw_ops.Assert(condition=is_image, data=[text])
+        with tf.control_dependencies([check] if check is not None else []):
+            data = tf.identity(data)
+        pixels = tf.io.decode_image(data, self.channels, expand_animations=False)
+        pixels = tf.ensure_shape(pixels, (None, None, self.channels))
+        if self.image_size is None:
+            return pixels
+        resized = tf.cast(tf.round(tf.image.resize(pixels, self.image_size)), tf.uint8)
+        return tf.ensure_shape(resized, (*self.image_size, self.channels))
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode(Map):
+    """Decodes images in parallel, each to one size."""
+
+    name: ClassVar[str] = "decode"
+    function: ImageReader
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Maps, if elements hold an image as a path or as bytes."""
+        first, key = inputs_of(dataset.element_spec), self.function.key
+        found = first.get(key) if isinstance(first, dict) and key else first
+        is_plain = key is None or isinstance(first, dict)
+        if not is_plain or found != tf.TensorSpec((), tf.string):
+            raise ValueError(
+                f"`.decode` came for elements that hold {first!r}, with `key` {key!r}; "
+                "expected a path or the bytes of an image, by its `key` in a dict. "
+                "Leave it out where images are decoded already."
+            )
+        return super().apply(dataset, settings)
+
+    @property
+    def setting(self) -> str:
+        """The size of the images."""
+        size = self.function.image_size
+        return "own sizes" if size is None else f"{size[0]}x{size[1]}, bilinear"

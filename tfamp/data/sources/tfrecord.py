@@ -22,9 +22,7 @@ from tfamp.records.console import progress
 
 # Files read by turns. Not the number of cores: the order would depend on it.
 FILES_AT_ONCE = 4
-# Records in a chunk: at most so many, and about so many bytes of them.
 _CHUNK_RECORDS, _CHUNK_BYTES = 2048, 2**20
-# Lengths of up to so many records are read at once, in 0.15 s.
 _MAX_WALKED_RECORDS = 100_000
 _NUM_SAMPLED = 100
 _FRAME_BYTES = 16  # of a record beside its payload
@@ -52,7 +50,6 @@ class TfrecordSource(ChunkedSource):
             self._stock,
             cycle_length=at_once,
             block_length=1,
-            # tf.data refuses more calls than files; AUTOTUNE is below them all.
             num_parallel_calls=min(at_once, settings.num_parallel_calls),
             deterministic=True,
         )
@@ -96,7 +93,6 @@ class TfrecordSource(ChunkedSource):
         @tf.autograph.experimental.do_not_convert
         def bytes_of(records: tf.Tensor, *rest: Any) -> Any:
             sizes = tf.strings.length(records) + _FRAME_BYTES
-            # What nobody takes is not parsed.
             return tf.reduce_sum(tf.cast(sizes, tf.int64)), self._parse(records, *rest)
 
         stock = self._stock(tf.constant([path, compression]))
@@ -104,7 +100,6 @@ class TfrecordSource(ChunkedSource):
         try:
             size = sum(int(num_bytes) for num_bytes, _ in found)
         except tf.errors.OpError as error:
-            # Behind TensorFlow's names of functions and iterators.
             line = str(error).splitlines()[0].partition(" [Op:")[0]
             return re.split(r"}} |Iterator::Root\S*: ", line)[-1]
         except UnicodeDecodeError:  # TensorFlow's error quotes the bytes
@@ -128,15 +123,7 @@ class TfrecordSource(ChunkedSource):
 
 
 def tfrecord_source(paths: Any, features: Mapping[str, Any] | None) -> TfrecordSource:
-    """Returns the records of TFRecord files as a source, after a look at each file.
-
-    `Pipeline.from_tfrecord` explains the arguments and the errors.
-    """
-    if features is not None and (not isinstance(features, Mapping) or not features):
-        raise TypeError(
-            f"`features` is {features!r}; expected a dict {{name: feature}}. Pass such "
-            "as `{'x': tf.io.FixedLenFeature((), tf.float32)}`, or None for strings."
-        )
+    """Returns the records of TFRecord files as a source, after a look at each file."""
     found = find_files(paths)
     compressions = tuple(map(_compression_of, found))
     count, damage, chunk_size = None, "", _CHUNK_RECORDS // 8
@@ -160,10 +147,7 @@ def tfrecord_source(paths: Any, features: Mapping[str, Any] | None) -> TfrecordS
 
 
 def _compression_of(path: str) -> str:
-    """Returns "" or "GZIP" by the beginning of a file; raises if it has no records.
-
-    The first length of a plain file may look like the mark of gzip.
-    """
+    """Returns "" or "GZIP" by the beginning of a file; raises if it has no records."""
     if is_gzip(path):
         packed = tf.data.TFRecordDataset(path, compression_type="GZIP")
         try:
@@ -181,10 +165,7 @@ def _compression_of(path: str) -> str:
 
 
 def _walk(path: str, max_records: int | None = None) -> tuple[int, int]:
-    """Returns how many records a plain file has, and the byte behind the last.
-
-    It reads lengths alone. What a file breaks off with is no record.
-    """
+    """Returns how many records a plain file has, and the byte behind the last."""
     size, number, end = os.path.getsize(path), 0, 0
     with open(path, "rb", buffering=0) as file:
         while number != max_records:

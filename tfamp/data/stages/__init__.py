@@ -13,11 +13,8 @@ from typing import Any, ClassVar, Literal
 import tensorflow as tf
 
 from tfamp.machine.cpus import num_usable_cpus
-from tfamp.records import checks
 
 Autotune = bool | Literal["auto"]
-# One batch in use, one ready. More only holds memory once the input keeps up.
-_PREFETCH = 2
 # A result that waits for its turn counts as a call too, so with one call for each
 # thread a slow element leaves a thread idle: 7 % of the time with photos.
 _CALLS_A_THREAD = 2
@@ -49,10 +46,7 @@ ORDER = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a dataset runs: its own threads, or tf.data's choice of all numbers.
-
-    `errors` is the `OnError` that counts elements which cannot be read, None to raise.
-    """
+    """How a dataset runs: its own threads, or tf.data's choice of all numbers."""
 
     num_threads: int
     autotune: bool
@@ -76,15 +70,14 @@ def settings_of(autotune: Autotune) -> Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Stage(abc.ABC):
-    """What every stage can do.
+    """What every stage can do; `found` is what builds found and counted.
 
-    Attributes:
-        name: Of the verb that asks for it; the table and the order know it by this.
-        stays_behind: The stage that it stays behind as written, "" for none.
-        found: What builds of its pipeline have found and counted, to be described.
+    One that takes elements by their place needs one order in each "pass", or in all
+    "processes" too.
     """
 
     name: ClassVar[str]
+    needs_order = ""
     stays_behind: str = dataclasses.field(default="", compare=False, kw_only=True)
     found: dict[str, Any] = dataclasses.field(
         default_factory=dict, compare=False, kw_only=True, repr=False
@@ -116,25 +109,14 @@ class Stage(abc.ABC):
         return "; ".join(self.found.values())
 
     @property
-    def needs_order(self) -> str:
-        """What takes elements by their place: "pass", or "processes"; "" for nothing.
-
-        They then have to come in one order in each pass, or also in all processes.
-        """
-        return ""
-
-    @property
     def acts_on_batches(self) -> bool:
         """Whether it is given or makes whole batches."""
-        return any(_has(name, "batches") for name in (self.name, self.stays_behind))
+        return any(has_role(one, "batches") for one in (self.name, self.stays_behind))
 
 
 @dataclasses.dataclass(frozen=True)
 class Step(Stage):
-    """A step that only plans have: its line in the table, and maybe what it does.
-
-    `of` is what counts of it where caches are told apart.
-    """
+    """A step of a few words: its line in the table, and maybe what it does."""
 
     name: str  # type: ignore[misc]  # of one step, not of all
     says: str = dataclasses.field(compare=False)
@@ -148,24 +130,14 @@ class Step(Stage):
         """Returns the dataset after the step, as it is if there is nothing to do."""
         return dataset if self.act is None else self.act(dataset)
 
-    @property
-    def setting(self) -> str:
-        """What the plan says of it."""
-        return self.says
-
-    @property
-    def reason(self) -> str:
-        """Why the plan has it."""
-        return self.why
+    setting = property(lambda self: self.says)
+    reason = property(lambda self: self.why)
 
 
-def _has(name: str, *roles: str) -> bool:
-    return not set(ORDER.get(name, ("", ""))[1].split()).isdisjoint(roles)
-
-
-def has_role(step: Stage, *roles: str) -> bool:
+def has_role(step: Stage | str, *roles: str) -> bool:
     """States whether a stage, or a step made of one, has any of the roles."""
-    return _has(step.name, *roles)
+    name = step if isinstance(step, str) else step.name
+    return not set(ORDER.get(name, ("", ""))[1].split()).isdisjoint(roles)
 
 
 def map_in_order(
@@ -188,36 +160,13 @@ class Map(Stage):
         if not callable(self.function):
             raise TypeError(
                 f"`function` is {self.function!r}; expected something that can be "
-                "called with the parts of an element, such as `lambda x, y: (x, y)`."
+                "called. Pass a function of an element, as `lambda x, y: (x, y)`."
             )
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Maps in parallel and keeps the order of the elements."""
         return map_in_order(dataset, self.function, settings)
 
-    @property
-    def setting(self) -> str:
-        """The name of the function."""
-        return getattr(self.function, "__name__", repr(self.function))
-
-
-@dataclasses.dataclass(frozen=True)
-class Prefetch(Stage):
-    """Prepares elements while the model works on earlier ones."""
-
-    name: ClassVar[str] = "prefetch"
-    count: int | None
-
-    def __post_init__(self) -> None:
-        if self.count is not None:
-            checks.positive_int("num_batches", self.count)
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Prefetches a fixed number unless tf.data is to choose."""
-        size = tf.data.AUTOTUNE if settings.autotune else _PREFETCH
-        return dataset.prefetch(self.count or size)
-
-    @property
-    def setting(self) -> str:
-        """How many are prepared."""
-        return str(self.count or f"{_PREFETCH}, or as tf.data chooses")
+    setting = property(
+        lambda self: getattr(self.function, "__name__", repr(self.function))
+    )

@@ -12,34 +12,21 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import (
-    bytes_of_element,
-    inputs_of,
-    is_endless,
-    known_length,
-    with_inputs,
-    with_length_of,
-)
+from tfamp.data import _elements
 from tfamp.data._examples import flatten
 from tfamp.data.augmentation import DEFAULT, Transform
 from tfamp.data.stages import Settings, Stage, Step, map_in_order
 from tfamp.records import checks
 
-# From `_check` over `apply`, `plan.build` and `Pipeline.build` to the caller.
-_STACKLEVEL = 5
 # A block of small images costs a half of what they cost one by one; in float32 it
 # should fit into a core's own cache.
 _BLOCK_BYTES, _MAX_BLOCK = 2**20, 32
+_fold_in = tf.random.experimental.stateless_fold_in
 
 
 class EpochCounter:
-    """Counts the passes over one dataset that gave their last element.
+    """Counts the passes over one dataset that gave their last element."""
 
-    One that was left early, as a look at the first batch is, does not count. What it
-    counts begins with a seed of the user's, or one that was drawn.
-    """
-
-    # The attribute of a dataset that it counts the passes over.
     ATTRIBUTE = "_tfamp_epochs"
 
     def __init__(self, *, is_seeded: bool = True) -> None:
@@ -66,65 +53,54 @@ class EpochCounter:
 
         # A call into Python at the first element only.
         def endless(_: tf.Tensor) -> tf.data.Dataset:
-            return tf.data.Dataset.from_tensors(self._read_tensor()).repeat()
+            return tf.data.Dataset.from_tensors(self._read()).repeat()
 
         epochs = tf.data.Dataset.range(1).flat_map(endless)
         numbered = tf.data.Dataset.zip(epochs, dataset.enumerate())
-        numbered = with_length_of(dataset, numbered)
+        numbered = _elements.with_length_of(dataset, numbered)
         return numbered.map(lambda epoch, item: (epoch, *item))
 
     def count(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the dataset; that it was read to its end is noted here.
 
-        It stands behind everything that reads ahead: a look at the first batch lets a
-        prefetch read on, and only what leaves the pipeline tells whether an epoch was
-        used.
+        It stands behind everything that reads ahead, such as a prefetch.
         """
-        counted = self._counted(dataset)
+        counted, length = dataset, _elements.known_length(dataset)
+        if length is None:
+            last = tf.data.Dataset.range(1).filter(
+                lambda _: self._finish(self._read()) < 0
+            )
+            counted = dataset.concatenate(last.flat_map(lambda _: dataset.take(0)))
+        else:  # readers such as `fit` stop at the last element
+
+            def step(epoch: tf.Tensor, item: Any) -> tuple[tf.Tensor, Any]:
+                index, element = item
+                epoch = tf.cond(index == 0, self._read, lambda: epoch)
+                is_last = index == length - 1
+                epoch = tf.cond(is_last, lambda: self._finish(epoch), lambda: epoch)
+                return epoch, element
+
+            counted = dataset.enumerate().scan(tf.constant(0, tf.int64), step)
         setattr(counted, self.ATTRIBUTE, self)
         return counted
 
-    def _counted(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        length = known_length(dataset)
-        if length is None:
-            # Whose end is not known, is read until there is no more.
-            last = tf.data.Dataset.range(1).filter(
-                lambda _: self._finish_tensor(self._read_tensor()) < 0
-            )
-            return dataset.concatenate(last.flat_map(lambda _: dataset.take(0)))
-
-        # Where it is known, readers such as `fit` stop at the last element.
-        def step(epoch: tf.Tensor, item: Any) -> tuple[tf.Tensor, Any]:
-            index, element = item
-            epoch = tf.cond(index == 0, self._read_tensor, lambda: epoch)
-            is_last = index == length - 1
-            epoch = tf.cond(is_last, lambda: self._finish_tensor(epoch), lambda: epoch)
-            return epoch, element
-
-        return dataset.enumerate().scan(tf.constant(0, tf.int64), step)
-
-    def _read_tensor(self) -> tf.Tensor:
+    def _read(self) -> tf.Tensor:
         return tf.ensure_shape(tf.numpy_function(self.read, [], tf.int64), ())
 
-    def _finish_tensor(self, epoch: tf.Tensor) -> tf.Tensor:
+    def _finish(self, epoch: tf.Tensor) -> tf.Tensor:
         found = tf.numpy_function(self.finish, [epoch], tf.int64)
         return tf.ensure_shape(found, ())
 
 
 @dataclasses.dataclass(frozen=True)
 class Augmentation(Stage):
-    """Changes elements at random by its steps, anew in each epoch.
-
-    `Pipeline.augment` explains the arguments. Seed, epoch and number of an element
-    decide its changes; the plan gives each dataset a counter of its own.
-    """
+    """Changes elements at random by its steps, anew in each epoch."""
 
     name: ClassVar[str] = "augment"
     steps: tuple[Transform | Callable[..., Any], ...]
     strength: float = 1.0
     ramp_epochs: int = 0
     seed: int | None = None
-    key: str | None = None
     value_range: tuple[float, float] | None = None
     is_seeded: bool = dataclasses.field(default=True, compare=False, repr=False)
     counter: EpochCounter = dataclasses.field(
@@ -138,13 +114,12 @@ class Augmentation(Stage):
         object.__setattr__(self, "steps", self.steps or DEFAULT)
         checks.fraction("strength", self.strength)
         checks.positive_int("ramp_epochs", self.ramp_epochs, minimum=0)
-        if self.value_range is not None:
-            is_pair = isinstance(self.value_range, (tuple, list))
-            if not is_pair or not self.value_range[0] < self.value_range[-1]:
-                raise ValueError(
-                    f"`value_range` is {self.value_range!r}; expected the smallest and "
-                    "the largest value of an image. Pass such as (0, 255)."
-                )
+        low, high = self.value_range or (0, 1)
+        if not low < high:
+            raise ValueError(
+                f"`value_range` is {self.value_range!r}; expected the smallest and the "
+                "largest value of an image. Pass such as (0, 255)."
+            )
         if self.seed is None:
             object.__setattr__(self, "is_seeded", False)
             object.__setattr__(self, "seed", random.randrange(2**31))
@@ -160,14 +135,12 @@ class Augmentation(Stage):
         return dataclasses.replace(self, counter=counter), count
 
     def _check(self, dataset: tf.data.Dataset) -> None:
-        """Raises, before anything runs, if `dataset` does not suit."""
-        spec = _part(dataset.element_spec, self.key)
-        if not isinstance(spec, tf.TensorSpec) or not (
-            spec.dtype.is_floating or spec.dtype.is_integer
-        ):
+        spec = _elements.inputs_of(dataset.element_spec)
+        is_dense = isinstance(spec, tf.TensorSpec)
+        if not is_dense or not (spec.dtype.is_floating or spec.dtype.is_integer):
             raise TypeError(
                 f"What is to be augmented is {spec!r}; expected dense numbers. Decode "
-                "images first, or name the part that holds them with `key`."
+                "images first; of a dict bring them to the front in `.map`."
             )
         if any(isinstance(step, Transform) for step in self.steps):
             if spec.shape.rank != 3:
@@ -177,11 +150,10 @@ class Augmentation(Stage):
                     "functions for features that are no images."
                 )
             self._span(spec.dtype)
-        if self.ramp_epochs and is_endless(dataset):
+        if self.ramp_epochs and _elements.is_endless(dataset):
             raise ValueError(
                 f"`ramp_epochs` is {self.ramp_epochs} and the dataset has no end; "
-                "expected epochs to count. Leave `repeat` to `fit`, or leave out "
-                "`ramp_epochs`."
+                "expected epochs to count. Leave `repeat` to `fit`."
             )
         moving = [one for one in self.steps if getattr(one, "moves", True)]
         if spec.shape.rank != 3 or not moving or self.strength == 0:
@@ -199,37 +171,28 @@ class Augmentation(Stage):
                     "height and width. A mask no longer fits its image: join it to "
                     "the image as one more channel in `.map`, use `Flip` and `Shift` "
                     "alone, and split them in a `.map` written after `.augment`.",
-                    stacklevel=_STACKLEVEL,
+                    stacklevel=checks.level_of_user(),
                 )
                 return
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Numbers elements and epochs, then changes elements in parallel."""
+        """Numbers elements and epochs, then changes blocks of elements in parallel."""
         self._check(dataset)
         if self.strength == 0:
             return dataset
-        numbered = self.counter.number(dataset)
         spec, size = dataset.element_spec, 1
         are_plain = all(isinstance(step, Transform) for step in self.steps)
-        if are_plain and bytes_of_element(spec) is not None:
-            num_values = _part(spec, self.key).shape.num_elements()
+        if are_plain and _elements.bytes_of_element(spec) is not None:
+            num_values = _elements.inputs_of(spec).shape.num_elements()
             size = _BLOCK_BYTES // (4 * max(1, num_values))
-        if size < 2:  # users' functions take one element
 
-            def change(epoch: tf.Tensor, index: tf.Tensor, element: Any) -> Any:
-                image = _part(element, self.key)
-                changed = self._run(image[None], epoch, index)[0]
-                return _with_part(element, self.key, changed)
+        def change(epochs: tf.Tensor, indices: tf.Tensor, block: Any) -> Any:
+            changed = self._run(_elements.inputs_of(block), epochs[0], indices[0])
+            return _elements.with_inputs(block, changed)
 
-            return map_in_order(numbered, change, settings)
-
-        def change_block(epochs: tf.Tensor, indices: tf.Tensor, block: Any) -> Any:
-            changed = self._run(_part(block, self.key), epochs[0], indices[0])
-            return _with_part(block, self.key, changed)
-
-        blocks = numbered.batch(min(size, _MAX_BLOCK))
-        changed = map_in_order(blocks, change_block, settings).unbatch()
-        return with_length_of(dataset, changed)
+        blocks = self.counter.number(dataset).batch(max(1, min(size, _MAX_BLOCK)))
+        changed = map_in_order(blocks, change, settings).unbatch()
+        return _elements.with_length_of(dataset, changed)
 
     @property
     def setting(self) -> str:
@@ -240,7 +203,6 @@ class Augmentation(Stage):
         return f"{', '.join(map(_name, self.steps))}; {strength}"
 
     def _span(self, dtype: tf.DType) -> float:
-        """Returns largest minus smallest value of images of a dtype."""
         if self.value_range is not None:
             return float(self.value_range[1] - self.value_range[0])
         if not dtype.is_floating and dtype not in (tf.uint8, tf.uint16):
@@ -254,8 +216,7 @@ class Augmentation(Stage):
         """Returns images, a batch, changed; the same where the strength is 0."""
         number, dtype = self.seed or 0, images.dtype
         seed = tf.constant([number % 2**31, number // 2**31 % 2**31], tf.int32)
-        seed = tf.random.experimental.stateless_fold_in(seed, epoch)
-        seed = tf.random.experimental.stateless_fold_in(seed, index)
+        seed = _fold_in(_fold_in(seed, epoch), index)
         strength = tf.constant(self.strength, tf.float32)
         if self.ramp_epochs:
             way = tf.minimum(tf.cast(epoch, tf.float32) / self.ramp_epochs, 1.0)
@@ -265,20 +226,20 @@ class Augmentation(Stage):
             # Between transforms in float32, so that integers are rounded once.
             current = images
             for number, step in enumerate(self.steps):
-                own = tf.random.experimental.stateless_fold_in(seed, number)
+                own = _fold_in(seed, number)
                 if isinstance(step, Transform):
                     current = tf.cast(current, tf.float32)
                     current = step(current, strength, own, self._span(dtype))
-                else:
-                    given = _restored(current[0], dtype)
-                    taken = (given, strength, own)[: _num_arguments(step)]
-                    current = tf.convert_to_tensor(step(*taken))[None]
-                    if not current.shape[1:].is_compatible_with(given.shape):
-                        raise ValueError(
-                            f"`{_name(step)}` makes the shape {current.shape[1:]}; "
-                            f"expected {given.shape}, as it was given. Use `.map` for "
-                            "a lasting change."
-                        )
+                    continue
+                given = _restored(current[0], dtype)
+                taken = (given, strength, own)[: _num_arguments(step)]
+                current = tf.convert_to_tensor(step(*taken))[None]
+                if not current.shape[1:].is_compatible_with(given.shape):
+                    raise ValueError(
+                        f"`{_name(step)}` makes the shape {current.shape[1:]}; "
+                        f"expected {given.shape}, as it was given. Use `.map` for a "
+                        "lasting change."
+                    )
             return tf.ensure_shape(_restored(current, dtype), images.shape)
 
         return tf.cond(strength > 0, changed, lambda: tf.identity(images))
@@ -306,23 +267,3 @@ def _num_arguments(function: Any) -> int:
 
 def _name(step: Any) -> str:
     return getattr(step, "__name__", type(step).__name__)
-
-
-def _part(element: Any, key: str | None) -> Any:
-    """Returns the input of an element, or of its spec, that is to be changed."""
-    inputs = inputs_of(element)
-    if isinstance(inputs, dict) and key in inputs:
-        return inputs[key]
-    if isinstance(inputs, dict) or key is not None:
-        names = tuple(inputs) if isinstance(inputs, dict) else "no dict"
-        raise ValueError(
-            f"`key` is {key!r} and the inputs are {names!r}; expected the name of one "
-            "of them, and None where they are no dict. Pass the name of the images."
-        )
-    return inputs
-
-
-def _with_part(element: Any, key: str | None, changed: tf.Tensor) -> Any:
-    """Returns an element with its input changed."""
-    new = changed if key is None else {**inputs_of(element), key: changed}
-    return with_inputs(element, new)

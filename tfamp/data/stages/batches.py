@@ -1,4 +1,8 @@
-"""The stages that order and join elements: a shuffle through a buffer, and batches."""
+"""The stages that order and join elements: a shuffle, batches, and buckets.
+
+A bucket holds the sequences up to a length, its boundary; they are padded to it. So
+there are as many shapes as buckets, and XLA compiles each of them once.
+"""
 
 import dataclasses
 import warnings
@@ -8,48 +12,25 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import (
-    begins_anew,
-    bytes_held,
-    bytes_of_first,
-    known_length,
-    looks_batched,
-    never_empty,
-    runs_python,
-    with_length,
-)
-from tfamp.data.stages import Settings, Stage
-from tfamp.records import checks
+from tfamp.data import _elements
+from tfamp.data.stages import Settings, Stage, map_in_order
+from tfamp.records import checks, units
 
-# From a stage over `plan.build` and `Pipeline.build` to the caller.
-_STACKLEVEL = 4
 # Elements held for shuffling may take this much memory, unless told otherwise.
 SHUFFLE_BUFFER_BYTES = 256 * 2**20
-# A buffer below this many elements hardly shuffles, however large they are.
 _MIN_BUFFER = 64
 # Where elements have no known size, such as strings, so many are measured. Where that
 # fails too, memory is bounded by count.
 _NUM_MEASURED, _DEFAULT_BUFFER = 32, 10_000
-# A buffer is filled before the first batch comes. Where the end of the elements is not
-# known, more than so many would keep a model waiting for seconds.
 _MAX_OPEN_BUFFER = 2**18
-
-
-def shuffle_buffer_size(num_elements: int | None, element_bytes: int | None) -> int:
-    """Returns how many elements to hold for shuffling when the user did not say.
-
-    All of them where they fit `SHUFFLE_BUFFER_BYTES`: only then is the shuffle exact.
-
-    Example:
-        >>> shuffle_buffer_size(60_000, 28 * 28 + 8 + 2 * 200)  # 68 MiB: all of it
-        60000
-        >>> shuffle_buffer_size(1_200_000, 224 * 224 * 3)
-        1783
-    """
-    fitting = _DEFAULT_BUFFER
-    if element_bytes is not None:
-        fitting = max(_MIN_BUFFER, SHUFFLE_BUFFER_BYTES // max(1, element_bytes))
-    return min(_MAX_OPEN_BUFFER if num_elements is None else num_elements, fitting)
+# Tensor cores and XLA's tiles take dimensions in steps of this.
+_LENGTH_MULTIPLE = 8
+DEFAULT_MAX_SHAPES = 8
+_MAX_CANDIDATES = 2048
+_NO_BATCH = (
+    "In this pass `.bucket` with `drop_remainder=True` filled no batch; expected one "
+    "at least. Make batches smaller, pass fewer boundaries, or keep the remainder."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,65 +40,57 @@ class Shuffle(Stage):
     name: ClassVar[str] = "shuffle"
     buffer_size: int | None
     seed: int | None
+    by_position: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.buffer_size is not None:
-            checks.positive_int("buffer_size", self.buffer_size)
-        if self.seed is not None:
-            checks.positive_int("seed", self.seed, minimum=0)
+        for name, least in (("buffer_size", 1), ("seed", 0)):
+            if getattr(self, name) is not None:
+                checks.positive_int(name, getattr(self, name), minimum=least)
 
     def is_too_large(self, source: Any) -> bool:
         """Whether a buffer of a source's elements would take much memory."""
-        element_bytes = bytes_held(source.dataset(None).element_spec)
+        element_bytes = _elements.bytes_held(source.dataset(None).element_spec)
         held = self.buffer_size or source.num_examples
         return element_bytes is None or held * element_bytes > SHUFFLE_BUFFER_BYTES
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Shuffles through a buffer, afresh at every iteration."""
-        length, each = known_length(dataset), bytes_held(dataset.element_spec)
+        """Shuffles through a buffer, or positions as one tensor, anew each pass."""
+        if self.by_position:
+            number = _elements.known_length(dataset) or 0
+            order = drawn(self.seed, lambda random: random.permutation(number))
+            self.found["held"] = "by position: exact"
+            return _elements.with_length(order, number)
+        length = _elements.known_length(dataset)
+        each = _elements.bytes_held(dataset.element_spec)
         if each is None and self.buffer_size is None:
-            if runs_python(dataset) and not begins_anew(dataset):
+            if _elements.runs_python(dataset) and not _elements.begins_anew(dataset):
                 warnings.warn(
-                    "`.shuffle` without `buffer_size` looks at the sizes of the first "
-                    "elements, and these were others when they were read again. "
-                    "Expected the same: a generator that was called already can be "
-                    "read once, and has lost them. Pass `from_generator` a function "
-                    "that makes a new one, or pass `buffer_size`.",
-                    stacklevel=_STACKLEVEL,
+                    "`.shuffle` without `buffer_size` looks at the first elements, and "
+                    "these were others when they were read again. Expected the same: a "
+                    "generator that was called already has lost them. Pass "
+                    "`from_generator` a function that makes one, or `buffer_size`.",
+                    stacklevel=checks.level_of_user(),
                 )
-            each = bytes_of_first(dataset, _NUM_MEASURED)
-        size = self.buffer_size or shuffle_buffer_size(length, each)
+            each = _elements.bytes_of_first(dataset, _NUM_MEASURED)
+        fitting = _DEFAULT_BUFFER
+        if each is not None:
+            fitting = max(_MIN_BUFFER, SHUFFLE_BUFFER_BYTES // max(1, each))
+        whole = _MAX_OPEN_BUFFER if length is None else length
+        size = self.buffer_size or min(whole, fitting)
         is_exact = length is not None and size >= length
         told = "all held: exact" if is_exact else f"{size:,} held: approximate"
         self.found["held"] = told
         return dataset.shuffle(size, seed=self.seed, reshuffle_each_iteration=True)
 
-    @property
-    def setting(self) -> str:
-        """How many are held, and the seed."""
-        limit = f"all that fit {SHUFFLE_BUFFER_BYTES // 2**20} MiB"
-        return f"{self.buffer_size or limit}, seed {self.seed}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Permutation(Shuffle):
-    """Puts all positions of a source in a new random order, drawn as one tensor."""
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the positions in an order that is drawn as an epoch begins."""
-        length = known_length(dataset) or 0
-        order = drawn(self.seed, lambda random: random.permutation(length))
-        self.found["held"] = "by position: exact"
-        return with_length(order, length)
+    setting = property(
+        lambda self: f"{self.buffer_size or 'all that fit 256 MiB'}, seed {self.seed}"
+    )
 
 
 def drawn(
     seed: int | None, draw: Callable[[np.random.Generator], np.ndarray]
 ) -> tf.data.Dataset:
-    """Returns the numbers that are drawn as a pass begins, other ones in each.
-
-    The same seed gives the same sequence of passes.
-    """
+    """Returns the numbers that are drawn as a pass begins, other ones in each."""
 
     def call(words: np.ndarray) -> np.ndarray:
         return draw(np.random.default_rng(words.view(np.uint64))).astype(np.int64)
@@ -132,11 +105,7 @@ def drawn(
 
 @dataclasses.dataclass(frozen=True)
 class Batch(Stage):
-    """Joins elements into batches.
-
-    Of chunks, where a source gives these, `num_rows` is how many rows there are, -1
-    where that is not known; None of elements.
-    """
+    """Joins elements into batches."""
 
     name: ClassVar[str] = "batch"
     size: int
@@ -148,12 +117,9 @@ class Batch(Stage):
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Batches on one thread: a copy is cheaper than handing it to another."""
-        size, drops, are_elements = (
-            self.size,
-            self.drop_remainder,
-            self.num_rows is None,
-        )
-        length = known_length(dataset) if are_elements else self.num_rows
+        size, drops = self.size, self.drop_remainder
+        are_elements = self.num_rows is None
+        length = _elements.known_length(dataset) if are_elements else self.num_rows
         length = None if length == -1 else length
         if drops and length is not None and length < size:
             raise ValueError(
@@ -161,13 +127,12 @@ class Batch(Stage):
                 f"{length} elements; expected a size of at most {length}. Make the "
                 "batch smaller, or keep the remainder."
             )
-        if are_elements and looks_batched(dataset.element_spec):
+        if are_elements and _elements.looks_batched(dataset.element_spec):
             warnings.warn(
-                f"Elements {dataset.element_spec} look like batches already: "
-                "the first dimension of every part is unknown. Expected single "
-                "examples; batching again adds a dimension. Leave out `.batch`, or "
-                "pass `ds.unbatch()`. For sequences of varying length use `.bucket`.",
-                stacklevel=_STACKLEVEL,
+                f"Elements {dataset.element_spec} look like batches already; expected "
+                "single examples: batching again adds a dimension. Leave out `.batch`, "
+                "or pass `ds.unbatch()`. For sequences of own lengths use `.bucket`.",
+                stacklevel=checks.level_of_user(),
             )
         join = dataset.batch if are_elements else dataset.rebatch
         batches = join(size, drop_remainder=drops)
@@ -175,13 +140,15 @@ class Batch(Stage):
             rest = length % size
             self.found["rest"] = f"{rest} in the last" if rest else "all full"
             num_batches = length // size + (rest > 0 and not drops)
-            return batches if are_elements else with_length(batches, num_batches)
+            return (
+                batches if are_elements else _elements.with_length(batches, num_batches)
+            )
         message = (
-            f"A pass brought no batch: fewer than {size} elements came, and "
-            "`drop_remainder=True` drops what fills none; expected as many at least. "
-            "Make the batch smaller, keep the remainder, or loosen `.filter`."
+            f"A pass brought no batch: fewer than {size} elements came with "
+            "`drop_remainder=True`; expected as many at least. Make the batch smaller, "
+            "keep the remainder, or loosen `.filter`."
         )
-        return never_empty(batches, message) if drops else batches
+        return _elements.never_empty(batches, message) if drops else batches
 
     @property
     def setting(self) -> str:
@@ -189,3 +156,143 @@ class Batch(Stage):
         rest = "the rest dropped" if self.drop_remainder else "the rest kept"
         chunks = "" if self.num_rows is None else ", from chunks"
         return f"{self.size}, {rest}{chunks}"
+
+
+def choose_boundaries(lengths: np.ndarray, *, max_shapes: int) -> tuple[int, ...]:
+    """Returns the boundaries with the least padding."""
+
+    def rounded_up(step: int) -> np.ndarray:
+        return np.maximum(-(-lengths.astype(np.int64) // step), 1) * step
+
+    step = _LENGTH_MULTIPLE
+    while len(np.unique(rounded_up(step))) > _MAX_CANDIDATES:
+        step *= 2
+    values, counts = np.unique(rounded_up(step), return_counts=True)
+    below = np.concatenate([[0], np.cumsum(counts)]).astype(np.float64)
+    num_values = len(values)
+    places = values[None, :] * (below[None, 1:] - below[:-1, None])
+    places[np.tril_indices(num_values, -1)] = np.inf
+    least = np.concatenate([[0.0], np.full(num_values, np.inf)])
+    starts = []
+    for _ in range(min(max_shapes, num_values)):
+        total = least[:-1, None] + places
+        starts.append(np.argmin(total, axis=0))
+        least = np.concatenate([[np.inf], np.min(total, axis=0)])
+    boundaries, end = [], num_values
+    for start in reversed(starts):
+        boundaries.append(int(values[end - 1]))
+        end = int(start[end - 1])
+    return tuple(reversed(boundaries))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket(Stage):
+    """`Pipeline.bucket` explains the arguments."""
+
+    name: ClassVar[str] = "bucket"
+    batch_size: int
+    _: dataclasses.KW_ONLY
+    boundaries: Any = "auto"
+    max_shapes: int = DEFAULT_MAX_SHAPES
+    drop_remainder: bool = False
+
+    def __post_init__(self) -> None:
+        checks.positive_int("batch_size", self.batch_size)
+        checks.positive_int("max_shapes", self.max_shapes)
+        if isinstance(self.boundaries, str):
+            checks.choice("boundaries", self.boundaries, ("auto",))
+            return
+        given = tuple(checks.positive_int("boundaries", one) for one in self.boundaries)
+        if not given or any(a >= b for a, b in zip(given, given[1:], strict=False)):
+            raise ValueError(
+                f"`boundaries` are {given}; expected at least one length, ascending. "
+                "Sort them, each once."
+            )
+        object.__setattr__(self, "boundaries", given)
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns batches in the order in which they fill."""
+        specs = tf.nest.flatten(dataset.element_spec)
+        is_fixed = all(
+            isinstance(spec, tf.TensorSpec)
+            and spec.shape.rank is not None
+            and None not in spec.shape[1:].as_list()
+            for spec in specs
+        )
+        if not is_fixed or not any(map(_varies, specs)):
+            raise ValueError(
+                f"Elements are {dataset.element_spec}; expected dense tensors, and a "
+                "part whose first dimension alone is None, which is what varies. Use "
+                "`.batch`, or set the dimensions with `tf.ensure_shape` in `.map`."
+            )
+        boundaries = self.boundaries
+        if boundaries == "auto":
+            if _elements.is_endless(dataset):
+                raise ValueError(
+                    "`.bucket` got a dataset without end; expected one that ends, as "
+                    "lengths are read first. Leave `.repeat()` out, or pass "
+                    "`boundaries`."
+                )
+            length_of = self._length_of(dataset)
+            lengths = _elements.read_all(
+                map_in_order(dataset, length_of, settings), "bucket"
+            )
+            boundaries = choose_boundaries(lengths, max_shapes=self.max_shapes)
+            places = np.asarray(boundaries)[np.searchsorted(boundaries, lengths)].sum()
+            waste = units.format_share(1 - lengths.sum() / places)
+            chosen = f"length {', '.join(map(str, boundaries))}"
+            self.found["padding"] = f"{chosen}, padding is {waste}"
+        return self._batched(dataset, boundaries, settings)
+
+    @property
+    def setting(self) -> str:
+        """The size of batches, and their lengths."""
+        rest = "dropped" if self.drop_remainder else "kept, one smaller batch each"
+        lengths = f"up to {self.max_shapes} lengths"
+        if self.boundaries != "auto":
+            lengths = f"length {', '.join(map(str, self.boundaries))}"
+        return f"{self.batch_size} a batch, {lengths}, rest {rest}"
+
+    def _length_of(self, dataset: tf.data.Dataset) -> Any:
+        """Returns a function from the parts of an element to its length, int32."""
+        specs = tf.nest.flatten(dataset.element_spec)
+
+        def length_of(*parts: Any) -> tf.Tensor:
+            pairs = zip(tf.nest.flatten(parts), specs, strict=True)
+            return tf.reduce_max([tf.shape(p)[0] for p, spec in pairs if _varies(spec)])
+
+        return length_of
+
+    def _batched(
+        self, dataset: tf.data.Dataset, boundaries: tuple[int, ...], settings: Settings
+    ) -> tf.data.Dataset:
+        spec, last = dataset.element_spec, boundaries[-1]
+        specs = tf.nest.flatten(spec)
+        length_of = self._length_of(dataset)
+        ends = tf.constant(boundaries, tf.int32)
+
+        def bucket_of(*parts: Any) -> tf.Tensor:
+            length = length_of(*parts)
+            above = "A sequence is above the last boundary, of length"
+            advice = f"Expected at most {last}. Add a boundary, or cut it in `.map`."
+            fits = tf.debugging.Assert(length <= last, [above, length, advice])
+            with tf.control_dependencies([fits]):
+                return tf.searchsorted(ends, length[None], out_type=tf.int64)[0]
+
+        def batch(bucket: tf.Tensor, window: tf.data.Dataset) -> tf.data.Dataset:
+            size = tf.gather(ends, bucket)
+            shapes = [[size, *s.shape[1:]] if _varies(s) else s.shape for s in specs]
+            padded = tf.nest.pack_sequence_as(spec, shapes)
+            drops = self.drop_remainder
+            return window.padded_batch(self.batch_size, padded, drop_remainder=drops)
+
+        batches = dataset.group_by_window(bucket_of, batch, self.batch_size)
+        return (
+            _elements.never_empty(batches, _NO_BATCH)
+            if self.drop_remainder
+            else batches
+        )
+
+
+def _varies(spec: Any) -> bool:
+    return bool(spec.shape.rank and spec.shape[0] is None)

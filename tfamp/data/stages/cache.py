@@ -1,11 +1,9 @@
 """Keeps a pipeline's elements after their first pass, in memory or in a folder.
 
 The name of a folder ends with the fingerprint of all that comes before the cache, so a
-changed pipeline has another one. `build` fills it in one pass with a progress bar, so
-that a full disk or a damaged element shows before training. It is written beside its
-place, in the format of tf.data's file cache, and renamed when it is whole: nothing that
-is half written is ever read, whatever becomes of the process. A lock lets one process
-do the work; where there are no locks several may, and the first one's folder stays.
+changed pipeline has another one. It is written beside its place, in the format of
+tf.data's file cache, and renamed when it is whole: nothing that is half written is ever
+read. A lock lets one process do the work; where there are none the first folder stays.
 """
 
 import contextlib
@@ -22,12 +20,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 from absl import logging
 
-from tfamp.data._elements import (
-    bytes_held,
-    is_endless,
-    known_length,
-    with_length,
-)
+from tfamp.data._elements import bytes_held, is_endless, known_length, with_length
 from tfamp.data.fingerprints import Fingerprint, fingerprint
 from tfamp.data.stages import Settings, Stage
 from tfamp.records import checks, units
@@ -35,24 +28,24 @@ from tfamp.records.console import progress
 
 # In the folder: tf.data's files, whose names begin so, and how long each of them is.
 _DATA, _RECORD = "elements", "tfamp.json"
-# Ends the name of a folder that is not whole.
 _UNFINISHED = ".unfinished"
 _COUNTED_AT_ONCE = 64
-_SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_SPACE_WORDS = tuple(os.strerror(code) for code in _SPACE_ERRORS)
+_FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 # What systems say that have no locks, as some network and bucket file systems.
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
 
 
 @dataclasses.dataclass(frozen=True)
 class Cache(Stage):
-    """Keeps the elements in memory; a plan puts `FileCache` where there is a path."""
+    """Keeps the elements in memory, or in a folder that later runs use too."""
 
     name: ClassVar[str] = "cache"
     where: Any
     unseen: str = "warn"
     version: Any = None
-    path: Path | None = dataclasses.field(init=False, default=None)
+    of: Fingerprint = Fingerprint("")
+    repeats: bool = False
+    path: Any = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
         checks.choice("unseen", self.unseen, ["warn", "error"])
@@ -62,54 +55,24 @@ class Cache(Stage):
             path = Path(self.where).expanduser().absolute()
             if path.is_dir() or not os.access(path.parent, os.W_OK):
                 raise ValueError(
-                    f"Cache path {os.fspath(self.where)!r} is a folder, or lies in one "
-                    "that does not exist or cannot be written; expected the path that "
-                    "the name of the cache begins with, such as "
-                    f"{os.fspath(path / 'train')!r}. Create its folder with `mkdir -p`."
+                    f"Cache path {os.fspath(self.where)!r} is a folder, or lies in no "
+                    "writable one; expected the path that the name of the cache begins "
+                    f"with. Pass such as {os.fspath(path / 'train')!r}."
                 )
             object.__setattr__(self, "path", path)
 
     def in_files(
         self, source: Any, steps: Sequence[Stage], settings: Settings
-    ) -> "FileCache":
-        """Returns the cache in files of what steps make of a source."""
-        path: Any = self.path
+    ) -> "Cache":
+        """Returns the cache in files, which knows what steps make of a source."""
         dataset = source.dataset(settings)
         # Looked at in the source, since a filter hides that there is no end.
         is_cut = any(step.name in ("subset", "take") for step in steps)
-        # The careful step tells what is skipped.
         before = [step for step in steps if step.name != "on_error"]
         identity = (type(source).__name__, source.identity())
         found = fingerprint(identity, before, dataset.element_spec, self.version)
         repeats = is_endless(dataset) and not is_cut
-        return FileCache(path, found, self.unseen, repeats)
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the dataset behind a cache in memory."""
-        each, length = bytes_held(dataset.element_spec), known_length(dataset)
-        if each is not None and length is not None:
-            self.found["size"] = units.format_bytes(each * length)
-        return dataset.cache()
-
-    @property
-    def setting(self) -> str:
-        """Where they are kept."""
-        return str(self.path or "memory")
-
-
-@dataclasses.dataclass(frozen=True)
-class FileCache(Stage):
-    """Keeps the elements in a folder, which later runs of the same pipeline use too.
-
-    Its name begins with `path` and ends with the fingerprint of all that comes before,
-    which `repeats` without end where that is known although the dataset may not know.
-    """
-
-    name: ClassVar[str] = Cache.name
-    path: Path
-    of: Fingerprint
-    unseen: str = "warn"
-    repeats: bool = False
+        return dataclasses.replace(self, of=found, repeats=repeats)
 
     @property
     def folder(self) -> Path:
@@ -125,28 +88,30 @@ class FileCache(Stage):
         return {}
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Fills the folder, unless it is here, and reads it."""
+        """Returns the dataset behind a cache, which is filled here if it has files."""
+        if self.path is None:
+            each, length = bytes_held(dataset.element_spec), known_length(dataset)
+            if each is not None and length is not None:
+                self.found["size"] = units.format_bytes(each * length)
+            return dataset.cache()
         if self.repeats or is_endless(dataset):
             raise ValueError(
                 f"Cache {str(self.path)!r} would never be full: the elements before it "
-                "repeat without end. Expected a pass that ends: leave `repeat()` out, "
-                "since `fit` repeats the dataset each epoch, or give it a number."
+                "repeat without end. Expected a pass that ends: leave `repeat()` out."
             )
-        unseen = self.of.unseen
+        unseen = "; ".join(self.of.unseen)
         if self.unseen == "error" and unseen:
             raise ValueError(
-                f"Cache {str(self.path)!r} would not notice changes in: "
-                f"{'; '.join(unseen)}; with `unseen='error'` expected nothing of the "
-                "kind. Hand the value itself to the function (as a default, a closure "
-                "or a global), do this part in a `.map` written after the cache, or "
-                "pass `unseen='warn'` and another `version` after a change."
+                f"Cache {str(self.path)!r} would not notice changes in: {unseen}; with "
+                "`unseen='error'` expected nothing of the kind. Hand over the value "
+                "itself, do this in a `.map` written after the cache, or pass "
+                "`unseen='warn'` and another `version` after a change."
             )
-        if self.of.unseen:
+        if unseen:
             logging.warning(
                 "Cache %s does not notice changes in: %s. Pass `.cache` another "
                 "`version` after one.",
-                self.folder,
-                "; ".join(self.of.unseen),
+                *(self.folder, unseen),
             )
         while not (record := self.read()):  # again if it is removed at once
             with _alone(self.path.with_name(f"{self.folder.name}.lock")) as is_alone:
@@ -156,9 +121,13 @@ class FileCache(Stage):
         return with_length(cached, record["num_elements"])
 
     def _fill(self, dataset: tf.data.Dataset, is_alone: bool) -> None:
-        """Writes the folder in one pass, or leaves none."""
-        if is_alone:
-            self._remove_left()
+        if is_alone:  # so what is unfinished is of processes that were killed
+            for left in list(self.path.parent.glob(f"*-{self.of.digest}.*")):
+                name = left.name
+                if name.startswith(self.folder.name) and left.suffix == _UNFINISHED:
+                    text = "Removed %s, which a process that has ended left unfinished."
+                    logging.warning(text, left)
+                    shutil.rmtree(left, ignore_errors=True)
         part = self._beside()
         part.mkdir()
         try:
@@ -173,17 +142,15 @@ class FileCache(Stage):
             self._put_in_place(part)
         except (OSError, tf.errors.OpError) as error:
             shutil.rmtree(part, ignore_errors=True)
-            is_full = any(word in str(error) for word in _SPACE_WORDS)
-            if not (is_full or getattr(error, "errno", None) in _SPACE_ERRORS):
+            if not any(words in str(error) for words in _FULL):
                 raise
             folder = self.path.parent
             free = units.format_bytes(shutil.disk_usage(folder).free)
             raise OSError(
                 errno.ENOSPC,
                 f"The disk of {str(folder)!r} was full before the cache was whole; "
-                f"expected room for all of it. What was written is removed, and {free} "
-                "are free. Free space, choose a path on another disk, or cache in "
-                "'memory'",
+                f"expected room for all of it. {free} are free: make room, choose a "
+                "path on another disk, or cache in 'memory'",
             ) from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -193,7 +160,6 @@ class FileCache(Stage):
         return self.path.with_name(name)
 
     def _put_in_place(self, part: Path) -> None:
-        """Gives a whole folder its name, which another one may have."""
         try:
             part.rename(self.folder)
         except OSError:
@@ -206,22 +172,16 @@ class FileCache(Stage):
             part.rename(self.folder)
             shutil.rmtree(damaged, ignore_errors=True)
 
-    def _remove_left(self) -> None:
-        """Removes what processes left that were killed, under the lock."""
-        for path in list(self.path.parent.glob(f"*-{self.of.digest}.*")):
-            if path.name.startswith(self.folder.name) and path.suffix == _UNFINISHED:
-                text = "Removed %s, which a process that has ended left unfinished."
-                logging.warning(text, path)
-                shutil.rmtree(path, ignore_errors=True)
-
     @property
     def setting(self) -> str:
-        """The folder."""
-        return f"files {self.folder}"
+        """Where they are kept."""
+        return "memory" if self.path is None else f"files {self.folder}"
 
     @property
     def facts(self) -> str:
         """How large it is, and what it does not notice."""
+        if self.path is None:
+            return super().facts
         told, record = "filled once by `build`, then read", self.read()
         if record:
             size = units.format_bytes(sum(record["files"].values()))
@@ -236,18 +196,18 @@ def _alone(path: Path) -> Iterator[bool]:
     """Waits for other processes in this block; yields whether there is a lock."""
     try:
         import filelock
-    except ImportError:
-        yield False
-        return
-    lock = filelock.FileLock(path)
-    try:
+
+        lock = filelock.FileLock(path)
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
             logging.info("Waiting for the process that fills %s.", path.stem)
             lock.acquire()
-    except (OSError, NotImplementedError) as error:
-        if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+    except (ImportError, NotImplementedError):
+        yield False
+        return
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
             raise
         yield False
         return
@@ -258,7 +218,6 @@ def _alone(path: Path) -> Iterator[bool]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Returns the length of each file of tf.data's in a folder."""
     files = [one for one in folder.iterdir() if one.name.startswith(_DATA)]
     return {one.name: one.stat().st_size for one in files}
 
@@ -266,7 +225,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 def _write(folder: Path, name: str, dataset: tf.data.Dataset) -> int:
     """Lets tf.data write its files, and returns the number of elements."""
     cached, count = dataset.cache(str(folder / _DATA)), 0
-    # Only numbers come to Python, and not one by one.
     numbers = cached.enumerate().map(lambda number, _: number).batch(_COUNTED_AT_ONCE)
     with progress(f"Caching {name}", known_length(dataset)) as update:
         for batch in numbers:

@@ -1,9 +1,9 @@
-"""What happens to elements that cannot be read: each costs itself, and is named.
+"""Elements that go: those that a filter drops, and those that cannot be read.
+
+One that cannot be read costs itself, and is named.
 
 tf.data's own `ignore_errors` counts nothing, and drops the rest of a source that
-fails. Here each element is worked on in a dataset of its own, inside a parallel map, so
-an error costs that element and nothing else; one that was skipped leaves a mark, which
-a later step reports and takes out.
+fails. Here each element is worked on in a dataset of its own, inside a parallel map.
 """
 
 import dataclasses
@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import tensorflow as tf
 from absl import logging
 
-from tfamp.data._elements import as_arguments, at_end, blank, from_arguments
+from tfamp.data import _elements
 from tfamp.data.stages import Settings, Stage, map_in_order
+from tfamp.data.statistics import Column, Statistics, check_rule, outlier_limits
 from tfamp.records import checks, units
 from tfamp.records.record import Record
 
@@ -24,28 +25,20 @@ _PURPOSE = "`.on_error('skip')` is used"
 
 @dataclasses.dataclass(frozen=True)
 class SkippedElement(Record):
-    """An element that was left out.
+    """An element that was left out, and what reading it raised, in one line."""
 
-    Attributes:
-        where: The file, and the place in it, or the element's number.
-        message: What reading it raised, in one line.
-    """
-
-    where: str
+    where: str  # the file, and the place in it, or the element's number
     message: str
 
 
 @dataclasses.dataclass(frozen=True)
 class OnError(Stage):
-    """Skips elements that cannot be read, and judges them at the end of a pass.
-
-    Each is in `found` by its place once, however often it was met.
-    """
+    """Skips elements that cannot be read, and judges them at the end of a pass."""
 
     name: ClassVar[str] = "on_error"
     max_fraction: float
-    told_of: list[int] = dataclasses.field(
-        default_factory=list, init=False, compare=False, repr=False
+    told_of: set[int] = dataclasses.field(
+        default_factory=set, init=False, compare=False, repr=False
     )
 
     def __post_init__(self) -> None:
@@ -68,44 +61,36 @@ class OnError(Stage):
             raise ValueError(
                 f"{told} cannot be read; expected at most "
                 f"{units.format_share(self.max_fraction)} (`max_fraction`). The first: "
-                f"{'; '.join(named)}. Repair or remove them, or raise `max_fraction` "
-                f"in `.on_error`. {checks.see('failures/damaged-record')}"
+                f"{'; '.join(named)}. Repair them, or raise `max_fraction`. "
+                f"{checks.see('failures/damaged-record')}"
             )
         if skipped and len(skipped) not in self.told_of:
-            self.told_of.append(len(skipped))
+            self.told_of.add(len(skipped))
             share = units.format_share(len(skipped) / total)
             logging.warning("Skipped %s (%s) that cannot be read.", told, share)
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the elements that could be read; a pass ends by judging the rest."""
 
-        def finish(number: tf.Tensor) -> tf.Operation:
+        def finish(number: tf.Tensor, _: tf.Tensor) -> tf.Operation:
             told = tf.py_function(lambda n: self.finish(int(n)), [number], [])
             return tf.group(told)
 
         try:
-            return at_end(dataset, finish, _PURPOSE)
+            return _elements.at_end(dataset, finish, _PURPOSE)
         except TypeError:  # ragged examples of TFRecord files, which are judged before
             return dataset
 
-    @property
-    def setting(self) -> str:
-        """The share that may be skipped."""
-        return f"skip, at most {units.format_share(self.max_fraction)}"
+    setting = property(
+        lambda self: f"skip, at most {units.format_share(self.max_fraction)}"
+    )
 
-    @property
-    def facts(self) -> str:
-        """How many were skipped."""
-        return f"{len(self.found)} so far"
+    facts = property(lambda self: f"{len(self.found)} so far")
 
 
 @dataclasses.dataclass(frozen=True)
 class Careful(Stage):
-    """Calls functions one after another on pairs (position, element), skips what fails.
-
-    The functions are those of the stages called `names`; `locate` gives the place of an
-    element by its position in the source.
-    """
+    """Calls functions in turn on pairs (position, element), skips what fails."""
 
     name: ClassVar[str] = "careful map"
     functions: tuple[Callable[..., Any], ...]
@@ -116,11 +101,13 @@ class Careful(Stage):
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Maps in parallel, reports what failed, and takes it out."""
         outcome = dataset.map(lambda position, element: self._call(element))
-        blanks = blank(outcome.element_spec, purpose=_PURPOSE)
+        blanks = _elements.blank(outcome.element_spec, purpose=_PURPOSE)
 
         def careful(position: tf.Tensor, element: Any) -> Any:
             tried = tf.data.Dataset.from_tensors(element)
-            tried = tried.map(lambda *parts: (True, self._call(from_arguments(parts))))
+            tried = tried.map(
+                lambda *parts: (True, self._call(_elements.from_arguments(parts)))
+            )
             tried = tried.ignore_errors(log_warning=False)
             nothing = tf.data.Dataset.from_tensors((False, blanks))
             is_read, result = tried.concatenate(nothing).take(1).get_single_element()
@@ -131,9 +118,8 @@ class Careful(Stage):
         return kept.map(lambda is_read, result: result)
 
     def _call(self, element: Any) -> Any:
-        """Returns what the last function makes of an element."""
         for function in self.functions:
-            element = function(*as_arguments(element))
+            element = function(*_elements.as_arguments(element))
         return element
 
     def _report(self, is_read: Any, position: Any, element: Any, result: Any) -> Any:
@@ -146,31 +132,150 @@ class Careful(Stage):
                 self.on_error.add(where, self._message(again))
             return False
 
-        leaves = tf.nest.flatten(element)
-        kept = tf.cond(
-            is_read,
-            lambda: True,
-            lambda: tf.py_function(note, [position, *leaves], tf.bool),
-        )
-        return tf.ensure_shape(kept, ()), result
+        given = [position, *tf.nest.flatten(element)]
+        noted = lambda: tf.py_function(note, given, tf.bool)  # noqa: E731
+        return tf.ensure_shape(tf.cond(is_read, lambda: True, noted), ()), result
 
     def _message(self, element: Any) -> str:
-        """Returns what calling the functions raises, in one line."""
         try:
             self._call(element)
         except Exception as error:  # whatever a user's function raises
             text = str(getattr(error, "message", error)).strip()
             first = text.splitlines()[0] if text else type(error).__name__
-            # TensorFlow's own additions, as "{{node}} text [Op:Name] name:".
-            return (first.partition("}} ")[2] or first).partition(" [Op:")[0]
+            first = (first.partition("}} ")[2] or first).partition(" [Op:")[0]
+            return first.removeprefix("assertion failed: [").removesuffix("]")
         return "failed once; calling it again went well"
+
+    setting = property(lambda self: " + ".join(self.names))
+    reason = property(lambda self: "element by element, so one error costs one")
+
+
+@dataclasses.dataclass(frozen=True)
+class Filter(Stage):
+    """Drops elements with missing values or outliers, or that a predicate refuses."""
+
+    name: ClassVar[str] = "filter"
+    predicate: Callable[..., Any] | None = None
+    _: dataclasses.KW_ONLY
+    missing: str | None = None
+    outliers: Any = None
+    statistics: Statistics | None = dataclasses.field(
+        default=None, compare=False, repr=False
+    )
+    limits: dict[str, Any] = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        rule = check_rule("outliers", self.outliers)
+        if (rule is None) != (self.statistics is None):
+            raise TypeError(
+                "`outliers` or `statistics` came without the other; expected both. "
+                "Pass what `tfamp.data.fit_statistics` returns."
+            )
+        limits = {}
+        for column in self.statistics.columns if self.statistics else ():
+            if isinstance(column, Column):
+                low, high = outlier_limits(column, rule)
+                ends = (low[0], high[0]) if column.scalar else (low, high)
+                limits[column.name] = ends
+        object.__setattr__(self, "limits", limits)
+        if self.missing is not None:
+            checks.choice("missing", self.missing, ["drop"])
+        has_rule = self.missing is not None or self.outliers is not None
+        if not (callable(self.predicate) or (has_rule and not self.predicate)):
+            raise TypeError(
+                f"`predicate` is {self.predicate!r}; expected something that can be "
+                "called, or `missing` or `outliers`. Pass as `lambda x, y: y < 10`."
+            )
+
+    def _check(self, dataset: tf.data.Dataset) -> None:
+        spec = dataset.element_spec
+        if (self.missing or self.limits) and self.acts_on_batches:
+            raise ValueError(
+                f"`.filter` behind `.{self.stays_behind}` has rules on values; "
+                "expected a predicate alone, on batches. Write the rules in a "
+                "`.filter` of their own, before `.batch`."
+            )
+        names = (
+            _elements.named_columns(_elements.inputs_of(spec)) if self.limits else {}
+        )
+        if lacking := [name for name in self.limits if name not in names]:
+            raise ValueError(
+                f"`statistics` has column {lacking[0]!r}; expected one of "
+                f"{tuple(names)!r}. Fit statistics on what comes in here."
+            )
+        if _elements.looks_batched(spec) and not self.acts_on_batches:
+            raise ValueError(
+                f"Elements {spec} look like batches; expected single examples, since "
+                "`.filter` keeps or drops one at a time. Pass `dataset.unbatch()`."
+            )
+        if self.predicate is not None:
+            answer = dataset.map(self.predicate).element_spec
+            if answer != tf.TensorSpec((), tf.bool):
+                raise ValueError(
+                    f"`predicate` returns {answer!r}; expected one boolean, True to "
+                    "keep the element or batch. Reduce it with `tf.reduce_all`."
+                )
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Judges in parallel, drops in order; a pass that drops all is an error."""
+        self._check(dataset)
+        if self.acts_on_batches:
+            return dataset.filter(self.predicate)
+
+        def report(kept: tf.Tensor, came: tf.Tensor) -> tf.Operation:
+            message = tf.strings.format(
+                "`filter` dropped all {} elements; expected one or more to be left. "
+                "Loosen it: call the predicate on some.",
+                came,
+            )
+            check = tf.debugging.Assert((kept > 0) | (came == 0), [message])
+            return tf.group(check, tf.py_function(self._note, [kept, came], []))
+
+        purpose = "`.filter` drops some"
+        return _elements.at_end(dataset, report, purpose, self._keeps, settings)
+
+    def _note(self, kept: tf.Tensor, came: tf.Tensor) -> None:
+        self.found.setdefault("passes", []).append((int(kept), int(came)))
+
+    @property
+    def facts(self) -> str:
+        """How many were dropped in all passes."""
+        passes = self.found.get("passes", [])
+        if self.acts_on_batches or not passes:
+            return "drops are not counted" if self.acts_on_batches else ""
+        kept, came = (sum(one) for one in zip(*passes, strict=True))
+        share = units.format_share((came - kept) / max(1, came))
+        many = f"{len(passes)} pass{'' if len(passes) == 1 else 'es'}"
+        return f"dropped {came - kept:,} of {came:,} elements ({share}) in {many}"
 
     @property
     def setting(self) -> str:
-        """The names of the stages."""
-        return " + ".join(self.names)
+        """What is dropped, or kept."""
+        words = ["drop missing values"] if self.missing is not None else []
+        words += ["drop outliers"] if self.limits else []
+        if self.predicate is not None:
+            name = getattr(self.predicate, "__name__", repr(self.predicate))
+            words.append(f"keep where {name}")
+        return units.join_words(words)
 
-    @property
-    def reason(self) -> str:
-        """Why it is one step."""
-        return "element by element, so one error costs one"
+    def _keeps(self, *parts: Any) -> tf.Tensor:
+        inputs = _elements.inputs_of(_elements.from_arguments(parts))
+        keeps = tf.constant(True)
+        for part in tf.nest.flatten(inputs) if self.missing else ():
+            if part.dtype.is_floating:
+                keeps &= _not_any(tf.math.is_nan(part))
+        columns = _elements.named_columns(inputs) if self.limits else {}
+        for name, (low, high) in self.limits.items():
+            given = tf.cast(columns[name], tf.float64)
+            keeps &= _not_any((given < low) | (given > high))
+        if self.predicate is None:
+            return keeps
+        return tf.cond(
+            keeps,
+            lambda: tf.convert_to_tensor(self.predicate(*parts)),
+            lambda: tf.constant(False),
+        )
+
+
+def _not_any(values: tf.Tensor) -> tf.Tensor:
+    return tf.logical_not(tf.reduce_any(values))

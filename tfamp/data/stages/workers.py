@@ -9,9 +9,7 @@ import tensorflow as tf
 from tfamp.data._elements import known_length
 from tfamp.data.sources import DATA
 from tfamp.data.stages import Settings, Stage, has_role
-from tfamp.data.stages.cache import FileCache
 from tfamp.machine.clusters import Cluster
-from tfamp.machine.clusters import cluster as cluster_here
 from tfamp.records import checks
 
 _Policy = tf.data.experimental.AutoShardPolicy
@@ -19,11 +17,7 @@ _Policy = tf.data.experimental.AutoShardPolicy
 
 @dataclasses.dataclass(frozen=True)
 class Shard(Stage):
-    """Keeps each n-th element of the source, before anything is read of the others.
-
-    The cluster, if any, told the number of parts. Where batches drop a remainder all
-    parts have one size (`is_even`), since a larger one may have a batch more.
-    """
+    """Keeps each n-th element of the source, before anything is read of the others."""
 
     name: ClassVar[str] = "shard"
     num_shards: int
@@ -40,11 +34,8 @@ class Shard(Stage):
                 f"`index` is {self.index} with `num_shards` {self.num_shards}; "
                 f"expected one from 0 to {self.num_shards - 1}. Workers count from 0."
             )
-
-    @property
-    def needs_order(self) -> str:
-        """Each worker takes its own places, of a part of two or more."""
-        return "processes" if self.num_shards > 1 else ""
+        needed = "processes" if self.num_shards > 1 else ""
+        object.__setattr__(self, "needs_order", needed)
 
     def check_workers(self, num_workers: int) -> None:
         """Raises if other processes train together than those of the cluster."""
@@ -58,26 +49,24 @@ class Shard(Stage):
             "`tfamp.distribute.strategy()` before `build`, or pass the numbers."
         )
 
-    def _check(self, dataset: tf.data.Dataset) -> None:
-        """Raises if the part, or that of another worker, is known to be empty."""
-        length = known_length(dataset)
-        least = self.index + 1 if self.cluster is None else self.num_shards
-        if length is not None and length < least:
+    def _num_kept(self, length: int) -> int:
+        """Returns how many of `length` elements this part has; raises if none may."""
+        if length < (self.index + 1 if self.cluster is None else self.num_shards):
             raise ValueError(
                 f"`.shard({self.num_shards}, {self.index})` of {length} elements is "
                 "empty for a worker; expected an element for each. Use fewer workers, "
                 "or a larger source."
             )
+        whole, rest = divmod(length, self.num_shards)
+        return whole + (not self.is_even and self.index < rest)
 
     def chosen(self, source: Any, settings: Settings) -> tf.Tensor:
         """Returns the positions of the part in a source, ascending, int64."""
-        self._check(source.dataset(settings))
         every = tf.range(self.index, source.num_examples, self.num_shards, tf.int64)
         return every[: self._num_kept(source.num_examples)]
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the elements of the part, in their order."""
-        self._check(dataset)
         part, length = dataset.shard(self.num_shards, self.index), known_length(dataset)
         return part if length is None else part.take(self._num_kept(length))
 
@@ -87,29 +76,14 @@ class Shard(Stage):
         part = f"part {self.index} of {self.num_shards}"
         if self.cluster is None:
             return part
-        is_described = self.num_shards > 1 or self.cluster.workers
-        told = self.cluster.source if is_described else "no cluster, so all elements"
         even = ", all of one size, the rest dropped" if self.is_even else ""
+        is_alone = self.num_shards == 1 and not self.cluster.workers
+        told = "no cluster, so all elements" if is_alone else self.cluster.source
         return f"auto, by {told}: {part}{even}"
-
-    def _num_kept(self, length: int) -> int:
-        """Returns how many elements this part has, of `length` in all."""
-        whole, rest = divmod(length, self.num_shards)
-        return whole + (not self.is_even and self.index < rest)
-
-
-def cluster_shard() -> Shard:
-    """Returns the part of this process, as `tfamp.distribute.cluster` finds it."""
-    cluster = cluster_here()
-    return Shard(cluster.num_workers, cluster.index, cluster=cluster)
 
 
 def num_workers(device_names: Sequence[str] | None = None) -> int:
-    """Returns how many worker processes train together with this one, itself included.
-
-    Under a parameter server it is 1: there every worker brings elements of its own.
-    TensorFlow knows the devices of other processes once a strategy was made.
-    """
+    """Returns how many worker processes train together, this one included."""
     if device_names is None:
         device_names = [device.name for device in tf.config.list_logical_devices()]
     specs = [tf.DeviceSpec.from_string(name) for name in device_names]
@@ -128,9 +102,8 @@ def check_order(source: Any, stages: Sequence[Stage]) -> None:
     if order.varies:
         raise ValueError(
             f"`.{name}` got a dataset whose order differs in each pass, by "
-            f"{order.varies} in it; expected one order, since examples are chosen by "
-            "their place: some would come twice, others never. Leave shuffling to "
-            "`Pipeline.shuffle`, or pass the dataset's own "
+            f"{order.varies} in it; expected one order: some would come twice, others "
+            "never. Leave shuffling to `Pipeline.shuffle`, or pass the dataset's own "
             "`reshuffle_each_iteration=False` (`list_files` takes `shuffle=False`)."
         )
     if order.differs and "processes" in needs.values():
@@ -138,26 +111,23 @@ def check_order(source: Any, stages: Sequence[Stage]) -> None:
 
 
 def shard_policy(source: Any, steps: Sequence[Stage]) -> Any:
-    """Returns how tf.distribute is to divide what comes out of steps.
-
-    Raises where elements would be lost or doubled, in these processes or in any.
-    """
+    """Returns how tf.distribute is to divide what comes out of steps."""
     policy = source.shard_policy
-    # These count on all elements of the source.
-    counting = [
-        step.name
-        for step in steps
-        if has_role(step, "cuts", "draws") or isinstance(step, FileCache)
-    ]
-    if policy == _Policy.FILE and counting:
-        raise ValueError(
-            f"`dataset` has the option `auto_shard_policy` FILE, and `.{counting[0]}` "
-            "came with it; expected elements of all files there. Leave the option as "
-            "it was: tf.distribute then divides the elements that come out."
-        )
+    for step in steps:  # which count on all elements of the source
+        counts = has_role(step, "cuts", "draws") or getattr(step, "path", None)
+        if counts and policy == _Policy.FILE:
+            raise ValueError(
+                f"`dataset` has the option `auto_shard_policy` FILE, and `.{step.name}`"
+                " came with it; expected elements of all files there. Leave the option "
+                "as it was: tf.distribute then divides the elements that come out."
+            )
     if policy == _Policy.OFF or any(step.name == "shard" for step in steps):
         return _Policy.OFF
-    loose = [f"`.{step.name}` has no seed" for step in steps if _is_loose(step)]
+    loose = [
+        f"`.{step.name}` has no seed"
+        for step in steps
+        if has_role(step, "seeded") and getattr(step, "seed", 0) is None
+    ]
     if policy == DATA and (differs := source.order().differs):
         loose.append(f"`dataset` has {differs} without a seed")
     if loose and (workers := num_workers()) > 1:
@@ -166,16 +136,9 @@ def shard_policy(source: Any, steps: Sequence[Stage]) -> Any:
     return policy
 
 
-def _is_loose(step: Stage) -> bool:
-    """Whether a step draws an order without a seed."""
-    return has_role(step, "seeded") and getattr(step, "seed", 0) is None
-
-
 def _several_orders(found: str) -> ValueError:
     """Returns the error of processes that each have an order of their own."""
     return ValueError(
-        f"{found}; expected one order in all of them, since each takes its share by "
-        "position: some elements would come twice, others never. Pass the same "
-        "`seed=` everywhere, or leave shuffling to `Pipeline.shuffle` and add "
-        "`.shard('auto')`."
+        f"{found}; expected one order in all of them: some elements would come twice, "
+        "others never. Pass the same `seed=` everywhere, or add `.shard('auto')`."
     )

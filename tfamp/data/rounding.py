@@ -4,7 +4,6 @@ A column is cut into features: entries of the last axis of vectors, sequences an
 images of few channels. All figures are arrays with one entry for each feature.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,89 +11,58 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._examples import Column
-from tfamp.data._figures import Numbers, RowSample
+from tfamp.data._examples import Column, Numbers, RowSample
 from tfamp.records import checks, formats
 from tfamp.records.findings import Finding, Severity
 from tfamp.records.units import format_share, number
 
 RULES = "nan inf overflow underflow constant unnormalized resolution".split()
-# Wider vectors, and images with more channels, are looked at as one feature.
 _MAX_FEATURES, _MAX_CHANNELS = 2048, 16
 # A sample this large finds a drift of 0.1 with near certainty, and all features of a
 # column together hold at most 32 MiB of them.
 _SAMPLE_ROWS, _MIN_SAMPLE_ROWS, _SAMPLE_VALUES = 20_000, 1000, 4 * 2**20
 # Rounding noise against the standard deviation: from 1/20 on, a layer sees it, from a
-# half on a fifth of what it sees is noise. Normalized data has 2e-4 in float16 and 2e-3
-# in bfloat16.
-NOISY, _SPOILED = 0.05, 0.5
-# Below this a few tiny values among others are as good as 0: normalized data has
-# 0.005 % of its values below float16's normal range.
+# half on a fifth of what it sees is noise.
+_NOISY, _SPOILED = 0.05, 0.5
+# Normalized data has 0.005 % of its values below float16's normal range.
 _MIN_SHARE = 0.01
-# Integers above this are no rows of an embedding table: it would have more
-# parameters than the largest ones in use.
 _MAX_INDEX = 2**27
 _POLICIES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 _STANDARDIZE = (
     "Standardize it first, in float64: `tfamp.data.fit_statistics(...).as_layer()` "
     "behind a `keras.Input` of the column's own dtype."
 )
+_FILL = (
+    "Drop these examples (`Pipeline.filter`), or fill the values by the layer that "
+    "`tfamp.data.fit_statistics(...).as_layer()` gives."
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rounding:
-    """A compute dtype by its format, and what its layers get of a number.
-
-    Example:
-        >>> Rounding(formats.FLOAT16)(np.array([2049.0, 1e5, 1e-9])).tolist()
-        [2048.0, inf, 0.0]
-    """
-
-    format: formats.Format
-
-    @property
-    def max_integer(self) -> int:
-        """Up to here, in both directions, every integer is held exactly."""
-        return 2 ** (self.format.mantissa_bits + 1)
-
-    def __call__(self, values: np.ndarray) -> np.ndarray:
-        """Returns values rounded to the compute dtype, in float64.
-
-        By way of float32, which is what `fit` and Keras's inputs make of float64 and
-        of integers first.
-        """
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            single = values.astype(np.float32)
-            dtype = tf.as_dtype(self.format.name).as_numpy_dtype
-            return single.astype(dtype).astype(np.float64)
-
-
-def rounding_for(compute_dtype: Any) -> Rounding:
-    """Returns the rounding of a dtype, a policy's name or a `keras.DTypePolicy`."""
+def format_of(compute_dtype: Any) -> formats.Format:
+    """Returns the format of a dtype, a policy's name or a `keras.DTypePolicy`."""
     name = getattr(compute_dtype, "compute_dtype", compute_dtype)
     options = ("float32", "float16", "bfloat16", *_POLICIES)
     name = checks.choice("compute_dtype", name, options)
-    return Rounding(formats.FORMATS[_POLICIES.get(name, name)])
+    return formats.FORMATS[_POLICIES.get(name, name)]
+
+
+def rounded_to(form: formats.Format, values: np.ndarray) -> np.ndarray:
+    """Returns values rounded to a compute dtype, in float64."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        single = values.astype(np.float32)
+        dtype = tf.as_dtype(form.name).as_numpy_dtype
+        return single.astype(dtype).astype(np.float64)
 
 
 class Profile(Numbers):
-    """Gathers the figures of one column, chunk by chunk.
+    """Gathers the figures of one column, chunk by chunk."""
 
-    Attributes:
-        num_rows: Examples seen.
-        num_nonzero: Finite values other than 0.
-        num_overflows: Finite values that the compute dtype turns into inf.
-        num_flushed: Non-zero values that it turns into 0.
-        sample: Of some examples the mean value, or the only one: (rows, features).
-    """
-
-    def __init__(self, column: Column, rounding: Rounding) -> None:
+    def __init__(self, column: Column, form: formats.Format) -> None:
         shape = column.shape
         limit = _MAX_CHANNELS if len(shape) > 2 else _MAX_FEATURES
         is_cut = shape and shape[-1] and shape[-1] <= limit and not column.is_text
         super().__init__(int(shape[-1] or 1) if is_cut else 1)
-        self.column, self.rounding = column, rounding
-        self.num_rows = 0
+        self.column, self.form, self.num_rows = column, form, 0
         zeros = np.zeros(self.num_features, np.int64)
         self.num_nonzero = self.num_overflows = self.num_flushed = zeros
         self._errors = np.zeros(self.num_features)
@@ -121,24 +89,21 @@ class Profile(Numbers):
         """Counts what the compute dtype does to a block of values."""
         nonzero = values != 0
         self.num_nonzero = self.num_nonzero + nonzero.sum(axis=1)
-        if self.is_integral.all() and np.abs(values).max() <= self.rounding.max_integer:
+        exact = 2 ** (self.form.mantissa_bits + 1)  # all integers up to here are
+        if self.is_integral.all() and np.abs(values).max() <= exact:
             return
-        rounded = self.rounding(values)
+        rounded = rounded_to(self.form, values)
         overflows = np.isinf(rounded)
         self.num_overflows = self.num_overflows + overflows.sum(axis=1)
-        flushed = nonzero & (rounded == 0)
-        self.num_flushed = self.num_flushed + flushed.sum(axis=1)
+        self.num_flushed = self.num_flushed + (nonzero & (rounded == 0)).sum(axis=1)
         errors = np.where(overflows, 0.0, rounded - values)
         self._errors = self._errors + (errors * errors).sum(axis=1)
 
     @property
     def noise(self) -> np.ndarray:
-        """The rounding error against the standard deviation, 0 where nothing varies.
-
-        It is the root of the mean square error of rounding, without what overflows.
-        """
+        """The rounding error against the standard deviation, 0 where nothing varies."""
         rounded = np.maximum(self.num_finite - self.num_overflows, 1)
-        error, std = np.sqrt(self._errors / rounded), self.std
+        error, std = np.sqrt(self._errors / rounded), np.sqrt(self.variance)
         varies = (std > 0) & np.isfinite(std)
         return np.where(varies, error / np.where(varies, std, 1.0), 0.0)
 
@@ -156,10 +121,7 @@ class Profile(Numbers):
         text: Callable[[int], str],
         remedy: str,
     ) -> Iterator[Finding]:
-        """Yields the finding on the features of a mask, with the figures of the worst.
-
-        It is on that feature if it is the only one, else on the column.
-        """
+        """Yields the finding on the features of a mask, of the worst."""
         num_hit = int(mask.sum())
         if not num_hit:
             return
@@ -169,18 +131,14 @@ class Profile(Numbers):
         if num_hit > 1:
             column = self.column.name
             name += f" (worst of {num_hit} of {self.num_features} features)"
-        yield Finding(
-            *(rule, severity, f"{name} {text(worst)}", remedy),
-            column=column,
-            figure=float(score[worst]),
-            details={"num_features": num_hit},
-        )
+        message, figure = f"{name} {text(worst)}", float(score[worst])
+        yield Finding(rule, severity, message, remedy, column=column, figure=figure)
 
 
 def find(profile: Profile) -> Iterator[Finding]:
     """Yields what is wrong with a column of numbers."""
-    column, rounding, count = profile.column, profile.rounding, profile.count
-    form, std, noise = rounding.format, profile.std, profile.noise
+    column, form, count = profile.column, profile.form, profile.count
+    std, noise, finding = np.sqrt(profile.variance), profile.noise, profile.finding
     largest = np.maximum(np.abs(profile.low), np.abs(profile.high))
 
     def share_of(part: np.ndarray, i: int) -> str:
@@ -188,28 +146,24 @@ def find(profile: Profile) -> Iterator[Finding]:
             f"{part[i]:,} of {count[i]:,} values ({format_share(part[i] / count[i])})"
         )
 
-    for rule, word, part, then in (
-        ("nan", "NaN", profile.num_nan, "one is enough to make the loss NaN"),
-        ("inf", "inf", profile.num_infinite, "they turn into NaN in the first layers"),
-    ):
-        yield from profile.finding(
-            *(rule, "error", part > 0, part / np.maximum(count, 1)),
-            lambda i, part=part, word=word, then=then: (  # type: ignore[misc]
-                f"holds {word} in {share_of(part, i)}: {then}, and with it every "
-                "gradient of that step."
-            ),
-            "Drop these examples (`Pipeline.filter`), or fill the values by the layer "
-            "that `tfamp.data.fit_statistics(...).as_layer()` gives.",
-        )
+    def broken(word: str, part: np.ndarray) -> Iterator[Finding]:
+        def text(i: int) -> str:
+            spoils = "one is enough to make the loss NaN, and every gradient with it"
+            return f"holds {word} in {share_of(part, i)}: {spoils}."
+
+        share = part / np.maximum(count, 1)
+        yield from finding(word.lower(), "error", part > 0, share, text, _FILL)
+
+    yield from broken("NaN", profile.num_nan)
+    yield from broken("inf", profile.num_infinite)
     in_table = profile.low.min() >= 0 and profile.high.max() <= _MAX_INDEX
     may_be_index = "int" in column.dtype and bool(in_table)
     severity: Severity = "error"
     then = "Normalization and Rescaling cast first, so they get inf."
     if may_be_index:
-        # Sequences of integers are tokens, as a rule; a lone one may be either.
         severity = "note" if column.shape else "warning"
         then = "Embedding takes integers as they are."
-    yield from profile.finding(
+    yield from finding(
         *("overflow", severity, profile.num_overflows > 0, largest),
         lambda i: (
             f"reaches {number(largest[i])}; {share_of(profile.num_overflows, i)} pass "
@@ -218,7 +172,7 @@ def find(profile: Profile) -> Iterator[Finding]:
         _STANDARDIZE,
     )
     flushed = profile.num_flushed / np.maximum(profile.num_nonzero, 1)
-    yield from profile.finding(
+    yield from finding(
         *("underflow", "warning", flushed >= _MIN_SHARE, flushed),
         lambda i: (
             f"turns into 0 in {form.name} for {format_share(flushed[i])} of its "
@@ -229,7 +183,7 @@ def find(profile: Profile) -> Iterator[Finding]:
     )
     same = (profile.low == profile.high) & (profile.num_finite > 1)
     if profile.num_rows > 1 and column.role != "weight":
-        yield from profile.finding(
+        yield from finding(
             *("constant", "warning" if same.all() else "note", same, profile.low),
             lambda i: (
                 f"is {number(profile.low[i])} in all {profile.num_rows:,} examples: it "
@@ -243,7 +197,7 @@ def find(profile: Profile) -> Iterator[Finding]:
     rms = np.sqrt(profile.variance + profile.mean**2)
     large = (rms > math.sqrt(form.max)) & (std > 0) & (profile.num_overflows == 0)
     if not may_be_index:
-        yield from profile.finding(
+        yield from finding(
             *("unnormalized", "warning", large, rms),
             lambda i: (
                 f"is of size {number(rms[i])} (root mean square): squares and sums of "
@@ -251,9 +205,9 @@ def find(profile: Profile) -> Iterator[Finding]:
             ),
             _STANDARDIZE,
         )
-    yield from profile.finding(
+    yield from finding(
         *("resolution", "error" if noise.max() >= _SPOILED else "warning"),
-        *(noise >= NOISY, noise),
+        *(noise >= _NOISY, noise),
         lambda i: (
             f"lies at {number(profile.mean[i])} +- {number(std[i])}, where {form.name} "
             f"has steps of {number(formats.spacing(form, min(largest[i], form.max)))}: "
