@@ -11,7 +11,7 @@ import tfamp
 from tests.clocks import Ticks
 from tests.refusals import refusals
 from tfamp.stepping import input_waits, snapshots
-from tfamp.stepping.input_waits import Bottleneck, bottleneck, judge
+from tfamp.stepping.input_waits import bottleneck, judge
 
 # Seconds of real steps, of the model and of the input alone; what they come to.
 JUDGED = {
@@ -152,45 +152,6 @@ def test_steps_and_batches_are_timed_in_their_places(load, work, verdict, gain):
     assert result.possible_gain == pytest.approx(gain, abs=1e-6)
     assert result.compute_seconds == pytest.approx(work)
     assert result.times["input"][0] == pytest.approx(load)
-
-
-RESULT = Bottleneck(
-    verdict="input",
-    possible_gain=0.8,
-    gain_low=0.75,
-    gain_high=0.85,
-    reason="alone, the input takes 5.0 times as long as the model",
-    advice="Cache.",
-    times={"real": (0.01, 0.011, 0.01), "compute": (0.002,) * 3, "input": (0.01,) * 3},
-    batch_size=64,
-)
-
-
-def test_the_record_says_what_was_measured_and_comes_back_from_json():
-    assert Bottleneck.from_json(RESULT.to_json()) == RESULT
-    text = str(RESULT)
-    assert "3 rounds, batches of 64" in text
-    assert "Verdict: input; alone, the input takes 5.0 times as long" in text
-    assert "Possible gain: 80.0 % of a step (75.0 % to 85.0 %)." in text
-    assert "6,400" in text  # 64 examples in 10 ms
-    assert text.endswith("Cache.")
-    assert max(map(len, text.splitlines()[:10])) <= 110
-
-
-ADVICE = {
-    "float images in a dict": ("input", {"a": tf.zeros((2, 8, 8, 3))}, "as uint8"),
-    "a table": ("contention", tf.zeros((2, 8)), "`.prefetch(2)`"),
-    "a slow table": ("input", tf.zeros((2, 8)), "an epoch as delivered is 720 bytes"),
-    "leave it": ("compute", tf.zeros((2, 8)), "Leave the pipeline as it is"),
-    "measure longer": ("unclear", tf.zeros((2, 8)), "Measure longer"),
-}
-
-
-@pytest.mark.parametrize("verdict, x, words", ADVICE.values(), ids=ADVICE)
-def test_advice_is_one_sentence_for_the_verdict_and_the_data(verdict, x, words):
-    data = tf.data.Dataset.from_tensors((x, tf.zeros((2, 1)))).repeat(10)
-    advice = input_waits._advice(verdict, data, batch_bytes=72)
-    assert words in advice and len(advice.splitlines()) == 1
 
 
 test_errors = refusals(

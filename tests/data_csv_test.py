@@ -60,14 +60,6 @@ def test_types_hold_the_values_beside_damage_too(tmp_path, is_damaged):
         np.testing.assert_array_equal(found[name], expected, name)
 
 
-def test_given_types_hold(tmp_path):
-    path = write(tmp_path / "a.csv", "a,b,c,d\n1,2,3,4\n")
-    wanted = {"a": tf.float64, "b": "int32", "c": np.float32, "d": str}
-    spec = Pipeline.from_csv(path, dtypes=wanted).build().element_spec
-    dtypes = [one.dtype.name for one in spec.values()]
-    assert dtypes == ["float64", "int32", "float32", "string"]
-
-
 ROWS = b'a,b\n1,x\n2,"y"\n'
 COLUMNS = {"a": [1, 2], "b": [b"x", b"y"]}
 # What a file holds, arguments, the columns that are read.

@@ -158,20 +158,6 @@ def test_shards_are_disjoint_and_complete(tmp_path, kind, num_shards):
     assert sorted(found) == list(range(NUM))
 
 
-@pytest.mark.quick("stream")
-@pytest.mark.parametrize("is_stream", [False, True], ids=["arrays", "stream"])
-def test_a_shard_names_what_it_skips_by_its_place(is_stream):
-    pipeline = arrays()
-    if is_stream:
-        pipeline = Pipeline.from_dataset(arrays().build())
-    pipeline = careful(pipeline.shard(2, 0))
-    found = [int(x) for x, _ in pipeline.build()]
-    assert found == [n for n in range(0, NUM, 2) if n != 4]
-    (skipped,) = pipeline.skipped
-    place = "element 2 of those that reach `.map`" if is_stream else "element 4"
-    assert skipped.where == place
-
-
 @pytest.mark.quick("shuffle")
 @pytest.mark.parametrize(
     "stage, name",

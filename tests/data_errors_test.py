@@ -48,17 +48,6 @@ def test_each_damaged_element_costs_itself_alone(begin, caplog):
     assert caplog.text.count("Skipped 4 of 200 elements (2.0 %)") == 1
 
 
-def test_a_shuffle_by_position_keeps_the_names(monkeypatch):
-    monkeypatch.setattr("tfamp.data.stages.batches.SHUFFLE_BUFFER_BYTES", 1)
-    pipeline = numbers().shuffle(seed=3).map(refuse).on_error("skip", max_fraction=0.02)
-    assert "gather" in pipeline.describe()
-    got = values(pipeline.build())
-    assert sorted(got) == [2.0 * x for x in range(200) if x not in BAD]
-    assert got != sorted(got)
-    named = {one.where for one in pipeline.skipped}
-    assert named == {f"element {x}" for x in BAD}
-
-
 def test_more_than_the_allowed_share_is_an_error_at_the_end_of_the_pass():
     dataset = numbers().map(refuse).on_error("skip", max_fraction=0.01).build()
     message = (

@@ -106,14 +106,6 @@ def test_an_image_in_a_dict_is_found_by_its_key():
         assert first["id"] == tf.TensorSpec((), tf.int64)
 
 
-def test_pixels_come_as_they_are_and_gray_images_get_three_channels():
-    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
-    np.testing.assert_array_equal(decode(png(pixels)), pixels)
-    assert decode(png(pixels), channels=1).shape == (5, 7, 1)
-    gray = pixels[..., :1]
-    np.testing.assert_array_equal(decode(png(gray)), np.repeat(gray, 3, axis=2))
-
-
 def test_a_folder_becomes_pixels_of_one_shape(tmp_path):
     files = {"0.jpg": jpeg(smooth(30, 40)), "1.png": png(smooth(50, 20))}
     for name, data in files.items():

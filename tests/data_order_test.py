@@ -45,13 +45,6 @@ def test_behind_a_cache_balance_repeats_what_was_cached(tmp_path, is_cached):
     assert labels(dataset) == [0] * 4 + [1] * 4
 
 
-def test_a_filter_before_balance_counts():
-    pipeline = uneven().filter(lambda x, y: x > 3).balance(seed=1)
-    stages = table_stages(pipeline.describe())
-    assert stages[:3] == ["source", "filter", "balance"]
-    assert labels(pipeline.build()) == [0, 0, 1, 1]  # 4 and 5 against 6 and 7
-
-
 def test_images_are_shuffled_as_paths_and_decoded_to_uint8(images, caplog):
     pipeline = Pipeline.from_images(images).decode((8, 8)).shuffle(seed=1).batch(4)
     stages = ["source", "shuffle", "gather", "decode", "batch", "threads"]

@@ -95,27 +95,6 @@ def test_each_epoch_is_a_new_order_of_all_elements(by_position, monkeypatch):
     assert [x for x, _ in rows(other)] != epochs[0]
 
 
-def test_a_map_runs_once_before_a_cache_and_orders_still_vary():
-    calls = []
-
-    def count(x, y):
-        tf.py_function(lambda: calls.append(1), [], [])
-        return x, y
-
-    dataset = numbers(20).shuffle(seed=1).map(count).cache("memory").build()
-    first, second = rows(dataset), rows(dataset)
-    assert len(calls) == 20
-    assert first != second
-    assert sorted(first) == sorted(second)
-
-
-def test_a_memory_cache_of_bare_arrays_is_left_out(capsys):
-    text = numbers().cache("memory").describe()
-    assert capsys.readouterr().out == text + "\n"
-    assert "left out" in text
-    assert "the arrays are in memory already" in text
-
-
 def generated(size, count, pulled):
     """Texts of a size each, of which every one that is read is noted."""
 

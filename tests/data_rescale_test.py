@@ -56,18 +56,6 @@ def test_float32_is_off_by_less_than_two_units(scale, offset):
     assert units_off(found, scale, offset, np.float32).max() < MAX_FLOAT32_ULPS
 
 
-@pytest.mark.parametrize(
-    "policy, least",
-    [("float32", 100), ("mixed_float16", 7), ("mixed_bfloat16", 100)],
-    ids=["float32", "float16", "bfloat16"],
-)
-def test_the_layer_of_keras_still_loses_digits(policy, least):
-    scale, offset = CASES["to -1..1"]
-    found = keras.layers.Rescaling(scale, offset, dtype=policy)(PIXELS).numpy()
-    dtype = FORMATS.get(policy, np.float32)
-    assert units_off(found, scale, offset, dtype).max() > least
-
-
 def test_it_maps_elements_of_a_dataset_as_it_does_eagerly():
     layer = Rescale(1 / 127.5, -1.0)
     dataset = tf.data.Dataset.from_tensor_slices(PIXELS).map(layer)

@@ -128,16 +128,6 @@ def test_every_form_of_a_dataset_gives_the_same(make):
     np.testing.assert_array_equal(column.array("count"), [12, 12])
 
 
-def test_dict_columns_have_names_scalars_and_vectors():
-    elements = slices(({"v": VALUES, "s": TARGETS.astype(np.float32)}, TARGETS))
-    for dataset in (elements, elements.batch(5)):
-        statistics = fit_statistics(dataset)
-        assert [c.name for c in statistics.columns] == ["v", "s"]
-        assert statistics["s"].array("mean") == 5.5
-        assert statistics["v"].names == ("v[0]", "v[1]")
-        assert statistics.num_examples == 12
-
-
 # Errors
 
 NAN = float("nan")

@@ -64,16 +64,6 @@ def test_order_does_not_depend_on_threads_or_on_skipping(tmp_path):
     assert orders[0][10][:1] == b"1", "four files by turns"
 
 
-def test_a_record_that_does_not_fit_is_named_where_it_is_not_skipped(tmp_path):
-    records = [example(n) for n in range(20)]
-    records[9] = example(9, with_y=False)
-    path = write(tmp_path / "a", records)
-    with pytest.raises(
-        tf.errors.InvalidArgumentError, match=f"Name: {path}, record 9, "
-    ):
-        elements(begin(path, features=FEATURES))
-
-
 DAMAGE = {
     "a byte of a record": (
         lambda data: data[:20] + bytes([255 - data[20]]) + data[21:],

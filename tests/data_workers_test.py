@@ -10,10 +10,7 @@ from tests.multi_worker_test import run_workers
 EVERY = list(range(NUM))
 EXPECTED = {
     "arrays": EVERY,
-    "records, file cache": EVERY,
-    "filter": [n for n in EVERY if n % 3],
     "shard by the cluster": EVERY,
-    "shards of unequal steps": list(range(9)),
 }
 # The workers run what the chosen tests ask for: a second or two for each.
 IN_SHORT = ("arrays", "balance", "errors")
@@ -43,7 +40,6 @@ def epochs(outcomes, case):
     return list(zip(*(outcome[case] for outcome in outcomes), strict=True))
 
 
-@pytest.mark.quick("records, file cache", "filter")
 @cases(*EXPECTED)
 def test_each_element_comes_once_on_one_of_the_workers(outcomes, case):
     for first, second in epochs(outcomes, case):
@@ -56,20 +52,6 @@ def test_a_step_takes_the_global_batch(outcomes, case):
     for first, second in epochs(outcomes, case):
         for one, other in zip(sizes(first)[:3], sizes(second)[:3], strict=True):
             assert sum(one) == sum(other) == 4
-
-
-@cases("arrays")
-def test_each_epoch_has_another_order(outcomes, case):
-    for outcome in outcomes:
-        first, second = outcome[case]
-        assert first != second
-
-
-@cases("arrays, no remainder")
-def test_without_remainder_all_workers_get_full_batches(outcomes, case):
-    for first, second in epochs(outcomes, case):
-        assert sizes(first) == sizes(second) == [[4]] * 3
-        assert max(collections.Counter(flat(first) + flat(second)).values()) == 1
 
 
 @cases("balance")
@@ -92,17 +74,3 @@ def test_orders_of_their_own_are_refused(outcomes, case):
             assert name == "ValueError"
             start = f"`.{stage}` has no seed, and 2 worker processes train"
             assert text.startswith(start)
-
-
-@cases("fit, shard")
-def test_fit_sees_each_example_once(outcomes, case):
-    for outcome in outcomes:
-        # The mean of 0, 2, ..., 52; sums of such numbers are exact in float32.
-        assert outcome[case] == [26.0, 26.0]
-
-
-@cases("fit, shards of unequal steps")
-def test_fit_counts_no_more_where_a_worker_has_no_more(outcomes, case):
-    for outcome in outcomes:
-        mean = 2 * sum(outcome["subset"]) / 25
-        assert outcome[case] == pytest.approx([mean, mean], rel=4 * 2**-23)

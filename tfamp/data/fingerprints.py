@@ -238,10 +238,11 @@ def _graph_parts(graph: Any) -> Iterator[Any]:
     nodes += [node for one in graph.library.function for node in one.node_def]
     tables = [node for node in nodes if node.op == "LookupTableImportV2"]
     in_tables = [name for node in tables for name in node.input[1:3]]
-    found: list[bytes] = []
+    found: list[bytes] = []  # of the graph itself, in its order
+    inside: list[bytes] = []  # of functions, which come in any
     files: list[Any] = []
     tabled: dict[str, np.ndarray] = {}
-    for node in nodes:
+    for at, node in enumerate(nodes):
         tensor = node.attr["value"].tensor if node.op == "Const" else None
         if "token" in node.attr:
             node.attr["token"].s = b""
@@ -259,12 +260,13 @@ def _graph_parts(graph: Any) -> Iterator[Any]:
             if node.name in in_tables:
                 tabled[node.name] = value
             else:
-                found.append(_Walk().digest(value))
+                own = found if at < len(graph.node) else inside
+                own.append(_Walk().digest(value))
     for node in tables:
         keys, values = (tabled.get(name, np.zeros(0)) for name in node.input[1:3])
         order = np.argsort(keys, kind="stable")  # TensorFlow's own changes
         found.append(_Walk().digest([keys[order], values[order]]))
-    yield from (sorted(found), files)
+    yield from (found, sorted(inside), files)
     readers = [node.op for node in nodes if _READER.match(node.op)]
     # Of two readers one may read the names for the other.
     is_known = files and len(readers) == 1

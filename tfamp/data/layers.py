@@ -31,11 +31,6 @@ class Rescale(keras.layers.Layer):
         scale: Factor, not 0; one number, or one for each channel (the last axis).
         offset: What is added after the factor; likewise.
         **kwargs: As for every layer: `name`, `dtype`, ...
-
-    Example:
-        >>> layer = Rescale(1 / 127.5, -1.0)
-        >>> layer(np.array([0, 255], np.uint8)).numpy().tolist()
-        [-1.0, 1.0]
     """
 
     def __init__(self, scale: Any = 1 / 255, offset: Any = 0.0, **kwargs: Any) -> None:
