@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 def _given(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a verb, by the `locals()` that it begins with."""
     return {k: v for k, v in arguments.items() if k not in ("self", "cls")}
 
 
@@ -78,8 +77,7 @@ class Pipeline(metaclass=_Advised):
         if not isinstance(self.source, Source):
             raise TypeError(
                 f"`Pipeline` was called with a {type(self.source).__name__}; expected "
-                "one of its `from_...` methods. Call `Pipeline.from_arrays(x, y)` for "
-                "arrays, `Pipeline.from_dataset` for a `tf.data.Dataset`."
+                "one of its `from_...` methods. Call `Pipeline.from_arrays(x, y)`."
             )
 
     def __repr__(self) -> str:
@@ -97,9 +95,8 @@ class Pipeline(metaclass=_Advised):
             self.build()
         if (length := self._built["length"]) is None:
             raise TypeError(
-                "The length of this pipeline is unknown or infinite; expected one that "
-                "is known before a pass. Count with `sum(1 for _ in pipeline)`, or "
-                "give `fit` `steps_per_epoch`."
+                "The length of this pipeline is unknown or infinite; expected a known "
+                "one. Count by `sum(1 for _ in pipeline)`, or pass `steps_per_epoch`."
             )
         return length
 
@@ -330,11 +327,8 @@ class Pipeline(metaclass=_Advised):
     ) -> "Self":
         """Puts the elements in a new random order each epoch.
 
-        Args:
-            buffer_size: Elements held to draw from. None for all of them where they
-                fit into 256 MiB of memory or the source is arrays, else for what fits:
-                approximate then, as `describe` says.
-            seed: Several workers need one, or `.shard`.
+        Without a `buffer_size` all are held where they fit into 256 MiB or the source
+        is arrays, else what fits: approximate then. Several workers need a seed.
         """
         return self._with(Shuffle(buffer_size, seed))
 

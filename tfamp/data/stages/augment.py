@@ -118,7 +118,7 @@ class Augmentation(Stage):
         if not low < high:
             raise ValueError(
                 f"`value_range` is {self.value_range!r}; expected the smallest and the "
-                "largest value of an image. Pass such as (0, 255)."
+                "largest value. Pass such as (0, 255)."
             )
         if self.seed is None:
             object.__setattr__(self, "is_seeded", False)
