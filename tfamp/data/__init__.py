@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 from tfamp.records import lazy_attributes
 
-# Public name -> module that defines it; loaded on first use. What asks how a model
-# trains, as `bottleneck` does, stands above this package.
+# Public name -> module that defines it; `bottleneck` stands above this package.
 _HOMES = {
     "Bottleneck": "tfamp.stepping.input_waits",
     "Condition": "tfamp.data.layers",

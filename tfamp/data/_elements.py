@@ -99,7 +99,7 @@ def at_end(
     keeps: Callable[..., Any] | None = None,
     settings: Any = None,
 ) -> tf.data.Dataset:
-    """Returns what `keeps` is true of; each pass ends by an operation."""
+    """Returns what `keeps` is true of; a pass ends by `action(kept, came)`."""
     calls: dict[str, Any] = {}
     if settings is not None:
         calls = {"num_parallel_calls": settings.num_parallel_calls}

@@ -18,8 +18,7 @@ from tfamp.records.units import format_share, number
 
 RULES = "nan inf overflow underflow constant unnormalized resolution".split()
 _MAX_FEATURES, _MAX_CHANNELS = 2048, 16
-# A sample this large finds a drift of 0.1 with near certainty, and all features of a
-# column together hold at most 32 MiB of them.
+# A sample this large finds a drift of 0.1 with near certainty, in 32 MiB at most.
 _SAMPLE_ROWS, _MIN_SAMPLE_ROWS, _SAMPLE_VALUES = 20_000, 1000, 4 * 2**20
 # Rounding noise against the standard deviation: from 1/20 on, a layer sees it, from a
 # half on a fifth of what it sees is noise.

@@ -16,8 +16,7 @@ from tfamp.records import checks
 from tfamp.records.record import Record
 
 FILLS = ("mean", "median")
-# 1.5 quartile ranges are Tukey's fences (Exploratory Data Analysis, 1977, chapter 2)
-# and keep 99.3 % of a normal; three standard deviations keep 99.7 %.
+# 1.5 quartile ranges are Tukey's fences (Exploratory Data Analysis, 1977, chapter 2).
 _LEVELS = {"zscore": (3.0,), "iqr": (1.5,), "quantile": (0.01, 0.99)}
 # Rows kept of a column, fewer where it has many features: 64 MiB of float32.
 _SAMPLE_ROWS, _MIN_SAMPLE_ROWS, _SAMPLE_VALUES = 100_000, 10_000, 2**24

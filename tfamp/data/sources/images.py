@@ -21,8 +21,7 @@ from tfamp.records import checks
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
 # As Keras's `image_dataset_from_directory`, and no class has a larger number.
 LABEL_DTYPE = np.int32
-# First bytes of a JPEG, a PNG and a GIF. No bitmaps: of those with a palette TensorFlow
-# takes the numbers for colors.
+# No bitmaps: of those with a palette TensorFlow takes the numbers for colors.
 _STARTS = (b"\xff\xd8\xff", b"\x89PN", b"GIF")
 
 

@@ -15,8 +15,7 @@ import tensorflow as tf
 from tfamp.machine.cpus import num_usable_cpus
 
 Autotune = bool | Literal["auto"]
-# A result that waits for its turn counts as a call too, so with one call for each
-# thread a slow element leaves a thread idle: 7 % of the time with photos.
+# A result that waits for its turn counts as a call too: one a thread leaves some idle.
 _CALLS_A_THREAD = 2
 
 # First to last, by the names of the verbs: the reason for the place, and roles. A stage
