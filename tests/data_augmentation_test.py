@@ -1,7 +1,5 @@
 """Augmentation: transforms, functions, strength and ramp, seeds."""
 
-import threading
-
 import keras
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from tfamp.data.augmentation import (
     Rotate,
     Shift,
 )
-from tfamp.data.stages.augment import EpochCounter
 
 ALL = (Flip(True, True), Shift(), Rotate(), Brightness(), Contrast())
 
@@ -235,40 +232,6 @@ def test_blocks_lose_nothing_and_each_image_has_its_own_change():
     assert [int(number) for _, number in found] == list(range(size))
     added = {float(image[0, 0, 0]) for image, _ in found}
     assert len(added) == size and 0 not in added
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown length"])
-def test_what_a_prefetch_reads_ahead_does_not_advance_the_ramp(known, monkeypatch):
-    last, counted = threading.Event(), threading.Event()
-    finish = EpochCounter.finish
-
-    def noted(counter, epoch):
-        counted.set()
-        return finish(counter, epoch)
-
-    monkeypatch.setattr(EpochCounter, "finish", noted)
-
-    def look(x, y):
-        def note(value):
-            if value == 23:
-                last.set()
-            return value
-
-        return tf.ensure_shape(tf.numpy_function(note, [x], tf.float32), ()), y
-
-    pipeline = marked().map(look).prefetch(9)
-    if not known:
-        pipeline = pipeline.filter(lambda x, y: True)
-    dataset = pipeline.augment(add_strength, ramp_epochs=2).batch(6).build()
-    for _ in range(3):
-        last.clear()
-        iterator = iter(dataset)
-        next(iterator)
-        assert last.wait(10)  # the prefetch has read the epoch to its end
-        assert not counted.wait(0.2)  # which would follow at once
-        del iterator
-    found = [[float(x[0]) for x, _ in dataset] for _ in range(3)]
-    assert found == [[0, 6, 12, 18], [50, 56, 62, 68], [100, 106, 112, 118]]
 
 
 def test_each_dataset_counts_its_own_epochs():

@@ -112,17 +112,3 @@ def test_what_sources_skip_is_summed_up_and_judged_exactly(
     message = "4 of 200 elements cannot be read; expected at most 1.9 %"
     with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
         list(strict)
-
-
-def test_errors_of_a_source_and_of_a_map_are_judged_together(tmp_path, caplog):
-    pipeline = damaged_csv(tmp_path, 4)
-
-    def refuse_last(row):
-        tf.debugging.assert_less(row["a"], tf.constant(199, row["a"].dtype))
-        return row
-
-    mapped = pipeline.map(refuse_last)
-    assert len(list(mapped.on_error("skip", max_fraction=0.025).build())) == 195
-    assert caplog.text.count("Skipped 5 of 200 elements (2.5 %)") == 1
-    with pytest.raises(tf.errors.InvalidArgumentError, match="5 of 200 elements"):
-        list(mapped.on_error("skip", max_fraction=0.024).build())

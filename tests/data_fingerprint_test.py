@@ -125,30 +125,6 @@ def test_another_process_has_the_same_cache_until_a_module_changes(tmp_path):
     assert found == [(2, 1), (2, 1), (3, 2)]
 
 
-READERS = {
-    "lines": tf.data.TextLineDataset,
-    "interleaved": lambda paths: tf.data.Dataset.from_tensor_slices(
-        [[path] for path in paths]
-    ).interleave(tf.data.TextLineDataset),
-    "in the function": lambda paths: tf.data.Dataset.range(3).map(
-        lambda number: (number, tf.io.read_file(paths[-1]))
-    ),
-}
-
-
-@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_a_file_that_is_named_counts_by_its_change(tmp_path, read):
-    folder = tmp_path / "caches"
-    folder.mkdir()
-    paths = [str(tmp_path / f"{number}.txt") for number in range(2)]
-    for path in paths:
-        Path(path).write_text("a\n")
-    pipelines = [Pipeline.from_dataset(read(paths)) for _ in range(2)]
-    assert [cached(pipeline, folder) for pipeline in pipelines] == [1, 1]
-    Path(paths[-1]).write_text("a\nb\n")
-    assert cached(Pipeline.from_dataset(read(paths)), folder) == 2
-
-
 UNSEEN = {
     "a Python function": (
         lambda: mapped(by_python(1)),

@@ -168,30 +168,6 @@ def test_resolution_is_the_noise_of_rounding(mean, std, dtype, severity):
 # Labels --------------------------------------------------------------------------
 
 
-def labeled(y, **options):
-    return found(normal(len(y), 2), y, **options)
-
-
-LABELS = {
-    "from 0 on": (np.arange(N) % 5, None, None),
-    "from 1 on": (np.arange(N) % 5 + 1, None, "warning"),
-    "with a gap": (np.arange(N) % 5 + 3 * (np.arange(N) % 5 == 4), None, "warning"),
-    "with a gap that is known": (np.arange(N) % 5, 6, None),
-    "too large": (np.arange(N) % 5, 4, "error"),
-    "-1 for ignore": (np.arange(N) % 5 - 1, None, "error"),
-    "-1 and 1": (np.arange(N) % 2 * 2 - 1, None, None),
-    "temperatures": (np.arange(N) % 50 - 20, None, None),
-    "prices": (rng().integers(1000, 10**6, N), None, None),
-    "quantities": (normal(N), None, None),
-}
-
-
-@pytest.mark.parametrize("y, num_classes, severity", LABELS.values(), ids=LABELS)
-def test_label_range(y, num_classes, severity):
-    findings = labeled(y, num_classes=num_classes).of(rule="labels")
-    assert [finding.severity for finding in findings] == ([severity] * bool(severity))
-
-
 def test_a_class_that_only_validation_has_is_an_error():
     train, validation = np.arange(N) % 3, np.arange(N) % 4
     findings = check32((normal(N, 2), train), (normal(N, 2, seed=1), validation))

@@ -106,16 +106,6 @@ def test_an_image_in_a_dict_is_found_by_its_key():
         assert first["id"] == tf.TensorSpec((), tf.int64)
 
 
-def test_a_folder_becomes_pixels_of_one_shape(tmp_path):
-    files = {"0.jpg": jpeg(smooth(30, 40)), "1.png": png(smooth(50, 20))}
-    for name, data in files.items():
-        write(tmp_path / "a" / name, data)
-    dataset = Pipeline.from_images(tmp_path).decode((24, 16)).build()
-    assert dataset.element_spec[0] == tf.TensorSpec((24, 16, 3), tf.uint8)
-    for (pixels, _), data in zip(dataset, files.values(), strict=True):
-        np.testing.assert_array_equal(pixels, decode(data, (24, 16)))
-
-
 DAMAGE = {
     "cut": lambda data: data[: len(data) // 2],
     "two bytes": lambda data: data[:2],

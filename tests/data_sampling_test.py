@@ -117,16 +117,12 @@ def test_weights_are_drawn_in_proportion_over_epochs(begin, weights):
 
 
 @ways
-def test_a_subset_is_uniform_and_the_same_for_any_global_seed(begin):
+def test_a_subset_is_the_same_for_any_global_seed(begin):
     kept = []
     for seed in (1, 2):
         tf.random.set_seed(seed)
         kept.append(epochs_of(begin([0] * 50).subset(5))[0])
     assert kept[0] == kept[1] != epochs_of(begin([0] * 50).subset(5, seed=1))[0]
-    times = np.zeros(9)
-    for seed in range(60):
-        times[epochs_of(begin([0] * 6 + [1] * 3).subset(3, seed=seed), 1)[0]] += 1
-    assert_drawn_from(times, [1 / 9] * 9)
 
 
 def odd(x, y):

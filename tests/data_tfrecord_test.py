@@ -51,19 +51,6 @@ def test_features_are_parsed(tmp_path, features):
     assert [np.ravel(e[y]).tolist() for e in found] == [[0], [1], [2]]
 
 
-def test_order_does_not_depend_on_threads_or_on_skipping(tmp_path):
-    for file in range(6):  # more than a chunk of 1 MiB each
-        numbers = (b"%d-%d" % (file, n) for n in range(30 if file == 2 else 20))
-        write(tmp_path / f"part-{file}", [n.ljust(100_000) for n in numbers])
-    pipeline = begin(tmp_path).map(lambda record: tf.strings.strip(record))
-    orders = [
-        list(pipeline.build(autotune=a).as_numpy_iterator()) for a in (False, True)
-    ]
-    assert orders[0] == orders[1] == careful(begin(tmp_path).map(tf.strings.strip))[0]
-    assert len(orders[0]) == 130
-    assert orders[0][10][:1] == b"1", "four files by turns"
-
-
 DAMAGE = {
     "a byte of a record": (
         lambda data: data[:20] + bytes([255 - data[20]]) + data[21:],
