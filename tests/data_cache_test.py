@@ -63,6 +63,21 @@ def test_a_second_pipeline_reads_what_the_first_one_wrote(tmp_path):
     assert int(second.cardinality()) == 10
 
 
+def test_a_changed_function_is_noticed_where_plain_tf_data_reads_stale_elements(
+    tmp_path,
+):
+    plain = tf.data.Dataset.range(3)
+    list(plain.map(lambda x: x + 1).cache(str(tmp_path / "plain")))
+    stale = plain.map(lambda x: x + 2).cache(str(tmp_path / "plain"))
+    assert [int(x) for x in stale] == [1, 2, 3]
+
+    first = numbers(3).map(double).cache(tmp_path / "train").build()
+    fresh = numbers(3).map(lambda x, y: (x + 1, y)).cache(tmp_path / "train").build()
+    assert rows(fresh) == [(1, 0), (2, 10), (3, 20)]
+    assert len(caches(tmp_path)) == 2
+    assert rows(first) == rows(numbers(3).map(double).build()), "it stays"
+
+
 def test_a_half_written_cache_is_built_again(tmp_path, caplog):
     pytest.importorskip("filelock", reason="what is left is removed under a lock")
     rows(numbers().cache(tmp_path / "train").build())

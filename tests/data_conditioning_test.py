@@ -100,6 +100,21 @@ def test_large_means_keep_their_digits_under_every_policy(policy):
     np.testing.assert_allclose(outputs, expected, rtol=eps[policy], atol=eps[policy])
 
 
+def test_keras_own_layer_is_lost_at_a_mean_of_5e4_in_float16():
+    """The contrast that `Condition` is there for."""
+    values = np.random.default_rng(5).normal(5e4, 1.0, (100, 1)).astype(np.float32)
+    stock = keras.layers.Normalization(dtype="mixed_float16")
+    stock.adapt(values)
+    exact = oracle(values)
+    assert np.abs(stock(values).numpy().astype(np.float64) - exact).max() > 0.5
+    ours = Condition(
+        fit_statistics(values).as_layer(clip=None).rules,
+        named=False,
+        dtype="mixed_float16",
+    )
+    assert np.abs(ours(values).numpy().astype(np.float64) - exact).max() < 4 * 2**-10
+
+
 @pytest.mark.parametrize("way", ["eagerly", "graph", "XLA"])
 @pytest.mark.parametrize("clip", [None, (0.1, 0.9)], ids=["free", "clipped"])
 def test_far_features_keep_their_digits_without_float64(way, clip):

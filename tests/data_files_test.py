@@ -30,7 +30,7 @@ def test_signs_of_patterns_in_an_existing_folder_are_its_name(tmp_path, name):
 
 
 WRONG_PATHS = {
-    "missing": ("none", "in `paths` is no file, and no folder or pattern"),
+    "missing": ("none", "in `paths` is no file that ends in .txt"),
     "nearly right": ("train.tx", "Did you mean 'FOLDER/train.txt'?"),
     "no match": ("*.none", "FOLDER' has 'empty.md' and 'train.txt'."),
     "twice": (["train.txt", "t*.txt"], "`paths` names 'FOLDER/train.txt' twice;"),
