@@ -62,6 +62,18 @@ def test_it_maps_elements_of_a_dataset_as_it_does_eagerly():
     np.testing.assert_array_equal(np.stack(list(dataset)), layer(PIXELS).numpy())
 
 
+@pytest.mark.parametrize(
+    "policy, least",
+    [("float32", 100), ("mixed_float16", 7), ("mixed_bfloat16", 100)],
+    ids=["float32", "float16", "bfloat16"],
+)
+def test_the_layer_of_keras_still_loses_digits(policy, least):
+    scale, offset = CASES["to -1..1"]
+    found = keras.layers.Rescaling(scale, offset, dtype=policy)(PIXELS).numpy()
+    dtype = FORMATS.get(policy, np.float32)
+    assert units_off(found, scale, offset, dtype).max() > least
+
+
 @pytest.mark.parametrize("form", ["keras", "saved model"])
 def test_a_model_keeps_it_through_its_files(form, tmp_path):
     scale, offset = [0.1, 0.2, 0.3], [-0.5, 0.1, -2.0]
