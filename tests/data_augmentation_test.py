@@ -1,6 +1,5 @@
 """Augmentation: transforms, functions, strength and ramp, seeds."""
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -197,21 +196,6 @@ REFUSED = {
     ),
 }
 test_what_cannot_be_augmented_is_refused = refusals(REFUSED)
-OPTIONS = {
-    "strength": ({"strength": 1.5}, "`strength` is 1.5; expected a number in [0, 1]"),
-    "empty": (
-        {"value_range": (1, 1)},
-        "`value_range` is (1, 1); expected the smallest and",
-    ),
-}
-test_wrong_options_are_refused = refusals(OPTIONS, lambda given: make_augment(**given))
-STEPS = {
-    "a layer": (lambda: keras.layers.RandomFlip(), "is no step; expected a transform"),
-    "one argument": (lambda: lambda image: image, "is no step; expected a transform"),
-}
-test_what_is_no_step_is_refused = refusals(
-    STEPS, lambda make: make_augment(make()), kind=TypeError
-)
 
 
 # In the pipeline, with the other stages.

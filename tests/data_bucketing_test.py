@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 
 from tests.file_sources import told
-from tests.refusals import refusals
 from tfamp.data import Pipeline
 
 
@@ -92,20 +91,3 @@ def test_by_default_what_is_too_long_ends_the_pass():
     message = "A sequence is above the last boundary, of length"
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         list(dataset)
-
-
-def dense():
-    return Pipeline.from_arrays(np.zeros((3, 4)))
-
-
-REFUSED = {
-    "no sequences": (
-        lambda: dense().bucket(2).build(),
-        "part whose first dimension alone is None, which is what varies.",
-    ),
-    "not ascending": (
-        lambda: dense().bucket(2, boundaries=[8, 8]),
-        "`boundaries` are (8, 8); expected at least one length, ascending.",
-    ),
-}
-test_wrong_uses_are_refused = refusals(REFUSED)

@@ -4,7 +4,6 @@ import csv as stdlib_csv
 import gzip
 import math
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -177,11 +176,3 @@ test_wrong_files_and_arguments_are_refused_at_once = refused_files(
     REFUSED,
     lambda data: data if type(data) is dict else {"a.csv": data},
 )
-
-
-def test_without_arrow_the_error_says_what_to_install(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.csv", "a,b\n1,2\n")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    message = "`Pipeline.from_csv` needs pyarrow, which is not installed. Run `pip "
-    with pytest.raises(ImportError, match=re.escape(message)):
-        Pipeline.from_csv(path)

@@ -5,7 +5,6 @@ import pytest
 import tensorflow as tf
 
 from tests.data_pipeline_test import table_stages
-from tests.refusals import refusals
 from tfamp.data import Pipeline
 
 
@@ -77,16 +76,3 @@ def test_rows_that_nothing_looks_at_go_from_chunks_to_batches(tmp_path):
     by_row = Pipeline.from_csv(path, label="y").map(lambda x, y: (x["a"], y)).batch(4)
     assert "from chunks" not in by_row.describe()
     assert [x.numpy().tolist() for x, _ in by_row.build()][2] == [8, 9]
-
-
-REFUSED = {
-    "two samplers": (
-        lambda p: p.balance().weights([1.0] * 8).build(),
-        "`.balance` and `.weights` came together; expected one.",
-    ),
-}
-
-
-test_stages_that_do_not_go_together_are_refused = refusals(
-    REFUSED, lambda call: call(uneven())
-)
