@@ -38,10 +38,6 @@ def augmented(dataset, *steps, **arguments):
     return Pipeline.from_dataset(dataset).augment(*steps, **arguments).build()
 
 
-def make_augment(*steps, **arguments):
-    return Pipeline.from_arrays(images()).augment(*steps, **arguments)
-
-
 def pairs(size=6, **kwargs):
     x = images(size, **kwargs)
     return tf.data.Dataset.from_tensor_slices((x, np.arange(size)))
