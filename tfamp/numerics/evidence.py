@@ -226,10 +226,11 @@ def bad_data(batch: Any) -> tuple[list[Suspicion], Any]:
         with np.errstate(over="ignore"):
             is_good = np.isfinite(values.astype(np.float32))
         largest = float(np.abs(values[is_good]).max(initial=0.0))
-        bad, what = ~is_good, "are inf or NaN"
+        bad, count = ~is_good, int((~is_good).sum())
+        what = f"{'is' if count == 1 else 'are'} inf or NaN"
         if np.isfinite(values).all() and bad.any():
             what = f"float32 cannot hold, such as {values[bad].flat[0]:.3g}"
-        text = f"holds {int(bad.sum())} numbers that {what}"
+        text = f"holds {count} number{'' if count == 1 else 's'} that {what}"
         if is_good.all():
             bad, text = np.abs(values) > _HUGE, f"reaches {largest:.3g}"
         if bad.any():

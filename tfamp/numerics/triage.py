@@ -119,7 +119,7 @@ def triage(model: keras.Model, batch_or_bundle: Any, y: Any = None) -> Triage:
         >>> bad = np.float32([[1, np.nan], [3, 4]])
         >>> found = triage(model, (bad, np.float32([[0], [0]])))
         >>> found.cause, found.evidence[0]  # doctest: +NORMALIZE_WHITESPACE
-        ('data', '`x` holds 1 numbers that are inf or NaN, in 1 of 2 examples
+        ('data', '`x` holds 1 number that is inf or NaN, in 1 of 2 examples
         (number 0).')
     """
     check_model(model)
