@@ -62,7 +62,7 @@ help:  ## list the targets
 TRAIN := $(if $(wildcard .venv/.installed),.venv,.venv-train)
 .venv-train/.installed: setup.cfg pyproject.toml
 	@.ci/environment .venv-train "$(PYTHON)" "TensorFlow and tfamp" \
-	  -e ".[data,report]" "keras==3.15.1"
+	  -e ".[report]" scikit-learn "keras==3.15.1"
 
 train: $(TRAIN)/.installed  ## train a small CNN on digits in float32, with XLA, in half precision
 	@echo "Training on scikit-learn's digits under three policies: 3 to 5 minutes."
