@@ -119,7 +119,8 @@ def _found(model: keras.Model, batches: list[Any], why: str) -> Findings:
     ran = [rule for rule in ("in-float32", *_OF_DATA) if rule not in skipped]
     return Findings(
         tuple(dict.fromkeys(findings)),
-        title=f"Check of model {model.name!r}{dtype and f', with {dtype}'} ({why.removesuffix('.')})",
+        title=f"Check of model {model.name!r}{dtype and f', with {dtype}'} "
+        f"({why.removesuffix('.')})",
         rules=(*linted.rules, *ran),
         skipped=(*linted.skipped, *(f"{rule}: {skipped[rule]}" for rule in skipped)),
     )
