@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tfamp.trials import worker
 
 pytest.importorskip("cloudpickle", reason="needs the extra `report`")
 pytest.importorskip("psutil", reason="needs the extra `report`")
@@ -218,3 +219,16 @@ def test_ctrl_c_keeps_what_can_be_compared_and_leaves_no_process(tmp_path, stop,
     else:
         assert done.returncode == -signal.SIGINT
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
+def test_the_trace_of_a_smaller_last_batch_is_no_step_of_a_short_run():
+    window = worker.Window
+    first, middle = window(0, 1, 1, 2.0, None), window(0, 43, 42, 0.42, None)
+    last = window(0, 44, 1, 1.0, None)
+    assert worker._seconds_per_step([first, middle, last]) == pytest.approx(0.01)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    clock = worker.Clock(3, lambda _: None)
+    x = np.zeros((40, 2), "float32")
+    model.fit(x, x[:, :1], batch_size=16, verbose=0, callbacks=[clock])
+    assert (clock.windows[-1].steps, clock.windows[-1].last_step) == (1, 3)

@@ -29,7 +29,7 @@ SMOKE = 'flags.DEFINE_boolean("smoke", False'
 SECONDS = 300
 
 
-def lines_of_a_cell_run_twice(recipe, monkeypatch, times=2):
+def lines_of_a_cell_run_twice(recipe, monkeypatch, folder, times=2):
     """Returns what the last run of the cell printed, line by line."""
     text = (FOLDER / recipe).read_text(encoding="utf-8")
     # What a reader does who wants to see only that it runs: another default.
@@ -43,7 +43,7 @@ def lines_of_a_cell_run_twice(recipe, monkeypatch, times=2):
         metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}},
     )
     client = nbclient.NotebookClient(
-        notebook, timeout=SECONDS, resources={"metadata": {"path": str(ROOT)}}
+        notebook, timeout=SECONDS, resources={"metadata": {"path": str(folder)}}
     )
     client.create_kernel_manager()
     # The interpreter of the tests, whatever kernels are installed.
@@ -64,8 +64,8 @@ def check_record(line):
 
 
 @pytest.mark.slow
-def test_a_pasted_recipe_runs_and_runs_again(monkeypatch):
-    lines = lines_of_a_cell_run_twice("train_digits.py", monkeypatch)
+def test_a_pasted_recipe_runs_and_runs_again(monkeypatch, tmp_path):
+    lines = lines_of_a_cell_run_twice("train_digits.py", monkeypatch, tmp_path)
     check_record(lines[-1])
 
 
@@ -74,5 +74,5 @@ def test_a_pasted_recipe_runs_and_runs_again(monkeypatch):
 def test_every_recipe_can_be_pasted(recipe, monkeypatch, tmp_path):
     if recipe in NEEDS:
         pytest.importorskip(NEEDS[recipe], reason="the recipe asks for it")
-    lines = lines_of_a_cell_run_twice(recipe, monkeypatch, times=1)
+    lines = lines_of_a_cell_run_twice(recipe, monkeypatch, tmp_path, times=1)
     check_record(lines[-1])

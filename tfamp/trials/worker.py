@@ -242,6 +242,14 @@ class Clock(keras.callbacks.Callback):
         self._epoch, self._before, self._first = epoch, self.done, self.done
         self._opened = time.perf_counter()
 
+    def on_train_batch_begin(
+        self, batch: int, logs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Closes the window ahead of the first epoch's last step, often a new trace."""
+        following = self.done + int(self.model.steps_per_execution or 1)
+        if self._epoch == 0 and following >= (self._steps_an_epoch or math.inf):
+            self._close()
+
     def on_train_batch_end(
         self, batch: int, logs: Mapping[str, Any] | None = None
     ) -> None:
@@ -281,13 +289,15 @@ def _seconds_per_step(windows: Sequence[Window]) -> float:
     """Returns the mean time of a step, but for the warm-up and for stalls.
 
     The first of three epochs or more is left out, which traces and fills caches of the
-    input; of fewer the first tenth, or 50 steps. So are the slowest and the fastest
-    windows: a machine that stalls for seconds says nothing about a policy.
+    input; of fewer the first tenth, or 50 steps, and the first epoch's last, as a
+    smaller batch is traced anew. So are the slowest and the fastest windows: a machine
+    that stalls for seconds says nothing about a policy.
     """
     kept = [window for window in windows if window.epoch > 0]
     if windows[-1].epoch + 1 < _MIN_EPOCHS:
         last = min(_WARMUP_PART * windows[-1].last_step, _MAX_WARMUP_STEPS)
-        kept = [window for window in windows[1:] if window.last_step > last]
+        traced = max(window.last_step for window in windows if window.epoch == 0)
+        kept = [w for w in windows[1:] if w.last_step > last and w.last_step != traced]
     kept = kept or [windows[-1]]
     kept.sort(key=lambda window: window.seconds / window.steps)
     cut = int(_TRIMMED_PART * len(kept))
