@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.refusals import refused_arguments
 from tfamp.callbacks import PrecisionMonitor, monitor
 
 INF = float("inf")
@@ -136,17 +135,6 @@ def test_progress_bar_shows_the_counters(capsys):
         assert text in printed.splitlines()[-1]
 
 
-def test_second_fit_appends_and_counts_on(tmp_path):
-    model, path = compiled(), tmp_path / "steps.csv"
-    fit(model, PrecisionMonitor(csv_path=path), epochs=1)
-    history = fit(model, PrecisionMonitor(csv_path=path), epochs=1)
-    assert history["applied_steps"] == [10]
-    steps = rows(path)
-    assert (steps["step"], steps["applied_steps"]) == ([6, 12], [5, 10])
-    # Two skips in twelve: the rate looks back to the first `fit`.
-    assert steps["overflow_rate"] == [166.667, 166.667]
-
-
 def test_steps_before_an_error_are_not_lost(tmp_path):
     model, path = compiled(max_consecutive_skips=2), tmp_path / "steps.csv"
     watch = PrecisionMonitor(csv_path=path)
@@ -230,10 +218,3 @@ def test_a_wrong_path_is_said_before_training(argument, path, text, tmp_path):
     assert str(error.value).startswith(f"`{argument}` is {given!r}")
     assert model.optimizer.applied_steps == 0
     assert (tmp_path / "file").read_text() == "time,loss\n"
-
-
-test_a_wrong_argument_is_refused = refused_arguments(
-    PrecisionMonitor,
-    ("log_dir", 3, ", of type int; expected a path", TypeError),
-    ("csv_path", b"x", ", of type bytes", TypeError),
-)

@@ -5,12 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.callbacks_monitor_test import events
 from tests.clocks import Ticks
-from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tests.styles import Subclassed
-from tfamp.callbacks import Throughput, throughput
+from tfamp.callbacks import Throughput
 
 # 22 examples in batches of 4 are five of 4 and one of 2.
 NUM_EXAMPLES, BATCH = 22, 4
@@ -147,16 +145,6 @@ def test_examples_of_all_replicas_are_counted_together(steps):
     assert history["examples_per_second"] == pytest.approx(expected)
 
 
-def test_scalars_hold_every_window(tmp_path, monkeypatch):
-    monkeypatch.setattr(throughput, "_EVERY", 2)
-    fit(compiled(), Throughput(log_dir=tmp_path, clock=Ticks()))
-    found, _ = events(tmp_path)
-    rates = {step: found[step, "examples_per_second"] for step, _ in found}
-    assert rates == pytest.approx({3: 4 / 3, 5: 4 / 3, 8: 4 / 3, 10: 4 / 3, 12: 1.0})
-    assert {found[step, "step_seconds"] for step in rates} == {STEP}
-    assert len(found) == 5 * 3
-
-
 def test_tracing_is_told_apart_and_left_out_of_the_rates_now_and_later():
     model = compiled(lambda: functional(TracedSlowly))
     model.clock = clock = Ticks()
@@ -199,46 +187,3 @@ def test_the_second_of_two_rests_and_says_so():
     assert history["examples_per_second"] == pytest.approx(PER_SECOND)
     text = "No rates, since another Throughput measures the same `fit`: use one."
     assert (text in first.notes, text in second.notes) == (False, True)
-
-
-class Scalars(keras.Model):
-    """Trains on single numbers."""
-
-    def train_step(self, data):
-        return {"loss": tf.cast(data, tf.float32)}
-
-
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_batches_that_cannot_be_counted_are_said():
-    data, rate = tf.data.Dataset.range(6), Throughput(clock=Ticks())
-    history = fit(compiled(lambda: functional(Scalars)), rate, data=data)
-    assert "examples_per_second" not in history
-    assert history["step_seconds"] == [STEP, STEP]
-    assert any(note.startswith("No examples_per_second") for note in rate.notes)
-
-
-class Given(keras.Model):
-    """Makes the training function itself, and counts on an iterator of TensorFlow."""
-
-    def make_train_function(self, force=False):
-        @tf.function
-        def function(iterator):
-            return self.train_step(iterator.get_next())
-
-        self.train_function = function
-
-
-def test_a_training_function_of_the_users_own_gets_what_it_counts_on():
-    rate = Throughput(clock=Ticks())
-    data = dataset(drop_remainder=True)
-    history = fit(compiled(lambda: functional(Given)), rate, data=data)
-    # From call to call; examples are those of the loss.
-    assert history["examples_per_second"] == pytest.approx([4.0, 4.0])
-    assert "input_wait" not in history
-    assert "draw batches themselves" in rate.notes[0]
-
-
-test_wrong_arguments_are_named = refused_arguments(
-    Throughput,
-    ("log_dir", 3, ", of type int; expected a path.", TypeError),
-)

@@ -49,7 +49,7 @@ ENVIRONMENTS = {
     "an indexed job that is none": ({"JOB_COMPLETION_INDEX": "3"}, Cluster("none")),
     "Vertex": (
         tf_config({"chief": ["c:1"], "worker": TWO}, type="worker", index=0),
-        Cluster("TF_CONFIG", ("c:1", "a:2222", "b:2222"), 1, has_chief_job=True),
+        Cluster("TF_CONFIG", ("c:1", "a:2222", "b:2222"), 1),
     ),
     "TFJob with an evaluator": (
         tf_config({"worker": TWO, "evaluator": ["e:1"]}, type="worker", index=0),
@@ -85,7 +85,6 @@ def test_launchers_variables_give_one_record(environ, wanted):
     assert Cluster.from_json(found.to_json()) == found
     again = cluster_of({"TF_CONFIG": json.dumps(found.to_tf_config())})
     assert (again.workers, again.index) == (found.workers, found.index)
-    assert again.has_chief_job == found.has_chief_job
 
 
 HALF = {
@@ -190,11 +189,11 @@ def test_several_workers_get_their_resolver_and_nccl_or_ring(
     lines, monkeypatch, num, wanted
 ):
     with_gpus(monkeypatch, num)
-    cluster = Cluster("TF_CONFIG", ("c:1", "a:1"), 1, has_chief_job=True)
+    cluster = Cluster("TF_CONFIG", ("c:1", "a:1"), 1)
     made = tfamp.distribute.strategy(cluster)
     resolver = made.arguments["cluster_resolver"]
-    assert resolver.cluster_spec().as_dict() == {"chief": ["c:1"], "worker": ["a:1"]}
-    assert (resolver.task_type, resolver.task_id) == ("worker", 0)
+    assert resolver.cluster_spec().as_dict() == {"worker": ["c:1", "a:1"]}
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
     assert resolver.num_accelerators() == {"GPU": num}
     assert made.arguments["communication_options"].implementation.value == wanted
     assert made in STRATEGIES

@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import keras
@@ -117,35 +115,6 @@ def test_the_failing_step_is_kept_and_explained(tmp_path, make, settings):
         np.testing.assert_array_equal(ours, theirs)
 
 
-class Ragged(keras.Model):
-    """Trains on rows of any length, and on sparse targets."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = self.add_weight(shape=(), initializer="ones")
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            total = tf.reduce_sum(tf.reduce_sum(x, 1) * self.weight)
-            loss = total - tf.cast(tf.sparse.reduce_sum(y), tf.float32)
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
-
-
-def test_ragged_and_sparse_batches_are_kept(tmp_path):
-    rows = tf.ragged.constant([[1.0], [2.0, 3.0], [], [np.nan]])
-    targets = tf.sparse.from_dense([[0, 1], [2, 0], [0, 0], [3, 4]])
-    dataset = tf.data.Dataset.from_tensor_slices((rows, targets)).batch(2)
-    recovery, model = keeping(tmp_path), compiled(Ragged, run_eagerly=True)
-    model.built = True
-    model.fit(dataset, verbose=0, callbacks=[recovery])
-    x, y = batch_of(recovery.bundles[0])
-    np.testing.assert_equal(x.to_list(), [[], [np.nan]])
-    assert tf.sparse.to_dense(y).numpy().tolist() == [[0, 0], [3, 4]]
-
-
 class Spoils(keras.callbacks.Callback):
     """Breaks the model from outside."""
 
@@ -161,33 +130,6 @@ def test_what_no_step_makes_again_is_told(tmp_path):
     record = record_of(recovery.bundles[0])
     assert record["cause"] == "weights" and "moving_mean" in record["message"]
     assert record["notes"][0].startswith("No step since the last good state failed")
-
-
-def test_a_full_disk_costs_no_training(tmp_path, monkeypatch, caplog):
-    def full(handle):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    recovery = NanRecovery(tmp_path)
-    run = fit(compiled(), recovery, epochs=2)
-    assert len(run.history["loss"]) == 2 and len(run.recoveries) == 2
-    assert recovery.bundles == () and not list(tmp_path.glob("*failure-*"))
-    assert "No bundle of the failure could be written" in caplog.text
-    assert "No space left" in caplog.text
-
-
-@pytest.mark.slow
-def test_the_model_in_a_bundle_is_as_good_in_another_process(tmp_path):
-    recovery = keeping(tmp_path)
-    fit(compiled(), recovery)
-    line = (
-        "import sys, tfamp; path = sys.argv[1]; "
-        "model = tfamp.load_model(f'{path}/model.keras'); "
-        "print('CAUSE', tfamp.triage(model, path).cause)"
-    )
-    command = [sys.executable, "-c", line, recovery.bundles[0]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "CAUSE data" in done.stdout, done.stderr[-2000:]
 
 
 class Secret(layers.Layer):

@@ -33,13 +33,6 @@ def test_findings_are_kept_worst_first_and_otherwise_in_order():
     assert len({ERROR, ERROR, NOTE}) == 2, "hashable in spite of details"
 
 
-def test_rules_that_could_not_run_are_printed_with_and_without_findings():
-    line = "Not checked: drift, which needs `validation`."
-    skipped = ("drift, which needs `validation`.",)
-    assert str(Findings(skipped=skipped)).splitlines()[-1] == line
-    assert str(Findings((NOTE,), skipped=skipped)).splitlines()[-1] == line
-
-
 FILTERS = {
     "rule": ({"rule": "drift"}, (WARNING,)),
     "severity": ({"severity": "warning"}, (WARNING, LAYER)),

@@ -1,7 +1,5 @@
 """Limits of the number formats, against NumPy's, ml_dtypes' and hand-made figures."""
 
-import re
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -19,8 +17,6 @@ def test_limits_equal_those_of_ml_dtypes(format):
     assert format.smallest_normal == float(oracle.smallest_normal)
     assert format.smallest_subnormal == float(oracle.smallest_subnormal)
     assert format.epsilon == float(oracle.eps)
-    assert format.mantissa_bits == oracle.nmant
-    assert format.exponent_bits == oracle.nexp
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
@@ -34,16 +30,6 @@ def test_spacing_is_the_distance_to_the_next_number(format):
         after = float(np.nextafter(value, np.array(format.max, dtype)))
         assert formats.spacing(format, float(value)) == after - float(value)
         assert formats.spacing(format, -float(value)) == after - float(value)
-
-
-@pytest.mark.parametrize("value", [65505.0, float("inf"), float("nan")])
-def test_spacing_beyond_the_format_is_an_error(value):
-    message = (
-        f"`value` is {value!r}; expected a number that float16 can hold, up to "
-        f"65504.0 in magnitude. Scale it down or use float32."
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        formats.spacing(formats.FLOAT16, value)
 
 
 def test_only_short_exponents_need_a_loss_scale():

@@ -129,6 +129,11 @@ def test_workers_draw_dropout_masks_of_their_own(outcomes):
     assert np.mean(first == second) == pytest.approx(0.5, abs=0.05)
 
 
+def test_throughput_counts_the_examples_of_all_workers(outcomes):
+    # 41 rows: behind the first step, which is traced, 8, 8, 8, 8 and 1 on one worker.
+    assert both(outcomes, "rate") == [[pytest.approx(33 / 5)]] * 2
+
+
 @pytest.mark.parametrize("case", ["shuffled", "shuffled by seeds"])
 def test_each_example_comes_once_in_an_epoch(outcomes, case):
     # Orders of its own on each worker in stock Keras: some come twice, some never.

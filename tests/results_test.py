@@ -123,12 +123,6 @@ def test_text_that_is_not_json_is_an_error(tmp_path):
 
 
 REFUSED = {
-    "no dictionary": (
-        lambda: Recommendation.from_dict([1]),
-        "`values` is [1]; expected a dict of the fields of Recommendation. Pass what "
-        "`to_dict` returned.",
-        TypeError,
-    ),
     "what JSON cannot hold": (
         lambda: dataclasses.replace(OUTER, anything={1, 2}).to_json(),
         "`anything` of Outer holds {1, 2}, of type set; expected numbers, text, "

@@ -16,8 +16,6 @@ import tensorflow as tf
 
 from tests.loops import digest
 from tfamp.callbacks import Resume
-from tfamp.records import record as whole_files
-from tfamp.stepping import snapshot_files
 
 EVERY_STEPS = 4
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
@@ -40,46 +38,30 @@ class KillBehind(keras.callbacks.Callback):
             killed()
 
 
-class _Counting:
-    """A file that kills the process when so many bytes are written."""
-
-    def __init__(self, file, num_bytes):
-        self._file, self._left = file, num_bytes
+def kill_in_save(number, num_bytes):
+    original, saves = tf.io.gfile.GFile.write, []
 
     def write(self, content):
-        self._left -= len(content)
-        if self._left < 0:
-            self._file.write(content[: len(content) + self._left])
-            self._file.flush()
-            killed()
-        return self._file.write(content)
-
-    def __getattr__(self, name):
-        return getattr(self._file, name)
-
-
-def kill_in_save(number, num_bytes):
-    original, saves = snapshot_files.write_archive, []
-
-    def write_archive(state, file):
         saves.append(1)
-        is_due = len(saves) == number
-        original(state, _Counting(file, num_bytes) if is_due else file)
+        if len(saves) == number:
+            original(self, content[:num_bytes])
+            self.flush()
+            killed()
+        return original(self, content)
 
-    snapshot_files.write_archive = write_archive
+    tf.io.gfile.GFile.write = write
 
 
 def kill_before_rename(number):
-    original, renames = os.replace, []
+    original, renames = tf.io.gfile.rename, []
 
-    def replace(source, target):
-        if str(target).endswith(".npz"):
-            renames.append(1)
-            if len(renames) == number:
-                killed()
-        return original(source, target)
+    def rename(source, target, overwrite=False):
+        renames.append(1)
+        if len(renames) == number:
+            killed()
+        return original(source, target, overwrite)
 
-    whole_files.os.replace = replace
+    tf.io.gfile.rename = rename
 
 
 def train(epochs, folder=None, *callbacks):

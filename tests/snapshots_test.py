@@ -171,7 +171,7 @@ def newest(folder):
 
 
 def test_the_last_states_are_kept_and_a_damaged_one_gives_way(tmp_path, caplog):
-    (tmp_path / ".step-000000.worker-0-of-1.npz.1234.writing").write_bytes(b"half")
+    (tmp_path / "step-000000.worker-0-of-1.npz.writing").write_bytes(b"half")
     kept = Folder(tmp_path)
     assert list(tmp_path.iterdir()) == [] and kept.newest() is None
     for step in range(4):

@@ -31,7 +31,7 @@ TEXTS = {
     units.format_rate: {
         0.25: "0.2 examples/s",
         4971.3: "4,971 examples/s",
-        2.5e6: "2.5 M examples/s",
+        2.5e6: "2,500,000 examples/s",
     },
     units.format_share: {0.0: "0.0 %", 0.0001: "< 0.1 %", 0.9125: "91.2 %"},
 }

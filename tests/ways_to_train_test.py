@@ -7,7 +7,6 @@ import pytest
 import tfamp
 from tests.loops import OwnStep
 from tests.recorded_operations import recorded_operations
-from tests.replicas import two_replicas
 
 layers = keras.layers
 rng = np.random.default_rng(0)
@@ -70,26 +69,6 @@ def test_fit_learns(policy, build):
     check_dtypes(operations, policy.removeprefix("mixed_"))
     losses = history.get("own_loss", history.get("loss"))
     assert losses[-1] < losses[0] / 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("build", [functional, Subclassed])
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_two_replicas_compute_what_one_computes(policy, build):
-    with tfamp.scope(policy):
-        alone = compiled(build)
-        alone(X)
-        with two_replicas().scope():
-            both = compiled(build)
-    with recorded_operations() as operations:
-        predictions = both.predict(X, verbose=0)
-        both.set_weights(alone.get_weights())
-        fit = both.fit(X, Y, batch_size=32, verbose=0, shuffle=False).history
-    check_dtypes(operations, policy.removeprefix("mixed_"))
-    assert predictions.dtype == "float32"
-    one = alone.fit(X, Y, batch_size=32, verbose=0, shuffle=False).history["loss"]
-    # Halves of a batch are rounded to bfloat16 apart from one another.
-    np.testing.assert_allclose(fit["loss"], one, rtol=2**-7)
 
 
 def test_moving_statistics_move_once_in_the_first_call():

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.clocks import Ticks
 from tests.linear_training import X, Y, inner, linear, spoiled
 
 GLOBAL_BATCH = 8
@@ -141,6 +142,18 @@ def reduced(strategy, policy, **reduction):
     return state_of(model)
 
 
+def rate(strategy):
+    """Returns the examples a second, where each call of the step takes one."""
+    import tfamp
+
+    with strategy.scope(), tfamp.scope("float32"):
+        model = linear()
+        model.compile("sgd", "mse")
+    x, callback = X[:UNEVEN], tfamp.callbacks.Throughput(clock=Ticks())
+    options = {"batch_size": GLOBAL_BATCH, "verbose": 0, "callbacks": [callback]}
+    return model.fit(x, Y[:UNEVEN], **options).history["examples_per_second"]
+
+
 def main(out, is_whole):
     """Runs everything in turn: a process can make the strategy once."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -155,6 +168,7 @@ def main(out, is_whole):
     results["accumulation"], _ = fit(strategy, x, **small)
     results["stopped"] = stopped(strategy)
     results["mask"] = mask(strategy)
+    results["rate"] = rate(strategy)
     index = strategy.cluster_resolver.task_id
     random.seed(index)
     results["shuffled"] = shuffled(strategy)

@@ -50,7 +50,7 @@ callbacks = []
 if how != "plain":
     callbacks = [
         tfamp.callbacks.PrecisionMonitor(csv_path=f"{folder}/steps.csv"),
-        tfamp.callbacks.Throughput(log_dir=f"{folder}/board"),
+        tfamp.callbacks.Throughput(),
         tfamp.callbacks.DeviceStats(),
         tfamp.callbacks.NanRecovery(
             f"{folder}/good", every_seconds=0, max_recoveries=9

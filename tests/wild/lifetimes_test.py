@@ -72,7 +72,7 @@ CALLBACKS = {
     "PrecisionMonitor": lambda folder: callbacks.PrecisionMonitor(
         folder / "logs", folder / "steps.csv"
     ),
-    "Throughput": lambda folder: callbacks.Throughput(log_dir=folder / "logs"),
+    "Throughput": lambda folder: callbacks.Throughput(),
     "DeviceStats": lambda folder: callbacks.DeviceStats(),
 }
 

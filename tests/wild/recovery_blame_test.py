@@ -135,33 +135,6 @@ def test_an_epoch_that_is_taken_back_is_nobodys_best(seconds, seed, tmp_path):
     assert plateau.best > 0.5 * loss
 
 
-def twins():
-    """Two houses of which the papers are the same, as keras#9097 has them."""
-    rng = np.random.default_rng(1)
-    left, right = (rng.normal(size=(ROWS, 4)).astype("float32") for _ in range(2))
-    right[BAD_ROW] = left[BAD_ROW]
-    a, b = keras.Input((4,)), keras.Input((4,))
-    encoder = keras.Sequential([keras.Input((4,)), layers.Dense(8)])
-    far = layers.Lambda(euclidean, name="distance")([encoder(a), encoder(b)])
-    model = keras.Model([a, b], layers.Dense(1)(far))
-    model.compile(keras.optimizers.Adam(1e-3), "mse")
-    return model, [left, right], rng.normal(size=(ROWS, 1)).astype("float32")
-
-
-def euclidean(pair):
-    return tf.sqrt(tf.reduce_sum((pair[0] - pair[1]) ** 2, 1, keepdims=True))
-
-
-def test_a_root_at_zero_for_one_pair_ends_training_with_its_name(tmp_path):
-    model, x, y = twins()
-    recovery = tfamp.callbacks.NanRecovery(tmp_path)
-    with pytest.raises(tfamp.callbacks.RecoveryError, match="'distance'") as caught:
-        model.fit(x, y, epochs=3, verbose=0, callbacks=[recovery])
-    assert [each.cause for each in caught.value.recoveries] == ["model"]
-    assert rate_of(model) == pytest.approx(1e-3)
-    assert all(np.isfinite(weight).all() for weight in model.get_weights())
-
-
 def test_a_rate_that_is_only_a_little_too_high_is_still_cut(tmp_path):
     """The loss grows by a tenth each step, until float32 cannot hold it."""
     rng = np.random.default_rng(0)
@@ -178,28 +151,3 @@ def test_a_rate_that_is_only_a_little_too_high_is_still_cut(tmp_path):
     assert [each.cause for each in recovery.recoveries] == ["learning rate"]
     assert rate_of(model) < 2 / highest
     assert history["loss"][-1] < 0.1
-
-
-def with_dropout():
-    keras.utils.set_random_seed(5)
-    hidden = [layers.Dense(16, activation="relu"), layers.Dropout(0.5)]
-    model = keras.Sequential([keras.Input((8,)), *hidden, layers.Dense(3)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss)
-    return model
-
-
-def test_looking_for_the_batch_leaves_weights_seeds_and_slots_alone(tmp_path):
-    x, y = flowers()
-    fit = {"batch_size": 16, "shuffle": False, "verbose": 0}
-    model = with_dropout()
-    recovery = tfamp.callbacks.NanRecovery(tmp_path, every_seconds=1e6)
-    model.fit(x, y, callbacks=[recovery], **fit)
-    (only,) = recovery.recoveries
-    # Seen when the epoch ends, and no snapshot but the first.
-    assert (only.cause, only.step, only.restored_step) == ("data", 20, 0)
-    twin = with_dropout()
-    for each in (model, twin):
-        each.fit(x[:160], y[:160], **fit)
-    for ours, theirs in zip(model.get_weights(), twin.get_weights(), strict=True):
-        np.testing.assert_array_equal(ours, theirs)

@@ -106,15 +106,6 @@ def test_it_is_so_wherever_it_was_stopped(stop_at, tmp_path):
     assert resumed == trained(everything)
 
 
-def test_it_is_so_with_one_iterator_for_all_epochs(tmp_path):
-    def make():
-        return everything().repeat()
-
-    options = {"steps_per_epoch": 7}
-    resumed = halted_and_resumed(make, tmp_path, STOP_AT, **options)
-    assert resumed == trained(make, **options)
-
-
 def test_it_is_so_on_two_replicas_and_several_steps_a_call(tmp_path):
     def fit(*callbacks):
         keras.utils.set_random_seed(0)

@@ -1,7 +1,6 @@
 """How a training shows that it has failed, and what keeps it from doing so again."""
 
 import contextlib
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,12 +17,8 @@ from tfamp.records.formats import HALF
 from tfamp.stepping.eager_step import sites
 from tfamp.stepping.snapshots import optimizers_of, tally_of
 
-DROP, RATE, SCALE, FLOAT32 = (
-    "drop batch",
-    "cut learning rate",
-    "move loss scale",
-    "keep in float32",
-)
+DROP, RATE = "drop batch", "cut learning rate"
+SCALE, FLOAT32 = "move loss scale", "keep in float32"
 # What each cause of a triage asks for, the best first; without a cause a batch goes.
 REMEDIES: dict[str, tuple[str, ...]] = {
     "data": (DROP,),
@@ -33,12 +28,9 @@ REMEDIES: dict[str, tuple[str, ...]] = {
     "precision": (FLOAT32, SCALE, RATE),
     "model": (),
 }
-# A scale at its floor is at fault no more after so many skips.
-_STALLED_SKIPS = 8
-# Of Keras's own wrapper, which has no floor.
-_STOCK_MIN_SCALE = 2.0**-14
-# Four steps of a scale that halves.
-_SCALE_FACTOR = 16.0
+# A scale at its floor is at fault no more after so many skips; Keras's has no floor.
+_STALLED_SKIPS, _STOCK_MIN_SCALE = 8, 2.0**-14
+_SCALE_FACTOR = 16.0  # four steps of a scale that halves
 # How `tf.debugging.enable_check_numerics` words its error.
 _CHECKED = ("Tensor had NaN", "Tensor had Inf", "!!! Detected Infinity or NaN")
 
@@ -58,21 +50,12 @@ def plain(logs: Any) -> Any:
 
 
 def of_logs(logs: Any) -> Sign | None:
-    """Returns the sign where a loss or metric is NaN or inf.
-
-    Example:
-        >>> of_logs({"loss": 1.0, "auc": float("nan")})
-        Sign(kind='loss', text='auc is nan')
-    """
+    """Returns the sign where a loss or metric is NaN or inf."""
     for name, value in logs.items() if isinstance(logs, Mapping) else ():
-        if isinstance(value, float) and math.isfinite(value):
-            continue
         for leaf in tf.nest.flatten(value):
             with contextlib.suppress(TypeError, ValueError):  # ragged, or no numbers
-                array = np.asarray(leaf, np.float64)
-                if not np.all(np.isfinite(array)):
-                    what = leaf if array.ndim == 0 else "not finite everywhere"
-                    return Sign("loss", f"{name} is {what}")
+                if not np.all(np.isfinite(np.asarray(leaf, np.float64))):
+                    return Sign("loss", f"{name} is {leaf}"[:80])
     return None
 
 
@@ -87,10 +70,7 @@ def of_error(error: BaseException) -> Sign | None:
 
 
 def of_weights(model: keras.Model) -> Sign | None:
-    """Returns the sign where a weight or moving statistic is NaN or inf.
-
-    It waits for the device once.
-    """
+    """Returns the sign where a weight or moving statistic is not finite; it waits."""
     local = model.distribute_strategy.experimental_local_results
     paths, flags = [], []
     for variable in model.variables:
@@ -129,6 +109,8 @@ class CutSchedule(keras.optimizers.schedules.LearningRateSchedule):
     """A learning-rate schedule times a number."""
 
     def __init__(self, schedule: Any, factor: float) -> None:
+        if isinstance(schedule, dict):  # from a file
+            schedule = keras.saving.deserialize_keras_object(schedule)
         self.schedule, self.factor = schedule, factor
 
     def __call__(self, step: Any) -> Any:
@@ -140,44 +122,29 @@ class CutSchedule(keras.optimizers.schedules.LearningRateSchedule):
         schedule = keras.saving.serialize_keras_object(self.schedule)
         return {"schedule": schedule, "factor": self.factor}
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "CutSchedule":
-        """Creates the schedule from what `get_config` gave."""
-        schedule = keras.saving.deserialize_keras_object(config["schedule"])
-        return cls(schedule, config["factor"])
-
 
 def multiply_rates(model: keras.Model, factor: float) -> tuple[str, bool]:
-    """Multiplies the learning rates of all optimizers of a model, and schedules too.
+    """Multiplies the rates of all optimizers; returns a text, "" for none.
 
-    Returns the change for people, "" for none, and whether a schedule was changed,
-    which traced functions hold.
+    And whether a schedule was changed, which traced functions hold.
     """
     text, needs_trace = "", False
     for optimizer in optimizers_of(model):
         while hasattr(optimizer, "inner_optimizer"):
             optimizer = optimizer.inner_optimizer
-        rate, by_now = optimizer.learning_rate, factor
-        schedule = optimizers.rate_or_schedule(optimizer)
-        if isinstance(schedule, CutSchedule):
-            schedule, by_now = schedule.schedule, factor * schedule.factor
+        rate, schedule = optimizer.learning_rate, optimizers.rate_or_schedule(optimizer)
         if isinstance(rate, keras.Variable):
             before = float(rate.numpy())
             optimizer.learning_rate = before * factor
             text = text or f"{before:g} -> {before * factor:g}"
         elif isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-            optimizer.learning_rate = CutSchedule(schedule, by_now)
-            needs_trace = True
-            text = text or f"schedule x {by_now:g}"
+            optimizer.learning_rate = CutSchedule(schedule, factor)
+            needs_trace, text = True, text or f"schedule x {factor:g}"
     return text, needs_trace
 
 
 def move_scale(model: keras.Model, verdict: Any) -> str:
-    """Moves the loss scale; returns the change for people.
-
-    It becomes what the triage found, or is moved by a factor of 16. The text is ""
-    where the model has no loss scale, or it is at its end.
-    """
+    """Moves the loss scale to what the triage found, or by 16; "" if it cannot."""
     text = ""
     factor = _SCALE_FACTOR if "raise" in verdict.remedy.lower() else 1 / _SCALE_FACTOR
     for optimizer in optimizers_of(model):
@@ -194,11 +161,7 @@ def move_scale(model: keras.Model, verdict: Any) -> str:
 
 
 def keep_in_float32(model: keras.Model, verdict: Any) -> str:
-    """Has the layers that a triage names compute in float32; returns their paths.
-
-    Weights and slots stay. Where any is returned, the model's functions are to be
-    traced anew.
-    """
+    """Has the layers that a triage names compute in float32; returns their paths."""
     known = {site.path: site.layer for site in sites(model)}
     wanted = verdict.layers or (verdict.layer,)
     return ", ".join(repr(p) for p in wanted if p in known and _keep(model, known[p]))

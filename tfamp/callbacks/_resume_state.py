@@ -1,7 +1,6 @@
 """What `Resume` keeps beside the variables of a model, and whether it fits a `fit`."""
 
 import contextlib
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,11 +41,7 @@ def take(model: keras.Model, feed: Feed, position: dict[str, Any]) -> State:
 
 
 def put(model: keras.Model, state: State, batch: Any, directory: str) -> None:
-    """Gives a model, its optimizer and its history what a state holds.
-
-    The model is built from `batch`, what one replica gets, where it is not. A
-    ValueError says that the state is of another model, or under another policy.
-    """
+    """Gives a model, built from `batch` if need be, what a state holds, or raises."""
     held = state.counters[KEY]
     with model.distribute_strategy.scope():
         trainer.build_from(model, batch)
@@ -55,15 +50,12 @@ def put(model: keras.Model, state: State, batch: Any, directory: str) -> None:
         if isinstance(part, keras.Model) and part.built:
             resolution.resolve(part)
     if not all(optimizer.built for optimizer in optimizers_of(model)):
-        # Optimizers of the user's that only the train step knows the variables of.
-        # What this step does to weights and seeds is undone by the state.
+        # Only the train step knows their variables; what it does is undone below.
         around_training.on_batch(model)(batch)
     try:
         snapshots.put(model, state)
     except ValueError as error:
-        why = (
-            f"is of another model than this {model.name!r}: {checks.first_line(error)}"
-        )
+        why = f"is of another model than {model.name!r}: {checks.first_line(error)}"
         raise refusal(directory, why) from error
     for before, now in zip(held["dtypes"], dtypes_of(model), strict=False):
         if before != now:
@@ -151,44 +143,22 @@ def _stages(dataset: Any) -> Iterator[Any]:
 
 # What workers get whose reductions TensorFlow aborts, as another one does not answer.
 _ABORTS = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError)
-_TASK = re.compile(r"/job:(chief|worker)/replica:\d+/task:(\d+)")
 
 
-def workers_of(strategy: Any) -> tuple[int, dict[tuple[str, int], str]]:
-    """Returns this worker's place, and the addresses of all by job and task, in order.
-
-    There are no addresses where one process trains alone.
-    """
+def place_of(strategy: Any) -> tuple[int, int]:
+    """Returns the number of this worker, and of all; (0, 1) where one trains alone."""
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        return 0, {}
+        return 0, 1
     resolver = strategy.cluster_resolver
     jobs = resolver.cluster_spec().as_dict()
-    addresses = {
-        (job, task): address
-        for job in ("chief", "worker")
-        for task, address in enumerate(jobs.get(job, []))
-    }
-    if len(addresses) < 2:
-        return 0, {}
-    own = resolver.task_type, int(resolver.task_id)
-    return list(addresses).index(own), addresses
+    first = len(jobs.get("chief", [])) if resolver.task_type == "worker" else 0
+    number = sum(len(jobs.get(job, [])) for job in ("chief", "worker"))
+    return first + int(resolver.task_id), max(1, number)
 
 
-def lost(strategy: Any, error: BaseException | None) -> str | None:
-    """Returns which worker does not answer any more, where that ended training.
-
-    TensorFlow's error names it, but for the first worker, to which all send heartbeats.
-    """
-    (place, addresses), text = workers_of(strategy), str(error)
-    if not addresses or not isinstance(error, _ABORTS) or "ollective" not in text:
-        return None
-    named, tasks = {(job, int(task)) for job, task in _TASK.findall(text)}, [*addresses]
-    gone = [task for task in tasks if task in named and task != tasks[place]]
-    if not gone and "CoordinationService" in text and place:
-        gone = tasks[:1]
-    names = [f"{tasks.index(task)} ({addresses[task]!r})" for task in gone]
-    whose = f"Worker {' and '.join(names)} of {len(tasks)}"
-    return whose if gone else "Another worker"
+def has_lost_another(error: BaseException | None) -> bool:
+    """Returns whether training ended as another worker does not answer any more."""
+    return isinstance(error, _ABORTS) and "ollective" in str(error)
 
 
 def check_same(strategy: Any, step: int, directory: str) -> None:

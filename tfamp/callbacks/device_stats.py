@@ -8,11 +8,10 @@ from tfamp.callbacks._fit_callback import FitCallback
 from tfamp.machine.nvml import Nvml, visible_gpus
 from tfamp.records import checks
 
-Figures = dict[str, float]
 _SECONDS = 1.0  # between two samples
 # The end of the name of a figure that adds up.
 _ENERGY = "_energy_joules"
-# Of a reading of a GPU, what goes into rows, by the name it has there.
+# Of a reading of a GPU, what is shown, by the name it has there.
 _GPU_FIGURES = {
     "utilisation": "utilisation",
     "memory_bytes": "memory_used_bytes",
@@ -33,11 +32,8 @@ class DeviceStats(FitCallback):
     slice memory is the slice's and the others are those of the whole GPU.
 
     `History` gets the mean and the most of an epoch, as `cpu_percent_mean` and
-    `cpu_percent_max`, and the energy that it took. It never ends training: what cannot
-    be read is said in one line. The thread ends with `fit`, however that ends.
-
-    Attributes:
-        notes: What cannot be read and why, a line each.
+    `cpu_percent_max`, and the energy that it took. It never ends training: `notes` has
+    a line for what cannot be read. The thread ends with `fit`, however that ends.
 
     Example:
         >>> import keras, numpy as np
@@ -55,13 +51,13 @@ class DeviceStats(FitCallback):
         self._ended = threading.Event()
         self._thread = threading.current_thread()
         self._is_reading = False
-        self._samples: list[Figures] = []
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Opens what is read and written, and begins to take samples."""
-        self._join()
+        self._samples: list[dict[str, float]] = []
         self._process: Any = None
         self._nvml: Nvml | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Opens what is read, and begins to take samples."""
+        self._join()
         try:
             if visible_gpus():
                 self._nvml = Nvml()
@@ -74,16 +70,13 @@ class DeviceStats(FitCallback):
             self._process.cpu_percent()  # the first call has nothing to compare with
         except ImportError as error:
             self._note(str(error))
-        try:
-            self._samples = [self._read()]
-        except Exception as error:  # whatever it is, training begins
-            self._turn_off(error)
-            return
-        self._is_reading = True
-        ended = self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(ended,), daemon=True)
-        self._thread.name = "tfamp-device-stats"
-        self._thread.start()
+        self._samples, self._is_reading = [], True
+        if self._sample():
+            ended = self._ended = threading.Event()
+            self._thread = threading.Thread(
+                target=self._run, args=(ended,), daemon=True, name="tfamp-device-stats"
+            )
+            self._thread.start()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to sum an epoch up, in which energy counts from the sample before."""
@@ -115,27 +108,26 @@ class DeviceStats(FitCallback):
                 if self._is_reading:
                     self._samples.append(self._read())
             except Exception as error:  # whatever it is, training goes on
-                self._turn_off(error)
+                self._note(f"DeviceStats is off, since reading failed: {error!r}.")
+                self._close(error)
             return self._is_reading
 
-    def _read(self) -> Figures:
-        """Returns the figures now, by name; what is not told is left out and said."""
-        found: Figures = {}
+    def _read(self) -> dict[str, float]:
+        """Returns the figures now, by name, without those that are not told."""
+        found = {}
         if self._process is not None:
             found["cpu_percent"] = float(self._process.cpu_percent())
             found["process_bytes"] = float(self._process.memory_info().rss)
-        for reading in self._nvml.read() if self._nvml is not None else ():
-            told = {n: getattr(reading, field) for n, field in _GPU_FIGURES.items()}
-            for name, value in told.items():
-                if value is not None:
-                    found[f"gpu{reading.index}_{name}"] = float(value)
+        for gpu in self._nvml.read() if self._nvml is not None else ():
+            told = {name: getattr(gpu, field) for name, field in _GPU_FIGURES.items()}
             missing = [name for name, value in told.items() if value is None]
-            if missing or reading.mig_slice is not None:
-                slice_of = reading.mig_slice or "no MIG slice"
+            for name in told.keys() - missing:
+                found[f"gpu{gpu.index}_{name}"] = float(told[name])
+            if missing or gpu.mig_slice is not None:
                 self._note(
-                    f"GPU:{reading.index} ({reading.name}, {slice_of}): on a slice "
-                    "memory is its own and the rest the whole GPU's; not told by the "
-                    f"driver: {', '.join(missing) or 'nothing'}."
+                    f"GPU:{gpu.index} ({gpu.name}, {gpu.mig_slice or 'no MIG slice'}): "
+                    "on a slice memory is its own and the rest the whole GPU's; not "
+                    f"told by the driver: {', '.join(missing) or 'nothing'}."
                 )
         return found
 
@@ -147,7 +139,3 @@ class DeviceStats(FitCallback):
             if self._nvml is not None:
                 self._nvml.close()
             self._is_reading, self._nvml, self._process = False, None, None
-
-    def _turn_off(self, error: Exception) -> None:
-        self._note(f"DeviceStats is off, since reading failed: {error!r}.")
-        self._close(error)

@@ -1,16 +1,14 @@
 """`PrecisionMonitor`: what the loss scale does, in `fit`'s logs and in files."""
 
+import csv
 import os
 from typing import Any
 
+import keras
+import tensorflow as tf
 from absl import logging
 
-from tfamp.callbacks._fit_callback import (
-    BAR_AVERAGES,
-    EventWriter,
-    FitCallback,
-    check_path,
-)
+from tfamp.callbacks._fit_callback import BAR_AVERAGES, FitCallback
 from tfamp.dtypes.resolution import settings_of
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 
@@ -21,6 +19,11 @@ _FIELDS = (
     *("step", "loss_scale", "applied_steps", "skipped_steps", "consecutive_skips"),
     *("gradient_norm", "overflow_rate"),
 )
+# As `tf.summary.scalar` marks them, which needs TensorBoard; 1 is DATA_CLASS_SCALAR.
+_SCALAR = tf.compat.v1.SummaryMetadata(
+    plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars"),
+    data_class=1,
+)
 
 
 class PrecisionMonitor(FitCallback):
@@ -28,17 +31,13 @@ class PrecisionMonitor(FitCallback):
 
     `History` gets `loss_scale`, `applied_steps`, `skipped_steps`, `consecutive_skips`,
     `gradient_norm` (unscaled, of the last finite step) and `overflow_rate` (skipped
-    steps per 1,000, over the last 1,000 or a few more). The progress bar
-    shows the first and the third, as of the last reading; under Keras 3.10, whose bar
-    shows means, only at an epoch's end. A warning names the variables whose gradients
-    were not finite in a skipped step, once for each set of them.
-
-    A second `fit` goes on counting and appends to the CSV. Where an error or Ctrl-C
+    steps per 1,000, over the last 1,000 or a few more); the progress bar the first and
+    the third, under Keras 3.10 at an epoch's end only. A warning names the variables
+    whose gradients were not finite, once for each set of them. Where an error or Ctrl-C
     ends `fit`, what was counted up to it is written too. Where tfamp's policy computes
-    in bfloat16 or float32 no loss is scaled, and one line says so.
-
-    Cost: nothing runs in a training step. Every 100 batches, and at the end of an
-    epoch, some numbers are read from the device, half a millisecond on a CPU.
+    in bfloat16 or float32 no loss is scaled, and one line says so. Every 100 batches,
+    and at the end of an epoch, some numbers are read from the device, half a
+    millisecond on a CPU.
 
     Args:
         log_dir: Folder for TensorBoard scalars of every reading, made if need be.
@@ -46,9 +45,9 @@ class PrecisionMonitor(FitCallback):
             again after a restart stand there again.
 
     Raises:
-        TypeError: An argument has the wrong type; or, when training begins, the
-            optimizer is no `tfamp.LossScaleOptimizer`, though its policy is float16's
-            or none of tfamp's.
+        TypeError: When training begins, the optimizer is no
+            `tfamp.LossScaleOptimizer`, though its policy is float16's or none of
+            tfamp's.
         ValueError: When training begins, a file cannot be written.
 
     Example:
@@ -68,11 +67,11 @@ class PrecisionMonitor(FitCallback):
         csv_path: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        self.log_dir = check_path("log_dir", log_dir)
-        self.csv_path = check_path("csv_path", csv_path)
+        self.log_dir = None if log_dir is None else os.fspath(log_dir)
+        self.csv_path = None if csv_path is None else os.fspath(csv_path)
         self._reader: Any = None  # the optimizer whose steps and skips were read
         self._readings: list[tuple[int, int]] = []
-        self._events: EventWriter | None = None
+        self._files: _Files | None = None
         self._latest: dict[str, float | int] = {}
         self._warned: set[frozenset[str]] = set()
 
@@ -99,15 +98,13 @@ class PrecisionMonitor(FitCallback):
                 f"bfloat16 and float32 {remedy}"
             )
         self._join()
-        self._events = EventWriter(
-            self.model, _FIELDS, csv_path=self.csv_path, log_dir=self.log_dir
-        )
+        self._files = _Files(self.model, self.csv_path, self.log_dir)
         self._next_reading = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to count batches anew, with a reading before the first of all."""
         # Not in `on_train_begin`: another callback may load a checkpoint there.
-        if self._events is not None and not self._next_reading:
+        if self._files is not None and not self._next_reading:
             self._read()
         self._next_reading = _EVERY
 
@@ -115,7 +112,7 @@ class PrecisionMonitor(FitCallback):
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Reads the counters if it is time, and puts the last reading into the logs."""
-        if self._events is not None and batch + 1 >= self._next_reading:
+        if self._files is not None and batch + 1 >= self._next_reading:
             self._read()
             self._next_reading = batch + 1 + _EVERY
         if logs is not None and not BAR_AVERAGES:
@@ -123,14 +120,14 @@ class PrecisionMonitor(FitCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads the counters and puts them into the logs."""
-        if self._events is not None:
+        if self._files is not None:
             self._read()
             if logs is not None:
                 logs.update(self._latest)
 
     def _read(self) -> None:
         """Reads the counters and writes what they are now."""
-        optimizer, events = self.model.optimizer, self._events
+        optimizer = self.model.optimizer
         now = optimizer.scale_variables.numbers()
         read = self._readings
         if self._reader is not optimizer or now.judged < read[-1][0]:
@@ -154,8 +151,8 @@ class PrecisionMonitor(FitCallback):
         }
         if now.judged == before:
             return
-        if events is not None:
-            events.write([(now.judged, *self._latest.values())])
+        if self._files is not None:
+            self._files.write(now.judged, self._latest)
         if now.skipped > skipped:
             self._warn(
                 optimizer.nonfinite_variables,
@@ -164,14 +161,11 @@ class PrecisionMonitor(FitCallback):
 
     def _close(self, error: BaseException | None) -> None:
         """Closes the files, with the last steps before an error in them."""
-        events = self._events
         try:
-            if error is not None and events is not None and self._next_reading:
+            if error is not None and self._files is not None and self._next_reading:
                 self._read()
         finally:
-            self._events = None
-            if events is not None:
-                events.close()
+            self._files = None
 
     def _warn(self, names: tuple[str, ...], *facts: Any) -> None:
         """Warns of skips: how many, of how many steps up to which, and the scale."""
@@ -191,3 +185,63 @@ class PrecisionMonitor(FitCallback):
             "keep the layer in float32.",
             *(*facts[:3], reason, facts[3]),
         )
+
+
+class _Files:
+    """A CSV file, open only while a row is written, and TensorBoard's scalars."""
+
+    def __init__(
+        self, model: keras.Model, csv_path: str | None, log_dir: str | None
+    ) -> None:
+        self._csv_path = self._writer = None
+        if not model.distribute_strategy.extended.should_save_summary:
+            return  # this is not the chief
+        if csv_path is not None:
+            _begin_csv(csv_path, ",".join(_FIELDS))
+            self._csv_path = csv_path
+        if log_dir is not None:
+            try:
+                self._writer = tf.summary.create_file_writer(log_dir)
+            except tf.errors.OpError as error:
+                raise ValueError(
+                    f"`log_dir` is {log_dir!r}, which cannot be written "
+                    f"({error.message}); expected a folder for TensorBoard. Pass "
+                    "another one."
+                ) from error
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        if self._csv_path is not None:
+            with open(self._csv_path, "a", newline="", encoding="utf-8") as file:
+                row = (step, *values.values())
+                csv.writer(file, lineterminator="\n").writerow(row)
+        if self._writer is not None:
+            scalars = [
+                tf.compat.v1.Summary.Value(
+                    tag=tag,
+                    tensor=tf.make_tensor_proto(value, tf.float32),
+                    metadata=_SCALAR,
+                )
+                for tag, value in values.items()
+                if value is not None
+            ]
+            summary = tf.compat.v1.Summary(value=scalars).SerializeToString()
+            with self._writer.as_default():
+                tf.summary.experimental.write_raw_pb(summary, step)
+            self._writer.flush()
+
+
+def _begin_csv(path: str, header: str) -> None:
+    """Writes the header of a file that is new; raises where rows cannot follow it."""
+    advice = "expected a new file, or one of an earlier run. Pass another path."
+    try:
+        with open(path, "a+", newline="", encoding="utf-8") as file:
+            file.seek(0)
+            first = file.readline().rstrip("\r\n")
+            if not first:
+                file.write(header + "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        text = f"`csv_path` is {path!r}, which cannot be written ({error}); {advice}"
+        raise ValueError(text) from error
+    if first not in ("", header):
+        found = f"`csv_path` is {path!r}, whose first line is {first[:80]!r}"
+        raise ValueError(f"{found}; {advice}")

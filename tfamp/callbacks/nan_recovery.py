@@ -49,10 +49,8 @@ _MAX_KEPT, _MAX_BYTES = 1000, 2**28
 class Recovery(Record):
     """One failure and what was done about it.
 
-    `number` counts from 1 and `epoch` from 0 in each `fit`; `step` and `restored_step`
-    are batches. `sign` says what failed, `cause` and `layer` are the triage's. `remedy`
-    is what was done, or "stop", and `detail` its numbers or layers; `bundle` is the
-    folder of the failing step, or "".
+    `sign` says what failed, `cause` and `layer` are the triage's; `remedy` is what was
+    done, or "stop", `bundle` the folder of the failing step, or "".
     """
 
     number: int
@@ -76,16 +74,11 @@ class Recovery(Record):
         return (
             f"Recovery {self.number} at epoch {self.epoch + 1}, step {self.step}: "
             f"{self.sign}{cause}. Back to step {self.restored_step}; remedy: {done}."
-            + more
-            * bool(self.bundle)
-        )
+        ) + more * bool(self.bundle)
 
 
 class RecoveryError(ArithmeticError):
-    """Training was stopped, for no recovery was left that might help.
-
-    The model holds the state of its last good snapshot; `recoveries` is what was tried.
-    """
+    """Training was stopped, in its last good state; `recoveries` is what was tried."""
 
     def __init__(self, message: str, recoveries: Sequence[Recovery] = ()) -> None:
         super().__init__(message)
@@ -107,7 +100,8 @@ class NanRecovery(FitCallback):
     A failure is a loss, metric, weight or moving statistic that is not finite, steps
     that are skipped without end under a loss scale, or the `tfamp.LossScaleError` that
     follows. No other callback sees it. The model goes back to its last good snapshot,
-    bit by bit, and by the triage of the failing step one of these follows:
+    bit by bit, the batches since are trained again until one fails, and by its triage
+    follows:
 
     - "drop batch": nothing else; also where the triage finds nothing;
     - "cut learning rate": by what the triage found to lower the loss, or by half;
@@ -115,16 +109,11 @@ class NanRecovery(FitCallback):
     - "keep in float32": the layers that the triage named, optimizer state kept;
     - "stop": where the triage says that the model is to blame, or none is left.
 
-    A failure may show late, as behind a ReLU that makes 0 of NaN: the batches since the
-    snapshot are trained again, the oldest first, until a step fails. That one is asked
-    about, and kept as a folder for `tfamp.triage(model, folder)` (docs/triage.md). A
-    snapshot is good once all of the one after it is finite and the loss has not run
-    away. `recoveries` in the logs is their number; `recoveries.jsonl` in the folder and
-    `model.history.recoveries` have each.
-
-    Cost: three copies of weights and optimizer state in the host's memory, and the last
-    256 MiB of batches; half a percent of the time. The steps that
-    `steps_per_execution` joins are a call each.
+    The failing step is kept as a folder for `tfamp.triage(model, folder)`. `recoveries`
+    in the logs is their number; `recoveries.jsonl` in the folder and
+    `model.history.recoveries` have each as a `Recovery`. Cost: three copies of weights
+    and optimizer state in the host's memory, the last 256 MiB of batches, half a
+    percent of the time.
 
     Args:
         directory: Folder for bundles and the journal, made if need be.
@@ -133,11 +122,7 @@ class NanRecovery(FitCallback):
         max_recoveries: Recoveries in one `fit` after which the next failure stops it.
         on_exhausted: "raise" a `RecoveryError`, or "stop" training and log the report.
 
-    Attributes:
-        recoveries: What was done in the last `fit`, a `Recovery` each.
-
     Raises:
-        TypeError: An argument has the wrong type.
         ValueError: A value is out of range; or, when training begins, the folder cannot
             be written, weights are not finite, or workers are several.
         RecoveryError: No recovery was left that might help.
@@ -149,9 +134,8 @@ class NanRecovery(FitCallback):
         >>> data = np.ones((8, 1), np.float32)
         >>> data[5] = np.nan
         >>> recovery = NanRecovery(tempfile.mkdtemp())
-        >>> run = model.fit(
-        ...     data, data, batch_size=2, verbose=0, shuffle=False, callbacks=[recovery]
-        ... )
+        >>> how = {"batch_size": 2, "verbose": 0, "shuffle": False}
+        >>> run = model.fit(data, data, callbacks=[recovery], **how)
         >>> run.history["recoveries"], recovery.recoveries[0].remedy
         ([1], 'drop batch')
     """
@@ -168,12 +152,11 @@ class NanRecovery(FitCallback):
         self.directory = folder_path(directory)
         self.every_seconds = every_seconds
         if every_seconds:
-            self.every_seconds = checks.positive("every_seconds", every_seconds)
-        self.max_recoveries = checks.positive_int(
-            "max_recoveries", max_recoveries, minimum=0
-        )
-        ends = ("raise", "stop")
-        self.on_exhausted = checks.choice("on_exhausted", on_exhausted, ends)
+            checks.positive("every_seconds", every_seconds)
+        self.max_recoveries = max_recoveries
+        checks.positive_int("max_recoveries", max_recoveries, minimum=0)
+        checks.choice("on_exhausted", on_exhausted, ("raise", "stop"))
+        self.on_exhausted = on_exhausted
         self.recoveries: tuple[Recovery, ...] = ()
         self._is_watching = False
 
@@ -202,13 +185,12 @@ class NanRecovery(FitCallback):
         self._draws = can_draw(self.model)
         # Calls of this epoch: made, expected (-1 for unknown), and in the metrics.
         self._calls, self._num_calls, self._num_kept = 0, -1, 0
-        # The state to go back to, None before it is whole, the one after it, which is
-        # not yet known to be good, and the batches drawn before each.
+        # The state to go back to, and the one after it, which is not yet known to be
+        # good, None before they are whole; the batches drawn before each.
         self._good: State | None = None
         self._fresh: State | None = None
         self._good_mark = self._fresh_mark = self._num_drawn = 0
-        self._has_begun = False
-        self._last_logs: dict[str, Any] = {}
+        self._has_begun, self._last_logs = False, dict[str, Any]()
         self._next, self._reference, self._floor = 0.0, math.nan, math.nan
         # Batches that are held, each with how many were drawn before it.
         self._kept: collections.deque[tuple[int, Any]] = collections.deque()
@@ -341,10 +323,7 @@ class NanRecovery(FitCallback):
         )
 
     def _recover(self, sign: Sign) -> None:
-        """Puts the model back and applies a remedy.
-
-        A `RecoveryError` says that none is left, where training is not stopped quietly.
-        """
+        """Puts the model back and applies a remedy, or raises a `RecoveryError`."""
         start, state = time.perf_counter(), self._good
         if state is None:
             state, self._good_mark = self._fresh, self._fresh_mark
@@ -374,17 +353,17 @@ class NanRecovery(FitCallback):
         self._kept.clear()
         self._wait(0.0)
         recovery = Recovery(
-            len(self.recoveries) + 1,
-            self._epoch,
-            self._step,
-            sign.text,
-            cause,
-            None if verdict is None else verdict.layer,
-            remedy,
-            detail,
-            state.counters["step"],
-            time.perf_counter() - start,
-            bundle,
+            number=len(self.recoveries) + 1,
+            epoch=self._epoch,
+            step=self._step,
+            sign=sign.text,
+            cause=cause,
+            layer=None if verdict is None else verdict.layer,
+            remedy=remedy,
+            detail=detail,
+            restored_step=state.counters["step"],
+            seconds=time.perf_counter() - start,
+            bundle=bundle,
         )
         journal = Path(self.directory, "recoveries.jsonl")
         with open(journal, "a", encoding="utf-8") as file:
@@ -404,8 +383,7 @@ class NanRecovery(FitCallback):
     def _search(self, state: State) -> _Found:
         """Trains on batches again, the oldest first, and returns the first that fails.
 
-        Where no step fails again, it is the first one with NaN or inf in it, or else
-        the last.
+        Else it is the first with NaN or inf in it, or the last.
         """
         model, tried = self.model, list[_Found]()
         self._restore(state)
@@ -436,10 +414,7 @@ class NanRecovery(FitCallback):
         kind = type(self.model)
         note = "No step since the last good state failed again; this is the likeliest."
         record = snapshot_files.Bundle(
-            cause=sign.kind,
-            message=f"{sign.text}.",
-            epoch=self._epoch,
-            step=found.number + 1,
+            *(sign.kind, f"{sign.text}.", self._epoch, found.number + 1),
             model_class=f"{kind.__module__}.{kind.__qualname__}",
             policy=assignment(self.model).policy,
             versions=installed_versions(),
@@ -447,19 +422,14 @@ class NanRecovery(FitCallback):
         )
         parts = (found.before, found.batch, self.model.save)
         try:
-            return os.fspath(
-                snapshot_files.write_bundle(Path(self.directory), record, *parts)
-            )
+            folder = Path(self.directory)
+            return os.fspath(snapshot_files.write_bundle(folder, record, *parts))
         except Exception as error:  # recovery must go on without it
             self._warn("No bundle of the failure could be written", error)
             return ""
 
     def _verdict(self, found: _Found, state: State) -> Any:
-        """Asks the triage about the failing batch, on the weights from before.
-
-        First on the good ones; where these make nothing fail, on those that the steps
-        since then led to. None where it fails, or there is no batch.
-        """
+        """Asks the triage on the good weights, then on those that steps led to."""
         verdict = None
         for before in {id(x): x for x in (state, found.before)}.values():
             if found.batch is None or (verdict and verdict.cause != "none"):

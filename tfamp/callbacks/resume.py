@@ -14,7 +14,7 @@ from tfamp.callbacks._fit_callback import FitCallback
 from tfamp.keras_hooks import around_training, epochs
 from tfamp.keras_hooks.epochs import EPOCH_HOOKS, Execution, Feed, Place
 from tfamp.keras_hooks.workers import part_of
-from tfamp.records import checks
+from tfamp.records import checks, console
 from tfamp.stepping.snapshot_files import Folder, Kept, folder_path
 from tfamp.stepping.snapshots import State
 from tfamp.stepping.unchanged import put_random, take_random
@@ -25,36 +25,28 @@ class Resume(FitCallback):
 
     What follows equals, bit by bit, what would have followed: weights, optimizer, loss
     scale and counters, random states of layers, of Python, NumPy and Keras, metrics,
-    the history, and the place in the data. Run the same program again with the same
-    `directory`: it begins with the newest state there. A training that has come to its
-    end trains its last step again; with more `epochs` it goes on.
+    the history, and the place in the data, a `tfamp.data.Pipeline`'s too. Run the same
+    program again: it begins with the newest state. A training that has come to its end
+    trains its last step again; with more `epochs` it goes on. The order of the data has
+    to be the same in each process: call `keras.utils.set_random_seed` first, or give
+    `shuffle` a `seed`; where it is not, one line says so.
 
-    The batches of the epoch that were trained are drawn again and left out, and those
-    of earlier epochs only with `steps_per_epoch`, where one iterator goes through all;
-    else one of each. So the order has to be the same in each process: call
-    `keras.utils.set_random_seed` first, or give `shuffle` a `seed`. Where it is not,
-    one line says that it is not to the bit. A `tfamp.data.Pipeline` goes on in the
-    order, and with the changes, of its epoch.
-
-    With several workers each writes a file of its own, to a folder that all see, and
-    all go on at the newest step that all have. When one dies the others end within
-    half a minute, and one line says which it was.
-
-    Not kept: `tf.random` operations inside of the step (`keras.random` with a
+    With several workers each writes to a folder that all see, and all go on at the
+    newest step that all have. When one dies the others end within half a minute. Not
+    kept: `tf.random` operations inside of the step (`keras.random` with a
     `SeedGenerator` is), state of generators and `PyDataset`s, and, as with
-    `BackupAndRestore`, of other callbacks. Each state is written while training waits.
+    `BackupAndRestore`, of other callbacks.
 
     Args:
         directory: A folder, one for each training: local, or any path that
             `tf.io.gfile` opens, such as "gs://...".
-        every_steps: Batches between two states, at least; as many may have to be
-            trained again after a crash. The last step of all is kept too.
+        every_steps: Batches between two states, which are written while training
+            waits. The last step of all is kept too.
 
     Attributes:
         resumed_at: Epoch and step that the last `fit` went on from, None for none.
 
     Raises:
-        TypeError: An argument has the wrong type.
         ValueError: A value is out of range; or, before any training, the folder cannot
             be written, or holds a training of another model, policy, data, or number
             of workers or replicas.
@@ -68,10 +60,10 @@ class Resume(FitCallback):
         ...     model.compile("sgd", "mse")
         ...     resume = Resume(folder, every_steps=2)
         ...     run = {"epochs": epochs, "verbose": 0, "callbacks": [resume]}
-        ...     history = model.fit(data, data, **run)
-        ...     return resume.resumed_at, history.epoch
-        >>> run(epochs=2), run(epochs=3)
-        ((None, [0, 1]), ((1, 0), [0, 1, 2]))
+        ...     return resume, model.fit(data, data, **run).epoch
+        >>> (first, _), (second, epochs) = run(epochs=2), run(epochs=3)
+        >>> first.resumed_at, second.resumed_at, epochs
+        (None, (1, 0), [0, 1, 2])
     """
 
     def __init__(
@@ -102,14 +94,14 @@ class Resume(FitCallback):
             self._note("A second Resume in the same `fit` does nothing: use one.")
             return
         strategy = self.model.distribute_strategy
-        place, addresses = states.workers_of(strategy)
-        self._folder = Folder(self.directory, place, max(1, len(addresses)))
+        place, num_workers = states.place_of(strategy)
+        self._folder = Folder(self.directory, place, num_workers)
         self.resumed_at = None
         self._found: State | None = None
         self._pending: State | None = None
         self._epoch = self._total = self._since = 0
         kept = self._folder.newest()
-        if addresses:
+        if num_workers > 1:
             step = -1 if kept is None else kept[0].number
             states.check_same(strategy, step, self.directory)
         if kept is not None:
@@ -137,12 +129,12 @@ class Resume(FitCallback):
             feed.around = None
         if self.resumed_at is not None:
             epochs.begin_at(self.model, None)
-        if who := states.lost(self.model.distribute_strategy, error):
+        if states.has_lost_another(error) and self._folder.num_workers > 1:
             logging.error(
-                "Resume: %s does not answer any more. This worker ends too, as it "
-                "cannot train alone. Start all workers again: they go on at the newest "
-                "step that all of them have in %r.",
-                *(who, self.directory),
+                "Resume: another worker does not answer any more. This one ends too, "
+                "as it cannot train alone. Start all workers again: they go on at the "
+                "newest step that all of them have in %r.",
+                self.directory,
             )
 
     def _go_on(self, kept: Kept, state: State, feed: Feed) -> None:
@@ -164,13 +156,14 @@ class Resume(FitCallback):
         self._total, self._found = held["total"], state
         self.resumed_at = epoch, held["step"]
         epochs.begin_at(self.model, epoch)
-        logging.info(
-            "Resume: going on behind step %d of epoch %d (from 0), of %r.",
-            *(held["step"], epoch, os.path.join(self.directory, kept.name)),
+        where = os.path.join(self.directory, kept.name)
+        console.say(
+            f"Resume: going on behind step {held['step']} of epoch {epoch} (from 0), "
+            f"of {where!r}."
         )
         if held["platform"] != states.platform():
             self._note(
-                f"Resume: what follows is not to the bit what the training in "
+                "Resume: what follows is not to the bit what the training in "
                 f"{self.directory!r} would have been, since its global seed was "
                 f"{held['platform'][0]} and it ran on {held['platform'][1]}."
             )
@@ -218,11 +211,7 @@ class Resume(FitCallback):
         return batch
 
     def _go_to(self, state: State, feed: Feed) -> State | None:
-        """Goes to where an epoch began; returns the state, unless it could be put.
-
-        That needs a batch to build the model from, which is there where another epoch
-        was before.
-        """
+        """Goes to where an epoch began; returns the state, unless it was put."""
         held = state.counters[states.KEY]
         put_random(held["random of epoch"])
         place = Place(*held["place"])
@@ -239,15 +228,14 @@ class Resume(FitCallback):
         return None
 
     def _put(self, state: State, batch: Any) -> None:
-        batch = part_of(batch, self.model.distribute_strategy)
-        states.put(self.model, state, batch, self.directory)
+        part = part_of(batch, self.model.distribute_strategy)
+        states.put(self.model, state, part, self.directory)
 
     def _after(self, execution: Execution, feed: Feed) -> None:
         """Keeps the state where it is time, after all callbacks have seen the step.
 
-        Not behind the last step of an epoch, as the logs are in nobody's hands there:
-        that of the next epoch's start is kept instead. Where it is not known which is
-        the last, a state is written when another step has followed.
+        Behind an epoch's last step, where the logs are in nobody's hands, the next
+        epoch's start is kept; so where that step is not known one waits for another.
         """
         num_batches = feed.num_batches
         end = min(execution.end, num_batches or execution.end)

@@ -74,7 +74,7 @@ class Diagnosis(TableRecord):
         parts = [
             _table("Versions", "Package,Found,Supported", packages),
             _table("Devices", "Kind,Name,Memory,Can do,Fast in", devices),
-            _table("Memory", "Of,Size,Free,Held by", [*_memory(self.memory)]),
+            _table("Memory", "Of,Size,Free,", [*_memory(self.memory)]),
         ]
         parts += [str(self.cluster)] if self.cluster else []
         settings = [
@@ -113,18 +113,8 @@ def _device(report: DeviceReport) -> tuple[str, ...]:
 def _memory(memory: MachineMemory | None) -> Iterator[tuple[str, ...]]:
     for gpu in memory.gpus if memory else ():
         mig = f" (MIG {gpu.mig_slice})" if gpu.mig_slice else ""
-        holders = [
-            f"{'this process' if holder.is_own else holder.name or 'a process'} "
-            f"(pid {holder.pid}) {_size(holder.bytes)}".strip()
-            for holder in gpu.holders
-        ]
-        who = ", ".join(holders) or "nobody to be seen"
-        yield (
-            f"GPU:{gpu.index}{mig}",
-            _size(gpu.total_bytes),
-            _size(gpu.free_bytes),
-            who,
-        )
+        sizes = (_size(gpu.memory_total_bytes), _size(gpu.memory_free_bytes))
+        yield f"GPU:{gpu.index}{mig}", *sizes, ""
     for limit in memory.limits if memory else ():
         first = "sets the limit" if memory and limit == memory.limit else ""
         free = None if limit.used_bytes is None else limit.free_bytes

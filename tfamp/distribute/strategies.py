@@ -21,11 +21,10 @@ def strategy(cluster: Cluster | str | None = "auto") -> tf.distribute.Strategy:
     """Returns the `tf.distribute.Strategy` that suits the cluster and the devices.
 
     Several workers: `MultiWorkerMirroredStrategy`, which waits for all of them. One
-    process with several GPUs: `MirroredStrategy`. Else the default strategy, which
-    changes nothing. Gradients are added up by NCCL on GPUs, else in a ring. One line of
-    log says which. Call it ahead of any other use of TensorFlow; build and compile the
-    model inside of its `scope()`. Any model trains there as on one device, after
-    `tfamp.enable` or without. With several workers a second call gives the same one.
+    process with several GPUs: `MirroredStrategy`. Else the default one, which changes
+    nothing. Call it ahead of any other use of TensorFlow; build and compile the model
+    inside of its `scope()`, after `tfamp.enable` or without, and train as on one
+    device.
 
     Args:
         cluster: "auto" asks `tfamp.distribute.cluster()`; a `Cluster`; None trains in
@@ -86,18 +85,8 @@ def _of_workers(cluster: Cluster, num_gpus: int) -> tf.distribute.Strategy:
         num_accelerators={"GPU": num_gpus},
         rpc_layer="grpc",
     )
-    logging.info(
-        "tfamp.distribute: MultiWorkerMirroredStrategy, %s. Gradients go by %s (%d "
-        "GPUs here).",
-        *(cluster, implementation.value, num_gpus),
-    )
-    if num_gpus > 1 and cluster.local_workers > 1:
-        logging.warning(
-            "%d workers share the host of %s, and this one sees %d GPUs. Where the "
-            "others see the same ones, they take each other's memory: give each its "
-            "own (`srun --gpus-per-task=1`, or CUDA_VISIBLE_DEVICES).",
-            *(cluster.local_workers, cluster.address, num_gpus),
-        )
+    what = f"{cluster}. Gradients go by {implementation.value} ({num_gpus} GPUs here)."
+    logging.info("tfamp.distribute: MultiWorkerMirroredStrategy, %s", what)
     try:
         return tf.distribute.MultiWorkerMirroredStrategy(
             cluster_resolver=resolver,

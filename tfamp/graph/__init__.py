@@ -10,7 +10,6 @@ from tfamp.graph.bodies import (
     Operation,
     functions_of,
     output_shape,
-    plain_type,
     read_bodies,
 )
 from tfamp.graph.constants import evaluate, num_trips
@@ -26,10 +25,8 @@ def read_operations(concrete: Any) -> tuple[Operation, ...]:
     """Returns the operations that one call of a traced, concrete function runs.
 
     Operations whose result nobody uses are left out, as TensorFlow leaves them out.
-    Loops are followed and their operations counted as often as they run, where a
-    counter ends the loop. Of the branches of a condition the dearest counts. TensorFlow
-    fuses and moves operations afterwards; it changes neither what is multiplied nor,
-    unless its own mixed precision is on, in which dtype.
+    Those of a loop count as often as a counter lets it run; of the branches of a
+    condition the dearest counts.
     """
     return tuple(_walk(read_bodies(concrete), "", 1, True))
 
@@ -39,47 +36,28 @@ def _walk(body: Body, prefix: str, count: int, known: bool) -> Iterator[Operatio
         name = node.name
         if prefix and not name.startswith(prefix):
             name = f"{prefix}/{name}"
-        called = list(functions_of(node))
-        if not called:
+        names = list(functions_of(node))
+        called = list(filter(None, map(body.function, names)))
+        if not names:
             yield _operation(body, node, name, count, known)
+        elif node.op in _BRANCHES:
+            walked = [list(_walk(each, name, count, known)) for each in called]
+            yield from max(walked, key=_cost, default=[])
         elif node.op in _LOOPS:
             trips = num_trips(body, node)
             step = body.function(node.attr["body"].func.name)
             if step is not None:
-                times = count * (1 if trips is None else trips)
-                yield from _walk(
-                    _called(body, node, step), name, times, known and trips is not None
-                )
-        elif node.op in _BRANCHES:
-            yield from _branch(body, node, name, count, known)
+                times = count if trips is None else count * trips
+                is_known = known and trips is not None
+                yield from _walk(_called(body, node, step), name, times, is_known)
         elif not any(part in node.op for part in _NOT_FOLLOWED):
-            for each in called:
-                function = body.function(each)
-                if function is not None:
-                    inner = _called(body, node, function)
-                    yield from _walk(inner, name, count, known)
+            for function in called:
+                yield from _walk(_called(body, node, function), name, count, known)
 
 
-def _branch(
-    body: Body, node: tf.compat.v1.NodeDef, name: str, count: int, known: bool
-) -> Iterator[Operation]:
-    """Yields the operations of the branch that runs, or may run."""
-    condition, *_ = body.inputs(node)
-    chosen = evaluate(body, condition)
-    names = list(functions_of(node))
-    if node.op in ("If", "StatelessIf"):
-        names = [node.attr[key].func.name for key in ("then_branch", "else_branch")]
-        chosen = None if chosen is None else int(not chosen)
-    branches = [function for each in names if (function := body.function(each))]
-    if chosen is not None and 0 <= int(chosen) < len(branches):
-        branches = [branches[int(chosen)]]
-    walked = [list(_walk(each, name, count, known)) for each in branches]
-
-    def cost(operations: list[Operation]) -> tuple[int, int]:
-        flops = sum((flops_of(each) or 0) * each.count for each in operations)
-        return flops, len(operations)
-
-    yield from max(walked, key=cost, default=[])
+def _cost(operations: list[Operation]) -> tuple[int, int]:
+    flops = sum((flops_of(each) or 0) * each.count for each in operations)
+    return flops, len(operations)
 
 
 def _called(body: Body, node: tf.compat.v1.NodeDef, function: Body) -> Body:
@@ -97,14 +75,11 @@ def _operation(
 ) -> Operation:
     inputs = body.inputs(node)
     sources = [body.nodes.get(reference.name) for reference in inputs]
+    num_outputs = len(node.attr["_output_shapes"].list.shape)
     return Operation(
-        name,
-        plain_type(node.op),
-        inputs=tuple(body.shape(reference) for reference in inputs),
-        outputs=tuple(
-            output_shape(node, index)
-            for index in range(len(node.attr["_output_shapes"].list.shape))
-        ),
+        *(name, node.op),
+        inputs=tuple(map(body.shape, inputs)),
+        outputs=tuple(output_shape(node, index) for index in range(num_outputs)),
         attributes=node.attr,
         sources=tuple(source.op if source is not None else "" for source in sources),
         count=count,

@@ -1,6 +1,7 @@
 """Graphs and functions as they are written down: nodes, arguments, results, shapes."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -31,7 +32,6 @@ class Body:
         self.nodes = {node.name: node for node in nodes}
         # The index of each argument; a graph has none.
         self.arguments = {name: index for index, name in enumerate(arguments)}
-        self._outputs: dict[str, list[str]] = {}
         self.results = [self._reference(text) for text in results]
         self.kept = list(kept)  # nodes that run though no result needs them
         self.argument_shapes: dict[int, Shape] = {}
@@ -39,7 +39,6 @@ class Body:
         self.argument_values: dict[int, Any] = {}
         self.loops: dict[Any, Any] = {}  # what `constants` found out
         self._functions = functions
-        self._live: list[tf.compat.v1.NodeDef] | None = None
 
     def function(self, name: str) -> "Body | None":
         """Returns a function of the library, None where it is not there."""
@@ -56,14 +55,13 @@ class Body:
         node = self.nodes.get(reference.name)
         return output_shape(node, reference.output) if node is not None else None
 
-    def live(self) -> list[tf.compat.v1.NodeDef]:
-        """Returns the nodes that run: those behind the results and the kept ones.
+    @functools.cached_property
+    def _live(self) -> list[tf.compat.v1.NodeDef]:
+        found = self._behind([*(r.name for r in self.results), *self.kept])
+        return [node for node in self.nodes.values() if node.name in found]
 
-        Keras's recurrent layers, for example, trace a step whose result nobody uses.
-        """
-        if self._live is None:
-            found = self._behind([*(r.name for r in self.results), *self.kept])
-            self._live = [node for node in self.nodes.values() if node.name in found]
+    def live(self) -> list[tf.compat.v1.NodeDef]:
+        """Returns the nodes that run: those behind the results and the kept ones."""
         return self._live
 
     def arguments_behind(self, reference: Reference) -> set[int]:
@@ -93,19 +91,12 @@ class Body:
         return found
 
     def _reference(self, text: str) -> Reference:
-        """Reads "name", "name:1" (in graphs) and "name:output:1" (in functions).
-
-        A function names a tensor by its node, an output of the operation's definition,
-        which may be several, and a number within that.
-        """
+        """Reads "name", "name:1" (in graphs) and "name:output:1" (in functions)."""
         name, *rest = text.split(":")
         if len(rest) < 2:
             return Reference(name, int(rest[0]) if rest else 0)
-        if name not in self._outputs:
-            node = self.nodes.get(name)
-            found = outputs_of(node) if node is not None else []
-            self._outputs[name] = [output for output, _ in found]
-        outputs = self._outputs[name]
+        node = self.nodes.get(name)
+        outputs = [name for name, _ in outputs_of(node)] if node is not None else []
         first = outputs.index(rest[0]) if rest[0] in outputs else 0
         return Reference(name, first + int(rest[1]))
 
@@ -171,7 +162,7 @@ class Operation:
     """One operation of a graph, and how often it runs."""
 
     name: str  # behind those of the calls that it is in
-    op_type: str  # such as "MatMul", of a "_FusedMatMul" too
+    op_type: str  # such as "MatMul"
     inputs: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
     attributes: Any = dataclasses.field(repr=False)  # as protocol buffers
@@ -195,18 +186,3 @@ def is_backward(name: str) -> bool:
     """States whether an operation of this name was traced by a gradient tape."""
     parts = name.split("/")
     return any(part.startswith(("gradient_tape", "gradients")) for part in parts)
-
-
-def plain_type(op_type: str) -> str:
-    """Returns the type of an operation without the marks of fusion and oneDNN.
-
-    Example:
-        >>> plain_type("_MklNativeFusedMatMul"), plain_type("_FusedConv2D")
-        ('MatMul', 'Conv2D')
-    """
-    if not op_type.startswith("_"):
-        return op_type
-    plain = op_type[1:]
-    for mark in ("Mkl", "Native", "Eager", "Fused"):
-        plain = plain.removeprefix(mark)
-    return plain.removesuffix("WithBias")

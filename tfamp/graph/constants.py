@@ -47,8 +47,7 @@ def evaluate(
 ) -> Any:
     """Returns the value of a tensor as an array, None where it is not constant.
 
-    `values` are those of the body's arguments by index, where they are known; `known`
-    are values that were computed with them before.
+    `values` are those of arguments, `known` what was computed with them.
     """
     known = {} if known is None else known
     if reference not in known:
@@ -68,7 +67,9 @@ def _compute(
     if node is None:
         return None
     if node.op == "Const":
-        return _constant(node)
+        tensor = node.attr["value"].tensor
+        size = math.prod(dim.size for dim in tensor.tensor_shape.dim)
+        return tf.make_ndarray(tensor) if size <= _MAX_ELEMENTS else None
     inputs = body.inputs(node)
     if node.op in ("Shape", "Rank", "Size") and inputs:
         return _from_shape(node.op, body.shape(inputs[0]))
@@ -78,11 +79,10 @@ def _compute(
         function = body.function(node.attr["f"].func.name)
         if function is None:
             return None
-        given = {
-            index: evaluate(body, inputs[index], values, known)
-            for index in function.arguments_behind(function.results[reference.output])
-        }
-        return evaluate(function, function.results[reference.output], given)
+        result = function.results[reference.output]
+        behind = function.arguments_behind(result)
+        given = {i: evaluate(body, inputs[i], values, known) for i in behind}
+        return evaluate(function, result, given)
     arrays = []
     for each in inputs:
         arrays.append(evaluate(body, each, values, known))
@@ -105,24 +105,21 @@ def _run_loop(
 ) -> tuple[int | None, Values]:
     """Returns the trips and the final values of what is counted and of `wanted`."""
     key = (node.name, wanted)
-    if key not in body.loops:
-        # Its own value may be asked for while it is computed.
-        body.loops[key] = None, {}
-        body.loops[key] = _count_trips(body, node, wanted)
-    return body.loops[key]
-
-
-def _count_trips(
-    body: Body, node: tf.compat.v1.NodeDef, wanted: int | None
-) -> tuple[int | None, Values]:
+    if key in body.loops:
+        return body.loops[key]
+    # Its own value may be asked for while it is computed.
+    body.loops[key] = None, {}
     condition = body.function(node.attr["cond"].func.name)
     step = body.function(node.attr["body"].func.name)
     if condition is None or step is None:
         return None, {}
-    counted = condition.arguments_behind(condition.results[0])
-    if wanted is not None:
-        counted.add(wanted)
-    counted = _with_all_behind(counted, step)
+    new = condition.arguments_behind(condition.results[0])
+    new |= set() if wanted is None else {wanted}
+    counted = set[int]()
+    while new:  # with the variables that theirs depend on
+        counted |= new
+        behind = [step.arguments_behind(step.results[index]) for index in new]
+        new = set[int]().union(*behind) - counted
     starts = body.inputs(node)
     values = {index: evaluate(body, starts[index]) for index in counted}
     for trips in range(MAX_TRIPS):
@@ -130,26 +127,10 @@ def _count_trips(
         if goes_on is None:
             break
         if not np.all(goes_on):
-            return trips, values
+            body.loops[key] = trips, values
+            break
         values = {i: evaluate(step, step.results[i], values) for i in counted}
-    return None, {}
-
-
-def _with_all_behind(counted: set[int], step: Body) -> set[int]:
-    """Returns loop variables with those that their values depend on."""
-    found: set[int] = set()
-    new = counted
-    while new:
-        found |= new
-        behind = [step.arguments_behind(step.results[index]) for index in new]
-        new = set[int]().union(*behind) - found
-    return found
-
-
-def _constant(node: tf.compat.v1.NodeDef) -> Any:
-    tensor = node.attr["value"].tensor
-    size = int(np.prod([dim.size for dim in tensor.tensor_shape.dim], dtype=np.int64))
-    return tf.make_ndarray(tensor) if size <= _MAX_ELEMENTS else None
+    return body.loops[key]
 
 
 def _from_shape(op: str, shape: tuple[int | None, ...] | None) -> Any:

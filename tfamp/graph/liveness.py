@@ -13,7 +13,6 @@ from tfamp.graph.schedules import (
     Schedule,
     Step,
     Tensor,
-    scratch_bytes,
 )
 
 
@@ -48,9 +47,9 @@ class _Buffer:
 def find_peak(schedule: Schedule) -> Peak:
     """Returns the most memory that a schedule needs, above what is there before.
 
-    Steps run as TensorFlow's executor starts them: in the order in which they become
-    ready. A buffer lives until its last reader has run. Operations that TensorFlow runs
-    in place do; what a loop keeps for its gradient counts once for each of its runs.
+    Steps run as TensorFlow's executor starts them, as they become ready, and a buffer
+    lives until its last reader has run. Operations that TensorFlow runs in place do;
+    what a loop keeps for its gradient counts once for each of its runs.
     """
     return _Run(schedule).peak()
 
@@ -72,7 +71,7 @@ class _Run:
             self._buffers[tensor] = _Buffer(users=self._uses[tensor])
         waits, followers = list[int](), [list[int]() for _ in steps]
         for number, step in enumerate(steps):
-            before = {n for n, _ in step.inputs if n != ARGUMENT} | {*step.after}
+            before = {n for n, _ in step.inputs if n != ARGUMENT}
             waits.append(len(before))
             for each in before:
                 followers[each].append(number)
@@ -127,9 +126,7 @@ class _Run:
         if step.inner:
             peaks = [_Run(each).peak() for each in step.inner]
             return made, [*max(peaks, key=lambda peak: peak.num_bytes).held]
-        read = [self._schedule.bytes_of(tensor) for tensor in step.inputs]
-        extra = scratch_bytes(step.node, read)
-        return made, [Held(extra, step.name, "scratch")] if extra else []
+        return made, []
 
     def _loop(
         self, number: int, step: Step, given: list[_Buffer]
@@ -173,11 +170,7 @@ class _Run:
 
 
 def _pushed_and_popped(inner: Schedule) -> tuple[dict[int, int], list[int]]:
-    """Returns the bytes that a run of a loop adds to each list, and lists it empties.
-
-    What is the same in all runs, a variable for example, costs nothing, and what goes
-    to several lists counts once.
-    """
+    """Returns the bytes that a run of a loop adds to each list, and what it empties."""
     pushed: dict[int, int] = {}
     popped = []
     counted: set[Tensor] = set()

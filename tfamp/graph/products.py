@@ -38,8 +38,7 @@ def is_product(operation: Operation) -> bool:
 def flops_of(operation: Operation) -> int | None:
     """Returns the floating-point operations of a run, None where shapes are unknown.
 
-    Two for a multiply-add; zeros of a padding are multiplied too. Only matrix products
-    and convolutions count, since they are what matrix units speed up; others give 0.
+    Two for a multiply-add of matrix products and convolutions; others give 0.
     """
     if not is_product(operation):
         return 0
@@ -52,15 +51,15 @@ def flops_of(operation: Operation) -> int | None:
     return _recurrent(operation)
 
 
-def _size(shape: Shape) -> int | None:
-    return None if shape is None else _times(*shape)
-
-
 def _times(*factors: int | None) -> int | None:
     """Returns the product, None where a factor is not known."""
     if any(factor is None for factor in factors):
         return None
     return math.prod(factor for factor in factors if factor is not None)
+
+
+def _size(shape: Shape) -> int | None:
+    return None if shape is None else _times(*shape)
 
 
 def _convolution(operation: Operation) -> int | None:
@@ -75,52 +74,31 @@ def _convolution(operation: Operation) -> int | None:
 
 
 def _einsum(operation: Operation) -> int | None:
-    factors = _einsum_sizes(operation)
-    if factors is None:
-        return None
-    first, second, result = factors
-    known = {**first, **{k: v for k, v in second.items() if v is not None}}
-    # What one factor alone has and the result has not is summed before the product.
-    both = first.keys() & second.keys()
-    return _times(2, *(known[label] for label in known if label in both | result))
-
-
-def _einsum_sizes(
-    operation: Operation,
-) -> tuple[dict[str, int | None], dict[str, int | None], set[str]] | None:
-    """Returns the sizes of both factors' labels in an Einsum, and its result's labels.
-
-    None where the rank of a factor is not known. The labels of "..." are ".-1" for its
-    last dimension, ".-2" for the one before, and on.
-    """
+    """Multiplies the sizes of the labels; those of "..." are ".-1" for its last, on."""
     equation = operation.attributes["equation"].s.decode().replace(" ", "")
     terms, _, result = equation.partition("->")
-    sizes: list[dict[str, int | None]] = []
+    factors: list[dict[str, int | None]] = []
     for term, shape in zip(terms.split(","), operation.inputs, strict=True):
         if shape is None:
             return None
-        sizes.append(_label_sizes(term, shape))
-    first, second = sizes
-    kept = {label for label in {*first, *second} if label[0] in result}
-    return first, second, kept
-
-
-def _label_sizes(term: str, shape: tuple[int | None, ...]) -> dict[str, int | None]:
-    """Returns the size of each label of one factor; "..." gives ".-1", ".-2" and on."""
-    before, dots, after = term.partition("...")
-    sizes: dict[str, int | None] = dict(zip(before, shape, strict=False))
-    if dots:
-        middle = shape[len(before) : len(shape) - len(after)]
-        sizes |= {f".-{len(middle) - i}": size for i, size in enumerate(middle)}
-        sizes |= dict(zip(after, shape[len(shape) - len(after) :], strict=True))
-    return sizes
+        before, dots, after = term.partition("...")
+        sizes: dict[str, int | None] = dict(zip(before, shape, strict=False))
+        if dots:
+            end = len(shape) - len(after)
+            middle = shape[len(before) : end]
+            sizes |= {f".-{len(middle) - i}": size for i, size in enumerate(middle)}
+            sizes |= dict(zip(after, shape[end:], strict=True))
+        factors.append(sizes)
+    first, second = factors
+    known = {**first, **{k: v for k, v in second.items() if v is not None}}
+    # What one factor alone has and the result has not is summed before the product.
+    kept = {label for label in known if label[0] in result}
+    both = (first.keys() & second.keys()) | kept
+    return _times(2, *(size for label, size in known.items() if label in both))
 
 
 def _recurrent(operation: Operation) -> int | None:
-    """Counts cuDNN's recurrent layers: (time, batch, features), (layers, batch, units).
-
-    The gradient computes each product twice, for the inputs and for the weights.
-    """
+    """Counts cuDNN's recurrent layers, whose gradient does all for both factors."""
     inputs, state = operation.inputs[:2]
     if inputs is None or state is None:
         return None
@@ -140,13 +118,10 @@ def _recurrent(operation: Operation) -> int | None:
 def _inner_size(operation: Operation) -> int | None:
     """Returns how many terms a matrix product sums for each number."""
     flags = operation.attributes
-    a, b = operation.inputs[:2]
-    left = flags["transpose_a"].b or flags["adj_x"].b
-    right = flags["transpose_b"].b or flags["adj_y"].b
-    inner = _at(a, -2 if left else -1)
+    left = -2 if flags["transpose_a"].b or flags["adj_x"].b else -1
+    right = -1 if flags["transpose_b"].b or flags["adj_y"].b else -2
     # In the gradient of a loop one factor comes off a stack without a shape.
-    return _at(b, -1 if right else -2) if inner is None else inner
-
-
-def _at(shape: Shape, index: int) -> int | None:
-    return shape[index] if shape is not None and len(shape) >= 2 else None
+    for shape, index in zip(operation.inputs[:2], (left, right), strict=True):
+        if shape is not None and len(shape) >= 2 and shape[index] is not None:
+            return shape[index]
+    return None

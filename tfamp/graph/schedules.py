@@ -1,7 +1,6 @@
 """A traced graph as one list of steps, and what each of them does to memory."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -59,9 +58,7 @@ class Step:
     name: str  # behind those of the calls it is in
     op: str
     inputs: list[Tensor]
-    after: list[int]  # steps that run before it, beside those that make its inputs
     outputs: list[int]
-    node: tf.compat.v1.NodeDef | None = None  # of the begin and end of a call
     inner: tuple["Schedule", ...] = ()  # of a loop, or the branches of a condition
     trips: int = 1
 
@@ -89,63 +86,46 @@ class Schedule:
         outputs = self.steps[step].outputs
         return outputs[output] if output < len(outputs) else 0
 
-    def add(self, step: Step) -> int:
-        """Appends a step and returns its number."""
-        self.steps.append(step)
-        return len(self.steps) - 1
-
 
 def read_schedule(concrete: Any) -> Schedule:
     """Returns the steps that one call of a traced, concrete function runs."""
     schedule = Schedule()
-    schedule.results, _ = _append(schedule, read_bodies(concrete), "", [], [])
+    schedule.results = _append(schedule, read_bodies(concrete), "", [])
     return schedule
 
 
 def _append(
-    schedule: Schedule,
-    body: Body,
-    prefix: str,
-    arguments: list[Tensor],
-    begin: list[int],
-) -> tuple[list[Tensor], list[int]]:
-    """Appends a function's nodes; returns its results and the steps that end it."""
+    schedule: Schedule, body: Body, prefix: str, arguments: list[Tensor]
+) -> list[Tensor]:
+    """Appends a function's nodes, in the order of the program; returns its results."""
     made: dict[str, list[Tensor]] = {}
-    ends: dict[str, int] = {}
 
     def tensor(reference: Reference) -> Tensor:
         if reference.name in body.arguments:
             return arguments[body.arguments[reference.name]]
+        if reference.name not in made:  # it was put in later, as the lists of a loop
+            make(body.nodes[reference.name])
         outputs = made[reference.name]
         return outputs[min(reference.output, len(outputs) - 1)]
 
-    for node in _sorted(body):
+    def make(node: tf.compat.v1.NodeDef) -> None:
         inputs = [tensor(reference) for reference in body.inputs(node)]
-        names = [_plain(text) for text in node.input if text[0] == "^"]
-        after = [ends[name] for name in names if name in ends]
         name = f"{prefix}{node.name}"
         called = body.function(node.attr["f"].func.name) if node.op in _CALLS else None
         if called is not None:
-            first = schedule.add(Step(f"{name}/begin", "NoOp", [], after + begin, []))
-            made[node.name], kept = _append(
-                schedule, called, f"{name}/", inputs, [first]
-            )
-            end = Step(f"{name}/end", "NoOp", [], [*kept, first], [])
-            ends[node.name] = schedule.add(end)
+            made[node.name] = _append(schedule, called, f"{name}/", inputs)
         elif node.op == "IdentityN":
-            # TensorFlow takes it apart: no output waits for the input of another.
             made[node.name] = inputs
-            end = Step(f"{name}/end", "NoOp", [], after + begin, [])
-            end.after += [number for number, _ in inputs if number != ARGUMENT]
-            ends[node.name] = schedule.add(end)
         else:
             step = _step(schedule, body, node, name, inputs)
-            # What needs nothing still waits for the call that it is in.
-            step.after = after if inputs else after + begin
-            number = ends[node.name] = schedule.add(step)
+            schedule.steps.append(step)
+            number = len(schedule.steps) - 1
             made[node.name] = [(number, i) for i in range(max(1, len(step.outputs)))]
-    results = [tensor(reference) for reference in body.results]
-    return results, [ends[name] for name in body.kept if name in ends]
+
+    for node in body.live():
+        if node.name not in made:
+            make(node)
+    return [tensor(reference) for reference in body.results]
 
 
 def _step(
@@ -160,7 +140,7 @@ def _step(
         _num_bytes(output_shape(node, index), dtype)
         for index, (_, dtype) in enumerate(outputs_of(node))
     ]
-    step = Step(name, node.op, inputs, [], [size or 0 for size in sizes], node)
+    step = Step(name, node.op, inputs, [size or 0 for size in sizes])
     is_unknown = None in sizes and not any(functions_of(node))
     keys = ("body",) if node.op in _LOOPS else _BRANCHES.get(node.op, ())
     if node.op in _LOOPS:
@@ -176,60 +156,10 @@ def _step(
         for index, reference in enumerate(references):
             function.argument_shapes.setdefault(index, body.shape(reference))
         inner = Schedule(schedule.bytes_of(tensor) for tensor in inputs)
-        inner.results, _ = _append(inner, function, "", inner.arguments, [])
+        inner.results = _append(inner, function, "", inner.arguments)
         schedule.unknown += [f"{node.name}/{each}" for each in inner.unknown]
         step.inner += (inner,)
     return step
-
-
-def _sorted(body: Body) -> list[tf.compat.v1.NodeDef]:
-    """Returns the nodes that run, each behind those that it needs."""
-    live = {node.name: node for node in body.live()}
-    done: set[str] = set()
-    found = []
-    for first in live.values():
-        waiting = [] if first.name in done else [(first, iter(first.input))]
-        done.add(first.name)
-        while waiting:
-            node, inputs = waiting[-1]
-            for name in map(_plain, inputs):
-                if name in live and name not in done:
-                    done.add(name)
-                    waiting.append((live[name], iter(live[name].input)))
-                    break
-            else:
-                found.append(node)
-                waiting.pop()
-    return found
-
-
-def _plain(text: str) -> str:
-    return text.lstrip("^").split(":")[0]
-
-
-def scratch_bytes(node: tf.compat.v1.NodeDef | None, inputs: list[int]) -> int:
-    """Returns the bytes of the copies that an Einsum makes to multiply matrices.
-
-    A factor is a matrix as it lies where the labels of the batch, those kept and those
-    summed over follow one another.
-    """
-    if node is None or node.op != "Einsum":
-        return 0
-    equation = node.attr["equation"].s.decode().replace(" ", "")
-    terms, _, result = equation.partition("->")
-    factors = terms.split(",")
-    if len(factors) != 2 or "..." in equation:
-        return 0
-    total = 0
-    for factor, other, size in zip(factors, reversed(factors), inputs, strict=True):
-        kinds = [
-            "kept" if label not in other else "batch" if label in result else "summed"
-            for label in factor
-        ]
-        runs = [kind for kind, _ in itertools.groupby(kinds)]
-        is_matrix = len(runs) == len(set(runs)) and "batch" not in runs[1:]
-        total += 0 if is_matrix else size
-    return total
 
 
 def _num_bytes(shape: tuple[int | None, ...] | None, dtype: int) -> int | None:
@@ -244,10 +174,7 @@ def _num_bytes(shape: tuple[int | None, ...] | None, dtype: int) -> int | None:
 def scaled(
     first: Schedule, second: Schedule, sizes: tuple[int, int], size: int
 ) -> Schedule | None:
-    """Returns the steps for a batch size, each buffer growing evenly with the batch.
-
-    From plans of two different `sizes`; None where they don't run the same operations.
-    """
+    """Returns the steps for another batch size, by plans of two, or None."""
     part = (size - sizes[0]) / (sizes[1] - sizes[0])
 
     def between(low: int, high: int) -> int:
@@ -266,6 +193,6 @@ def scaled(
                 return None
             inner.append(each)
         outputs = list(map(between, one.outputs, other.outputs))
-        plan.add(dataclasses.replace(one, outputs=outputs, inner=tuple(inner)))
+        plan.steps.append(dataclasses.replace(one, outputs=outputs, inner=tuple(inner)))
     plan.results = first.results
     return plan

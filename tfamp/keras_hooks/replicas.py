@@ -1,22 +1,16 @@
 """Weights the losses of replicas by their examples, and has them draw random numbers.
 
 Keras divides a mean over the batch by the number of replicas, which is wrong where they
-have different numbers of examples, as in the last batch of an epoch. Inside `sharing` a
-mean is multiplied by the replica's share of the batch instead, so that sums over the
-replicas are the means of one device. Sums, losses of each example and scalars that a
-program reduces by itself are left as they are.
-
-Every replica holds the same state of a seed generator, so in Keras all draw the same
-dropout mask. What a generator hands out is changed by the number of the replica; its
-state is not, so that replicas agree on it and files hold it. The first replica draws
-what one device does.
+have different numbers of examples. Inside `sharing` a mean is multiplied by the
+replica's share of the batch, so that sums over the replicas are the means of one
+device. Every replica holds the same state of a seed generator, so what it hands out is
+changed by the number of the replica; the first draws what one device does.
 
 Relies on: `reduce_weighted_values` of Keras's losses calling `reduce_values`, and that
-one `scale_loss_for_distribution` where it has divided by what it counted, both by their
-names in that module; the trainer calling it for additional losses, and
-`unscale_loss_for_distribution` ahead of the trackers of losses; trackers of the losses
-of several outputs being `Mean`s in `_compile_loss.metrics`; a plain optimizer reducing
-its gradients by `_all_reduce_sum_gradients`; what draws random numbers asking
+one `scale_loss_for_distribution` where it has divided, by their names in that module;
+the trainer calling it for additional losses, and the other way round ahead of the
+trackers of losses, which are `Mean`s in `_loss_tracker` and `_compile_loss.metrics`; a
+plain optimizer reducing its gradients by `_all_reduce_sum_gradients`; what draws asking
 `SeedGenerator.next` for a seed, of which every pair of integers is one.
 """
 
@@ -39,8 +33,7 @@ from tfamp.records import checks
 
 _MEANS = ("sum_over_batch_size", "mean")
 _BY_WEIGHTS = "mean_with_sample_weight"
-# No divisor of 2**31 - 2, by which Keras takes the remainder of a seed: replicas, of
-# which there are fewer, never come to have the same one.
+# No divisor of 2**31 - 2, by which Keras takes the remainder of a seed.
 _BETWEEN_REPLICAS = 1_013_904_223
 
 
@@ -52,7 +45,7 @@ class Share:
     total: tf.Tensor  # those of all replicas, a float32 scalar
     may_be_empty: bool  # whether `count` may be 0, as far as a trace knows
     graph: Any  # the graph in which the step runs, None in eager code
-    trackers: frozenset[int]  # identities of the metrics of outputs' losses
+    trackers: frozenset[int]  # identities of the metrics of losses
 
     def of_batch(self, dtype: Any) -> tf.Tensor:
         """Returns the share of the examples, in [0, 1]."""
@@ -75,8 +68,7 @@ def sharing(
 ) -> Iterator[Share | None]:
     """Weights the means of a training step by the examples that each replica has.
 
-    Nothing is done where there is one replica, or `count`, the examples of this one as
-    a float32 scalar, is None.
+    `count` are those of this one, a float32 scalar, or None, where nothing is done.
     """
     context = tf.distribute.get_replica_context()
     if count is None or context is None or context.num_replicas_in_sync == 1:
@@ -85,8 +77,8 @@ def sharing(
     total = context.all_reduce(tf.distribute.ReduceOp.SUM, count)
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     loss = getattr(model, "_compile_loss", None)
-    trackers = frozenset(map(id, getattr(loss, "metrics", ())))
-    share = Share(count, total, may_be_empty, graph, trackers)
+    trackers = [getattr(model, "_loss_tracker", None), *getattr(loss, "metrics", ())]
+    share = Share(count, total, may_be_empty, graph, frozenset(map(id, trackers)))
     with replaced(_HERE, share=share):
         yield share
 
@@ -100,24 +92,18 @@ def is_empty() -> tf.Tensor | None:
 
 
 def of_examples(gradients: Sequence[Any]) -> list[Any]:
-    """Returns gradients, which are 0 where this replica has no example.
-
-    A normalization of no examples is NaN, and so are gradients that come through it.
-    """
+    """Returns gradients, which are 0, not NaN, where this replica has no example."""
     empty = is_empty()
     present = [g for g in gradients if g is not None]
     if empty is None or not present:
         return list(gradients)
 
-    def zeros() -> list[Any]:
-        return [
-            tf.IndexedSlices(tf.zeros_like(g.values), g.indices, g.dense_shape)
-            if isinstance(g, tf.IndexedSlices)
-            else tf.zeros_like(g)
-            for g in present
-        ]
+    def zero(g: Any) -> Any:
+        if isinstance(g, tf.IndexedSlices):
+            return tf.IndexedSlices(tf.zeros_like(g.values), g.indices, g.dense_shape)
+        return tf.zeros_like(g)
 
-    kept = iter(tf.cond(empty, zeros, lambda: list(present)))
+    kept = iter(tf.cond(empty, lambda: [*map(zero, present)], lambda: [*present]))
     return [None if g is None else next(kept) for g in gradients]
 
 
@@ -140,15 +126,6 @@ def _wrap_scale(original: Function, value: Any) -> Any:
     if share.may_be_empty:
         value = tf.where(tf.equal(share.count, 0.0), tf.zeros_like(value), value)
     return value * part
-
-
-@wrapper
-def _wrap_unscale(original: Function, value: Any) -> Any:
-    share = _HERE.share
-    if share is None:
-        return original(value)
-    value = tf.convert_to_tensor(value)
-    return value * _quotient(share.total, share.count, value.dtype)
 
 
 @wrapper
@@ -178,41 +155,35 @@ def _wrap_reduce(
 
 
 def _weights(sample_weight: Any, mask: Any, reduction: Any) -> Any:
-    """Returns what Keras divides by the sum of; None where it is the number of values.
-
-    In float32, so that sums of many are right.
-    """
+    """Returns, in float32, what Keras divides by the sum of, or None."""
     if reduction in _MEANS and mask is not None:
         return tf.cast(mask, tf.float32)
     if reduction != _BY_WEIGHTS or (sample_weight is None and mask is None):
         return None
-    if sample_weight is not None:
-        sample_weight = tf.cast(sample_weight, tf.float32)
-    return losses.apply_mask(
-        sample_weight,
-        None if mask is None else tf.convert_to_tensor(mask),
-        dtype="float32",
-        reduction=reduction,
-    )
+    weights = None if sample_weight is None else tf.cast(sample_weight, tf.float32)
+    mask = None if mask is None else tf.convert_to_tensor(mask)
+    return losses.apply_mask(weights, mask, dtype="float32", reduction=reduction)
 
 
 def _can_reduce(share: Share) -> bool:
     """Returns whether replicas can meet here: not in a branch, a loop or a function."""
-    if tf.distribute.in_cross_replica_context():
-        return False
-    if tf.executing_eagerly():
-        return share.graph is None
-    return tf.compat.v1.get_default_graph() is share.graph
+    eager = tf.executing_eagerly()
+    graph = None if eager else tf.compat.v1.get_default_graph()
+    return not tf.distribute.in_cross_replica_context() and graph is share.graph
 
 
 @wrapper
 def _wrap_track(
     original: Function, self: Any, values: Any, sample_weight: Any = None
 ) -> Any:
-    """Weights losses of outputs by their examples: Keras's shapes do not tell them."""
+    """Has each replica count its part of all examples: Keras's shapes do not tell.
+
+    A loss comes multiplied by the number of replicas, as Keras does for its trackers.
+    """
     share = _HERE.share
     if share is not None and id(self) in share.trackers:
-        sample_weight = share.count
+        context = tf.distribute.get_replica_context()
+        sample_weight = share.total / context.num_replicas_in_sync
     return original(self, values, sample_weight=sample_weight)
 
 
@@ -246,7 +217,6 @@ def patches() -> list[Patch]:
     """Returns the patches on losses and their trackers, optimizers and seeds."""
     return [
         Patch(losses, "scale_loss_for_distribution", _wrap_scale),
-        Patch(losses, "unscale_loss_for_distribution", _wrap_unscale),
         Patch(losses, "reduce_weighted_values", _wrap_reduce),
         Patch(keras.metrics.Mean, "update_state", _wrap_track),
         Patch(keras.random.SeedGenerator, "next", _wrap_next),
@@ -258,14 +228,13 @@ _TOLD: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def warn_of_idle_distribution(*_: Any) -> None:
-    """Warns once of each distribution of Keras's that is set, and does nothing."""
+    """Warns once of each `keras.distribution` that is set, and does nothing."""
     found = keras.distribution.distribution()
     if found is not None and found not in _TOLD:
         _TOLD.add(found)
         warnings.warn(
             f"`keras.distribution` is set to {type(found).__name__}, which Keras does "
-            "not follow on TensorFlow: every variable and every step stays on the "
-            "first device, as if it were not set. Take it away by "
+            "not follow on TensorFlow: all stays on the first device. Take it away by "
             "`keras.distribution.set_distribution(None)`, and make the model in the "
             "scope of `tfamp.distribute.strategy()`, which trains with the same "
             "weights on all devices; for a model that is too large for one, use "

@@ -163,8 +163,7 @@ def has_recorded_a_loss(model: keras.Model) -> bool:
 def examples_recorded(model: keras.Model) -> float:
     """Returns the examples whose loss was added since the metrics were reset.
 
-    0 where the model's own code keeps the losses. Other workers count for as many as
-    this one.
+    Those of all workers, which count alike; 0 where the model's own code keeps losses.
     """
     tracker, strategy = getattr(model, "_loss_tracker", None), model.distribute_strategy
     if tracker is None:

@@ -5,12 +5,12 @@ orders differ, as they do without a seed, some examples come twice in an epoch a
 others never. So all take the order of the chief: by the seed of TensorFlow, if the
 program has set it, or else by one drawn from Python's generator.
 
-Relies on: `_maybe_symbolic_build` taking the first batch off an iterator and passing it
-on as `data_batch`; `reduce_per_replica` reducing what a step returns;
-`_collective_all_reduce_multi_worker` telling whether a strategy has several workers.
-For arrays: `TFEpochIterator` asking its adapter for `get_tf_dataset` while it is made;
-`ArrayDataAdapter` holding `_inputs`, `_num_samples`, `_batch_size` and `_shuffle`; the
-eager context holding the seed of TensorFlow in `_seed`.
+Relies on: `_maybe_symbolic_build` passing the first batch on as `data_batch`;
+`reduce_per_replica` reducing what a step returns; `_collective_all_reduce_multi_worker`
+telling whether there are several workers; `TFEpochIterator` asking its adapter for
+`get_tf_dataset` while it is made; `ArrayDataAdapter` holding `_inputs`, `_num_samples`,
+`_batch_size` and `_shuffle`; the eager context holding the seed of TensorFlow in
+`_seed`.
 """
 
 import functools
@@ -46,16 +46,15 @@ def summed(context: Any, values: Sequence[Any]) -> list[Any]:
     """Returns the sums over all replicas of tensors and `tf.IndexedSlices`.
 
     Those of each dtype go in a call of their own: workers join what is in one call.
-    Slices in bfloat16, which collectives do not gather, go one after the other, by
-    their bits.
+    Slices in bfloat16, which collectives do not gather, go by their bits.
     """
     sums: list[Any] = [None] * len(values)
     places: dict[Any, list[int]] = {}
     for place, value in enumerate(values):
         if isinstance(value, tf.IndexedSlices) and value.dtype == tf.bfloat16:
             bits = context.all_gather(tf.bitcast(value.values, tf.float16), axis=0)
-            rows, indices = tf.bitcast(bits, tf.bfloat16), value.indices
-            indices = context.all_gather(indices, axis=0)
+            indices = context.all_gather(value.indices, axis=0)
+            rows = tf.bitcast(bits, tf.bfloat16)
             sums[place] = tf.IndexedSlices(rows, indices, value.dense_shape)
         else:
             places.setdefault(value.dtype, []).append(place)
@@ -78,17 +77,12 @@ def part_of(batch: Any, strategy: Any) -> Any:
 def _wrap_build(
     original: Function, self: keras.Model, iterator: Any = None, data_batch: Any = None
 ) -> Any:
-    """Builds from one replica's part of a batch: Keras averages over them.
-
-    That fails on workers, and where the first batch is uneven.
-    """
+    """Builds from one replica's part of a batch: Keras averages uneven ones."""
     strategy = self._distribute_strategy
-    if iterator is None or strategy is None or strategy.num_replicas_in_sync == 1:
-        return original(self, iterator=iterator, data_batch=data_batch)
-    for *_, batches in iterator:
-        data_batch = part_of(next(batches), strategy)
-        break
-    return original(self, data_batch=data_batch)
+    if iterator is not None and strategy and strategy.num_replicas_in_sync > 1:
+        for *_, batches in iterator:
+            return original(self, data_batch=part_of(next(batches), strategy))
+    return original(self, iterator=iterator, data_batch=data_batch)
 
 
 @wrapper
@@ -109,8 +103,7 @@ def _wrap_reduce(original: Function, values: Any, strategy: Any, reduction: str)
 def one_by_one(model: keras.Model, function: Callable[..., Any]) -> Any:
     """Returns a training or test function that takes steps in Python on workers.
 
-    TensorFlow gives no keys to the reductions of a function that is called inside a
-    loop of a graph (keras#19246), as Keras does for `steps_per_execution`.
+    Inside a loop of a graph reductions get no keys (keras#19246).
     """
     if not _has_workers(model.distribute_strategy):
         return function
@@ -165,10 +158,7 @@ def _wrap_dataset(original: Function, self: Any) -> Any:
 
 
 def _chosen(strategy: Any) -> tuple[int, bool]:
-    """Returns the seed that the chief chooses, and whether its program gave one.
-
-    Every worker draws, so that Python's generators go on alike.
-    """
+    """Returns the seed that the chief chooses, and whether its program gave one."""
     drawn, given = random.getrandbits(_SEED_BITS), context.global_seed()
     seed = drawn if given is None else given % 2**_SEED_BITS
     choice = tf.constant([float(seed), float(given is not None)])
@@ -180,10 +170,9 @@ def _chosen(strategy: Any) -> tuple[int, bool]:
 
 
 def _shuffled(adapter: Any, seed: int, is_given: bool) -> Any:
-    """Returns batches of shuffled examples.
+    """Returns batches of shuffled examples, in another order each epoch.
 
-    Each epoch has another order, but for a seed that the program has given: then all
-    have one, as in Keras, by which training that is resumed finds its place.
+    But for a seed that the program has given: then all have one, as in Keras.
     """
     num, batch_size = adapter._num_samples, adapter._batch_size
 

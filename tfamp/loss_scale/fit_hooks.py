@@ -9,6 +9,7 @@ managed model are explained in `fit`, `evaluate` and `predict`.
 
 import contextlib
 import functools
+import importlib
 import itertools
 import types
 import weakref
@@ -538,12 +539,20 @@ def _explained(error: Exception, model: keras.Model, *, training: bool) -> str:
         held["optimizer slots"] = structure.bytes_of(optimizer.variables)
     return explain(
         str(error),
-        layers=[path for path, each, _ in structure.walk(model) if each is not model],
         held=held,
         memory=machine_memory(),
         training=training,
         computes_in=dtypes.pop() if len(dtypes) == 1 else "",
+        largest_batch=functools.partial(_largest_batch, model) if training else None,
     )
+
+
+def _largest_batch(model: keras.Model, limit_bytes: int) -> int:
+    """Returns how many examples of a training step fit into a memory, by its trace."""
+    estimator = importlib.import_module("tfamp.memory.estimator")
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    found = estimator.estimate_memory(model, 32 * replicas)
+    return int(found.largest_batch(limit_bytes))
 
 
 FIT_HOOKS = PatchSet(

@@ -20,35 +20,24 @@ _NODES, _COUNTS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
 _TASKS, _RANK = "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"
 _MAX_SHOWN = 8
 _ADDRESS = re.compile(r"(\[[^\]]+\]|[^:\s]+):\d{1,5}")
-_FORM = (
-    'JSON as in {"cluster": {"worker": ["a:2222", "b:2222"]}, "task": '
-    '{"type": "worker", "index": 0}}'
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster(TableRecord):
     """The workers that train together, and which of them this process is.
 
-    Args:
-        source: What told: "TF_CONFIG" (of Ray, Vertex AI, TFJob, or set by hand),
-            "Slurm", or "none" where there is no cluster.
-        workers: Addresses "host:port", the chief's first.
-        index: Place of this process in `workers`, from 0.
-        has_chief_job: Whether `TF_CONFIG` names the first of them as the job "chief".
+    `source` is what told: "TF_CONFIG" (of Ray, Vertex AI, TFJob, or set by hand),
+    "Slurm", or "none"; `workers` are addresses "host:port", the chief's first, and
+    `index` is the place of this process among them, from 0.
 
     Example:
-        >>> found = Cluster("Slurm", ("n1:15000", "n2:15000"), index=1)
-        >>> found.num_workers, found.is_chief
-        (2, False)
-        >>> print(found)
+        >>> print(Cluster("Slurm", ("n1:15000", "n2:15000"), index=1))
         Worker 1 of 2 (from 0), as Slurm says: n1:15000, n2:15000 (this process)
     """
 
     source: Literal["none", "TF_CONFIG", "Slurm"]
     workers: tuple[str, ...] = ()
     index: int = 0
-    has_chief_job: bool = False
 
     @property
     def num_workers(self) -> int:
@@ -65,22 +54,12 @@ class Cluster(TableRecord):
         """The address of this process, None without a cluster."""
         return self.workers[self.index] if self.workers else None
 
-    @property
-    def local_workers(self) -> int:
-        """Number of workers on the host of this process."""
-        hosts = [each.rpartition(":")[0] for each in self.workers]
-        return hosts.count(hosts[self.index]) if hosts else 1
-
     def to_tf_config(self) -> dict[str, Any]:
         """Returns what `TF_CONFIG` would hold as JSON; empty without a cluster."""
         if not self.workers:
             return {}
-        first = int(self.has_chief_job)
-        jobs = {"chief": self.workers[:first], "worker": self.workers[first:]}
-        is_chief = self.has_chief_job and self.is_chief
-        kind, index = ("chief", 0) if is_chief else ("worker", self.index - first)
-        cluster = {name: [*each] for name, each in jobs.items() if each}
-        return {"cluster": cluster, "task": {"type": kind, "index": index}}
+        task = {"type": "worker", "index": self.index}
+        return {"cluster": {"worker": [*self.workers]}, "task": task}
 
     def table(self) -> str:
         """Returns the cluster in one line."""
@@ -102,21 +81,8 @@ def cluster() -> Cluster:
 
     It is read from `TF_CONFIG` (Ray Train, Vertex AI, TFJob, your own), else from the
     variables of a Slurm step (what `srun` sets). Nothing is asked over the network, and
-    TensorFlow is not imported.
-
-    Raises:
-        ValueError: A variable that belongs to a cluster is missing, or does not fit the
-            others. The message names it.
-
-    Example:
-        >>> import os
-        >>> os.environ["TF_CONFIG"] = (
-        ...     '{"cluster": {"worker": ["a:2222", "b:2222"]},'
-        ...     ' "task": {"type": "worker", "index": 1}}'
-        ... )
-        >>> cluster().workers, cluster().index
-        (('a:2222', 'b:2222'), 1)
-        >>> del os.environ["TF_CONFIG"]
+    TensorFlow is not imported. A ValueError names the variable that is missing, or does
+    not fit the others.
     """
     return cluster_of(os.environ)
 
@@ -130,34 +96,6 @@ def cluster_of(environ: Mapping[str, str]) -> Cluster:
         if tasks.strip() != "1":  # else a shell on a node
             return _slurm(environ)
     return Cluster("none")
-
-
-def expanded_hosts(variable: str, text: str) -> list[str]:
-    """Returns the hosts of a list with ranges in brackets, in its order."""
-    # A comma inside of brackets belongs to a range.
-    parts = re.findall(r"(?:[^,\[\]]|\[[\d,-]*\])+", text)
-    hosts = [host for part in parts for host in _expanded(part.strip())]
-    if ",".join(parts) != text or not hosts or "" in hosts:
-        expected = "names of hosts, with ranges in brackets, as in 'n[1-4],m5'"
-        raise _error(f"{variable} is {text!r}", expected, "Correct it.")
-    return hosts
-
-
-def _expanded(part: str) -> Iterator[str]:
-    before, bracket, rest = part.partition("[")
-    if not bracket:
-        yield part
-        return
-    inside, _, after = rest.partition("]")
-    for each in inside.split(","):
-        first, _, last = each.partition("-")
-        for number in range(int(first or 0), int(last or first or -1) + 1):
-            for end in _expanded(after):
-                yield f"{before}{number:0{len(first)}}{end}"
-
-
-def _error(found: str, expected: str, remedy: str) -> ValueError:
-    return ValueError(f"{found}; expected {expected}. {remedy}")
 
 
 def _tf_config(text: str) -> Cluster:
@@ -174,13 +112,13 @@ def _tf_config(text: str) -> Cluster:
         if "ps" in jobs:
             raise ValueError("Keras 3 trains with workers alone")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise _error(
-            f"TF_CONFIG is {text[:200]!r} ({type(error).__name__}: {error})",
-            f"{_FORM}, with each address once, at most one 'chief', no 'ps', and a "
-            "task that is one of them",
-            f"Correct it, or unset it, or {_ALONE}.",
+        raise ValueError(
+            f"TF_CONFIG is {text[:200]!r} ({type(error).__name__}: {error}); expected "
+            'JSON as in {"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": '
+            '"worker", "index": 0}}, with each address once, at most one \'chief\', no '
+            f"'ps', and a task that is one of them. Correct or unset it, or {_ALONE}."
         ) from error
-    return Cluster("TF_CONFIG", tuple(addresses), place, bool(chiefs))
+    return Cluster("TF_CONFIG", tuple(addresses), place)
 
 
 def _slurm(environ: Mapping[str, str]) -> Cluster:
@@ -188,9 +126,11 @@ def _slurm(environ: Mapping[str, str]) -> Cluster:
     remedy = f"Start the program with `srun --distribution=block`, or {_ALONE}."
     names = (_NODES, _COUNTS, _RANK, _TASKS)
     if lacking := [name for name in names if not environ.get(name)]:
-        found = f"{lacking[0]} is not set, and Slurm gave this job several tasks"
-        raise _error(found, "the variables that `srun` sets for each of them", remedy)
-    nodes = expanded_hosts(_NODES, environ[_NODES])
+        raise ValueError(
+            f"{lacking[0]} is not set, and Slurm gave this job several tasks; expected "
+            f"the variables that `srun` sets for each of them. {remedy}"
+        )
+    nodes = _expanded(_NODES, environ[_NODES])
     counts = [  # "3(x2),1" is 3, 3, 1
         int(number)
         for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ[_COUNTS])
@@ -202,20 +142,47 @@ def _slurm(environ: Mapping[str, str]) -> Cluster:
     is_sum = len(nodes) == len(counts) and rank < num_tasks == sum(counts)
     if not is_sum or not is_block:
         told = ", ".join(f"{x} is {environ.get(x)!r}" for x in names)
-        told += f", SLURM_DISTRIBUTION is {order!r}"
-        raise _error(told, "a number of tasks a node, their sum, and 'block'", remedy)
+        raise ValueError(
+            f"{told}, SLURM_DISTRIBUTION is {order!r}; expected a number of tasks a "
+            f"node, their sum, and 'block'. {remedy}"
+        )
     job = environ.get("SLURM_JOB_ID", "0")
     start = int(job) * _PORTS_A_JOB % _NUM_PORTS if job.isdecimal() else 0
-    reserved = environ.get("SLURM_STEP_RESV_PORTS")
     ports = [str(_FIRST_PORT + start + i) for i in range(max(counts))]
-    if reserved:
-        ports = expanded_hosts("SLURM_STEP_RESV_PORTS", f"[{reserved}]")
+    if reserved := environ.get("SLURM_STEP_RESV_PORTS"):
+        ports = _expanded("SLURM_STEP_RESV_PORTS", f"[{reserved}]")
     if len(ports) < max(counts):
-        raise _error(
-            f"SLURM_STEP_RESV_PORTS is {reserved!r}",
-            f"{max(counts)} ports, one for each task of a node",
-            f"Pass `--resv-ports={max(counts)}` to `srun`.",
+        raise ValueError(
+            f"SLURM_STEP_RESV_PORTS is {reserved!r}; expected {max(counts)} ports, one "
+            f"for each task of a node. Pass `--resv-ports={max(counts)}` to `srun`."
         )
     pairs = zip(nodes, counts, strict=True)
     addresses = [f"{node}:{ports[i]}" for node, count in pairs for i in range(count)]
     return Cluster("Slurm", tuple(addresses), rank)
+
+
+def _expanded(variable: str, text: str) -> list[str]:
+    """Returns the names of a list with ranges in brackets, in its order."""
+
+    def each(part: str) -> Iterator[str]:
+        before, bracket, rest = part.partition("[")
+        if not bracket:
+            yield part
+            return
+        inside, _, after = rest.partition("]")
+        for span in inside.split(","):
+            first, _, last = span.partition("-")
+            for number in range(int(first or 0), int(last or first or -1) + 1):
+                yield from (
+                    f"{before}{number:0{len(first)}}{end}" for end in each(after)
+                )
+
+    # A comma inside of brackets belongs to a range.
+    parts = re.findall(r"(?:[^,\[\]]|\[[\d,-]*\])+", text)
+    found = [name for part in parts for name in each(part.strip())]
+    if ",".join(parts) != text or not found or "" in found:
+        raise ValueError(
+            f"{variable} is {text!r}; expected names of hosts, with ranges in "
+            "brackets, as in 'n[1-4],m5'. Correct it."
+        )
+    return found

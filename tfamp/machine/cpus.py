@@ -1,9 +1,9 @@
 """The cores that a process may use, their instructions, and whether AMX works.
 
-Some virtual machines name the matrix instructions (AMX) among their features but hide
-CPUID's leaf 0x1D, which says how tiles are laid out. oneDNN then configures no tiles,
-and TensorFlow's first bfloat16 product dies of an illegal instruction. Nothing that
-Linux tells shows it, so that leaf is read, by the ten bytes it takes.
+Some virtual machines name the matrix instructions (AMX) but hide CPUID's leaf 0x1D,
+which says how tiles are laid out, and TensorFlow's first bfloat16 product dies of an
+illegal instruction. Nothing else shows it, so that leaf is read, by the ten bytes it
+takes.
 """
 
 import ctypes

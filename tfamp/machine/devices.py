@@ -109,16 +109,12 @@ def _gpu(details: Mapping[str, Any], memory_bytes: int | None) -> Device:
 @functools.cache
 def _cpu() -> Device:
     """Returns this machine's CPU; AMX that ends the process is called `BROKEN_AMX`."""
-    try:
-        memory = system_bytes()
-    except ImportError:  # psutil is missing, on Windows
-        memory = None
     features = {*instruction_sets()}
     amx = {feature for feature in features if feature.startswith("amx")}
     if amx and is_amx_broken():
         features = features - amx | {BROKEN_AMX}
     name = archspec.cpu.brand_string() or archspec.cpu.host().name
-    return Device("cpu", name, None, memory, tuple(sorted(features)))
+    return Device("cpu", name, None, system_bytes(), tuple(sorted(features)))
 
 
 def computing_of(devices: Sequence[Device]) -> tuple[Device, ...]:

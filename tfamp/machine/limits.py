@@ -9,20 +9,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from tfamp.records import checks
 from tfamp.records.record import Record
-from tfamp.records.units import format_bytes
 
 PHYSICAL = "physical memory"
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryLimit(Record):
-    """The most memory there is to take, who says so, and what counts against it now.
-
-    `source` is "physical memory" or "cgroup v2" (a container's limit). `used_bytes` is
-    of all processes that share it, without cached files, which the system gives up.
-    """
+    """The most memory there is to take, who says so, and what counts against it now."""
 
     bytes: int
     source: str
@@ -35,62 +29,39 @@ class MemoryLimit(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class Holder(Record):
-    """A process that holds memory on a GPU; `pid` is the host's, in a container too."""
+class GpuReading(Record):
+    """Figures of a GPU at one moment; None where the driver does not tell.
 
-    pid: int
-    name: str = ""
-    bytes: int | None = None
-    is_own: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class GpuMemory(Record):
-    """Memory of a GPU that TensorFlow uses, or of its MIG slice, and who holds it.
-
-    `index` is TensorFlow's, as in "GPU:0". `holders` come with the largest first; those
-    of other containers may be missing.
+    On a MIG slice, such as "1g.5gb", memory is the slice's own; temperature, power and
+    energy are those of the whole GPU. `index` is TensorFlow's, as in "GPU:0";
+    `utilisation`, in [0, 1], says how long a kernel ran, not how full the GPU was.
+    `energy_joules` counts from some moment in the past: subtract two readings.
     """
 
     index: int
     name: str
-    total_bytes: int | None = None
-    used_bytes: int | None = None
     mig_slice: str | None = None
-    holders: tuple[Holder, ...] = ()
+    utilisation: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    energy_joules: float | None = None
 
     @property
-    def free_bytes(self) -> int | None:
+    def memory_free_bytes(self) -> int | None:
         """What no process holds; None where it is not told."""
-        if self.total_bytes is None or self.used_bytes is None:
+        if self.memory_total_bytes is None or self.memory_used_bytes is None:
             return None
-        return max(0, self.total_bytes - self.used_bytes)
-
-    @property
-    def others(self) -> tuple[Holder, ...]:
-        """The holders other than the process that asks."""
-        return tuple(holder for holder in self.holders if not holder.is_own)
-
-    def held_by(self, holder: Holder) -> str:
-        """Says what another process holds here."""
-        name = f", {holder.name}" if holder.name else ""
-        part, whole = holder.bytes or 0, self.total_bytes or 0
-        return (
-            f"Another process (pid {holder.pid}{name}) holds {format_bytes(part)} of "
-            f"{format_bytes(whole)} on GPU:{self.index}."
-        )
+        return max(0, self.memory_total_bytes - self.memory_used_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class MachineMemory(Record):
-    """Memory of this machine, as this process may take it.
-
-    `limits` are all on the CPU's memory, the machine's own first; `gpus` are those that
-    TensorFlow uses, none without NVML.
-    """
+    """Memory of this machine: limits on the CPU's, and GPUs that TensorFlow uses."""
 
     limits: tuple[MemoryLimit, ...] = ()
-    gpus: tuple[GpuMemory, ...] = ()
+    gpus: tuple[GpuReading, ...] = ()
 
     @property
     def limit(self) -> MemoryLimit | None:
@@ -130,12 +101,10 @@ def cgroup_folders(root: Path) -> Iterator[Path]:
 
 def sizes_in(path: Path) -> dict[str, int]:
     """Returns the sizes of a file of `proc`, in bytes: "MemTotal:  24684092 kB"."""
-    sizes = _numbers(path)
-    return {name.rstrip(":"): 1024 * size for name, size in sizes.items()}
+    return {name.rstrip(":"): 1024 * size for name, size in _numbers(path).items()}
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Returns first word -> number of a file's lines, {} where it cannot be read."""
     words = [line.split() for line in text_of(path).splitlines()]
     return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdecimal()}
 
@@ -149,11 +118,5 @@ def text_of(path: Path) -> str:
 
 
 def system_bytes() -> int:
-    """Returns the machine's memory where there is no `proc` (macOS, Windows)."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        psutil = checks.require(
-            "psutil", extra="report", purpose="The size of this machine's memory"
-        )
-        return int(psutil.virtual_memory().total)
+    """Returns the machine's memory, where there is no `proc` too, as on macOS."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,6 @@
 """NVIDIA's figures of the GPUs that TensorFlow uses: load, memory, power, energy."""
 
 import contextlib
-import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -9,44 +8,18 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfamp.machine.limits import GpuReading
 from tfamp.records import checks
-from tfamp.records.record import Record
 
 _MIG = re.compile(r"\bMIG (\S+)")
-
-
-@dataclasses.dataclass(frozen=True)
-class GpuReading(Record):
-    """Figures of a GPU at one moment; None where the driver does not tell.
-
-    On a MIG slice, such as "1g.5gb", memory is the slice's own; temperature, power and
-    energy are those of the whole GPU. `index` is TensorFlow's, as in "GPU:0";
-    `utilisation`, in [0, 1], says how long a kernel ran, not how full the GPU was.
-    `energy_joules` counts from some moment in the past: subtract two readings.
-    """
-
-    index: int
-    name: str
-    mig_slice: str | None = None
-    utilisation: float | None = None
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    temperature_celsius: float | None = None
-    power_watts: float | None = None
-    energy_joules: float | None = None
 
 
 class Nvml:
     """Reads the GPUs that TensorFlow sees in this process; close it, or use `with`.
 
     A query that fails gives None. An ImportError says that nvidia-ml-py is not
-    installed, a RuntimeError that no GPU answers. `pynvml` is its module, None imports
-    it; `gpus` are number and name of each GPU, None asks TensorFlow without starting
-    one; `environ` has CUDA_VISIBLE_DEVICES, which says what CUDA counts.
-
-    Attributes:
-        handles: Number in TensorFlow -> NVML's handle of what it computes on, and of
-            the whole GPU. The two differ on a MIG slice.
+    installed, a RuntimeError that no GPU answers. `handles` are NVML's by TensorFlow's
+    number: of what it computes on, and of the whole GPU, which differ on a MIG slice.
     """
 
     def __init__(

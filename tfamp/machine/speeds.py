@@ -11,14 +11,8 @@ from tfamp.records.record import Record
 class Device(Record):
     """A processor that TensorFlow computes on.
 
-    Args:
-        kind: "cpu", "gpu" or "tpu".
-        name: The maker's name, such as "NVIDIA A100-SXM4-40GB".
-        compute_capability: NVIDIA's version of what the GPU can do, such as (8, 0);
-            None on other devices and when the driver doesn't tell.
-        memory_bytes: The memory of the device itself, None if unknown.
-        features: Instruction sets of a CPU, sorted, such as "amx_bf16".
-        partition: Whether it is a slice of a larger GPU (MIG).
+    `compute_capability` is NVIDIA's, such as (8, 0), and `partition` says that it is a
+    slice of a GPU (MIG); `features` are a CPU's instruction sets, sorted.
     """
 
     kind: Literal["cpu", "gpu", "tpu"]
@@ -54,7 +48,7 @@ def speed(dtype: str, device: Device, *, onednn: bool | None = None) -> Speed:
     """Returns how fast a device is in "float16" or "bfloat16", and why.
 
     Weights and sums are in float32; `onednn` says whether oneDNN's kernels are on, None
-    asks the environment variable TF_ENABLE_ONEDNN_OPTS, where they are on by default.
+    asks the environment.
 
     Example:
         >>> speed("float16", Device("gpu", "P100", (6, 0)), onednn=True).why
@@ -99,22 +93,21 @@ def _of_cpu(features: set[str], onednn: bool) -> tuple[bool, str]:
     """Returns whether bfloat16 is fast, and why.
 
     Training over float32, measured with TensorFlow 2.21 and Keras 3.15.1 on 2 cores of
-    a Sapphire Rapids Xeon, a 4-layer MLP 1024 wide and a small CNN: amx_bf16 2.4 and
-    2.9; the same chip held to avx512_bf16 0.57 and 0.72; oneDNN off 0.86 and 0.06.
-    Source for avx512_bf16 alone (Cooper Lake, up to 1.9): TensorFlow blog, 2020-06-18.
+    a Sapphire Rapids Xeon, an MLP and a CNN: amx_bf16 2.4 and 2.9; the same chip held
+    to avx512_bf16 0.57 and 0.72; oneDNN off 0.86 and 0.06. Source for avx512_bf16 alone
+    (Cooper Lake, up to 1.9): TensorFlow blog, 2020-06-18.
     """
     if features & {"amx_bf16", "avx512_bf16"} and not onednn:
         return False, (
-            "has bfloat16 instructions, but oneDNN is off (TF_ENABLE_ONEDNN_OPTS=0) "
-            "and TensorFlow computes bfloat16 slower than float32 without it"
+            "has bfloat16 instructions, but oneDNN, which uses them, is off "
+            "(TF_ENABLE_ONEDNN_OPTS=0)"
         )
     if "amx_bf16" in features:
         return True, "multiplies bfloat16 in matrix units (amx_bf16)"
     if "amx_broken" in features:
         return False, (
             "names AMX, but its instructions end the process, as on some virtual "
-            "machines, so oneDNN is held to ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, where "
-            "bfloat16 is slower than float32"
+            "machines, and without them bfloat16 is slower than float32"
         )
     # avx512_fp16 came together with AMX, which is hidden or switched off here.
     if {"avx512_bf16", "avx512_fp16"} <= features:
@@ -125,9 +118,5 @@ def _of_cpu(features: set[str], onednn: bool) -> tuple[bool, str]:
     if "avx512_bf16" in features:
         return True, "has bfloat16 instructions (avx512_bf16)"
     if features & {"bf16", "svebf16"}:
-        return False, (
-            "has bfloat16 instructions (bf16) that TensorFlow uses for float32 models "
-            "with ONEDNN_DEFAULT_FPMATH_MODE=BF16, and for mixed_bfloat16 no gain is "
-            "known"
-        )
+        return False, "has bfloat16 instructions (bf16), but no gain is known from them"
     return False, "has no bfloat16 instructions (amx_bf16 or avx512_bf16)"

@@ -427,9 +427,9 @@ def memory_limit(max_memory_bytes: int | None = None) -> MemoryLimit | None:
         found.append(MemoryLimit(most, "max_memory_bytes"))
     if tf.config.get_visible_devices("GPU"):
         found += [
-            MemoryLimit(each.total_bytes, "GPU memory", each.used_bytes)
+            MemoryLimit(each.memory_total_bytes, "GPU memory", each.memory_used_bytes)
             for each in here.gpus
-            if each.total_bytes is not None
+            if each.memory_total_bytes is not None
         ]
     else:
         found += here.limits

@@ -263,7 +263,7 @@ def _fit(bins: np.ndarray, format: Format, scale: int = 0) -> Fit:
     between the largest one and the next power of two.
     """
     powers = np.arange(_LOWEST, _HIGHEST + 1) + scale
-    over = bins[powers > format.bias].sum()
+    over = bins[powers > format.max_exponent].sum()
     zero = bins[powers < math.log2(format.smallest_subnormal) - 1].sum()
     below = bins[powers < math.log2(format.smallest_normal)].sum()
     total = max(float(bins.sum()), 1.0)

@@ -23,7 +23,6 @@ from tfamp.records.units import format_bytes, format_share
 from tfamp.stepping.arguments import dataset_of
 from tfamp.stepping.step_traces import (
     Marks,
-    computing,
     num_bytes,
     plain_name,
     product_dtype,
@@ -213,7 +212,9 @@ def prove(
         operations=products,
         casts=_casts_of(operations, trace.marks),
         moved_bytes=sum(num_bytes(each) * each.count for each in operations),
-        devices=computing(hardware.devices() if devices is None else devices),
+        devices=hardware.computing_of(
+            hardware.devices() if devices is None else devices
+        ),
         notes=tuple(_notes(model, products)),
     )
     found = [_float32(proof, model), _moving(proof), *_of_devices(proof)]

@@ -1,22 +1,20 @@
 """Checks of arguments and optional packages, worded as errors that help.
 
-Each message says what came, what was expected and what to do next. It may end with a
-page of the documentation, named by where it stands in docs/, without ".md", and by an
-anchor of it, as "failures/zero-scale" or "lint#half-head".
+A message may end with a page of the documentation, named by where it stands in docs/,
+without ".md", and by an anchor of it, as "failures/zero-scale" or "lint#half-head".
 """
 
-import contextlib
 import difflib
 import functools
 import importlib
 import inspect
 import math
-import operator
+import numbers
 import re
 import sys
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, SupportsIndex, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from tfamp.records.units import join_words
 
@@ -25,17 +23,10 @@ R = TypeVar("R")
 
 # Spellings from other frameworks, too short for a likeness to be found.
 _OTHER_NAMES = {
-    "16_mixed": "mixed_float16",
-    "bf16_mixed": "mixed_bfloat16",
-    "amp": "mixed_float16",
-    "bf16": "mixed_bfloat16",
-    "f16": "mixed_float16",
-    "f32": "float32",
-    "fp16": "mixed_float16",
-    "fp32": "float32",
-    "half": "mixed_float16",
-    "mixed_bf16": "mixed_bfloat16",
-    "mixed_fp16": "mixed_float16",
+    **dict.fromkeys(("bf16", "mixed_bf16", "bf16_mixed"), "mixed_bfloat16"),
+    **dict.fromkeys(("amp", "f16", "fp16", "half"), "mixed_float16"),
+    **dict.fromkeys(("mixed_fp16", "16_mixed"), "mixed_float16"),
+    **dict.fromkeys(("f32", "fp32"), "float32"),
 }
 # Packages that are not installed under the name they are imported by.
 _PIP_NAMES = {
@@ -76,10 +67,8 @@ def knows_other_names(function: Callable[P, R]) -> Callable[P, R]:
 def require(module: str, *, extra: str | None, purpose: str) -> types.ModuleType:
     """Imports an optional package; an ImportError says how to install it.
 
-    Args:
-        module: Dotted name to import.
-        extra: The extra of tfamp that brings the package; None names the package.
-        purpose: Who needs it, as the subject of a sentence with "needs".
+    `extra` of tfamp brings it, None names the package; `purpose` is who needs it, as
+    the subject of a sentence with "needs".
     """
     package = module.split(".")[0]
     name = _PIP_NAMES.get(package, package)
@@ -96,17 +85,10 @@ def require(module: str, *, extra: str | None, purpose: str) -> types.ModuleType
         raise ImportError(text, name=lacking) from error
 
 
-def figure(
-    purpose: str,
-    width: float,
-    height: float,
-    *,
-    layout: str | None = "constrained",
-    **how: Any,
-) -> Any:
+def figure(purpose: str, width: float, height: float, **how: Any) -> Any:
     """Returns an empty figure of matplotlib, its sides in inches."""
     module = require("matplotlib.figure", extra="report", purpose=purpose)
-    return module.Figure(figsize=(width, height), layout=layout, **how)
+    return module.Figure(figsize=(width, height), **{"layout": "constrained", **how})
 
 
 def did_you_mean(value: str, options: Iterable[str]) -> str | None:
@@ -138,16 +120,13 @@ def choice(argument: str, value: object, options: Iterable[str]) -> str:
 
 def positive_int(argument: str, value: object, *, minimum: int = 1) -> int:
     """Returns `value` as an int of at least `minimum`, or raises."""
-    number = None
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-        with contextlib.suppress(TypeError):  # of an array, which has `__index__` too
-            number = operator.index(value)
-    if number is None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(
             f"`{argument}` is {value!r}, of type {type(value).__name__}; expected an "
             f"integer of at least {minimum}. Pass a whole number, as in "
             f"`{argument}={max(minimum, 1)}`."
         )
+    number = int(value)
     if number < minimum:
         raise ValueError(
             f"`{argument}` is {number!r}; expected an integer of at least {minimum}. "
@@ -159,13 +138,14 @@ def positive_int(argument: str, value: object, *, minimum: int = 1) -> int:
 def fraction(argument: str, value: object, *, closed: bool = True) -> float:
     """Returns `value` as a float in [0, 1], or between 0 and 1 if not `closed`."""
     number = _number(argument, value)
-    inside = 0 <= number <= 1 if closed else 0 < number < 1
-    if not inside:
+    number = _number(argument, value)
+    if not (0 <= number <= 1 if closed else 0 < number < 1):
         interval = "in [0, 1]" if closed else "above 0 and below 1"
-        hint = f" Did you mean {number / 100!r}?" if 1 < number <= 100 else ""
-        advice = hint or " Pass a part of one."
+        advice = "Pass a part of one."
+        if 1 < number <= 100:
+            advice = f"Did you mean {number / 100!r}?"
         raise ValueError(
-            f"`{argument}` is {number!r}; expected a number {interval}.{advice}"
+            f"`{argument}` is {number!r}; expected a number {interval}. {advice}"
         )
     return number
 
@@ -183,10 +163,7 @@ def positive(argument: str, value: object) -> float:
 
 def _number(argument: str, value: object) -> float:
     """Returns `value` as a float; text, booleans and arrays are type errors."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    # NumPy's scalars: numbers with no length, unlike strings and arrays.
-    if hasattr(value, "__float__") and getattr(value, "shape", None) == ():
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
         return float(value)
     raise TypeError(
         f"`{argument}` is {value!r}, of type {type(value).__name__}; expected a "
@@ -238,10 +215,7 @@ _LIBRARIES = ("tfamp", "tensorflow", "keras", "contextlib", "threading")
 
 
 def level_of_user() -> int:
-    """Returns the `stacklevel` at which a warning of the caller names the user's line.
-
-    That is the first frame outside of tfamp, Keras and TensorFlow.
-    """
+    """Returns the `stacklevel` of the first frame outside tfamp, Keras, TensorFlow."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None:
         module = frame.f_globals.get("__name__", "").split(".")[0]

@@ -47,12 +47,8 @@ def text_of(*parts: Any, width: int = WIDTH) -> str:
     """Returns what a terminal shows of tables and texts, one below the other."""
     file = io.StringIO()
     # Inside a Jupyter kernel rich would display each part, and write nothing here.
-    plain: dict[str, Any] = {
-        "color_system": None,
-        "legacy_windows": False,
-        "force_jupyter": False,
-    }
-    console = Console(file=file, width=width, **plain)
+    plain: dict[str, Any] = {"color_system": None, "legacy_windows": False}
+    console = Console(file=file, width=width, force_jupyter=False, **plain)
     for part in parts:
         if isinstance(part, Table) and part.title:
             # Rich would break it where a narrow table ends.
@@ -79,10 +75,7 @@ class _OnStandardError(logging.Handler):
 
 
 def say(text: str) -> None:
-    """Logs a line that a script shows on standard error, at the level of INFO.
-
-    `logging.getLogger("tfamp").setLevel("WARNING")` keeps it quiet.
-    """
+    """Logs a line that a script shows on standard error, at the level of INFO."""
     if not _LOGGER.handlers:
         _LOGGER.addHandler(_OnStandardError())
         if _LOGGER.level == logging.NOTSET:
@@ -100,8 +93,7 @@ def progress(
 ) -> Iterator[Callable[..., None]]:
     """Shows a bar on standard error, if that is a terminal, and takes it away again.
 
-    Yields a function that takes the number of units done so far, of `total` if that is
-    known, and another description where that changes.
+    Yields a function that takes the units done, and another description if need be.
     """
     # FORCE_COLOR, which Jupyter sets for all it starts, makes no file a terminal.
     is_terminal = sys.stderr.isatty()
@@ -111,12 +103,10 @@ def progress(
         rich.progress.BarColumn(),
         rich.progress.TextColumn(f"{{task.completed:,.{decimals}f}} {unit}"),
         rich.progress.TimeElapsedColumn(),
-        rich.progress.TextColumn("left" if total else ""),
         rich.progress.TimeRemainingColumn(),
     )
-    how: dict[str, Any] = {"transient": True, "speed_estimate_period": 3600}
     with rich.progress.Progress(
-        *columns, console=console, disable=not is_terminal, **how
+        *columns, console=console, disable=not is_terminal, transient=True
     ) as bar:
         task = bar.add_task(description, total=total)
 

@@ -16,17 +16,9 @@ SEVERITIES = ("error", "warning", "note")
 class Finding(Record):
     """One thing that is wrong, or good to know.
 
-    Args:
-        rule: The rule that fired, such as "overflow"; stable, for filters.
-        severity: "error" spoils the result or stops training, "warning" is likely
-            to harm it, "note" is good to know.
-        message: What was found, with the figure, and what follows from it.
-        remedy: What to do.
-        layer: Path of the layer it is about; None if it is not about one.
-        column: Name of the column it is about; None if it is not about one.
-        figure: The number that decided, None where there is no such number.
-        details: More numbers behind the message; "documentation" is the address of the
-            page that explains the rule, where there is one.
+    `rule` is stable, for filters; an "error" spoils the result or stops training, a
+    "warning" is likely to harm it. `figure` decided; `details` has more numbers, and
+    "documentation", the address of a page.
     """
 
     rule: str
@@ -52,10 +44,9 @@ class Finding(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Findings(TableRecord):
-    """Everything that one check found, kept worst first.
+    """Everything that one check found, kept worst first; false when that is nothing.
 
-    It has a length, can be iterated, and is false when nothing was found. `title` says
-    what was checked, `rules` which ran, `skipped` why others could not.
+    `title` says what was checked, `rules` which ran, `skipped` why others could not.
 
     Example:
         >>> small = Finding("constant", "note", "x/a is 0 everywhere.", "Drop it.")
@@ -114,29 +105,22 @@ class Findings(TableRecord):
         severity: Severity | None = None,
         place: str | None = None,
     ) -> tuple[Finding, ...]:
-        """Returns the findings of a rule, a severity, a layer or column, or all.
-
-        A ValueError says that `severity` is none of the three, or no rule has the name.
-        """
+        """Returns the findings of a rule, a severity, a layer or column, or all."""
         if severity is not None:
             checks.choice("severity", severity, SEVERITIES)
         if rule is not None and self.rules:
             fired = (finding.rule for finding in self.findings)
             checks.choice("rule", rule, dict.fromkeys((*self.rules, *fired)))
         return tuple(
-            finding
-            for finding in self.findings
-            if rule in (None, finding.rule)
-            and severity in (None, finding.severity)
-            and place in (None, finding.place)
+            each
+            for each in self.findings
+            if rule in (None, each.rule)
+            and severity in (None, each.severity)
+            and place in (None, each.place)
         )
 
     def table(self) -> str:
-        """Returns a table of at most 110 columns, or one line if there is nothing.
-
-        A note on several layers is one row with their number. Below stand the pages
-        that explain the rules, each address whole on one line.
-        """
+        """Returns a table of at most 110 columns, or one line if there is nothing."""
         lines = [f"Not checked: {reason}" for reason in self.skipped]
         if not self.findings:
             count = f" by {len(self.rules)} rules" if self.rules else ""
@@ -152,9 +136,8 @@ class Findings(TableRecord):
         rows = []
         for first, *others in groups.values():
             where = f"{first.place} and {len(others)} more" if others else first.place
-            rows.append(
-                (first.severity, where, first.rule, first.message, first.remedy)
-            )
+            texts = (first.rule, first.message, first.remedy)
+            rows.append((first.severity, where, *texts))
         columns = {
             "severity": console.WHOLE,
             "where": {**console.FOLD, "max_width": 24},

@@ -1,13 +1,7 @@
-"""What float16, bfloat16 and float32 can hold.
+"""What float16, bfloat16 and float32 can hold; nothing here needs TensorFlow."""
 
-Every figure follows from two bit counts, so nothing here needs TensorFlow:
-
-    >>> FLOAT16.max, BFLOAT16.epsilon
-    (65504.0, 0.0078125)
-"""
-
-import dataclasses
 import math
+from typing import NamedTuple
 
 # The dtypes of half precision, by which a layer computes in it.
 HALF = ("float16", "bfloat16")
@@ -19,18 +13,12 @@ POLICIES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """A binary floating-point format, by its bits; the implicit one is left out."""
 
     name: str
-    exponent_bits: int
     mantissa_bits: int
-
-    @property
-    def bias(self) -> int:
-        """What is taken from the stored exponent to get the true one."""
-        return 2 ** (self.exponent_bits - 1) - 1
+    max_exponent: int  # of a finite number
 
     @property
     def epsilon(self) -> float:
@@ -40,12 +28,12 @@ class Format:
     @property
     def max(self) -> float:
         """Largest finite number."""
-        return math.ldexp(2.0 - self.epsilon, self.bias)
+        return math.ldexp(2.0 - self.epsilon, self.max_exponent)
 
     @property
     def smallest_normal(self) -> float:
         """Smallest positive number with the full relative precision."""
-        return math.ldexp(1.0, 1 - self.bias)
+        return 2.0 ** (1 - self.max_exponent)
 
     @property
     def smallest_subnormal(self) -> float:
@@ -53,42 +41,25 @@ class Format:
         return self.smallest_normal * self.epsilon
 
 
-FLOAT32 = Format("float32", exponent_bits=8, mantissa_bits=23)
-BFLOAT16 = Format("bfloat16", exponent_bits=8, mantissa_bits=7)
-FLOAT16 = Format("float16", exponent_bits=5, mantissa_bits=10)
+FLOAT32, BFLOAT16 = Format("float32", 23, 127), Format("bfloat16", 7, 127)
+FLOAT16 = Format("float16", 10, 15)
 FORMATS = {format.name: format for format in (FLOAT32, BFLOAT16, FLOAT16)}
 
 
 def spacing(format: Format, value: float) -> float:
-    """Returns the distance from `value` to the next number away from zero.
+    """Returns the distance from a finite `value` to the next number away from zero.
 
-    An update of less than half of it leaves a weight of that value unchanged, which is
-    why weights are kept in float32.
-
-    Raises:
-        ValueError: If `value` is not finite or beyond the format's largest number.
-
-    Example:
-        >>> spacing(FLOAT16, 1.0), spacing(FLOAT16, 2048.0)
-        (0.0009765625, 2.0)
+    An update of less than half of it leaves a weight of that value unchanged.
     """
-    magnitude = abs(value)
-    if not magnitude <= format.max:
-        raise ValueError(
-            f"`value` is {value!r}; expected a number that {format.name} can hold, "
-            f"up to {format.max!r} in magnitude. Scale it down or use float32."
-        )
-    if magnitude < format.smallest_normal:
+    if abs(value) < format.smallest_normal:
         return format.smallest_subnormal
-    exponent = math.frexp(magnitude)[1] - 1
-    return math.ldexp(format.epsilon, exponent)
+    return math.ldexp(format.epsilon, math.frexp(value)[1] - 1)
 
 
 def needs_loss_scale(format: Format) -> bool:
     """States whether gradients in this format vanish without a loss scale.
 
-    Gradients are often below 2**-24, where float16 ends; a format with float32's
-    exponent loses none of them (Micikevicius et al., Mixed Precision Training, 2018,
-    section 3.2).
+    Gradients are often below 2**-24, where float16 ends (Micikevicius et al., Mixed
+    Precision Training, 2018, section 3.2).
     """
-    return format.exponent_bits < FLOAT32.exponent_bits
+    return format.max_exponent < FLOAT32.max_exponent

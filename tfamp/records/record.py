@@ -1,8 +1,7 @@
 """Frozen records of facts that go to JSON, in files that appear whole or not at all.
 
-A record is a frozen dataclass derived from `Record`. Its fields may hold numbers,
-text, None, other records, tuples, and dicts with text as keys, nested as one likes;
-the annotations say what comes back, so a tuple of records is one again.
+A record is a frozen dataclass derived from `Record`, of numbers, text, None, records,
+tuples, and dicts with text as keys; the annotations say what comes back.
 """
 
 import abc
@@ -13,6 +12,7 @@ import json
 import math
 import numbers
 import os
+import reprlib
 import secrets
 import types
 import typing
@@ -24,11 +24,12 @@ RecordType = TypeVar("RecordType", bound="Record")
 
 # No field can be called "class"; none of ours is called "schema".
 _CLASS, _SCHEMA = "class", "schema"
-# Characters of a record's `repr`, and of one field in it.
-_MAX_REPR, _MAX_FIELD = 800, 80
+# Characters of a record's `repr`; of a field there are the first few items.
+_MAX_REPR = 800
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 # Lines of a table that a notebook shows; `print` shows all of them.
 _MAX_SHOWN = 30
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # What ends the name of a file that is being written.
 BESIDE = ".writing"
 
@@ -36,9 +37,7 @@ BESIDE = ".writing"
 class Record:
     """Base of frozen dataclasses that can be written and read again.
 
-    Attributes:
-        SCHEMA: Version of the record's fields, raised when their meaning changes.
-            Files of a later version than this one are refused.
+    `SCHEMA` is the version of the fields; files of a later one are refused.
 
     Example:
         >>> import dataclasses
@@ -63,7 +62,7 @@ class Record:
         """Returns class and fields in a few lines: what is long by its number alone."""
         parts: list[str] = []
         for name in _hints(type(self)):
-            parts.append(f"{name}={_brief(getattr(self, name))}")
+            parts.append(f"{name}={_SHORT.repr(getattr(self, name))}")
             if sum(map(len, parts)) > _MAX_REPR:
                 parts[-1] = "..."
                 break
@@ -76,11 +75,7 @@ class Record:
         return as_html(str(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the class, the schema version and the fields as plain JSON values.
-
-        Non-finite floats become "NaN", "Infinity" and "-Infinity", which strict
-        JSON has no numbers for. A TypeError says that a field holds something else.
-        """
+        """Returns class, schema and fields as plain JSON values; NaN becomes text."""
         result: dict[str, Any] = {_CLASS: type(self).__name__, _SCHEMA: self.SCHEMA}
         for name in _hints(type(self)):
             where = f"`{name}` of {type(self).__name__}"
@@ -88,18 +83,10 @@ class Record:
         return result
 
     @classmethod
+    @classmethod
     def from_dict(cls: type[RecordType], values: Mapping[str, Any]) -> RecordType:
-        """Returns the record that `to_dict` wrote; a field with a default may be left.
-
-        A ValueError says that it is of another class or a later schema, or that a field
-        is unknown, missing, or of another type than the record's.
-        """
+        """Returns the record that `to_dict` wrote, or raises ValueError."""
         name, hints = cls.__name__, _hints(cls)
-        if not isinstance(values, Mapping):
-            raise TypeError(
-                f"`values` is {values!r}; expected a dict of the fields of {name}. "
-                f"Pass what `to_dict` returned."
-            )
         given = dict(values)
         written, schema = given.pop(_CLASS, name), given.pop(_SCHEMA, cls.SCHEMA)
         if written != name or not isinstance(schema, int) or schema > cls.SCHEMA:
@@ -136,19 +123,11 @@ class Record:
     def from_json(
         cls: type[RecordType], path_or_text: str | os.PathLike[str]
     ) -> RecordType:
-        """Returns the record in a file, or in a text, which starts with a brace.
-
-        A ValueError says that it is not JSON, or what `from_dict` does.
-        """
+        """Returns the record in a file, or in a text, which starts with a brace."""
         text, where = str(path_or_text), "The text"
         if not (isinstance(path_or_text, str) and text.lstrip().startswith("{")):
-            path = Path(path_or_text)
-            if not path.is_file():
-                raise FileNotFoundError(
-                    f"`path_or_text` is {text!r}; expected a file, or JSON that starts "
-                    f"with a brace. Write one with `{cls.__name__}.to_json`."
-                )
-            text, where = path.read_text(encoding="utf-8"), f"The file {text!r}"
+            where = f"The file {text!r}"
+            text = Path(path_or_text).read_text(encoding="utf-8")
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
@@ -181,22 +160,6 @@ def as_html(text: str) -> str:
     return f'<pre style="white-space: pre; line-height: 1.2">{shown}</pre>'
 
 
-def _brief(value: Any) -> str:
-    """Returns a value as code, or what it is where that is long."""
-    whole = repr(value)
-    if len(whole) <= _MAX_FIELD:
-        return whole
-    if isinstance(value, str):
-        return f"{repr(value[: _MAX_FIELD - 5])[:-1]}...'"
-    if isinstance(value, (tuple, list)):
-        kinds = {type(item).__name__ for item in value}
-        kind = kinds.pop() if len(kinds) == 1 else "several types"
-        return f"<{len(value)} of {kind}>"
-    if isinstance(value, Mapping):
-        return f"<{len(value)} entries>"
-    return f"<{type(value).__name__}>"
-
-
 def _hints(cls: type[Any]) -> dict[str, Any]:
     """Returns the type of each field of a record, in order."""
     hints = typing.get_type_hints(cls)
@@ -213,9 +176,7 @@ def _encode(value: Any, where: str) -> Any:
         return int(value)
     if isinstance(value, numbers.Real):
         number = float(value)
-        if math.isfinite(number):
-            return number
-        return "NaN" if math.isnan(number) else f"{'-' if number < 0 else ''}Infinity"
+        return number if math.isfinite(number) else json.dumps(number)
     if isinstance(value, (tuple, list)):
         return [_encode(item, where) for item in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -248,8 +209,8 @@ def _decode(value: Any, hint: Any, where: str) -> Any:
     elif isinstance(origin, type) and issubclass(origin, Mapping):
         if isinstance(value, Mapping):
             return {k: _decode(v, arguments[1], where) for k, v in value.items()}
-    elif hint is float and isinstance(value, str) and value in _NOT_FINITE:
-        return _NOT_FINITE[value]
+    elif hint is float and value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
     elif hint is float and type(value) in (int, float):
         return float(value)
     elif hint in (int, str, bool, type(None)) and type(value) is hint:
@@ -262,36 +223,24 @@ def _decode(value: Any, hint: Any, where: str) -> Any:
 
 
 @contextlib.contextmanager
-def whole(path: str | os.PathLike[str], *, durable: bool = False) -> Iterator[Path]:
-    """Yields a path beside another; the file written there takes the other's place.
+def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a path beside another; the file written there takes its place, whole.
 
-    What was there before stays until then, also where the block raises or the process
-    is killed, and no reader ever sees half of a file. The folder has to exist. With
-    `durable` the file reaches the disk first, as a crash of the system may follow.
+    What was there before stays until then, also where the process is killed.
     """
     target = Path(path)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}{BESIDE}")
     try:
         yield beside
-        if durable:
-            with open(beside, "rb+") as file:
-                os.fsync(file.fileno())
         os.replace(beside, target)
     finally:
         beside.unlink(missing_ok=True)
-    if durable:
-        sync_folder(target.parent)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text so that a reader or a crash never sees half of it.
-
-    An OSError says that the folder is not there, the path a folder, or the disk full.
-    """
+    """Writes a text whole; an OSError names the path and what to do."""
     target = Path(path)
     try:
-        if target.is_dir():
-            raise IsADirectoryError(None, "it is a folder")
         with whole(target) as beside:
             beside.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -302,14 +251,3 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
             f"room for {len(text.encode()):,} bytes. Make the folder with `mkdir -p "
             f"{target.parent}`, free some space, or pass another path",
         ) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder reach the disk, where the system can do that."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

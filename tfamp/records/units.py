@@ -5,7 +5,6 @@ import re
 
 _BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
-_RATE_UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 _SECONDS_PER_MINUTE = 60
 # GB is the maker's unit of a disk or a GPU's name, GiB what memory is counted in.
 _FACTORS = {
@@ -66,9 +65,6 @@ def format_seconds(seconds: float) -> str:
 
 def format_rate(per_second: float, what: str = "examples") -> str:
     """Returns a rate, as in "4,971 examples/s"."""
-    for size, prefix in _RATE_UNITS:
-        if abs(per_second) >= size and size > 1e3:
-            return f"{_three_digits(per_second / size)} {prefix} {what}/s"
     return f"{_three_digits(per_second)} {what}/s"
 
 

@@ -1,7 +1,6 @@
 """Which versions tfamp supports, which are here, and what is wrong with them.
 
-Imports neither TensorFlow nor Keras, so that it can be asked before Keras has
-chosen its backend, which it does once, when it is first imported.
+Imports neither TensorFlow nor Keras, which chooses its backend when it is imported.
 """
 
 import importlib.metadata
@@ -127,11 +126,7 @@ def find_problems(
     versions: Mapping[str, str | None] | None = None,
     modules: Mapping[str, Any] | None = None,
 ) -> tuple[Problem, ...]:
-    """Returns all that keeps tfamp from working here, packages first.
-
-    Without arguments it looks at this process: its environment, the installed versions,
-    the imported modules.
-    """
+    """Returns all that keeps tfamp from working here, or in what is given."""
     environ = os.environ if environ is None else environ
     versions = installed_versions() if versions is None else versions
     modules = sys.modules if modules is None else modules

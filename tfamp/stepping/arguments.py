@@ -54,12 +54,8 @@ def dataset_of(
 ) -> tf.data.Dataset:
     """Returns a dataset of batches from anything that `fit` takes as data.
 
-    That is a dataset of batches, a `Pipeline`, a `PyDataset`, a generator of batches,
-    or arrays, (x, y) or (x, y, sample_weight), each an array, a dict or a list; x alone
-    will do unless it `needs_targets`. Messages call it `name`. A generator cannot be
-    read again: each pass begins with the two batches that told its shapes, as in Keras,
-    and goes on where the generator is. A TypeError says that it is none of these, a
-    ValueError that it has single examples, or that arrays differ in length.
+    Of arrays x alone will do unless it `needs_targets`. Each pass of a generator begins
+    with the two batches that told its shapes, as in Keras, and goes on where it is.
     """
     is_pipeline = callable(getattr(data, "build", None))
     if is_pipeline and not isinstance(data, keras.layers.Layer):
@@ -95,11 +91,7 @@ def dataset_of(
 
 
 def arrays_of(data: Any, *, needs_targets: bool = True) -> tuple[Any, ...] | None:
-    """Returns arrays as `fit` would see them, or None where `data` is something else.
-
-    Float64 becomes Keras's float dtype; lists of arrays become tuples, since TensorFlow
-    would stack them; what is None at the end is left out.
-    """
+    """Returns arrays as `fit` would see them, or None of something else."""
     least = 2 if needs_targets else 1
     if not needs_targets and (_is_array(data) or isinstance(data, dict)):
         data = (data,)
@@ -116,30 +108,22 @@ def first_batch(dataset: tf.data.Dataset) -> Any:
 
 
 def batch_of(data: Any, *, name: str = "data") -> Any:
-    """Returns one batch as `train_step` takes it: arrays as a whole, else the first.
-
-    A TypeError says that it is nothing that `fit` takes, a ValueError that it is empty.
-    """
+    """Returns one batch as `train_step` takes it: arrays as a whole, else the first."""
     if isinstance(data, dict) or _is_array(data):
         return _tensors(data)
-    arrays = arrays_of(data, needs_targets=False)
-    if arrays is not None:
+    if (arrays := arrays_of(data, needs_targets=False)) is not None:
         return _tensors(arrays)
     return first_batch(dataset_of(data, name=name))
 
 
 def build(model: keras.Model, batch: Any) -> None:
-    """Builds weights and optimizers, so that there is something to put back.
-
-    A ValueError says that only its train step knows what some of them will be.
-    """
+    """Builds weights and optimizers, or raises where only a train step can."""
     unbuilt: list[str] = []
+    if type(model).call is keras.Model.call:
+        unbuilt += [layer.name for layer in model.layers if not layer.built]
+    else:
+        call_once(model, batch)
     with model.distribute_strategy.scope():
-        if not model.built and type(model).call is keras.Model.call:
-            unbuilt += [layer.name for layer in model.layers if not layer.built]
-        elif not model.built:
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            model(x, training=False)
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
     unbuilt += [o.name for o in optimizers_of(model) if not o.built]
@@ -150,6 +134,14 @@ def build(model: keras.Model, batch: Any) -> None:
             "optimizers whose state can be put back. Build them by their `build`, or "
             "train a step first, as by `model.fit(dataset, steps_per_epoch=1)`."
         )
+
+
+def call_once(model: keras.Model, batch: Any) -> None:
+    """Makes the weights of a model that has none yet, by a call on a batch."""
+    if not model.built:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        with model.distribute_strategy.scope():
+            model(x, training=False)
 
 
 def _of_py_dataset(data: keras.utils.PyDataset) -> tf.data.Dataset:
@@ -183,9 +175,8 @@ def _of_generator(generator: Iterator[Any]) -> tf.data.Dataset:
         nonlocal num_read, has_ended
         if has_ended:
             raise ValueError(
-                f"The generator of `data` ended after {num_read} batches, and more are "
-                "needed; expected one that goes on. Pass a `tf.data.Dataset`, a "
-                "`PyDataset` or arrays, which can be read again."
+                f"The generator of `data` ended after {num_read} batches; expected one "
+                "that goes on. Pass what can be read again, as a `tf.data.Dataset`."
             )
         yield from first
         for batch in batches:
@@ -208,10 +199,8 @@ def _spec(batches: Any) -> Any:
     """Returns the spec that several batches fit: the sizes that differ are open."""
 
     def spec(*parts: Any) -> tf.TensorSpec:
-        shapes = [tuple(part.shape) for part in parts]
-        sizes = [
-            same[0] if len({*same}) == 1 else None for same in zip(*shapes, strict=True)
-        ]
+        shapes = zip(*(tuple(part.shape) for part in parts), strict=True)
+        sizes = [same[0] if len({*same}) == 1 else None for same in shapes]
         return tf.TensorSpec([None, *sizes[1:]] if sizes else [], parts[0].dtype)
 
     if not batches:

@@ -1,9 +1,8 @@
 """Runs a model's own train step eagerly, and sees what goes through its layers.
 
-The gradients are taken that the step would apply. While a block runs, each layer's
-`call` and each operation of a Functional graph is replaced on the instance, so it does
-not matter how a model is written, how it is called, or whether a layer is called past
-its `__call__`. Outside the block nothing is different, and nothing costs anything.
+The gradients are taken that the step would apply. Inside a block each layer's `call`
+and each operation of a Functional graph is replaced on the instance, so it does not
+matter how a model is written or called.
 """
 
 import contextlib
@@ -16,6 +15,7 @@ import tensorflow as tf
 from tfamp.keras_hooks import optimizers, structure
 from tfamp.keras_hooks.patches import like, replaced
 from tfamp.loss_scale.tape import FixedScale, scaled_by
+from tfamp.stepping import ALONE
 from tfamp.stepping.snapshots import optimizers_of
 
 _LOGITS = "_keras_logits"
@@ -25,8 +25,7 @@ class Step(NamedTuple):
     """What a train step came to, with the loss scale divided out, in float32.
 
     `loss` is None where the step never passed one through `scale_loss`. `gradients` are
-    variable and gradient of everything that an optimizer would have updated, None where
-    the loss does not depend on the variable.
+    variable and gradient, or None, of everything that an optimizer would have updated.
     """
 
     loss: tf.Tensor | None
@@ -41,13 +40,9 @@ class Step(NamedTuple):
 
 
 def run_step(model: keras.Model, batch: Any, *, loss_scale: float = 1.0) -> Step:
-    """Runs `model.train_step` eagerly; optimizers update nothing.
-
-    Layers run as in training, so what they write themselves, such as moving
-    statistics, is written; call it inside `unchanged(model)`.
-    """
-    before = tf.config.functions_run_eagerly()
-    with contextlib.ExitStack() as stack:
+    """Runs `model.train_step` eagerly, inside `unchanged`; nothing is updated."""
+    with ALONE, contextlib.ExitStack() as stack:
+        before = tf.config.functions_run_eagerly()
         taken = _Taken(stack.enter_context(scaled_by(loss_scale)))
         # Functions that a user compiled run eagerly too.
         stack.callback(tf.config.run_functions_eagerly, before)
@@ -160,16 +155,7 @@ class Observer:
 
 
 def sites(model: keras.layers.Layer) -> list[Site]:
-    """Returns all layers of a model and all operations of its Functional graphs.
-
-    The model itself is the first one. A layer that is used twice is there once.
-
-    Example:
-        >>> x = keras.Input((3,))
-        >>> y = keras.layers.Dense(3, name="dense")(x) + 1.0
-        >>> [site.class_name for site in sites(keras.Model(x, y))]
-        ['Functional', 'Add', 'Dense']
-    """
+    """Returns all layers and operations of Functional graphs, the model first."""
     found: dict[int, Site] = {}
     for path, layer, _ in structure.walk(model):
         found.setdefault(id(layer), Site(path, layer))

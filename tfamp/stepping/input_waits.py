@@ -1,9 +1,8 @@
 """`tfamp.data.bottleneck`: whether the input holds training up.
 
 With the real pipeline a step takes `real` seconds, with batches from memory `compute`,
-and the pipeline alone gives a batch in `input`. A perfect pipeline would bring `real`
-down to `compute`. What is lost to a pipeline that is slow by itself is
-`input - compute`; what is lost although neither alone takes that long is
+and the pipeline alone gives a batch in `input`. What is lost to a pipeline that is slow
+by itself is `input - compute`; what is lost although neither alone takes that long is
 `real - max(input, compute)`: both want the same cores, or wait for one another.
 """
 
@@ -26,12 +25,10 @@ from tfamp.stepping.unchanged import seeds_put_back, unchanged
 Cause = Literal["input", "compute", "contention", "unclear"]
 # Less than this part of the step is not worth a changed pipeline.
 MIN_GAIN = 0.1
-# Rounds of turns, so that what disturbs the machine for a while spoils a few of all.
-# The first finds caches cold and buffers empty, and is left out.
-_ROUNDS = 11
-# The calls at least of a turn, and those before it that do not count: batches that were
-# fetched ahead while something else ran are used up in them.
-_CALLS = 4
+# Rounds of turns, so that what disturbs the machine for a while spoils a few of all;
+# the first, with cold caches, is left out. The calls at least of a turn, and those
+# before it that do not count, which use up what was fetched ahead.
+_ROUNDS, _CALLS = 11, 4
 # Batches that stand for all others when the model is timed alone.
 _MAX_KEPT, _MAX_KEPT_BYTES = 8, 256 * 2**20
 _ROWS = {
@@ -55,15 +52,10 @@ _ADVICE = {
 class Bottleneck(TableRecord):
     """What holds training up: the input, the model, or both at the same cores.
 
-    Args:
-        verdict: "input", "compute", "contention" or "unclear".
-        possible_gain: Part of a step that a perfect input would save, in [0, 1).
-        gain_low: Lower end of the middle half of the rounds.
-        gain_high: Upper end of it.
-        reason: Why, in one sentence.
-        advice: What to change first.
-        times: Seconds a step, one figure a round: "real", "compute" and "input".
-        batch_size: Examples in a batch.
+    `verdict` is "input", "compute", "contention" or "unclear". `possible_gain` is the
+    part of a step that a perfect input would save, in [0, 1), between `gain_low` and
+    `gain_high` in half of the rounds. `times` are seconds a step, one figure a round,
+    of "real", "compute" and "input".
     """
 
     verdict: Cause
@@ -115,10 +107,9 @@ def bottleneck(
 ) -> Bottleneck:
     """Returns what holds training up, how much there is to gain, and what to change.
 
-    Three things are timed in turns: the model's train step (that of `fit`) with the
-    real pipeline, the same step with a few batches from memory, and the pipeline alone.
-    Afterwards weights, optimizers, statistics, metrics and seed generators are what
-    they were, bit by bit; what is not built is built.
+    Three things are timed in turns: the model's train step with the real pipeline, the
+    same step with a few batches from memory, and the pipeline alone. Afterwards the
+    model is what it was, bit by bit; what is not built is built.
 
     Args:
         model: A compiled model.
@@ -130,15 +121,13 @@ def bottleneck(
 
     Raises:
         TypeError: `model` is no Keras model, or `dataset` is not of these.
-        ValueError: The model is not compiled, or holds an optimizer of its own that
-            is not built; the dataset is empty or has single examples.
+        ValueError: The model is not compiled or cannot be built, or there is no batch.
 
     Example:
         >>> model = keras.Sequential([keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
         >>> data = tf.data.Dataset.from_tensors((tf.ones((8, 2)), tf.ones((8, 1))))
-        >>> result = bottleneck(model, data.repeat(), seconds=0.1)
-        >>> 0 <= result.possible_gain < 1
+        >>> 0 <= bottleneck(model, data.repeat(), seconds=0.1).possible_gain < 1
         True
     """
     seconds = checks.positive("seconds", seconds)
@@ -156,23 +145,22 @@ def bottleneck(
     steps = int(model.steps_per_execution or 1)
     times = {name: tuple(one / steps for one in timed[name]) for name in _ROWS}
     verdict, gains, reason = judge(**times)
-    return Bottleneck(
-        verdict,
-        *gains,
-        reason,
-        _advice(verdict, dataset, batch_bytes),
-        times,
-        batch_size=int(tf.nest.flatten(first)[0].shape[0]),
-    )
+    advice = _ADVICE[verdict]
+    inputs = tf.nest.flatten(inputs_of(dataset.element_spec))
+    has_images = any(x.dtype.is_floating and (x.shape.rank or 0) > 3 for x in inputs)
+    if has_images and verdict in ("input", "contention"):
+        advice = _ADVICE["images"]
+    length = known_length(dataset) or 0
+    size = f"; an epoch as delivered is {format_bytes(length * batch_bytes)}"
+    advice = advice.format(size * bool(length))
+    num_examples = int(tf.nest.flatten(first)[0].shape[0])
+    return Bottleneck(verdict, *gains, reason, advice, times, num_examples)
 
 
 def _turns(
     model: keras.Model, dataset: tf.data.Dataset, batch_bytes: int
 ) -> dict[str, Callable[[int], None]]:
-    """Returns what to time, so many times over; a step is run at once, to compile it.
-
-    The device works on while Python goes on, so the last step's logs are read.
-    """
+    """Returns what to time, so many times over; a step is run, to compile it."""
     strategy = model.distribute_strategy
     steps = int(model.steps_per_execution or 1)
     model.make_train_function()
@@ -248,16 +236,12 @@ def judge(
     slow = np.median(np.maximum(alone - model, 0) / whole)
     shared = np.median(np.maximum(whole - np.maximum(alone, model), 0) / whole)
     verdict: Cause = "unclear"
-    reason = (
-        f"the noise allows a gain from {low:.0%} to {high:.0%}, and {MIN_GAIN:.0%} is "
-        "where the input begins to matter"
-    )
+    reason = f"the noise allows a gain from {low:.0%} to {high:.0%}"
     if high < MIN_GAIN:
-        verdict = "compute"
-        reason = f"at most {high:.0%} of a step goes to the input"
+        verdict, reason = "compute", f"at most {high:.0%} of a step goes to the input"
     elif low > MIN_GAIN and slow >= shared:
-        verdict = "input"
         ratio = np.median(alone / model)
+        verdict = "input"
         reason = f"alone, the input takes {ratio:.1f} times as long as the model"
     elif low > MIN_GAIN:
         verdict = "contention"
@@ -266,14 +250,3 @@ def judge(
             "compete for the same cores, or wait for one another"
         )
     return verdict, (middle, low, high), reason
-
-
-def _advice(verdict: Cause, dataset: tf.data.Dataset, batch_bytes: int) -> str:
-    """Returns what to change first, in one sentence."""
-    inputs = tf.nest.flatten(inputs_of(dataset.element_spec))
-    has_images = any(x.dtype.is_floating and (x.shape.rank or 0) > 3 for x in inputs)
-    if has_images and verdict in ("input", "contention"):
-        return _ADVICE["images"]
-    length = known_length(dataset) or 0
-    size = f"; an epoch as delivered is {format_bytes(length * batch_bytes)}"
-    return _ADVICE[verdict].format(size * bool(length))

@@ -25,17 +25,13 @@ _FLOATS = ("float16", "bfloat16", "float32")
 def units(model: keras.Model) -> list[Site]:
     """Returns the layers and operations that compute something themselves.
 
-    Left out are models and Sequentials that only call others, what is inside a
-    recurrent or time-distributed layer, and input layers.
+    Not what only calls others, nor what is inside a recurrent or time-distributed
+    layer.
     """
     found = sites(model)
-    inside = {
-        id(child)
-        for site in found
-        if isinstance(site.layer, _WHOLE)
-        for _, child, parent in structure.walk(site.layer)
-        if parent is not None
-    }
+    whole = (site.layer for site in found if isinstance(site.layer, _WHOLE))
+    parts = [each for layer in whole for each in structure.walk(layer)]
+    inside = {id(child) for _, child, parent in parts if parent is not None}
     return [s for s in found if id(s.layer) not in inside and computes_itself(s)]
 
 
@@ -56,15 +52,13 @@ def how_to_keep(found: Sequence[Site]) -> str:
     """Returns what keeps layers and operations in float32, as a sentence for people."""
     layers = ", ".join(repr(s.path) for s in found if is_layer(s.layer))
     operations = ", ".join(repr(s.path) for s in found if not is_layer(s.layer))
-    sentences = []
-    if layers:
-        sentences.append(f"Keep them in float32: `keep_float32=[{layers}]`.")
+    text = f"Keep them in float32: `keep_float32=[{layers}]`. " * bool(layers)
     if operations:
-        sentences.append(
+        text += (
             f"Operations of a Functional graph have no dtype: put {operations} into a "
             "layer of your own and make that with `dtype='float32'`."
         )
-    return " ".join(sentences)
+    return text.strip()
 
 
 def children_of(layer: Any) -> list[keras.layers.Layer]:
@@ -107,8 +101,7 @@ class Recorded:
 class Recorder(Observer):
     """Keeps every call of a step that runs eagerly, in the order they began.
 
-    Losses see what a head returned, not the logits behind it: that link is lost where
-    stock Keras casts a half-precision output for its loss.
+    Losses see what a head returned, not the logits behind it, as in stock Keras.
     """
 
     wants_gradients = True
@@ -186,20 +179,14 @@ def state_restored(state: Sequence[tuple[Any, np.ndarray]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def computing_in(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[None]:
-    """Has layers compute in a dtype, as stock Keras does: without rules of tfamp's.
-
-    Operations of Functional graphs have no dtype; they compute in what they get.
-    Layers that compute on integers, in float64, or on quantized weights stay as
-    they are.
-    """
+    """Has layers of floats compute in a dtype, without rules of tfamp's."""
     name = dtype if dtype == "float32" else f"mixed_{dtype}"
     policy = keras.DTypePolicy(name)
     before = []
     try:
-        for layer in layers:
-            if not is_layer(layer) or layer.quantization_mode is not None:
-                continue
-            if layer.compute_dtype not in _FLOATS:
+        for layer in filter(is_layer, layers):
+            is_quantized = layer.quantization_mode is not None
+            if is_quantized or layer.compute_dtype not in _FLOATS:
                 continue
             before.append((layer, snapshot(layer)))
             if policy_of(layer) is not None:
@@ -221,18 +208,10 @@ def in_float32(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_islands(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[None]:
-    """Has layers compute in float32 and return another dtype.
-
-    What one of them hands to another one is not rounded in between, as in a model that
-    tfamp manages.
-    """
+    """Has layers compute in float32, hand that on, and return another dtype."""
     chosen = list(layers)
-    inside = [
-        each
-        for layer in chosen
-        if is_layer(layer)
-        for _, each, _ in structure.walk(layer)
-    ]
+    parts = (structure.walk(layer) for layer in filter(is_layer, chosen))
+    inside = [each for part in parts for _, each, _ in part]
     with computing_in(inside, "float32"), contextlib.ExitStack() as stack:
         for layer in chosen:
             stack.enter_context(exact_values.in_float32(layer, dtype))
@@ -254,10 +233,7 @@ def giving_unrounded(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def adding_in_float32(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
-    """Has layers hand over the losses they add in float32, as in a managed model.
-
-    Keras adds up no losses of several dtypes.
-    """
+    """Has layers add losses in float32: Keras adds up none of several dtypes."""
 
     def widened(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)

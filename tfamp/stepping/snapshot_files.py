@@ -24,7 +24,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.records.checks import first_line
-from tfamp.records.record import BESIDE, Record, sync_folder, whole
+from tfamp.records.record import BESIDE, Record
 from tfamp.stepping.snapshots import State
 
 # The member of an archive that is no variable: counters, paths and dtypes as JSON.
@@ -38,28 +38,23 @@ _WRITING = ".writing-"
 
 
 def write(state: State, path: str | os.PathLike[str]) -> None:
-    """Writes a state as an `.npz` that has reached the disk before it has its name.
-
-    What was at `path`, local or any that `tf.io.gfile` opens, stays until then, also
-    where the process is killed. An OSError says why it cannot be written.
-    """
+    """Writes a state as an `.npz` that is whole, or raises OSError."""
     text = os.fspath(path)
-    if "://" not in text:
-        with whole(text, durable=True) as beside, open(beside, "wb") as file:
-            write_archive(state, file)
-        return
-    content = io.BytesIO()
-    write_archive(state, content)
+    beside = f"{text}{BESIDE}"
     try:
-        with tf.io.gfile.GFile(f"{text}{BESIDE}", "wb") as file:
-            file.write(content.getvalue())
-        tf.io.gfile.rename(f"{text}{BESIDE}", text, overwrite=True)
-    except tf.errors.OpError as error:
-        raise OSError(error.message) from error
+        with tf.io.gfile.GFile(beside, "wb") as file:
+            file.write(archive(state))
+        if "://" not in text:
+            _sync(beside)
+        tf.io.gfile.rename(beside, text, overwrite=True)
+    except (OSError, tf.errors.OpError) as error:
+        with contextlib.suppress(tf.errors.OpError):
+            tf.io.gfile.remove(beside)
+        raise OSError(getattr(error, "message", str(error))) from error
 
 
-def write_archive(state: State, file: Any) -> None:
-    """Writes a state as an `.npz` to an open file."""
+def archive(state: State) -> bytes:
+    """Returns the bytes of an `.npz` of a state."""
     dtypes = {name: array.dtype.name for name, array in state.arrays.items()}
     about = {"counters": state.counters, "paths": state.paths, "dtypes": dtypes}
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
@@ -68,15 +63,13 @@ def write_archive(state: State, file: Any) -> None:
         # NumPy itself knows no bfloat16: it is written by its bits.
         is_known = array.dtype.isbuiltin == 1
         members[name] = array if is_known else array.view(f"u{array.dtype.itemsize}")
-    np.savez(file, **members)
+    content = io.BytesIO()
+    np.savez(content, **members)
+    return content.getvalue()
 
 
 def read(path: str | os.PathLike[str]) -> State:
-    """Reads a state that `write` wrote; the checksums of every part have to hold.
-
-    A FileNotFoundError says that there is no such file, a ValueError that it is
-    damaged, or none of ours.
-    """
+    """Reads a state that `write` wrote; the checksums of every part have to hold."""
     text = os.fspath(path)
     if not tf.io.gfile.exists(text):
         raise FileNotFoundError(
@@ -85,8 +78,8 @@ def read(path: str | os.PathLike[str]) -> State:
     try:
         with tf.io.gfile.GFile(text, "rb") as file:
             content = io.BytesIO(file.read())
-        with zipfile.ZipFile(content) as archive:
-            if bad := archive.testzip():
+        with zipfile.ZipFile(content) as members:
+            if bad := members.testzip():
                 raise ValueError(f"the bytes of {bad!r} in it are not its own")
         content.seek(0)
         with np.load(content) as members:
@@ -116,44 +109,36 @@ class Folder:
     """The numbered states of one training, in a folder that all its workers see.
 
     A new one is whole in its place before the oldest goes; the last two that all
-    workers have stay. `directory` is local, or any path that `tf.io.gfile` opens, such
-    as "gs://..."; `place` is that of this worker. A ValueError says that the folder
-    cannot be written. What a killed process left half written here is removed.
+    workers have stay. What a killed process left half written here is removed.
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], place: int = 0, num_workers: int = 1
-    ) -> None:
+    def __init__(self, directory: str, place: int = 0, num_workers: int = 1) -> None:
         self.directory = folder_path(directory)
         self.place, self.num_workers = place, num_workers
         self._suffix = f".worker-{place}-of-{num_workers}.npz"
         make_folder(self.directory)
         for name in tf.io.gfile.listdir(self.directory):
-            if self._suffix in name and name.endswith(BESIDE):
+            if name.endswith(f"{self._suffix}{BESIDE}"):
                 tf.io.gfile.remove(os.path.join(self.directory, name))
 
     def newest(self) -> tuple[Kept, State] | None:
         """Returns the newest state that all workers have, None for none.
 
-        A damaged one is passed over with a warning; where there are several workers,
-        who have to go on from the same, it raises ValueError.
+        One process passes over a damaged one with a warning; several raise ValueError.
         """
         for files in self._complete():
             mine = files[min(self.place, len(files) - 1)]
+            path = os.path.join(self.directory, mine.name)
             try:
-                return mine, read(os.path.join(self.directory, mine.name))
+                return mine, read(path)
             except ValueError as error:
                 if self.num_workers > 1:
                     raise
-                path = os.path.join(self.directory, mine.name)
                 logging.warning("Passed over %r, which is not whole (%s).", path, error)
         return None
 
     def write(self, state: State, number: int) -> None:
-        """Writes a state under a number, and clears older ones.
-
-        After an OSError what was there before still is.
-        """
+        """Writes a state under a number, and clears older ones."""
         name = f"step-{number:09d}{self._suffix}"
         write(state, os.path.join(self.directory, name))
         complete = [files[0].number for files in self._complete()]
@@ -204,12 +189,7 @@ def make_folder(directory: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Bundle(Record):
-    """What `bundle.json` says of a failing step; docs/triage.md has the rest.
-
-    `cause` is "loss", "weights", "skip" or "error", and `message` what was seen.
-    `epoch` counts from 0; `step` is the batches drawn in this `fit` up to and with it.
-    `no_model` says why `model.keras` is not there, or is "".
-    """
+    """What `bundle.json` says of a failing step; docs/triage.md has the rest."""
 
     SCHEMA: ClassVar[int] = 2
 
@@ -231,11 +211,7 @@ def write_bundle(
     batch: Any,
     save_model: Callable[[Path], None],
 ) -> Path:
-    """Writes a bundle and returns its folder; after an error nothing is left of it.
-
-    It is built in a hidden folder and renamed when all of it has reached the disk.
-    Where `save_model`, which takes a path, raises, the bundle has no model.
-    """
+    """Writes a bundle and returns its folder; after an error nothing is left of it."""
     beside = folder / f"{_WRITING}{os.getpid()}"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -254,9 +230,7 @@ def write_bundle(
             record = dataclasses.replace(record, no_model=why)
         record.to_json(beside / _RECORD)
         for path in filter(Path.is_file, beside.rglob("*")):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(beside)
+            _sync(path)
         # Runs may share a folder.
         name = f"failure-{record.step:08d}-{record.cause}"
         names = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
@@ -264,16 +238,11 @@ def write_bundle(
         os.rename(beside, target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    sync_folder(folder)
     return target
 
 
 def read_bundle(path: str | os.PathLike[str]) -> tuple[Bundle, State, Any]:
-    """Returns record, state and batch of a bundle, whose every byte is checked.
-
-    A FileNotFoundError says that there is no bundle, a ValueError that it is damaged,
-    or of another version of tfamp.
-    """
+    """Returns record, state and batch of a bundle, whose every byte is checked."""
     folder = Path(path)
     if not (folder / _RECORD).is_file():
         raise FileNotFoundError(
@@ -296,3 +265,9 @@ def remove_leftovers(folder: Path) -> None:
     """Removes what a process that was killed here left of a bundle half written."""
     for path in folder.glob(f"{_WRITING}*"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(path: str | Path) -> None:
+    """Has a file reach the disk, as a crash of the system may follow."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

@@ -1,8 +1,7 @@
 """Snapshots: the bits of all that training writes, taken from a model and put back.
 
-Variables are held under names that another process finds too. Keras numbers its layers
-through the life of a process, so the second model of a notebook has "dense_3" where the
-first had "dense". What stays is the order.
+Variables are held under names that another process finds too: by their order, since
+Keras numbers its layers through the life of a process.
 """
 
 import contextlib
@@ -23,11 +22,7 @@ WEIGHTS, OPTIMIZER, METRICS, RECORD = "weights", "optimizer", "metrics", "record
 
 
 class Named(NamedTuple):
-    """A variable and what it is called.
-
-    It `is_shared` where all replicas hold the same bits, as they do of trained weights
-    and slots; not of moving statistics or seeds.
-    """
+    """A variable and what it is called; whether all replicas hold the same bits."""
 
     name: str
     path: str
@@ -45,8 +40,8 @@ def named_variables(model: keras.Model) -> list[Named]:
 
     Weights, moving statistics and the states of seed generators are "weights/..."; all
     of each optimizer is "optimizer/..."; metrics are "metrics/...". What a
-    `tfamp.LossScaleOptimizer` only reports, such as the norm of a skipped step, is
-    "record/...": it may be non-finite while nothing is wrong.
+    `tfamp.LossScaleOptimizer` only reports is "record/...": it may be non-finite while
+    nothing is wrong.
     """
     found: dict[int, Named] = {}
 
@@ -78,10 +73,9 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     """Returns the optimizers of a model: in attributes, and in lists or dicts there."""
     found = [getattr(model, "optimizer", None)]
     for value in vars(model).values():
-        if isinstance(value, Mapping):
-            found += value.values()
-        else:
-            found += value if isinstance(value, (list, tuple)) else [value]
+        values = value.values() if isinstance(value, Mapping) else value
+        is_many = isinstance(value, (Mapping, list, tuple))
+        found += values if is_many else [value]
     # By identity: a model may hold one under several names.
     optimizers = {id(o): o for o in found if isinstance(o, keras.optimizers.Optimizer)}
     return list(optimizers.values())
@@ -100,11 +94,10 @@ def was_skipped(model: keras.Model) -> bool:
 
 
 def built_from(model: keras.Model, batch: Any) -> bool:
-    """Builds what the first step would build, so that a snapshot has all variables.
+    """Builds what the first step would build; returns whether all is built.
 
-    Returns whether the model and its optimizers are built now. Of the batch shapes and
-    dtypes count; None where it is not known. A model with a `train_step` of its own may
-    give an optimizer some of the variables only, so it is left to build itself.
+    `batch` may be its spec. A model with a `train_step` of its own may give an
+    optimizer some of the variables only, so it is left to build itself.
     """
     if type(model).train_step is keras.Model.train_step and batch is not None:
         # Whatever a model raises that only runs on tensors.
@@ -120,13 +113,10 @@ def built_from(model: keras.Model, batch: Any) -> bool:
 class State:
     """A copy of a model's variables in the host's memory.
 
-    Attributes:
-        arrays: For each variable its bits, by a name that is the same in another
-            process that builds the same model, "weights/3/kernel". What differs
-            between replicas, such as moving statistics, has one more dimension in
-            front, where there are several.
-        counters: Plain values of whoever keeps the state.
-        paths: For each name the path that Keras gave the variable.
+    `arrays` are bits by a name that is the same in another process that builds the same
+    model, "weights/3/kernel"; what differs between several replicas has one more
+    dimension in front. `counters` are plain values of whoever keeps the state, `paths`
+    are Keras's.
     """
 
     arrays: dict[str, np.ndarray]
@@ -139,12 +129,7 @@ class State:
 
 
 def take(model: keras.Model) -> State:
-    """Copies every variable that training writes, to the memory of the host.
-
-    Weights, moving statistics, states of seed generators, metrics, and all of every
-    optimizer: slots, averages, accumulators, loss scale and counters. Not in it: what a
-    model keeps outside of Keras variables, and Python's and NumPy's generators.
-    """
+    """Copies every Keras variable that training writes, to the memory of the host."""
     arrays, paths = {}, {}
     for each in named_variables(model):
         # A look at the variable's own memory on a CPU, which the copy lets go at once.
@@ -156,11 +141,7 @@ def take(model: keras.Model) -> State:
 
 
 def put(model: keras.Model, state: State, *, metrics: bool = True) -> None:
-    """Gives a model the bits of a state; `metrics` too, where they are asked for.
-
-    Raises:
-        ValueError: The state is of another model; nothing was changed.
-    """
+    """Gives a model the bits of a state, or raises ValueError and changes nothing."""
     with model.distribute_strategy.scope():
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and not optimizer.built and model.built:
@@ -176,8 +157,8 @@ def put(model: keras.Model, state: State, *, metrics: bool = True) -> None:
         path = variables[name].path if name in variables else state.paths.get(name)
         given[name] = f"{path} of shape {array.shape} in {array.dtype.name}"
     wrong = [n for n in {**expected, **given} if expected.get(n) != given.get(n)]
-    if problems := [n for n in wrong if not n.startswith(f"{METRICS}/")]:
-        first = problems[0]
+    problems = [n for n in wrong if not n.startswith(f"{METRICS}/")]
+    for first in problems[:1]:
         raise ValueError(
             f"`state` is of another model than {model.name!r}: it has "
             f"{given.get(first, 'nothing')}, in the model "
@@ -206,10 +187,7 @@ def num_local_replicas(model: keras.Model) -> int:
 
 
 def nonfinite(state: State) -> Iterator[tuple[str, int]]:
-    """Yields path and number of NaN and inf of weights, statistics and slots.
-
-    Metrics don't count, nor what a loss scale reports.
-    """
+    """Yields path and number of NaN and inf of weights, statistics and slots."""
     for name, array in state.arrays.items():
         is_counted = name.startswith((f"{WEIGHTS}/", f"{OPTIMIZER}/"))
         if is_counted and array.dtype.kind not in "biu":

@@ -1,13 +1,11 @@
 """Traces the step that `fit` or `predict` runs, with the layer and cost of operations.
 
-The model is left as it was. Costs are by a roofline with round numbers: a product takes
-the longer of computing and moving its bytes, all else takes the moving. Devices differ
-by a factor of two or three and caches are left out, so shares order causes and foretell
-no speed.
+The model is left as it was. A product takes the longer of computing and moving its
+bytes, all else the moving. Devices differ by a factor of two or three and caches are
+left out, so shares order causes and foretell no speed.
 """
 
 import contextlib
-import dataclasses
 import gc
 import itertools
 import math
@@ -25,7 +23,8 @@ from tfamp.keras_hooks.patches import Patch, like, replaced
 from tfamp.machine import devices as hardware
 from tfamp.machine.speeds import Device
 from tfamp.records.formats import HALF
-from tfamp.stepping.arguments import build, check_model, first_batch
+from tfamp.stepping import ALONE
+from tfamp.stepping.arguments import build, call_once, check_model, first_batch
 from tfamp.stepping.snapshots import bare_name
 from tfamp.stepping.unchanged import seeds_put_back, unchanged
 
@@ -33,13 +32,10 @@ _MARK = "tfamp-mark"
 _RUNS = itertools.count()
 # What a strategy puts into the names of all replicas but the first.
 _REPLICA = re.compile(r"replica_\d+$")
-# FLOPs a byte. Source: NVIDIA, GPU Performance Background User's Guide (2023), table 1:
-# V100 15.7 and 125 TFLOPS at 900 GB/s; A100 data sheet: 19.5, 156 (TF32) and 312 TFLOPS
-# at 1555 GB/s. CPU: a core with two AVX-512 units at 2.5 GHz and 12 GB/s; bfloat16
-# instructions double it at least.
-_GPU = {"float32": 17.0, "tfloat32": 100.0, "half": 140.0}
-_CPU = {"float32": 13.0, "half": 26.0}
-_TPU = {"float32": 60.0, "half": 120.0}
+# FLOPs a byte of float32 and half. Source: NVIDIA, GPU Performance Background User's
+# Guide (2023), table 1: V100 15.7 and 125 TFLOPS at 900 GB/s. CPU: a core with two
+# AVX-512 units at 2.5 GHz and 12 GB/s; bfloat16 instructions double it at least.
+_RATIOS = {"gpu": (17.0, 140.0), "cpu": (13.0, 26.0), "tpu": (60.0, 120.0)}
 # Operations that move nothing: TensorFlow hands the same memory on.
 _FREE = frozenset(
     "Const Placeholder Identity IdentityN ReadVariableOp VarHandleOp Reshape Squeeze "
@@ -54,21 +50,16 @@ _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 class Marks:
     """Knows the layer of each operation of a model by a mark in its name.
 
-    A name alone does not tell: a layer that is called twice and the second layer of a
-    class get names alike. The gradient of an operation carries its name. `scope` is a
-    name scope for the whole trace, which no other trace has.
+    A name alone does not tell: layers of a class get names alike. The gradient of an
+    operation carries its name. `scope` is a name scope that no other trace has.
     """
 
     def __init__(self, model: keras.layers.Layer) -> None:
         self._layers = [(path, layer) for path, layer, _ in structure.walk(model)]
-        # Functions that were traced for another run carry marks of that one.
-        run = next(_RUNS)
-        self.scope = f"{_MARK}{run}x"
+        self.scope = f"{_MARK}{next(_RUNS)}x"
         marks = [f"{self.scope}{i}x" for i in range(len(self._layers))]
-        self._mark_of = {
-            id(layer): mark
-            for mark, (_, layer) in zip(marks, self._layers, strict=True)
-        }
+        layers = [layer for _, layer in self._layers]
+        self._mark_of = {id(x): mark for mark, x in zip(marks, layers, strict=True)}
         self._at = {mark: i for i, mark in enumerate(marks)}
         path_of = {id(layer): path for path, layer in self._layers}
         self._children = {
@@ -137,25 +128,13 @@ class Marks:
 
 
 def plain_name(name: str) -> str:
-    """Returns the name of an operation without marks and replicas.
-
-    Example:
-        >>> plain_name("replica_1/tfamp-mark0x1x_1/dense/MatMul")
-        'dense/MatMul'
-    """
+    """Returns the name of an operation without marks and replicas."""
     parts = [part for part in name.split("/") if not part.startswith(_MARK)]
     return "/".join(part for part in parts if not _REPLICA.match(part))
 
 
-class TracedSpecs(NamedTuple):
-    """A step that was traced, and the layer of each operation."""
-
-    concrete: Any
-    marks: Marks
-
-
 class Trace(NamedTuple):
-    """The same, and the batch it was traced for."""
+    """A step that was traced, the layer of each operation, and the batch."""
 
     concrete: Any
     marks: Marks
@@ -163,10 +142,7 @@ class Trace(NamedTuple):
 
 
 def trace_step(model: Any, dataset: tf.data.Dataset, *, training: bool) -> Trace:
-    """Traces one step on the first batch, and runs nothing.
-
-    Weights, optimizers, metrics and seeds are afterwards what they were.
-    """
+    """Traces one step on the first batch; nothing runs, and nothing is changed."""
     if training or not isinstance(model, keras.Model):
         check_model(model)
     with seeds_put_back():
@@ -174,10 +150,8 @@ def trace_step(model: Any, dataset: tf.data.Dataset, *, training: bool) -> Trace
         if model.compiled:
             build(model, batch)
             trainer.build_metrics(model, batch)
-        elif not model.built:
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            with model.distribute_strategy.scope():
-                model(x, training=False)
+        else:
+            call_once(model, batch)
     strategy = model.distribute_strategy
     argument = tf.nest.map_structure(tf.type_spec_from_value, batch)
     if strategy.num_replicas_in_sync > 1:
@@ -185,14 +159,11 @@ def trace_step(model: Any, dataset: tf.data.Dataset, *, training: bool) -> Trace
         whole = tf.data.Dataset.from_tensors(batch).unbatch().batch(size)
         argument = next(iter(strategy.experimental_distribute_dataset(whole)))
     with unchanged(model) if model.compiled else contextlib.nullcontext():
-        return Trace(*trace_specs(model, argument, training=training), batch)
+        return trace_specs(model, argument, training=training)._replace(batch=batch)
 
 
-def trace_specs(model: keras.Model, specs: Any, *, training: bool) -> TracedSpecs:
-    """Traces one step for a batch of given shapes, and makes no such batch.
-
-    On several replicas each gets a batch of these shapes.
-    """
+def trace_specs(model: keras.Model, specs: Any, *, training: bool) -> Trace:
+    """Traces one step for a batch of given shapes, and makes no such batch."""
     marks, strategy = Marks(model), model.distribute_strategy
     step = model.train_step if training else model.predict_step
 
@@ -201,43 +172,26 @@ def trace_specs(model: keras.Model, specs: Any, *, training: bool) -> TracedSpec
         with tf.name_scope(marks.scope):
             return strategy.run(step, args=(data,))
 
-    with seeds_put_back(), marks.placed():
-        return TracedSpecs(tf.function(one_step).get_concrete_function(specs), marks)
+    with ALONE, seeds_put_back(), marks.placed():
+        concrete = tf.function(one_step).get_concrete_function(specs)
+    return Trace(concrete, marks, specs)
 
 
-@dataclasses.dataclass(frozen=True)
-class Roofline:
-    """How many floating-point operations devices do in the time of a byte.
-
-    The slowest kind of them counts; `tf32` says whether float32 products run as TF32.
-    """
-
-    devices: Sequence[Device]
-    tf32: bool = False
-
-    def flops_per_byte(self, dtype: str) -> float:
-        """Returns the ratio for products in a dtype."""
-        return min((self._of(device, dtype) for device in self.devices), default=13.0)
-
-    def cost(self, operation: Operation, dtype: str = "") -> float:
-        """Returns the time of one run of an operation, in that of moving a byte."""
-        moved = float(num_bytes(operation))
-        if is_product(operation):
-            ratio = self.flops_per_byte(dtype or product_dtype(operation))
-            moved = max(moved, (flops_of(operation) or 0) / ratio)
-        return moved
-
-    def _of(self, device: Device, dtype: str) -> float:
-        table = {"gpu": _GPU, "tpu": _TPU}.get(device.kind, _CPU)
-        if dtype in HALF and dtype in hardware.fast_dtypes(device):
-            return table["half"]
-        if self.tf32 and dtype == "float32":
-            return table.get("tfloat32", table["float32"])
-        return table["float32"]
+def flops_per_byte(devices: Sequence[Device], dtype: str) -> float:
+    """Returns how many operations in a dtype the slowest does in the time of a byte."""
+    ratios = []
+    for device in hardware.computing_of(devices):
+        is_fast = dtype in HALF and dtype in hardware.fast_dtypes(device)
+        ratios.append(_RATIOS[device.kind][is_fast])
+    return min(ratios, default=_RATIOS["cpu"][0])
 
 
-# The devices that models run on.
-computing = hardware.computing_of
+def cost(operation: Operation, ratio: float) -> float:
+    """Returns the time of one run of an operation, in that of moving a byte."""
+    moved = float(num_bytes(operation))
+    if is_product(operation):
+        moved = max(moved, (flops_of(operation) or 0) / ratio)
+    return moved
 
 
 def num_bytes(operation: Operation) -> int:

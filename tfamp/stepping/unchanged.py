@@ -18,6 +18,7 @@ from tfamp.keras_hooks.patches import replaced
 from tfamp.models import load_model
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
+from tfamp.stepping import ALONE
 from tfamp.stepping.snapshots import named_variables, optimizers_of
 
 _BY_DTYPE = ("normal", "truncated_normal", "uniform", "gamma", "beta", "binomial")
@@ -25,11 +26,7 @@ _BY_DTYPE = ("normal", "truncated_normal", "uniform", "gamma", "beta", "binomial
 
 @contextlib.contextmanager
 def same_draws() -> Iterator[None]:
-    """Has this thread draw in float32 inside the block, and round what is drawn.
-
-    TensorFlow draws other numbers for half precision from the same seed, so a dropout
-    mask in float16 is another one than in float32.
-    """
+    """Has this thread draw in float32 and round: TensorFlow draws others in half."""
     owner, stock = threading.get_ident(), backend.random
     stock_dropout = stock.dropout
 
@@ -53,16 +50,14 @@ def same_draws() -> Iterator[None]:
         return inputs * tf.cast(kept, inputs.dtype)
 
     draws = {name: by_dtype(getattr(stock, name)) for name in _BY_DTYPE}
-    with replaced(stock, dropout=dropout, **draws):
+    with ALONE, replaced(stock, dropout=dropout, **draws):
         yield
 
 
 def take_random() -> dict[str, Any]:
     """Returns the states of Python's, NumPy's, Keras's and TensorFlow's generators.
 
-    They are plain values, as JSON holds them. Stateless draws and seed generators of
-    layers need none of them; operations such as `tf.random.normal` keep a state of
-    their own that cannot be read.
+    Not those of operations such as `tf.random.normal`, which cannot be read.
     """
     kind, keys, *rest = np.random.get_state(legacy=True)
     held: dict[str, Any] = {
@@ -97,11 +92,7 @@ def _variables() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def seeds_put_back() -> Iterator[None]:
-    """Restores the program's random generators after the block.
-
-    The program draws next what it had drawn without the block: from Python, NumPy, the
-    global seeds of Keras and TensorFlow, and TensorFlow's global generator.
-    """
+    """Restores the program's random generators after the block."""
     held = take_random()
     try:
         with backend.global_seeds():
@@ -111,11 +102,7 @@ def seeds_put_back() -> Iterator[None]:
 
 
 def copied(model: keras.Model, *, instead: str) -> keras.Model:
-    """Returns the model as it is after saving and loading, not compiled.
-
-    Where its classes cannot be saved, the copy is made in memory. A ValueError says
-    that neither can be done, or `instead`.
-    """
+    """Returns an uncompiled copy, through a file or in memory, or names `instead`."""
     classes = {
         type(layer).__name__: type(layer)
         for _, layer, _ in structure.walk(model)
@@ -143,14 +130,10 @@ def copied(model: keras.Model, *, instead: str) -> keras.Model:
 def unchanged(model: keras.Model) -> Iterator[None]:
     """Restores every variable of a built model, bit by bit, also after an error.
 
-    Weights, moving statistics, states of seed generators, metrics, and all of every
-    optimizer that the model holds; the program's random generators too. While it runs
-    learning rates are 0 where they are variables, so that many steps on few batches
-    don't take the weights to where numbers are slow or NaN. It holds a copy of the
-    variables in the memory of the host.
-
-    Not restored: what a model keeps outside of Keras variables, variables that only
-    its train step makes, and the state of a dataset's own seeded shuffle.
+    The program's random generators too. Inside learning rates are 0 where they are
+    variables, so that many steps don't take the weights to where numbers are slow or
+    NaN. Not restored: what a model keeps outside of Keras variables, and variables that
+    only its train step makes.
     """
     # Each replica's own, since a sum over them cannot be shared out again exactly.
     parts = [part for named in named_variables(model) for part in named.parts(model)]

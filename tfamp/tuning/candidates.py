@@ -15,7 +15,7 @@ from tfamp.keras_hooks.layers import Kind
 from tfamp.machine import devices
 from tfamp.numerics.sensitivity import FORWARD_LIMIT, LayerSensitivity, Sensitivity
 from tfamp.plan import PrecisionPlan
-from tfamp.stepping.step_traces import Roofline, computing, num_bytes, trace_step
+from tfamp.stepping.step_traces import cost, flops_per_byte, num_bytes, trace_step
 from tfamp.tuning.search import Suspect
 
 _NOT_MOVED = (Kind.EXPLICIT.value, "unmanaged")
@@ -106,13 +106,13 @@ def _reason(layer: LayerSensitivity) -> str:
 def savings_of(model: keras.Model, dataset: Any, dtype: str) -> dict[str, float]:
     """Returns path -> the share of a step that half precision saves on a layer."""
     trace = trace_step(model, dataset, training=True)
-    roofline = Roofline(computing(devices.devices()))
-    ratio = roofline.flops_per_byte(dtype)
+    here = devices.devices()
+    ratio, wide = flops_per_byte(here, dtype), flops_per_byte(here, "float32")
     total = 0.0
     saved = {path: 0.0 for path, _, _ in structure.walk(model)}
     for operation in read_operations(trace.concrete):
         path = trace.marks.layer_of(operation.name)
-        low, exact = num_bytes(operation) / 2, roofline.cost(operation, "float32")
+        low, exact = num_bytes(operation) / 2, cost(operation, wide)
         if is_product(operation):
             low = max(low, (flops_of(operation) or 0) / ratio)
         total += exact * operation.count
