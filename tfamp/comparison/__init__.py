@@ -134,6 +134,7 @@ def compare(
                 "an empty folder, or the same settings and `resume=True`. Pass another."
             )
         task.to_json(job)
+        stack.callback(parcel.discard, folder)  # after Ctrl-C, too
         notes = parcel.pack(folder, build_model, train, validation)
         runs = run_all(
             folder,
@@ -156,5 +157,4 @@ def compare(
             notes=notes,
             examples=lambda pairs, metric: differences(folder, pairs, metric),
         )
-        parcel.discard(folder)
     return comparison
