@@ -1,1 +1,0 @@
-"""Models that only predict: frozen in half precision."""

@@ -40,8 +40,8 @@ def freeze(
         in_place: Change `model` itself rather than a copy. It loses its optimizer.
 
     Returns:
-        The frozen model: a copy, not compiled. Saved and loaded by `tfamp.load_model`,
-        a managed one is as it was; another loads with rounded weights in float32.
+        The frozen model, not compiled, which `tfamp.load_model` loads as it was where
+        tfamp manages it, else with rounded weights in float32.
 
     Raises:
         ValueError: `model` is not built, cannot be copied or called, or a weight is

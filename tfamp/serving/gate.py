@@ -1,7 +1,6 @@
 """The gate: whether an exported model answers as the float32 one it came from.
 
-Both answer the same examples, so each example is its own control: only those on which
-the two differ tell anything.
+Both answer the same examples: only those on which the two differ tell anything.
 """
 
 import bisect
@@ -27,10 +26,8 @@ Arrays = dict[str, np.ndarray]
 # Without labels an export is called worse from this part of the answers that flip, or
 # of the outputs' spread: below it only a metric could tell.
 _BROKEN = 0.1
-# Nobody labels more examples than this to settle half a percent.
-_MOST_EXAMPLES = 10**6
-# A mean that differs by less than this part of the magnitude is a constant.
-_CONSTANT = 1e-6
+_MOST_EXAMPLES = 10**6  # that anybody labels to settle half a percent
+_CONSTANT = 1e-6  # part of the magnitude by which a constant may differ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +72,7 @@ class Parity(TableRecord):
     speedups: tuple[Speedup, ...] = ()
 
     def timed(self, speedups: Sequence[Speedup]) -> "Parity":
-        """Returns it with how fast the model is, which the verdict then tells.
-
-        It is faster where it is so against all others at some batch size, and slower
-        than none at the other.
-        """
+        """Returns it with the speed: faster than all at a size, slower at none."""
         effects: dict[int, set[str]] = {}
         for each in speedups:
             effect = effect_of_ratio(each.ratio, more_is_better=True)
@@ -134,12 +127,10 @@ def reference_of(
         ys.append({name: np.asarray(value) for name, value in (y or {}).items()})
     if isinstance(loss, (list, tuple)):
         loss = dict(zip(names, loss, strict=False))
-    return Reference(
-        inputs,
-        {name: _joined([each[name] for each in answers]) for name in names},
-        {name: _joined([y[name] for y in ys]) for name in names if name in ys[0]},
-        loss if isinstance(loss, dict) else dict.fromkeys(names, loss),
-    )
+    losses = loss if isinstance(loss, dict) else dict.fromkeys(names, loss)
+    outputs = {name: _joined([each[name] for each in answers]) for name in names}
+    labels = {n: _joined([y[n] for y in ys]) for n in names if n in ys[0]}
+    return Reference(inputs, outputs, labels, losses)
 
 
 def check_parity(
@@ -147,8 +138,7 @@ def check_parity(
 ) -> Parity:
     """Compares an exported model with the float32 one it came from, but for speed.
 
-    The tolerance is in points of a rate such as an accuracy (0.005 is half a percent),
-    and a part of float32's mean for a loss.
+    The tolerance is in points of a rate, and a part of float32's mean for a loss.
     """
     answers = [candidate.run(x) for x in reference.inputs]
     metrics, untold = [], []
@@ -230,12 +220,10 @@ def _of_output(
     if sides:
         gain = (sides[0] - sides[2]) * (1 if classes else -1)
         if np.isfinite(gain).all() and not statistics.interval(gain).low > 0:
-            why = (
-                f"The labels of {name!r} tell nothing: on them float32's {what} is "
-                f"{np.mean(sides[0]):.4g}, not shown to be better than the "
-                f"{np.mean(sides[2]):.4g} of one answer for all. Look at their order "
-                "and that of the classes, or pass more examples, of all classes."
-            )
+            first, last = float(np.mean(sides[0])), float(np.mean(sides[2]))
+            why = f"The labels of {name!r} tell nothing: on them float32's {what} is "
+            why += f"{first:.4g}, not shown to be better than the {last:.4g} of one "
+            why += "answer for all. Look at their order, or pass more of all classes."
     # Without labels nobody knows what a difference beyond the tolerance costs, so it
     # counts as worse from `_BROKEN` on only. Predictions that flip bound what is lost.
     is_told = bool(sides) and not why
@@ -264,8 +252,7 @@ def _change(
 ) -> MetricChange:
     """Returns a metric's worsening with its bounds, from its values on each example.
 
-    Where each is a difference of two numbers in [0, 1], as those of an accuracy are,
-    what was not seen may be there all the same: the bounds are those of fractions.
+    Those of a rate are the bounds of fractions: what was not seen may be there.
     """
     number, needed = len(exact), None
     means = float(np.mean(exact)), float(np.mean(exported))
@@ -317,10 +304,9 @@ def _are_logits(outputs: np.ndarray) -> bool:
 
 
 def difference(low: np.ndarray, exact: np.ndarray) -> float:
-    """Returns how far numbers are off, relative to their spread over the batch.
+    """Returns how far numbers are off, as a root mean square over that of their spread.
 
-    It is a root mean square; of texts the part that differs. inf where the two are not
-    finite in the same places, or where one differs and all of `exact` is 0.
+    Of texts it is the part that differs; inf where the two are finite in other places.
     """
     if exact.dtype.kind not in "fiub":
         return float(np.mean(low.astype(str) != exact.astype(str))) if low.size else 0.0

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     import keras
 
 _DTYPES = {text: dtype for dtype, text in DATATYPES.items() if dtype != "string"}
-# Requests that may be under way at once at a given rate; more wait, and it counts.
-_MOST_AT_ONCE = 64
 _WARM_UP = 10
+_MOST_AT_ONCE = 64  # requests under way at a given rate; more wait, and it counts
 # How many answers it takes to tell a percentile from the slowest few.
 _QUANTILES = {"p50": 1, "p90": 10, "p99": 100}
 _BROKEN = (OSError, http.client.HTTPException)
@@ -77,8 +76,7 @@ def latency_check(
             returned, or an address: "http://127.0.0.1:8000/v2/models/digits".
         x: What each request asks for, one batch, as `LoadedModel.predict` takes it.
         clients: How many ask at a time, each of which waits for its answer.
-        rate: Requests a second in the place of `clients`, which do not wait: they are
-            due at random moments, and latencies count from these.
+        rate: Requests a second, which do not wait, in the place of `clients`.
         seconds: How long to ask.
         token: What requests to a server bear, if anything.
         timeout_seconds: How long an answer of a server may take.
@@ -91,8 +89,9 @@ def latency_check(
         if isinstance(model_or_url, str) and "://" in model_or_url:
             ask = _asking(model_or_url, x, token, timeout_seconds, stack)
         else:
-            is_loaded = isinstance(model_or_url, LoadedModel)
-            model: Any = model_or_url if is_loaded else load_exported(model_or_url)
+            model: Any = model_or_url
+            if not isinstance(model, LoadedModel):
+                model = load_exported(model)
             inputs = model.prepared(x)
 
             def ask() -> str:
@@ -143,9 +142,8 @@ def _asking(
 ) -> Callable[[], str]:
     """Returns what sends one request to an address; it gives "", or what is wrong."""
     parts = urllib.parse.urlsplit(url)
-    kind: Any = http.client.HTTPSConnection
-    if parts.scheme == "http":
-        kind = http.client.HTTPConnection
+    name = "HTTPConnection" if parts.scheme == "http" else "HTTPSConnection"
+    kind = getattr(http.client, name)
     path = parts.path.rstrip("/").removesuffix("/infer")
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     own = threading.local()

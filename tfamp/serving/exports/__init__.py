@@ -1,1 +1,0 @@
-"""Models leave as files of other runtimes: one file a format, all behind one call."""

@@ -22,7 +22,7 @@ from tfamp.records.units import format_bytes, format_seconds
 from tfamp.serving import gate
 from tfamp.serving.exports import int8_layers, tracing, writers
 from tfamp.serving.exports.tracing import Traced, trace
-from tfamp.serving.exports.writers import DTYPES, POSSIBLE, SCHEMES, Request
+from tfamp.serving.exports.writers import DTYPES, POSSIBLE, Request
 from tfamp.serving.frozen import freeze
 from tfamp.serving.gate import Parity
 from tfamp.serving.runtimes import PACKAGES, load_exported, of_trace, open_model
@@ -37,16 +37,13 @@ BATCH = 32
 _TURNS, _MIN_TURNS = 9, 5
 _MIN_CALLS, _MAX_CALLS, _UNTIMED = 2, 200, 2
 _AUTO = "auto"
-# The part of the budget that timing may take, and the most of it.
-_PART_FOR_TIMING, _MOST_SECONDS = 0.3, 10.0
-# Of the spread of an output: what float32 sums in another order come to, and more.
-_MAX_FLOAT32_DIFFERENCE = 1e-2
+_PART_FOR_TIMING, _MOST_SECONDS = 0.3, 10.0  # of the budget
+_MAX_FLOAT32_DIFFERENCE = 1e-2  # of the spread of an output, by the order of sums
 _SAVED_MODEL = "saved_model float32"
 _FIGURES = dict.fromkeys(("size", "batch 1", "difference"), console.RIGHT)
 _COLUMNS = {"candidate": console.WHOLE, **_FIGURES, "what became": console.FOLD}
-# Model and batch size -> the seconds of each call, turn by turn.
-Turns = list[list[float]]
-Raced = dict[tuple[str, int], Turns]
+Turns = list[list[float]]  # the seconds of each call, turn by turn
+Raced = dict[tuple[str, int], Turns]  # by model and batch size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +141,8 @@ def export(
 ) -> Export:
     """Writes a model for a runtime that only predicts, and compares it with float32.
 
-    A copy of the model goes back to float32 and is lowered by the runtime's own tools,
-    so models under any policy can be exported; the model stays as it is. The file is
-    loaded, run, and compared on the validation data, before it takes its place.
+    A copy goes back to float32 and is lowered by the runtime's own tools, under any
+    policy. It is loaded, run, and compared on the validation data before it is written.
 
     Args:
         model: A built model, compiled or not.
@@ -169,20 +165,23 @@ def export(
     Raises:
         FileExistsError: Something else than an export is at `path`.
         ImportError: A package is missing; the message names the extra of tfamp.
-        ValueError: The format cannot express the model or dtype, the file does not run,
-            or it is worse than the tolerance allows. What was at `path` stays.
+        ValueError: The format cannot express the model or dtype, or it is worse than
+            the tolerance allows. What was at `path` stays.
     """
     target = Path(path)
     checks.choice("format", format, (_AUTO, *RUNTIMES))
     checks.choice("dtype", dtype, (*DTYPES, _AUTO))
-    if scheme is not None:
-        checks.choice("scheme", scheme, SCHEMES)
+    checks.choice("scheme", scheme or "static", ("dynamic", "static"))
     checks.fraction("tolerance", tolerance, closed=False)
     checks.positive("budget_seconds", budget_seconds)
     ends = time.monotonic() + budget_seconds * (1 - _PART_FOR_TIMING)
     is_one = _AUTO not in (format, dtype)
-    if is_one:
-        writers.check_possible(format, dtype, scheme)
+    ways = POSSIBLE[format].get(dtype, ()) if is_one else ("",)
+    if not ways or scheme is not None and is_one and scheme not in ways:
+        others = [name for name, dtypes in POSSIBLE.items() if dtype in dtypes]
+        told = f"Format {format!r} has no {dtype} {scheme or ''}".rstrip()
+        told += f", or no runtime that loads it; it has {POSSIBLE[format]}."
+        raise ValueError(f"{told} Formats with {dtype}: {others}.")
     check_built(model, "export")
     folders.check_target(target)
     validation, calibration = (
@@ -192,10 +191,11 @@ def export(
     copy, ranges = tracing.float32_copy(model), fake_quantization.ranges_of(model)
     fake_quantization.detach_all(copy)
     if is_one and scheme is None:  # by the ranges that it was trained with, if any
-        is_trained = any(ranges.values()) and calibration is not None
+        is_trained = (
+            any(ranges.values()) and calibration is not None and dtype == "int8"
+        )
         # LiteRT would round the outputs of products, too, which no training has seen.
-        is_static = is_trained and dtype == "int8" and format != "litert"
-        scheme = "static" if is_static else POSSIBLE[format][dtype][0]
+        scheme = "static" if is_trained and format != "litert" else ways[0]
     given = calibration if validation is None else validation
     first = None if given is None else first_batch(given)
     sample = first[0] if isinstance(first, tuple) else first
@@ -213,10 +213,8 @@ def export(
     for layer_path, layer, _ in structure.walk(copy) if ranges else ():
         if fake_quantization.kernels_of(layer) and layer_path not in ranges:
             keep.setdefault(layer_path, "it was trained without rounding")
-    products_only = any(
-        isinstance(layer, int8_layers.WITH_ATTENTION)
-        for layer in structure.layers_of(copy)
-    )
+    kinds = int8_layers.WITH_ATTENTION
+    products_only = any(isinstance(x, kinds) for x in structure.layers_of(copy))
     requests = [
         Request(
             *(kind, number, way),

@@ -1,7 +1,6 @@
 """The layers that an integer export leaves in float: as few as the gate asks for.
 
-Most models need none. Else one pass over a batch ranks the layers by how uneven the
-channels are that they multiply, and exports that keep the first of them are tried.
+One pass over a batch ranks them by how uneven the channels are that they multiply.
 """
 
 import dataclasses
@@ -20,17 +19,12 @@ from tfamp.stepping.layer_calls import units
 
 # Beside a channel so many times as large others have less than three bits of the eight.
 _GUILTY = 20.0
-# Examples of the pass: all that went through the layers is held at once.
-_MAX_EXAMPLES = 32
+_MAX_EXAMPLES = 32  # all that goes through the layers is held at once
 _MAX_EVALUATIONS = 3
 # A larger head is quantized with the others, as in models of language.
 _MAX_HEAD_PART = 0.2
-WITH_ATTENTION = (
-    keras.layers.MultiHeadAttention,
-    keras.layers.GroupQueryAttention,
-    keras.layers.Attention,
-    keras.layers.LayerNormalization,
-)
+_NAMES = "MultiHeadAttention GroupQueryAttention Attention LayerNormalization"
+WITH_ATTENTION = tuple(getattr(keras.layers, name) for name in _NAMES.split())
 # These hold their kernels in layers inside them, which runtimes do not tell apart.
 _WHOLE = (keras.layers.RNN, keras.layers.TimeDistributed)
 Written = TypeVar("Written", bound=Any)  # has its `parity`
@@ -137,11 +131,10 @@ def rank(model: keras.Model, inputs: Any) -> list[Outlier]:
     """Ranks the layers of a float32 model by how uneven what they multiply is."""
     found = _Channels()
     chosen = {id(site.layer) for site in units(model) if _has_kernel(site.layer)}
+    cut = structure.map_structure
     with tapped(model, found, only=lambda site: id(site.layer) in chosen):
-        first = structure.map_structure(
-            lambda x: tf.convert_to_tensor(x)[:_MAX_EXAMPLES], inputs
-        )
-        model(first, training=False)
+        few = cut(lambda x: tf.convert_to_tensor(x)[:_MAX_EXAMPLES], inputs)
+        model(few, training=False)
     return sorted(found.worst.values(), key=lambda each: -each.times)
 
 

@@ -22,36 +22,22 @@ from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
 from tfamp.stepping.unchanged import copied
 
 SIGNATURE = "serving_default"
-# Stands before the layer's scope in the names of bodies of loops and branches.
-_INSIDE = "loop.body"
+_INSIDE = "loop.body"  # stands before the layer's scope in bodies of loops
 # What TensorFlow puts before the names of operations of functions that it inlines.
 _CALLS = re.compile(r"(?:(?:Stateful)?PartitionedCall(?:_\d+)?/)+")
 
-# More tell a quantizer next to nothing about ranges.
-_MAX_CALIBRATION_EXAMPLES = 512
+_MAX_CALIBRATION_EXAMPLES = 512  # more tell next to nothing about ranges
+_MIN_DIFFERENT = 4  # fewer are a mistake: one again and again, or a sample
 _NUM_TRIED = 5
-# Fewer different examples than these are a mistake: one again and again, or a sample.
-_MIN_DIFFERENT = 4
-# Where a dimension is free and nobody says what it is.
-_FREE = 8
-
-
-class Served(tf.Module):
-    """Holds a model's raw variables and tables, so that a SavedModel stores each once.
-
-    Keras's own `export` tracks the layers as well and writes every weight twice.
-    """
-
-    def __init__(self, held: list[Any], function: Any) -> None:
-        super().__init__()
-        self.held, self.serve = held, function
+_FREE = 8  # where a dimension is free and nobody says what it is
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
     """A model as a function of named tensors."""
 
-    module: Served  # holds the function, `serve`, and the variables it reads
+    module: Any  # holds the function, `serve`, and the variables it reads
+    function: Any  # the concrete one
     # The inputs in the order of `signature`, by their names in files.
     specs: tuple[tf.TensorSpec, ...]
     signature: Signature
@@ -59,11 +45,6 @@ class Traced:
     looping: tuple[str, ...] = ()  # paths of recurrent layers
     # What was made of it in floats, from which integers are made.
     converted: dict[str, bytes] = dataclasses.field(default_factory=dict)
-
-    @property
-    def function(self) -> Any:
-        """The concrete function."""
-        return self.module.serve.get_concrete_function()
 
     def by_name(self, x: Any) -> dict[str, np.ndarray]:
         """Returns inputs as `predict` takes them, as arrays by name, checked."""
@@ -88,15 +69,13 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
         )
     wanted = _inputs(model, sample)
     leaves = tf.nest.flatten(wanted)
-    is_dict = isinstance(wanted, dict)
-    inputs = _unique(
-        path if is_dict else (leaf.name or (path and f"input_{path}") or "input")
-        for path, leaf in zip(_paths(wanted), leaves, strict=True)
-    )
-    specs = tuple(
-        tf.TensorSpec(leaf.shape, leaf.dtype, name=name)
-        for leaf, name in zip(leaves, _plain(inputs), strict=True)
-    )
+    inputs = _paths(wanted)
+    if not isinstance(wanted, dict):
+        pairs = zip(leaves, inputs, strict=True)
+        inputs = [x.name or (path and f"input_{path}") or "input" for x, path in pairs]
+    inputs = _unique(inputs)
+    found = zip(leaves, _plain(inputs), strict=True)
+    specs = tuple(tf.TensorSpec(x.shape, x.dtype, name) for x, name in found)
     names: list[str] = []
     scopes = {id(layer): f"{scope_of(path)}/" for path, layer in placed}
 
@@ -121,7 +100,7 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
 
     function = tf.function(serve, input_signature=specs, autograph=False)
     try:
-        outputs = function.get_concrete_function().structured_outputs
+        concrete = function.get_concrete_function()
     except Exception as error:  # of whatever the model's `call` does
         told = ", ".join(f"{s.name} {tuple(s.shape)} {s.dtype.name}" for s in specs)
         raise ValueError(
@@ -134,23 +113,19 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
         return TensorSpec(name, shape, dtype, "" if in_file == name else in_file)
 
     in_file = _plain(names)
+    outputs = [concrete.structured_outputs[key] for key in in_file]
     signature = Signature(
         tuple(map(record, inputs, [spec.name for spec in specs], specs)),
-        tuple(map(record, names, in_file, [outputs[key] for key in in_file])),
+        tuple(map(record, names, in_file, outputs)),
     )
     table = tf.saved_model.experimental.TrackableResource  # of preprocessing layers
     parts = (x for _, layer in placed for x in vars(layer).values())
-    held = [
-        *(x.value for x in model.variables),
-        *(x for x in parts if isinstance(x, table)),
-    ]
-    return Traced(
-        Served(held, function),
-        specs,
-        signature,
-        wanted,
-        tuple(path for path, layer in recurrent if not layer.unroll),
-    )
+    tables = [each for each in parts if isinstance(each, table)]
+    held = [x.value for x in model.variables] + tables
+    module: Any = tf.Module()  # where Keras's `export` tracks layers, weights are twice
+    module.held, module.serve = held, function
+    looping = tuple(path for path, layer in recurrent if not layer.unroll)
+    return Traced(module, concrete, specs, signature, wanted, looping)
 
 
 def scope_of(path: str) -> str:
@@ -235,8 +210,7 @@ def _unique(names: Iterable[str]) -> list[str]:
 def float32_copy(model: keras.Model) -> keras.Model:
     """Returns a copy that stores and computes everything in float32, not compiled.
 
-    Exporters fail on casts to bfloat16, and write files that no runtime loads. What was
-    rounded in a model in half precision stays rounded; its sums get more exact.
+    Exporters fail on casts to bfloat16, and write files that no runtime loads.
     """
     copy = copied(model, instead="export a model whose classes have one")
     if {id(x) for x in model.weights} & {id(x) for x in copy.weights}:

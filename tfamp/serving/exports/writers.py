@@ -23,7 +23,6 @@ from tfamp.serving.runtimes import PACKAGES, require
 from tfamp.serving.runtimes.manifest import FILES
 
 DTYPES = ("float32", "float16", "bfloat16", "int8")
-SCHEMES = ("dynamic", "static")
 # Format -> dtype -> the schemes that its quantizer has, the one to take first; (""):
 # floats. What is missing cannot be expressed, or no runtime loads it.
 POSSIBLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -70,16 +69,6 @@ class Request:
 def missing(format: str) -> tuple[str, ...]:
     """Returns the packages that a format needs and that are not installed."""
     return tuple(x for x in PACKAGES[format] if importlib.util.find_spec(x) is None)
-
-
-def check_possible(format: str, dtype: str, scheme: str | None) -> None:
-    """Raises `ValueError` where a format has no such dtype or scheme."""
-    schemes = POSSIBLE[format].get(dtype, ())
-    if not schemes or scheme not in (None, *schemes):
-        others = [name for name, dtypes in POSSIBLE.items() if dtype in dtypes]
-        kind = " ".join(filter(None, (dtype, scheme)))
-        told = f"Format {format!r} has no {kind}, or no runtime that loads it; it has "
-        raise ValueError(f"{told}{POSSIBLE[format]}. Formats with {dtype}: {others}.")
 
 
 def write(traced: Traced, folder: Path, request: Request) -> None:
@@ -145,9 +134,8 @@ def _litert(traced: Traced, folder: Path, request: Request) -> None:
     if kind not in traced.converted:
         with tempfile.TemporaryDirectory() as saved:
             _saved_model(traced, Path(saved))
-            converter = tf.lite.TFLiteConverter.from_saved_model(
-                saved, signature_keys=[SIGNATURE]
-            )
+            made = tf.lite.TFLiteConverter.from_saved_model
+            converter = made(saved, signature_keys=[SIGNATURE])
             if request.dtype == "float16":
                 converter.optimizations = [tf.lite.Optimize.DEFAULT]
                 converter.target_spec.supported_types = [tf.float16]
@@ -200,15 +188,14 @@ def _ranges_in_litert(content: bytes, request: Request) -> Ranges:
 
     interpreter = Interpreter(model_content=content)
     names = {each["index"]: each["name"] for each in interpreter.get_tensor_details()}
-    return {
-        names[operation["inputs"][0]]: found
-        for path, found in request.ranges.items()
-        for operation in interpreter._get_ops_details()
-        if operation["op_name"] in _LITERT_PRODUCTS
-        and any(
-            re.match(_pattern_of(path), names.get(i, "")) for i in operation["outputs"]
-        )
-    }
+    found = {}
+    for operation in interpreter._get_ops_details():
+        if operation["op_name"] in _LITERT_PRODUCTS:
+            told = [names.get(i, "") for i in operation["outputs"]]
+            for path, ends in request.ranges.items():
+                if any(re.match(_pattern_of(path), name) for name in told):
+                    found[names[operation["inputs"][0]]] = ends
+    return found
 
 
 def _openvino(traced: Traced, folder: Path, request: Request) -> None:
@@ -265,13 +252,11 @@ def _onnx(traced: Traced, folder: Path, request: Request) -> None:
         _check_rounded(request, (node.op_type for node in onnx.load(path).graph.node))
         return
     if request.dtype == "float16":
-        from onnxruntime.transformers import float16
+        from onnxruntime.transformers.float16 import convert_float_to_float16
 
         model = onnx.load_model_from_string(content)
-        kept, _ = _nodes_of(request, model)
-        content = float16.convert_float_to_float16(
-            model, keep_io_types=True, node_block_list=kept
-        ).SerializeToString()
+        lowered = convert_float_to_float16(model, keep_io_types=True)
+        content = lowered.SerializeToString()
     path.write_bytes(content)
 
 
@@ -324,12 +309,10 @@ def _onnx_integers(content: bytes, path: Path, request: Request) -> None:
         is_products = request.scheme == "dynamic" or request.products_only
         extra: dict[str, Any] = {"MatMulConstBOnly": is_products}
         options: dict[str, Any] = {
-            "per_channel": True,
-            "reduce_range": _reduces_range(),
-            "nodes_to_exclude": kept,
+            **{"per_channel": True, "reduce_range": _reduces_range()},
+            **{"nodes_to_exclude": kept, "extra_options": extra},
             "weight_type": quantization.QuantType.QInt8,
             "op_types_to_quantize": _PRODUCTS if is_products else None,
-            "extra_options": extra,
         }
         if request.scheme == "dynamic":
             # ONNX Runtime's dynamic convolutions take four times as long as float32.

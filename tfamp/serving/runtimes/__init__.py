@@ -26,7 +26,6 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "onnx": ("onnx", "tf2onnx", "onnxruntime"),
     "openvino": ("openvino", "nncf"),
 }
-_ERRORS_ONLY = 3
 
 
 def load_exported(
@@ -45,10 +44,6 @@ def load_exported(
     Returns:
         The model: `.predict(x)`, `.run({name: array})`, `.signature`, `.runtime`, to be
         asked from several threads at once. Outputs are float32 or integers.
-
-    Raises:
-        FileNotFoundError: There is no such folder, or it is none of `tfamp.export`.
-        ValueError: A file is missing or changed, or a later version wrote the folder.
     """
     if threads is not None:
         checks.positive_int("threads", threads)
@@ -89,9 +84,8 @@ def of_trace(traced: Any, path: Path | None = None) -> LoadedModel:
 def require(package: str, *, purpose: str) -> Any:
     """Returns a package of a runtime, which sends nothing home from this process.
 
-    ONNX Runtime sends events to Microsoft unless the environment forbids it, OpenVINO
-    and NNCF statistics to Google Analytics unless the user has opted out, both from
-    their import on. Here nobody has consented.
+    ONNX Runtime sends events to Microsoft, OpenVINO and NNCF statistics to Google, both
+    from their import on unless the user has opted out. Here nobody has consented.
 
     Source: onnxruntime, docs/Privacy.md, "Disabling Telemetry".
     """
@@ -159,7 +153,7 @@ def _onnx(file: str, threads: int) -> Call:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = _ERRORS_ONLY
+    options.log_severity_level = 3  # errors
     # Threads that spin while they wait take the cores of others.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     providers = ["CPUExecutionProvider"]

@@ -12,8 +12,7 @@ from tfamp.records.record import BESIDE, Record
 from tfamp.serving.runtimes.signature import Signature
 
 NAME = "export.json"
-# Raised when the meaning of a field changes; folders of a later one are refused.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # of the meaning of the fields
 RUNTIMES = ("saved_model", "litert", "onnx", "openvino")
 # Runtime -> the file that it is pointed to, "" for the folder itself.
 _ELSEWHERE = {"litert": "model.tflite", "onnx": "model.onnx", "openvino": "model.xml"}

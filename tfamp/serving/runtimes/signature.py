@@ -11,23 +11,17 @@ from tfamp.records.record import Record
 
 Call = Callable[[dict[str, np.ndarray]], Mapping[str, np.ndarray]]
 # What the Open Inference Protocol calls each dtype.
-DATATYPES = {
-    "bool": "BOOL",
-    **{f"uint{bits}": f"UINT{bits}" for bits in (8, 16, 32, 64)},
-    **{f"int{bits}": f"INT{bits}" for bits in (8, 16, 32, 64)},
-    **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
-    "bfloat16": "BF16",
-    "object": "BYTES",
-    "string": "BYTES",
-}
+DATATYPES = {"bool": "BOOL", "bfloat16": "BF16", "object": "BYTES", "string": "BYTES"}
+for _kind, _text in (("uint", "UINT"), ("int", "INT"), ("float", "FP")):
+    DATATYPES |= {f"{_kind}{bits}": f"{_text}{bits}" for bits in (8, 16, 32, 64)}
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec(Record):
     """An input or output: its name, its shape and NumPy's name of its dtype.
 
-    The first dimension is the batch; None where a dimension is free. `tensor` is what
-    the exported file calls it, where that has no such names as Keras does; else "".
+    The batch is first; None where a dimension is free. `tensor` is what the exported
+    file calls it, where that has no such names as Keras does; else "".
     """
 
     name: str
@@ -59,9 +53,8 @@ class Signature(Record):
 class LoadedModel:
     """An exported model that answers in its runtime; safe to ask from many threads.
 
-    `call` takes and gives arrays by the names that the file has for them;
-    `is_by_example` says that an answer does not depend on the others of its batch, as
-    it does where integers have one scale for a batch.
+    `call` takes and gives arrays by their names in the file; `is_by_example` says that
+    an answer does not depend on the others of its batch.
     """
 
     def __init__(

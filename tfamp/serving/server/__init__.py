@@ -1,1 +1,0 @@
-"""`tfamp serve`: exported models behind HTTP, in the protocols that clients speak."""

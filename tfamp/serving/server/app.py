@@ -24,11 +24,9 @@ from tfamp.serving.server import protocol
 from tfamp.serving.server.models import Served
 from tfamp.serving.server.protocol import Refusal, quoted, unknown
 
-# A refused body is read and thrown away to its end, or the client, which sends it
-# still, would not see why it was refused; not one that is larger than this.
+# A refused body is read to its end, or the client would not see why; no larger one.
 _MAX_REFUSED_BYTES = 2**28
-# JSON below this takes as long as handing it to a thread.
-_SMALL = 2**15
+_SMALL = 2**15  # JSON below this takes as long as handing it to a thread
 # From a tenth of a millisecond, what a small model takes, to ten seconds.
 _SECONDS = (*(n * 10.0**e for e in range(-4, 1) for n in (1, 2.5, 5)), 10.0)
 _EXAMPLES = tuple(2.0**n for n in range(11))
@@ -52,25 +50,24 @@ class App:
         self._token = None if token is None else f"Bearer {token}".encode()
         # One thread: several would take turns with the event loop, a large body each.
         self._parser = concurrent.futures.ThreadPoolExecutor(1)
-        own = self._registry = prometheus.CollectorRegistry()
-        prometheus.ProcessCollector(registry=own)
+        registry = self._registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=registry)
 
         def metric(kind: Any, name: str, text: str, *labels: str, **how: Any) -> Any:
             # By the name of a model, "" where a request names none.
             labels = ("model", *labels)
-            return kind(f"tfamp_{name}", text, labels, registry=own, **how)
+            return kind(f"tfamp_{name}", text, labels, registry=registry, **how)
 
         histogram = functools.partial(metric, prometheus.Histogram)
         gauge, counter = prometheus.Gauge, prometheus.Counter
-        text = "From the last byte of a request to its answer."
         self._requests = metric(counter, "requests", "Answers by status.", "status")
-        self._seconds = histogram("request_seconds", text, buckets=_SECONDS)
+        self._seconds = histogram("request_seconds", "To answer.", buckets=_SECONDS)
         examples = histogram("batch_examples", "Examples a run.", buckets=_EXAMPLES)
         waiting = metric(gauge, "queue_requests", "Requests that wait or are computed.")
         for name, model in models.items():
             model.on_run = examples.labels(name).observe
-            of_model = functools.partial(getattr, model, "num_waiting")
-            waiting.labels(name).set_function(of_model)
+            own = functools.partial(getattr, model, "num_waiting")
+            waiting.labels(name).set_function(own)
         paths = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
         self._routes = Starlette(
             routes=[
@@ -205,12 +202,13 @@ class App:
         if is_json and found <= self._max_body:
             text = (
                 f"The JSON has {found} bytes; expected at most {self._max_json}. Send "
-                "tensors as bytes behind it, with `binary_data_size` and the header "
-                "Inference-Header-Content-Length, as tritonclient does."
             )
-            return Refusal(413, text)
-        text = f"The body has {found} bytes or more; expected at most {self._max_body}"
-        return Refusal(413, f"{text}. Send fewer examples at once.", close=True)
+            text += (
+                "tensors as bytes behind it, with `binary_data_size` and the header "
+            )
+            return Refusal(413, f"{text}Inference-Header-Content-Length.")
+        text = f"The body has {found} bytes or more; expected at most {self._max_body}."
+        return Refusal(413, f"{text} Send fewer examples at once.", close=True)
 
 
 def _json(

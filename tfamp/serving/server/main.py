@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tfamp.serve")
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 _IDLE_SECONDS = 75
-# How long a client may take to read an answer.
-_READING_SECONDS = 30.0
+_READING_SECONDS = 30.0  # that a client may take to read an answer
 # New connections wait in the kernel; asyncio takes so many at a time, three times over
 # before it has closed those that had to go.
 _WAITING, _BACKLOG = 4096, 128
@@ -51,9 +50,9 @@ def serve(
         paths: As for `application`.
         host: Address to listen at; other machines reach "0.0.0.0".
         port: Port to listen at; 0 takes a free one.
-        token_file: File with what requests have to bear as a token; None asks for none.
-        max_connections: Connections at a time; a new one takes the place of the one
-            that was idle for longest. None takes 1,000, or what the process may open.
+        token_file: File with what requests have to bear; None asks for none.
+        max_connections: At a time, of which the one that was idle for longest gives
+            way. None takes 1,000, or what the process may open.
         on_start: Called with the address when it can be asked.
         **options: As for `application`.
     """
@@ -61,7 +60,12 @@ def serve(
         checks.positive_int("max_connections", max_connections)
     if not 0 <= port < 2**16:
         raise ValueError(f"`port` is {port}; expected 0 to 65535. 0 takes a free one.")
-    token = None if token_file is None else _token(Path(token_file))
+    token, source = None, Path(token_file or "")
+    if token_file is not None:
+        token = source.read_text(encoding="utf-8").strip() if source.is_file() else ""
+        if not token or not token.isascii() or not token.isprintable():
+            told = f"`token_file` {token_file!r} holds no token; expected letters and"
+            raise ValueError(f"{told} digits, as of `openssl rand -hex 32`.")
     logging.basicConfig(format="tfamp serve: %(message)s")
     app = application(paths, token=token, **options)
     try:
@@ -102,8 +106,8 @@ def application(
         threads: Threads that a run of a model may use; None takes all cores.
         token: What requests have to bear; None asks for none.
         load: Reads an exported folder in the place of `tfamp.load_exported`.
-        max_batch_size: Examples in a run of a model; None takes 64 where the answer to
-            one does not depend on the others of a batch, else 1.
+        max_batch_size: Examples in a run; None takes 64, or 1 where answers depend on
+            the others of a batch.
         max_queue: Requests of a model that may wait; more are answered by 503.
         max_body: Bytes of the largest request.
         max_json: Bytes of the largest JSON; tensors may come as bytes behind it.
@@ -145,8 +149,8 @@ def _server(
 
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     backlog = max(1, min(_BACKLOG, files // 8))
-    room = max(1, min(_MAX_CONNECTIONS, files - 3 * backlog - _OTHER_FILES))
-    most = max_connections or room
+    room = min(_MAX_CONNECTIONS, files - 3 * backlog - _OTHER_FILES)
+    most = max_connections or max(1, room)
     seconds = 2 * app.timeout_seconds  # a body and an answer may take so long each
 
     class Connection(H11Protocol):
@@ -195,11 +199,3 @@ def _server(
             timeout_graceful_shutdown=int(seconds) + 1,
         )
     )
-
-
-def _token(path: Path) -> str:
-    found = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
-    if not found or not found.isascii() or not found.isprintable():
-        told = f"`token_file` {str(path)!r} holds no token; expected letters and digits"
-        raise ValueError(f"{told}. Write one with `openssl rand -hex 32`.")
-    return found

@@ -1,7 +1,6 @@
 """The models that are served, each with a queue in front of it.
 
 Nothing waits for a batch to fill: what is queued when the model is free shares a run.
-Under load that is a batch, alone it is the one request, at once.
 """
 
 import asyncio
@@ -24,10 +23,8 @@ from tfamp.serving.server.protocol import Refusal
 
 Arrays = Mapping[str, np.ndarray]
 log = logging.getLogger("tfamp.serve")
-# Examples of a batch, where nobody says.
 DEFAULT_BATCH_SIZE = 64
-# Of dimensions that the signature leaves open, in the example.
-_LENGTH = 32
+_LENGTH = 32  # of dimensions that the signature leaves open, in the example
 
 
 class _Waiting(NamedTuple):

@@ -1,10 +1,8 @@
 """The Open Inference Protocol v2: JSON, and tensors as raw bytes behind it.
 
-Nothing is cast silently: a float where the model takes integers, a text where it takes
-numbers or a number that does not fit is refused with a message, a `Refusal`.
+Nothing is cast silently: what does not fit is refused with a message, a `Refusal`.
 
-Source: KServe's Open Inference Protocol, and its binary tensor data extension (read in
-November 2026).
+Source: KServe's Open Inference Protocol and its binary extension (November 2026).
 """
 
 import json
@@ -21,8 +19,7 @@ from tfamp.records import checks
 from tfamp.serving.runtimes import signature as signatures
 from tfamp.serving.runtimes.signature import DATATYPES, LoadedModel, Signature
 
-# Header with the length of the JSON, where raw bytes follow it.
-HEADER = "inference-header-content-length"
+HEADER = "inference-header-content-length"  # of the JSON, where raw bytes follow it
 VERSION = "1"
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -199,16 +196,11 @@ def write(
 
 def metadata(name: str, model: LoadedModel) -> dict[str, Any]:
     """Returns what the protocol tells of a model: -1 is a length that is free."""
-    inputs, outputs = (
-        [
-            {
-                "name": spec.name,
-                "datatype": DATATYPES[spec.dtype],
-                "shape": [-1 if length is None else length for length in spec.shape],
-            }
-            for spec in specs
-        ]
-        for specs in (model.signature.inputs, model.signature.outputs)
-    )
+
+    def told(spec: signatures.TensorSpec) -> dict[str, Any]:
+        shape = [-1 if length is None else length for length in spec.shape]
+        return {"name": spec.name, "datatype": DATATYPES[spec.dtype], "shape": shape}
+
     about = {"name": name, "versions": [VERSION], "platform": model.runtime}
-    return {**about, "inputs": inputs, "outputs": outputs}
+    inputs, outputs = model.signature.inputs, model.signature.outputs
+    return {**about, "inputs": [*map(told, inputs)], "outputs": [*map(told, outputs)]}
