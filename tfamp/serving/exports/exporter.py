@@ -163,8 +163,6 @@ def export(
         write_failed: Whether an export that is worse is written nevertheless.
 
     Raises:
-        FileExistsError: Something else than an export is at `path`.
-        ImportError: A package is missing; the message names the extra of tfamp.
         ValueError: The format cannot express the model or dtype, or it is worse than
             the tolerance allows. What was at `path` stays.
     """
