@@ -167,6 +167,11 @@ def export(
             the tolerance allows. What was at `path` stays.
     """
     target = Path(path)
+    if of_a_file := {".onnx": "onnx", ".tflite": "litert"}.get(target.suffix):
+        raise ValueError(
+            f"`path` is {str(path)!r}, the name of a file; expected one of a folder. "
+            f"Write `tfamp.export(model, {target.stem!r}, format={of_a_file!r})`."
+        )
     checks.choice("format", format, (_AUTO, *RUNTIMES))
     checks.choice("dtype", dtype, (*DTYPES, _AUTO))
     checks.choice("scheme", scheme or "static", ("dynamic", "static"))
