@@ -204,7 +204,6 @@ def put_under(model: keras.layers.Layer, settings: PolicySettings) -> None:
 def put_rules_on(model: keras.layers.Layer, settings: PolicySettings) -> None:
     """Gives a model's layers and operations the dtypes of settings."""
     layers = structure.layers_of(model)
-    layer_dtypes.take_back_patterns(model, settings)
     exact_values.keep_only(model, {})
     for layer in layers:
         layer_dtypes.begin_again(layer, settings)

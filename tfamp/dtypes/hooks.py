@@ -4,11 +4,12 @@ On `compile` that is: heads first, then the loss scales. A Keras that nobody has
 is asked first whether the hooks do there what they promise.
 """
 
+import functools
 import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -27,7 +28,7 @@ from tfamp.keras_hooks import (
     saved_state,
     trainer,
 )
-from tfamp.keras_hooks.layers import Kind, policy_of
+from tfamp.keras_hooks.layers import Kind, Policy, policy_of
 from tfamp.keras_hooks.patches import HookError, PatchSet
 from tfamp.keras_hooks.replicas import warn_of_idle_distribution
 from tfamp.keras_hooks.workers import WORKER_HOOKS
@@ -90,13 +91,6 @@ def before_training(model: keras.Model) -> None:
 
 
 def _wrapped(optimizer: Any, model: keras.Model, settings: PolicySettings) -> Any:
-    given = _scaled(optimizer, model, settings)
-    if given is not optimizer:
-        _WRAPPED.add(given)
-    return given
-
-
-def _scaled(optimizer: Any, model: keras.Model, settings: PolicySettings) -> Any:
     """Returns `optimizer` with the loss scale that `model` needs, if any.
 
     Keras's own wrapper is replaced by ours, with the state it has.
@@ -104,7 +98,9 @@ def _scaled(optimizer: Any, model: keras.Model, settings: PolicySettings) -> Any
     if isinstance(optimizer, LossScaleOptimizer):
         return optimizer
     if type(optimizer) is keras.optimizers.LossScaleOptimizer:
-        return exact(optimizer)
+        made = exact(optimizer)
+        _WRAPPED.add(made)
+        return made
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         logging.info(
             "Optimizer %r is of your own class %s, so it scales the loss as that does. "
@@ -113,30 +109,29 @@ def _scaled(optimizer: Any, model: keras.Model, settings: PolicySettings) -> Any
             type(optimizer).__name__,
         )
         return optimizer
-    if settings.loss_scale is None:
+    options, scale = dict(settings.loss_scale_options), settings.loss_scale
+    has_float16 = resolution.computes_in(model, "float16")
+    if not has_float16:
+        options = without_float16(options) or {}
+    if scale is None or not (has_float16 or options):
         return optimizer
-    options = dict(settings.loss_scale_options)
-    if not resolution.computes_in(model, "float16"):
-        given = without_float16(options)
-        if given is None:
-            return optimizer
-        options = given
-        if not options.get("dynamic", True):
-            return LossScaleOptimizer(optimizer, name=_NAME, **options)
     factor = getattr(optimizer, "loss_scale_factor", None)
-    if settings.loss_scale == "dynamic" and factor is None:
-        return LossScaleOptimizer(optimizer, name=_NAME, **options)
-    static: Any = settings.loss_scale
-    if static == "dynamic":
+    is_fixed = not has_float16 and not options.get("dynamic", True)
+    if (scale == "dynamic" and factor is None) or is_fixed:
+        scale = None
+    elif scale == "dynamic":
         logging.info(
             "The optimizer's `loss_scale_factor=%r` becomes a static loss scale that "
             "skips non-finite steps.",
             factor,
         )
-        static = factor
-    optimizer.loss_scale_factor = None
-    options.update(initial_scale=float(static), dynamic=False)
-    return LossScaleOptimizer(optimizer, name=_NAME, **options)
+        scale = factor
+    if scale is not None:
+        optimizer.loss_scale_factor = None
+        options.update(initial_scale=float(scale), dynamic=False)
+    made = LossScaleOptimizer(optimizer, name=_NAME, **options)
+    _WRAPPED.add(made)
+    return made
 
 
 def make_exact(model: keras.layers.Layer) -> None:
@@ -192,14 +187,10 @@ def load_unmanaged(make: Callable[[], Any]) -> Any:
 
 
 def unpickled(archive: Any) -> Any:
-    """Loads a pickled model; pickles name this function."""
+    """Loads a pickled model; pickles of managed ones name this function."""
     entry = saved_state.read_entry(archive)
-    if entry is None:
-        raise ValueError(
-            "The pickle names tfamp, but its archive holds no dtypes of layers. It was "
-            "changed since; pickle the model again."
-        )
-    return load(entry, lambda: saved_state.unpickled(archive))
+    made = functools.partial(saved_state.unpickled, archive)
+    return made() if entry is None else load(entry, made)
 
 
 def _load_for_keras(entry: dict[str, Any], make: Callable[[], Any]) -> Any:
@@ -254,49 +245,43 @@ def _broken() -> str:
     settings = make_settings("mixed_float16")
     try:
         with IN_FORCE.block(settings=settings, loaded=None), tf.device("CPU:0"):
-            return _broken_layers() or _broken_model()
+            promises = _promises()
+            return next((text for is_held, text in promises if not is_held), "")
     except Exception as error:
         line = first_line(error).rstrip(".")
         return f"a small model raises {type(error).__name__}: {line}"
 
 
-def _broken_layers() -> str:
+def _promises() -> Iterator[tuple[Any, str]]:
+    """Yields whether each promise holds here, and what is so where it does not."""
     x = np.linspace(-6.0, 6.0, 32, dtype="float32").reshape(2, 16)
-    dense = keras.layers.Dense(4, kernel_initializer="zeros", name="tfamp_dense")
-    policy = policy_of(dense)
-    if policy is None or policy.kind is Kind.EXPLICIT:
-        return "a layer made without a dtype is not managed"
-    if "tfamp_inherited" not in str(dense.get_config().get("dtype")):
-        return "a layer's configuration does not tell that its dtype was inherited"
     normed = keras.layers.LayerNormalization(name="tfamp_norm")(x * 1e5)
-    if normed.dtype != "float16" or not np.isfinite(normed).all():
-        return "the output of LayerNormalization is not cast to float16"
+    is_cast = normed.dtype == "float16" and np.isfinite(normed).all()
+    yield is_cast, "the output of LayerNormalization is not cast to float16"
     softmax = keras.layers.Activation("softmax", name="tfamp_act")
     # Its numbers do not tell on every processor: some compute it in float32 inside.
     half = tf.cast(x, "float16")
     graph = tf.function(softmax, autograph=False).get_concrete_function(half).graph
     takes = {o.inputs[0].dtype for o in graph.get_operations() if o.type == "Softmax"}
-    return "softmax is not computed in float32" if half.dtype in takes else ""
-
-
-def _broken_model() -> str:
-    ones, x = {"kernel_initializer": "ones"}, np.ones((2, 4), "float32")
-    head = keras.layers.Dense(3, "softmax", name="tfamp_head", **ones)
-    model = keras.Sequential(
-        [keras.Input((4,), name="tfamp_input"), head], name="tfamp"
+    yield half.dtype not in takes, "softmax is not computed in float32"
+    head = keras.layers.Dense(
+        3, "softmax", kernel_initializer="ones", name="tfamp_head"
     )
-    copied = policy_of(pickle.loads(pickle.dumps(model)).layers[-1])
-    if copied is None or copied.kind is not Kind.HEAD:
-        return "a saved model does not hold what its layers compute in"
+    model = keras.Sequential(
+        [keras.Input((16,), name="tfamp_input"), head], name="tfamp"
+    )
+    told = head.get_config()["dtype"]
+    yield "tfamp_inherited" in str(told), "a configuration hides an inherited dtype"
     loss, sgd = "sparse_categorical_crossentropy", keras.optimizers.SGD(name="tfamp")
     model.compile(LossScaleOptimizer(sgd, name="tfamp_scale"), loss, run_eagerly=True)
-    if model(x).dtype != "float32":
-        return "the output of a model is not float32"
+    copied = policy_of(pickle.loads(pickle.dumps(model)).layers[-1])
+    is_kept = copied is not None and copied.kind is Kind.HEAD
+    yield is_kept, "a saved model does not hold what its layers compute in"
+    yield model(x).dtype == "float32", "the output of a model is not float32"
     before = model.get_weights()
     model.train_on_batch(x * np.nan, np.array([0, 1]))
-    if not all(map(np.array_equal, before, model.get_weights())):
-        return "a training step with a bad batch changes the model"
-    return ""
+    is_same = all(map(np.array_equal, before, model.get_weights()))
+    yield is_same, "a training step with a bad batch changes the model"
 
 
 SELF_TEST = SelfTest()
@@ -324,7 +309,6 @@ HOOKS = (
             *trainer.compile_patches(before_compile),
             *saved_state.patches(
                 rows.describe,
-                unpickled,
                 _load_for_keras,
                 IN_FORCE.holds,
                 layer_dtypes.on_quantized_read,
@@ -334,6 +318,7 @@ HOOKS = (
     *(FIT_HOOKS, TAPE_HOOKS, LOOP_HOOKS, WORKER_HOOKS, CONFIG_HOOKS),
 )
 
+Policy.unpickle = staticmethod(unpickled)
 BEFORE_RUN.append(resolution.warn_of_open_rules)
 BEFORE_TRAINING.append(before_training)
 BEFORE_TRAINING.append(warn_of_idle_distribution)

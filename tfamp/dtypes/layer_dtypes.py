@@ -86,27 +86,20 @@ def begin(
     layer: keras.layers.Layer, settings: PolicySettings, *, is_explicit: bool
 ) -> None:
     """Gives `layer` a policy of its own and asks the rules that can be asked early."""
-    is_model = isinstance(layer, keras.Model)
+    decided: dict[str, Any] = {"is_resolved": not isinstance(layer, keras.Model)}
+    name = settings.policy.name
     if is_explicit:
-        policy = Policy(
-            _name_of(layer),
-            settings,
-            kind=Kind.EXPLICIT,
-            rule="dtype argument",
-            reason="the dtype passed to the layer wins",
-            is_resolved=not is_model,
-        )
+        name, decided["kind"] = _name_of(layer), Kind.EXPLICIT
+        decided["rule"] = "dtype argument"
+        decided["reason"] = "the dtype passed to the layer wins"
+    elif settings.has_defaults:
+        moves = isinstance(layer, MOVES)
+        decided["exact_inputs"] = moves or isinstance(layer, EXACT_INPUTS)
+        decided["output_dtype"] = settings.compute_dtype if moves else None
+    policy = Policy(name, settings, **decided)
+    if is_explicit:
         policy.bind(layer)
     else:
-        moves = settings.has_defaults and isinstance(layer, MOVES)
-        exact = settings.has_defaults and isinstance(layer, EXACT_INPUTS)
-        policy = Policy(
-            settings.policy.name,
-            settings,
-            exact_inputs=exact or moves,
-            output_dtype=settings.compute_dtype if moves else None,
-            is_resolved=not is_model,
-        )
         layers.put(layer, policy)
     if settings.open_rules:
         settings.made.add(layer)
@@ -127,10 +120,10 @@ def _name_of(layer: keras.layers.Layer) -> str:
 def begin_again(layer: keras.layers.Layer, settings: PolicySettings) -> None:
     """Puts a layer that exists already under `settings`; quantized ones are left."""
     before = policy_of(layer)
-    is_explicit = before is not None and before.kind is Kind.EXPLICIT
     is_float = layer.dtype_policy.compute_dtype in ("float32", "float64", *HALF)
     if layer.quantization_mode is not None or not is_float:
         return
+    is_explicit = before is not None and before.kind is Kind.EXPLICIT
     begin(layer, settings, is_explicit=is_explicit)
     if before is not None:
         update(layer, made_in=before.made_in)
@@ -143,7 +136,7 @@ def decide(layer: keras.layers.Layer, *, path: str | None = None) -> None:
         return
     if not policy.is_decided or path is not None:
         if policy.kind is Kind.FOLLOWS:
-            policy.settings.ask(layer, is_finished=True, path=path)
+            policy.settings.ask(layer, path=path)
         policy.is_decided = True
     # Its inner layer's `call` runs in its own autocast scope.
     if isinstance(layer, keras.layers.TimeDistributed):
@@ -183,25 +176,6 @@ def _put_inside(layer: keras.layers.Layer, outer_name: str) -> None:
     )
 
 
-def take_back_patterns(model: keras.layers.Layer, settings: PolicySettings) -> None:
-    """Takes back what a pattern has kept that turns out to be another layer's name."""
-    rows = [(path, layer) for path, layer, _ in structure.walk(model)]
-    for rule in settings.rules_of_user:
-        if any(rule.is_name_of(layer, path) for path, layer in rows):
-            settings.exact.add(rule.name)
-        for path, kept in rows if rule.name in settings.exact else ():
-            policy = policy_of(kept)
-            is_of_rule = policy is not None and policy.rule == rule.name
-            if not is_of_rule or policy.settings is not settings:  # type: ignore[union-attr]
-                continue
-            if rule.matches(kept, path=path, is_exact=True):
-                continue
-            for layer in structure.layers_of(kept):
-                inside = policy_of(layer)
-                if layer is kept or (inside and inside.kind is Kind.SUBLAYER):
-                    begin_again(layer, settings)
-
-
 class Before:
     """What some layers were, for `put_back`."""
 
@@ -223,6 +197,16 @@ def restored_on_error(of: Iterable[keras.layers.Layer]) -> Iterator[None]:
     except BaseException:
         before.put_back()
         raise
+
+
+@contextlib.contextmanager
+def errors_left_alone() -> Iterator[None]:
+    """Lets errors of calls in the block be what they are."""
+    before, CALLS.may_keep = CALLS.may_keep, False
+    try:
+        yield
+    finally:
+        CALLS.may_keep = before
 
 
 def take(layer: keras.layers.Layer, settings: PolicySettings, rule: Rule) -> None:
@@ -251,7 +235,7 @@ def remedy(
     if policy is None or CALLS.differentiated is layer:  # as it is tried in float32
         raise error
     if policy.rule in (OWN_LOSS, trials.EXACT) and isinstance(error, _DTYPE_ERRORS):
-        return _taken_back(layer, policy.settings, error, again)
+        return _taken_back(layer, policy, error, again)
     # Elsewhere a layer's own code has effects, and has been traced before.
     is_harmless = found is not None or trials.is_of_keras(layer)
     is_harmless = is_harmless and not policy.fails_in_float32
@@ -286,6 +270,40 @@ def remedy(
     raise error
 
 
+def _may_help(layer: keras.layers.Layer, policy: Policy, error: Exception) -> bool:
+    return (
+        policy.kind in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
+        and policy.settings.has_defaults
+        and layer.compute_dtype in HALF
+        and CALLS.may_keep
+        and not getattr(error, _TRIED, False)
+        and structure.graph_of(layer) is None
+        and isinstance(error, _DTYPE_ERRORS)
+    )
+
+
+def _taken_back(
+    layer: keras.layers.Layer,
+    policy: Policy,
+    error: Exception,
+    again: Callable[[], Any],
+) -> Any:
+    """Returns what a call gives in half precision, after a default rule broke it."""
+    with restored_on_error(structure.layers_of(layer)):
+        policy.settings.taken_back.add(layer)
+        begin_again(layer, policy.settings)
+        outputs = again()
+    logging.warning(
+        "Layer %r computes in %s: in float32, for rule %r, its `call` raises %s. Cast "
+        "to `self.compute_dtype` there.",
+        layer.name,
+        policy.settings.compute_dtype,
+        policy.rule,
+        f"{type(error).__name__}: {first_line(error)}",
+    )
+    return outputs
+
+
 def _reason(
     layer: keras.layers.Layer, error: Exception, of_gradient: bool
 ) -> tuple[str, str]:
@@ -303,65 +321,18 @@ def _reason(
     return f"its `call` raises {kind} in {dtype} at {_place(layer, error)}", how
 
 
-@contextlib.contextmanager
-def errors_left_alone() -> Iterator[None]:
-    """Lets errors of calls in the block be what they are."""
-    before, CALLS.may_keep = CALLS.may_keep, False
-    try:
-        yield
-    finally:
-        CALLS.may_keep = before
-
-
-def _may_help(layer: keras.layers.Layer, policy: Policy, error: Exception) -> bool:
-    return (
-        policy.kind in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
-        and policy.settings.has_defaults
-        and layer.compute_dtype in HALF
-        and CALLS.may_keep
-        and not getattr(error, _TRIED, False)
-        and structure.graph_of(layer) is None
-        and isinstance(error, _DTYPE_ERRORS)
-    )
-
-
-def _taken_back(
-    layer: keras.layers.Layer,
-    settings: PolicySettings,
-    error: Exception,
-    again: Callable[[], Any],
-) -> Any:
-    """Returns what a call gives in half precision, after a default rule broke it."""
-    rule = policy_of(layer).rule  # type: ignore[union-attr]
-    with restored_on_error(structure.layers_of(layer)):
-        settings.taken_back.add(layer)
-        begin_again(layer, settings)
-        outputs = again()
-    logging.warning(
-        "Layer %r computes in %s: in float32, for rule %r, its `call` raises %s. Cast "
-        "to `self.compute_dtype` there.",
-        layer.name,
-        settings.compute_dtype,
-        rule,
-        f"{type(error).__name__}: {first_line(error)}",
-    )
-    return outputs
-
-
 def _place(layer: keras.layers.Layer, error: BaseException | None) -> str:
     """Returns the line of the user's code that raised, as far as it is known."""
     file = inspect.unwrap(type(layer).call).__code__.co_filename
-    frames: list[traceback.FrameSummary] = []
+    best: tuple[bool, traceback.FrameSummary] | None = None
     while error is not None:  # and those that it was raised for
-        own = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == file or not _LIBRARIES.search(frame.filename)
-        ]
-        own = [frame for frame in own if frame.name != "error_handler"]
-        frames = [frame for frame in own if frame.filename == file] or own or frames
+        for frame in traceback.extract_tb(error.__traceback__):
+            is_call = frame.filename == file
+            is_own = is_call or not _LIBRARIES.search(frame.filename)
+            if is_own and (best is None or is_call >= best[0]):
+                best = is_call, frame
         error = error.__cause__ or error.__context__
-    if not frames:
+    if best is None:
         return f"`{type(layer).__name__}.call`"
-    last = frames[-1]
+    last = best[1]
     return f"`{(last.line or '').strip()}` ({Path(last.filename).name}:{last.lineno})"

@@ -38,23 +38,15 @@ def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
         layer_dtypes.decide(layer)
     is_outermost, is_real = not calls.in_call(), not trials.is_symbolic(args, kwargs)
     # Keras traces a layer's own `call` for shapes, with nothing around it.
-    if (
-        not policy.is_resolved
-        and is_outermost
-        and is_real
-        and not backend.in_symbolic_scope()
-    ):
+    is_first = not (policy.is_resolved or backend.in_symbolic_scope())
+    if is_first and is_outermost and is_real:
         resolve(layer, args, kwargs)
         if policy.settings.plan is None:
             trials.note_tried(layer, kwargs)  # the trace for heads has tried it
     if is_real and trials.is_untried(layer, policy_of(layer) or policy, kwargs):
         trials.trace_ahead(layer, args, kwargs)
-    if (
-        policy.settings.open_rules
-        and kwargs.get("training") is True
-        and isinstance(layer, keras.Model)
-        and is_outermost
-    ):
+    is_training = kwargs.get("training") is True and isinstance(layer, keras.Model)
+    if policy.settings.open_rules and is_training and is_outermost:
         warn_of_open_rules(layer)
 
 
@@ -71,9 +63,9 @@ def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> 
         key = structure.graph_key(model)
         if policy.is_resolved and key in (None, policy.graph_key):
             return True
-        if policy.is_resolved:
-            _start_again(model, policy.settings)
         settings = policy.settings
+        if policy.is_resolved:
+            _start_again(model, settings)
         if follow_plan(model, settings):
             return True
         # The trace below comes here again.
@@ -111,8 +103,8 @@ def _start_again(model: keras.layers.Layer, settings: PolicySettings) -> None:
         is_unknown = policy.kind is Kind.FLOAT32_INSIDE and policy.rule not in known
         if is_unknown or (policy.kind is Kind.SUBLAYER and id(parent) in left):
             left.add(id(layer))
-            continue
-        layer_dtypes.begin_again(layer, settings)
+        else:
+            layer_dtypes.begin_again(layer, settings)
 
 
 def _resolve(
@@ -123,29 +115,28 @@ def _resolve(
         rule = f"policy {settings.policy.name}"
         update(model, kind=Kind.FOLLOWS, rule=rule, reason="", output_dtype=None)
     found = heads.graph_heads(model)
-    if found is None and args is None:
-        _settle_layers(model, settings)
-        return False
     failure: Exception | None = None
-    if found is None:
+    if found is None and args is not None:
         try:
             found = heads.traced_heads(model, args, kwargs)
         except Exception as error:  # the user's own code, which may do anything
-            found, failure = heads.Heads(is_complete=False), error
+            failure = error
     _settle_layers(model, settings)
+    if found is None and failure is None:
+        return False
     if IN_FORCE.settings is not settings:
         warn_of_open_rules(model)
     if not settings.has_defaults:
         return True
-    if failure is not None:
+    if found is None:
         return _give_up(model, failure)
     _keep_exact_operations(model, settings)
     of_graph = heads.graph_heads(model)
     if of_graph is not None:
         _narrow_around_tied_heads(model, of_graph, settings)
         heads.keep_heads(model, of_graph, settings)
-        return True
-    _keep_traced(model, found, settings, args, kwargs)
+    else:
+        _keep_traced(model, found, settings, args, kwargs)
     return True
 
 
@@ -168,13 +159,10 @@ def _keep_traced(
     except Exception as error:
         before.put_back()
         _cast_output(model, "a float32 head would break the model's `call`")
-        logging.warning(
-            "The output of model %r is cast to float32, but its last layer stays in "
-            "half precision: with that layer in float32 its `call` raises %s. Cast "
-            "what is combined with it to one dtype, for example with "
-            "`keras.ops.cast`.",
-            model.name,
-            f"{type(error).__name__}: {first_line(error)}",
+        _say_cast(
+            model,
+            f"with that layer in float32 its `call` raises {_told(error)}. Cast what "
+            "is combined with it to one dtype, for example with `keras.ops.cast`.",
         )
         return
     if not (found.is_complete or _take_product(model, found, settings, args, kwargs)):
@@ -193,9 +181,7 @@ def _take_product(
     Returns whether they are: not where the product is large, or the call raises then.
     """
     policy = policy_of(model)
-    if policy is None:
-        return False
-    if policy.applies_to == "own":  # by a rule, for what the model computes itself
+    if policy is not None and policy.applies_to == "own":  # by a rule
         update(model, output_dtype="float32")
         return True
     factors = [product.inputs[1].shape for product in found.own_products]
@@ -221,9 +207,8 @@ def _narrow_around_tied_heads(
         is_graph = structure.graph_of(layer) is not None
         if is_graph or id(layer) in parts or policy_of(layer) is None:
             continue
-        if layer.compute_dtype in HALF and any(
-            id(child) in parts for child in structure.children(layer)
-        ):
+        holds_a_head = any(id(each) in parts for each in structure.children(layer))
+        if layer.compute_dtype in HALF and holds_a_head:
             update(layer, inner_dtype=settings.compute_dtype)
 
 
@@ -234,7 +219,7 @@ def _keep_exact_operations(model: keras.layers.Layer, settings: PolicySettings) 
         if any(x.dtype in HALF for x in inputs):
             reads = not any(backend.is_float_dtype(y.dtype) for y in outputs)
             if reads or any(map(_takes_ids, structure.users_of(operation))):
-                _keep_way_to(operation, settings, is_end=True)
+                _keep_way_to(operation, settings.compute_dtype)
 
 
 def _takes_ids(operation: Any) -> bool:
@@ -242,18 +227,17 @@ def _takes_ids(operation: Any) -> bool:
     return policy is not None and trials.takes_ids(operation, policy)
 
 
-def _keep_way_to(operation: Any, settings: PolicySettings, *, is_end: bool) -> None:
+def _keep_way_to(operation: Any, dtype: str) -> None:
     """Keeps an operation in float32, and the operations that its inputs come from."""
-    dtype = settings.compute_dtype if is_end else "float32"
     if not exact_values.keep(operation, dtype, EXACT_RULE.name, EXACT_RULE.reason):
         return
     for tensor in structure.tensors_of(operation)[0]:
         made = structure.producer(tensor)
         if made is not None and not isinstance(made[0], keras.layers.Layer):
-            _keep_way_to(made[0], settings, is_end=False)
+            _keep_way_to(made[0], "float32")
 
 
-def _give_up(model: keras.layers.Layer, failure: Exception) -> bool:
+def _give_up(model: keras.layers.Layer, failure: Exception | None) -> bool:
     """Casts the output of a model whose `call` cannot be traced, only run.
 
     The failure may also be that of one bad call. Returns whether enough were tried.
@@ -262,14 +246,25 @@ def _give_up(model: keras.layers.Layer, failure: Exception) -> bool:
     _cast_output(model, "its `call` cannot be traced")
     is_final = _failures[model] >= MAX_TRACES
     if is_final:
-        logging.warning(
-            "The output of model %r is cast to float32, but its last layer stays in "
-            "half precision: its `call` cannot be traced to find that layer (%s). Make "
+        _say_cast(
+            model,
+            f"its `call` cannot be traced to find that layer ({_told(failure)}). Make "
             "the model a Functional one, or give its last layer dtype='float32'.",
-            model.name,
-            f"{type(failure).__name__}: {first_line(failure)}",
         )
     return is_final
+
+
+def _told(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"  # type: ignore[arg-type]
+
+
+def _say_cast(model: keras.layers.Layer, why: str) -> None:
+    logging.warning(
+        "The output of model %r is cast to float32, but its last layer stays in half "
+        "precision: %s",
+        model.name,
+        why,
+    )
 
 
 def _cast_output(model: keras.layers.Layer, because: str) -> None:
@@ -288,13 +283,16 @@ def _cast_output(model: keras.layers.Layer, because: str) -> None:
 
 def _settle_layers(model: keras.layers.Layer, settings: PolicySettings) -> None:
     """Asks all rules about all layers, whose paths are known now."""
-    layer_dtypes.take_back_patterns(model, settings)
-    for path, layer, _ in structure.walk(model):
+    rows = [(path, layer) for path, layer, _ in structure.walk(model)]
+    for rule in settings.rules_of_user:
+        if any(rule.is_name_of(layer, path) for path, layer in rows):
+            settings.exact.add(rule.name)
+    for path, layer in rows:
         policy = policy_of(layer)
         if policy is None or policy.settings is not settings:
             continue
         _note_user_rules(layer, path, settings)
-        layer_dtypes.decide(layer, path=None if layer is model else path)
+        layer_dtypes.decide(layer, path=path)
 
 
 def _note_user_rules(
@@ -305,7 +303,7 @@ def _note_user_rules(
     for rule in settings.rules_of_user:
         if rule.name in settings.matched and not is_explicit:
             continue
-        if not rule.matches(layer, path=path, is_exact=rule.name in settings.exact):
+        if not settings.matches(rule, layer, path):
             continue
         settings.matched.add(rule.name)
         if is_explicit and layer.compute_dtype != "float32":

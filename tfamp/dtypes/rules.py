@@ -20,6 +20,7 @@ KeepFloat32 = str | Sequence[Any]
 # A window of n terms summed in a format of spacing eps is off by up to n * eps / 2:
 # 0.4 % for a 3x3 window in float16, but 12 % for 16x16.
 MIN_LARGE_WINDOW = 16
+_NAME = re.compile(r"[\w./-]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,11 @@ class Rule:
         if self.predicate is not None:
             return self._ask(layer, self.predicate)
         return bool(self.classes)
+
+    @property
+    def may_be_name(self) -> bool:
+        """Whether the pattern reads like a name in which dots stand for themselves."""
+        return self.pattern is not None and bool(_NAME.fullmatch(self.pattern.pattern))
 
     def is_name_of(self, layer: keras.layers.Layer, path: str | None) -> bool:
         """Returns whether the pattern, as it stands, is a layer's name or path."""

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,13 +29,6 @@ VARIABLE = "TFAMP_POLICY"
 MEASURE = "measure"
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 NOT_ENABLED = "tfamp is not enabled"
-
-
-class _Asking(threading.local):
-    now = False  # rules may read dtypes, too
-
-
-_ASKING = _Asking()
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,30 +99,26 @@ class PolicySettings:
         """Leaves it to others to say which of some rules match nothing."""
         self.matched.update(rule.name for rule in rules)
 
-    def ask(self, layer: Any, *, is_finished: bool, path: str | None = None) -> None:
-        """Asks the rules in turn and keeps `layer` where one matches."""
-        rules = (r for r in self.rules if is_finished or not r.predicate)
-        self._ask(layer, rules, path)
+    def ask(
+        self, layer: Any, *, is_finished: bool = True, path: str | None = None
+    ) -> None:
+        """Asks the rules in turn and keeps `layer` where one matches.
 
-    def ask_on_read(self, layer: Any) -> None:
-        """Asks the rules that need the finished layer, which it may not be yet."""
-        if _ASKING.now:
-            return
-        _ASKING.now = True
-        try:
-            self._ask(layer, (r for r in self.rules if r.predicate))
-        except RuntimeError:  # raised at the first call, if it lasts
-            return
-        finally:
-            _ASKING.now = False
-
-    def _ask(self, layer: Any, rules: Iterable[Rule], path: str | None = None) -> None:
-        if layer in self.taken_back:
-            return
-        for rule in rules:
-            if rule.matches(layer, path=path, is_exact=rule.name in self.exact):
+        Those with a predicate need a finished layer.
+        """
+        for rule in self.rules if layer not in self.taken_back else ():
+            is_early = rule.predicate is not None and not is_finished
+            if not is_early and self.matches(rule, layer, path):
                 self.keep(layer, rule)
                 return
+
+    def matches(self, rule: Rule, layer: Any, path: str | None) -> bool:
+        """Returns whether a rule keeps a layer, whose path is given where it is known.
+
+        Until then, what may be a name or a pattern counts as a name.
+        """
+        is_exact = rule.name in self.exact or (path is None and rule.may_be_name)
+        return rule.matches(layer, path=path, is_exact=is_exact)
 
     def keep(self, layer: Any, rule: Rule) -> None:
         """Keeps `layer` in float32: float32 inside, the compute dtype out."""

@@ -39,7 +39,7 @@ class Run:
     def __init__(self, model: keras.Model, arguments: Mapping[str, Any]) -> None:
         self.model, self.arguments = model, arguments
         # What Keras draws the batches of training from: the first that `fit` resets.
-        self.epochs: Any = None
+        self.feed: Any = None
         self.members: list[Member] = []
         self.calls: dict[Place, Call] = {}
         self.is_inside = False
@@ -156,22 +156,22 @@ def running(
         _RUNS.stack.remove(run)
 
 
-def note_made(model: keras.Model) -> None:
-    """Puts what stood around a model's training function around the one just made."""
-    if (run := _current(model)) is not None:
-        _surround(run)
+def surrounded(model: keras.Model, function: Callable[[Any], Any]) -> Any:
+    """Returns a training function just made, with what stood around the one before."""
+    run = _current(model)
+    return function if run is None or not run.calls else _Around(run, function)
 
 
-def note_epochs(epochs: Any) -> None:
+def note_feed(feed: Any) -> None:
     """Notes what the run that is under way in this thread draws its batches from."""
-    if _RUNS.stack and _RUNS.stack[-1].epochs is None:
-        _RUNS.stack[-1].epochs = epochs
+    if _RUNS.stack and _RUNS.stack[-1].feed is None:
+        _RUNS.stack[-1].feed = feed
 
 
-def epochs_of(model: keras.Model) -> Any:
+def feed_of(model: keras.Model) -> Any:
     """Returns what the `fit` of a model that runs now draws its batches from."""
     run = _current(model)
-    return None if run is None else run.epochs
+    return None if run is None else run.feed
 
 
 def callbacks_of(model: keras.Model) -> list[Any]:
@@ -184,7 +184,8 @@ def callbacks_of(model: keras.Model) -> list[Any]:
 
 def on_iterator(model: keras.Model) -> Any:
     """Returns a training function of a model as it is compiled now."""
-    return type(model)._make_function(model, model.train_step)
+    function = type(model)._make_function(model, model.train_step)
+    return function.function if isinstance(function, _Around) else function
 
 
 def on_batch(model: keras.Model) -> Any:

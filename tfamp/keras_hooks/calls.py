@@ -1,10 +1,10 @@
 """Hooks where layers are called.
 
 Relies on: `Layer.__call__` casting its inputs through
-`DTypePolicy.convert_input`, opening the autocast scope and then calling
-`super().__call__`, which the TensorFlow base class of `Layer` does not define;
-outputs of that call becoming the layer's outputs before the graph node, the
-mask and the activity regularizer see them.
+`DTypePolicy.convert_input`, building the layer by its `build`, opening the autocast
+scope and then calling `super().__call__`, which the TensorFlow base class of `Layer`
+does not define; outputs of that call becoming the layer's outputs before the graph
+node, the mask and the activity regularizer see them.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from keras.src.backend.tensorflow.layer import TFLayer
 
 from tfamp.keras_hooks import backend, structure, trials
 from tfamp.keras_hooks.exact_values import cast_outputs, source_of
-from tfamp.keras_hooks.layers import CALLS, Kind, Policy, policy_of
+from tfamp.keras_hooks.layers import CALLS, Kind, policy_of
 from tfamp.keras_hooks.patches import Function, Patch, like, replaced, wrapper
 
 
@@ -57,13 +57,18 @@ def patches(
             if policy is None:
                 return original(self, *args, **kwargs)
             rule, call = policy.rule, functools.partial(original, self, *args, **kwargs)
+            CALLS.depth += 1
             try:
-                return trials.checked(self, policy, call, (args, kwargs))
+                with _built_outside_the_trace(self):
+                    return trials.checked(self, policy, call, (args, kwargs))
             except Exception as error:
                 if not _may_repeat(self, args, kwargs):
                     raise
-                again = functools.partial(run, self, *args, **kwargs)
-                return after_error(self, rule, error, again)
+                failed = error
+            finally:
+                CALLS.depth -= 1
+            again = functools.partial(run, self, *args, **kwargs)
+            return after_error(self, rule, failed, again)
 
         @like(original)
         def __call__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +81,6 @@ def patches(
     return [
         *trials.patches(after_error),
         Patch(keras.layers.Layer, "__call__", wrap_outer),
-        Patch(keras.layers.Layer, "_maybe_build", _wrap_maybe_build),
         Patch(
             TFLayer,
             "__call__",
@@ -98,35 +102,30 @@ def in_call() -> bool:
 
     For what a `build` calls Keras has not opened its call context yet.
     """
-    if CALLS.num_builds or CALLS.stack:
+    if CALLS.depth or CALLS.stack:
         return True
     return global_state.get_global_attribute("current_call_ctx") is not None
 
 
 @contextlib.contextmanager
-def _outside_the_trace() -> Iterator[None]:
-    """Leaves tfamp's own trace, if there is one, as a plain first call would.
+def _built_outside_the_trace(layer: keras.layers.Layer) -> Iterator[None]:
+    """Has a layer that is called in tfamp's own trace be built as by a first call.
 
     What `build` keeps must not be a tensor of a graph that is thrown away.
     """
-    if CALLS.recorder is None:
+    if CALLS.recorder is None or layer.built:
         yield
         return
-    scopes = backend.global_attributes(stateless_scope=None, symbolic_scope=None)
-    with scopes, tf.init_scope():
+    original = layer.build
+
+    @like(original)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        scopes = backend.global_attributes(stateless_scope=None, symbolic_scope=None)
+        with scopes, tf.init_scope():
+            return original(*args, **kwargs)
+
+    with replaced(layer, build=build):
         yield
-
-
-@wrapper
-def _wrap_maybe_build(
-    original: Function, self: keras.layers.Layer, call_spec: Any
-) -> Any:
-    """Marks that a layer is being built, and builds it outside tfamp's own trace."""
-    if self.built:
-        return original(self, call_spec)
-    building = replaced(CALLS, num_builds=CALLS.num_builds + 1)
-    with building, _outside_the_trace():
-        return original(self, call_spec)
 
 
 @wrapper
@@ -165,13 +164,16 @@ def _inner_call(
             outputs = call(*args, **kwargs)
         finally:
             CALLS.stack.pop()
+        outer = CALLS.stack[-1] if CALLS.stack else None
         output_dtype = policy.output_dtype
-        is_outermost = not (CALLS.stack or CALLS.num_builds)
+        is_outermost = outer is None and CALLS.depth <= 1
         if CALLS.is_training and is_outermost and policy.settings.has_defaults:
             # For the code of a `train_step`, as a model's output is.
             output_dtype = "float32"
-        elif CALLS.stack:
-            output_dtype = _inside(CALLS.stack[-1], policy)
+        elif outer is not None and outer.inner_dtype is not None:
+            # But what the user made in a dtype of its own, beside a head.
+            if policy.kind is not Kind.EXPLICIT or outer.inner_dtype == "float32":
+                output_dtype = outer.inner_dtype
         if output_dtype is not None:
             outputs = cast_outputs(outputs, output_dtype)
         if CALLS.recorder is not None:
@@ -185,11 +187,3 @@ def _widens(layer: keras.layers.Layer) -> bool:
     """Returns whether a graph casts its inputs to float32 ahead of those that ask."""
     graph = structure.graph_of(layer)
     return graph is not None and all(x.dtype == "float32" for x in graph.inputs)
-
-
-def _inside(outer: Policy, policy: Policy) -> str | None:
-    """Returns what the outputs of a layer are cast to in the layer that calls it."""
-    is_own_dtype = policy.kind is Kind.EXPLICIT and outer.inner_dtype != "float32"
-    if outer.inner_dtype is None or is_own_dtype:
-        return policy.output_dtype
-    return outer.inner_dtype

@@ -1,12 +1,13 @@
 """The batches of `fit`, epoch by epoch: where it stands in them, and how to go there.
 
 Relies on: `fit` making one `TFEpochIterator` for training, which it resets ahead of all
-others, and running through it once an epoch; `_enumerate_iterator` giving for each
-execution a tuple of its first step and, last, what the training function draws from;
-`_get_iterator` being called for each iterator that is made; `_current_iterator` and
-`_steps_seen` being all that lasts from one epoch to the next; `_initial_epoch` being
-where `fit` begins, where callbacks have set it when training begins; epoch iterators
-calling `data_adapters.get_data_adapter` by this name for all data, as `x`.
+others, and running through it once an epoch; its methods being looked up on the
+instance; `_enumerate_iterator` giving for each execution a tuple of its first step and,
+last, what the training function draws from; `_get_iterator` being called for each
+iterator that is made; `_current_iterator` and `_steps_seen` being all that lasts from
+one epoch to the next; `_initial_epoch` being where `fit` begins, where callbacks have
+set it when training begins; epoch iterators calling `data_adapters.get_data_adapter` by
+this name for all data, as `x`.
 """
 
 import dataclasses
@@ -140,8 +141,7 @@ class Feed:
 
 def feed_of(model: keras.Model) -> Feed | None:
     """Returns the batches of the `fit` of a model that runs now."""
-    epochs = around_training.epochs_of(model)
-    return None if epochs is None else _FEEDS.get(epochs)
+    return around_training.feed_of(model)
 
 
 def begin_at(model: keras.Model, epoch: int | None) -> None:
@@ -155,36 +155,33 @@ def global_seed_state() -> Any:
     return None if generator is None else generator.state
 
 
-_FEEDS: "weakref.WeakKeyDictionary[Any, Feed]" = weakref.WeakKeyDictionary()
-
-
-def _feed_from(iterator: Any) -> Feed:
-    if iterator not in _FEEDS:
-        _FEEDS[iterator] = Feed(weakref.proxy(iterator))
-    return _FEEDS[iterator]
-
-
 @wrapper
-def _wrap_reset(original: Function, self: Any) -> None:
-    _feed_from(self)
-    around_training.note_epochs(self)
-    original(self)
+def _wrap_init(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    # What an iterator holds must not hold it.
+    epochs, cls = weakref.proxy(self), type(self)
+    feed = Feed(epochs)
 
+    def reset() -> None:
+        around_training.note_feed(feed)
+        cls.reset(epochs)
 
-@wrapper
-def _wrap_get(original: Function, self: Any) -> Any:
-    feed = _feed_from(self)
-    feed.used.append(False)
-    feed.drawn = 0
-    return original(self)
+    def get_iterator() -> Any:
+        feed.used.append(False)
+        feed.drawn = 0
+        return cls._get_iterator(epochs)
 
+    def enumerate_iterator() -> Iterator[tuple[Any, ...]]:
+        executions = _executions(feed, cls._enumerate_iterator(epochs))
+        found = executions if feed.around is None else feed.around(executions)
+        return (each.item for each in found)
 
-@wrapper
-def _wrap_enumerate(original: Function, self: Any) -> Iterator[tuple[Any, ...]]:
-    feed = _feed_from(self)
-    executions = _executions(feed, original(self))
-    found = executions if feed.around is None else feed.around(executions)
-    return (each.item for each in found)
+    vars(self).update(
+        reset=reset,
+        _get_iterator=get_iterator,
+        _enumerate_iterator=enumerate_iterator,
+        _tfamp_feed=feed,
+    )
 
 
 def _executions(feed: Feed, items: Iterator[tuple[Any, ...]]) -> Iterator[Execution]:
@@ -195,13 +192,7 @@ def _executions(feed: Feed, items: Iterator[tuple[Any, ...]]) -> Iterator[Execut
         yield Execution(begin, begin + steps, item[-1], item)
 
 
-EPOCH_HOOKS = PatchSet(
-    [
-        Patch(TFEpochIterator, "reset", _wrap_reset),
-        Patch(TFEpochIterator, "_get_iterator", _wrap_get),
-        Patch(TFEpochIterator, "_enumerate_iterator", _wrap_enumerate),
-    ]
-)
+EPOCH_HOOKS = PatchSet([Patch(TFEpochIterator, "__init__", _wrap_init)])
 
 
 def order_patches() -> list[Patch]:

@@ -6,7 +6,8 @@ it is a stock policy of the dtypes that were decided.
 
 Relies on: `Layer.__init__` storing the policy of its `dtype` argument, with None
 meaning the global policy object; `Layer._dtype_policy` being asked for each dtype;
-`serialize_keras_object` writing a class under the name that it is exported by;
+`serialize_keras_object` writing a class under the name that it is exported by; pickling
+naming a layer's `_unpickle_model`;
 `global_state` keeping the global policy by name, per thread, and `clear_session`
 dropping it.
 """
@@ -52,9 +53,7 @@ KEPT = (Kind.FLOAT32_INSIDE, Kind.HEAD, Kind.SUBLAYER)
 # Settings under which layers compute in float16, as long as one of those lives.
 FLOAT16: "weakref.WeakSet[Any]" = weakref.WeakSet()
 # What was decided of a layer, as plans and files hold it.
-FIELDS = (
-    *("rule", "reason", "output_dtype", "exact_inputs", "applies_to", "inner_dtype"),
-)
+FIELDS = ("rule", "reason", "output_dtype", "exact_inputs", "applies_to", "inner_dtype")
 
 
 class _LikeStock(keras.DTypePolicy):
@@ -73,9 +72,12 @@ class _LikeStock(keras.DTypePolicy):
 class Policy(_LikeStock):
     """What one layer computes in, and why.
 
-    Its dtypes are those of the policy it was made with, or float32 where a rule keeps
-    the layer; rules that need the finished layer are asked as the dtype is read.
+    Pickles of layers name `unpickle`, a function of a module, so that any process finds
+    it. The dtypes are those of the policy it was made with, or float32 where a rule
+    keeps the layer; rules that need the finished layer are asked as one is read.
     """
+
+    unpickle: Callable[[Any], Any]
 
     def __init__(self, name: str, settings: Any = None, **decided: Any) -> None:
         super().__init__(name)
@@ -93,6 +95,7 @@ class Policy(_LikeStock):
         # What sublayers' outputs are cast to inside this layer: float32 for "own", half
         # precision where one that is called inside is a head, too.
         self.inner_dtype: str | None = None
+        self._is_asking = False
         self.is_decided = False  # whether rules for finished layers have been asked
         self.is_propagated = False  # whether the sublayers follow it already
         self.is_resolved = False  # for a model: whether its heads have been found
@@ -111,25 +114,17 @@ class Policy(_LikeStock):
     @property
     def name(self) -> str:
         """The name of a stock policy with the same dtypes."""
-        self._ask()
-        return self.present_name
+        return "float32" if self._ask() else self._name
 
     @property
     def compute_dtype(self) -> str:
         """What the layer computes in."""
-        self._ask()
-        return "float32" if self._is_float32 else self._compute_dtype
+        return "float32" if self._ask() else self._compute_dtype
 
     @property
     def variable_dtype(self) -> str:
         """What the layer makes its weights in."""
-        self._ask()
-        return "float32" if self._is_float32 else self._variable_dtype
-
-    @property
-    def present_name(self) -> str:
-        """The name as far as it is decided: no rule is asked."""
-        return "float32" if self._is_float32 else self._name
+        return "float32" if self._ask() else self._variable_dtype
 
     @property
     def given_name(self) -> str:
@@ -137,14 +132,26 @@ class Policy(_LikeStock):
         return self._name
 
     @property
-    def _is_float32(self) -> bool:
-        return self.kind in KEPT and self._compute_dtype in HALF
+    def present_name(self) -> str:
+        """The name as far as it is decided: no rule is asked."""
+        return "float32" if self._is_float32 else self._name
 
-    def _ask(self) -> None:
-        if not self.is_decided and self.kind is Kind.FOLLOWS:
-            layer = self._layer()
-            if layer is not None:
-                self.settings.ask_on_read(layer)
+    @property
+    def _is_float32(self) -> bool:
+        return self.is_kept and self._compute_dtype in HALF
+
+    def _ask(self) -> bool:
+        layer = self._layer()
+        is_open = not (self.is_decided or self._is_asking)
+        if is_open and self.kind is Kind.FOLLOWS and layer is not None:
+            self._is_asking = True  # rules may read dtypes, too
+            try:
+                self.settings.ask(layer)
+            except RuntimeError:  # the layer may be unfinished; raised at its call
+                pass
+            finally:
+                self._is_asking = False
+        return self._is_float32
 
     def bind(self, layer: Any) -> None:
         """Makes this the policy of a layer.
@@ -154,13 +161,13 @@ class Policy(_LikeStock):
         self._layer = weakref.ref(layer)
         if self._compute_dtype == "float16":
             FLOAT16.add(self.settings)
-        own = vars(layer)
-        own[_ATTRIBUTE], given = self, own["_dtype_policy"]
+        given = vars(layer)["_dtype_policy"]
+        _attach(layer, self)
         is_other = given.quantization_mode or isinstance(given, _MAP)
         if type(given) in (*_PLAIN, Policy) or not (
             is_other or self.kind is Kind.EXPLICIT
         ):
-            own["_dtype_policy"] = self
+            vars(layer)["_dtype_policy"] = self
 
     def convert_input(self, x: Any, autocast: bool, dtype: Any) -> Any:
         """Casts as Keras does; what was rounded remembers what it was rounded from."""
@@ -181,10 +188,8 @@ class Policy(_LikeStock):
         layer = memo.get(id(self._layer()))
         if layer is None:
             return keras.DTypePolicy(self.name)
-        made = Policy.__new__(Policy)
-        made.__dict__.update(vars(self))
-        made._layer = weakref.ref(layer)
-        memo[id(self)] = made
+        made = memo[id(self)] = Policy.__new__(Policy)
+        made.__dict__.update(vars(self), _layer=weakref.ref(layer))
         return made
 
 
@@ -209,20 +214,9 @@ class GlobalPolicy(_LikeStock):
             return keras.DTypePolicy(name)
         return self.before or keras.DTypePolicy(keras.config.floatx())
 
-    @property
-    def name(self) -> str:
-        """The name of the policy in force."""
-        return self.present.name
-
-    @property
-    def compute_dtype(self) -> str:
-        """What new layers compute in."""
-        return self.present.compute_dtype
-
-    @property
-    def variable_dtype(self) -> str:
-        """What new layers make their weights in."""
-        return self.present.variable_dtype
+    name = property(lambda self: self.present.name)
+    compute_dtype = property(lambda self: self.present.compute_dtype)
+    variable_dtype = property(lambda self: self.present.variable_dtype)
 
 
 # Files and configurations hold a stock policy in their place.
@@ -235,6 +229,14 @@ def policy_of(layer: Any) -> Policy | None:
     return vars(layer).get(_ATTRIBUTE)
 
 
+def _attach(layer: Any, policy: Policy | None) -> None:
+    own: dict[str, Any] = {_ATTRIBUTE: policy, "_unpickle_model": Policy.unpickle}
+    for name, value in own.items():
+        vars(layer).pop(name, None)
+        if policy is not None:
+            vars(layer)[name] = value
+
+
 def update(layer: Any, **changes: Any) -> Policy:
     """Decides of a managed layer; weights stay as they are. Returns its policy."""
     policy: Policy = vars(layer)[_ATTRIBUTE]
@@ -245,41 +247,32 @@ def update(layer: Any, **changes: Any) -> Policy:
 
 
 def put(layer: Any, policy: keras.DTypePolicy | None) -> None:
-    """Gives a layer another policy; for None it is unmanaged, with the same dtypes.
-
-    A quantized layer stays so: its policy is that of the quantization, from this one.
-    """
+    """Gives a layer another policy; for None it is unmanaged, with the same dtypes."""
     if isinstance(policy, Policy):
         policy.bind(layer)
-        follow(layer)
-        return
-    own, known = vars(layer), vars(layer).pop(_ATTRIBUTE, None)
-    given = own["_dtype_policy"]
-    if policy is not None and given is not policy:
-        layer.dtype_policy = _quantized_as(given, policy)
-    elif policy is None and given is known is not None:
-        own["_dtype_policy"] = keras.DTypePolicy(known.present_name)
+    else:
+        own, known = vars(layer), policy_of(layer)
+        _attach(layer, None)
+        if policy is not None:
+            own["_dtype_policy"] = policy
+        elif known is not None and own["_dtype_policy"] is known:
+            own["_dtype_policy"] = keras.DTypePolicy(known.present_name)
     follow(layer)
 
 
-def _quantized_as(given: Any, policy: keras.DTypePolicy) -> keras.DTypePolicy:
-    if given.quantization_mode is None or policy.quantization_mode is not None:
-        return policy
-    mode = given.name.partition("_from_")[0]
-    return keras.dtype_policies.get(f"{mode}_from_{_present_name(policy)}")
-
-
-def _present_name(policy: keras.DTypePolicy) -> str:
-    return policy.present_name if isinstance(policy, Policy) else policy.name
-
-
 def follow(layer: Any) -> None:
-    """Has what depends on a layer's dtype follow it."""
+    """Has what depends on a layer's dtype follow it.
+
+    A quantized layer stays so: its policy is that of the quantization, from its own.
+    """
     policy, stock = policy_of(layer), layer.dtype_policy
     if policy is not None and stock.quantization_mode is not None:
-        stock = vars(layer)["_dtype_policy"] = _quantized_as(stock, policy)
+        mode = stock.name.partition("_from_")[0]
+        stock = keras.dtype_policies.get(f"{mode}_from_{policy.present_name}")
+        vars(layer)["_dtype_policy"] = stock
     graph = structure.graph_of(layer)
-    if graph is not None and _present_name(stock) == "float32":
+    name = stock.present_name if isinstance(stock, Policy) else stock.name
+    if graph is not None and name == "float32":
         structure.widen_inputs(graph)
     if isinstance(layer, keras.layers.Normalization) and layer.built:
         structure.refresh_normalization(layer)
@@ -294,11 +287,10 @@ def snapshot(layer: Any) -> tuple[Any, Policy | None, dict[str, Any]]:
 
 def put_back(layer: Any, before: tuple[Any, Policy | None, dict[str, Any]]) -> None:
     """Puts a layer back to what `snapshot` found."""
-    vars(layer).pop(_ATTRIBUTE, None)
     vars(layer)["_dtype_policy"], policy, known = before
     if policy is not None:
         policy.__dict__.update(known)
-        vars(layer)[_ATTRIBUTE] = policy
+    _attach(layer, policy)
     follow(layer)
 
 
@@ -307,8 +299,8 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Policy] = []
+        self.depth = 0  # of calls, from before a layer is built
         self.recorder: Any = None  # of the calls of a trace that is thrown away
-        self.num_builds = 0  # how many layers are being built around this one
         self.float16_layers: list[Any] = []  # references to those called last
         self.is_training = False  # whether a managed model's `train_step` runs
         self.may_keep = True  # whether a layer that fails may be tried in float32

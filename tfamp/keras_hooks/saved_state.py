@@ -6,13 +6,13 @@ own: the serialized dtype says which it is, in an entry that stock Keras passes 
 
 Relies on: `_serialize_model_as_json` giving the configuration and the metadata of a
 `.keras` archive as two JSON texts; Keras ignoring metadata it does not know; pickling
-and `copy.deepcopy` going through `KerasSaveable.__reduce__`, which gives a function and
-an archive in memory; `Layer.get_config` serializing the policy into a dict under
-"dtype"; `deserialize_keras_object` passing over entries it does not know; layers being
-made by `Operation.from_config`, or by a `from_config` of their own that hands that dict
-to `Layer.__init__`. For copies in memory: `Layer.__new__` putting wrappers of `build`
-and `quantize` on each instance, and lists of layers noting what they get unless a
-`DotNotTrackScope` is open.
+and `copy.deepcopy` going through `KerasSaveable.__reduce__`, which gives the instance's
+`_unpickle_model`, as `layers.py` has it, and an archive in memory; `Layer.get_config`
+serializing the policy into a dict under "dtype"; `deserialize_keras_object` passing
+over entries it does not know; layers being made by `Operation.from_config`, or by a
+`from_config` of their own that hands that dict to `Layer.__init__`. For copies in
+memory: `Layer.__new__` putting wrappers of `build` and `quantize` on each instance, and
+lists of layers noting what they get unless a `DotNotTrackScope` is open.
 """
 
 import copy
@@ -40,7 +40,6 @@ _IN_MEMORY = "tfamp copies in memory"
 
 def patches(
     describe: Callable[[keras.layers.Layer], dict[str, Any] | None],
-    unpickle: Callable[[Any], Any],
     load: Callable[[dict[str, Any], Callable[[], Any]], Any],
     is_in_force: Callable[[str], bool],
     after_quantized: Callable[[keras.layers.Layer], None],
@@ -49,8 +48,6 @@ def patches(
 
     Args:
         describe: Gives what to store for a model or layer, None for nothing.
-        unpickle: Loads a pickled model or layer with what was stored. A function of a
-            module: a pickle names it, so that any process finds it.
         load: Takes what was stored in a file that Keras's own `load_model` is given,
             and a function that makes the model as Keras does; returns the model.
         is_in_force: States whether new layers come under the policy of a name.
@@ -65,14 +62,6 @@ def patches(
         if entry is not None:
             metadata = json.dumps({**json.loads(metadata), _KEY: entry})
         return config, metadata
-
-    @wrapper
-    def wrap_reduce(
-        original: Function, self: Any
-    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        function, (archive,) = original(self)
-        is_ours = read_entry(archive) is not None
-        return unpickle if is_ours else function, (archive,)
 
     @wrapper
     def wrap_load(original: Function, fileobj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +87,6 @@ def patches(
     return [
         Patch(saving_lib, "_load_model_from_fileobj", wrap_load),
         Patch(saving_lib, "_serialize_model_as_json", wrap_serialize),
-        Patch(KerasSaveable, "__reduce__", wrap_reduce),
         Patch(keras.layers.Layer, "get_config", _wrap_config),
         Patch(keras.Operation, "from_config", wrap_from_config),
     ]
@@ -151,10 +139,9 @@ def copied_in_memory(model: keras.Model) -> keras.Model:
 
     It needs no configuration, but each object that the model holds has to have a copy.
     """
-    memo: dict[Any, Any] = {_IN_MEMORY: True}
     # Layers that draw hold their backend, a module.
     kept = [model._distribute_strategy, *sys.modules.values()]
-    memo.update((id(each), each) for each in kept)
+    memo: dict[Any, Any] = {_IN_MEMORY: True, **{id(each): each for each in kept}}
     for name in ("optimizer", "train_function", "test_function", "predict_function"):
         memo[id(getattr(model, name, None))] = None
     patch = Patch(KerasSaveable, "__deepcopy__", lambda _: _deepcopy, optional=True)

@@ -2,8 +2,8 @@
 
 Relies on: `Trainer.compile` being what every model's `compile` ends in, and
 `_compile_config` being what is saved; `TensorFlowTrainer.make_train_function` making
-the training function out of `train_step` by `_make_function`; `fit`, `train_on_batch`,
-`evaluate` and `predict` being methods of that class, and `fit` calling what its
+the training and the test function out of a step by `_make_function`; `fit`,
+`train_on_batch` and `predict` being methods of that class, and `fit` calling what its
 decorator wraps by way of a closure; `train_function`, `test_function` and
 `predict_function` being rebuilt where they are None; `_symbolic_build` building
 model, losses, metrics and optimizer from one batch.
@@ -32,8 +32,6 @@ from tfamp.keras_hooks.patches import (
 )
 from tfamp.keras_hooks.structure import graph_of
 
-_RUNS = ("train_on_batch", "evaluate", "predict")
-
 
 def run_patches(
     around_step: Callable[[keras.Model, Callable[..., Any]], Callable[..., Any]],
@@ -55,30 +53,26 @@ def run_patches(
         original: Function, self: keras.Model, step_function: Callable[..., Any]
     ) -> Any:
         is_training = step_function == self.train_step
-        is_parted = xla_replicas.parts_compiled(self)
-        if is_parted:
+        own = {}
+        if xla_replicas.parts_compiled(self):
             optimizers = optimizers_of(self) if is_training else []
             step_function = xla_replicas.compiled(self, step_function, optimizers)
+            own["_jit_compile"] = False
         if is_training:
             step_function = around_step(self, step_function)
-        outside = replaced(self, _jit_compile=False)
-        with outside if is_parted else contextlib.nullcontext():
+        with replaced(self, **own):
             function = original(self, step_function)
-        if not is_training:
-            return workers.one_by_one(self, function)
-        function = _built_ahead(self, function)
-        function = workers.one_by_one(self, function)
-        return around_function(self, function)
+        if is_training:
+            function = workers.one_by_one(self, _built_ahead(self, function))
+            return around_training.surrounded(self, around_function(self, function))
+        made = workers.one_by_one(self, function)
 
-    @wrapper
-    def wrap_train(
-        original: Function, self: keras.Model, *args: Any, **kwargs: Any
-    ) -> Any:
-        before = self.train_function
-        made = original(self, *args, **kwargs)
-        if self.train_function is not before:
-            around_training.note_made(self)
-        return made
+        @functools.wraps(made)
+        def evaluate(iterator: Any) -> Any:
+            with around_run(self, "evaluate", {}):
+                return made(iterator)
+
+        return evaluate
 
     def wrap_run(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -93,10 +87,10 @@ def run_patches(
 
     return [
         Patch(TensorFlowTrainer, "_make_function", wrap_make),
-        Patch(TensorFlowTrainer, "make_train_function", wrap_train),
         # It is looked up ahead of callbacks that are made inside the call.
         InnerPatch(TensorFlowTrainer, "fit", wrap_run),
-        *(Patch(TensorFlowTrainer, name, wrap_run) for name in _RUNS),
+        Patch(TensorFlowTrainer, "train_on_batch", wrap_run),
+        Patch(TensorFlowTrainer, "predict", wrap_run),
     ]
 
 

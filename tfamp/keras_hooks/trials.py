@@ -56,16 +56,6 @@ _READS = frozenset(
     "UpperBound".split()
 )
 _COMPARES = frozenset("Equal Greater GreaterEqual Less LessEqual NotEqual".split())
-# Operations whose gradient works in half precision, in the dtype of their inputs.
-_PLAIN = frozenset(
-    "Abs Add AddN AddV2 BatchMatMulV2 BatchMatMulV3 BiasAdd BroadcastTo Cast ConcatV2 "
-    "Conv2D Cos Div Einsum Elu Exp ExpandDims GatherNd GatherV2 Identity LeakyRelu "
-    "Log Log1p LogSoftmax MatMul Max MaxPool Maximum Mean Min Minimum Mul Neg "
-    "OnesLike Pack Pad PadV2 Pow RealDiv Reciprocal Relu Relu6 Reshape ReverseV2 "
-    "Rsqrt Select SelectV2 Selu Sigmoid Sin Slice Softmax Softplus Softsign Split "
-    "SplitV Sqrt Square SquaredDifference Squeeze StopGradient StridedSlice Sub Sum "
-    "Tanh Tile TopKV2 Transpose Unpack ZerosLike".split()
-)
 
 
 class MissingKernelError(NotImplementedError):
@@ -302,7 +292,7 @@ class _Trial:
         reads = [each.outputs[0] for each in whole if each.type == "ReadVariableOp"]
         sources = self.floats((self._given, self.returned, reads))
         note_tried(self._layer, self._given[1])
-        if not sources or all(map(_is_plain, own)):
+        if not sources:
             return []
         try:
             gradients = tf.gradients(targets, sources, stop_gradients=sources)
@@ -399,18 +389,6 @@ def _has_kernel(operation: str, attribute: str, dtype: tf.DType) -> bool:
     return not dtypes or any(not each or number in each for each in dtypes)
 
 
-def _is_plain(operation: tf.Operation) -> bool:
-    """Returns whether the gradient of an operation needs not be tried."""
-    dtypes = [[x.dtype for x in xs] for xs in (operation.inputs, operation.outputs)]
-    if not all(any(d.is_floating or d == tf.variant for d in each) for each in dtypes):
-        return True
-    try:
-        operation.get_attr("_gradient_op_type")  # of the user's own
-    except ValueError:
-        return operation.type in _PLAIN
-    return False
-
-
 @contextlib.contextmanager
 def without_python_effects(root: keras.layers.Layer) -> Iterator[None]:
     """Runs the Python code of layers in the block as if it had not run.
@@ -428,7 +406,7 @@ def without_python_effects(root: keras.layers.Layer) -> Iterator[None]:
         with contextlib.redirect_stdout(muted):
             yield
     finally:
-        muted.is_on = False  # another thread may have put one around it
+        muted.thread = 0  # another thread may have put one around it
     for layer, names, numbers in before:
         if {*vars(layer)} - {"_build_shapes_dict"} <= names:
             vars(layer).update(numbers)
@@ -442,12 +420,11 @@ class _Muted:
     """A stream that takes nothing from one thread."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self._thread, self.is_on = stream, threading.get_ident(), True
+        self._stream, self.thread = stream, threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        if self.is_on and threading.get_ident() == self._thread:
-            return len(text)
-        return int(self._stream.write(text))
+        is_muted = threading.get_ident() == self.thread
+        return len(text) if is_muted else int(self._stream.write(text))
