@@ -1,6 +1,7 @@
 """A model's dtypes: read them, change them in place, load them again."""
 
 import dataclasses
+import functools
 import os
 import zipfile
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from tfamp.dtypes.settings import (
     named_policy,
 )
 from tfamp.keras_hooks import exact_values, saved_state, structure, trainer
-from tfamp.keras_hooks.layers import Kind, Policy, policy_of
+from tfamp.keras_hooks.layers import Kind, policy_of
 from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
 from tfamp.policy import PolicyName, choose_at_fit
 from tfamp.records import checks
@@ -242,13 +243,10 @@ def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             "layers, load them with Keras and call `tfamp.apply(model)`."
         ) from error
 
-    def load() -> Any:
-        return keras.saving.load_model(text, **kwargs)
-
-    if entry is None:
-        return hooks.load_unmanaged(load)
-    model = hooks.load(entry, load)
-    hooks.make_exact(model)
+    make = functools.partial(keras.saving.load_model, text, **kwargs)
+    model = hooks.load(entry, make)
+    if entry is not None:
+        hooks.make_exact(model)
     return model
 
 
@@ -265,7 +263,12 @@ def _row(path: str, layer: keras.layers.Layer) -> LayerAssignment:
     policy = policy_of(layer)
     told = ("not managed", "", "")
     if policy is not None:
-        told = (policy.rule, policy.reason, _note(layer, policy))
+        note = ""
+        if isinstance(layer, keras.Model) and not policy.is_resolved:
+            note = "heads are found at the first call"
+        elif policy.kind in (Kind.WIDE_OUTPUT, Kind.OUTPUT_CAST):
+            note = policy.reason
+        told = (policy.rule, policy.reason, note)
     # The dtype of the weights that it has, which `apply` cannot change.
     stored = {w.dtype for w in structure.own_weights(layer)} & {"float32", *HALF}
     return LayerAssignment(
@@ -273,27 +276,6 @@ def _row(path: str, layer: keras.layers.Layer) -> LayerAssignment:
         type(layer).__name__,
         layer.compute_dtype,
         stored.pop() if len(stored) == 1 else layer.variable_dtype,
-        _output_dtype(layer, policy),
+        rows.output_dtype(layer),
         *told,
     )
-
-
-def _output_dtype(layer: keras.layers.Layer, policy: Policy | None) -> str:
-    if policy is not None and policy.output_dtype is not None:
-        return policy.output_dtype
-    graph = structure.graph_of(layer)
-    if graph is None:
-        return layer.compute_dtype
-    tensor = structure.outputs_of(graph)[0]
-    made = structure.producer(tensor)
-    if made is not None and isinstance(made[0], keras.layers.Layer):
-        return _output_dtype(made[0], policy_of(made[0]))
-    return str(tensor.dtype)
-
-
-def _note(layer: keras.layers.Layer, policy: Policy) -> str:
-    if isinstance(layer, keras.Model) and not policy.is_resolved:
-        return "heads are found at the first call"
-    if policy.kind is Kind.WIDE_OUTPUT or policy.kind is Kind.OUTPUT_CAST:
-        return policy.reason
-    return ""

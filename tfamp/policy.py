@@ -266,22 +266,18 @@ def status() -> Status:
         False
     """
     IN_FORCE.prepare_thread()
-    settings = IN_FORCE.settings
+    settings, rules = IN_FORCE.settings, list[RuleStatus]()
+    if settings is not None and settings.is_half:
+        rules += [RuleStatus(rule.name, rule.reason) for rule in settings.rules]
+        operations = DEFAULT_OPERATIONS if settings.has_defaults else ()
+        rules += [RuleStatus(*row) for row in operations]
     return Status(
         enabled=settings is not None,
         policy=keras.config.dtype_policy().name,
         why=IN_FORCE.present.why,
         devices=hardware.devices(),
-        rules=() if settings is None else _rules_in_force(settings),
+        rules=tuple(rules),
         loss_scale=settings.loss_scale if settings and settings.is_half else None,
         hooks=hooks.installed(),
         versions=_versions.installed_versions(),
     )
-
-
-def _rules_in_force(settings: PolicySettings) -> tuple[RuleStatus, ...]:
-    if not settings.is_half:
-        return ()
-    rules = (RuleStatus(r.name, r.reason) for r in settings.rules)
-    operations = DEFAULT_OPERATIONS if settings.has_defaults else ()
-    return (*rules, *(RuleStatus(*row) for row in operations))

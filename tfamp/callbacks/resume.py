@@ -78,7 +78,7 @@ class Resume(FitCallback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Looks for a training to go on with, and whether it is this one."""
-        feed = epochs.feed_of(self.model)
+        feed = around_training.feed_of(self.model)
         if feed is None:
             raise ValueError(
                 "Resume was told that training begins outside of `fit`; expected "

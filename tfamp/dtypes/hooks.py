@@ -165,13 +165,15 @@ def _plain(optimizer: Any) -> Any:
     return optimizer.inner_optimizer if is_ours else optimizer
 
 
-def load(entry: dict[str, Any], make: Callable[[], Any]) -> Any:
+def load(entry: dict[str, Any] | None, make: Callable[[], Any]) -> Any:
     """Returns a saved model with the dtypes of its file, whose entry is given.
 
-    A ValueError says that the file was written by another version, or describes another
-    model.
+    Without an entry it is as Keras makes it, with the optimizer it had. A ValueError
+    says that the file was written by another version, or describes another model.
     """
-    rows.check_schema(entry)
+    if entry is None:
+        CONFIG_HOOKS.install()
+        return make()
     settings = rows.settings_to_make(entry)
     install(settings)
     with IN_FORCE.block(settings=settings, loaded=entry["policy"]):
@@ -180,17 +182,10 @@ def load(entry: dict[str, Any], make: Callable[[], Any]) -> Any:
     return model
 
 
-def load_unmanaged(make: Callable[[], Any]) -> Any:
-    """Returns a saved model that has no dtypes of tfamp, with the optimizer it had."""
-    CONFIG_HOOKS.install()
-    return make()
-
-
 def unpickled(archive: Any) -> Any:
     """Loads a pickled model; pickles of managed ones name this function."""
     entry = saved_state.read_entry(archive)
-    made = functools.partial(saved_state.unpickled, archive)
-    return made() if entry is None else load(entry, made)
+    return load(entry, functools.partial(saved_state.unpickled, archive))
 
 
 def _load_for_keras(entry: dict[str, Any], make: Callable[[], Any]) -> Any:

@@ -65,16 +65,16 @@ class PlannedOperation(Record):
 
 def read_layers(model: keras.layers.Layer) -> tuple[PlannedLayer, ...]:
     """Returns what each layer of a model computes in now."""
-    return tuple(_row(path, layer) for path, layer, _ in structure.walk(model))
-
-
-def _row(path: str, layer: keras.layers.Layer) -> PlannedLayer:
-    policy = policy_of(layer)
-    common = (path, type(layer).__name__, layer.compute_dtype, layer.dtype_policy.name)
-    if policy is None:
-        return PlannedLayer(*common, kind=UNMANAGED)
-    fields = {name: getattr(policy, name) for name in FIELDS}
-    return PlannedLayer(*common, kind=policy.kind.value, **fields)
+    found = []
+    for path, layer, _ in structure.walk(model):
+        policy, name = policy_of(layer), layer.dtype_policy.name
+        told: dict[str, Any] = {"kind": UNMANAGED}
+        if policy is not None:
+            told = {field: getattr(policy, field) for field in FIELDS}
+            told["kind"] = policy.kind.value
+        names = path, type(layer).__name__
+        found.append(PlannedLayer(*names, layer.compute_dtype, name, **told))
+    return tuple(found)
 
 
 def read_operations(model: keras.layers.Layer) -> tuple[PlannedOperation, ...]:
@@ -96,7 +96,8 @@ def difference(
     planned = [(row.path, row.class_name) for row in rows]
     pairs = zip(_without_numbers(here), _without_numbers(planned), strict=False)
     for place, (mine, plans) in enumerate(pairs):
-        if mine[1] != plans[1] or (place > 0 and mine[0] != plans[0]):
+        is_root = place == 0  # whose own name may be another
+        if mine[is_root:] != plans[is_root:]:
             return (
                 f"layer {place} is {here[place][0]!r}, a {mine[1]}, where the plan has "
                 f"{planned[place][0]!r}, a {plans[1]}"
@@ -178,18 +179,24 @@ def _put(
 def _tell_graph(model: keras.layers.Layer, settings: PolicySettings) -> None:
     """Makes the tensors of a graph behind its heads tell what they are now."""
     found = heads.graph_heads(model)
-    if found is None or not found.heads:
-        return
-    is_wide = all(_output_dtype(head) == "float32" for head in found.heads)
-    for tensor in found.tensors:
-        dtype = "float32" if is_wide else settings.compute_dtype
-        structure.set_tensor_dtype(tensor, dtype)
+    if found is not None and found.heads:
+        is_wide = all(output_dtype(head) == "float32" for head in found.heads)
+        for tensor in found.tensors:
+            dtype = "float32" if is_wide else settings.compute_dtype
+            structure.set_tensor_dtype(tensor, dtype)
 
 
-def _output_dtype(layer: keras.layers.Layer) -> str:
-    policy = policy_of(layer)
-    given = None if policy is None else policy.output_dtype
-    return str(given or layer.compute_dtype)
+def output_dtype(layer: keras.layers.Layer) -> str:
+    """Returns the dtype of what a layer gives, a graph by what makes its output."""
+    policy, graph = policy_of(layer), structure.graph_of(layer)
+    if policy is not None and policy.output_dtype is not None:
+        return policy.output_dtype
+    if graph is None:
+        return str(layer.compute_dtype)
+    tensor = structure.outputs_of(graph)[0]
+    made = structure.producer(tensor)
+    is_layer = made is not None and isinstance(made[0], keras.layers.Layer)
+    return output_dtype(made[0]) if is_layer else str(tensor.dtype)  # type: ignore[index]
 
 
 def _without_numbers(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -280,15 +287,6 @@ def describe(model: keras.layers.Layer) -> dict[str, Any] | None:
     }
 
 
-def check_schema(entry: dict[str, Any]) -> None:
-    """Raises ValueError where the file was written by another version of tfamp."""
-    if entry.get("schema") != SCHEMA:
-        raise ValueError(
-            f"The file's dtype assignment has schema {entry.get('schema')!r}; expected "
-            f"{SCHEMA}. Load it with the version of tfamp that wrote it."
-        )
-
-
 def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
     """Gives each layer of a loaded `model` the policy that it was saved with.
 
@@ -305,12 +303,9 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
         )
     operations = [PlannedOperation(**row) for row in entry["operations"]]
     put_on(model, settings_from(entry, entry["policy"]), rows, operations)
-    paths, ranges = (
-        [path for path, *_ in structure.walk(model)],
-        entry["fake_quantized"],
-    )
-    by_path = {paths[int(place)]: ranges[place] for place in ranges}
-    fake_quantization.attach_all(model, by_path)
+    paths = [path for path, *_ in structure.walk(model)]
+    ranges = {paths[int(n)]: each for n, each in entry["fake_quantized"].items()}
+    fake_quantization.attach_all(model, ranges)
     for place in entry["unresolved"]:
         update(layers[place], is_resolved=False)
     for place, dtypes in entry["stored"].items():
@@ -323,8 +318,14 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
 def settings_to_make(entry: dict[str, Any]) -> PolicySettings:
     """Returns the settings under which the layers of a saved model are to be made.
 
-    They are made in float32, but as they were where a constructor wires a graph.
+    They are made in float32, but as they were where a constructor wires a graph. A
+    ValueError says that another version of tfamp wrote the file.
     """
+    if entry.get("schema") != SCHEMA:
+        raise ValueError(
+            f"The file's dtype assignment has schema {entry.get('schema')!r}; expected "
+            f"{SCHEMA}. Load it with the version of tfamp that wrote it."
+        )
     is_mixed = entry["policy"].startswith("mixed_")
     plain = "float32" if is_mixed else entry["policy"]
     return settings_from(entry, next(iter(entry["made_in"]), plain))

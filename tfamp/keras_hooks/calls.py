@@ -7,9 +7,8 @@ does not define; outputs of that call becoming the layer's outputs before the gr
 node, the mask and the activity regularizer see them.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -20,7 +19,7 @@ from keras.src.backend.tensorflow.layer import TFLayer
 
 from tfamp.keras_hooks import backend, structure, trials
 from tfamp.keras_hooks.exact_values import cast_outputs, source_of
-from tfamp.keras_hooks.layers import CALLS, Kind, policy_of
+from tfamp.keras_hooks.layers import CALLS, Kind, Policy, policy_of
 from tfamp.keras_hooks.patches import Function, Patch, like, replaced, wrapper
 
 
@@ -57,18 +56,15 @@ def patches(
             if policy is None:
                 return original(self, *args, **kwargs)
             rule, call = policy.rule, functools.partial(original, self, *args, **kwargs)
-            CALLS.depth += 1
             try:
-                with _built_outside_the_trace(self):
-                    return trials.checked(self, policy, call, (args, kwargs))
+                return _inside_the_call(self, policy, call, (args, kwargs))
             except Exception as error:
-                if not _may_repeat(self, args, kwargs):
+                # Without effects of a user's code.
+                is_free = backend.in_symbolic_scope() or trials.is_of_keras(self)
+                if not (is_free or trials.is_symbolic(args, kwargs)):
                     raise
-                failed = error
-            finally:
-                CALLS.depth -= 1
-            again = functools.partial(run, self, *args, **kwargs)
-            return after_error(self, rule, failed, again)
+                again = functools.partial(run, self, *args, **kwargs)
+                return after_error(self, rule, error, again)
 
         @like(original)
         def __call__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
@@ -91,12 +87,6 @@ def patches(
     ]
 
 
-def _may_repeat(layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
-    """Returns whether a call can be repeated without effects of a user's code."""
-    is_free = backend.in_symbolic_scope() or trials.is_of_keras(layer)
-    return is_free or trials.is_symbolic(args, kwargs)
-
-
 def in_call() -> bool:
     """Returns whether this thread is inside the call of any layer.
 
@@ -107,25 +97,28 @@ def in_call() -> bool:
     return global_state.get_global_attribute("current_call_ctx") is not None
 
 
-@contextlib.contextmanager
-def _built_outside_the_trace(layer: keras.layers.Layer) -> Iterator[None]:
-    """Has a layer that is called in tfamp's own trace be built as by a first call.
+def _inside_the_call(
+    layer: keras.layers.Layer, policy: Policy, call: Callable[[], Any], given: Any
+) -> Any:
+    """Calls a layer; in tfamp's own trace it is built as by a first call.
 
     What `build` keeps must not be a tensor of a graph that is thrown away.
     """
-    if CALLS.recorder is None or layer.built:
-        yield
-        return
-    original = layer.build
+    CALLS.depth += 1
+    try:
+        if CALLS.recorder is None or layer.built:
+            return trials.checked(layer, policy, call, given)
+        with replaced(layer, build=_outside_the_trace(layer.build)):
+            return trials.checked(layer, policy, call, given)
+    finally:
+        CALLS.depth -= 1
 
-    @like(original)
-    def build(*args: Any, **kwargs: Any) -> Any:
-        scopes = backend.global_attributes(stateless_scope=None, symbolic_scope=None)
-        with scopes, tf.init_scope():
-            return original(*args, **kwargs)
 
-    with replaced(layer, build=build):
-        yield
+@wrapper
+def _outside_the_trace(original: Function, *args: Any, **kwargs: Any) -> Any:
+    scopes = backend.global_attributes(stateless_scope=None, symbolic_scope=None)
+    with scopes, tf.init_scope():
+        return original(*args, **kwargs)
 
 
 @wrapper
@@ -155,7 +148,10 @@ def _inner_call(
             return call(*args, **kwargs)
         if policy.is_kept and not policy.is_propagated:
             after_build(self)
-        if policy.exact_inputs or _widens(self):
+        # A graph casts its inputs to float32 ahead of those that ask.
+        graph = structure.graph_of(self)
+        is_wide = graph is not None and all(x.dtype == "float32" for x in graph.inputs)
+        if policy.exact_inputs or is_wide:
             args, kwargs = tree.map_structure(source_of, (args, kwargs))
         if not CALLS.stack and policy.settings.compute_dtype == "float16":
             CALLS.note_float16(self)
@@ -181,9 +177,3 @@ def _inner_call(
         return outputs
 
     return __call__
-
-
-def _widens(layer: keras.layers.Layer) -> bool:
-    """Returns whether a graph casts its inputs to float32 ahead of those that ask."""
-    graph = structure.graph_of(layer)
-    return graph is not None and all(x.dtype == "float32" for x in graph.inputs)

@@ -139,11 +139,6 @@ class Feed:
         return next(iter(self._epochs._get_iterator()))
 
 
-def feed_of(model: keras.Model) -> Feed | None:
-    """Returns the batches of the `fit` of a model that runs now."""
-    return around_training.feed_of(model)
-
-
 def begin_at(model: keras.Model, epoch: int | None) -> None:
     """Has the `fit` that begins now begin at an epoch; None lets later ones be."""
     model._initial_epoch = epoch

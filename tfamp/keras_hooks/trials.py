@@ -397,7 +397,7 @@ def without_python_effects(root: keras.layers.Layer) -> Iterator[None]:
     but where the block makes something that the layer goes on to hold.
     """
     before = [
-        (layer, {*vars(layer)}, _numbers(layer))
+        (layer, dict(vars(layer)))
         for layer in structure.layers_of(root)
         if not is_of_keras(layer) and (layer.built or utils.is_default(layer.build))
     ]
@@ -407,13 +407,10 @@ def without_python_effects(root: keras.layers.Layer) -> Iterator[None]:
             yield
     finally:
         muted.thread = 0  # another thread may have put one around it
-    for layer, names, numbers in before:
-        if {*vars(layer)} - {"_build_shapes_dict"} <= names:
+    for layer, held in before:
+        if {*vars(layer)} - {"_build_shapes_dict"} <= held.keys():
+            numbers = {k: v for k, v in held.items() if type(v) in (int, float)}
             vars(layer).update(numbers)
-
-
-def _numbers(layer: keras.layers.Layer) -> dict[str, Any]:
-    return {k: v for k, v in vars(layer).items() if type(v) in (int, float)}
 
 
 class _Muted:

@@ -6,7 +6,7 @@ dtype.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -29,27 +29,19 @@ def outermost_graph() -> Any:
     return graph
 
 
-def _wrap_read(note: Callable[[Any, str], None]) -> Callable[..., Any]:
-    """Returns a wrapper that calls `note` with a weight and the dtype it is read in."""
-
-    @wrapper
-    def wrap(original: Function, self: Any, value: Any) -> Any:
-        given = original(self, value)
-        note(self, backend.standardize_dtype(given.dtype))
-        return given
-
-    return wrap
-
-
 @contextlib.contextmanager
 def noting_reads() -> Iterator[dict[int, set[str]]]:
     """Notes, for each weight by its `id`, the dtypes that it is read in."""
     found: dict[int, set[str]] = {}
 
-    def note(variable: Any, dtype: str) -> None:
-        found.setdefault(id(variable), set()).add(dtype)
+    @wrapper
+    def wrap(original: Function, self: Any, value: Any) -> Any:
+        given = original(self, value)
+        dtype = backend.standardize_dtype(given.dtype)
+        found.setdefault(id(self), set()).add(dtype)
+        return given
 
-    with Patch(keras.Variable, "_maybe_autocast", _wrap_read(note)).standing():
+    with Patch(keras.Variable, "_maybe_autocast", wrap).standing():
         yield found
 
 
