@@ -265,7 +265,7 @@ def test_layers_built_after_enable(build, group):
 
 @pytest.mark.quick("functional-softmax")
 @grouped
-@structured
+@pytest.mark.parametrize("build", [functional, Subclassed])
 def test_apply_on_a_trained_model(build, group):
     model = build(made(group))
     model.compile(keras.optimizers.SGD(momentum=0.5), "mse", jit_compile=False)

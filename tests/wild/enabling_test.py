@@ -266,8 +266,11 @@ FAILING = {
 
 @pytest.mark.quick("second-enable-unknown policy")
 @pytest.mark.parametrize("settings, error", FAILING.values(), ids=FAILING)
-@pytest.mark.parametrize("way", ["enable", "scope"])
-@pytest.mark.parametrize("first", [False, True], ids=["second", "first"])
+@pytest.mark.parametrize(
+    "way, first",
+    [("enable", False), ("scope", True)],
+    ids=["second-enable", "first-scope"],
+)
 def test_an_enable_that_fails_changes_nothing(way, settings, error, first, tmp_path):
     if settings["policy"] == "PLAN":
         a_plan().to_json(tmp_path / "plan.json")

@@ -129,21 +129,14 @@ WAYS = {
     "tf.cast of a column": lambda x: tf.cast(x[:, 1], tf.int32),
     "ops.cast of a column": lambda x: ops.cast(x[:, 1], "int32"),
     "a column as it is": lambda x: x[:, 1],
-    "a column as a matrix": lambda x: ops.squeeze(ops.cast(x[:, 1:], "uint16"), -1),
-    "all cast, then a column": lambda x: tf.cast(x, tf.int32)[:, 1],
     "float32 first": lambda x: tf.cast(tf.cast(x, tf.float32)[:, 1], tf.int32),
     "ops.split": lambda x: ops.cast(ops.split(x, 2, axis=-1)[1][:, 0], "int32"),
     "tf.unstack and tf.stack": with_columns_swapped,
-    "tf.gather": lambda x: tf.cast(tf.gather(x, 1, axis=1), tf.int64),
     "ops.take": lambda x: ops.cast(ops.take(x, 1, axis=-1), "int32"),
-    "ops.transpose": lambda x: ops.cast(ops.transpose(x)[1], "int32"),
-    "tf.reshape": lambda x: tf.cast(tf.reshape(x, [-1])[1::2], tf.int32),
     "tf.round": lambda x: tf.cast(tf.round(x[:, 1]), tf.int32),
-    "half added": lambda x: ops.cast(ops.floor(x[:, 1] + 0.5), "int32"),
     "minus 1, plus 1": shifted,
     "radix": by_product,
     "clipped": lambda x: ops.cast(ops.clip(x[:, 1], 0, NUM_ROWS - 1), "int32"),
-    "a maximum": lambda x: ops.cast(ops.max(x, axis=-1), "int32"),
     "as text": hashed_text,
 }
 
@@ -157,9 +150,7 @@ def test_call_of_own_model_makes_the_ids_that_were_given(policy, to_ids):
 
 SCALED = {
     "tf": lambda x: tf.cast(tf.round(x[:, 1] * 4095.0), tf.int32),
-    "tf.multiply": lambda x: tf.cast(tf.round(tf.multiply(x[:, 1], 4095.0)), "int32"),
     "keras.ops": lambda x: ops.cast(ops.round(x[:, 1] * 4095), "int32"),
-    "divided": lambda x: ops.cast(ops.round(x[:, 1] / (1 / 4095)), "int32"),
     "an array": lambda x: ops.cast(ops.round(x * np.float32([1, 4095])), "int32")[:, 1],
 }
 
@@ -176,12 +167,6 @@ def lambda_to_ids():
     i = keras.Input((2,))
     ids = layers.Lambda(lambda x: tf.cast(x[:, 1], tf.int32))(i)
     return keras.Model(i, head()(table()(ids)))
-
-
-def lambda_that_slices():
-    i = keras.Input((2,))
-    column = layers.Lambda(lambda x: x[:, 1])(i)
-    return keras.Model(i, head()(table()(column)))
 
 
 def lambda_that_slices_and_one_that_casts():
@@ -205,11 +190,6 @@ def operations_after_reshape():
 
 def embedding_after_reshape():
     return after_layer(layers.Reshape((2, 1)), lambda x: x[:, 1, 0])
-
-
-def lambda_after_reshape():
-    to_ids = layers.Lambda(lambda x: tf.cast(x[:, 1, 0], tf.int32))
-    return after_layer(layers.Reshape((2, 1)), to_ids)
 
 
 def concatenated():
@@ -252,30 +232,22 @@ def stack_without_input():
     return keras.Sequential([to_ids, table(), head()])
 
 
-def stack_with_reshape():
-    to_ids = layers.Lambda(lambda x: ops.cast(x[:, 1, 0], "int32"))
-    return keras.Sequential([layers.Reshape((2, 1)), to_ids, table(), head()])
-
-
 def after_dropout():
     return after_layer(layers.Dropout(0.0), lambda x: ops.cast(x[:, 1], "int32"))
 
 
 GRAPHS = [
     lambda_to_ids,
-    lambda_that_slices,
     lambda_that_slices_and_one_that_casts,
     operations_on_the_input,
     operations_after_reshape,
     embedding_after_reshape,
-    lambda_after_reshape,
     concatenated,
     cropped,
     own_layer_in_a_graph,
     graph_in_own_model,
     own_model_in_a_graph,
     stack_without_input,
-    stack_with_reshape,
     after_dropout,
 ]
 
@@ -284,18 +256,11 @@ def name_of(function):
     return function.__name__.replace("_", " ")
 
 
-FITTED = ["tf.cast of a column", "ops.cast of a column", "radix", "as text"]
-
-
-@pytest.mark.quick("mixed_float16-tf.cast of a column")
-@pytest.mark.parametrize("way", FITTED)
-def test_step_of_own_model_moves_the_rows_of_the_ids(policy, way):
-    ids = IDS[policy]
-    check_fit(OwnModel(WAYS[way]), matrix(ids), ids)
+FITTED = [lambda_to_ids, operations_after_reshape, own_model_in_a_graph]
 
 
 @pytest.mark.quick("mixed_float16-lambda to ids")
-@pytest.mark.parametrize("build", GRAPHS[::3], ids=name_of)
+@pytest.mark.parametrize("build", FITTED, ids=name_of)
 def test_step_of_a_graph_moves_the_rows_of_the_ids(policy, build):
     ids = IDS[policy]
     check_fit(build(), matrix(ids), ids)

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:'mixed_float16' will be slow", "ignore:'bfloat16' stores the weights"
 )
 ROOT = Path(__file__).parents[2]
-POLICIES = ("mixed_bfloat16", "mixed_float16", "bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -83,11 +82,6 @@ OLD_LINES = {
     "global, Policy": lambda p: keras.mixed_precision.set_global_policy(
         keras.mixed_precision.Policy(p)
     ),
-    "legacy, name": lambda p: keras.mixed_precision.set_dtype_policy(p),
-    "FloatDTypePolicy": lambda p: keras.config.set_dtype_policy(
-        keras.FloatDTypePolicy(p)
-    ),
-    "get": lambda p: keras.config.set_dtype_policy(keras.dtype_policies.get(p)),
     "deserialized": lambda p: keras.config.set_dtype_policy(
         keras.dtype_policies.deserialize(
             keras.dtype_policies.serialize(keras.DTypePolicy(p))
@@ -100,10 +94,10 @@ OLD_LINES = {
 }
 
 
-@pytest.mark.quick("config, name-mixed_bfloat16")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.quick("config, name")
 @pytest.mark.parametrize("old_line", OLD_LINES.values(), ids=OLD_LINES)
-def test_the_same_policy_set_after_enable_changes_nothing(old_line, policy):
+def test_the_same_policy_set_after_enable_changes_nothing(old_line):
+    policy = "bfloat16" if old_line is tf_keras else "mixed_bfloat16"
     expected = without_old_lines(reviews, policy)
     tfamp.enable(policy)
     old_line(policy)
@@ -113,14 +107,13 @@ def test_the_same_policy_set_after_enable_changes_nothing(old_line, policy):
     assert {"LayerNormalization", "GlobalAveragePooling1D"} <= kept
 
 
-@pytest.mark.quick("config, name-reviews")
-@pytest.mark.parametrize("build", [reviews, tower])
+@pytest.mark.quick("config, name")
 @pytest.mark.parametrize("old_line", OLD_LINES.values(), ids=OLD_LINES)
-def test_the_same_policy_set_before_enable_changes_nothing(old_line, build):
-    expected = without_old_lines(build, "mixed_bfloat16")
+def test_the_same_policy_set_before_enable_changes_nothing(old_line):
+    expected = without_old_lines(tower, "mixed_bfloat16")
     old_line("mixed_bfloat16")
     tfamp.enable("mixed_bfloat16")
-    assert facts(build()) == expected
+    assert facts(tower()) == expected
 
 
 def twice(policy):

@@ -160,9 +160,15 @@ def layer_of(operation, dtype):
         return Calls(operation)
 
 
+# The range of bfloat16 is that of float32, so that one scale shows it.
+SCALES = pytest.mark.parametrize(
+    "scale, dtype",
+    [(1e-4, "float16"), (300.0, "float16"), (1e4, "float16"), (300.0, "bfloat16")],
+)
+
+
 @pytest.mark.quick("ops.normalize-0.0001-float16", "tf.norm-300.0-float16")
-@pytest.mark.parametrize("dtype", EPSILON)
-@pytest.mark.parametrize("scale", [1e-4, 300.0, 1e4])
+@SCALES
 @pytest.mark.parametrize("operation", SHORT.values(), ids=SHORT)
 def test_an_operation_in_a_layer(operation, scale, dtype):
     x = numbers(scale, dtype)
@@ -204,8 +210,7 @@ FUNCTIONAL = {
 
 
 @pytest.mark.quick("ops.normalize-0.0001-float16")
-@pytest.mark.parametrize("dtype", EPSILON)
-@pytest.mark.parametrize("scale", [1e-4, 300.0, 1e4])
+@SCALES
 @pytest.mark.parametrize("name", FUNCTIONAL)
 def test_an_operation_between_the_layers_of_a_functional_model(name, scale, dtype):
     operation = FUNCTIONAL[name]
