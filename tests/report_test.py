@@ -223,7 +223,7 @@ def test_a_report_is_written_as_it_is_returned(tmp_path):
     assert os.listdir(tmp_path) == ["report"]
     with pytest.raises(FileNotFoundError, match="mkdir -p"):
         write(tmp_path / "none" / "report")
-    with pytest.raises(IsADirectoryError, match="it is a folder"):
+    with pytest.raises(IsADirectoryError, match="Is a directory"):
         write(tmp_path)
 
 

@@ -79,7 +79,7 @@ RESULTS = {
             tf.data.Dataset.from_tensor_slices((X * 1e6, Y)).batch(32),
             compute_dtype="float16",
         ),
-        "1 of Finding",
+        "rule='overflow'",
     ),
     "ranges": (lambda: tfamp.ranges(deep(), (X, Y), num_batches=1), "best_loss_scale"),
     "sensitivity": (

@@ -12,8 +12,8 @@ import numpy as np
 
 from tfamp.data import _examples
 from tfamp.data.layers import ColumnRule, Condition
-from tfamp.records import checks
-from tfamp.records.record import Record
+from tfamp.records import checks, console
+from tfamp.records.record import Record, TableRecord
 
 FILLS = ("mean", "median")
 # 1.5 quartile ranges are Tukey's fences (Exploratory Data Analysis, 1977, chapter 2).
@@ -75,8 +75,8 @@ class TextColumn(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class Statistics(Record):
-    """What the inputs of a dataset are like, column by column.
+class Statistics(TableRecord):
+    """What the inputs of a dataset are like, column by column; `print` it for a table.
 
     `statistics["age"]` is the record of a column; `to_json` and `from_json` keep it.
     """
@@ -94,6 +94,22 @@ class Statistics(Record):
                 "Inputs that are one tensor are column 'x'."
             )
         return found[name]
+
+    def table(self) -> str:
+        """Returns a row for each feature, up to 200 of them."""
+        fields = ("count", "missing", "infinite", "mean", "variance", "min", "max")
+        rows: list[list[str]] = []
+        for column in self.columns:
+            if isinstance(column, TextColumn):
+                most = ", ".join(column.vocabulary(3))
+                rows.append([column.name, str(column.count), "", "", f"text: {most}"])
+                continue
+            figures = zip(*(getattr(column, field) for field in fields), strict=True)
+            for name, each in zip(column.names, figures, strict=True):
+                rows.append([name, *(f"{figure:.6g}" for figure in each)])
+        columns = {"Feature": console.FOLD, **dict.fromkeys(fields, console.RIGHT)}
+        title = f"{self.num_examples} examples, {len(rows)} features"
+        return console.text_of(console.table(columns, rows[:200], title=title))
 
     def as_layer(
         self,

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from keras.src.trainers.epoch_iterator import EpochIterator
 
 from tfamp.keras_hooks import around_training
 from tfamp.keras_hooks.patches import Function, Patch, PatchSet, wrapper
@@ -187,7 +187,8 @@ def _executions(feed: Feed, items: Iterator[tuple[Any, ...]]) -> Iterator[Execut
         yield Execution(begin, begin + steps, item[-1], item)
 
 
-EPOCH_HOOKS = PatchSet([Patch(TFEpochIterator, "__init__", _wrap_init)])
+# That of several workers is on the class below.
+EPOCH_HOOKS = PatchSet([Patch(EpochIterator, "__init__", _wrap_init)])
 
 
 def order_patches() -> list[Patch]:

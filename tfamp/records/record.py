@@ -83,7 +83,6 @@ class Record:
         return result
 
     @classmethod
-    @classmethod
     def from_dict(cls: type[RecordType], values: Mapping[str, Any]) -> RecordType:
         """Returns the record that `to_dict` wrote, or raises ValueError."""
         name, hints = cls.__name__, _hints(cls)
