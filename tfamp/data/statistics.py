@@ -98,18 +98,17 @@ class Statistics(TableRecord):
     def table(self) -> str:
         """Returns a row for each feature, up to 200 of them."""
         fields = ("count", "missing", "infinite", "mean", "variance", "min", "max")
-        rows: list[list[str]] = []
+        rows: list[Any] = []
         for column in self.columns:
             if isinstance(column, TextColumn):
-                most = ", ".join(column.vocabulary(3))
-                rows.append([column.name, str(column.count), "", "", f"text: {most}"])
+                rows.append([column.name, str(column.count)])
                 continue
-            figures = zip(*(getattr(column, field) for field in fields), strict=True)
-            for name, each in zip(column.names, figures, strict=True):
-                rows.append([name, *(f"{figure:.6g}" for figure in each)])
-        columns = {"Feature": console.FOLD, **dict.fromkeys(fields, console.RIGHT)}
+            figures = zip(*(getattr(column, each) for each in fields), strict=True)
+            pairs = zip(column.names, figures, strict=True)
+            rows += [[name, *(f"{x:.6g}" for x in found)] for name, found in pairs]
+        shown = {"Feature": console.FOLD, **dict.fromkeys(fields, console.RIGHT)}
         title = f"{self.num_examples} examples, {len(rows)} features"
-        return console.text_of(console.table(columns, rows[:200], title=title))
+        return console.text_of(console.table(shown, rows[:200], title=title))
 
     def as_layer(
         self,
