@@ -80,8 +80,13 @@ def run_patches(
         @like(original)
         def run(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(self, *args, **kwargs)
+            own: dict[str, Any] = {}
+            if original.__name__ == "predict" and xla_replicas.parts_compiled(self):
+                # TensorFlow 2.19 compiles one function for all replicas, and fails.
+                own["_jit_compile"] = False
             with around_run(self, original.__name__, bound.arguments):
-                return original(*bound.args, **bound.kwargs)
+                with replaced(self, **own):
+                    return original(*bound.args, **bound.kwargs)
 
         return run
 
