@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfamp
 
@@ -74,3 +75,18 @@ def test_what_compile_was_told_stays(options):
         model = made(**options)
         fitted(model)
     assert model.steps_per_execution == options.get("steps_per_execution", 1)
+
+
+@pytest.mark.parametrize("name", ["steps_per_epoch", "validation_steps"])
+def test_no_call_goes_beyond_the_steps_that_were_asked_for(name):
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(32).repeat()
+    steps = {"steps_per_epoch": 800, "validation_steps": 800}  # for 8, 32 and 100
+    with tfamp.scope("measure"):
+        model = made()
+        model.fit(data, validation_data=data, verbose=0, **(steps | {name: 13}))
+        assert model.steps_per_execution == 1
+        before = int(model.optimizer.iterations)
+        assert before == (13 if name == "steps_per_epoch" else 800)
+        model.fit(data, validation_data=data, verbose=0, **steps)
+    assert model.steps_per_execution > 1
+    assert int(model.optimizer.iterations) == before + 800

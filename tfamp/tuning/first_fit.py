@@ -69,7 +69,7 @@ def _join_or_part(model: keras.Model, arguments: Mapping[str, Any]) -> None:
     if present not in (1, size):  # the user has set another
         del _JOINED[model]
         return
-    why = joined_steps.obstacle(model, arguments.get("callbacks"))
+    why = joined_steps.obstacle(model, arguments, size)
     wanted = 1 if why else size
     if wanted != present:
         model.steps_per_execution = wanted

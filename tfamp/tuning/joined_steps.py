@@ -6,7 +6,7 @@ less than that, several steps in one call train as many times as fast.
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -32,10 +32,14 @@ def sizes_for(num_batches: int | None) -> list[int]:
     return [n for n in SIZES if n == 1 or num_batches is None or n <= num_batches]
 
 
-def obstacle(model: keras.Model, callbacks: Any) -> str | None:
+def obstacle(model: keras.Model, arguments: Mapping[str, Any], size: int) -> str | None:
     """Returns why the steps of a `fit` stay single, None where they may be joined."""
     if model.run_eagerly:
         return "the model runs eagerly"
+    for name in ("steps_per_epoch", "validation_steps"):
+        if (arguments.get(name) or 0) % size:  # a call would go beyond it
+            return f"`{name}` is {arguments[name]}, no multiple of {size}"
+    callbacks = arguments.get("callbacks")
     given = getattr(callbacks, "callbacks", callbacks)
     for each in tf.nest.flatten(given) if given else ():
         if _acts_on_batches(each):
