@@ -4,6 +4,8 @@
   stock Keras (goal: 3 times).
 - What XLA brings on two replicas, as a part of what it brings on one device (0.9).
 - What a step costs with the rounding of int8 (at most 1.3).
+- Seconds that the look at the user's own layers adds to the first `fit` of ResNet50
+  with such a layer behind it (at most 2).
 - How much of the accuracy that static int8 costs comes back by training with it, on
   four models where it costs a point or more (0.9); in ONNX Runtime.
 
@@ -111,6 +113,36 @@ def int8_aware(turns: int) -> dict[str, Any]:
     return {"what": what, **found, "goal": 1.3, "met": found["ratio"] <= 1.3}
 
 
+class Gain(layers.Layer):
+    """A layer of the user's own, which no rule knows."""
+
+    def call(self, x: Any) -> Any:
+        """Returns inputs over the root of the mean of their squares."""
+        return x * tf.math.rsqrt(tf.reduce_mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+def first_fit(check: str | None, size: int) -> float:
+    """Returns the seconds of the first `fit` of ResNet50, of one step."""
+    with tfamp.scope("mixed_bfloat16", check=check):
+        base = keras.applications.ResNet50(
+            weights=None, include_top=False, pooling="avg", input_shape=(size, size, 3)
+        )
+        model = keras.Model(base.input, layers.Dense(10)(Gain()(base.output)))
+        loss = keras.losses.SparseCategoricalCrossentropy(True)
+        model.compile("sgd", loss, jit_compile=False)
+    x = np.random.default_rng(0).random((4, size, size, 3), "float32")
+    return timed(lambda: model.fit(x, np.arange(4), verbose=0))
+
+
+def first_look(turns: int, size: int) -> dict[str, Any]:
+    """Returns the seconds that `check` adds to a first `fit`."""
+    sides = [lambda c=c: first_fit(c, size) for c in (None, "keep")]
+    seconds = take_turns(sides, turns)[..., 0]
+    found = ratio(seconds[:, 1] - seconds[:, 0], np.ones(turns), digits=2)
+    what = f"seconds, of {np.median(seconds[:, 1]):.1f} in all"
+    return {"what": what, **found, "goal": 2.0, "met": found["ratio"] <= 2.0}
+
+
 def digits(*shape: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns scikit-learn's digits, each in another light, and their labels."""
     x, y = load_digits(return_X_y=True)
@@ -215,13 +247,14 @@ def measure(settings: Any) -> dict[str, Any]:
     cpu = tf.config.list_physical_devices("CPU")[0]
     two = [tf.config.LogicalDeviceConfiguration()] * 2
     tf.config.set_logical_device_configuration(cpu, two)
-    epochs, seeds = (1, 1) if settings.smoke else (None, 3)
+    epochs, seeds, size = (1, 1, 32) if settings.smoke else (None, 3, 96)
     cases = {
         "Small MLP, over stock": joined(mlp, turns, steps),
         "Small CNN, over stock": joined(cnn, turns, steps),
         "Gain kept on replicas": xla_on_replicas(turns),
         "int8-aware over plain": int8_aware(turns),
     }
+    cases["First look at own layers"] = first_look(seeds, size)
     for name in ROUNDED:
         cases[f"Points back: {name}"] = points_back(name, epochs, seeds)
     return {"cases": cases, "turns": turns}
