@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tfamp
+from tests.halting import Halt
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 ROWS, BAD_ROW, BATCH = 64, 37, 8
@@ -106,15 +107,6 @@ def test_recovery_goes_through_a_bad_batch_beside_each(pair, tmp_path):
         assert each.best == pytest.approx(min(history["loss"]))
 
 
-class Halt(keras.callbacks.Callback):
-    left = 13
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
-
-
 OTHERS = [name for name in MAKERS if name not in REFUSED]
 
 
@@ -125,7 +117,7 @@ def test_resume_goes_on_to_the_bit_beside_each(other, plain, tmp_path):
         return [MAKERS["Resume"](tmp_path), MAKERS[other](tmp_path)]
 
     with pytest.raises(KeyboardInterrupt):
-        fit(made(), [*callbacks(), Halt()], spoilt=False)
+        fit(made(), [*callbacks(), Halt(13)], spoilt=False)
     model = made()
     history = fit(model, callbacks(), spoilt=False)
     assert history["loss"] == plain[0]

@@ -7,6 +7,7 @@ import tensorflow as tf
 from absl import logging
 
 import tfamp
+from tests.halting import Halt
 from tests.replicas import two_replicas
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -56,19 +57,6 @@ PIPELINES = {
 
 def everything():
     return PIPELINES["everything"]().batch(8).build()
-
-
-class Halt(keras.callbacks.Callback):
-    """Ends the training after a step, as Ctrl-C does."""
-
-    def __init__(self, step):
-        super().__init__()
-        self.left = step
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
 
 
 def trained(make, folder=None, *others, **options):

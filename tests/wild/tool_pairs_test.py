@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tfamp
+from tests.halting import Halt
 from tests.replicas import two_replicas
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
@@ -19,15 +20,6 @@ TOOLS = (
 PAIRS = list(itertools.combinations(TOOLS, 2))
 # Sums of two replicas come in another order.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
-
-
-class Halt(keras.callbacks.Callback):
-    left = 8
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
 
 
 def table(spoilt):
@@ -66,7 +58,7 @@ def trained(pair, spoilt, folder):
     model, callbacks, given = program(pair, spoilt, folder)
     if "Resume" in pair:
         with pytest.raises(KeyboardInterrupt):
-            model.fit(callbacks=[*callbacks.values(), Halt()], **given)
+            model.fit(callbacks=[*callbacks.values(), Halt(8)], **given)
         model, callbacks, given = program(pair, spoilt, folder)
     history = model.fit(callbacks=[*callbacks.values()], **given).history
     return model, callbacks, history

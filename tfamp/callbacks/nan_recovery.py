@@ -458,7 +458,7 @@ class NanRecovery(FitCallback):
         return text
 
     def _warn(self, what: str, error: Exception) -> None:
-        why = f"{type(error).__name__}: {checks.first_line(error)}"
+        why = checks.kind_and_line(error)
         logging.warning("%s, in %r (%s).", what, self.directory, why)
 
     def _stop(self, last: Recovery, verdict: Any) -> None:

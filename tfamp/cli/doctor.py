@@ -110,7 +110,7 @@ def diagnose(probes: Probes) -> Diagnosis:
         try:
             return probe(*given)
         except Exception as error:  # a half-installed TensorFlow, a driver that fails
-            text = f"{type(error).__name__}: {checks.first_line(error)}"
+            text = checks.kind_and_line(error)
             remedy = "Install it anew: `pip install --force-reinstall tensorflow`."
             finding = DoctorFinding("error", f"TensorFlow does not run: {text}", remedy)
             if given:

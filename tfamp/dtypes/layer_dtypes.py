@@ -29,7 +29,7 @@ from tfamp.keras_hooks.layers import (
     update,
 )
 from tfamp.keras_hooks.patches import replaced
-from tfamp.records.checks import first_line
+from tfamp.records.checks import first_line, kind_and_line
 from tfamp.records.formats import HALF
 
 # What Keras and TensorFlow raise for want of a kernel, or where dtypes do not fit.
@@ -299,7 +299,7 @@ def _taken_back(
         layer.name,
         policy.settings.compute_dtype,
         policy.rule,
-        f"{type(error).__name__}: {first_line(error)}",
+        kind_and_line(error),
     )
     return outputs
 

@@ -16,7 +16,7 @@ from tfamp.dtypes.settings import IN_FORCE, PolicySettings
 from tfamp.keras_hooks import backend, calls, exact_values, structure, trainer, trials
 from tfamp.keras_hooks.layers import Kind, policy_of, update
 from tfamp.records import checks
-from tfamp.records.checks import first_line
+from tfamp.records.checks import kind_and_line
 from tfamp.records.formats import HALF
 
 # Calls of a model that are traced in search of its heads, where tracing fails.
@@ -129,7 +129,7 @@ def _resolve(
     if not settings.has_defaults:
         return True
     if found is None:
-        return _give_up(model, failure)
+        return failure is not None and _give_up(model, failure)
     _keep_exact_operations(model, settings)
     of_graph = heads.graph_heads(model)
     if of_graph is not None:
@@ -161,8 +161,9 @@ def _keep_traced(
         _cast_output(model, "a float32 head would break the model's `call`")
         _say_cast(
             model,
-            f"with that layer in float32 its `call` raises {_told(error)}. Cast what "
-            "is combined with it to one dtype, for example with `keras.ops.cast`.",
+            f"with that layer in float32 its `call` raises {kind_and_line(error)}. "
+            "Cast what is combined with it to one dtype, for example with "
+            "`keras.ops.cast`.",
         )
         return
     if not (found.is_complete or _take_product(model, found, settings, args, kwargs)):
@@ -237,7 +238,7 @@ def _keep_way_to(operation: Any, dtype: str) -> None:
             _keep_way_to(made[0], "float32")
 
 
-def _give_up(model: keras.layers.Layer, failure: Exception | None) -> bool:
+def _give_up(model: keras.layers.Layer, failure: Exception) -> bool:
     """Casts the output of a model whose `call` cannot be traced, only run.
 
     The failure may also be that of one bad call. Returns whether enough were tried.
@@ -248,14 +249,11 @@ def _give_up(model: keras.layers.Layer, failure: Exception | None) -> bool:
     if is_final:
         _say_cast(
             model,
-            f"its `call` cannot be traced to find that layer ({_told(failure)}). Make "
-            "the model a Functional one, or give its last layer dtype='float32'.",
+            "its `call` cannot be traced to find that layer "
+            f"({kind_and_line(failure)}). Make the model a Functional one, or give "
+            "its last layer dtype='float32'.",
         )
     return is_final
-
-
-def _told(error: Exception | None) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"  # type: ignore[arg-type]
 
 
 def _say_cast(model: keras.layers.Layer, why: str) -> None:

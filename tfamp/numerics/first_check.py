@@ -28,7 +28,7 @@ from tfamp.loss_scale.fit_hooks import BEFORE_FIRST_BATCH
 from tfamp.loss_scale.tape import scaled_by
 from tfamp.numerics.passes import Suspect
 from tfamp.numerics.sensitivity import BACKWARD_LIMIT, FORWARD_LIMIT
-from tfamp.records.checks import first_line
+from tfamp.records.checks import kind_and_line
 from tfamp.records.formats import HALF
 from tfamp.stepping.eager_step import Site, floats, tapped
 from tfamp.stepping.layer_calls import (
@@ -91,7 +91,7 @@ def check_first(model: keras.Model, batch: Any) -> None:
                 x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
                 guilty = _guilty_layers(model, x, settings)
             except Exception as error:  # a `call` that is never called so, for one
-                failure = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
+                failure = kind_and_line(error).rstrip(".")
     if failure:
         logging.info(
             "The layers of model %r are not checked at its first training: %s. Call "
@@ -167,7 +167,7 @@ def _guilty_layers(
             errors = _errors(recorded, dtype, exact_inputs)
             if max(errors) <= 1.0:
                 continue
-            reason = _words(errors, dtype)
+            reason = _describe_errors(errors, dtype)
             before = layer_dtypes.Before(part for _, part, _ in structure.walk(layer))
             layer_dtypes.take(layer, settings, Rule(RULE, reason, applies_to="own"))
             is_cured = max(_errors(recorded, dtype, exact_inputs)) <= 1.0
@@ -253,8 +253,8 @@ def _limits(dtype: str) -> tuple[float, float, float]:
     return FORWARD_LIMIT[dtype], BACKWARD_LIMIT[dtype], _STATE_LIMIT
 
 
-def _words(errors: _Errors, dtype: str) -> str:
-    """Returns what is wrong, in words."""
+def _describe_errors(errors: _Errors, dtype: str) -> str:
+    """Returns what layer does worst, and by how much."""
     worst = max(range(len(errors)), key=errors.__getitem__)
     what, of = _OFF[worst]
     off = f"off by {errors[worst] * _limits(dtype)[worst]:.0%} of {of}"

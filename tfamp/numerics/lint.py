@@ -167,7 +167,7 @@ def _look(
                 graph = _traced(model, x)
                 del missing["graph"]
             except Exception as error:  # the user's own code, which may do anything
-                why = f"{type(error).__name__}: {checks.first_line(error)}"
+                why = checks.kind_and_line(error)
                 missing["graph"] = f"the model cannot be traced ({why})"
     loss = getattr(model, "loss", None) if loss is None else loss
     if loss is None:

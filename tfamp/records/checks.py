@@ -179,6 +179,11 @@ def first_line(error: BaseException) -> str:
     return (telling or own or lines or [type(error).__name__])[0][:200]
 
 
+def kind_and_line(error: BaseException) -> str:
+    """Returns an error's class and the line of its text that tells."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def short_error(error: BaseException) -> str:
     """Returns an error in one line: all its text, or of memory the line that tells."""
     lines = _lines(error)

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfamp.records.checks import first_line
+from tfamp.records.checks import first_line, kind_and_line
 from tfamp.records.record import BESIDE, Record
 from tfamp.stepping.snapshots import State
 
@@ -226,7 +226,7 @@ def write_bundle(
             raise  # the disk, not the model
         except Exception as error:  # whatever a user's `get_config` raises
             (beside / _MODEL).unlink(missing_ok=True)
-            why = f"{type(error).__name__}: {first_line(error)}"
+            why = kind_and_line(error)
             record = dataclasses.replace(record, no_model=why)
         record.to_json(beside / _RECORD)
         for path in filter(Path.is_file, beside.rglob("*")):

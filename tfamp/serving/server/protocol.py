@@ -197,10 +197,14 @@ def write(
 def metadata(name: str, model: LoadedModel) -> dict[str, Any]:
     """Returns what the protocol tells of a model: -1 is a length that is free."""
 
-    def told(spec: signatures.TensorSpec) -> dict[str, Any]:
+    def metadata_of(spec: signatures.TensorSpec) -> dict[str, Any]:
         shape = [-1 if length is None else length for length in spec.shape]
         return {"name": spec.name, "datatype": DATATYPES[spec.dtype], "shape": shape}
 
     about = {"name": name, "versions": [VERSION], "platform": model.runtime}
     inputs, outputs = model.signature.inputs, model.signature.outputs
-    return {**about, "inputs": [*map(told, inputs)], "outputs": [*map(told, outputs)]}
+    return {
+        **about,
+        "inputs": [*map(metadata_of, inputs)],
+        "outputs": [*map(metadata_of, outputs)],
+    }
