@@ -28,34 +28,32 @@ STEPS, WIDE = 1000, 512
 layers = keras.layers
 
 
-def mlp(width: int = 32, **options: Any) -> keras.Model:
-    """Returns a compiled network of dense layers."""
-    hidden = [layers.Dense(width, activation="gelu") for _ in range(2)]
-    model = keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(10)])
+def compiled(*parts: Any, **options: Any) -> keras.Model:
+    """Returns a compiled network of layers, with a head for ten classes."""
+    model = keras.Sequential([keras.Input((64,)), *parts, layers.Dense(10)])
     loss = keras.losses.SparseCategoricalCrossentropy(True)
     model.compile(keras.optimizers.Adam(1e-3), loss, **options)
     return model
+
+
+def mlp(width: int = 32, **options: Any) -> keras.Model:
+    """Returns a compiled network of dense layers."""
+    hidden = [layers.Dense(width, activation="gelu") for _ in range(2)]
+    return compiled(*hidden, **options)
 
 
 def cnn(**options: Any) -> keras.Model:
     """Returns a compiled small convolutional network."""
     parts = [layers.Reshape((8, 8, 1)), layers.Conv2D(8, 3, activation="relu")]
-    head = [layers.Flatten(), layers.Dense(10)]
-    model = keras.Sequential([keras.Input((64,)), *parts, *head])
-    loss = keras.losses.SparseCategoricalCrossentropy(True)
-    model.compile(keras.optimizers.Adam(1e-3), loss, **options)
-    return model
+    return compiled(*parts, layers.Flatten(), **options)
 
 
 def elementwise(**options: Any) -> keras.Model:
     """Returns a compiled network of operations that XLA fuses."""
-    parts = [keras.Input((64,)), layers.Dense(WIDE)]
+    parts = [layers.Dense(WIDE)]
     for _ in range(6):
         parts += [layers.LayerNormalization(), layers.Activation("gelu")]
-    model = keras.Sequential([*parts, layers.Dense(10)])
-    loss = keras.losses.SparseCategoricalCrossentropy(True)
-    model.compile(keras.optimizers.Adam(1e-3), loss, **options)
-    return model
+    return compiled(*parts, **options)
 
 
 def data(num: int) -> tuple[np.ndarray, np.ndarray]:
@@ -218,10 +216,8 @@ def accuracies(name: str, epochs: int | None, seed: int) -> list[float]:
     def of_export() -> float:
         int8 = {"format": "onnx", "dtype": "int8", "scheme": "static"}
         with tempfile.TemporaryDirectory() as folder:
-            path = f"{folder}/int8"
-            return of(
-                tfamp.export(model, path, calibration=x[:num], **int8).load().predict
-            )
+            made = tfamp.export(model, f"{folder}/int8", calibration=x[:num], **int8)
+            return of(made.load().predict)
 
     train(3e-3, epochs or passes)
     found = [of(lambda x: model.predict(x, verbose=0)), of_export()]
@@ -253,8 +249,7 @@ def measure(settings: Any) -> dict[str, Any]:
         "Small CNN, over stock": joined(cnn, turns, steps),
         "Gain kept on replicas": xla_on_replicas(turns),
         "int8-aware over plain": int8_aware(turns),
+        "First look at own layers": first_look(seeds, size),
+        **{f"Points back: {n}": points_back(n, epochs, seeds) for n in ROUNDED},
     }
-    cases["First look at own layers"] = first_look(seeds, size)
-    for name in ROUNDED:
-        cases[f"Points back: {name}"] = points_back(name, epochs, seeds)
     return {"cases": cases, "turns": turns}
