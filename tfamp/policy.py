@@ -6,7 +6,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import keras
 
@@ -78,6 +78,17 @@ class Status(Record):
     def reason(self) -> str:
         """The same as `why`, named as in the records of hardware and rules."""
         return self.why
+
+    def __enter__(self) -> NoReturn:
+        """Refuses a `with` block, which only `scope` ends."""
+        raise TypeError(
+            "`tfamp.enable(...)` stands in a `with` block; expected a line of its own, "
+            "as it holds until `tfamp.disable()`. For a block write "
+            "`with tfamp.scope(...):`."
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Is looked for ahead of `__enter__`."""
 
     def __str__(self) -> str:
         facts = [
