@@ -24,10 +24,9 @@ def remat(model_or_layers: Any, *, enabled: bool = True) -> Any:
     dropout draws the same mask again, moving averages are updated once. It works in
     every dtype, in `fit` and in loops of your own, eager, in graphs and under XLA.
 
-    A Functional or Sequential model is cut into segments of several layers, where
-    little passes from one to the next; models inside it are cut likewise. Of a
-    subclassed model each layer that holds others is one, or each layer where none does.
-    The last segment is not computed again, as its gradient comes first.
+    A graph is cut into segments where little passes from one to the next, models inside
+    it likewise. Of a subclassed model each layer that holds others is one, or each
+    layer where none does. The last one is not computed again: its gradient comes first.
 
     Args:
         model_or_layers: A model, a layer, or several layers; each layer is one segment.
@@ -147,12 +146,10 @@ def _cut_graph(model: Any, graph: Any) -> int:
 
 
 def _cuts(nodes: Sequence[Any], results: Sequence[Any]) -> list[int]:
-    """Returns where nodes are cut: behind how many of them, smaller ones first.
+    """Returns behind how many nodes each cut is, smaller ones first.
 
-    Segments make about equally many bytes; a cut lies where the fewest bytes pass
-    within half a segment of the place that would make them equal. As many are wanted as
-    the square root of the number of nodes, which needs the least memory where all are
-    alike.
+    As many segments as the square root of the nodes need the least memory where all are
+    alike. A cut lies where the fewest bytes pass near the place that makes them equal.
     """
 
     def size(tensor: keras.KerasTensor) -> int:  # of one example
