@@ -25,10 +25,9 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.backend import HALF
+from tfamp.keras_hooks.backend import HALF, outermost_graph, stored
 from tfamp.keras_hooks.layers import CALLS, policy_of
 from tfamp.keras_hooks.patches import Function, PatchSet, replaced, wrapper
-from tfamp.keras_hooks.variables import outermost_graph, stored
 from tfamp.records import checks
 
 # A target in float16 cannot be given more.

@@ -10,7 +10,7 @@ from absl import logging
 
 from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.optimizers import in_xla
-from tfamp.keras_hooks.recompute import recomputed
+from tfamp.keras_hooks.recompute import nodes_of, recomputed, replace_run, run_nodes
 
 # A graph with fewer nodes is computed again as a whole, if at all.
 _MIN_NODES = 4
@@ -51,7 +51,7 @@ def remat(model_or_layers: Any, *, enabled: bool = True) -> Any:
     for _, layer, _ in structure.walk(model):
         structure.replace_call(layer, None)
         if (inner := structure.graph_of(layer)) is not None:
-            structure.replace_run(inner, None)
+            replace_run(inner, None)
         trainer.drop_traced_functions(layer)
     if enabled:
         if graph is not None:
@@ -105,7 +105,7 @@ class Segment(NamedTuple):
 
 def _cut_graph(model: Any, graph: Any) -> int:
     """Makes a model's graph run in segments; returns how many are computed again."""
-    nodes, number = structure.nodes_of(graph), 0
+    nodes, number = nodes_of(graph), 0
 
     def needed(place: int) -> list[Any]:
         behind = (x for node in nodes[place:] for x in node.input_tensors)
@@ -114,7 +114,7 @@ def _cut_graph(model: Any, graph: Any) -> int:
     edges, inner = [0], set()
     for place, node in enumerate([*nodes, None]):
         found = None if node is None else structure.graph_of(node.operation)
-        if found is not None and len(structure.nodes_of(found)) >= _MIN_NODES:
+        if found is not None and len(nodes_of(found)) >= _MIN_NODES:
             number += _cut_graph(node.operation, found)
             inner.add(place)
         elif node is not None:
@@ -139,9 +139,9 @@ def _cut_graph(model: Any, graph: Any) -> int:
             if segment.is_again and all(id(x) in tensors for x in segment.inputs):
                 _run_again(model, segment, tensors, operation_fn)
             else:
-                structure.run_nodes(segment.nodes, tensors, operation_fn)
+                run_nodes(segment.nodes, tensors, operation_fn)
 
-    structure.replace_run(graph, run)
+    replace_run(graph, run)
     return number + sum(segment.is_again for segment in segments)
 
 
@@ -180,7 +180,7 @@ def _run_again(
 ) -> None:
     def call(*values: Any) -> list[Any]:
         own = {id(x): y for x, y in zip(segment.inputs, values, strict=True)}
-        structure.run_nodes(segment.nodes, own, operation_fn)
+        run_nodes(segment.nodes, own, operation_fn)
         return [own[id(x)] for x in segment.outputs]
 
     called = {id(node.operation): node.operation for node in segment.nodes}

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.keras_hooks import structure, trainer, variables
+from tfamp.keras_hooks import backend, structure, trainer
 from tfamp.models import apply
 from tfamp.records import checks
 from tfamp.records.checks import first_line
@@ -79,7 +79,7 @@ def freeze(
     with frozen.distribute_strategy.scope():
         for weight in frozen.weights:
             if reads.get(id(weight)) == {dtype} and weight.dtype != dtype:
-                variables.store_in(weight, dtype)
+                backend.store_in(weight, dtype)
     trainer.drop_traced_functions(frozen)
     return frozen
 
@@ -95,7 +95,7 @@ def _reads(model: keras.Model, sample: Any) -> dict[int, set[str]]:
         tensor = functools.partial(keras.KerasTensor, dtype=model.input_dtype)
         shapes = structure.built_shapes(model).values()
         args = [structure.map_shapes(tensor, shape) for shape in shapes]
-    with variables.noting_reads() as found:
+    with backend.noting_reads() as found:
         try:
             structure.trace_call(model, tuple(args), {"training": False})
         except Exception as error:

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.keras_hooks import structure, trainer, variables
+from tfamp.keras_hooks import backend, structure, trainer
 from tfamp.keras_hooks.patches import Patch, wrapper
 from tfamp.models import apply
 from tfamp.records import checks
@@ -222,7 +222,7 @@ def float32_copy(model: keras.Model) -> keras.Model:
     with copy.distribute_strategy.scope():
         for weight in copy.weights:
             if weight.dtype in HALF:
-                variables.store_in(weight, "float32")
+                backend.store_in(weight, "float32")
     graph = structure.graph_of(copy)
     if graph is not None:
         structure.widen_inputs(graph)
