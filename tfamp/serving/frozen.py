@@ -61,10 +61,8 @@ def freeze(
         if keras.backend.is_float_dtype(weight.dtype):
             size = float(np.max(np.abs(np.asarray(weight, np.float64)), initial=0.0))
             if most < size < np.inf:
-                told = (
-                    f"The weight {weight.path!r} reaches {size:.4g}; expected at most"
-                )
-                raise ValueError(f"{told} {most:.6g} for {dtype}. Freeze in bfloat16.")
+                told = f"Weight {weight.path!r} reaches {size:.4g}; expected at most "
+                raise ValueError(f"{told}{most:.6g} for {dtype}. Freeze in bfloat16.")
     _reads(model, sample)  # raises where it cannot be called
     frozen = model if in_place else copied(model, instead=_IN_PLACE)
     if structure.compute_dtypes(frozen) & {*HALF} != {dtype}:

@@ -6,7 +6,6 @@ What is missing or unfit is said at once, what is damaged when it is met.
 import abc
 import contextlib
 import dataclasses
-import functools
 import glob
 import gzip
 import os
@@ -47,13 +46,6 @@ class ChunkedSource(Source):
         examples, length = self.chunks(settings).unbatch(), self.num_examples
         is_known = length is not None and settings.errors is None
         return with_length(examples, length or 0) if is_known else examples
-
-    def generated(
-        self, read: Callable[[Settings], Iterator[Any]], spec: Any, settings: Settings
-    ) -> tf.data.Dataset:
-        """Returns chunks of a spec that Python reads."""
-        make = functools.partial(read, settings)
-        return tf.data.Dataset.from_generator(make, output_signature=spec)
 
     def report(self, settings: Settings, where: str, message: str) -> None:
         """Counts damaged data where it is skipped, else raises a ValueError."""
