@@ -109,8 +109,6 @@ def test_compressed_files_are_told_by_their_bytes(tmp_path):
 
 
 REFUSED = {
-    "in `paths` is no TFRecord file: it begins with no record.": (
-        {"a": "hello " * 50},
-    ),
+    "in `paths` begins with no record, or a damaged one.": ({"a": "hello " * 50},),
 }
 test_wrong_files_and_arguments_are_refused_at_once = refused_files(begin, REFUSED)

@@ -157,7 +157,7 @@ def message_of(error: BaseException) -> str:
     first = text.splitlines()[0] if text else type(error).__name__
     first = re.sub(r"^(\{\{[^}]*}} ?|Iterator::Root\S*: )+", "", first)
     first = first.partition(" [Op:")[0]
-    return first.removeprefix("assertion failed: [").removesuffix("]")
+    return first.removeprefix("assertion failed: [").removesuffix("]").rstrip(".")
 
 
 def never_empty(dataset: tf.data.Dataset, message: str) -> tf.data.Dataset:

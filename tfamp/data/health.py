@@ -107,14 +107,13 @@ def check(
 def _check_same_columns(
     train: tuple[_examples.Column, ...], validation: tuple[_examples.Column, ...]
 ) -> None:
-    kinds = [
-        {one.name: (one.is_text, len(one.shape)) for one in columns}
-        for columns in (train, validation)
+    pairs = [
+        {(x.name, x.is_text, len(x.shape)) for x in one} for one in (train, validation)
     ]
-    if kinds[0] != kinds[1]:
+    if odd := sorted({name for name, *_ in pairs[0] ^ pairs[1]}):
         raise ValueError(
-            f"`validation` has the columns {validation!r}; expected those of `train`: "
-            f"{train!r}. Read both the same way, or pass `batched`."
+            f"Columns {odd} of `validation` are not those of `train`, by name, axes or "
+            "text; expected the same. Read both the same way, or pass `batched`."
         )
 
 

@@ -132,7 +132,7 @@ def nearest(absolute: str) -> str:
     return f" Folder {parent!r} has {listed(names) or 'no files'}."
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[Any]) -> str:
     """Returns a few names for a message, and how many there are beyond these."""
     quoted = [repr(name) for name in names[:_NUM_SHOWN]]
     rest = len(names) - _NUM_SHOWN

@@ -121,8 +121,8 @@ def csv_source(
         chunks = _read_columns(path, source, lambda line, reason: None)
         return sum(len(next(iter(columns.values()))) for columns in chunks)
 
-    number = _files.counted(found, count, "rows")
-    return dataclasses.replace(source, num_examples=number)
+    num_rows = _files.counted(found, count, "rows")
+    return dataclasses.replace(source, num_examples=num_rows)
 
 
 def infer(values: Sequence[str]) -> str:

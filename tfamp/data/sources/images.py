@@ -12,14 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import (
-    attempted,
-    blank,
-    from_arguments,
-    inputs_of,
-    message_of,
-    with_inputs,
-)
+from tfamp.data import _elements
 from tfamp.data.sources import RandomAccess, files_identity
 from tfamp.data.sources._files import listed, nearest
 from tfamp.data.stages import Map, Settings, map_in_order
@@ -158,11 +151,11 @@ class ImageReader:
 
     def __call__(self, *parts: Any) -> Any:
         """Returns the element with pixels in place of a path or of bytes."""
-        element = from_arguments(parts)
-        given, key = inputs_of(element), self.key
+        element = _elements.from_arguments(parts)
+        given, key = _elements.inputs_of(element), self.key
         if key is None:
-            return with_inputs(element, self._pixels(given))
-        return with_inputs(element, {**given, key: self._pixels(given[key])})
+            return _elements.with_inputs(element, self._pixels(given))
+        return _elements.with_inputs(element, {**given, key: self._pixels(given[key])})
 
     def _pixels(self, image: Any) -> tf.Tensor:
         """Returns the pixels `(height, width, channels)`, uint8, of a path or bytes."""
@@ -173,7 +166,8 @@ class ImageReader:
         # Not its first bytes: an error whose text is no UTF-8 is another error.
         text = "is no JPEG, PNG or GIF; bytes: {}"
         text = tf.strings.format(text, tf.strings.length(data))
-        with tf.control_dependencies([tf.debugging.Assert(is_image, [text])]):
+        check = tf.raw_ops.Assert(condition=is_image, data=[text])
+        with tf.control_dependencies([check] if check is not None else []):
             data = tf.identity(data)
         pixels = tf.io.decode_image(data, self.channels, expand_animations=False)
         pixels = tf.ensure_shape(pixels, (None, None, self.channels))
@@ -192,7 +186,7 @@ class Decode(Map):
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Maps, if elements hold an image as a path or as bytes."""
-        first, key = inputs_of(dataset.element_spec), self.function.key
+        first, key = _elements.inputs_of(dataset.element_spec), self.function.key
         found = first.get(key) if isinstance(first, dict) and key else first
         is_plain = key is None or isinstance(first, dict)
         if not is_plain or found != tf.TensorSpec((), tf.string):
@@ -208,7 +202,7 @@ class Decode(Map):
     def _named(self, dataset: tf.data.Dataset) -> Any:
         """Returns the function, which names the file where it fails."""
         spec = dataset.map(self.function).element_spec
-        nothing = blank(spec, purpose="images are decoded")
+        nothing = _elements.blank(spec, purpose="images are decoded")
 
         def fail(path: tf.Tensor) -> None:
             name = os.fsdecode(path.numpy())
@@ -216,16 +210,16 @@ class Decode(Map):
                 self.function(path)
                 message = "cannot be read at times"
             except Exception as error:  # of the file system and TensorFlow
-                message = message_of(error)
+                message = _elements.message_of(error)
             raise ValueError(
                 f"{name}: {message}. Expected an image that can be read: repair it, or "
                 "leave out what is damaged with `.on_error('skip')`."
             )
 
         def call(*parts: Any) -> Any:
-            element = from_arguments(parts)
-            is_read, result = attempted(self.function, element, nothing)
-            given = inputs_of(element)
+            element = _elements.from_arguments(parts)
+            is_read, result = _elements.attempted(self.function, element, nothing)
+            given = _elements.inputs_of(element)
             named = lambda: tf.group(tf.py_function(fail, [given], []))  # noqa: E731
             with tf.control_dependencies([tf.cond(is_read, tf.no_op, named)]):
                 return tf.nest.map_structure(tf.identity, result)

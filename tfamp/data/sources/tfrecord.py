@@ -170,7 +170,7 @@ def _compression_of(path: str) -> str:
     if _walk(path, 1)[0] == 1:
         return ""
     raise ValueError(
-        f"File {path!r} in `paths` is no TFRecord file: it begins with no record. "
+        f"File {path!r} in `paths` begins with no record, or a damaged one. "
         "Expected files that `tf.io.TFRecordWriter` wrote, plain or with GZIP. Leave "
         "it out."
     )

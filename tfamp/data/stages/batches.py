@@ -19,9 +19,9 @@ from tfamp.records import checks, units
 # Elements held for shuffling may take this much memory, unless told otherwise.
 SHUFFLE_BUFFER_BYTES = 256 * 2**20
 _MIN_BUFFER = 64
-# Where elements have no known size, such as strings, so many are measured. Where that
+# Where elements have no known size, such as strings, the first are measured. Where that
 # fails too, memory is bounded by count.
-_NUM_MEASURED, _DEFAULT_BUFFER = 32, 10_000
+_DEFAULT_BUFFER = 10_000
 _MAX_OPEN_BUFFER = 2**18
 # Tensor cores and XLA's tiles take dimensions in steps of this.
 _LENGTH_MULTIPLE = 8
@@ -62,9 +62,15 @@ class Shuffle(Stage):
             return _elements.with_length(order, number)
         length = _elements.known_length(dataset)
         each = _elements.bytes_held(dataset.element_spec)
-        # To look at the first elements of a generator may take them away.
-        if each is None and not (self.buffer_size or _elements.runs_python(dataset)):
-            each = _elements.bytes_of_first(dataset, _NUM_MEASURED)
+        if each is None and self.buffer_size is None:
+            each, again = [_elements.bytes_of_first(dataset, 32) for _ in range(2)]
+            if each != again:
+                warnings.warn(
+                    "`.shuffle` without `buffer_size` reads the first elements, which "
+                    "do not come again; expected a generator that begins anew. Pass "
+                    "`from_generator` a function that makes one, or `buffer_size`.",
+                    stacklevel=checks.level_of_user(),
+                )
         fitting = _DEFAULT_BUFFER
         if each is not None:
             fitting = max(_MIN_BUFFER, SHUFFLE_BUFFER_BYTES // max(1, each))

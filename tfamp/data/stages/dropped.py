@@ -53,13 +53,13 @@ class OnError(Stage):
         skipped = tuple(self.found.values())
         total = came + len(skipped)
         told = f"{len(skipped)} of {total} {unit}"
-        if len(skipped) > self.max_fraction * total:
+        if len(skipped) > self.max_fraction * total or (skipped and not came):
+            most = units.format_share(self.max_fraction)
             named = [f"{one.where}: {one.message}" for one in skipped[:_NAMED_IN_ERROR]]
             raise ValueError(
-                f"{told} cannot be read; expected at most "
-                f"{units.format_share(self.max_fraction)} (`max_fraction`). The first: "
-                f"{'; '.join(named)}. Repair them, or raise `max_fraction`. "
-                f"{checks.see('failures/damaged-record')}"
+                f"{told} cannot be read; expected at most {most} (`max_fraction`), and "
+                f"one that can. The first: {'; '.join(named)}. Repair them, or raise "
+                f"`max_fraction`. {checks.see('failures/damaged-record')}"
             )
         if skipped and len(skipped) not in self.told_of:
             self.told_of.add(len(skipped))
