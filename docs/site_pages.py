@@ -45,7 +45,7 @@ PAGES = {
 SUBPACKAGES = ("callbacks", "data", "distribute", "training")
 # What parts of tfamp ask the optimizer and the records for, besides what users do.
 _PARTS = {
-    *("accumulates", "assign_all", "discard", "done_here", "is_overwritten"),
+    *("accumulates", "assign_all", "done_here", "is_overwritten"),
     *("from_dict", "to_dict"),  # beside `from_json` and `to_json` of each record
     *("own_variables", "position_of", "put", "shared_clip", "stock_variables"),
 }

@@ -61,22 +61,3 @@ def test_add_loss(policy, style, mode):
     with tfamp.scope(policy):
         loss = loss_in_fit(style, AddsLoss(), mode)
     assert loss == pytest.approx(500)
-
-
-@pytest.mark.parametrize("make", [regularized, AddsLoss])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_stock_keras_raises(policy, make):
-    keras.config.set_dtype_policy(policy)
-    try:
-        with pytest.raises(Exception, match="float32|dtype"):
-            loss_in_fit("functional", make())
-    finally:
-        keras.config.set_dtype_policy("float32")
-
-
-def test_the_config_holds_the_regularizer_itself():
-    with tfamp.scope("mixed_bfloat16"):
-        layer = regularized()
-    config = layer.get_config()["activity_regularizer"]
-    assert config["class_name"] == "L2"
-    assert isinstance(layer.activity_regularizer, keras.regularizers.L2)

@@ -274,11 +274,12 @@ ERRORS = {
     ),
     "other columns": (
         lambda: check32({"a": np.zeros(3)}, {"b": np.zeros(3)}),
-        "Columns ['x/a', 'x/b'] of `validation` are not those of `train`",
+        "`validation` has the columns ('x/b',); expected those of `train`: ('x/a',).",
     ),
     "other shapes": (
         lambda: check32(np.zeros(3), np.zeros((3, 2))),
-        "Columns ['x'] of `validation` are not those of `train`, by name, axes or text",
+        "Column 'x' of `validation` is float64 of shape (2,); expected float64 of "
+        "shape () as in `train`.",
     ),
 }
 

@@ -146,16 +146,6 @@ def test_sparse_gradients_are_added_up():
     np.testing.assert_array_equal(table, [[-1.0], [-5.0], [0.0]])
 
 
-@pytest.mark.filterwarnings("ignore:Gradients do not exist")
-def test_a_variable_without_a_gradient_stays():
-    weight, idle = keras.Variable(1.0), keras.Variable(1.0)
-    optimizer = unscaled(keras.optimizers.SGD(1.0, weight_decay=0.5), 2)
-    optimizer.build([weight, idle])
-    for _ in range(2):
-        optimizer.apply([tf.constant(1.0), None], [weight, idle])
-    assert (float(weight), float(idle)) == (-0.5, 1.0)
-
-
 def test_fit_applies_what_is_left_at_the_end_of_an_epoch():
     # Five microbatches: a window of four, and one of one.
     parts = model_of(unscaled(keras.optimizers.SGD(0.1), 4), run_eagerly=True)
@@ -198,17 +188,6 @@ def test_nothing_leaks_out_of_a_fit_that_was_broken_off():
     np.testing.assert_allclose(
         weights_of(model), weights_of(whole), rtol=0, atol=FLOAT32
     )
-
-
-@pytest.mark.parametrize("name", ["gradient_accumulation_steps", "accumulation_steps"])
-def test_microbatches_of_an_update_have_keras_name_and_a_short_one(name):
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), **{name: 3})
-    assert optimizer.accumulation_steps == 3
-    copy = tfamp.LossScaleOptimizer.from_config(optimizer.get_config())
-    assert copy.accumulation_steps == 3
-    with tfamp.scope("mixed_float16", loss_scale_options={name: 3}):
-        model = model_of("sgd")
-    assert model.optimizer.accumulation_steps == 3
 
 
 def test_stock_keras_advances_the_schedule_by_microbatches_and_drops_the_rest():

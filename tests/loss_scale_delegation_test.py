@@ -54,27 +54,6 @@ def test_attributes_are_those_of_the_inner_optimizer(cls, name, value):
     assert name not in optimizer.get_config()
 
 
-def test_a_changed_momentum_and_learning_rate_count_in_the_next_step():
-    variable = keras.Variable([1.0])
-    optimizer = wrapped(optimizers.SGD(0.5, momentum=0.5))
-    step(optimizer, [variable], [[1.0]])
-    assert variable.numpy() == 0.5  # 1 - 0.5
-    optimizer.learning_rate, optimizer.momentum = 0.25, 1.0
-    step(optimizer, [variable], [[1.0]])
-    # Keras's momentum holds -0.5: -0.5 - 0.25 = -0.75.
-    assert variable.numpy() == -0.25
-
-
-def test_a_schedule_counts_updates_not_microbatches_or_skipped_steps():
-    schedule = optimizers.schedules.PiecewiseConstantDecay([0, 1], [0.5, 0.25, 0.125])
-    variable = keras.Variable([0.0])
-    optimizer = wrapped(optimizers.SGD(schedule), accumulation_steps=2)
-    for gradient in (1.0, 1.0, np.inf, 1.0, 1.0, 1.0, 1.0):
-        step(optimizer, [variable], [[gradient]])
-    assert int(optimizer.iterations) == 3
-    assert variable.numpy() == -(0.5 + 0.25 + 0.125)
-
-
 @pytest.mark.parametrize("how", ["var_list", "var_names"])
 def test_variables_are_excluded_from_weight_decay(how):
     kernel = keras.Variable([1.0], name="kernel")
@@ -118,21 +97,6 @@ def test_accumulation_of_the_inner_optimizer_is_taken_over():
     assert variable.numpy() == 0
     step(optimizer, [variable], [[3.0]])
     assert variable.numpy() == -2
-
-
-def test_a_built_optimizer_that_accumulated_counts_updates():
-    variable = keras.Variable([0.0])
-    inner = optimizers.SGD(1.0, momentum=0.5, gradient_accumulation_steps=2)
-    for _ in range(4):
-        inner.apply([tf.constant([1.0])], [variable])
-    before = variable.numpy()
-    optimizer = wrapped(inner)
-    assert int(optimizer.iterations) == 2
-    step(optimizer, [variable], [[1.0]])
-    step(optimizer, [variable], [[1.0]])
-    assert int(optimizer.iterations) == 3
-    # Momentum after updates of 1: 1, 1.5, 1.75.
-    assert before - variable.numpy() == 1.75
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
@@ -194,18 +158,6 @@ def test_averaged_weights_are_taken_over_at_the_end_of_fit(frequency):
         assert np.abs(mine - without).max() > 1e-3
 
 
-def test_averages_do_not_move_in_a_skipped_step():
-    x = X.copy()
-    x[2] = np.inf  # the second batch of four
-    model = regression(wrapped(averaging()))
-    good = np.concatenate([X[:2], X[4:]]), np.concatenate([Y[:2], Y[4:]])
-    model.fit(x, Y, batch_size=2, shuffle=False, verbose=0)
-    expected = regression(averaging())
-    expected.fit(*good, batch_size=2, shuffle=False, verbose=0)
-    assert model.optimizer.skipped_steps == 1
-    assert_close(model, expected, rtol=1e-5, atol=1e-6)
-
-
 def split_optimizer():
     """Returns one optimizer for the kernel and another for the rest."""
     chosen = optimizers.OptimizerMap(optimizers.SGD(0.0625, momentum=0.5))
@@ -225,19 +177,3 @@ def test_several_optimizers_inside_one():
         expected.train_on_batch(X[first : first + 2], Y[first : first + 2])
     assert (model.optimizer.applied_steps, model.optimizer.skipped_steps) == (3, 1)
     assert_close(model, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.quick("built")
-@pytest.mark.skipif(not ADDED, reason="this Keras has no MultiOptimizer")
-@pytest.mark.parametrize("is_built", [False, True], ids=["unbuilt", "built"])
-def test_several_optimizers_inside_one_are_saved(is_built, tmp_path):
-    model = regression(wrapped(split_optimizer()))
-    model.fit(X, Y, batch_size=2, shuffle=False, verbose=0)
-    model.save_weights(tmp_path / "model.weights.h5")
-    again = regression(wrapped(split_optimizer()))
-    if is_built:
-        again.optimizer.build(again.trainable_variables)
-    again.load_weights(tmp_path / "model.weights.h5")
-    again.optimizer.build(again.trainable_variables)
-    found = [v.numpy().tolist() for v in again.optimizer.variables]
-    assert found == [v.numpy().tolist() for v in model.optimizer.variables]

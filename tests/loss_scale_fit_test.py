@@ -6,7 +6,6 @@ import re
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import tfamp
 from tests.loops import COMPILED, OwnStep
@@ -131,41 +130,6 @@ def test_under_xla_train_on_batch_ends_a_few_steps_late():
         for _ in range(20):
             model.train_on_batch(BAD, Y)
     assert model.optimizer.skipped_steps == 16
-
-
-def test_an_optimizer_of_the_train_steps_own_ends_fit_alike():
-    class TwoOptimizers(keras.Sequential):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(x, y, self(x, training=True))
-                scaled = self.own.scale_loss(loss)
-            gradients = tape.gradient(scaled, self.trainable_variables)
-            self.own.apply(gradients, self.trainable_variables)
-            return {"own_loss": loss}
-
-    model = TwoOptimizers([keras.Input((4,)), layers.Dense(1)])
-    model.own = OURS(SGD(0.1), max_consecutive_skips=3)
-    model.compile(loss="mse", jit_compile=False)
-    with pytest.raises(tfamp.LossScaleError, match=re.escape(STOPPED)):
-        fit(model, BAD)
-
-
-def test_callbacks_of_every_form_are_taken():
-    seen = []
-
-    class Look(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            seen.append(int(self.model.optimizer.iterations))
-
-    model = compiled(linear, mode=MODES["eager"], accumulation_steps=3)
-    fit(model, X, callbacks=Look())
-    fit(model, X, callbacks=[Look()])
-    given = keras.callbacks.CallbackList([Look()], add_history=True, model=model)
-    fit(model, X, callbacks=given)
-    # Four microbatches: a window of three, and the rest at the end of the epoch.
-    assert seen == [2, 4, 6]
-    assert len(given.callbacks) == 2
 
 
 def one_layer_in_float16():

@@ -1,6 +1,5 @@
 """Training loops in the words of Keras 3 and of legacy Keras, and of neither."""
 
-import threading
 import warnings
 
 import keras
@@ -70,16 +69,6 @@ def test_every_way_makes_the_same_updates(loop, decorate, is_built):
     assert int(optimizer.iterations) == 2
 
 
-def test_the_two_styles_in_turn():
-    weight = keras.Variable(1.0)
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125))
-    turns = (keras_3, legacy, unscaled, legacy, keras_3, unscaled, legacy)
-    for loop in (*turns, keras_3):
-        before = float(weight)
-        loop(optimizer, weight)
-        assert float(weight) == pytest.approx(before / 4)
-
-
 FORGOTTEN = "no loss was multiplied by it"
 
 
@@ -112,65 +101,3 @@ def test_gradients_made_by_hand_are_not_told_at_once():
             optimizer.apply([tf.constant(SCALE)], [weight])
     with pytest.warns(UserWarning, match=FORGOTTEN):
         optimizer.apply([tf.constant(SCALE)], [weight])
-
-
-@pytest.mark.quick("keras_3_pairs")
-@pytest.mark.parametrize("loop", LOOPS)
-def test_who_scales_is_never_told(loop):
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125))
-    weight = keras.Variable(1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(12):
-            loop(optimizer, weight)
-
-
-def test_without_a_scale_nothing_is_forgotten():
-    optimizer = tfamp.LossScaleOptimizer(
-        keras.optimizers.SGD(0.125), initial_scale=1, dynamic=False
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.apply([tf.constant(1.0)], [keras.Variable(1.0)])
-
-
-def test_what_a_tape_said_of_variables_ends_with_them():
-    """Python gives the identity of an object that is gone to a later one."""
-    sgd = keras.optimizers.SGD(0.01)
-    not_built = tfamp.LossScaleOptimizer(sgd, initial_scale=8.0, dynamic=False)
-
-    def gradients_that_nobody_applies():
-        many = [tf.Variable(1.0) for _ in range(50)]
-        with tf.GradientTape() as tape:
-            loss = tf.add_n([2.0 * variable for variable in many])
-        tape.gradient(loss, many)
-        return frozenset(map(id, many))
-
-    gone = gradients_that_nobody_applies()
-    later = [keras.Variable(1.0) for _ in range(50)]
-    variable = next(v for v in later if not gone.isdisjoint((id(v), id(v.value))))
-    not_built.build([variable])
-    not_built.apply([tf.constant(80.0)], [variable])  # scaled by hand
-    assert float(variable) == pytest.approx(1.0 - 0.01 * 10.0)
-
-
-def test_what_a_tape_said_in_a_thread_ends_with_it():
-    """The system gives the number of a thread that has ended to a later one."""
-    variable = keras.Variable(1.0)
-    sgd = keras.optimizers.SGD(0.01)
-    optimizer = tfamp.LossScaleOptimizer(sgd, initial_scale=8.0, dynamic=False)
-    optimizer.build([variable])
-
-    def compute():
-        with tf.GradientTape() as tape:
-            loss = 2.0 * tf.convert_to_tensor(variable)
-        tape.gradient(loss, [variable.value])
-
-    def apply():
-        optimizer.apply([tf.constant(80.0)], [variable])  # scaled by hand
-
-    for work in (compute, apply):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert float(variable) == pytest.approx(1.0 - 0.01 * 10.0)

@@ -179,44 +179,6 @@ def test_microbatches_make_the_batch_they_are_parts_of(strategy):
     check_replicas_agree(strategy, optimizer.variables)
 
 
-def accumulating(strategy):
-    return Training(
-        strategy,
-        lambda: tfamp.LossScaleOptimizer(SGD(1.0), 8.0, accumulation_steps=4),
-        0.0,
-    )
-
-
-def flush_in_python(strategy, optimizer):
-    optimizer.flush()
-
-
-def flush_on_replicas(strategy, optimizer):
-    strategy.run(optimizer.flush)
-
-
-def flush_in_a_function(strategy, optimizer):
-    tf.function(lambda: strategy.run(optimizer.flush))()
-
-
-@pytest.mark.quick("replicas")
-@pytest.mark.parametrize(
-    "flush",
-    [flush_in_python, flush_on_replicas, flush_in_a_function],
-    ids=["python", "replicas", "function"],
-)
-def test_flush_applies_the_mean_from_wherever_it_is_called(strategy, flush):
-    training = accumulating(strategy)
-    training.step([1.0], [2.0])
-    training.step([3.0], [6.0])
-    assert training.values() == [0.0]
-    for _ in range(2):  # the second finds nothing
-        flush(strategy, training.optimizer)
-        assert training.values() == [-(3.0 + 9.0) / 2]
-    assert training.optimizer.applied_steps == 1
-    check_replicas_agree(strategy, training.optimizer.variables)
-
-
 def normalized():
     """Returns a model whose moving statistics stand on a constant layer."""
     x = keras.Input((4,))
@@ -346,24 +308,3 @@ def test_a_compiled_loop_on_two_cpus_is_an_error_that_says_so(strategy):
 
     with pytest.raises(RuntimeError, match=re.escape(message)):
         tf.function(lambda: strategy.run(on_replica))()
-
-
-def test_training_that_cannot_go_on_ends_in_our_error(strategy):
-    def make():
-        return tfamp.LossScaleOptimizer(inner(), 8.0, max_consecutive_skips=3)
-
-    with strategy.scope():
-        model = linear()
-        model.compile(make(), "mse")
-    message = "Skipped 3 updates in a row, because their gradients were not finite"
-    with pytest.raises(tfamp.LossScaleError, match=message):
-        model.fit(
-            spoiled(X, {0: [7], 1: [6], 2: [4]}, BATCH),
-            Y,
-            batch_size=BATCH,
-            shuffle=False,
-            verbose=0,
-        )
-    np.testing.assert_array_equal(on_both(strategy, model.weights[0]), KERNEL)
-    assert model.optimizer.scale == 8.0
-    check_replicas_agree(strategy, model.optimizer.variables)

@@ -4,7 +4,6 @@ import copy
 import functools
 import pickle
 import re
-import warnings
 
 import keras
 import numpy as np
@@ -169,20 +168,6 @@ def test_training_goes_on_bit_by_bit(case, way, tmp_path):
     assert_same(facts_of(resumed), expected)
     assert type(resumed.optimizer) is tfamp.LossScaleOptimizer
     assert_same(facts_of(half), at_save)
-
-
-@pytest.mark.quick("by_checkpoint")
-@pytest.mark.parametrize("way", [by_weights, by_checkpoint], ids=lambda f: f.__name__)
-def test_a_loaded_window_can_be_flushed_at_once(way, tmp_path):
-    case = CASES["float32 accumulation, hysteresis"]
-    half = half_trained(*case)
-    resumed = way(half, tmp_path, lambda: model_of(*case))
-    resumed.build((None, 3))
-    resumed.optimizer.build(resumed.trainable_variables)
-    for model in (half, resumed):
-        model.optimizer.flush()
-    assert int(half.optimizer.iterations) == 2
-    assert_same(facts_of(resumed), facts_of(half))
 
 
 class Crash(keras.callbacks.Callback):
@@ -353,15 +338,6 @@ def test_a_scale_goes_to_its_own_kind(saved, loads, scale, is_frozen, tmp_path):
         assert bool(optimizer.is_frozen) == (loads is STATIC or expected == 8)
 
 
-def test_weights_saved_by_stock_keras_load(tmp_path):
-    stock, ours = from_stock(keras.optimizers.Adam(0.5), 16.0, tmp_path)
-    optimizer = ours.optimizer
-    optimizer.build(ours.trainable_variables)
-    expected = stock_values(stock.optimizer.variables)
-    assert stock_values(optimizer.variables)[: len(expected)] == expected
-    assert optimizer.scale == 1024
-
-
 def test_weights_that_do_not_fit_are_an_error():
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(momentum=0.5))
     with pytest.raises(ValueError, match="of a built optimizer"):
@@ -370,18 +346,3 @@ def test_weights_that_do_not_fit_are_an_error():
     arrays = [v.numpy() for v in optimizer.variables]
     with pytest.raises(ValueError, match="`weights` has 3 arrays for"):
         optimizer.set_weights(arrays[:3])
-
-
-def test_loading_into_an_optimizer_that_is_not_built_warns_of_nothing(tmp_path):
-    model = model_of("float32", {})
-    train(model, BATCHES[:2])
-    model.save_weights(tmp_path / "model.weights.h5")
-    fresh = model_of("float32", {})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fresh.load_weights(tmp_path / "model.weights.h5")
-    assert not fresh.optimizer.built
-    assert fresh.optimizer.applied_steps == 2
-    x, y = BATCHES[0]
-    fresh.fit(x, y, batch_size=4, verbose=0)
-    assert int(fresh.optimizer.iterations) == 3

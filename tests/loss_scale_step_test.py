@@ -130,17 +130,6 @@ def test_what_it_counts(mode):
     assert (optimizer.applied_steps, optimizer.skipped_steps) == (2, 2)
 
 
-@pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("mode", MODES)
-def test_it_names_the_variables_whose_gradients_are_not_finite(mode):
-    variables = [keras.Variable([1.0] * n, name=f"v{n}") for n in (2, 3, 2, 1)]
-    optimizer = make(optimizers.SGD(1.0), 1.0)
-    step = steps_of(optimizer, variables, mode)
-    step(tf.zeros(2), tf.constant([0.0, NAN, 0.0]), tf.constant([INF, 0.0]), None)
-    paths = [v.path for v in variables]
-    assert optimizer.nonfinite_variables == (paths[1], paths[2])
-
-
 def slices(values, indices):
     return tf.IndexedSlices(tf.constant(values), tf.constant(indices), (3, 1))
 
@@ -183,19 +172,6 @@ def test_clipping_acts_on_unscaled_gradients(clipping, expected, mode):
     step = steps_of(optimizer, variables, mode)
     step(tf.constant([6.0, 8.0]) * 1024, tf.constant([4.0, 0.0]) * 1024)
     assert_close(variables, expected, rtol=4 * 2**-23)
-
-
-@pytest.mark.quick("eager")
-@pytest.mark.parametrize("mode", MODES)
-def test_a_variable_that_takes_its_gradient_as_its_value(mode):
-    scaled, overwritten = keras.Variable([1.0]), keras.Variable([1.0])
-    overwritten.overwrite_with_gradient = True
-    optimizer = make(optimizers.SGD(1.0), 8.0)
-    step = steps_of(optimizer, [scaled, overwritten], mode)
-    step(tf.constant([8.0]), tf.constant([5.0]))
-    assert (float(scaled[0]), float(overwritten[0])) == (0.0, 5.0)
-    step(tf.constant([8.0]), tf.constant([NAN]))
-    assert (float(scaled[0]), float(overwritten[0])) == (0.0, 5.0)
 
 
 @pytest.mark.quick("eager")
@@ -327,13 +303,6 @@ def test_gradients_that_do_not_fit():
     with pytest.raises(ValueError, match="Unknown variable"):
         optimizer.apply([tf.constant(1.0)], [keras.Variable(1.0)])
     assert optimizer.apply([], []) is None
-
-
-def test_what_cannot_be_wrapped():
-    with pytest.raises(TypeError, match="`inner_optimizer` is 0.001"):
-        OURS(0.001)
-    with pytest.raises(ValueError, match="which scales the loss already"):
-        OURS(STOCK(optimizers.SGD()))
 
 
 @pytest.mark.quick("*-graph")

@@ -22,9 +22,6 @@ HALF_TOLERANCES = {"mixed_float16": 16 * 2.0**-11, "mixed_bfloat16": 16 * 2.0**-
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_.*' will be slow")
 
 
-slow = pytest.mark.slow("test_uneven_batches_train_as_on_one_device has the rule")
-
-
 @pytest.fixture(scope="module")
 def strategy():
     return two_replicas()
@@ -95,45 +92,6 @@ def test_uneven_batches_train_as_on_one_device(strategy, count):
     check_same(strategy, linear, rows=slice(count), compiled=compiled)
 
 
-@pytest.mark.slow
-def test_microbatches_make_one_uneven_batch(strategy):
-    one = fitted(None, linear, batch_size=32)
-    optimizer = guarded(accumulation_steps=2)
-    two = fitted(strategy, linear, optimizer, batch_size=16)
-    check_equal(two, one)
-
-
-def two_outputs():
-    inputs = keras.Input((4,))
-    outputs = {
-        name: layers.Dense(1, kernel_initializer="zeros", name=name)(inputs)
-        for name in ("first", "second")
-    }
-    return keras.Model(inputs, outputs)
-
-
-@slow
-def test_each_output_counts_its_examples(strategy):
-    x, y = data()
-    rows = slice(64, 81)
-    options = {
-        "y": {"first": y[rows], "second": 2 * y[rows]},
-        "compiled": {
-            "loss": {"first": "mse", "second": "mse"},
-            "loss_weights": {"first": 1.0, "second": 0.5},
-        },
-    }
-    one = fitted(None, two_outputs, **options)
-    two = fitted(strategy, two_outputs, guarded(), **options)
-    logs = two.history.history
-    # On one device Keras counts a batch of 1 as one of 16, or both as 1.
-    total = logs["first_loss"][0] + 0.5 * logs["second_loss"][0]
-    np.testing.assert_allclose(total, logs["loss"][0], rtol=1e-6)
-    for name in ("first_loss", "second_loss"):
-        one.history.history.pop(name)
-    check_equal(two, one)
-
-
 class Own(keras.Model):
     """Has a training step of its own, with Keras's loss."""
 
@@ -146,34 +104,9 @@ class Own(keras.Model):
         return {"step": tf.constant(1.0)}
 
 
-def whole_batch(x):
-    """Returns the examples of all replicas."""
-    context = tf.distribute.get_replica_context()
-    own = tf.shape(x)[0]  # where Keras builds the model there are no replicas
-    return own if context is None else context.all_reduce("SUM", own)
-
-
-class WeightedLosses(Own):
-    """Divides Keras's losses of each example."""
-
-    def compute_loss(self, x, y, prediction, weights=None, training=True):
-        whole = whole_batch(x)
-        losses = keras.losses.MeanSquaredError(reduction=None)(y, prediction)
-        return tf.reduce_sum(losses) / tf.cast(whole, tf.float32)
-
-
-@pytest.mark.quick("WeightedLosses")
-@pytest.mark.parametrize("cls", [Own, WeightedLosses])
+@pytest.mark.parametrize("cls", [Own])
 def test_own_training_steps_train_as_on_one_device(strategy, cls):
     check_same(strategy, lambda: linear(cls))
-
-
-@pytest.mark.slow
-def test_weights_and_additional_losses_count_by_their_share(strategy):
-    weights = np.linspace(0.5, 2.0, 96)
-    weights[80] = 0.25
-    regularized = {"activity_regularizer": "l2", "kernel_regularizer": "l2"}
-    check_same(strategy, lambda: linear(**regularized), sample_weight=weights)
 
 
 def masked():

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.replicas import on_both, two_replicas
+from tests.replicas import two_replicas
 
 layers = keras.layers
 SIZE = 4096
@@ -72,34 +72,3 @@ def test_under_xla(strategy):
         compiled = tf.function(jit_compile=True)
         (first, second), _ = drawn(strategy, dropout, ONES, compiled)
     assert np.mean(first == second) == AGREEMENT
-
-
-class Masks(keras.Model):
-    """Returns the mask of a step among the logs."""
-
-    def train_step(self, data):
-        logs = super().train_step(data)
-        seen = tf.cast(self.layers[1](tf.ones((1, 64)), training=True), tf.float32)
-        context = tf.distribute.get_replica_context()
-        other = context.all_reduce("SUM", seen) - seen
-        return {**logs, "agreement": tf.reduce_mean(tf.cast(seen == other, tf.float32))}
-
-
-@pytest.mark.slow
-def test_training_goes_on_from_the_states_that_replicas_share(strategy):
-    with strategy.scope():
-        x = keras.Input((64,))
-        outputs = layers.Dense(1, kernel_initializer="ones")(dropout()(x))
-        model = Masks(x, outputs)
-        model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.0)), "mse")
-    state = model.layers[1].seed_generator.state
-    start = state.numpy()
-    data = np.ones((8, 64)), np.zeros((8, 1))
-    runs = []
-    for _ in range(2):
-        with strategy.scope():
-            state.assign(start)
-        runs.append(model.fit(*data, batch_size=4, epochs=2, verbose=0).history)
-        np.testing.assert_array_equal(on_both(strategy, state), [1, start[1] + 8])
-    assert runs[0] == runs[1]
-    assert max(runs[0]["agreement"]) < 0.9

@@ -149,20 +149,3 @@ def test_a_static_scale_stays_and_skips():
     model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
     assert (model.optimizer.applied_steps, model.optimizer.skipped_steps) == (0, 4)
     assert model.optimizer.scale == 2**15
-
-
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_the_rest_of_the_data_comes_once_and_in_order():
-    seen = []
-
-    def rows():
-        for number in range(6):
-            seen.append(number)
-            yield FLAT[:8], PRICES[:8] + number
-
-    with tfamp.scope("mixed_float16"):
-        model, loss, *_ = priced()
-        model.compile(keras.optimizers.SGD(1e-6), loss)
-    model.fit(rows(), epochs=1, verbose=0)
-    assert seen == list(range(6))
-    assert int(model.optimizer.iterations) == 6

@@ -53,14 +53,9 @@ def saliency_by_name(model, images):
     return tape.gradient(score, [images])[0]
 
 
-def of_a_persistent_tape(model, images):
-    return saliency(model, images, persistent=True)
-
-
 WAYS = {
     "saliency": saliency,
     "of one class": saliency_by_name,
-    "a persistent tape": of_a_persistent_tape,
 }
 
 
@@ -99,16 +94,6 @@ def test_a_gradient_that_needs_no_scale_and_stands_none_is_finite(decorate):
         score = 3e4 * tf.reduce_sum(exact(images)[:, 0])
     expected = tape.gradient(score, images).numpy()
     assert np.linalg.norm(found - expected) < HALF * np.linalg.norm(expected)
-
-
-def test_one_tape_gives_one_gradient_unless_it_is_persistent():
-    model, images = classifier("mixed_float16"), tf.constant(PIXELS)
-    with tf.GradientTape() as tape:
-        tape.watch(images)
-        score = tf.reduce_max(model(images), axis=-1)
-    tape.gradient(score, images)
-    with pytest.raises(RuntimeError, match="non-persistent"):
-        tape.gradient(score, images)
 
 
 def test_a_jacobian_of_inputs_is_as_before():

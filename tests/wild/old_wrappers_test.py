@@ -236,24 +236,6 @@ def test_an_overflow_skips_its_step_and_halves_the_scale(decorate, name):
     assert int(optimizer.iterations) == 2
 
 
-@pytest.mark.quick("scaled")
-@pytest.mark.parametrize("name", LOSSES)
-def test_gradients_that_leave_their_function(name, exact):
-    model, optimizer = network(), wrapped(sgd(0.1 / TINY))
-    optimizer.build(model.trainable_variables)
-    scale = LOSSES[name](optimizer)
-
-    @tf.function
-    def gradients():
-        with tf.GradientTape() as tape:
-            loss = scale(loss_of(model))
-        return tape.gradient(loss, model.trainable_variables)
-
-    for _ in range(5):
-        optimizer.apply(gradients(), model.trainable_variables)
-    assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)
-
-
 @pytest.mark.quick("<lambda>-scaled")
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("decorate", [DECORATORS["eager"], DECORATORS["graph"]])
@@ -276,19 +258,6 @@ def test_on_replicas(decorate, name, exact):
 
     for _ in range(5):
         step()
-    assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)
-
-
-def test_a_loop_that_used_the_wrapper_once_may_go_on_with_another(exact):
-    model, stock = network(), wrapped(sgd(0.1 / TINY))
-    ours, plain = tfamp.LossScaleOptimizer(sgd(0.1 / TINY)), sgd(0.1 / TINY)
-    for optimizer in (stock, ours, plain, stock, ours):
-        with tf.GradientTape() as tape:
-            loss = loss_of(model)
-            if optimizer is stock:
-                loss = stock.scale_loss(loss)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply(gradients, model.trainable_variables)
     assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)
 
 

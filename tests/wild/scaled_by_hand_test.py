@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.loops import DECORATORS, in_each_way
+from tests.loops import in_each_way
 
 layers = keras.layers
 TOLERANCE = 0.02
@@ -97,26 +97,6 @@ def test_a_loss_is_scaled_inside_a_function_that_a_tape_records():
                 scaled = loss()
             found = tape.gradient(scaled, model.trainable_variables)
             optimizer.apply(found, model.trainable_variables)
-        assert optimizer.applied_steps == 5
-
-    half_as_good_as_float32(train)
-
-
-@pytest.mark.quick("function")
-@pytest.mark.parametrize("decorate", [DECORATORS["graph"], DECORATORS["xla"]])
-def test_gradients_of_no_tape_are_scaled_and_divided(decorate):
-    def train(model):
-        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.2))
-        optimizer.build(model.trainable_variables)
-
-        @decorate
-        def step():
-            values = [variable.value for variable in model.trainable_variables]
-            found = tf.gradients(optimizer.scale_loss(error(model)), values)
-            optimizer.apply(found, model.trainable_variables)
-
-        for _ in range(5):
-            step()
         assert optimizer.applied_steps == 5
 
     half_as_good_as_float32(train)

@@ -9,15 +9,13 @@ import tensorflow as tf
 
 import tfamp
 from tests.arrays import assert_close
-from tests.loops import COMPILED, DECORATORS, in_each_way, spied
-from tests.replicas import two_replicas
+from tests.loops import COMPILED, in_each_way, spied
 from tests.wild.tiny_losses import (
     TINY,
     TOLERANCE,
     network,
     nothing_of_other_tests,  # noqa: F401 - a fixture of every test
     sgd,
-    trainer,
     x,
     y,
 )
@@ -80,24 +78,6 @@ def test_an_own_train_step_trains_as_in_float32(mode):
     assert model.optimizer.gradient_norm < 1e-5
 
 
-@pytest.mark.quick("graph-unbuilt", "xla-built")
-@pytest.mark.parametrize("built", [True, False], ids=["built", "unbuilt"])
-@in_each_way
-def test_an_own_loop_trains_as_in_float32(decorate, built):
-    losses = []
-    for policy in ("float32", "mixed_float16"):
-        model, optimizer = network(policy), sgd()
-        if policy != "float32":
-            optimizer = tfamp.LossScaleOptimizer(optimizer)
-        if built:
-            optimizer.build(model.trainable_variables)
-        clip = lambda gradients: tf.clip_by_global_norm(gradients, 1.0)[0]  # noqa: E731
-        step = trainer(model, optimizer, decorate, clip)
-        losses.append([step() for _ in range(6)])
-    assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE)
-    assert optimizer.applied_steps == 6
-
-
 def sum_of_squares(weight):
     """Half the sum of squares: its gradient is the weight itself."""
     return tf.reduce_sum(tf.square(tf.convert_to_tensor(weight))) / 2
@@ -131,60 +111,6 @@ def test_a_persistent_tape_is_asked_twice(decorate, by_hand):
     np.testing.assert_allclose(first, [0.5, 1.0])
     np.testing.assert_allclose(second, [2.0])
     np.testing.assert_allclose(seen, [32.0 if by_hand else 4.0])
-
-
-def test_gradients_of_two_optimizers_from_one_call():
-    weight, low = pair(2.0, dynamic=False)
-    other, high = pair(1024.0, dynamic=False)
-    low.build([weight]), high.build([other])
-    with tf.GradientTape() as tape:
-        loss = sum_of_squares(weight) + sum_of_squares(other)
-    gradients = tape.gradient(loss, {"low": weight, "high": [other]})
-    np.testing.assert_allclose(gradients["low"], [1.0, 2.0])
-    low.apply([gradients["low"]], [weight])
-    high.apply(gradients["high"], [other])
-    np.testing.assert_allclose(weight, [0.5, 1.0])
-    np.testing.assert_allclose(other, [0.5, 1.0])
-
-
-@in_each_way
-def test_gradients_that_leave_their_function(decorate):
-    weight, optimizer = pair()
-
-    @decorate
-    def gradients():
-        with tf.GradientTape() as tape:
-            loss = sum_of_squares(weight)
-        return tape.gradient(loss, [weight])
-
-    for share in (2, 4, 8):  # traced in the first round only
-        optimizer.apply_gradients(zip(gradients(), [weight], strict=True))
-        np.testing.assert_allclose(weight, [1 / share, 2 / share])
-
-
-@pytest.mark.quick("eager")
-@in_each_way
-def test_a_layer_with_a_gradient_of_its_own_is_not_scaled_again(decorate):
-    weight, optimizer = pair(2.0**14)
-    optimizer.build([weight])
-    seen = []
-
-    @tf.recompute_grad
-    def half(value):
-        return tf.cast(value, "float16") * tf.cast(weight.value, "float16")
-
-    @decorate
-    def step():
-        with tf.GradientTape() as tape:
-            products = spied(seen)(half(tf.ones(2)))
-            loss = tf.reduce_sum(tf.cast(products, "float32"))
-        gradients = tape.gradient(loss, [weight])
-        optimizer.apply(gradients, [weight])
-        return gradients[0]
-
-    np.testing.assert_allclose(step(), [1.0, 1.0])
-    if decorate is DECORATORS["eager"]:
-        assert float(seen[0][0]) == 2.0**14
 
 
 class Critic(keras.Model):
@@ -379,48 +305,3 @@ def test_who_needs_no_scale_or_has_one_is_not_told():
 
     with ThreadPoolExecutor() as pool:
         pool.submit(in_a_thread_of_its_own).result()
-
-
-@pytest.mark.parametrize("decorate", [DECORATORS["eager"], DECORATORS["graph"]])
-def test_an_optimizer_that_waits_elsewhere_scales_no_float32_loop(decorate):
-    waiting = pair()[1]
-    weight, seen = keras.Variable([1.0, 2.0]), []
-
-    @decorate
-    def step():
-        with tf.GradientTape() as tape:
-            loss = sum_of_squares(spied(seen)(tf.convert_to_tensor(weight)))
-        gradient = tape.gradient(loss, [weight])[0]
-        return gradient, seen[0]
-
-    for gradient in step():
-        np.testing.assert_allclose(gradient, [1.0, 2.0])
-    assert not waiting.built
-
-
-def float16_gradient(decorate, variable, factor):
-    """A function of the gradient of `factor * variable`, computed in float16."""
-
-    @decorate
-    def gradient():
-        with tf.GradientTape() as tape:
-            half = tf.cast(variable, "float16")
-            loss = factor * tf.cast(half, "float32")
-        return tape.gradient(loss, [variable])
-
-    return gradient
-
-
-@pytest.mark.parametrize("on", [None, "replicas"], ids=["one device", "replicas"])
-@in_each_way
-def test_an_optimizer_that_waits_elsewhere_lets_no_float16_loop_overflow(decorate, on):
-    if on and decorate is DECORATORS["xla"]:
-        pytest.skip("TensorFlow does not compile a step of several replicas on CPUs")
-    strategy = two_replicas() if on else tf.distribute.get_strategy()
-    with strategy.scope():
-        waiting, variable = pair(2.0**15)[1], tf.Variable(1.0)
-    gradient = float16_gradient(decorate, variable, 4.0)  # 4 * 2**15 is no float16
-    for _ in range(2):
-        parts = strategy.experimental_local_results(strategy.run(gradient)[0])
-        assert [float(part) for part in parts] == [4.0] * len(parts)
-    assert not waiting.built

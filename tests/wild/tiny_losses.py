@@ -22,7 +22,7 @@ y = x @ np.array([[1.0], [2.0], [-1.0], [0.5]], "float32")
 @pytest.fixture(autouse=True)
 def nothing_of_other_tests(monkeypatch):
     """What is not built may yet turn out to train what any loop trains."""
-    monkeypatch.setattr(tape, "KNOWN", weakref.WeakSet())
+    monkeypatch.setattr(tape, "_KNOWN", weakref.WeakSet())
 
 
 def network(policy="mixed_float16", seed=2, **options):

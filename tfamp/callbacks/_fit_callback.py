@@ -23,13 +23,6 @@ class FitCallback(keras.callbacks.Callback):
         self._member: around_training.Member | None = None
         FIT_HOOKS.install()
 
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Stands around the training function still, if another callback changed it."""
-        if self._member is not None:
-            self._member.surround()
-
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Leaves `fit`: gives the training function back and closes what is open."""
         if self._member is not None:

@@ -126,7 +126,7 @@ class Throughput(FitCallback):
             batches, self._left = min(batches, self._left), self._left - batches
         if not self._draws:
             # What the call has drawn by itself, as the loss has counted it.
-            counted = trainer.examples_recorded(self.model)
+            counted = trainer.examples_recorded(self.model) or 0.0
             self._examples = max(0, round(counted - self._counted))
             self._counted = counted
         seconds = self._ended - began

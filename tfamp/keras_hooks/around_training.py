@@ -19,8 +19,6 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfamp.keras_hooks.patches import replaced
-
 # Takes the next function inside and the iterator, returns the logs.
 Call = Callable[[Callable[[Any], Any], Any], Any]
 Close = Callable[[BaseException | None], None]
@@ -42,16 +40,8 @@ class Run:
         self.feed: Any = None
         self.members: list[Member] = []
         self.calls: dict[Place, Call] = {}
-        self.is_inside = False
-
-    def call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
-        """Runs a training function, with the calls of all members around it."""
-        if self.is_inside:  # what another callback put in between has called it
-            return function(iterator)
-        for place in sorted(self.calls):
-            function = functools.partial(self.calls[place], function)
-        with replaced(self, is_inside=True):
-            return function(iterator)
+        # The function that was made ahead of the hooks, to be put back.
+        self.bare: Any = None
 
 
 class Member:
@@ -70,20 +60,14 @@ class Member:
 
         `error` is what ended `fit`, None where nothing did.
         """
-        if self in self._run.members:
-            self._run.members.remove(self)
+        run = self._run
+        if self in run.members:
+            run.members.remove(self)
             if self.has_place and self._place is not None:
-                del self._run.calls[self._place]
-                if not self._run.calls:
-                    _take_off(self._run.model)
+                del run.calls[self._place]
+            if run.bare is not None and not run.calls:
+                run.model.train_function, run.bare = run.bare, None
             self._close(error)
-
-    def surround(self) -> None:
-        """Puts the calls of all members around what the training function is now.
-
-        Another callback may have put its own around it, or had it made anew.
-        """
-        _surround(self._run)
 
 
 class _Runs(threading.local):
@@ -96,17 +80,20 @@ class _Runs(threading.local):
 _RUNS = _Runs()
 
 
-class _Around:
-    """A training function with the calls of a run around it."""
+def surrounded(model: keras.Model, function: Callable[[Any], Any]) -> Any:
+    """Returns a training function around which the calls of each `fit` stand."""
 
-    def __init__(self, run: Run, function: Callable[[Any], Any]) -> None:
-        functools.update_wrapper(self, function)
-        self.run, self.function = run, function
-
-    def __call__(self, iterator: Any) -> Any:
+    @functools.wraps(function)
+    def call(iterator: Any) -> Any:
         # Another `fit` of this model, inside of this one, is none of its members'.
-        run = _current(self.run.model) or self.run
-        return run.call(self.function, iterator)
+        run, inside = _current(model), function
+        calls = {} if run is None else run.calls
+        for place in sorted(calls):
+            inside = functools.partial(calls[place], inside)
+        return inside(iterator)
+
+    call.function = function  # type: ignore[attr-defined]
+    return call
 
 
 def join(
@@ -127,7 +114,9 @@ def join(
     run.members.append(member)
     if member.has_place and place is not None and call is not None:
         run.calls[place] = call
-        _surround(run)
+        function = model.train_function
+        if function is not None and not hasattr(function, "function"):
+            run.bare, model.train_function = function, surrounded(model, function)
     return member
 
 
@@ -156,12 +145,6 @@ def running(
         _RUNS.stack.remove(run)
 
 
-def surrounded(model: keras.Model, function: Callable[[Any], Any]) -> Any:
-    """Returns a training function just made, with what stood around the one before."""
-    run = _current(model)
-    return function if run is None or not run.calls else _Around(run, function)
-
-
 def note_feed(feed: Any) -> None:
     """Notes what the run that is under way in this thread draws its batches from."""
     if _RUNS.stack and _RUNS.stack[-1].feed is None:
@@ -185,7 +168,7 @@ def callbacks_of(model: keras.Model) -> list[Any]:
 def on_iterator(model: keras.Model) -> Any:
     """Returns a training function of a model as it is compiled now."""
     function = type(model)._make_function(model, model.train_step)
-    return function.function if isinstance(function, _Around) else function
+    return getattr(function, "function", function)
 
 
 def on_batch(model: keras.Model) -> Any:
@@ -197,14 +180,3 @@ def on_batch(model: keras.Model) -> Any:
 def _current(model: keras.Model) -> Run | None:
     """Returns the innermost run of a model in this thread."""
     return next((run for run in reversed(_RUNS.stack) if run.model is model), None)
-
-
-def _surround(run: Run) -> None:
-    function = run.model.train_function
-    if run.calls and function is not None and not isinstance(function, _Around):
-        run.model.train_function = _Around(run, function)
-
-
-def _take_off(model: keras.Model) -> None:
-    while isinstance(model.train_function, _Around):
-        model.train_function = model.train_function.function

@@ -65,38 +65,29 @@ class Feed:
     """
 
     def __init__(self, epochs: Any) -> None:
-        self._epochs, self._adapter = epochs, epochs.data_adapter
+        self._epochs, adapter = epochs, epochs.data_adapter
         self.around: Around | None = None
         self.drawn = 0
         self.used: list[bool] = []  # of each iterator that was made
         # Steps in one call of the training function.
         self.steps_per_execution = int(epochs.steps_per_execution)
         # Whether Keras brings the examples of arrays in an order of its own.
-        self.shuffles = bool(getattr(self._adapter, "_shuffle", False))
+        self.shuffles = bool(getattr(adapter, "_shuffle", False))
+        # Examples in a batch, None where that is not known.
+        size = getattr(adapter, "batch_size", None)
+        self.batch_size = None if size is None else int(size)
+        # Which data it is, and the dataset that was given, None for something else.
+        self.kind, self.dataset = "other", None
+        if isinstance(adapter, ArrayDataAdapter):
+            self.kind = "arrays"
+        elif isinstance(adapter, TFDatasetAdapter):
+            self.kind, self.dataset = "dataset", adapter.get_tf_dataset()
 
     @property
     def num_batches(self) -> int | None:
         """Batches in an epoch, None where that is not known yet."""
         found = self._epochs.num_batches
         return None if found is None else int(found)
-
-    @property
-    def batch_size(self) -> int | None:
-        """Examples in a batch, None where that is not known."""
-        found = getattr(self._adapter, "batch_size", None)
-        return None if found is None else int(found)
-
-    @property
-    def kind(self) -> str:
-        """Which data it is: "arrays", "dataset" or "other"."""
-        if isinstance(self._adapter, ArrayDataAdapter):
-            return "arrays"
-        return "dataset" if isinstance(self._adapter, TFDatasetAdapter) else "other"
-
-    @property
-    def dataset(self) -> Any:
-        """The dataset that was given, None where it was something else."""
-        return self._adapter.get_tf_dataset() if self.kind == "dataset" else None
 
     def place(self) -> Place:
         """Returns where the epoch that comes next begins."""
@@ -125,12 +116,12 @@ class Feed:
         for _ in range(place.drawn):
             batch = next(iterator)
         epochs._current_iterator, epochs._steps_seen = iterator, place.seen
-        self.drawn = place.drawn
-        self.note_used()
+        self.note_drawn(place.drawn - self.drawn)
         return batch
 
-    def note_used(self) -> None:
-        """Notes that a batch was drawn from the newest iterator."""
+    def note_drawn(self, num_batches: int) -> None:
+        """Notes that batches were drawn from the newest iterator."""
+        self.drawn += num_batches
         if self.used:
             self.used[-1] = True
 
@@ -166,9 +157,14 @@ def _wrap_init(original: Function, self: Any, *args: Any, **kwargs: Any) -> None
         feed.drawn = 0
         return cls._get_iterator(epochs)
 
+    def executions() -> Iterator[Execution]:
+        for item in cls._enumerate_iterator(epochs):
+            begin, steps = int(item[0]), feed.steps_per_execution
+            feed.note_drawn(steps)
+            yield Execution(begin, begin + steps, item[-1], item)
+
     def enumerate_iterator() -> Iterator[tuple[Any, ...]]:
-        executions = _executions(feed, cls._enumerate_iterator(epochs))
-        found = executions if feed.around is None else feed.around(executions)
+        found = executions() if feed.around is None else feed.around(executions())
         return (each.item for each in found)
 
     vars(self).update(
@@ -179,16 +175,15 @@ def _wrap_init(original: Function, self: Any, *args: Any, **kwargs: Any) -> None
     )
 
 
-def _executions(feed: Feed, items: Iterator[tuple[Any, ...]]) -> Iterator[Execution]:
-    for item in items:
-        begin, steps = int(item[0]), feed.steps_per_execution
-        feed.drawn += steps
-        feed.note_used()
-        yield Execution(begin, begin + steps, item[-1], item)
-
-
 # That of several workers is on the class below.
 EPOCH_HOOKS = PatchSet([Patch(EpochIterator, "__init__", _wrap_init)])
+
+
+@wrapper
+def _wrap_shuffle(original: Function, self: Any, tensors: Any) -> Any:
+    if getattr(self, "_num_data_shards", 1) > 1:  # each worker needs the same
+        return original(self, tensors)
+    return tf.random.shuffle(tensors)
 
 
 def order_patches() -> list[Patch]:
@@ -197,16 +192,8 @@ def order_patches() -> list[Patch]:
     Keras 3.16 draws the order from a number of the epoch that the trace freezes
     (keras#23046). Up to 3.15 TensorFlow draws it, as here.
     """
-
-    @wrapper
-    def wrap_shuffle(original: Function, self: Any, tensors: Any) -> Any:
-        if getattr(self, "_num_data_shards", 1) > 1:  # each worker needs the same
-            return original(self, tensors)
-        return tf.random.shuffle(tensors)
-
-    if "_tf_shuffle" not in vars(ArrayDataAdapter):
-        return []
-    return [Patch(ArrayDataAdapter, "_tf_shuffle", wrap_shuffle)]
+    is_due = "_tf_shuffle" in vars(ArrayDataAdapter)
+    return [Patch(ArrayDataAdapter, "_tf_shuffle", _wrap_shuffle)] * is_due
 
 
 def built_by_fit(kind: Kind) -> Kind:

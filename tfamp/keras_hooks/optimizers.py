@@ -7,8 +7,7 @@ of an optimizer that are saveables themselves; `_trainable_variables`, `_iterati
 `_learning_rate` and `_distribution_strategy` of an optimizer. A `tf.GradientTape`
 deciding by `_persistent` as it is entered whether it can be asked again; one that
 cannot letting go of `_tape` at its first `gradient`, and of its place on the stack of
-tapes by `_pop_tape`; `record.could_possibly_record` telling whether any tape of the
-thread records.
+tapes by `_pop_tape`; `record.could_possibly_record` telling whether any tape records.
 """
 
 import contextlib
@@ -23,15 +22,21 @@ from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
 from tfamp.keras_hooks.layers import FLOAT16
-from tfamp.keras_hooks.patches import Function, Patch, wrapper
+from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
+
+_ONCE, _WATCHES = "_tfamp_asked_once", "_tfamp_watches_in"  # of a tape
 
 
 def in_xla() -> bool:
     """Returns whether a function is being traced for compilation by XLA."""
-    if tf.executing_eagerly():
-        return False
-    graph = tf.compat.v1.get_default_graph()
-    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+    graph = _graph()
+    return graph is not None and bool(
+        control_flow_util.GraphOrParentsInXlaContext(graph)
+    )
+
+
+def _graph() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def leaves(optimizer: Any) -> list[Any]:
@@ -72,75 +77,52 @@ def rate_or_schedule(optimizer: Any) -> Any:
 
 
 @contextlib.contextmanager
-def with_own(
-    optimizers: Sequence[Any], **methods: Callable[..., Any]
-) -> Iterator[None]:
-    """Gives optimizers methods of their own inside the block.
-
-    Each is made of the optimizer by a function.
-    """
-    made = [{k: make(each) for k, make in methods.items()} for each in optimizers]
-    try:
-        for each, own in zip(optimizers, made, strict=True):
-            vars(each).update(own)
-        yield
-    finally:
-        for each in optimizers:
-            for name in methods:
-                vars(each).pop(name, None)
-
-
 def on_reduced_gradients(
-    optimizer: Any, *, clips: bool
-) -> contextlib.AbstractContextManager[None]:
+    optimizer: Any,
+    *,
+    clips: bool,
+    condition_of: Callable[[Any], tf.Tensor | None] | None = None,
+) -> Iterator[None]:
     """Makes `optimizer.apply` take gradients that are reduced over replicas.
 
-    `clips` says whether the optimizer clips the gradients itself.
+    `clips` says whether the optimizer clips the gradients itself. An update of a
+    variable and its slots counts only on the condition that `condition_of` gives for
+    it, or its part on one replica; None for always.
     """
     names = ["_all_reduce_sum_gradients", *([] if clips else ["_clip_gradients"])]
-    return with_own(leaves(optimizer), **{name: lambda _: list for name in names})
+    with contextlib.ExitStack() as stack:
+        for each in leaves(optimizer):
+            own = dict[str, Any].fromkeys(names, list)
+            if condition_of is not None:
+                own |= _conditional(each, condition_of)
+            stack.enter_context(replaced(each, **own))
+        yield
 
 
-def updating_only_if(
-    optimizers: Sequence[Any], condition_of: Callable[[Any], tf.Tensor | None]
-) -> contextlib.AbstractContextManager[None]:
-    """Makes an update of a variable and its slots count only on its own condition.
+def _conditional(optimizer: Any, condition_of: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns the methods of an optimizer that update a variable on its condition."""
+    original, decay = optimizer.update_step, optimizer._apply_weight_decay
+    rate = optimizer.weight_decay
 
-    `condition_of` gives it for a variable, or its part on one replica; None for always.
-    """
+    def update_step(gradient: Any, variable: Any, *args: Any) -> None:
+        def branch() -> tf.Tensor:
+            original(gradient, variable, *args)
+            return tf.constant(0)
 
-    def update_step(optimizer: Any) -> Callable[..., None]:
-        original = optimizer.update_step
+        condition = condition_of(variable)
+        if condition is None:
+            branch()
+        else:
+            tf.cond(condition, branch, lambda: tf.constant(0))
 
-        def update(gradient: Any, variable: Any, *args: Any) -> None:
-            def branch() -> tf.Tensor:
-                original(gradient, variable, *args)
-                return tf.constant(0)
-
+    def apply_weight_decay(variables: Sequence[Any]) -> None:
+        for variable in variables if rate is not None else ():
             condition = condition_of(variable)
-            if condition is None:
-                branch()
-            else:
-                tf.cond(condition, branch, lambda: tf.constant(0))
+            now = rate if condition is None else tf.where(condition, rate, 0.0)
+            with replaced(optimizer, weight_decay=now):
+                decay([variable])
 
-        return update
-
-    def weight_decay(optimizer: Any) -> Callable[..., None]:
-        original, rate = optimizer._apply_weight_decay, optimizer.weight_decay
-
-        def decay(variables: Sequence[Any]) -> None:
-            for variable in variables if rate is not None else ():
-                condition = condition_of(variable)
-                if condition is not None:
-                    vars(optimizer)["weight_decay"] = tf.where(condition, rate, 0.0)
-                original([variable])
-                vars(optimizer)["weight_decay"] = rate
-
-        return decay
-
-    return with_own(
-        optimizers, update_step=update_step, _apply_weight_decay=weight_decay
-    )
+    return {"update_step": update_step, "_apply_weight_decay": apply_weight_decay}
 
 
 def optimizers_of(model: keras.layers.Layer) -> list[Any]:
@@ -149,11 +131,9 @@ def optimizers_of(model: keras.layers.Layer) -> list[Any]:
     Each comes once, that of `compile` first where there is one. Sublayers are not
     searched.
     """
-    found = [getattr(model, "optimizer", None)]
-    for value in _attributes(model).values():
-        found += _entries(value).values()
-    kept = [o for o in found if isinstance(o, keras.optimizers.Optimizer)]
-    return list({id(o): o for o in kept}.values())
+    held = [getattr(model, "optimizer", None), *_attributes(model).values()]
+    found = [each for value in held for each in _entries(value).values()]
+    return list({id(each): each for each in found}.values())
 
 
 def replace_optimizers(
@@ -164,96 +144,74 @@ def replace_optimizers(
     One object in several places is replaced by one. Returns the names of the attributes
     that were changed.
     """
-    # TensorFlow keeps it once more, among what a checkpoint depends on.
     compiled = getattr(model, "optimizer", None)
-    others = [o for o in optimizers_of(model) if o is not compiled]
-    wanted = {id(o): change(o) for o in others}
+    others = [each for each in optimizers_of(model) if each is not compiled]
+    wanted = {id(each): change(each) for each in others}
     names = []
     for name, value in _attributes(model).items():
-        entries = _entries(value)
-        new = {k: wanted.get(id(v), v) for k, v in entries.items()}
-        if all(new[k] is v for k, v in entries.items()):
+        old = _entries(value)
+        new = {key: wanted.get(id(each), each) for key, each in old.items()}
+        if all(new[key] is old[key] for key in old):
             continue
         names.append(name)
-        if isinstance(value, keras.optimizers.Optimizer):
-            setattr(model, name, new[None])
+        if isinstance(value, list | dict):
+            for key, each in new.items():
+                value[key] = each
         elif isinstance(value, tuple):
-            make = getattr(type(value), "_make", tuple)  # of named tuples
-            setattr(model, name, make(new.values()))
+            changed = (new.get(key, each) for key, each in enumerate(value))
+            setattr(model, name, tuple(changed))
         else:
-            for key, entry in new.items():
-                value[key] = entry
+            setattr(model, name, new[None])
     return names
 
 
 def _attributes(model: keras.layers.Layer) -> dict[str, Any]:
-    """Returns the attributes that may hold optimizers, but for that of `compile`."""
+    """Returns the attributes that may hold optimizers, but for that of `compile`.
+
+    TensorFlow keeps it once more, among what a checkpoint depends on.
+    """
     own = ("optimizer", "_optimizer", "_tracked")
     return {name: value for name, value in vars(model).items() if name not in own}
 
 
 def _entries(value: Any) -> dict[Any, Any]:
-    """Returns what may be optimizers in an attribute, by their keys."""
-    if isinstance(value, keras.optimizers.Optimizer):
-        return {None: value}
+    """Returns the optimizers in an attribute, by their keys."""
     if isinstance(value, list | tuple):
-        return dict(enumerate(value))
-    return dict(value) if isinstance(value, dict) else {}
+        value = dict(enumerate(value))
+    entries = value if isinstance(value, dict) else {None: value}
+    kind = keras.optimizers.Optimizer
+    return {key: each for key, each in entries.items() if isinstance(each, kind)}
 
 
 class SavedBeside(KerasSaveable):
-    """Variables that a saved file holds beside those of stock Keras, in a group `name`.
+    """What a file holds beside the variables of an optimizer, as an attribute of it.
 
-    An attribute of the optimizer: stock Keras passes over what it does not know when it
-    loads the file. `variables` gives them by the name they are saved under; `take`
-    takes the values of a file, by name.
+    Stock Keras passes over what it does not know when it loads the file.
     """
-
-    def __init__(
-        self,
-        name: str,
-        variables: Callable[[], dict[str, Any]],
-        take: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self.name, self._own_variables, self._take_own = name, variables, take
 
     def _obj_type(self) -> str:
         return "Optimizer"
 
-    def save_own_variables(self, store: Any) -> None:
-        """Puts every variable into `store`, by name."""
-        for name, variable in self._own_variables().items():
-            store[name] = variable.numpy()
 
-    def load_own_variables(self, store: Any) -> None:
-        """Hands all that `store` has to the optimizer."""
-        self._take_own({name: store[name][()] for name in store.keys()})
+def config_patch(ours: Any, mark: str) -> Patch:
+    """Returns the patch that turns configurations that `ours` wrote into that class.
 
-
-def save_under_stock_name(cls: type, stock: type) -> None:
-    """Lets saved files name `stock` where they mean `cls`, a subclass of it."""
-    names = api_export.REGISTERED_OBJS_TO_NAMES
-    names[cls] = names[stock]
-
-
-def from_config_patch(is_ours: Callable[[dict[str, Any]], bool], ours: Any) -> Patch:
-    """Returns the patch that turns configurations that `ours` wrote into that class."""
+    Saved files name the stock class where they mean `ours`, a subclass of it; the
+    inner optimizer's configuration has a `mark`.
+    """
+    stock, names = ours.__mro__[1], api_export.REGISTERED_OBJS_TO_NAMES
+    names[ours] = names[stock]
 
     def wrap(original: Any) -> Any:
-        def from_config(
-            cls: type, config: dict[str, Any], custom_objects: Any = None
-        ) -> Any:
-            if cls is keras.optimizers.LossScaleOptimizer and is_ours(config):
+        def from_config(cls: type, config: Any, custom_objects: Any = None) -> Any:
+            inner = config.get("inner_optimizer")
+            if cls is stock and isinstance(inner, dict) and mark in inner:
                 return ours.from_config(config, custom_objects)
             return original.__func__(cls, config, custom_objects)
 
         return classmethod(from_config)
 
-    return Patch(keras.optimizers.LossScaleOptimizer, "from_config", wrap)
-
-
-_ONCE = "_tfamp_asked_once"
-_WATCHES = "_tfamp_watches_in"
+    return Patch(stock, "from_config", wrap)
 
 
 def tape_patches(wrap_gradient: Callable[[Callable[..., Any]], Any]) -> list[Patch]:
@@ -261,9 +219,7 @@ def tape_patches(wrap_gradient: Callable[[Callable[..., Any]], Any]) -> list[Pat
 
     @wrapper
     def wrap_watch(original: Function, self: Any, tensor: Any) -> None:
-        # Asked for the gradient of an input: before anything is recorded it can
-        # still become one that can be asked again. Others stay as they are, as they
-        # would need more memory.
+        # Before anything is recorded a tape can still become one to be asked again.
         is_empty = not (self._persistent or self.watched_variables())
         if FLOAT16 and is_empty and self._recording:
             self._pop_tape()
@@ -279,32 +235,22 @@ def tape_patches(wrap_gradient: Callable[[Callable[..., Any]], Any]) -> list[Pat
     ]
 
 
-def _graph() -> Any:
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-
 def is_recording() -> bool:
     """Returns whether any gradient tape of this thread records."""
     return bool(record.could_possibly_record())
 
 
-def can_be_asked_again(tape: tf.GradientTape) -> bool:
-    """Returns whether more than one gradient can be computed inside `asked`.
-
-    Of a tape that was told what to watch, in this very function: a jacobian asks for
-    its gradients in another one.
-    """
-    return bool(tape._persistent) and getattr(tape, _WATCHES, _ONCE) is _graph()
-
-
 @contextlib.contextmanager
-def asked(tape: tf.GradientTape) -> Iterator[None]:
-    """Uses a tape up, as one that is not persistent is by its first gradient."""
-    if not getattr(tape, _ONCE, False) or tape._tape is None:
-        yield
-        return
-    if tape._recording:
+def asked(tape: tf.GradientTape) -> Iterator[bool]:
+    """Uses a tape up, as one that is not persistent is by its first gradient.
+
+    Gives whether it can be asked twice inside: one that was told what to watch, in this
+    very function; a jacobian asks for its gradients in another one.
+    """
+    is_last = getattr(tape, _ONCE, False) and tape._tape is not None
+    if is_last and tape._recording:
         tape._pop_tape()
-    yield
-    tape._watched_variables = tape._tape.watched_variables()
-    tape._tape, tape._persistent = None, False
+    yield bool(tape._persistent) and getattr(tape, _WATCHES, _ONCE) is _graph()
+    if is_last:
+        tape._watched_variables = tape._tape.watched_variables()
+        tape._tape, tape._persistent = None, False

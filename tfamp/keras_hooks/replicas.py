@@ -24,8 +24,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 from keras.src.losses import loss as losses
 
+from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layers import CALLS
 from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
 from tfamp.keras_hooks.workers import summed
@@ -63,24 +65,70 @@ _HERE = _Here()
 
 
 @contextlib.contextmanager
-def sharing(
-    model: keras.Model, count: tf.Tensor | None, *, may_be_empty: bool = True
-) -> Iterator[Share | None]:
+def sharing(model: keras.Model, data: Any) -> Iterator[None]:
     """Weights the means of a training step by the examples that each replica has.
 
-    `count` are those of this one, a float32 scalar, or None, where nothing is done.
+    `data` is the part of a batch that this one has; nothing is done where it holds no
+    array.
     """
-    context = tf.distribute.get_replica_context()
+    context, count = tf.distribute.get_replica_context(), batch_size_of(data)
     if count is None or context is None or context.num_replicas_in_sync == 1:
-        yield None
+        yield
         return
     total = context.all_reduce(tf.distribute.ReduceOp.SUM, count)
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     loss = getattr(model, "_compile_loss", None)
     trackers = [getattr(model, "_loss_tracker", None), *getattr(loss, "metrics", ())]
+    may_be_empty = not _array_of(data).shape[0]
     share = Share(count, total, may_be_empty, graph, frozenset(map(id, trackers)))
     with replaced(_HERE, share=share):
-        yield share
+        yield
+
+
+def batch_size_of(data: Any) -> tf.Tensor | None:
+    """Returns the number of examples in a batch, None where it has none."""
+    leaf = _array_of(data)
+    if leaf is None:
+        return None
+    shape = leaf.dense_shape if hasattr(leaf, "dense_shape") else tf.shape(leaf)
+    return tf.cast(shape[0], tf.float32)
+
+
+def _array_of(data: Any) -> Any:
+    """Returns the first array of a batch, None where it has none."""
+    arrays = (x for x in tf.nest.flatten(data) if tf.is_tensor(x) and x.shape.rank != 0)
+    return next(arrays, None)
+
+
+def averaging(model: keras.Model) -> Callable[[], Any]:
+    """Returns what gives all replicas the mean of their moving statistics."""
+    variables = [
+        variable
+        for layer in structure.layers_of(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and (layer.built and layer.trainable and not layer.synchronized)
+        for variable in layer.non_trainable_weights
+    ]
+    strategy = model.distribute_strategy
+    if strategy.num_replicas_in_sync == 1 or not variables:
+        return lambda: None
+    logging.log_first_n(
+        logging.INFO,
+        "Replicas normalize by their own parts of a batch in BatchNormalization; at "
+        "the end of an epoch of `fit` all get the mean of their moving statistics. "
+        "Pass the layers `synchronized=True` to normalize by the whole batch.",
+        1,
+    )
+
+    def on_replica() -> None:
+        context = tf.distribute.get_replica_context()
+        # A value that is only read belongs to no device, for workers to send it.
+        values = [tf.identity(v.value) for v in variables]
+        for variable, total in zip(variables, summed(context, values), strict=True):
+            num = tf.cast(context.num_replicas_in_sync, total.dtype)
+            variable.value.assign(total / num)
+
+    return tf.function(lambda: strategy.run(on_replica), autograph=False)
 
 
 def is_empty() -> tf.Tensor | None:

@@ -6,7 +6,8 @@ the training and the test function out of a step by `_make_function`; `fit`,
 `train_on_batch` and `predict` being methods of that class, and `fit` calling what its
 decorator wraps by way of a closure; `train_function`, `test_function` and
 `predict_function` being rebuilt where they are None; `_symbolic_build` building
-model, losses, metrics and optimizer from one batch.
+model, losses, metrics and optimizer from one batch; `_loss_tracker` being the mean of
+the losses.
 """
 
 import contextlib
@@ -32,10 +33,12 @@ from tfamp.keras_hooks.patches import (
 )
 from tfamp.keras_hooks.structure import graph_of
 
+Around = Callable[[keras.Model, Callable[..., Any]], Callable[..., Any]]
+
 
 def run_patches(
-    around_step: Callable[[keras.Model, Callable[..., Any]], Callable[..., Any]],
-    around_function: Callable[[keras.Model, Callable[..., Any]], Callable[..., Any]],
+    around_step: Around,
+    around_function: Around,
     around_run: Callable[
         [keras.Model, str, dict[str, Any]], contextlib.AbstractContextManager[Any]
     ],
@@ -49,19 +52,14 @@ def run_patches(
     """
 
     @wrapper
-    def wrap_make(
-        original: Function, self: keras.Model, step_function: Callable[..., Any]
-    ) -> Any:
-        is_training = step_function == self.train_step
-        own = {}
+    def wrap_make(original: Function, self: keras.Model, step: Function) -> Any:
+        is_training, own = step == self.train_step, {}
         if xla_replicas.parts_compiled(self):
             optimizers = optimizers_of(self) if is_training else []
-            step_function = xla_replicas.compiled(self, step_function, optimizers)
+            step = xla_replicas.compiled(self, step, optimizers)
             own["_jit_compile"] = False
-        if is_training:
-            step_function = around_step(self, step_function)
         with replaced(self, **own):
-            function = original(self, step_function)
+            function = original(self, around_step(self, step) if is_training else step)
         if is_training:
             function = workers.one_by_one(self, _built_ahead(self, function))
             return around_training.surrounded(self, around_function(self, function))
@@ -74,13 +72,12 @@ def run_patches(
 
         return evaluate
 
-    def wrap_run(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_run(original: Function) -> Function:
         signature = inspect.signature(original)
 
         @like(original)
         def run(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(self, *args, **kwargs)
-            own: dict[str, Any] = {}
+            bound, own = signature.bind(self, *args, **kwargs), {}
             if original.__name__ == "predict" and xla_replicas.parts_compiled(self):
                 # TensorFlow 2.19 compiles one function for all replicas, and fails.
                 own["_jit_compile"] = False
@@ -99,6 +96,29 @@ def run_patches(
     ]
 
 
+def compile_patches(
+    before_compile: Callable[[keras.Model, dict[str, Any]], None],
+) -> list[Patch]:
+    """Returns the patch on `compile`.
+
+    `before_compile` gets the model and all arguments by name, which it may change.
+    """
+
+    def wrap(original: Function) -> Function:
+        signature = inspect.signature(original)
+
+        @like(original)
+        def compile(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            before_compile(self, bound.arguments)
+            return original(*bound.args, **bound.kwargs)
+
+        return compile
+
+    return [Patch(SharedTrainer, "compile", wrap)]
+
+
 def build_from(model: keras.Model, data: Any) -> None:
     """Builds a model, its losses and its optimizer outside the graph being traced.
 
@@ -114,18 +134,15 @@ def build_metrics(model: keras.Model, data: Any) -> None:
     A first trace would make them, and TensorFlow traces a function that makes variables
     a second time. Methods of the user's own may need others, and are left alone.
     """
-    kind = type(model)
-    is_own = (
-        kind.compute_metrics is not SharedTrainer.compute_metrics
-        or kind.compute_loss is not SharedTrainer.compute_loss
-    )
-    if model.built and not is_own:
+    kind, names = type(model), ("compute_metrics", "compute_loss")
+    is_stock = all(getattr(kind, n) is getattr(SharedTrainer, n) for n in names)
+    if model.built and is_stock:
         # The first step says what is wrong.
         with contextlib.suppress(Exception), model.distribute_strategy.scope():
             build_from(model, data)
 
 
-def _built_ahead(model: keras.Model, function: Callable[..., Any]) -> Any:
+def _built_ahead(model: keras.Model, function: Function) -> Function:
     """Returns a training function that builds optimizer and metrics before its trace.
 
     Stock Keras makes them inside of it, and so traces the step a second time. A step of
@@ -150,71 +167,17 @@ def _built_ahead(model: keras.Model, function: Callable[..., Any]) -> Any:
     return call
 
 
-def has_recorded_a_loss(model: keras.Model) -> bool:
-    """Returns whether a step has added its loss since the metrics were reset.
-
-    True where the model's own code keeps the losses, and nobody can tell.
-    """
-    tracker = getattr(model, "_loss_tracker", None)
-    return tracker is None or float(tf.convert_to_tensor(tracker.count)) != 0.0
-
-
-def examples_recorded(model: keras.Model) -> float:
+def examples_recorded(model: keras.Model) -> float | None:
     """Returns the examples whose loss was added since the metrics were reset.
 
-    Those of all workers, which count alike; 0 where the model's own code keeps losses.
+    Those of all workers, which count alike; None where the model's own code keeps
+    losses, and nobody can tell.
     """
     tracker, strategy = getattr(model, "_loss_tracker", None), model.distribute_strategy
     if tracker is None:
-        return 0.0
+        return None
     parts = strategy.experimental_local_results(tracker.count.value)
     return sum(map(float, parts)) * strategy.num_replicas_in_sync / len(parts)
-
-
-def batch_size_of(data: Any) -> tf.Tensor | None:
-    """Returns the number of examples in a batch, None where it has none."""
-    leaf = _array_of(data)
-    if leaf is None:
-        return None
-    shape = leaf.dense_shape if hasattr(leaf, "dense_shape") else tf.shape(leaf)
-    return tf.cast(shape[0], tf.float32)
-
-
-def may_be_empty(data: Any) -> bool:
-    """Returns whether a batch may have no example, as far as its shapes tell."""
-    leaf = _array_of(data)
-    return leaf is not None and not leaf.shape[0]
-
-
-def _array_of(data: Any) -> Any:
-    """Returns the first array of a batch, None where it has none."""
-    for leaf in tf.nest.flatten(data):
-        if tf.is_tensor(leaf) and leaf.shape.rank != 0:
-            return leaf
-    return None
-
-
-def compile_patches(
-    before_compile: Callable[[keras.Model, dict[str, Any]], None],
-) -> list[Patch]:
-    """Returns the patch on `compile`.
-
-    `before_compile` gets the model and all arguments by name, which it may change.
-    """
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        @like(original)
-        def compile(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(self, *args, **kwargs)
-            bound.apply_defaults()
-            before_compile(self, bound.arguments)
-            return original(*bound.args, **bound.kwargs)
-
-        return compile
-
-    return [Patch(SharedTrainer, "compile", wrap)]
 
 
 def drop_traced_functions(
@@ -225,10 +188,9 @@ def drop_traced_functions(
     `but_training` leaves the function of a `fit` that runs.
     """
     if isinstance(model, SharedTrainer):
+        model.test_function = model.predict_function = None
         if not but_training:
             model.train_function = None
-        model.test_function = None
-        model.predict_function = None
 
 
 def is_compiled(model: keras.layers.Layer) -> bool:
@@ -239,9 +201,7 @@ def is_compiled(model: keras.layers.Layer) -> bool:
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """Returns what a model's `compile` was called with; nothing if it was not."""
     config = getattr(model, "_compile_config", None)
-    if not model.compiled or config is None:
-        return {}
-    return dict(config.config)
+    return dict(config.config) if model.compiled and config is not None else {}
 
 
 @contextlib.contextmanager
@@ -253,8 +213,7 @@ def compiled_as(model: keras.Model, **arguments: Any) -> Iterator[None]:
         yield
     finally:
         # Past `__setattr__`, which would track what comes back as if it were new.
-        for name in vars(model).keys() - before.keys():
-            del vars(model)[name]
+        vars(model).clear()
         vars(model).update(before)
 
 
@@ -267,14 +226,6 @@ def set_jit_compile(model: keras.Model, is_compiled: bool) -> None:
     drop_traced_functions(model)
 
 
-def forget_training(model: keras.Model) -> None:
-    """Takes from `model` what `compile` gave it, and freezes its weights."""
-    model.trainable = False
-    model.optimizer = None
-    model.compiled = False
-    model._compile_config = None
-
-
 def replace_optimizer(model: keras.Model, optimizer: Any) -> None:
     """Gives a compiled `model` another optimizer, in what it saves too."""
     model.optimizer = optimizer
@@ -282,3 +233,9 @@ def replace_optimizer(model: keras.Model, optimizer: Any) -> None:
     if config is not None:
         fresh = type(config)(optimizer=optimizer)
         config.config["optimizer"] = fresh.config["optimizer"]
+
+
+def forget_training(model: keras.Model) -> None:
+    """Takes from `model` what `compile` gave it, and freezes its weights."""
+    model.trainable, model.compiled = False, False
+    model.optimizer = model._compile_config = None

@@ -13,7 +13,7 @@ import importlib
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -31,13 +31,11 @@ from tfamp.keras_hooks import (
 from tfamp.keras_hooks.layers import CALLS, policy_of
 from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.keras_hooks.patches import PatchSet, replaced
-from tfamp.keras_hooks.workers import summed
 from tfamp.loss_scale import stops
 from tfamp.loss_scale.rule import DEFAULT_SCALE
-from tfamp.loss_scale.step import either, first_of, where_replicas_are_one
+from tfamp.loss_scale.step import either, first_of, on_window, where_replicas_are_one
 from tfamp.loss_scale.tape import HERE
-from tfamp.machine.memory import machine_memory
-from tfamp.machine.out_of_memory import explain, is_out_of_memory
+from tfamp.machine.out_of_memory import is_out_of_memory
 
 # Under XLA no error can be raised in the graph, so the counter is read every so
 # many calls; each reading waits for the device.
@@ -48,18 +46,16 @@ _NOTED = "_tfamp_explained"
 
 # What `tfamp.distribute.strategy()` made: all models train there as on one device.
 STRATEGIES: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
-# What is done ahead of a model's training, by parts that this one does not know.
+# What parts above this one do ahead of a model's training; ahead of `evaluate` and
+# `predict` too; ahead of `fit` of a managed model, with its arguments by name.
 BEFORE_TRAINING: list[Callable[[keras.Model], None]] = []
-# The same ahead of `evaluate` and `predict` too.
 BEFORE_RUN: list[Callable[[keras.Model], None]] = []
-# The same of `fit` of a managed model, with its arguments by name.
 BEFORE_FIT: list[Callable[[keras.Model, Mapping[str, Any]], None]] = []
 # Whether a model's first batch is wanted, and what is called with the model and that
-# batch, as `train_step` is given it, ahead of the first trace; with None where it
-# cannot be had.
-BEFORE_FIRST_BATCH: list[
-    tuple[Callable[[keras.Model], bool], Callable[[keras.Model, Any], None]]
-] = []
+# batch ahead of the first trace; with None where it cannot be had.
+_Look = Callable[[keras.Model, Any], None]
+BEFORE_FIRST_BATCH: list[tuple[Callable[[keras.Model], bool], _Look]] = []
+_Values = list[tuple[Any, tf.Tensor]]
 
 
 def ours_of(model: Any) -> list[Any]:
@@ -78,7 +74,20 @@ def _weights_replicas(model: keras.Model) -> bool:
     return strategy.num_replicas_in_sync > 1 and (is_known or bool(ours_of(model)))
 
 
-def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[..., Any]:
+def _values_of(variables: Iterable[Any]) -> _Values:
+    """Returns variables, each with a copy of its present value."""
+    return [(v, tf.identity(v.value)) for v in variables]
+
+
+def _put_back(values: _Values) -> None:
+    """Gives variables their values back, on this replica alone."""
+    for variable, value in values:
+        variable.value.assign(value)
+
+
+def _around_step(
+    model: keras.Model, train_step: Callable[..., Any]
+) -> Callable[..., Any]:
     """Returns a training step that undoes what a skipped step did to the model."""
 
     @functools.wraps(train_step)
@@ -90,8 +99,7 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
     def sharing(data: Any) -> Any:
         if not _weights_replicas(model):
             return train_step(data)
-        count, may_be_empty = trainer.batch_size_of(data), trainer.may_be_empty(data)
-        with replicas.sharing(model, count, may_be_empty=may_be_empty):
+        with replicas.sharing(model, data):
             empty = replicas.is_empty()
             if empty is None:
                 return train_step(data)
@@ -110,15 +118,12 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
         held = _values_of(_moving_state(model))
         metrics = _values_of(v for m in model.metrics for v in m.variables)
         accumulates = any(o.accumulates for o in optimizers)
-        weight = trainer.batch_size_of(data) if accumulates else None
-        for optimizer in optimizers:
-            optimizer.leaves_stop_to_caller = True
-        try:
-            with replaced(HERE, in_step=True, weight=weight):
-                logs = sharing(data)
-        finally:
+        weight = replicas.batch_size_of(data) if accumulates else None
+        with contextlib.ExitStack() as stack:
             for optimizer in optimizers:
-                optimizer.leaves_stop_to_caller = False
+                stack.enter_context(replaced(optimizer, leaves_stop_to_caller=True))
+            stack.enter_context(replaced(HERE, in_step=True, weight=weight))
+            logs = sharing(data)
         _undo_if_skipped(optimizers, skips, held, metrics)
         return logs
 
@@ -126,7 +131,7 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
 
 
 def _undo_if_skipped(
-    optimizers: Sequence[Any], skips: Sequence[Any], held: Any, metrics: Any
+    optimizers: Sequence[Any], skips: Sequence[Any], held: _Values, metrics: _Values
 ) -> None:
     """Puts the state of a model back where any optimizer has skipped a step since.
 
@@ -147,24 +152,24 @@ def _undo_if_skipped(
         either(is_bad & any_skipped(skips), lambda: _put_back(metrics), lambda: None)
     variables = [variable.value for variable, _ in held]
 
-    def merged(strategy: Any, skips: Any, values: Any) -> None:
+    def merged(skips: Any, values: Any) -> None:
         def restore() -> None:
             pairs = zip(variables, values, strict=True)
-            done = [_write(strategy, variable, value) for variable, value in pairs]
+            done = [_write(variable, value) for variable, value in pairs]
             after = [each for each in done if isinstance(each, tf.Operation)]
             for optimizer in optimizers:
                 if optimizer.built:  # it has stepped
                     stops.stop_if_due(optimizer, after)
 
-        skips = [first_of(strategy, skip) for skip in skips]
+        skips = [first_of(skip) for skip in skips]
         either(any_skipped(skips), restore, lambda: None)
 
     where_replicas_are_one(merged, list(skips), [value for _, value in held])
 
 
-def _write(strategy: Any, variable: Any, value: Any) -> Any:
+def _write(variable: Any, value: Any) -> Any:
     if tf.distribute.in_cross_replica_context():
-        return strategy.extended.update(
+        return tf.distribute.get_strategy().extended.update(
             variable, lambda v, x: v.assign(x, read_value=False), args=(value,)
         )
     return variable.assign(value, read_value=False)
@@ -183,17 +188,6 @@ def _moving_state(model: keras.Model) -> list[Any]:
     return list({id(v): v for v in held}.values())
 
 
-def _values_of(variables: Any) -> list[tuple[Any, tf.Tensor]]:
-    """Returns variables, each with a copy of its present value."""
-    return [(v, tf.identity(v.value)) for v in variables]
-
-
-def _put_back(pairs: Sequence[tuple[Any, tf.Tensor]]) -> None:
-    """Gives variables their values back, on this replica alone."""
-    for variable, value in pairs:
-        variable.value.assign(value)
-
-
 def _build(model: keras.Model, optimizers: Sequence[Any], data: Any) -> None:
     """Builds what is not built, so that its variables can be held from the start."""
     if model.built and all(o.built for o in optimizers):
@@ -206,7 +200,9 @@ def _build(model: keras.Model, optimizers: Sequence[Any], data: Any) -> None:
         trainer.build_from(model, data)
 
 
-def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., Any]:
+def _around_function(
+    model: keras.Model, function: Callable[..., Any]
+) -> Callable[..., Any]:
     """Returns a training function that looks at batches and counters between calls.
 
     At the first batch, for whoever wants it; in the first steps, for a scale that is
@@ -215,7 +211,7 @@ def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., 
     is_managed = BEFORE_FIRST_BATCH and policy_of(model) is not None
     if not ours_of(model) and not is_managed:
         return function
-    calls, is_proven = 0, False
+    calls, is_proven = 0, model.run_eagerly or tf.config.functions_run_eagerly()
 
     @functools.wraps(function)
     def call(iterator: Any) -> Any:
@@ -226,10 +222,17 @@ def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., 
         looks = [look for is_due, look in due if is_due(model)]
         is_proven = is_proven or not _is_unproven(model)
         calls += 1
-        outputs = _one_by_one(model, function, iterator, looks, is_proven=is_proven)
+        if not looks and is_proven:
+            logs = function(iterator)
+        elif isinstance(iterator, tf.data.Iterator | types.GeneratorType):
+            logs = _one_by_one(model, function, iterator, looks, is_proven)
+        else:
+            for look in looks:
+                look(model, None)
+            logs = function(iterator)
         if model.jit_compile and calls % _CALLS_BETWEEN_READINGS == 0:
             _raise_if_stopped(model)
-        return outputs
+        return logs
 
     return call
 
@@ -238,28 +241,21 @@ def _one_by_one(
     model: keras.Model,
     function: Callable[..., Any],
     iterator: Any,
-    looks: list[Callable[..., None]],
-    *,
+    looks: Sequence[_Look],
     is_proven: bool,
 ) -> Any:
-    """Calls a training function, batch by batch where somebody looks at them."""
-    runs_eagerly = model.run_eagerly or tf.config.functions_run_eagerly()
-    can_be_drawn = isinstance(iterator, tf.data.Iterator | types.GeneratorType)
-    if not can_be_drawn:
-        for look in looks:
-            look(model, None)
-    is_tried = not (is_proven or runs_eagerly)
-    if not can_be_drawn or not (looks or is_tried):
-        return function(iterator)
+    """Takes the steps of a call one by one, where somebody looks at their batches."""
     logs = None
-    for batch in itertools.islice(iterator, model.steps_per_execution):
-        while looks:
-            looks.pop(0)(model, batch)
+    for number, batch in enumerate(
+        itertools.islice(iterator, model.steps_per_execution)
+    ):
+        for look in looks if number == 0 else ():
+            look(model, batch)
 
         def run(batch: Any = batch) -> Any:
             return function(_repeating(batch, iterator))
 
-        logs = _until_applied(model, run, batch) if is_tried else run()
+        logs = run() if is_proven else _until_applied(model, run, batch)
     # Where there is no batch, the training function says so itself.
     return function(iterator) if logs is None else logs
 
@@ -278,13 +274,13 @@ def _repeating(batch: Any, iterator: Any) -> Any:
 def _is_unproven(model: keras.Model) -> bool:
     """Returns whether a scale that nobody has chosen has yet to be proved by steps."""
     ours = ours_of(model)
-    states = [o.scale_variables.numbers() for o in ours]
+    states = [(o, o.scale_variables.numbers()) for o in ours]
     return len(ours) == len(optimizers_of(model)) and any(
         optimizer.dynamic
         and optimizer.initial_scale == DEFAULT_SCALE
         and not now.is_frozen
         and now.judged < _STEPS_THAT_PROVE_A_SCALE
-        for optimizer, now in zip(ours, states, strict=True)
+        for optimizer, now in states
     )
 
 
@@ -313,7 +309,8 @@ def _until_applied(model: keras.Model, run: Callable[[], Any], batch: Any) -> An
         return logs
     after, scale = _values_of(variables), _LOWER * max(b.scale for b in before)
     while scale >= max(1.0, *(o.rule.min_scale for o in ours)):  # below is no remedy
-        _assign(held)
+        for variable, value in held:
+            variable.assign(value)
         for optimizer, then in zip(ours, before, strict=True):
             optimizer.put(then._replace(scale=min(scale, then.scale)))
         logs_then = run()
@@ -325,13 +322,9 @@ def _until_applied(model: keras.Model, run: Callable[[], Any], batch: Any) -> An
             )
             return logs_then
         scale *= _LOWER
-    _assign(after)
-    return logs
-
-
-def _assign(pairs: Sequence[tuple[Any, tf.Tensor]]) -> None:
-    for variable, value in pairs:
+    for variable, value in after:
         variable.assign(value)
+    return logs
 
 
 def _is_finite(batch: Any) -> bool:
@@ -355,12 +348,12 @@ class _EndOfEpoch(keras.callbacks.Callback):
     part of a batch, and files show those of the first: all get the mean.
     """
 
-    _moved = False
     _average: Any = None
+    _moved = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that weights move."""
-        self._moved = self.model.distribute_strategy.num_replicas_in_sync > 1
+        self._moved = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Brings weights up to date, and raises what XLA could not."""
@@ -373,44 +366,15 @@ class _EndOfEpoch(keras.callbacks.Callback):
         for optimizer in ours_of(self.model):
             optimizer.flush()
         if self._moved:
-            self._moved, self._average = False, self._average or self._averaging()
+            self._moved = False
+            self._average = self._average or replicas.averaging(self.model)
             self._average()
-
-    def _averaging(self) -> Callable[[], Any]:
-        strategy = self.model.distribute_strategy
-        variables = [
-            variable
-            for _, layer, _ in structure.walk(self.model)
-            if isinstance(layer, keras.layers.BatchNormalization)
-            and (layer.built and layer.trainable and not layer.synchronized)
-            for variable in layer.non_trainable_weights
-        ]
-        if not variables:
-            return lambda: None
-        logging.log_first_n(
-            logging.INFO,
-            "Replicas normalize by their own parts of a batch in BatchNormalization; "
-            "at the end of an epoch of `fit` all get the mean of their moving "
-            "statistics. Pass the layers `synchronized=True` to normalize by the whole "
-            "batch.",
-            1,
-        )
-
-        def on_replica() -> None:
-            context = tf.distribute.get_replica_context()
-            # A value that is only read belongs to no device, for workers to send it.
-            values = [tf.identity(v.value) for v in variables]
-            for variable, total in zip(variables, summed(context, values), strict=True):
-                num = tf.cast(context.num_replicas_in_sync, total.dtype)
-                variable.value.assign(total / num)
-
-        return tf.function(lambda: strategy.run(on_replica), autograph=False)
 
 
 @contextlib.contextmanager
 def _guarded_fit(model: keras.Model, arguments: dict[str, Any]) -> Iterator[None]:
-    callbacks = arguments.get("callbacks")
-    if not ours_of(model) and not _weights_replicas(model):
+    callbacks, optimizers = arguments.get("callbacks"), ours_of(model)
+    if not optimizers and not _weights_replicas(model):
         yield
         return
     ours = _EndOfEpoch()
@@ -421,13 +385,15 @@ def _guarded_fit(model: keras.Model, arguments: dict[str, Any]) -> Iterator[None
     else:
         ours.set_model(model)
         given.callbacks.insert(0, ours)
-    for optimizer in ours_of(model):
-        stops.forget(optimizer)
+    for optimizer in optimizers:
+        optimizer.num_stops_seen = optimizer.num_stops
     try:
         yield
     except BaseException:
         for optimizer in ours_of(model):
-            optimizer.discard()  # nothing of this `fit` leaks into the next
+            on_window(
+                optimizer, applies=False
+            )  # nothing of this `fit` leaks into the next
         raise
     finally:
         if given is not None:
@@ -447,37 +413,6 @@ def _our_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _guarded_run(
-    model: keras.Model, name: str, arguments: dict[str, Any]
-) -> Iterator[None]:
-    """Surrounds `fit`, `train_on_batch`, `evaluate` or `predict` of a model."""
-    for prepare_run in BEFORE_RUN:
-        prepare_run(model)
-    with contextlib.ExitStack() as stack:
-        if name == "fit":
-            for prepare_fit in BEFORE_FIT if policy_of(model) is not None else ():
-                prepare_fit(model, arguments)
-            stack.enter_context(around_training.running(model, arguments))
-            stack.enter_context(around_run(model, training=True))
-            _prepare(model)
-            stack.enter_context(_our_errors())
-            stack.enter_context(_guarded_fit(model, arguments))
-            stack.enter_context(_nan_without_a_step(model))
-        elif name == "train_on_batch":
-            _prepare(model)
-            stack.enter_context(around_training.running(model))
-            stack.enter_context(_our_errors())
-        else:
-            stack.enter_context(around_run(model, training=False))
-        yield
-
-
-def _prepare(model: keras.Model) -> None:
-    for prepare in BEFORE_TRAINING:
-        prepare(model)
-
-
-@contextlib.contextmanager
 def _nan_without_a_step(model: keras.Model) -> Iterator[None]:
     """Has an epoch whose every step was skipped report NaN, as it does in Keras.
 
@@ -491,7 +426,7 @@ def _nan_without_a_step(model: keras.Model) -> Iterator[None]:
         nonlocal is_told
         results = original()
         # A step that is traced asks too, where nothing can be known.
-        is_asked = tf.executing_eagerly() and not trainer.has_recorded_a_loss(model)
+        is_asked = tf.executing_eagerly() and trainer.examples_recorded(model) == 0
         if not is_asked or not any(int(o.consecutive_skips) for o in ours_of(model)):
             return results
         if not is_told:
@@ -511,53 +446,55 @@ def _nan_without_a_step(model: keras.Model) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def around_run(model: keras.Model, *, training: bool) -> Iterator[None]:
-    """Explains errors of memory of a managed model, in `fit` where it is training.
+def _explaining_memory(model: keras.Model, *, training: bool) -> Iterator[None]:
+    """Explains errors of memory of a managed model, in a note of the error.
 
-    An error is raised as it came, with the explanation as a note; Python 3.10 has no
-    notes, so there it is logged.
+    Python 3.10 has no notes, so there it is logged.
     """
     try:
         yield
     except Exception as error:
         is_known = getattr(error, _NOTED, False)  # `fit` evaluates too
-        if policy_of(model) is None or is_known or not is_out_of_memory(error):
-            raise
-        setattr(error, _NOTED, True)
-        # Whatever is asked of a full device may fail in turn.
-        with contextlib.suppress(Exception):
-            text = _explained(error, model, training=training)
-            getattr(error, "add_note", logging.error)(text)
+        if policy_of(model) is not None and not is_known and is_out_of_memory(error):
+            setattr(error, _NOTED, True)
+            # Whatever is asked of a full device may fail in turn.
+            with contextlib.suppress(Exception):
+                explained = importlib.import_module("tfamp.memory.explained")
+                text = explained.text(error, model, training=training)
+                getattr(error, "add_note", logging.error)(text)
         raise
 
 
-def _explained(error: Exception, model: keras.Model, *, training: bool) -> str:
-    dtypes = structure.compute_dtypes(model)
-    optimizer = getattr(model, "optimizer", None) if training else None
-    held = {"weights": structure.bytes_of(model.weights)}
-    if optimizer is not None:
-        held["optimizer slots"] = structure.bytes_of(optimizer.variables)
-    return explain(
-        str(error),
-        held=held,
-        memory=machine_memory(),
-        training=training,
-        computes_in=dtypes.pop() if len(dtypes) == 1 else "",
-        largest_batch=functools.partial(_largest_batch, model) if training else None,
-    )
-
-
-def _largest_batch(model: keras.Model, limit_bytes: int) -> int:
-    """Returns how many examples of a training step fit into a memory, by its trace."""
-    estimator = importlib.import_module("tfamp.memory.estimator")
-    replicas = model.distribute_strategy.num_replicas_in_sync
-    found = estimator.estimate_memory(model, 32 * replicas)
-    return int(found.largest_batch(limit_bytes))
+@contextlib.contextmanager
+def _around_run(
+    model: keras.Model, name: str, arguments: dict[str, Any]
+) -> Iterator[None]:
+    """Surrounds `fit`, `train_on_batch`, `evaluate` or `predict` of a model."""
+    for prepare_run in BEFORE_RUN:
+        prepare_run(model)
+    is_fit = name == "fit"
+    with contextlib.ExitStack() as stack:
+        if is_fit and policy_of(model) is not None:
+            for prepare_fit in BEFORE_FIT:
+                prepare_fit(model, arguments)
+        if name != "train_on_batch":
+            stack.enter_context(_explaining_memory(model, training=is_fit))
+        if is_fit or name == "train_on_batch":
+            stack.enter_context(
+                around_training.running(model, arguments if is_fit else None)
+            )
+            for prepare in BEFORE_TRAINING:
+                prepare(model)
+            stack.enter_context(_our_errors())
+        if is_fit:
+            stack.enter_context(_guarded_fit(model, arguments))
+            stack.enter_context(_nan_without_a_step(model))
+        yield
 
 
 FIT_HOOKS = PatchSet(
     [
-        *trainer.run_patches(_guarded, _watched, _guarded_run),
+        *trainer.run_patches(_around_step, _around_function, _around_run),
         *replicas.patches(),
         *epochs.order_patches(),
     ]

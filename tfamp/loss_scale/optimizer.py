@@ -12,19 +12,11 @@ from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.patches import PatchSet, replaced
 from tfamp.keras_hooks.workers import WORKER_HOOKS
-from tfamp.loss_scale import step, stops
+from tfamp.loss_scale import step, stops, tape
 from tfamp.loss_scale.fit_hooks import FIT_HOOKS
+from tfamp.loss_scale.gradients import multiplied
 from tfamp.loss_scale.rule import FROZEN, ScaleRule, ScaleState, chosen_steps
 from tfamp.loss_scale.state import NUM_STOCK, SavedState, ScaleVariables
-from tfamp.loss_scale.tape import (
-    HERE,
-    TAPE_HOOKS,
-    know,
-    multiplied,
-    note_unscaled,
-    own,
-    scaled_by_hand,
-)
 from tfamp.records import checks
 
 _MARK = "tfamp"  # in configurations
@@ -35,13 +27,13 @@ _SHARED = (
 )
 
 
-def _reported(field: str, doc: str) -> property:
+def _reported(field: str, doc: str, *, is_flag: bool = False) -> property:
     """Returns a getter of a `ScaleState`: a number, or a scalar tensor in a graph."""
 
     def get(self: Any) -> Any:
         stored = self.scale_variables
         now = stored.numbers() if tf.executing_eagerly() else stored.read()
-        return getattr(now, field)
+        return getattr(now, field) > 0 if is_flag else getattr(now, field)
 
     return property(get, doc=doc)
 
@@ -54,13 +46,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     optimizer's variables are scaled there and come out true; code that calls
     `scale_loss` gets them scaled, and the optimizer divides. A step whose gradients are
     not finite on every replica and after the reduction changes no bit of any weight or
-    slot; where the scale was the cause, it is lowered. Under `tfamp.enable`, every
-    optimizer of a model is wrapped wherever a layer computes in float16.
+    slot; where the scale was the cause, it is lowered.
 
     Args:
-        inner_optimizer: The optimizer to wrap, or its name. Its clipping acts on the
-            reduced, unscaled gradients; its iterations, learning-rate schedule, weight
-            decay and averages advance once an update.
+        inner_optimizer: The optimizer to wrap, or its name. It clips the reduced,
+            unscaled gradients, and counts updates.
         initial_scale: The scale to begin with, any positive number.
         dynamic_growth_steps: Finite steps in a row after which the scale grows.
         name: Name of the optimizer.
@@ -71,19 +61,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         hysteresis: Overflows that make it back off, counted anew when it changes.
         min_scale: Floor of a dynamic scale. Some models need a scale below 1.
         max_scale: Ceiling of a dynamic scale.
-        gradient_accumulation_steps: Microbatches that make one update. Their mean is
-            applied, added up in float32; non-finite ones do not count.
+        gradient_accumulation_steps: Microbatches that make one update: the float32 mean
+            of the finite ones is applied.
         accumulation_steps: The same, under a shorter name.
         max_consecutive_skips: Skipped steps in a row after which training stops with
             an error, or None for never.
-        reduce_dtype: What replicas send float32 gradients in to add them up: None for
-            float32, "float16" or "bfloat16". float16 is sent at the loss scale, and a
-            sum that overflows is a skipped step.
+        reduce_dtype: What replicas send float32 gradients in: None for float32,
+            "float16", at the loss scale, or "bfloat16".
         **kwargs: What Keras's class accepts in old saved files.
 
     Raises:
-        ValueError: An argument is out of range, or the inner optimizer scales the
-            loss or accumulates by itself.
+        ValueError: An argument is out of range, or the inner optimizer scales the loss.
         TypeError: An argument has the wrong type.
         LossScaleError: In `fit` and eager loops, too many steps in a row were
             skipped. Inside a `tf.function` of your own TensorFlow raises
@@ -116,7 +104,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     gradient_norm = _reported(
         "norm", "Norm of the last step's unscaled gradients, before any clipping."
     )
-    _frozen = _reported("is_frozen", "Above 0 where the scale is static now.")
+    last_step_skipped = _reported(
+        "streak", "Whether the last step was skipped.", is_flag=True
+    )
+    is_frozen = _reported("is_frozen", "Whether the scale is static now.", is_flag=True)
+    # What cannot be set on the optimizer inside, since it is done here.
     done_here: tuple[str, ...] = ("loss_scale_factor", "gradient_accumulation_steps")
 
     def __init__(
@@ -138,28 +130,26 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         reduce_dtype: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if isinstance(inner_optimizer, str):
-            inner_optimizer = keras.optimizers.get(inner_optimizer)
-        _check_inner(inner_optimizer)
-        adopted = None
+        inner = inner_optimizer
+        if isinstance(inner, str):
+            inner = keras.optimizers.get(inner)
+        _check_inner(inner)
+        steps = [gradient_accumulation_steps, accumulation_steps]
         if "gradient_accumulation_steps" in self.done_here:
-            adopted = getattr(inner_optimizer, "gradient_accumulation_steps", None)
+            steps.append(inner.gradient_accumulation_steps)
         rule = ScaleRule(
             *(initial_scale, dynamic_growth_steps, bool(dynamic), growth_factor),
             *(backoff_factor, hysteresis, min_scale, max_scale),
-            chosen_steps(gradient_accumulation_steps, accumulation_steps, adopted),
-            *(max_consecutive_skips, reduce_dtype),
+            *(chosen_steps(*steps), max_consecutive_skips, reduce_dtype),
         )
-        factor = getattr(inner_optimizer, "loss_scale_factor", None)
-        if factor is not None:
+        if inner.loss_scale_factor is not None:
             logging.warning(
                 "`loss_scale_factor=%r` of the wrapped optimizer is taken off: the "
                 "wrapper scales the loss. Pass it `initial_scale` and `dynamic=False`.",
-                factor,
+                inner.loss_scale_factor,
             )
-        if name is not None:
-            kwargs["name"] = name
-        super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, **kwargs)
+        named = {} if name is None else {"name": name}
+        super().__init__(inner, initial_scale, dynamic_growth_steps, **named, **kwargs)
         for shared in _SHARED:
             delattr(self, shared)  # `__getattr__` asks the inner optimizer
         self.rule = rule
@@ -181,23 +171,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _come_into_use(self) -> None:
         """Has tapes and `fit` know of this optimizer."""
-        if self.inner_optimizer.gradient_accumulation_steps is not None:
-            if self.inner_optimizer.built:
-                hooks.count_updates(self.inner_optimizer)
-            self.inner_optimizer.gradient_accumulation_steps = None
-        for held in (FIT_HOOKS, TAPE_HOOKS, WORKER_HOOKS, CONFIG_HOOKS):
+        inner = self.inner_optimizer
+        if inner.gradient_accumulation_steps is not None:
+            if inner.built:
+                hooks.count_updates(inner)
+            inner.gradient_accumulation_steps = None
+        for leaf in hooks.leaves(inner):
+            tape.set_judge(leaf, None)
+        for held in (FIT_HOOKS, tape.TAPE_HOOKS, WORKER_HOOKS, CONFIG_HOOKS):
             held.install()
-        know(self)
-
-    @property
-    def last_step_skipped(self) -> Any:
-        """Whether the last step was skipped."""
-        return self.consecutive_skips > 0
-
-    @property
-    def is_frozen(self) -> Any:
-        """Whether the scale is static now."""
-        return self._frozen > 0
+        tape.know(self)
 
     @property
     def nonfinite_variables(self) -> tuple[str, ...]:
@@ -207,11 +190,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def freeze(self, value: float | None = None) -> None:
         """Makes the scale static from here on, in functions traced before as well.
 
-        Args:
-            value: The scale to keep, or None for the present one.
-
-        Raises:
-            ValueError: `value` is not a positive finite number.
+        `value` is the scale to keep, a positive finite number; None the present one.
         """
         now = self.scale_variables.numbers()
         scale = now.scale if value is None else checks.positive("value", value)
@@ -224,7 +203,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def put(self, values: ScaleState) -> None:
         """Stores plain numbers on every replica."""
-        with step.on_all_replicas(self):
+        with step.scope_of(self):
             self.scale_variables.write(values)
 
     def raise_if_due(self) -> None:
@@ -234,11 +213,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             raise stops.error_of(self)
 
     def scale_loss(self, loss: Any) -> Any:
-        """Returns `loss` times the loss scale; a half-precision loss as float32.
-
-        Args:
-            loss: A number or tensor of any shape.
-        """
+        """Returns `loss` times the loss scale; a half-precision loss as float32."""
         loss = tf.convert_to_tensor(loss)
         if loss.dtype in HALF:
             loss = tf.cast(loss, tf.float32)
@@ -246,7 +221,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.has_scaled_loss = True
         if not loss.dtype.is_floating:
             return loss * tf.cast(scale, loss.dtype)
-        return scaled_by_hand(loss, scale, is_ours=True)
+        return tape.scaled_by_hand(loss, scale, is_ours=True)
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """As `scale_loss`; takes a callable too and returns one, as legacy Keras."""
@@ -258,12 +233,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Returns gradients of a scaled loss divided by the scale.
 
         The next `apply` or `apply_gradients` takes them as they are, as legacy Keras.
-
-        Args:
-            grads: Tensors, `tf.IndexedSlices` or None.
         """
         self.was_unscaled = True
-        note_unscaled()
+        tape.note_unscaled()
         factor = 1 / tf.convert_to_tensor(self.dynamic_scale.value)
         return [None if g is None else multiplied(g, factor) for g in grads]
 
@@ -280,23 +252,26 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._trainable_variables_indices[self._var_key(variable)] = position
         self.scale_variables.build(variables, self.add_variable)
         if self.accumulates:
-            self.accumulators = [self._accumulator_for(v) for v in variables]
+            extended, totals = self._distribution_strategy.extended, []
+            for each in variables:
+                dtype = "float64" if each.dtype == "float64" else "float32"
+                with extended.colocate_vars_with(getattr(each, "value", each)):
+                    total = self.add_variable(
+                        each.shape, dtype=dtype, name="accumulator"
+                    )
+                totals.append(total)
+            self.accumulators = totals
             shape = (len(variables),)
             self.has_gradient = self.add_variable(shape, "zeros", "bool", name="given")
         self._trainable_variables = variables
         self.built = True
-        # In eager code each replica runs up to where all meet; all have to scale alike.
-        has_others = tf.distribute.get_strategy().num_replicas_in_sync > 1
-        in_replica = not tf.distribute.in_cross_replica_context()
-        if not (has_others and in_replica and tf.executing_eagerly()):
-            own(self, variables)
+        self._own(variables)
         self.saved_beside.assign_loaded()
 
-    def _accumulator_for(self, variable: Any) -> Any:
-        dtype = "float64" if variable.dtype == "float64" else "float32"
-        place = getattr(variable, "value", variable)
-        with self._distribution_strategy.extended.colocate_vars_with(place):
-            return self.add_variable(variable.shape, dtype=dtype, name="accumulator")
+    def _own(self, variables: Sequence[Any]) -> None:
+        """Has tapes take this scale for variables, and what others read follow it."""
+        for each in tape.own(self, variables):
+            self.scale_variables.followers.append(each.dynamic_scale)
 
     @tf.autograph.experimental.do_not_convert
     def apply(
@@ -306,12 +281,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         What a `tf.GradientTape` gave since the last update counts as unscaled, unless
         the loss went through `scale_loss`; gradients of any other origin are divided
-        by the scale.
-
-        Args:
-            grads: For each variable a tensor, `tf.IndexedSlices` or None. On several
-                replicas each passes its own; their sum is applied.
-            trainable_variables: The variables; left out where `build` was called.
+        by the scale. On several replicas each passes its own; their sum is applied.
 
         Raises:
             ValueError: Called outside a replica, with no gradients at all or with
@@ -329,8 +299,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "`trainable_variables` is None and the optimizer is not built; "
                 "expected variables. Pass them, or call `build(variables)` first."
             )
-        variables = trainable_variables or hooks.trained_by(self)
-        variables = list(variables)
+        variables = list(trainable_variables or hooks.trained_by(self))
         if len(variables) != len(gradients):
             raise ValueError(
                 f"`grads` has {len(gradients)} entries for {len(variables)} variables; "
@@ -342,9 +311,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.build(variables)
             hooks.check_known(self, variables)
             self._check_use()
-            update = HERE.update or self.inner_optimizer.apply
+            self._own(variables)
+            update = tape.HERE.update or self.inner_optimizer.apply
             step.take(self, gradients, variables, update)
-            own(self, variables)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """As `apply`, on pairs of gradient and variable; returns `iterations`."""
@@ -354,7 +323,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             pairs = zip(gradients, variables, strict=True)
             self.inner_optimizer.apply_gradients(pairs)
 
-        with replaced(HERE, update=update):
+        with replaced(tape.HERE, update=update):
             self.apply(gradients, variables)
         return self.iterations
 
@@ -411,11 +380,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         `fit` does it at the end of each epoch; in a loop of your own call it at the
         end, or before the weights are evaluated. Does nothing where there are none.
         """
-        step.on_window(step.flush, self)
-
-    def discard(self) -> None:
-        """Forgets the microbatches in a window that is not full."""
-        step.on_window(step.discard, self)
+        step.on_window(self, applies=True)
 
     @property
     def own_variables(self) -> list[Any]:
@@ -469,8 +434,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Sets all variables, in the order of `variables`, or those of Keras's class.
 
-        Raises:
-            ValueError: The optimizer is not built, or the arrays do not fit.
+        Raises ValueError where it is not built, or the arrays do not fit.
         """
         targets = self.stock_variables
         if len(weights) != len(targets):
@@ -485,7 +449,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def assign_all(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         """Assigns values on every replica."""
-        with step.on_all_replicas(self):
+        with step.scope_of(self):
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
 
@@ -520,18 +484,12 @@ def _check_inner(inner: Any) -> None:
             f"`inner_optimizer` is {inner!r}, of type {type(inner).__name__}; expected "
             "a Keras optimizer. Pass `keras.optimizers.Adam()`, or its name."
         )
-    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+    if tape.is_wrapper(inner):
         raise ValueError(
             f"`inner_optimizer` is {inner!r}, which scales the loss already; expected "
             "a plain optimizer. Pass its `inner_optimizer`."
         )
 
 
-def _is_ours(config: dict[str, Any]) -> bool:
-    inner = config.get("inner_optimizer")
-    return isinstance(inner, dict) and _MARK in inner
-
-
-hooks.save_under_stock_name(LossScaleOptimizer, keras.optimizers.LossScaleOptimizer)
 # So that Keras's own `load_model` and `optimizers.get` give what was saved.
-CONFIG_HOOKS = PatchSet([hooks.from_config_patch(_is_ours, LossScaleOptimizer)])
+CONFIG_HOOKS = PatchSet([hooks.config_patch(LossScaleOptimizer, _MARK)])

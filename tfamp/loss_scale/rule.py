@@ -14,10 +14,7 @@ from tfamp.records import checks
 
 DEFAULT_SCALE = 2.0**15  # to begin with
 FROZEN, STATIC = 1, 2  # of `is_frozen`: by `freeze`, or by the constructor
-REDUCE_DTYPES = (None, "float16", "bfloat16")
 _SMALLEST_NORMAL = 2.0**-126  # of float32; dividing by less than this gives inf
-
-
 # Arguments that say nothing of how a dynamic scale moves.
 _OF_STEPS = (
     *("accumulation_steps", "gradient_accumulation_steps"),
@@ -66,11 +63,8 @@ def _choose(condition: Any, yes: Any, no: Any) -> Any:
 class ScaleRule:
     """Where the scale begins, when it grows and when it backs off.
 
-    The fields are arguments of `LossScaleOptimizer`.
-
-    Raises:
-        ValueError: A field is out of its range.
-        TypeError: A field is no number.
+    The fields are arguments of `LossScaleOptimizer`; one that is out of its range
+    raises ValueError, one that is no number TypeError.
 
     Example:
         >>> ScaleRule(8.0).after(ScaleState(8.0), is_finite=False).scale
@@ -111,11 +105,8 @@ class ScaleRule:
                 f"[{lowest!r}, {highest!r}], from `min_scale` to `max_scale` where it "
                 "moves, else what float32 can divide by. Pass one in between."
             )
-        if self.reduce_dtype not in REDUCE_DTYPES:
-            raise ValueError(
-                f"Unknown `reduce_dtype` {self.reduce_dtype!r}; expected one of "
-                f"{REDUCE_DTYPES}. Leave it out for float32."
-            )
+        if self.reduce_dtype is not None:
+            checks.choice("reduce_dtype", self.reduce_dtype, ("float16", "bfloat16"))
 
     def after(self, state: ScaleState, *, is_finite: bool) -> ScaleState:
         """Returns the state after one step whose gradients were finite or not."""
@@ -146,9 +137,10 @@ class ScaleRule:
         self, state: ScaleState, select: Callable[..., Any] = _choose
     ) -> ScaleState:
         """Returns the state after a step that was skipped; as `after_finite`."""
+        most = self.max_consecutive_skips
         is_new = state.streak == 0
-        if self.max_consecutive_skips is not None:
-            is_new = is_new | (state.streak >= self.max_consecutive_skips)
+        if most is not None:
+            is_new = is_new | (state.streak >= most)
         streak = select(is_new, 1, state.streak + 1)
         before = select(is_new, state.scale, state.scale_before)
         overflows = state.overflows + 1
@@ -167,9 +159,9 @@ class ScaleRule:
             overflows=select(backs_off, 0, overflows),
             scale_before=before,
         )
-        if self.max_consecutive_skips is None:
+        if most is None:
             return after
-        stops = streak >= self.max_consecutive_skips
+        stops = streak >= most
         return after._replace(
             scale=select(stops & is_moving, before, scale),
             overflows=select(stops, 0, after.overflows),
@@ -203,8 +195,7 @@ def check_loss_scale(
             f"loss scale only, but `loss_scale` is {loss_scale!r}. Leave out one of "
             "the two."
         )
-    steps = options.get("gradient_accumulation_steps")
-    steps = chosen_steps(steps, options.get("accumulation_steps", 1))
+    steps = chosen_steps(*(options.get(name) for name in _OF_STEPS[:2]))
     fields = {k: v for k, v in options.items() if k in known}
     ScaleRule(**{**fields, "accumulation_steps": steps})
     has_float16 = "bfloat16" not in policy and policy != "float32"
@@ -230,18 +221,13 @@ def without_float16(options: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**kept, "initial_scale": 1.0, "dynamic": False} if dtype else None
 
 
-def chosen_steps(
-    by_keras_name: int | None, by_short_name: int, of_inner: int | None = None
-) -> int:
-    """Returns the microbatches of an update, which may be named in three places."""
-    for given in (by_keras_name, of_inner):
-        if given is not None:
-            checks.positive_int("gradient_accumulation_steps", given)
-            if by_short_name not in (1, given):
-                raise ValueError(
-                    f"`gradient_accumulation_steps` is {given!r} and "
-                    f"`accumulation_steps` is {by_short_name!r}; expected one of "
-                    "them, as they name the same. Leave out `accumulation_steps`."
-                )
-            by_short_name = given
-    return by_short_name
+def chosen_steps(*given: int | None) -> int:
+    """Returns the microbatches of an update, which may be named in several places."""
+    name = "gradient_accumulation_steps"
+    known = {checks.positive_int(name, each) for each in given if each is not None}
+    if len(known - {1}) > 1:
+        raise ValueError(
+            f"`{name}` and `accumulation_steps` are {sorted(known - {1})!r}; expected "
+            "one number, as they name the same. Leave out one of them."
+        )
+    return max(known, default=1)

@@ -48,6 +48,7 @@ class ScaleVariables:
         self.levels = add("levels", "float32", first[_REAL], (len(LEVELS),))
         self.blame: Any = None  # 1 for each variable with a part in the last skip
         self._paths: list[str] = []
+        self.followers: list[Any] = []  # scales that move with this one
 
     def build(self, variables: Sequence[Any], add_variable: Callable[..., Any]) -> None:
         """Makes what names the variables to blame."""
@@ -65,7 +66,8 @@ class ScaleVariables:
 
     def write(self, state: ScaleState) -> None:
         """Stores numbers, or what a step has made of those that were read."""
-        self.dynamic_scale.assign(state.scale)
+        for scale in (self.dynamic_scale, *self.followers):
+            scale.assign(state.scale)
         self.step_counter.assign(state.good_steps)
         self.counters.assign(tf.stack([tf.cast(x, tf.int64) for x in state[_WHOLE]]))
         self.levels.assign(tf.stack([tf.cast(x, tf.float32) for x in state[_REAL]]))
@@ -89,10 +91,8 @@ class ScaleVariables:
 
     def blamed(self) -> tuple[str, ...]:
         """Returns the paths of the variables to blame for the last skipped step."""
-        if self.blame is None:
-            return ()
-        flags = np.asarray(self.blame.value)
-        return tuple(p for p, flag in zip(self._paths, flags, strict=True) if flag)
+        flags = () if self.blame is None else np.asarray(self.blame.value)
+        return tuple(p for p, flag in zip(self._paths, flags, strict=False) if flag)
 
 
 class SavedState(hooks.SavedBeside):
@@ -102,9 +102,9 @@ class SavedState(hooks.SavedBeside):
     """
 
     def __init__(self, optimizer: Any) -> None:
-        super().__init__("loss_scale_state", self._named, self._take)
         # No attribute of its own, which Keras would take for a part to save.
         self._owner = lambda: optimizer
+        self.name = "loss_scale_state"
         self._before: ScaleState | None = None  # ahead of loading
         self._stock: list[np.ndarray] = []
         self._beside: dict[str, Any] = {}
@@ -121,6 +121,11 @@ class SavedState(hooks.SavedBeside):
             named["has_gradient"] = optimizer.has_gradient
         return named
 
+    def save_own_variables(self, store: Any) -> None:
+        """Puts tfamp's own variables into `store`, by name."""
+        for name, variable in self._named().items():
+            store[name] = variable.numpy()
+
     def load_stock(self, store: Any) -> None:
         """Takes the variables that Keras's class has, ahead of the others."""
         optimizer = self._owner()
@@ -136,12 +141,13 @@ class SavedState(hooks.SavedBeside):
         if inner.built:
             self.assign_loaded()
 
-    def _take(self, values: dict[str, Any]) -> None:
+    def load_own_variables(self, store: Any) -> None:
         """Takes tfamp's own variables of a file, after Keras's own were taken.
 
         A static scale of a constructor goes to no dynamic one, nor the other way round.
         """
         optimizer, before = self._owner(), self._before
+        values = {name: store[name][()] for name in store.keys()}
         counters, levels = values.pop("counters", ()), values.pop("levels", ())
         if before and (len(counters), len(levels)) == (len(COUNTERS), len(LEVELS)):
             now = optimizer.scale_variables.numbers()

@@ -6,9 +6,8 @@ replicas (on GPUs under XLA) each of them does it alike.
 """
 
 import contextlib
-import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -17,15 +16,10 @@ from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks import replicas
 from tfamp.keras_hooks.patches import replaced
 from tfamp.keras_hooks.workers import summed
+from tfamp.loss_scale.gradients import multiplied, sums_of_squares
 from tfamp.loss_scale.rule import EMPTY_WINDOW, ScaleState, select
 from tfamp.loss_scale.stops import stop_if_due
-from tfamp.loss_scale.tape import (
-    HERE,
-    multiplied,
-    sums_of_squares,
-    take_notes,
-    verdict_on,
-)
+from tfamp.loss_scale.tape import HERE, take_notes, verdict_on
 from tfamp.records import checks
 
 # Gradients may have been scaled by hand, as in a test of an optimizer; a loop that
@@ -48,39 +42,41 @@ def either(
     tf.cond(condition, branch(yes), branch(no))
 
 
-def first_of(strategy: tf.distribute.Strategy, value: Any) -> Any:
+def first_of(value: Any) -> Any:
     """Returns the part of a value that this process's first replica holds."""
-    return strategy.experimental_local_results(value)[0]
+    return tf.distribute.get_strategy().experimental_local_results(value)[0]
 
 
 def where_replicas_are_one(do: Callable[..., None], *values: Any) -> None:
-    """Runs `do(strategy, *values)` once for all replicas, from inside of each.
+    """Runs `do(*values)` once for all replicas, from wherever it is called.
 
     Where a strategy cannot merge its replicas, it runs on each of them.
     """
     strategy = tf.distribute.get_strategy()
-    tf.__internal__.distribute.interim.maybe_merge_call(do, strategy, *values)
+    if tf.distribute.in_cross_replica_context():
+        do(*values)
+    else:
+        tf.__internal__.distribute.interim.maybe_merge_call(
+            lambda _, *merged: do(*merged), strategy, *values
+        )
 
 
-def _on_each_replica(
-    strategy: tf.distribute.Strategy, do: Callable[[Any], None], values: Any = ()
-) -> None:
+def scope_of(optimizer: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns where what is assigned arrives on every replica of an optimizer."""
+    strategy = hooks.strategy_of(optimizer)
+    has_others = strategy.num_replicas_in_sync > 1
+    is_outside = strategy is not tf.distribute.get_strategy()
+    return strategy.scope() if has_others and is_outside else contextlib.nullcontext()
+
+
+def _on_each_replica(do: Callable[[Any], None], values: Any = ()) -> None:
     """Runs `do` on every replica, with the part of `values` that is its own."""
     if tf.distribute.in_cross_replica_context():
         run = tf.autograph.experimental.do_not_convert(lambda part: do(part))
-        strategy.extended.call_for_each_replica(run, args=(values,))
+        extended = tf.distribute.get_strategy().extended
+        extended.call_for_each_replica(run, args=(values,))
     else:
         do(values)
-
-
-@contextlib.contextmanager
-def on_all_replicas(optimizer: Any) -> Iterator[None]:
-    """Makes what is assigned in the block arrive on every replica of an optimizer."""
-    strategy = hooks.strategy_of(optimizer)
-    has_others = strategy.num_replicas_in_sync > 1
-    in_replica = not tf.distribute.in_cross_replica_context()
-    with strategy.scope() if has_others and in_replica else contextlib.nullcontext():
-        yield
 
 
 def take(
@@ -96,10 +92,9 @@ def take(
     if come_scaled and not notes:
         _warn_of_unscaled_loss(optimizer)
     scale = optimizer.scale_variables.read().scale
-    # By a wrapper of Keras that was not built: a number in the traced function.
-    known = notes[0].by_hand if come_scaled and notes else True
-    held = tf.constant(known) if isinstance(known, float) else scale
-    held = held if come_scaled else tf.constant(1.0)
+    held = scale if come_scaled else tf.constant(1.0)
+    if come_scaled and notes and isinstance(notes[0].by_hand, float):
+        held = tf.constant(notes[0].by_hand)  # by a wrapper that was not built
     # Whether gradients were finite as the tape gave them, where they were changed
     # since: clipping by value hides an overflow.
     verdict, empty = verdict_on(notes, gradients), replicas.is_empty()
@@ -110,91 +105,69 @@ def take(
     weight = tf.convert_to_tensor(1.0 if HERE.weight is None else HERE.weight)
     strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync > 1:
-        factor = tf.constant(1.0) if come_scaled else scale
-        sums = _summed(
-            optimizer,
-            [*gradients, weight, num_spoilt],
-            [*variables, None, None],
-            factor,
+        can_merge = not tf.__internal__.distribute.strategy_supports_no_merge_call()
+        if can_merge and hooks.in_xla():
+            raise RuntimeError(
+                f"`jit_compile=True` under {type(strategy).__name__}: TensorFlow cannot"
+                " compile a step of several replicas by XLA on these devices "
+                "(keras#21366). Pass `jit_compile=False`."
+            )
+        # float16 is sent at the loss scale, if that is not in the gradients.
+        is_short = optimizer.reduce_dtype == "float16" and not come_scaled
+        factor = scale if is_short else tf.constant(1.0)
+        gradients, weight, num_spoilt = _summed(
+            optimizer, gradients, variables, (weight, num_spoilt), factor
         )
-        *gradients, weight, num_spoilt = sums
 
-    def merged(strategy: Any, gradients: Any, weight: Any, num_spoilt: Any) -> None:
+    def merged(gradients: Any, weight: Any, num_spoilt: Any) -> None:
         was_finite = None
         if verdict is not None:
-            was_finite = tf.equal(first_of(strategy, num_spoilt), 0.0)
-        step = Step(strategy, optimizer, gradients, variables, update)
-        step.judge(first_of(strategy, weight), was_finite, held)
+            was_finite = tf.equal(first_of(num_spoilt), 0.0)
+        step = Step(optimizer, gradients, variables, update)
+        step.judge(first_of(weight), was_finite, held)
 
-    can_merge = not tf.__internal__.distribute.strategy_supports_no_merge_call()
-    if can_merge and strategy.num_replicas_in_sync > 1 and hooks.in_xla():
-        raise RuntimeError(
-            f"`jit_compile=True` under {type(strategy).__name__}: TensorFlow cannot "
-            "compile a step of several replicas by XLA on these devices "
-            "(keras#21366). Pass `jit_compile=False`."
-        )
     where_replicas_are_one(merged, gradients, weight, num_spoilt)
 
 
 def _summed(
-    optimizer: Any, values: list[Any], variables: list[Any], factor: tf.Tensor
-) -> list[Any]:
-    """Returns sums over all replicas; gradients in float32 are sent as it is asked.
-
-    float16 is sent at the loss scale: `factor`, where it is not in the gradients.
-    """
+    optimizer: Any, gradients: Any, variables: Any, others: Any, factor: tf.Tensor
+) -> tuple[Any, ...]:
+    """Returns sums over all replicas; gradients in float32 are sent as it is asked."""
     narrow = tf.as_dtype(optimizer.reduce_dtype or "float32")
-    factor = factor if narrow == tf.float16 else tf.constant(1.0)
-    places = [i for i, value in enumerate(values) if value is not None]
-    narrowed = {
-        i
-        for i in places
-        if (variable := variables[i]) is not None
-        and narrow != tf.float32 == values[i].dtype
-        and not optimizer.is_overwritten(variable)
-    }
-    sent = [
-        multiplied(values[i], factor, narrow) if i in narrowed else values[i]
+    places = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    narrowed = [
+        narrow != tf.float32 == gradients[i].dtype
+        and not optimizer.is_overwritten(variables[i])
         for i in places
     ]
-    found = list(values)
-    sums = summed(tf.distribute.get_replica_context(), sent)
-    for i, total in zip(places, sums, strict=True):
-        found[i] = multiplied(total, 1 / factor) if i in narrowed else total
-    return found
+    sent = [
+        multiplied(gradients[i], factor, narrow) if is_narrowed else gradients[i]
+        for i, is_narrowed in zip(places, narrowed, strict=True)
+    ]
+    *sums, weight, num = summed(tf.distribute.get_replica_context(), [*sent, *others])
+    found = list(gradients)
+    for i, total, is_narrowed in zip(places, sums, narrowed, strict=True):
+        found[i] = multiplied(total, 1 / factor) if is_narrowed else total
+    return found, weight, num
 
 
 @tf.autograph.experimental.do_not_convert
-def on_window(take: Callable[..., None], optimizer: Any) -> None:
-    """Has `flush` or `discard` do its work on all replicas of an optimizer."""
+def on_window(optimizer: Any, *, applies: bool) -> None:
+    """Applies or forgets the microbatches of a window that is not full, if any."""
     if not (optimizer.built and optimizer.accumulates):
         return
-    strategy, ours = tf.distribute.get_strategy(), hooks.strategy_of(optimizer)
-    if tf.distribute.in_cross_replica_context():
-        take(strategy, optimizer)
-    elif strategy.num_replicas_in_sync > 1 or ours.num_replicas_in_sync == 1:
-        where_replicas_are_one(take, optimizer)
-    else:  # as a graph: on several replicas eager code is slow
-        functions = vars(optimizer).setdefault("_window_functions", {})
-        if take not in functions:
-            call = functools.partial(take, ours, optimizer)
-            functions[take] = tf.function(call, autograph=False)
-        with ours.scope():
-            functions[take]()
 
+    def work() -> None:
+        before, step = optimizer.scale_variables.read(), Step(optimizer)
+        if applies:
+            is_open = before.microbatches > 0
+            either(is_open, lambda: step.close(before), lambda: None)
+        else:
+            step.begin_window()
+            optimizer.scale_variables.write(before._replace(**EMPTY_WINDOW))
 
-def flush(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
-    """Applies the microbatches of a window that is not full, if there are any."""
-    before = optimizer.scale_variables.read()
-    step = Step(strategy, optimizer)
-    either(before.microbatches > 0, lambda: step.close(before), lambda: None)
-
-
-def discard(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
-    """Forgets the microbatches of a window that is not full."""
-    before = optimizer.scale_variables.read()
-    Step(strategy, optimizer).empty()
-    optimizer.scale_variables.write(before._replace(**EMPTY_WINDOW))
+    with scope_of(optimizer):
+        where_replicas_are_one(work)
 
 
 def _warn_of_unscaled_loss(optimizer: Any) -> None:
@@ -218,47 +191,44 @@ def _warn_of_unscaled_loss(optimizer: Any) -> None:
 
 
 class Step:
-    """A step across replicas.
-
-    `gradients` are sums over them, equal on all, or None.
-    """
+    """A step across replicas, of gradients that are summed over them, or None."""
 
     def __init__(
         self,
-        strategy: tf.distribute.Strategy,
         optimizer: Any,
         gradients: Sequence[Any] = (),
         variables: Sequence[Any] = (),
         update: Any = None,
     ) -> None:
-        self.strategy, self.optimizer = strategy, optimizer
-        self.stored = optimizer.scale_variables
+        self.optimizer, self.stored = optimizer, optimizer.scale_variables
         self.gradients, self.variables = gradients, variables
         self.update = update or optimizer.inner_optimizer.apply
-        pairs = zip(gradients, variables, strict=True)
-        self.given = [(g, v) for g, v in pairs if g is not None]
+        pairs = zip(gradients, map(optimizer.position_of, variables), strict=True)
+        self.given = {position: g for g, position in pairs if g is not None}
 
     def judge(self, weight: Any, was_finite: Any, scale: tf.Tensor) -> None:
         """Judges the gradients, and applies them, adds them up or skips the step.
 
-        Args:
-            weight: That of this microbatch in its window, a float32 scalar.
-            was_finite: Whether the gradients were finite on all replicas before the
-                user's code changed them: a boolean scalar, or None.
-            scale: What they are multiplied by.
+        `weight` is that of this microbatch in its window, a float32 scalar; gradients
+        are multiplied by `scale`. `was_finite` says whether they were finite on all
+        replicas before the user's code changed them: a boolean scalar, or None.
         """
-        optimizer, before = self.optimizer, self.stored.read()
-        squares = sums_of_squares([first_of(self.strategy, g) for g, _ in self.given])
+        optimizer, rule, before = (
+            self.optimizer,
+            self.optimizer.rule,
+            self.stored.read(),
+        )
+        squares = sums_of_squares([first_of(g) for g in self.given.values()])
         is_finite = tf.math.is_finite(tf.reduce_sum(squares))
         if was_finite is not None:
             # At a scale of 1 a lower one is no remedy: whoever makes gradients finite
             # there does so in float32 too.
-            lowest = max(1.0, optimizer.rule.min_scale)
+            lowest = max(1.0, rule.min_scale)
             is_finite &= was_finite | (optimizer.dynamic & (before.scale <= lowest))
         norm = tf.sqrt(tf.reduce_sum(squares)) / scale
 
         def go_on() -> None:
-            after = optimizer.rule.after_finite(before, select)
+            after = rule.after_finite(before, select)
             after = after._replace(norm=norm, finite_norm=norm)
             if not optimizer.accumulates:
                 self._apply(self.gradients, self.variables, 1 / scale, norm)
@@ -272,77 +242,85 @@ class Step:
             either(is_full, lambda: self.close(after), lambda: self._write(after))
 
         def skip() -> None:
-            self._write(optimizer.rule.after_non_finite(before, select), norm=norm)
-            self._blame([v for _, v in self.given], squares)
+            self._write(rule.after_non_finite(before, select), norm=norm)
+            self._blame(list(self.given), squares)
 
         either(is_finite, go_on, skip)
 
     def _write(self, state: ScaleState, **changes: Any) -> None:
         self.stored.write(state._replace(**changes))
 
-    def _blame(self, variables: Sequence[Any], squares: tf.Tensor) -> None:
-        self.stored.note(list(map(self.optimizer.position_of, variables)), squares)
+    def _blame(self, positions: Sequence[int], squares: tf.Tensor) -> None:
+        self.stored.note(positions, squares)
         stop_if_due(self.optimizer)
 
     def _add_up(self, factor: tf.Tensor) -> None:
         """Adds gradients times `factor` to the accumulators, in float32."""
-        optimizer = self.optimizer
+        totals = self.optimizer.accumulators
 
         def add(gradients: Any) -> None:
-            for gradient, variable in zip(gradients, self.variables, strict=True):
-                if gradient is None:
-                    continue
-                total = optimizer.accumulators[optimizer.position_of(variable)].value
-                part = multiplied(gradient, factor)
+            for position, gradient in gradients.items():
+                total, part = totals[position].value, multiplied(gradient, factor)
                 if isinstance(part, tf.IndexedSlices):
                     total.scatter_add(part)
                 else:
                     total.assign_add(tf.cast(part, total.dtype))
 
-        given = {optimizer.position_of(v) for _, v in self.given}
-        flags = [i in given for i in range(len(optimizer.accumulators))]
-        optimizer.has_gradient.assign(self._flags() | tf.constant(flags))
-        _on_each_replica(self.strategy, add, self.gradients)
+        now = tf.constant([i in self.given for i in range(len(totals))])
+        self.optimizer.has_gradient.assign(self._flags() | now)
+        _on_each_replica(add, self.given)
+
+    def _flags(self) -> tf.Tensor:
+        """Returns for each variable whether the window has a gradient of it."""
+        return tf.convert_to_tensor(self.optimizer.has_gradient.value)
+
+    def begin_window(self) -> None:
+        """Empties the accumulators."""
+
+        def reset(_: Any) -> None:
+            for variable in self.optimizer.accumulators:
+                variable.value.assign(tf.zeros_like(variable.value))
+
+        self.optimizer.has_gradient.assign(tf.zeros_like(self._flags()))
+        _on_each_replica(reset)
 
     def close(self, values: ScaleState) -> None:
-        """Makes an update of the mean of a window's microbatches, and begins anew."""
-        optimizer = self.optimizer
-        totals = [first_of(self.strategy, v.value) for v in optimizer.accumulators]
-        squares = sums_of_squares(totals)
-        total = tf.reduce_sum(squares)
-        norm = tf.sqrt(total) / values.weight
+        """Makes an update of the mean of a window's microbatches, and begins anew.
+
+        No other variables are updated than those that it has gradients of. Which those
+        are is known of the present call alone while a graph is traced; what earlier
+        calls have trained is told by flags.
+        """
+        optimizer, flags = self.optimizer, self._flags()
+        totals = [variable.value for variable in optimizer.accumulators]
+        squares = sums_of_squares([first_of(total) for total in totals])
+        norm = tf.sqrt(tf.reduce_sum(squares)) / values.weight
 
         def update() -> None:
-            self._apply_window(1 / values.weight, norm)
+            chosen = dict(enumerate(hooks.trained_by(optimizer)))
+            conditions = {i: flags[i] for i in chosen if i not in self.given}
+            if tf.executing_eagerly():
+                idle = [i for i, condition in conditions.items() if not condition]
+                chosen = {i: v for i, v in chosen.items() if i not in idle}
+                conditions = {}
+            self._apply(
+                [totals[i] for i in chosen],
+                list(chosen.values()),
+                *(1 / values.weight, norm, conditions),
+            )
             after = values._replace(norm=norm, finite_norm=norm, **EMPTY_WINDOW)
             self._write(after, applied=after.applied + 1, dropped=0)
-            self.empty()
+            self.begin_window()
 
         def drop() -> None:  # finite parts whose sum is not
             # Its microbatches ended the streak; windows in a row make their own.
             before = values._replace(judged=values.judged - 1, streak=values.dropped)
             after = optimizer.rule.after_non_finite(before, select)
             self._write(after, norm=norm, dropped=after.streak, **EMPTY_WINDOW)
-            self.empty()
-            self._blame(hooks.trained_by(optimizer), squares)
+            self.begin_window()
+            self._blame(range(len(totals)), squares)
 
-        either(tf.math.is_finite(total), update, drop)
-
-    def _apply_window(self, factor: tf.Tensor, norm: tf.Tensor) -> None:
-        """Applies what a window has added up, to no other variables than it was for.
-
-        Which those are is known of the present call alone while a graph is traced; what
-        earlier calls have trained is told by flags.
-        """
-        optimizer, flags = self.optimizer, self._flags()
-        given = {optimizer.position_of(v) for _, v in self.given}
-        chosen = list(enumerate(hooks.trained_by(optimizer)))
-        conditions = {i: flags[i] for i, _ in chosen if i not in given}
-        if tf.executing_eagerly():
-            chosen = [(i, v) for i, v in chosen if i in given or conditions[i]]
-            conditions = {}
-        totals = [optimizer.accumulators[i].value for i, _ in chosen]
-        self._apply(totals, [v for _, v in chosen], factor, norm, conditions)
+        either(tf.math.is_finite(tf.reduce_sum(squares)), update, drop)
 
     def _apply(
         self,
@@ -358,8 +336,7 @@ class Step:
         theirs after the multiplication. `conditions` has boolean scalars, by their
         positions, of those variables that may have to stay as they are.
         """
-        optimizer, inner = self.optimizer, self.optimizer.inner_optimizer
-        limit = optimizer.shared_clip
+        optimizer, limit = self.optimizer, self.optimizer.shared_clip
         if limit is not None:
             factor = factor * (limit / tf.maximum(norm, limit))
 
@@ -377,25 +354,9 @@ class Step:
             with replaced(HERE, is_updating=True, update=None):
                 self.update(unscaled, variables)
 
-        with (
-            hooks.on_reduced_gradients(inner, clips=limit is None),
-            hooks.updating_only_if(
-                hooks.leaves(inner) if conditions else [], condition_of
-            ),
+        with hooks.on_reduced_gradients(
+            optimizer.inner_optimizer,
+            clips=limit is None,
+            condition_of=condition_of if conditions else None,
         ):
-            _on_each_replica(self.strategy, update, gradients)
-
-    def empty(self) -> None:
-        """Begins a new window."""
-        optimizer = self.optimizer
-
-        def reset(_: Any) -> None:
-            for variable in optimizer.accumulators:
-                variable.value.assign(tf.zeros_like(variable.value))
-
-        optimizer.has_gradient.assign(tf.zeros_like(self._flags()))
-        _on_each_replica(self.strategy, reset)
-
-    def _flags(self) -> tf.Tensor:
-        """Returns for each variable whether the window has a gradient of it."""
-        return tf.convert_to_tensor(self.optimizer.has_gradient.value)
+            _on_each_replica(update, gradients)

@@ -14,17 +14,11 @@ from tfamp.records import checks
 
 # How the text is found in an error that TensorFlow raises.
 _MARK = "updates in a row, because their gradients were not finite"
-# Filled in by `str.format` and by `tf.strings.format`, which knows only "{}".
-_TEMPLATE = (
-    f"Skipped {{}} {_MARK}, up to step {{}}: loss scale {{}}, gradient norm {{}}, last "
-    "finite norm {}. "
-)
 _ADVICE = (
     "Lower the learning rate, clip gradients, keep the overflowing layer in float32, "
     "or look for NaN in the data: no loss scale mends this. Pass "
     "`max_consecutive_skips=None` to go on skipping."
 )
-_STATIC_ADVICE = "The scale is static: lower it, or pass `dynamic=True`. Else: "
 
 
 class LossScaleError(ArithmeticError):
@@ -46,27 +40,26 @@ def found_in(message: str) -> str | None:
     return message[start : end if end > 0 else None].rstrip("]' ").rstrip()
 
 
-def _template(optimizer: Any) -> str:
-    """Returns the text with five places, for numbers of a `ScaleState`."""
-    is_scaled_for_good = not optimizer.dynamic and optimizer.initial_scale != 1
-    advice = f"{_STATIC_ADVICE if is_scaled_for_good else ''}{_ADVICE}"
-    return f"{_TEMPLATE}{advice} {checks.see('failures/zero-scale')}"
+def _text(optimizer: Any, now: Any, fill: Any) -> Any:
+    """Returns the text for counters, numbers or tensors, which `fill` puts in."""
+    is_static = not optimizer.dynamic and optimizer.initial_scale != 1
+    advice = "The scale is static: lower it, or pass `dynamic=True`. " * is_static
+    template = (  # with the places that `tf.strings.format` knows
+        f"Skipped {optimizer.max_consecutive_skips} {_MARK}, up to step {{}}: loss "
+        "scale {}, gradient norm {}, last finite norm {}. "
+        f"{advice}{_ADVICE} {checks.see('failures/zero-scale')}"
+    )
+    return fill(template, [now.judged, now.scale_before, now.norm, now.finite_norm])
 
 
 def error_of(optimizer: Any) -> LossScaleError:
     """Returns the error for the present counters."""
-    now, limit = optimizer.scale_variables.numbers(), optimizer.max_consecutive_skips
-    facts = limit, now.judged, now.scale_before, now.norm, now.finite_norm
-    return LossScaleError(_template(optimizer).format(*facts))
-
-
-def forget(optimizer: Any) -> None:
-    """Makes `late_error` look at what comes from here on."""
-    optimizer.num_stops_seen = optimizer.scale_variables.numbers().num_stops
+    now = optimizer.scale_variables.numbers()
+    return LossScaleError(_text(optimizer, now, lambda text, x: text.format(*x)))
 
 
 def late_error(optimizer: Any) -> LossScaleError | None:
-    """Returns the error of a streak that came to its end since `forget`, if any.
+    """Returns the error of a streak that came to its end since `num_stops_seen`.
 
     It takes back what steps since the stop did: they wrote nothing but counters and,
     where they were skipped too, the scale.
@@ -100,6 +93,5 @@ def stop_if_due(optimizer: Any, after: Sequence[tf.Operation] = ()) -> None:
         ]
         with tf.control_dependencies([*after, *counts]):
             now = optimizer.scale_variables.read()  # after the writes of this step
-            facts = now.judged, now.scale_before, now.norm, now.finite_norm
-            text = tf.strings.format(_template(optimizer), [now.streak, *facts])
+            text = _text(optimizer, now, tf.strings.format)
             tf.debugging.Assert(now.streak < limit, [text], summarize=1)

@@ -2,19 +2,18 @@
 
 A tape's target is multiplied by a loss scale and the gradients are divided by it at
 once, in float32: the code around sees true gradients, and what overflowed is not
-finite. The scale is that of the optimizer that trained a variable last, and ahead of
-its first step the least of all that may come to train it.
+finite. The scale is that of the optimizer that trained a variable last. Ahead of its
+first step a variable of a float16 layer has a scale that nobody has claimed yet; the
+optimizer that comes to train it claims it, and moves it with its own.
 
 Where code scales its loss by `scale_loss`, it gets the gradients that it expects. A
-tape notes at each variable how it gave the gradient; that holds in one thread, and in
-the function being traced there, until it is applied. Where gradients leave a function,
-it holds each time.
+tape notes at each variable how it gave the gradient, until it is applied where it was
+computed. What leaves a function holds each time that it is called.
 """
 
 import contextlib
 import dataclasses
 import threading
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,9 +24,12 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.backend import HALF, outermost_graph, stored
+from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.layers import CALLS, policy_of
 from tfamp.keras_hooks.patches import Function, PatchSet, replaced, wrapper
+from tfamp.keras_hooks.variables import outermost_graph, stored
+from tfamp.loss_scale.gradients import multiplied, sums_of_squares
+from tfamp.loss_scale.rule import DEFAULT_SCALE
 from tfamp.records import checks
 
 # A target in float16 cannot be given more.
@@ -35,39 +37,27 @@ _MAX_HALF_SCALE = 2.0**15
 # Of gradients of inputs inside another tape: what flows back through such a gradient
 # has to share what that tape gives.
 _NESTED_SCALE = 2.0**8
-_FACTS = "_tfamp_gradients"
-_MAX_NOTES = 256  # calls of a tape whose gradients an update adds up
-# Under XLA each reduction is a kernel of its own, which 200 small variables make slow
-# to compile; gradients of one size up to this are reduced together.
-_MAX_STACKED_ELEMENTS = 2**16
-_Compute = Callable[[list[Any], Any], list[Any]]  # of targets and their seeds
+# Attributes of variables: who trains it; how a tape gave its gradient; whether it was
+# told that nobody scales.
+_OWNER, _NOTE, _TOLD = "_tfamp_owner", "_tfamp_note", "_tfamp_told"
+_JUDGE = "_tfamp_judge"  # of an optimizer: the wrapper that applies for it, or False
 
-_JUDGE, _NOBODY = "_tfamp_judge", types.SimpleNamespace(built=True)
-_WAYS_TO_APPLY = frozenset(("apply", "apply_gradients"))
-
-# What gives an optimizer its judge, under the settings of a layer.
-GIVE_JUDGE: list[Callable[[Any, Any], Any]] = []
-KNOWN: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that may come to apply
-_LOCK = threading.RLock()
-_read_in: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-
-
-class _Thread:
-    """A thread, which is gone when this is: the identity of one is used again."""
+# Optimizers made under the hooks, and the scales that graphs read.
+_KNOWN: weakref.WeakSet[Any] = weakref.WeakSet()
+_READ_IN: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
 
 
 class _Here(threading.local):
     """What this thread is doing."""
 
-    def __init__(self) -> None:
-        self.thread = _Thread()
-        self.in_step = False  # of a model whose optimizers have scales
-        self.weight: Any = None  # of the batch that it trains on: its examples
-        self.call: _TapeCall | None = None  # of a tape that computes gradients
-        self.latest: Note | None = None
-        self.fixed: FixedScale | None = None
-        self.is_updating = False  # an inner optimizer makes its update
-        self.update: Any = None  # by which of its methods
+    in_step = False  # of a model whose optimizers have scales
+    weight: Any = None  # of the batch that it trains on: its examples
+    call: "_TapeCall | None" = None  # of a tape that computes gradients
+    latest: "Note | None" = None
+    fixed: "FixedScale | None" = None
+    is_updating = False  # an inner optimizer makes its update
+    update: Any = None  # by which of its methods
 
 
 HERE = _Here()
@@ -83,81 +73,81 @@ class _TapeCall:
 
 @dataclasses.dataclass
 class Note:
-    """How one call of a tape gave gradients."""
+    """How a tape gave gradients of variables that are not applied yet."""
 
-    place: Any  # a reference to the traced function, or the thread
+    place: Any  # the function being traced; None in eager code
     by_hand: Any  # what gradients are scaled by: None, a number, or True for a scale
-    gradients: Sequence[Any]  # references
-    verdict: Callable[[], Any]  # gives whether they were finite, None if unknown
+    gradients: list[Any]  # those that it scaled
 
 
-class _Facts:
-    """What is known of one variable."""
+class Unclaimed:
+    """A scale of variables that no optimizer has trained yet."""
 
-    def __init__(self) -> None:
-        self.owner: Callable[[], Any] = lambda: None  # the optimizer that trains it
-        self.notes: Any = weakref.WeakKeyDictionary()  # lists, by their places
-        self.num_unscaled = 0  # gradients in float16 that nobody had a scale for
+    def __init__(self, scale: float) -> None:
+        self.dynamic_scale = keras.Variable(scale, trainable=False, dtype="float32")
 
 
-def multiplied(gradient: Any, factor: Any, dtype: Any = None) -> Any:
-    """Returns `gradient` times a float32 scalar, in float32 at least or in `dtype`."""
-    if isinstance(gradient, tf.IndexedSlices):
-        values = multiplied(gradient.values, factor, dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    wide = tf.cast(gradient, tf.float32) if gradient.dtype.size < 4 else gradient
-    return tf.cast(wide * tf.cast(factor, wide.dtype), dtype or wide.dtype)
+class FixedScale:
+    """A scale that holds in a block, whatever the optimizers' own.
 
-
-def sums_of_squares(gradients: Sequence[Any]) -> tf.Tensor:
-    """Returns the sum of the squares of each gradient: shape (gradients,), float32.
-
-    A sum is non-finite where an element is, or where the sum leaves float32. Rows of
-    `tf.IndexedSlices` with the same index are added up first.
-
-    Example:
-        >>> sums_of_squares([tf.constant([3.0, 4.0]), tf.constant([[2.0]])]).numpy()
-        array([25.,  4.], dtype=float32)
+    `is_by_hand` is for the one who multiplies the loss to set; the tape then does
+    nothing.
     """
-    in_xla = hooks.in_xla()
-    tensors = []
-    for gradient in gradients:
-        if isinstance(gradient, tf.IndexedSlices) and not in_xla:
-            rows = multiplied(gradient, 1.0)
-            unique, at = tf.unique(rows.indices)
-            gradient = tf.math.unsorted_segment_sum(rows.values, at, tf.size(unique))
-        tensors.append(tf.cast(tf.convert_to_tensor(gradient), tf.float32))
-    if not in_xla:
-        return tf.stack([2 * tf.nn.l2_loss(tensor) for tensor in tensors])
-    by_size: dict[int, list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        size = tensor.shape.num_elements()
-        is_large = size is None or size > _MAX_STACKED_ELEMENTS
-        by_size.setdefault(-position - 1 if is_large else size, []).append(position)
-    parts, order = [], list[int]()
-    for positions in by_size.values():
-        if len(positions) == 1:
-            tensor = tensors[positions[0]]
-            has_rows = (tensor.shape.rank or 0) > 1
-            sums = _sum_of_last(tensor) if has_rows else tf.square(tensor)
-            parts.append(tf.reduce_sum(sums)[None])
-        else:
-            rows = [tf.reshape(tensors[p], [-1]) for p in positions]
-            parts.append(_sum_of_last(tf.stack(rows)))
-        order += positions
-    inverse = [order.index(position) for position in range(len(tensors))]
-    return tf.gather(tf.concat(parts, 0), inverse)
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.is_by_hand = False
 
 
-def _sum_of_last(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the sums of squares over the last axis.
+@contextlib.contextmanager
+def scaled_by(factor: float) -> Iterator[FixedScale]:
+    """Has the tapes of this thread scale by a number, and tell no optimizer."""
+    fixed = FixedScale(factor)
+    with replaced(HERE, fixed=fixed):
+        yield fixed
 
-    On CPUs XLA multiplies matrices on all cores and sums on one.
+
+def is_wrapper(optimizer: Any) -> bool:
+    """Returns whether an optimizer scales losses for another one."""
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def know(optimizer: Any) -> None:
+    """Notes that an optimizer exists, which may come to train something."""
+    with _LOCK:
+        _KNOWN.add(optimizer)
+
+
+def set_judge(optimizer: Any, judge: Any) -> None:
+    """Notes the wrapper that judges the steps of an optimizer, None to forget it.
+
+    By a function, where Keras looks for no state to save.
     """
-    squares = tf.square(tensor)
-    if tf.config.list_physical_devices("GPU"):
-        return tf.reduce_sum(squares, -1)
-    return tf.linalg.matvec(squares, tf.ones(tf.shape(squares)[-1:]))
+    vars(optimizer).pop(_JUDGE, None)
+    if judge is not None:
+        vars(optimizer)[_JUDGE] = lambda: judge
+
+
+def judge_of(optimizer: Any) -> Any:
+    """Returns the wrapper that judges for an optimizer, None where nobody does."""
+    return vars(optimizer).get(_JUDGE, lambda: None)() or None
+
+
+def leave_alone(optimizer: Any) -> None:
+    """Notes that an optimizer shall have no loss scale."""
+    if not is_wrapper(optimizer):
+        set_judge(optimizer, False)
+
+
+def may_be_judged(optimizer: Any) -> bool:
+    """Returns whether an optimizer's steps can be judged here, and it wants that."""
+    strategy = tf.distribute.get_strategy()
+    is_one = strategy.num_replicas_in_sync == 1
+    return (
+        (is_one or hooks.strategy_of(optimizer) is strategy)
+        and vars(optimizer).get(_JUDGE, lambda: None)() is not False
+        and getattr(optimizer, "loss_scale_factor", None) is None
+    )
 
 
 def scaled_by_hand(loss: tf.Tensor, scale: Any, *, is_ours: bool) -> tf.Tensor:
@@ -184,201 +174,79 @@ def scaled_by_hand(loss: tf.Tensor, scale: Any, *, is_ours: bool) -> tf.Tensor:
     return multiply(loss)
 
 
-def is_wrapper(optimizer: Any) -> bool:
-    """Returns whether an optimizer scales losses for another one."""
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-
-
-def know(optimizer: Any) -> None:
-    """Notes that an optimizer exists, and what it wraps."""
-    with _LOCK:
-        KNOWN.add(optimizer)
-    inner = vars(optimizer).get("inner_optimizer")
-    if is_wrapper(optimizer) and inner is not None:
-        for leaf in hooks.leaves(inner):
-            set_judge(leaf, weakref.ref(optimizer))
-
-
-def set_judge(optimizer: Any, judge: Callable[[], Any]) -> None:
-    """Notes what gives the wrapper that judges the steps of an optimizer.
-
-    A function, where Keras looks for no state to save.
-    """
-    vars(optimizer)[_JUDGE] = judge
-
-
-def judge_of(optimizer: Any) -> Any:
-    """Returns the wrapper that judges for an optimizer, None where nobody does."""
-    return vars(optimizer).get(_JUDGE, lambda: None)()
-
-
-def leave_alone(optimizer: Any) -> None:
-    """Notes that an optimizer shall have no loss scale."""
-    if not is_wrapper(optimizer):
-        set_judge(optimizer, lambda: _NOBODY)
-
-
-def may_be_judged(optimizer: Any) -> bool:
-    """Returns whether an optimizer may be given a loss scale.
-
-    Not where it updates variables in an `apply` of its own that never comes to Keras's:
-    it would not be asked whether gradients are finite.
-    """
-    strategy = tf.distribute.get_strategy()
-    is_alone = strategy.num_replicas_in_sync == 1
-    is_here = is_alone or hooks.strategy_of(optimizer) is strategy
-    if is_wrapper(optimizer) or not is_here:
-        return is_here
-    base, cls = keras.optimizers.Optimizer, type(optimizer)
-    methods = [getattr(cls, name) for name in _WAYS_TO_APPLY]
-    own = [m for m in methods if m not in (base.apply, base.apply_gradients)]
-    named = [getattr(getattr(m, "__code__", None), "co_names", ()) for m in own]
-    return (
-        getattr(optimizer, "loss_scale_factor", None) is None
-        and hooks.leaves(optimizer) == [optimizer]
-        and not any(_WAYS_TO_APPLY.isdisjoint(names) for names in named)
-    )
-
-
-def scale_of(optimizer: Any) -> Any:
-    """Returns the variable of a scale, or the number it is going to start with."""
-    scale = vars(optimizer).get("dynamic_scale")
-    return float(optimizer.initial_scale) if scale is None else scale.value
-
-
-def _facts(variable: Any) -> _Facts:
-    held = vars(stored(variable))
-    found = held.get(_FACTS)
-    return held.setdefault(_FACTS, _Facts()) if found is None else found
-
-
-def own(optimizer: Any, variables: Iterable[Any]) -> None:
-    """Has tapes take the scale of an optimizer for the variables that it trains."""
+def own(optimizer: Any, variables: Iterable[Any]) -> list[Unclaimed]:
+    """Has tapes take an optimizer's scale for variables; returns what it claims."""
+    claimed = dict[int, Unclaimed]()
     for variable in variables:
-        facts = _facts(variable)
-        if facts.owner() is not optimizer:
-            facts.owner = weakref.ref(optimizer)
+        owner = owner_of(variable)
+        if isinstance(owner, Unclaimed):
+            claimed[id(owner)] = owner
+        if owner is not optimizer:
+            vars(stored(variable))[_OWNER] = weakref.ref(optimizer)
+    return list(claimed.values())
 
 
-def _place() -> Any:
-    """Returns the function that is being traced, or what stands for this thread."""
-    return outermost_graph() or HERE.thread
-
-
-def _note(variables: Sequence[Any], gradients: Sequence[Any], call: _TapeCall) -> None:
-    """Notes how a tape gave gradients of variables, and if they were finite."""
-    verdict = None
-    if call.is_scaled and gradients:
-        verdict = tf.math.is_finite(tf.reduce_sum(sums_of_squares(gradients)))
-    by_hand: Any = call.by_hand[0] if call.by_hand else None
-    noted = HERE.latest = Note(
-        weakref.ref(_place()),
-        by_hand if by_hand is None or isinstance(by_hand, float) else True,
-        tuple(weakref.ref(gradient) for gradient in gradients),
-        _read_later(verdict),
-    )
-    with _LOCK:
-        for variable in variables:
-            here = _facts(variable).notes.setdefault(_place(), [])
-            here.append(noted)
-            del here[:-_MAX_NOTES]  # of gradients that nobody applies
-
-
-def note_unscaled() -> None:
-    """Notes that the code divides gradients by the scale that it has put in."""
-    if HERE.latest is not None and HERE.latest.place() is _place():
-        HERE.latest.by_hand = None
-
-
-def take_notes(variables: Iterable[Any], *, keep: bool = False) -> list[Note]:
-    """Returns what was noted of gradients at hand, and forgets what is used up.
-
-    Empty where they come from no tape.
-    """
-    place = _place()
-    here: dict[int, Note] = {}
-    elsewhere: dict[int, Note] = {}
-    with _LOCK:
-        held = [_facts(variable).notes for variable in variables]
-        for notes in held:
-            found = notes.get(place, ()) if keep else notes.pop(place, ())
-            here.update((id(each), each) for each in found)
-            for other, found in notes.items():
-                if not isinstance(other, _Thread):  # what left a function
-                    elsewhere.update((id(each), each) for each in found)
-    return list((here or elsewhere).values())
-
-
-def verdict_on(notes: Sequence[Note], gradients: Sequence[Any]) -> tf.Tensor | None:
-    """Returns whether all that tapes gave was finite; None if that is not known.
-
-    Not where `gradients` are what they gave: those are judged themselves. What code
-    makes of an overflow may be finite.
-    """
-    given = {id(gradient) for gradient in gradients}
-    references = [reference for each in notes for reference in each.gradients]
-    if all(r() is not None and id(r()) in given for r in references):
-        return None
-    verdicts = [each.verdict() for each in notes]
-    here = [v for v in verdicts if v is not None and _is_usable(v)]
-    return tf.reduce_all(tf.stack(here)) if here else None
-
-
-def _read_later(tensor: Any) -> Callable[[], Any]:
-    """Returns what gives a tensor again, without keeping the graph that it is of."""
-    if tensor is None or not tf.is_symbolic_tensor(tensor):
-        return lambda: tensor
-    graph, name = weakref.ref(tensor.graph), tensor.name
-
-    def read() -> Any:
-        present = graph()
-        return None if present is None else present.get_tensor_by_name(name)
-
-    return read
-
-
-def _is_usable(tensor: Any) -> bool:
-    """Returns whether a tensor can be read here: not from within a branch or loop."""
-    if not tf.is_symbolic_tensor(tensor):
-        return True
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    while graph is not None and graph is not tensor.graph:
-        graph = getattr(graph, "outer_graph", None)
-    return graph is not None
+def owner_of(variable: Any) -> Any:
+    """Returns what has the scale of a variable, None where nobody has."""
+    owner = vars(stored(variable)).get(_OWNER)
+    return owner() if isinstance(owner, weakref.ref) else owner
 
 
 def _scales_of(variables: list[Any]) -> list[Any]:
     """Returns the scales that gradients of variables may be applied under."""
-    owners = {id(o): o for v in variables if (o := _facts(v).owner()) is not None}
-    left = [v for v in variables if _facts(v).owner() is None]
-    settings: Any = settings_of(left) if left else None
-    is_due = settings is not None and (HERE.in_step or not CALLS.is_training)
-    if is_due and settings.loss_scale is not None:
-        with contextlib.suppress(RuntimeError):  # where replicas cannot meet
-            waiting = [GIVE_JUDGE[0](o, settings) for o in _waiting(left)]
-            owners.update((id(o), o) for o in waiting)
-        if not owners:
-            _warn_of_no_scale(left[0])
-    scales = [scale_of(owner) for owner in owners.values()]
-    if not tf.executing_eagerly():  # the function holds what it reads
-        _read_in.setdefault(outermost_graph(), []).extend(scales)
+    left = [variable for variable in variables if owner_of(variable) is None]
+    if left and (HERE.in_step or not CALLS.is_training):
+        _make_unclaimed(left)
+    owners = [owner_of(variable) for variable in variables]
+    known = {id(owner): owner for owner in owners if owner is not None}
+    scales = [owner.dynamic_scale.value for owner in known.values()]
+    if (graph := outermost_graph()) is not None:  # the function holds what it reads
+        _READ_IN.setdefault(graph, []).extend(scales)
     return scales
 
 
-def _waiting(variables: Sequence[Any]) -> list[Any]:
-    """Returns the optimizers that may take their first step on variables."""
+def _make_unclaimed(variables: list[Any]) -> None:
+    """Gives variables of a float16 layer a scale, if an optimizer may come to apply."""
+    settings = settings_of(variables)
+    if settings is None or settings.loss_scale is None:
+        return
     ids = {id(stored(variable)) for variable in variables}
-    built, others = list[Any](), list[Any]()
+
+    def may_come(optimizer: Any) -> bool:
+        trained = hooks.trained_by(optimizer) if optimizer.built else variables
+        return not ids.isdisjoint(id(stored(v)) for v in trained)
+
     with _LOCK:
-        known = tuple(KNOWN)
-    for each in known:
-        judge = judge_of(each)
-        if may_be_judged(each) if judge is None else not judge.built:
-            if not each.built:
-                others.append(each)
-            elif not ids.isdisjoint(id(stored(v)) for v in hooks.trained_by(each)):
-                built.append(each)
-    return built or others
+        known = list(_KNOWN)
+    if not any(may_be_judged(each) and may_come(each) for each in known):
+        _warn_of_no_scale(variables[0])
+        return
+    start = settings.loss_scale
+    if start == "dynamic":
+        start = settings.loss_scale_options.get("initial_scale", DEFAULT_SCALE)
+
+    def make() -> None:
+        scale = Unclaimed(float(start))
+        for variable in variables:
+            vars(stored(variable))[_OWNER] = scale
+
+    with contextlib.suppress(RuntimeError):  # where replicas cannot meet
+        once(tf.distribute.get_strategy(), make)
+
+
+def once(strategy: tf.distribute.Strategy, make: Callable[[], None]) -> None:
+    """Makes variables that outlive the function being traced, once for all replicas."""
+    present = tf.distribute.get_strategy()
+
+    def merged(_: Any = None) -> None:
+        scope = contextlib.nullcontext() if strategy is present else strategy.scope()
+        with tf.init_scope(), scope:
+            make()
+
+    if tf.distribute.in_cross_replica_context():
+        merged()
+    else:
+        tf.__internal__.distribute.interim.maybe_merge_call(merged, present)
 
 
 def settings_of(variables: Sequence[Any]) -> Any:
@@ -392,8 +260,7 @@ def settings_of(variables: Sequence[Any]) -> Any:
         policy = None if layer is None else policy_of(layer)
         if policy is None or asked_for.isdisjoint(id(stored(w)) for w in layer.weights):
             continue
-        parts = (part for _, part, _ in structure.walk(layer))
-        if any(part.compute_dtype == "float16" for part in parts):
+        if "float16" in structure.compute_dtypes(layer):
             return policy.settings
     return None
 
@@ -403,10 +270,10 @@ def _warn_of_no_scale(variable: Any) -> None:
 
     Not in the first eager step, by which an optimizer made ahead of tfamp is found.
     """
-    facts = _facts(variable)
-    facts.num_unscaled += 1
-    if facts.num_unscaled == (2 if tf.executing_eagerly() else 1):
-        facts.num_unscaled = 2
+    held = vars(stored(variable))
+    held[_TOLD] = held.get(_TOLD, 0) + 1
+    if held[_TOLD] == (2 if tf.executing_eagerly() else 1):
+        held[_TOLD] = 2
         warnings.warn(
             f"The layer of {getattr(variable, 'path', variable.name)!r} computes in "
             "float16, and its gradients are computed with no loss scale: those below "
@@ -418,24 +285,53 @@ def _warn_of_no_scale(variable: Any) -> None:
         )
 
 
-class FixedScale:
-    """A scale that holds in a block, whatever the optimizers' own.
+def _place() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
-    `is_by_hand` is for the one who multiplies the loss to set; the tape then does
-    nothing.
+
+def _note(variables: Sequence[Any], gradients: list[Any], call: _TapeCall) -> None:
+    """Notes at variables how a tape gave their gradients."""
+    by_hand: Any = call.by_hand[0] if call.by_hand else None
+    by_hand = by_hand if by_hand is None or isinstance(by_hand, float) else True
+    given = [g for g in gradients if g is not None and call.is_scaled]
+    HERE.latest = Note(_place(), by_hand, given)
+    for variable in variables:
+        vars(stored(variable))[_NOTE] = HERE.latest
+
+
+def note_unscaled() -> None:
+    """Notes that the code divides gradients by the scale that it has put in."""
+    if HERE.latest is not None:
+        HERE.latest.by_hand = None
+
+
+def take_notes(variables: Iterable[Any], *, keep: bool = False) -> list[Note]:
+    """Returns what was noted of gradients at hand, and forgets what is used up.
+
+    Empty where they come from no tape. What left its function holds each time.
     """
+    found: dict[int, Note] = {}
+    for variable in variables:
+        held = vars(stored(variable))
+        note = held.get(_NOTE)
+        if note is not None:
+            found[id(note)] = note
+            if note.place is _place() and not keep:
+                del held[_NOTE]
+    return list(found.values())
 
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-        self.is_by_hand = False
 
+def verdict_on(notes: Sequence[Note], gradients: Sequence[Any]) -> tf.Tensor | None:
+    """Returns whether all that tapes gave was finite; None if that is not known here.
 
-@contextlib.contextmanager
-def scaled_by(factor: float) -> Iterator[FixedScale]:
-    """Has the tapes of this thread scale by a number, and tell no optimizer."""
-    fixed = FixedScale(factor)
-    with replaced(HERE, fixed=fixed):
-        yield fixed
+    Not where `gradients` are what they gave: those are judged themselves. What code
+    makes of an overflow may be finite.
+    """
+    raw = [g for note in notes if note.place is _place() for g in note.gradients]
+    given = {id(gradient) for gradient in gradients}
+    if all(id(gradient) in given for gradient in raw):
+        return None
+    return tf.math.is_finite(tf.reduce_sum(sums_of_squares(raw)))
 
 
 @wrapper
@@ -450,59 +346,52 @@ def _wrap_gradient(
 ) -> Any:
     if HERE.call is not None:  # a tape that is part of some layer's own gradient
         return original(self, target, sources, output_gradients, unconnected_gradients)
-    flat = tf.nest.flatten(sources)
+    targets, flat = tf.nest.flatten(target), tf.nest.flatten(sources)
     variables = [s for s in flat if isinstance(s, keras.Variable | tf.Variable)]
-    fixed, scales, is_tried = HERE.fixed, list[Any](), False
-    if all(
+    can_be_scaled = all(
         isinstance(t, tf.Tensor) and (t.dtype.is_floating or t.dtype.is_complex)
-        for t in tf.nest.flatten(target)
-    ):
-        if fixed is not None:
-            scales = [fixed.factor] * (bool(variables) and not fixed.is_by_hand)
-        elif variables:
-            scales = _scales_of(variables)
-        else:
-            is_tried = _may_be_tried(self)
-            scale = _NESTED_SCALE if hooks.is_recording() else _MAX_HALF_SCALE
-            scales = [scale] * is_tried
-    call = _TapeCall(is_scaled=bool(scales))
+        for t in targets
+    )
 
-    def compute(targets: list[Any], seeds: Any) -> list[Any]:
+    def compute(seeds: Any) -> list[Any]:
         return original(self, targets, flat, seeds, unconnected_gradients)
 
-    with replaced(HERE, call=call), hooks.asked(self):
-        if not scales:
-            found = original(
-                self, target, sources, output_gradients, unconnected_gradients
-            )
-        else:
-            given = _scaled(call, scales, compute, target, flat, output_gradients)
+    with hooks.asked(self) as can_be_asked_again:
+        fixed, scales = HERE.fixed, list[Any]()
+        # Of inputs, as for a saliency map. Nobody lowers that scale: where it makes
+        # gradients overflow they are computed without. A branch of one replica cannot
+        # wait for the others.
+        is_tried = (
+            not variables
+            and fixed is None
+            and (can_be_scaled and can_be_asked_again and bool(CALLS.float16_layers))
+            and tf.distribute.get_strategy().num_replicas_in_sync == 1
+        )
+        if is_tried:
+            nested = hooks.is_recording()
+            scales = [_NESTED_SCALE if nested else _MAX_HALF_SCALE]
+        elif variables and can_be_scaled and fixed is None:
+            scales = _scales_of(variables)
+        elif variables and can_be_scaled and fixed and not fixed.is_by_hand:
+            scales = [fixed.factor]
+        call = _TapeCall(is_scaled=bool(scales))
+        with replaced(HERE, call=call):
+            if scales:
+                found = _scaled(call, scales, compute, targets, flat, output_gradients)
+            else:
+                found = compute(output_gradients)
             if is_tried:
-                given = _or_plain(given, flat, compute, target, output_gradients)
-            found = tf.nest.pack_sequence_as(sources, given)
+                found = _or_plain(found, flat, lambda: compute(output_gradients))
     if variables and fixed is None:
-        _note(variables, [g for g in tf.nest.flatten(found) if g is not None], call)
-    return found
-
-
-def _may_be_tried(tape: tf.GradientTape) -> bool:
-    """Returns whether a gradient of inputs is scaled, as for a saliency map.
-
-    Nobody lowers that scale: where it makes gradients overflow they are computed
-    without. A branch of one replica cannot wait for the others.
-    """
-    return (
-        bool(CALLS.float16_layers)
-        and hooks.can_be_asked_again(tape)
-        and tf.distribute.get_strategy().num_replicas_in_sync == 1
-    )
+        _note(variables, found, call)
+    return tf.nest.pack_sequence_as(sources, found)
 
 
 def _scaled(
     call: _TapeCall,
     scales: Sequence[Any],
-    compute: _Compute,
-    target: Any,
+    compute: Callable[[Any], list[Any]],
+    targets: Sequence[tf.Tensor],
     sources: Sequence[Any],
     seeds: Any,
 ) -> list[Any]:
@@ -511,9 +400,8 @@ def _scaled(
     They are in float32 for variables, and true, or scaled by the code's own scale where
     it scaled its loss.
     """
-    targets = tf.nest.flatten(target)
     possible = [tf.convert_to_tensor(scale) for scale in scales]
-    if any(each.dtype in HALF for each in targets):
+    if any(target.dtype in HALF for target in targets):
         possible.append(tf.constant(_MAX_HALF_SCALE))
     factor = possible[0] if len(possible) == 1 else tf.reduce_min(tf.stack(possible))
     given = [None] * len(targets) if seeds is None else tf.nest.flatten(seeds)
@@ -522,7 +410,7 @@ def _scaled(
         * tf.cast(factor, each.dtype)
         for each, seed in zip(targets, given, strict=True)
     ]
-    found = compute(targets, scaled_seeds)
+    found = compute(scaled_seeds)
     divided = (call.by_hand[0] if call.by_hand else 1) / factor
     return [_like(s, g, divided) for s, g in zip(sources, found, strict=True)]
 
@@ -539,7 +427,7 @@ def _like(source: Any, gradient: Any, factor: Any) -> Any:
 
 
 def _or_plain(
-    true: list[Any], sources: list[Any], compute: _Compute, target: Any, seeds: Any
+    true: list[Any], sources: list[Any], compute: Callable[[], list[Any]]
 ) -> list[Any]:
     """Returns gradients of no variable, or those without a scale if they overflowed."""
     known = [i for i, gradient in enumerate(true) if gradient is not None]
@@ -548,7 +436,7 @@ def _or_plain(
     dense = [tf.convert_to_tensor(true[i]) for i in known]
 
     def plain() -> list[tf.Tensor]:
-        found = compute(tf.nest.flatten(target), seeds)
+        found = compute()
         return [tf.convert_to_tensor(_like(sources[i], found[i], 1.0)) for i in known]
 
     is_finite = tf.math.is_finite(tf.reduce_sum(sums_of_squares(dense)))

@@ -1,6 +1,7 @@
 """How many steps a call of TensorFlow runs best: `steps_per_execution`, by timing.
 
-Where a step takes less than Python does between two calls, several in one are faster.
+Between two calls Python draws a batch, calls callbacks and waits; where a step takes
+less than that, several steps in one call train as many times as fast.
 """
 
 import itertools
