@@ -152,13 +152,11 @@ def measure_run(case: _tuner_models.Case, places: int, *, epochs: int) -> dict:
 
     halves = examples[0][::2], examples[1]
     judge = Judge(model, halves, case.metric)
-    tfamp.apply(model, case.policy)
-    base = PrecisionPlan.from_model(model)
     tfamp.apply(model, "float32")
     dtype = keras.DTypePolicy(case.policy).compute_dtype
     found = sensitivity(model, case.examples(seed, 4096), dtype=dtype)
     saved = {layer["path"]: layer["saving"] for layer in tuning["layers"]}
-    candidates = Candidates(model, base, found, saved)
+    candidates = Candidates(model, case.policy, found, saved)
     savings = {suspect.path: suspect.saving for suspect in candidates.suspects}
     tried = Tried(judge, candidates, case.tolerance)
     fresh = float(np.mean(judge.worsening(plan, 1)))

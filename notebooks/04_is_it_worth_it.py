@@ -173,7 +173,7 @@ print(proof)
 # %%
 print(f"{proof.half_share_of_flops:.1%} of the FLOPs run in half precision, but:")
 for cause in proof.causes[:3]:
-    print(f"{cause.figure:6.1%}: {cause.name}. {cause.remedy}")
+    print(f"{cause.figure:6.1%}: {cause.rule}. {cause.remedy}")
 
 # %% [markdown]
 # **What to see.** Nearly all products run in half precision, and that alone does not

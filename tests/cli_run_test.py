@@ -95,6 +95,30 @@ def test_a_program_ends_as_under_plain_python(tmp_path, text):
     assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
 
 
+STOPPED = """
+import keras, numpy as np
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+
+def main():
+    model.fit(np.full((640, 2), np.inf), np.ones((640, 1)), batch_size=4, verbose=0)
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_stopped_training_shows_the_frames_of_the_program_alone(tmp_path):
+    (tmp_path / "prog.py").write_text(STOPPED)
+    done = ran("--policy=mixed_float16", "prog.py", cwd=tmp_path)
+    _, _, told = done.stderr.partition("Traceback (most recent call last):\n")
+    assert [line.split(", ")[1] for line in told.splitlines() if "File" in line] == [
+        "line 9",
+        "line 7",
+    ]
+    assert told.count("Traceback") == 0 and "LossScaleError: " in told
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_it_as_plain_python(tmp_path):
     text = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\n"

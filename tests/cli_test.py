@@ -190,6 +190,7 @@ def test_compare_trains_a_script_in_processes_of_its_own(capsys, folder):
     seeds = [tuple(run["final_metrics"].values()) for run in record["runs"]]
     assert len(set(seeds)) > 2, "the seed that a script sets makes all runs the same"
     assert record["on_validation"]
+    assert any("asks for epochs=2" in note for note in record["notes"])
     assert f"tfamp {line}" in record["context"]["command"]
     assert "<html" in (folder / "there" / "report.html").read_text()
 

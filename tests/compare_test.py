@@ -1,7 +1,6 @@
 """`tfamp.compare`: what it refuses, measures, tells and leaves, by real trainings."""
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -43,13 +42,11 @@ def refuse():
 
 REFUSED = {
     "one policy": ({"policies": ("auto",)}, ValueError, "at least two different ones"),
-    "policy": ({"policies": ("fp16", "auto")}, ValueError, "'mixed_float16'"),
     "plan that is not there": (
         {"policies": ("float32", "p.json")},
         *(ValueError, "there is none"),
     ),
     "seeds": ({"seeds": [1, 1]}, ValueError, "or different ones"),
-    "tolerance": ({"tolerance": -1}, ValueError, "tolerance"),
     "direction": ({"metric": "gain"}, ValueError, "expected 'max' or 'min'"),
     "model": ({"build_model": build()}, TypeError, "Pass the function, not what"),
     "read once": ({"train": iter([(X, Y)])}, TypeError, "can be read once only"),
@@ -191,7 +188,7 @@ PROGRAM = """
 
     def on_run(run):
         print("run", run.policy, run.seed, flush=True)
-        if run.seed == STOP:
+        if run.seed == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
     found = tfamp.compare(build, (X, Y), policies=("float32", "keras:float32"), seeds=9,
@@ -201,10 +198,9 @@ PROGRAM = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop, runs", [(1, 3)])
-def test_ctrl_c_keeps_what_can_be_compared_and_leaves_no_process(tmp_path, stop, runs):
+def test_ctrl_c_keeps_what_can_be_compared_and_leaves_no_process(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(PROGRAM).replace("STOP", str(stop)))
+    program.write_text(textwrap.dedent(PROGRAM))
     done = subprocess.run(
         [sys.executable, str(program)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
@@ -212,12 +208,9 @@ def test_ctrl_c_keeps_what_can_be_compared_and_leaves_no_process(tmp_path, stop,
         text=True,
     )
     lines = done.stdout.splitlines()
-    assert len([line for line in lines if line.startswith("run ")]) == runs
-    if stop:
-        assert (done.returncode, lines[-1].split()[0]) == (0, "3")
-        assert "Stopped after 3 of 18 runs" in done.stderr
-    else:
-        assert done.returncode == -signal.SIGINT
+    assert len([line for line in lines if line.startswith("run ")]) == 3
+    assert (done.returncode, lines[-1].split()[0]) == (0, "3")
+    assert "Stopped after 3 of 18 runs" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
 
 

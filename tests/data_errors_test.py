@@ -48,11 +48,18 @@ def test_each_damaged_element_costs_itself_alone(begin, caplog):
     assert caplog.text.count("Skipped 4 of 200 elements (2.0 %)") == 1
 
 
+def test_a_pass_in_which_nothing_can_be_read_is_an_error_whatever_is_allowed():
+    dataset = Pipeline.from_arrays(np.array([7, 57])).map(refuse)
+    dataset = dataset.on_error("skip", max_fraction=1.0).build()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="2 of 2.*one that can"):
+        values(dataset)
+
+
 def test_more_than_the_allowed_share_is_an_error_at_the_end_of_the_pass():
     dataset = numbers().map(refuse).on_error("skip", max_fraction=0.01).build()
     message = (
-        "4 of 200 elements cannot be read; expected at most 1.0 % (`max_fraction`). "
-        "The first: element 7: a seven; element 57: a seven; element 107: a seven; "
+        "4 of 200 elements cannot be read; expected at most 1.0 % (`max_fraction`), "
+        "and one that can. The first: element 7: a seven; element 57: a seven; "
     )
     with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
         values(dataset)

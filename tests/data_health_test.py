@@ -274,12 +274,11 @@ ERRORS = {
     ),
     "other columns": (
         lambda: check32({"a": np.zeros(3)}, {"b": np.zeros(3)}),
-        "`validation` has the columns ('x/b',); expected those of `train`: ('x/a',).",
+        "Columns ['x/a', 'x/b'] of `validation` are not those of `train`",
     ),
     "other shapes": (
         lambda: check32(np.zeros(3), np.zeros((3, 2))),
-        "Column 'x' of `validation` is float64 of shape (2,); expected float64 of "
-        "shape () as in `train`.",
+        "Columns ['x'] of `validation` are not those of `train`, by name, axes or text",
     ),
 }
 

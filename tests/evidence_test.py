@@ -1,4 +1,7 @@
-"""Evidence as a record: variants, measures, ratios, references, verdicts from runs."""
+"""Verdicts: from runs to pairs, intervals by hand, each answer, and its sentence.
+
+How often they claim what is not so is in `wild/verdicts_test.py`.
+"""
 
 import dataclasses
 import math
@@ -10,13 +13,13 @@ import pytest
 from tests import made_evidence
 from tests.refusals import refusals
 from tfamp.comparison import verdict as judgement
+from tfamp.comparison.verdict import judge
 from tfamp.trials.run_records import Run
+from tfamp.trials.statistics import interval
 from tfamp.trials.variant import Variant
 
-WORDS = ("auto", "float32+xla", "keras:mixed_bfloat16", "keras:float32+xla")
 
-
-@pytest.mark.parametrize("word", [*WORDS, "runs/plan.json+xla"])
+@pytest.mark.parametrize("word", ["keras:float32+xla", "runs/plan.json+xla"])
 def test_a_variant_is_written_as_it_was_read(word):
     assert str(Variant.parse(word)) == word
 
@@ -39,6 +42,9 @@ def test_a_run_comes_back_with_every_field():
         num_nonfinite_weights=3,
         notes=("one",),
         outcome="fits",
+        model="net",
+        replicas=2,
+        data_batch_size=8,
     )
     defaults = Run("", 0)
     for field in dataclasses.fields(Run):
@@ -80,40 +86,11 @@ def test_known_metrics_have_their_direction(better):
     assert {judgement.direction(name) for name in DIRECTIONS[better]} == {better}
 
 
-@pytest.mark.parametrize("name", ["gain", "my_metric", "answer", "neg_log_loss"])
+@pytest.mark.parametrize("name", ["my_metric", "neg_log_loss"])
 def test_of_other_metrics_the_direction_is_asked_for(name):
     message = f"`metric` is {name!r}, and `better` is None; expected"
     with pytest.raises(ValueError, match=re.escape(message)):
         judgement.direction(name)
-
-
-def pairs_of(metric, *values, number=0):
-    """Runs of the reference and of "auto" with these values of a metric, by seed."""
-    settings = {"examples_per_second": 1.0, "num_examples": number}
-    return [
-        tuple(
-            Run(policy, seed, final_metrics={metric: value}, **settings)
-            for policy, value in zip(("float32", "auto"), pair, strict=True)
-        )
-        for seed, pair in enumerate(values)
-    ]
-
-
-def losses(*values):
-    return pairs_of("loss", *values)
-
-
-def accuracies(*values, number=0):
-    return pairs_of("accuracy", *values, number=number)
-
-
-def judged(pairs, failures=(), **options):
-    settings = {"metric": "loss", "better": "min", "tolerance": 0.01, **options}
-    values = [run.final_metrics[settings["metric"]] for run, _ in pairs]
-    settings["tolerance"] = judgement.allowed(
-        settings["tolerance"], settings["better"], values
-    )
-    return judgement.verdict_on(pairs, failures, **settings)
 
 
 TOLERANCES = {
@@ -131,13 +108,25 @@ def test_what_loss_counts_as_none(given, better, values, expected):
     assert judgement.allowed(given, better, values) == pytest.approx(expected)
 
 
-def judged_accuracy(pairs, **options):
+def pairs_of(*values, number=0):
+    """Runs of the reference and of "auto" with these accuracies, by seed."""
+    settings = {"examples_per_second": 1.0, "num_examples": number}
+    return [
+        tuple(
+            Run(policy, seed, final_metrics={"accuracy": value}, **settings)
+            for policy, value in zip(("float32", "auto"), pair, strict=True)
+        )
+        for seed, pair in enumerate(values)
+    ]
+
+
+def judged(pairs, failures=(), **options):
     settings = {"metric": "accuracy", "better": "max", "tolerance": 0.005, **options}
-    return judged(pairs, **settings)
+    return judgement.verdict_on(pairs, failures, **settings)
 
 
 def test_ties_on_few_examples_do_not_prove_equivalence():
-    found = judged_accuracy(accuracies(*[(0.9, 0.9)] * 3, number=50))
+    found = judged(pairs_of(*[(0.9, 0.9)] * 3, number=50))
     assert (found.answer, found.more_seeds) == ("undecided", None)
     # By hand: 0.9 * 0.1 * 50 lost and won, 1.645 * sqrt(8) / 50 is 0.093.
     assert 0.09 < found.tolerance_needed < 0.13
@@ -145,32 +134,35 @@ def test_ties_on_few_examples_do_not_prove_equivalence():
     assert found.quality.low < -0.05
     # All right or all wrong is no certainty either.
     for value in (0.0, 1.0):
-        found = judged_accuracy(accuracies(*[(value, value)] * 3, number=50))
+        found = judged(pairs_of(*[(value, value)] * 3, number=50))
         assert found.answer == "undecided"
         assert found.quality.low < -0.05 < 0.05 < found.quality.high
 
 
 def test_an_accuracy_of_unknown_examples_decides_nothing():
-    found = judged_accuracy(accuracies(*[(0.9, 0.9)] * 3))
+    found = judged(pairs_of(*[(0.9, 0.9)] * 3))
     assert found.answer == "undecided"
     assert found.reason.startswith("on how many examples accuracy was taken is not")
 
 
 def test_the_same_examples_show_more_than_two_accuracies():
-    pairs = accuracies(*[(0.9, 0.9)] * 3, number=10_000)
-    assert judged_accuracy(pairs).answer == "undecided"
+    pairs = pairs_of(*[(0.9, 0.9)] * 3, number=10_000)
+    assert judged(pairs).answer == "undecided"
     examples = np.zeros((3, 10_000))
     examples[:, :20], examples[:, 20:40] = 1, -1
-    found = judged_accuracy(pairs, examples=examples)
+    found = judged(pairs, examples=examples)
     assert found.answer == "equivalent, not faster"
     # By hand: a deviation of sqrt(0.004) over 100, and quantile 1.645 of the normal.
     assert found.quality.low == pytest.approx(-1.645 * 0.004**0.5 / 100, rel=0.12)
 
 
-def test_a_reference_that_is_nan_itself_decides_nothing():
+def test_a_training_that_diverges_is_sent_to_triage():
     for after in (1.0, math.nan):
-        found = judged(losses((math.nan, after), (1.0, 1.0)))
+        found = judged(pairs_of((math.nan, after), (1.0, 1.0)))
         assert (found.answer, found.more_seeds) == ("undecided", None)
+        assert "tfamp triage" in found.needs
+    found = judged(pairs_of((1.0, math.nan), (1.0, 1.0)))
+    assert found.answer == "worse" and "`tfamp triage`" in found.reason
 
 
 def test_what_came_to_the_same_is_no_gain_whatever_the_noise():
@@ -183,13 +175,11 @@ def test_what_came_to_the_same_is_no_gain_whatever_the_noise():
         )
         for seed in range(3)
     ]
-
-    found = judged_accuracy(pairs)
+    found = judged(pairs)
     assert found.answer == "equivalent, not faster"
     assert found.reason.startswith("auto came to float32 itself, so there is")
-    assert judged_accuracy(pairs[:1]).answer == "equivalent, not faster"
     with_xla = [(a, dataclasses.replace(b, policy="auto+xla")) for a, b in pairs]
-    assert judged_accuracy(with_xla).answer == "equivalent and faster"
+    assert judged(with_xla).answer == "equivalent and faster"
 
 
 def test_the_best_policy_gives_the_verdict():
@@ -203,24 +193,18 @@ def test_the_best_policy_gives_the_verdict():
     assert (found.best, found.verdict) == ("auto", "equivalent and faster")
 
 
-PLAN = "/home/somebody/runs/plan.json"
-
-
 def test_a_plan_under_a_policy_is_not_that_policy():
     before = made_evidence.run("mixed_float16", 0)
-    after = dataclasses.replace(before, policy=PLAN)
+    after = dataclasses.replace(before, policy="/home/somebody/runs/plan.json")
     # Not by its policy, but where every layer is the same.
     assert judgement.are_same(before, after)
     changed = {**made_evidence.LAYERS, "conv": "float32"}
     assert not judgement.are_same(before, dataclasses.replace(after, layers=changed))
-    came_to = dataclasses.replace(after, resolved_policy="+xla")
-    assert not judgement.are_same(before, came_to)
 
 
 NAMES = {
     "options stay": (["a/p.json+xla", "a/p.json"], ["p.json+xla", "p.json"]),
     "folders differ": (["a/x/p.json", "b/x/p.json"], ["a/x/p.json", "b/x/p.json"]),
-    "one is deeper": (["p.json", "/runs/p.json"], ["p.json", "/runs/p.json"]),
 }
 
 
@@ -230,3 +214,71 @@ def test_names_of_plans_are_short_and_distinct(policies, expected):
         {"float32": (1, 0.9), **dict.fromkeys(policies, (1, 0.9))}
     )
     assert [*map(found.label, policies)] == expected
+
+
+SAME_SPEED = (1.0, 1.0, 1.0)
+TOLERANCE = 0.005
+
+
+def test_the_interval_is_the_one_of_the_t_table():
+    # Quantile 0.95 of Student's t with 2 degrees of freedom, from a printed table.
+    half = 2.920 * 1.0 / math.sqrt(3)
+    found = interval([1.0, 2.0, 3.0])
+    assert found.low == pytest.approx(2.0 - half, abs=1e-3)
+    assert found.high == pytest.approx(2.0 + half, abs=1e-3)
+
+
+# By hand: with three seeds the half width is 2.920 / sqrt(3) = 1.686 deviations.
+FASTER, NOT_FASTER = "equivalent and faster", "equivalent, not faster"
+NONE, FAST = [0.0] * 3, [2.0, 2.0, 2.1]
+ANSWERS = {
+    "same and faster": ([0.001, 0.0, -0.001], [1.9, 2.0, 2.1], FASTER),
+    "same and as fast": ([0.001, 0.0, -0.001], SAME_SPEED, NOT_FASTER),
+    "faster in the noise": (NONE, [0.9, 1.1, 1.3], "undecided"),
+    "a sure gain too small to count": (NONE, [1.002] * 3, NOT_FASTER),
+    "slower": (NONE, [0.5, 0.5, 0.51], "slower"),
+    "slower by too little to count": (NONE, [0.97, 0.971, 0.972], NOT_FASTER),
+    "slower, and maybe less accurate": ([-0.02, 0.0, 0.02], [0.5, 0.5, 0.51], "slower"),
+    "slower and less accurate": ([-0.011, -0.012, -0.01], [0.5, 0.5, 0.51], "worse"),
+    "better counts as same": ([0.19, 0.2, 0.21], FAST, FASTER),
+    "1 % worse": ([-0.011, -0.012, -0.01], FAST, "worse"),
+    "too little to be sure": ([-0.006, -0.007, -0.005], SAME_SPEED, "undecided"),
+    "noise": ([-0.02, 0.0, 0.02], FAST, "undecided"),
+    "at the tolerance": ([-0.005] * 3, SAME_SPEED, NOT_FASTER),
+    "just beyond it": ([-0.00501] * 3, SAME_SPEED, "worse"),
+}
+
+
+@pytest.mark.parametrize("differences, ratios, answer", ANSWERS.values(), ids=ANSWERS)
+def test_each_case_has_its_answer(differences, ratios, answer):
+    assert judge(differences, ratios, tolerance=TOLERANCE).answer == answer
+
+
+def test_the_sentence_has_the_figures():
+    verdict = judge([0.001, 0.0, -0.001], [1.9, 2.0, 2.1], tolerance=TOLERANCE)
+    assert str(verdict) == (
+        "equivalent and faster; the metric loses at most 0.00169, where 0.005 is "
+        "allowed; 2.00 times (1.84 to 2.17) as many examples/s"
+    )
+    worse = judge([-0.011, -0.012, -0.01], SAME_SPEED, tolerance=TOLERANCE)
+    assert str(worse).startswith("worse; the metric loses 0.00931 or more, where")
+
+
+def of_spread(number, spread):
+    """So many values with the mean 0, and that deviation."""
+    drawn = np.random.default_rng(0).normal(size=number)
+    return spread * (drawn - drawn.mean()) / drawn.std(ddof=1)
+
+
+def test_as_many_seeds_as_it_asks_for_decide():
+    missing = judge(of_spread(4, 0.01), [1.0] * 4, tolerance=TOLERANCE).more_seeds
+    for number, answer in {4 + missing: NOT_FASTER, 3 + missing: "undecided"}.items():
+        found = judge(of_spread(number, 0.01), [1.0] * number, tolerance=TOLERANCE)
+        assert found.answer == answer
+
+
+def test_a_loss_of_just_the_tolerance_is_told_by_no_number_of_seeds():
+    found = judge([-0.005 - 0.01, -0.005 + 0.01], [1.0, 1.0], tolerance=TOLERANCE)
+    assert (found.answer, found.more_seeds) == ("undecided", None)
+    # Quantile 6.314 of one degree of freedom: 0.005 + 6.314 * 0.01 = 0.0681.
+    assert found.needs == "a tolerance of 0.069 would decide"

@@ -138,22 +138,6 @@ def test_where_no_layer_can_be_the_head_the_output_alone_is_cast(
     assert "the output alone is cast to float32" in row.note
 
 
-def test_all_layers_that_an_output_is_made_of_are_heads():
-    class Sum(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.parts = [layers.Dense(3, name="left"), layers.Dense(3, name="right")]
-
-        def call(self, x):
-            return self.parts[0](x) + self.parts[1](x)
-
-    with tfamp.scope("mixed_bfloat16"):
-        model = Sum()
-    assert model(np.ones((2, 3), "float32")).dtype == tf.float32
-    rows = tfamp.assignment(model)
-    assert rows["left"].rule == rows["right"].rule == "default: heads"
-
-
 class NeedsValues(keras.Model):
     """Looks at values, so it runs eagerly only."""
 

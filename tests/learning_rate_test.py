@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.replicas import two_replicas
 from tests.styles import STYLES, assembled
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
@@ -63,22 +62,6 @@ def test_a_model_trains_with_it_and_a_file_keeps_it(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"batch_size": 0}, "batch_size"),
-        ({"rule": "cubic"}, "rule"),
-        ({"warmup_steps": -1}, "warmup_steps"),
-        ({"learning_rate": 0.0}, "learning_rate"),
-    ],
-)
-def test_bad_arguments_are_told(arguments, text):
-    given = {"learning_rate": 0.1, "batch_size": 64, "base_batch_size": 32}
-    given |= arguments
-    with pytest.raises(ValueError, match=text):
-        tfamp.training.scale_learning_rate(given.pop("learning_rate"), **given)
-
-
 @pytest.mark.quick("functional")
 @pytest.mark.parametrize("style", STYLES)
 def test_the_range_test_finds_a_rate_and_leaves_no_trace(style):
@@ -112,16 +95,6 @@ def test_the_suggestion_trains_and_ten_times_the_highest_does_not(optimizer, pol
     trained = model_of("sequential", keras.optimizers.SGD(found.suggestion))
     losses = trained.fit(DATA, epochs=3, verbose=0).history["loss"]
     assert losses[-1] < 0.5 * found.losses[0]
-
-
-@pytest.mark.slow
-def test_on_two_replicas():
-    with two_replicas().scope():
-        model = model_of()
-    before = bits(model)
-    assert tfamp.training.lr_find(model, DATA, num_steps=30).suggestion > 0
-    for ours, was in zip(bits(model), before, strict=True):
-        np.testing.assert_array_equal(ours, was)
 
 
 def test_what_cannot_be_tried_is_told():

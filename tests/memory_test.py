@@ -92,30 +92,6 @@ def test_a_step_of_predict_has_neither_slots_nor_gradients():
     assert estimate.by_kind["activations"] == 2 * 2**12 * 256 * 4
 
 
-def test_accumulation_and_moving_averages_are_slots():
-    weights = 4 * num_weights(mlp())
-    plain = tfamp.estimate_memory(mlp(optimizer=keras.optimizers.SGD()), BATCH)
-    averaged = keras.optimizers.SGD(use_ema=True)
-    accumulated = tfamp.LossScaleOptimizer(
-        keras.optimizers.SGD(), 1.0, dynamic=False, accumulation_steps=4
-    )
-    for optimizer in (averaged, accumulated):
-        more = tfamp.estimate_memory(mlp(optimizer=optimizer), BATCH)
-        grown = more.by_kind["optimizer slots"] - plain.by_kind["optimizer slots"]
-        # Ours keeps the totals of 1,024 steps.
-        assert weights <= grown <= weights + 2**15
-
-
-def test_another_optimizer_is_counted_and_the_model_stays_as_it_was():
-    model = mlp(optimizer="sgd")
-    before = dict(vars(model))
-    estimate = tfamp.estimate_memory(model, BATCH, optimizer="adam")
-    assert estimate.by_kind["optimizer slots"] >= 2 * 4 * num_weights(model)
-    assert vars(model).keys() == before.keys()
-    assert isinstance(model.optimizer, keras.optimizers.SGD)
-    model.fit(np.ones((4, 256)), np.ones((4, 10)), verbose=0)
-
-
 @pytest.mark.slow
 def test_other_policies_are_of_copies():
     model = mlp()
@@ -138,14 +114,6 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     assert tfamp.estimate_memory(model, round(1.05 * size)).peak_bytes > limit
     eights = tfamp.estimate_memory(model, 4096).largest_batch(limit, multiple_of=8)
     assert eights == size - size % 8
-
-
-def test_a_limit_below_the_weights_is_refused_with_remedies():
-    estimate = tfamp.estimate_memory(mlp(), BATCH)
-    with pytest.raises(
-        ValueError, match=r"and a batch of 1 takes .* Use `tfamp.remat`"
-    ):
-        estimate.largest_batch(2**10)
 
 
 class Own(keras.Model):
@@ -179,17 +147,6 @@ def test_a_subclassed_model_is_asked_with_data():
     assert again.by_kind == estimate.by_kind
 
 
-def test_classes_as_numbers_are_targets_of_a_sparse_loss():
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    estimate = tfamp.estimate_memory(mlp(loss=loss), BATCH)
-    assert estimate.by_kind["inputs"] == BATCH * (256 * 4 + 4)
-
-
-def test_a_step_that_xla_compiles_is_said_to_hold_less():
-    (note,) = tfamp.estimate_memory(mlp(jit_compile=True), 2**14).notes
-    assert "XLA" in note and "`measure=True`" in note
-
-
 def test_each_replica_has_its_part_of_the_batch():
     strategy = two_replicas()
     with strategy.scope():
@@ -216,15 +173,9 @@ ERRORS = {
         ),
         "Compile it, or pass `optimizer='adam'`",
     ),
-    "size 0": (lambda: tfamp.estimate_memory(mlp(), 0), "`batch_size` is 0"),
     "optimizer for inference": (
         lambda: tfamp.estimate_memory(mlp(), 8, optimizer="sgd", training=False),
         "`optimizer` came with `training=False`",
-    ),
-    "a number": (
-        lambda: tfamp.estimate_memory(mlp(), 8, data=256),
-        "expected what `fit` takes",
-        TypeError,
     ),
     "unknown sizes": (
         lambda: tfamp.estimate_memory(texts(), 8),
@@ -232,26 +183,7 @@ ERRORS = {
         "'token_ids' (None, None); expected sizes that are known but for the batch. "
         "Pass an example as `data`",
     ),
-    "unknown sizes of data": (
-        lambda: tfamp.estimate_memory(sequences(), 8, data=rows_of_any_length()),
-        "Pass an example as `data`",
-    ),
-    "length 0": (
-        lambda: tfamp.estimate_memory(texts(), 8, sequence_length=0),
-        "`sequence_length` is 0",
-    ),
 }
-
-
-def sequences():
-    model = keras.Sequential([keras.Input((None, 4)), keras.layers.Dense(2)])
-    model.compile("sgd", "mse")
-    return model
-
-
-def rows_of_any_length():
-    specs = tuple(tf.TensorSpec((2, None, size), tf.float32) for size in (4, 2))
-    return tf.data.Dataset.from_generator(lambda: iter(()), output_signature=specs)
 
 
 def texts():
@@ -268,21 +200,28 @@ def texts():
     return model
 
 
-@pytest.mark.quick("predict")
 @pytest.mark.parametrize("training", [True, False], ids=["fit", "predict"])
-def test_sizes_that_a_model_leaves_open_are_a_length_or_an_example_s(training):
-    model = texts()
-    options = {"training": training}
-    estimate = tfamp.estimate_memory(model, 8, sequence_length=50, **options)
-    # Two numbers a token and one class, of four bytes each.
-    assert estimate.by_kind["inputs"] == 8 * (2 * 50 + training) * 4
-    assert "Sizes that the model leaves open are taken as 50." in estimate.notes
+def test_sizes_that_a_model_leaves_open_are_an_example_s(training):
     names = ("token_ids", "padding_mask")
     example = {name: np.ones((2, 50), np.int32) for name in names}
     for data in (example, (example, np.ones(2, np.int32))[: 1 + training]):
-        again = tfamp.estimate_memory(model, 8, data=data, **options)
-        assert again.by_kind == estimate.by_kind
-        assert again.notes == ()
+        found = tfamp.estimate_memory(texts(), 8, data=data, training=training)
+        # Two numbers a token and one class, of four bytes each.
+        assert found.by_kind["inputs"] == 8 * (2 * 50 + training) * 4
 
 
 test_wrong_calls_are_refused = refusals(ERRORS)
+
+
+def test_accumulation_and_moving_averages_are_slots():
+    weights = 4 * num_weights(mlp())
+    plain = tfamp.estimate_memory(mlp(optimizer=keras.optimizers.SGD()), BATCH)
+    averaged = keras.optimizers.SGD(use_ema=True)
+    accumulated = tfamp.LossScaleOptimizer(
+        keras.optimizers.SGD(), 1.0, dynamic=False, accumulation_steps=4
+    )
+    for optimizer in (averaged, accumulated):
+        more = tfamp.estimate_memory(mlp(optimizer=optimizer), BATCH)
+        grown = more.by_kind["optimizer slots"] - plain.by_kind["optimizer slots"]
+        # Ours keeps the totals of 1,024 steps.
+        assert weights <= grown <= weights + 2**15

@@ -75,7 +75,6 @@ SOFTMAX = {
     ),
     "Activation": Row(lambda: layers.Activation("softmax"), "Softmax"),
     "Softmax": Row(layers.Softmax, "Softmax"),
-    "Softmax over two axes": Row(lambda: layers.Softmax(axis=(1, 2)), "Exp"),
     "softmax in call": Row(lambda: Own(keras.ops.softmax), "Softmax"),
 }
 ATTENTION = {
@@ -95,11 +94,6 @@ ATTENTION = {
 CHOSEN = {
     "own layer by class": Row(Erf, "Erf", Erf),
     "own layer by name": Row(lambda: Own(tf.math.erfc, name="mine"), "Erfc", "mine"),
-    "own layer by predicate": Row(
-        lambda: Own(tf.math.sinh),
-        "Sinh",
-        lambda layer: getattr(layer, "function", None) is tf.math.sinh,
-    ),
     "own layer by path": Row(
         lambda: Own(tf.math.cosh, name="far"), "Cosh", "(.*/)?far"
     ),
@@ -120,11 +114,6 @@ CHOSEN = {
         "Tanh",
         layers.Bidirectional,
     ),
-    "TimeDistributed": Row(
-        lambda: layers.TimeDistributed(layers.Dense(WIDTH, activation="elu")),
-        "Elu",
-        layers.TimeDistributed,
-    ),
     "sublayers made in build": Row(Block, "Selu", "Block"),
 }
 INSIDE = {
@@ -136,7 +125,6 @@ INSIDE = {
         "Elu",
         layers.LSTM,
     ),
-    "GRU": Row(lambda: layers.GRU(WIDTH, activation="selu", **UNROLLED), "Selu", "GRU"),
     "Dense inside TimeDistributed": Row(
         lambda: layers.TimeDistributed(
             layers.Dense(WIDTH, activation="softsign", name="inner")
@@ -151,7 +139,6 @@ GROUPS = {
     "chosen": CHOSEN,
     "inside others": INSIDE,
 }
-ROWS = SOFTMAX | ATTENTION | CHOSEN | INSIDE
 
 
 def keep_of(group):

@@ -47,16 +47,6 @@ def test_an_inherited_attribute_is_inherited_again():
     assert "door" not in vars(house)
 
 
-def test_somebody_elses_replacement_is_left():
-    house = make_house()
-    patch = Patch(house, "window", opened)
-    patch.install()
-    house.window = theirs = lambda self: "broken"
-    with pytest.warns(RuntimeWarning, match="replaced by other code after tfamp did"):
-        patch.remove()
-    assert vars(house)["window"] is theirs
-
-
 def test_a_missing_attribute_is_an_error_before_any_change():
     house = make_house()
     window = vars(house)["window"]

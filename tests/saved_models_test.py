@@ -254,18 +254,6 @@ def test_hooks_stand_from_the_first_use(fresh):
     assert fresh[0]["hooks"] == [(), True, True]
 
 
-@pytest.mark.quick("sequential")
-@pytest.mark.parametrize("name", BUILDERS)
-def test_training_goes_on_after_loading(name, tmp_path):
-    model = trained(name)
-    model.save(tmp_path / "model.keras")
-    loaded = tfamp.load_model(tmp_path / "model.keras")
-    loaded.fit(X, Y, verbose=0)
-    assert int(loaded.optimizer.iterations) == 2
-    assert rows_of(loaded) == rows_of(model)
-    assert not tfamp.status().enabled
-
-
 def test_loading_while_another_policy_is_enabled(tmp_path):
     model = trained("functional")
     model.save(tmp_path / "model.keras")
@@ -283,12 +271,6 @@ def test_a_pickle_is_the_same_in_a_process_that_has_not_imported_tfamp(fresh):
     assert "float32" in {dtype for dtype, _ in rows}
     np.testing.assert_array_equal(predictions, model.predict(np.ones((2, 2))))
     assert (optimizer, policy) == ("SGD", "float32")
-
-
-def test_an_unzipped_archive(tmp_path):
-    model = trained("functional")
-    keras.saving.save_model(model, tmp_path / "model", zipped=False)
-    assert rows_of(tfamp.load_model(tmp_path / "model")) == rows_of(model)
 
 
 def test_what_is_no_archive_is_told(tmp_path):

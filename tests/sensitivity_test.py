@@ -10,7 +10,6 @@ import tensorflow as tf
 import tfamp
 from tests.lint_test import CONTROLS
 from tests.styles import STYLES, Own, assembled
-from tfamp.numerics.passes import deviation, forward_error
 from tfamp.numerics.sensitivity import Sensitivity, sensitivity
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
@@ -152,12 +151,6 @@ def test_no_alarm_on_healthy_models(build, data, dtype):
     assert (found.verdict, found.guilty) == ("safe", {})
 
 
-def test_a_layer_that_draws_past_the_seeds_of_keras_is_not_judged():
-    draw = L.Lambda(lambda x: x + 1e6 * tf.random.normal(tf.shape(x)))
-    model = regressor(draw, L.Dense(1))
-    assert draw.name not in sensitivity(model, (X, TARGETS)).guilty
-
-
 class Adding(L.Layer):
     def __init__(self, function):
         super().__init__()
@@ -182,20 +175,6 @@ def test_a_loss_that_a_layer_adds_counts(function, is_bad):
     assert any("adding" in path for path in found.guilty) is is_bad
 
 
-@pytest.mark.parametrize("offset", [0.0, 3000.0])
-def test_gradients_that_a_later_normalization_cancels_are_no_fault(offset):
-    """What the second one takes out again, the first one's scale cannot change."""
-    model = regressor(
-        L.Dense(8, name="before"),
-        L.BatchNormalization(name="first"),
-        L.Rescaling(1.0, offset=offset, name="offset"),
-        L.BatchNormalization(name="second"),
-        L.Dense(1, name="head"),
-    )
-    found = sensitivity(model, (X, TARGETS), dtype="bfloat16")
-    assert set(found.guilty) == ({"offset", "second"} if offset else set())
-
-
 def test_what_it_tells_goes_to_json_and_into_a_table_and_cures():
     model = made(stack(L.Rescaling(1e5, name="huge")))
     expected = model.predict(X, verbose=0)
@@ -217,10 +196,15 @@ def test_a_model_that_fails_in_float32_is_sent_to_triage():
         sensitivity(made(stack()), (X * np.nan, Y))
 
 
-def test_errors_are_against_the_spread_over_the_batch():
-    exact = np.float32([[1000.0, 2.0], [1002.0, 2.0]])
-    assert deviation(exact) == pytest.approx(np.sqrt(0.5))
-    assert forward_error(exact + [1.0, 0.0], exact) == pytest.approx(1.0)
-    bad = exact.copy()
-    bad[0, 0] = np.inf
-    assert (forward_error(bad, exact), forward_error(exact, bad)) == (np.inf, 0)
+@pytest.mark.parametrize("offset", [0.0, 3000.0])
+def test_gradients_that_a_later_normalization_cancels_are_no_fault(offset):
+    """What the second one takes out again, the first one's scale cannot change."""
+    model = regressor(
+        L.Dense(8, name="before"),
+        L.BatchNormalization(name="first"),
+        L.Rescaling(1.0, offset=offset, name="offset"),
+        L.BatchNormalization(name="second"),
+        L.Dense(1, name="head"),
+    )
+    found = sensitivity(model, (X, TARGETS), dtype="bfloat16")
+    assert set(found.guilty) == ({"offset", "second"} if offset else set())

@@ -71,16 +71,6 @@ def regressor(*layers, loss="mse", optimizer="sgd", policy="float32"):
 WAYS = (*STYLES, "own step")
 
 
-def test_a_bad_number_in_the_data_is_counted():
-    x = X.copy()
-    x[5, 2], x[9, 0] = np.nan, np.inf
-    found = triage(made(parts, "own step"), (x, Y))
-    assert (found.cause, found.layer) == ("data", None)
-    assert found.evidence == (
-        "`x` holds 2 numbers that are inf or NaN, in 2 of 16 examples (number 5, 9).",
-    )
-
-
 def test_labels_that_the_loss_ignores_are_no_bad_labels():
     model = made(parts)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(ignore_class=-1))
@@ -242,12 +232,6 @@ def test_a_mask_of_infinities_is_not_to_blame():
     model = regressor(identity, bad, lambda: L.Dense(1), policy="mixed_float16")
     found = triage(model, (X, TARGETS))
     assert found.cause == "precision" and "bad" in found.layer
-
-
-def test_no_batch_is_refused():
-    message = "`batch_or_bundle` is of type int; expected what `fit` takes"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        triage(made(parts), 3)
 
 
 def test_a_bundle_is_as_good_as_its_batch(tmp_path):

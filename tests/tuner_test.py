@@ -104,28 +104,6 @@ def test_operations_of_a_graph_are_kept_as_well():
     assert "Square" in {operation.class_name for operation in plan.operations}
 
 
-@pytest.mark.slow
-def test_what_a_function_builds_is_trained_in_float32_first():
-    seen = []
-
-    def build():
-        with tfamp.scope("mixed_float16"):
-            seen.append(made((1,)))
-        return seen[-1]
-
-    plan = tuned(build, num_steps=20)
-    (model,) = seen
-    assert kept_by_tune(plan) == {"squares_1_"}
-    tfamp.apply(model, "float32")
-    assert np.mean(np.argmax(model.predict(X, verbose=0), -1) == Y) > 0.6
-
-
-def interrupted(half):
-    if half == 1:
-        raise KeyboardInterrupt
-    return np.zeros(1024)
-
-
 # How much worse each half of the examples is -> policy of the plan, and its reason.
 JUDGEMENTS = {
     "none holds": (
@@ -135,10 +113,6 @@ JUDGEMENTS = {
     "not on fresh examples": (
         lambda half: np.full(1024, 0.5 * half),
         *("float32", "on fresh examples"),
-    ),
-    "interrupted at the end": (
-        interrupted,
-        *("mixed_float16", "interrupted before it was judged"),
     ),
 }
 
@@ -155,19 +129,6 @@ def test_the_plan_follows_the_judgements_and_says_why(
         assert set(plan.layers.values()) == {"float32"}
 
 
-@pytest.mark.slow
-def test_a_plan_that_cannot_run_does_not_hold(monkeypatch):
-    model, real = trained((1,)), Judge.worsening
-
-    def worsening(self, plan, half):
-        if "squares_1_" not in kept_by_tune(plan):
-            raise TypeError("two dtypes meet")
-        return real(self, plan, half)
-
-    monkeypatch.setattr(Judge, "worsening", worsening)
-    assert kept_by_tune(tuned(model)) == {"squares_1_"}
-
-
 WRONG = {
     "tolerance": (lambda: tuned(made(), tolerance=0.0), "tolerance"),
     "too few examples": (
@@ -178,13 +139,8 @@ WRONG = {
         lambda: tfamp.tune(made(), (X[:8], Y[:8]), policy="mixed_float16", tolerance=1),
         "to choose by, one to judge by",
     ),
-    "no half policy": (lambda: tuned(made(), policy="float32"), "float32"),
     "no such metric": (
         lambda: tuned(made(), metric=3),
-        "expected the name of a metric",
-    ),
-    "a metric that is no mean": (
-        lambda: tuned(made(), metric=keras.metrics.AUC()),
         "expected the name of a metric",
     ),
     "a metric of the batch": (
@@ -199,7 +155,7 @@ WRONG = {
 }
 
 
-@pytest.mark.quick("tolerance", "one batch", "no half policy", "no model")
+@pytest.mark.quick("tolerance", "one batch", "no model")
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_use_is_a_clear_error_before_work_is_spent(case, monkeypatch):
     def never(*args, **options):
@@ -222,7 +178,6 @@ SCORES = {
         [5, 2],
     ),
     "a metric": (keras.metrics.MeanAbsoluteError(), [[3.0], [1.0]], [[1], [1]], [2, 0]),
-    "a loss": (keras.losses.MeanAbsoluteError(), [[3.0], [1.0]], [1.0, 1.0], [2, 0]),
 }
 
 

@@ -44,17 +44,11 @@ class LayerAssignment(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Assignment(Record):
-    """The dtypes of every layer of a model; `print` shows them as a table.
+    """The dtypes of every layer of a model; `print` shows them as a table."""
 
-    Attributes:
-        model: The model's name.
-        policy: The policy that layers follow where no rule decides.
-        layers: One entry for the model and each (sub)layer, in order.
-    """
-
-    model: str
-    policy: str
-    layers: tuple[LayerAssignment, ...]
+    model: str  # the model's name
+    policy: str  # the one that layers follow where no rule decides
+    layers: tuple[LayerAssignment, ...]  # the model and each (sub)layer, in order
 
     def __iter__(self) -> Iterator[LayerAssignment]:
         return iter(self.layers)
@@ -86,17 +80,10 @@ class Assignment(Record):
 
 
 def assignment(model: keras.layers.Layer) -> Assignment:
-    """Reads the dtypes of a model and of every layer inside it.
+    """Reads the dtypes of a model, or layer, and of every layer inside it.
 
-    Args:
-        model: A Keras model or layer, managed or not. The heads of a subclassed
-            model are known once it has been called.
-
-    Returns:
-        The `Assignment`; it changes nothing.
-
-    Raises:
-        TypeError: `model` is not a Keras 3 model or layer.
+    It changes nothing. The heads of a subclassed model are known once it has been
+    called. A TypeError says that `model` is not a Keras 3 model or layer.
 
     Example:
         >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
@@ -109,6 +96,8 @@ def assignment(model: keras.layers.Layer) -> Assignment:
     with rows.restored(model):
         if structure.graph_of(model) is not None:
             resolution.resolve(model)
+        for layer in structure.layers_of(model):
+            layer_dtypes.decide(layer)
         settings = resolution.settings_of(model)
         policy = model.dtype_policy.name if settings is None else settings.policy.name
         layers = tuple(_row(path, layer) for path, layer, _ in structure.walk(model))
@@ -155,8 +144,7 @@ def apply(
     rules, with_defaults = parse(keep_float32)
     plan = None
     if policy is None and present is not None:
-        plan = present.plan
-        settings = present
+        plan, settings = present.plan, present
         if rules or not with_defaults:
             settings = _settings(present.policy.name, keep_float32, present)
             settings.is_measured = present.is_measured
@@ -189,7 +177,8 @@ def _settings(
     keep_float32 = on_top_of(keep_float32, present.keep_float32)
     loss_scale, options = present.loss_scale, present.loss_scale_options
     settings = make_settings(policy, keep_float32, loss_scale, options)
-    settings.leave_open(present.rules_of_user)
+    # Others say which of the enabled rules match nothing.
+    settings.matched.update(rule.name for rule in present.rules_of_user)
     return settings
 
 
@@ -223,9 +212,6 @@ def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             loads it.
         **kwargs: As for `keras.saving.load_model`.
 
-    Returns:
-        The model.
-
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: The file is not a `.keras` archive, or holds the dtypes of
@@ -242,21 +228,16 @@ def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             "`model.save('name.keras')`; HDF5 files and SavedModels hold no dtypes of "
             "layers, load them with Keras and call `tfamp.apply(model)`."
         ) from error
-
     make = functools.partial(keras.saving.load_model, text, **kwargs)
-    model = hooks.load(entry, make)
-    if entry is not None:
-        hooks.make_exact(model)
-    return model
+    return hooks.load(entry, make)
 
 
 def _check_model(model: Any) -> None:
-    if isinstance(model, keras.layers.Layer):
-        return
-    raise TypeError(
-        f"Cannot read the dtypes of {model!r}; expected a Keras 3 model or layer. Pass "
-        "what `keras.Model(...)` gave."
-    )
+    if not isinstance(model, keras.layers.Layer):
+        raise TypeError(
+            f"Cannot read the dtypes of {model!r}; expected a Keras 3 model or layer. "
+            "Pass what `keras.Model(...)` gave."
+        )
 
 
 def _row(path: str, layer: keras.layers.Layer) -> LayerAssignment:

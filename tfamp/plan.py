@@ -30,17 +30,6 @@ class PrecisionPlan(TableRecord):
     equal. `enable(policy=plan)`, or the path of its file, makes a model under it;
     `apply` puts an existing one under it; a model saved under it loads so.
 
-    Attributes:
-        model: Name of the model that it was made for.
-        policy: The policy of layers that nothing else decides.
-        rows: The model and each (sub)layer, in order.
-        operations: Operations of Functional graphs that compute in float32.
-        has_default_rules: Whether the default rules stand for layers yet to come.
-        loss_scale: "dynamic", a number, or None, as `enable` takes it.
-        loss_scale_options: Further arguments of the loss-scale optimizer.
-        jit_compile: Whether `compile` uses XLA where it is not told; None leaves it.
-        evidence: What was measured, on which devices and versions.
-
     Example:
         >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         >>> plan = PrecisionPlan.from_model(model)
@@ -48,14 +37,17 @@ class PrecisionPlan(TableRecord):
         ({'float32'}, True)
     """
 
-    model: str
-    policy: str
-    rows: tuple[PlannedLayer, ...]
+    model: str  # the name of the model that it was made for
+    policy: str  # of layers that nothing else decides
+    rows: tuple[PlannedLayer, ...]  # the model and each (sub)layer, in order
+    # Operations of Functional graphs that compute in float32.
     operations: tuple[PlannedOperation, ...] = ()
-    has_default_rules: bool = True
-    loss_scale: str | float | None = "dynamic"
+    has_default_rules: bool = True  # whether they stand for layers yet to come
+    loss_scale: str | float | None = "dynamic"  # as `enable` takes it
     loss_scale_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Whether `compile` uses XLA where it is not told; None leaves it.
     jit_compile: bool | None = None
+    # What was measured, on which devices and versions.
     evidence: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -83,17 +75,11 @@ class PrecisionPlan(TableRecord):
     def from_model(
         cls, model: keras.layers.Layer, *, evidence: Mapping[str, Any] | None = None
     ) -> "PrecisionPlan":
-        """Returns what a model computes in now.
+        """Returns what a built model computes in now; a subclassed one was called.
 
-        Args:
-            model: A built model; a subclassed one that has been called, as its heads
-                are known from then on.
-            evidence: What was measured; None takes what came with the plan that the
-                model is under, and the versions here.
-
-        Raises:
-            TypeError: `model` is not a Keras model or layer.
-            ValueError: It is not built.
+        `evidence` is what was measured; None takes what came with the plan that the
+        model is under, and the versions here. A TypeError or ValueError says that it is
+        no model, or not built.
         """
         _check_built(model, "have a plan read from it")
         resolution.resolve(model)
@@ -118,17 +104,9 @@ class PrecisionPlan(TableRecord):
     def apply(self, model: keras.layers.Layer) -> keras.layers.Layer:
         """Puts a built, even a trained model under the plan, in place; returns it.
 
-        Weights and optimizer state keep every bit; what `fit`, `evaluate` and `predict`
-        had traced is traced anew, and a compiled model's optimizer gets or loses its
-        loss scale as the dtypes need.
-
-        Args:
-            model: A model like the one that the plan was made for.
-
-        Raises:
-            TypeError: `model` is not a Keras model or layer.
-            ValueError: It is another model, is not built, or has a layer that cannot
-                compute as the plan says. It is as it was.
+        Weights, optimizer and traces are treated as by `tfamp.apply`. A TypeError or
+        ValueError says that it is no model, another one or not built, or has a layer
+        that cannot compute as the plan says; it is as it was.
         """
         _check_built(model, "be put under a plan")
         settings = self.settings()
@@ -159,8 +137,7 @@ class PrecisionPlan(TableRecord):
     ) -> bool:
         """Gives a model the plan's dtypes, if it is the plan's; returns whether it is.
 
-        `settings` are those that the model was made under; `must` says that another
-        model than the plan's is an error.
+        `settings` are those that it was made under; where it `must` be, it is checked.
         """
         if must:
             self.check(model)

@@ -6,7 +6,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import keras
 
@@ -51,33 +51,33 @@ class RuleStatus(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Status(Record):
-    """What tfamp does at this moment; `print(status)` shows it as tables.
+    """What tfamp does at this moment; `print(status)` shows it as tables."""
 
-    Attributes:
-        enabled: Whether new layers are managed.
-        policy: Name of the policy of new layers.
-        why: Why that policy, in one sentence.
-        devices: The devices TensorFlow sees.
-        rules: What stays in float32.
-        loss_scale: "dynamic", a number, or None; used where a layer computes
-            in float16.
-        hooks: What is replaced in Keras now.
-        versions: Versions of the packages that matter.
-    """
-
-    enabled: bool
-    policy: str
-    why: str
-    devices: tuple[Device, ...]
-    rules: tuple[RuleStatus, ...]
+    enabled: bool  # whether new layers are managed
+    policy: str  # the name of the policy of new layers
+    why: str  # why that policy, in one sentence
+    devices: tuple[Device, ...]  # that TensorFlow sees
+    rules: tuple[RuleStatus, ...]  # what stays in float32
+    # "dynamic", a number, or None; used where a layer computes in float16.
     loss_scale: str | float | None
-    hooks: tuple[str, ...]
-    versions: dict[str, str | None]
+    hooks: tuple[str, ...]  # what is replaced in Keras now
+    versions: dict[str, str | None]  # of the packages that matter
 
     @property
     def reason(self) -> str:
         """The same as `why`, named as in the records of hardware and rules."""
         return self.why
+
+    def __enter__(self) -> NoReturn:
+        """Refuses a `with` block, which only `scope` ends."""
+        raise TypeError(
+            "`tfamp.enable(...)` stands in a `with` block; expected a line of its own, "
+            "as it holds until `tfamp.disable()`. For a block write "
+            "`with tfamp.scope(...):`."
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Is looked for ahead of `__enter__`."""
 
     def __str__(self) -> str:
         facts = [
@@ -108,21 +108,18 @@ def enable(
 ) -> Status:
     """Makes every layer built from now on compute in the cheapest right dtype.
 
-    Call it before the model is built; nothing else in the code changes. Layers
-    that half precision would spoil stay in float32, the loss sees float32, and
-    `compile` scales the loss where a layer computes in float16. Calling it again
-    replaces the settings for models to come. It logs a line that says what is in force
-    and why, which `logging.getLogger("tfamp").setLevel("WARNING")` keeps quiet.
+    Call it before the model is built; nothing else in the code changes. Calling it
+    again replaces the settings for models to come. It logs a line that says what is in
+    force and why, which `logging.getLogger("tfamp").setLevel("WARNING")` keeps quiet.
 
     Args:
-        policy: "auto" takes what is fastest on the devices here, and never one
-            that is slower than float32; else "float32", "mixed_float16",
-            "mixed_bfloat16", "float16" or "bfloat16". With "auto", the
-            environment variable TFAMP_POLICY is used where it is set.
-            "measure" times the policies on the data of the first `fit`, for 20 s at
-            most, and trains under the fastest. Or a `PrecisionPlan`, or the path of
-            its file, which ends in ".json": the model that it is for computes as it
-            says, another one is an error when it is compiled.
+        policy: "auto" takes what is fastest on the devices here, and never one that is
+            slower than float32, or the environment variable TFAMP_POLICY where it is
+            set; else "float32", "mixed_float16", "mixed_bfloat16", "float16" or
+            "bfloat16". "measure" times the policies on the data of the first `fit`, for
+            20 s at most, and trains under the fastest. Or a `PrecisionPlan`, or the
+            path of its ".json" file: the model that it is for computes as it says,
+            another one is an error when it is compiled.
         keep_float32: "default", "none", or a sequence of layers, layer classes,
             class names, patterns for whole names or paths, and callables taking
             a layer. A sequence adds to the default rules, unless "none" is in it.
@@ -134,8 +131,7 @@ def enable(
         check: What the first `fit` of a model does with layers of your own that half
             precision spoils, which no rule can know: it runs some examples of the
             first batch through them, and keeps them in float32 ("keep"), warns
-            ("warn"), or does not look (None). It says so in one line. Models on
-            several replicas are not looked at.
+            ("warn"), or does not look (None). Models on replicas are not looked at.
 
     Returns:
         The `Status` after the call.
@@ -152,10 +148,8 @@ def enable(
 
     Example:
         >>> status = enable("mixed_bfloat16")
-        >>> keras.layers.Dense(4).compute_dtype
-        'bfloat16'
-        >>> keras.layers.Softmax().compute_dtype
-        'float32'
+        >>> keras.layers.Dense(4).compute_dtype, keras.layers.Softmax().compute_dtype
+        ('bfloat16', 'float32')
         >>> disable()
         >>> keras.layers.Dense(4).compute_dtype
         'float32'

@@ -9,23 +9,13 @@ import tensorflow as tf
 
 import tfamp
 
-layers, ops = keras.layers, keras.ops
+layers = keras.layers
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 6)).astype("float32")
 Y = X[:, :1] - 0.5 * X[:, 1:2]
 TOLD = "its gradient cannot be built in {}"
-
-
-@tf.custom_gradient
-def hard_sign(x):
-    """Binarizes as in Courbariaux et al.; gradients pass straight through."""
-
-    def backward(upstream):
-        return upstream
-
-    return tf.cast(tf.where(x >= 0, 1, -1), tf.float32), backward
 
 
 @tf.custom_gradient
@@ -54,8 +44,7 @@ def dirichlet(x):
 
 
 FUNCTIONS = {
-    each.__name__: each
-    for each in (hard_sign, reverse, reverse_by_product, each_row, dirichlet)
+    each.__name__: each for each in (reverse, reverse_by_product, each_row, dirichlet)
 }
 
 
@@ -102,17 +91,6 @@ class Whole(keras.Model):
         return self.last(self.function(self.first(x)))
 
 
-class OwnStep(Whole):
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        pairs = zip(gradients, self.trainable_variables, strict=True)
-        self.optimizer.apply_gradients(pairs)
-        return {"squares": loss}
-
-
 class Around(keras.Model):
     """A subclassed model with such a layer two levels down."""
 
@@ -145,10 +123,8 @@ STYLES = {
     "functional": functional,
     "sequential": sequential(Apply),
     "own-shape": sequential(WithShape),
-    "lambda": sequential(layers.Lambda),
     "block": sequential(Block),
     "model": Whole,
-    "own-step": OwnStep,
     "around": Around,
 }
 
@@ -168,12 +144,12 @@ def losses_of(build, policy, train=fitted):
     keras.utils.set_random_seed(3)
     with tfamp.scope(policy, **low(policy)) if policy else contextlib.nullcontext():
         history = train(build())
-    return history.get("squares") or history["loss"]
+    return history["loss"]
 
 
-def check_trains(build, policy, train=fitted, rel=0.03):
+def check_trains(build, policy, train=fitted):
     expected = losses_of(build, None, train)
-    assert losses_of(build, policy, train) == pytest.approx(expected, rel=rel)
+    assert losses_of(build, policy, train) == pytest.approx(expected, rel=0.03)
     assert expected[1] < expected[0]
 
 
@@ -181,13 +157,11 @@ def check_trains(build, policy, train=fitted, rel=0.03):
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.quick("dirichlet-mixed_float16")
 def test_it_trains_as_in_float32(function, policy):
-    # Signs of values that were rounded may be others.
-    rel = 0.15 if function is hard_sign else 0.03
-    check_trains(lambda: functional(function), policy, rel=rel)
+    check_trains(lambda: functional(function), policy)
 
 
 @pytest.mark.parametrize("style", [each for each in STYLES if each != "functional"])
-@pytest.mark.quick("own-step", "around")
+@pytest.mark.quick("around")
 def test_it_trains_however_it_is_written(style):
     check_trains(lambda: STYLES[style](reverse), "mixed_bfloat16")
 
@@ -260,56 +234,6 @@ def test_one_line_names_the_layer_and_the_remedy(style, caplog):
     assert "\n" not in line
 
 
-def test_products_in_a_kept_block_stay_in_half_precision():
-    with tfamp.scope("mixed_bfloat16"):
-        model = Around(dirichlet)
-        fitted(model)
-    block = tfamp.assignment(model)
-    found = {row.path.split("/")[-1]: row.compute_dtype for row in block}
-    assert found["block"] == "float32"
-    assert found["first"] == found["last"] == "bfloat16"
-
-
-class Healthy(layers.Layer):
-    """Has a gradient of its own that keeps the dtype, and casts as it likes."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.inner = layers.Dense(6)
-
-    def build(self, shape):
-        self.inner.build(shape)
-        self.scale = self.add_weight(shape=(6,), initializer="ones")
-
-    def call(self, x):
-        @tf.custom_gradient
-        def clipped(t):
-            return tf.identity(t), lambda upstream: tf.clip_by_value(upstream, -1, 1)
-
-        wide = tf.cast(self.inner(clipped(x)), tf.float32)
-        wide = tf.math.digamma(tf.abs(wide) + 1.0)
-        return tf.cast(wide, x.dtype) * self.scale
-
-
-@pytest.mark.quick("functional-mixed_float16")
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("style", ["functional", "tape"])
-def test_a_layer_whose_gradient_is_right_stays_in_half_precision(style, policy, caplog):
-    half = policy.removeprefix("mixed_")
-    with tfamp.scope(policy, **low(policy)):
-        layer = Healthy()
-        if style == "tape":
-            with tf.GradientTape() as tape:
-                outputs = layer(X)
-                loss = tf.reduce_sum(tf.cast(outputs, tf.float32))
-            assert None not in tape.gradient(loss, layer.trainable_weights)
-        else:
-            model = keras.Sequential([keras.Input((6,)), layer, layers.Dense(1)])
-            fitted(model)
-    assert layer.compute_dtype == half
-    assert "computes in float32" not in caplog.text
-
-
 class NoGradient(layers.Layer):
     """Has none in any dtype."""
 
@@ -343,16 +267,6 @@ def test_a_layer_without_a_gradient_predicts_as_ever(caplog):
     assert "computes in float32" not in caplog.text
 
 
-def test_an_error_that_float32_has_too_comes_through_as_it_is():
-    with tfamp.scope("mixed_bfloat16"):
-        inputs = keras.Input((6,))
-        hidden = Raises(name="raises")(layers.Dense(6)(inputs))
-        model = keras.Model(inputs, layers.Dense(1)(hidden))
-        with pytest.raises(ValueError, match="no gradient here"):
-            fitted(model)
-    assert tfamp.assignment(model)["raises"].compute_dtype == "bfloat16"
-
-
 class OnlyInTraining(layers.Layer):
     """Drops out with a gradient of its own, as DeBERTa's does."""
 
@@ -362,29 +276,13 @@ class OnlyInTraining(layers.Layer):
         return reverse_by_product(x)
 
 
-@pytest.mark.quick("functional")
-@pytest.mark.parametrize("style", ["functional", "model", "tape"])
-def test_a_gradient_that_only_training_has(style):
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.first, self.mid = layers.Dense(6), OnlyInTraining()
-            self.last = layers.Dense(1)
-
-        def call(self, x):
-            return self.last(self.mid(self.first(x)))
-
+def test_a_gradient_that_only_training_has():
     def build():
-        if style == "model":
-            model = Model()
-            model(X)  # a first look at it, not in training
-            return model
         parts = [layers.Dense(6), OnlyInTraining(), layers.Dense(1)]
         return keras.Sequential([keras.Input((6,)), *parts])
 
     def by_own_loop(model):
-        optimizer = keras.optimizers.SGD(0.02)
-        losses = []
+        optimizer, losses = keras.optimizers.SGD(0.02), []
         for _ in range(3):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(tf.square(model(X, training=True) - Y))
@@ -394,8 +292,8 @@ def test_a_gradient_that_only_training_has(style):
             losses.append(float(loss))
         return {"loss": losses}
 
-    train = by_own_loop if style == "tape" else fitted
-    check_trains(build, "mixed_bfloat16", train)
+    for train in (fitted, by_own_loop):
+        check_trains(build, "mixed_bfloat16", train)
 
 
 @pytest.mark.quick("functional")

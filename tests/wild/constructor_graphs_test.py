@@ -4,18 +4,15 @@ The operations of such a graph are no layers: they keep the dtypes of the tensor
 they met when the constructor ran, and it runs again when a file is loaded.
 """
 
-from pathlib import Path
-
 import keras
 import numpy as np
 import pytest
 from keras import layers, ops
 
 import tfamp
-from tests.wild.checking import COPIES, by_file
+from tests.wild.checking import by_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
-ROOT = Path(__file__).parents[2]
 TOKENS = np.arange(24).reshape(4, 6) % 17
 
 
@@ -130,16 +127,6 @@ def test_predictions_are_the_same_after_loading(name, way, policy, tmp_path):
     assert_same(by_file(loaded, tmp_path), model)
     assert not tfamp.status().enabled
     assert keras.config.dtype_policy().name == "float32"
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("by", COPIES)
-@pytest.mark.quick("pickle-tied head-enable-mixed_float16")
-def test_predictions_of_a_copy_are_the_same(by, name, way, policy):
-    model = made(name, way, policy)
-    assert_same(COPIES[by](model, None), model)
 
 
 @pytest.mark.quick("tied head-mixed_bfloat16")

@@ -7,19 +7,10 @@ import tensorflow as tf
 
 import tfamp
 
-layers, ops = keras.layers, keras.ops
+layers = keras.layers
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
-
-
-class Sampling(layers.Layer):
-    """Draws from a normal distribution, as in examples of autoencoders."""
-
-    def call(self, inputs):
-        mean, log_variance = inputs
-        noise = tf.random.normal(tf.shape(mean))
-        return mean + tf.exp(0.5 * log_variance) * noise
 
 
 class Scaled(layers.Layer):
@@ -49,13 +40,6 @@ class Concatenated(layers.Layer):
 class Spectrum(layers.Layer):
     def call(self, inputs):
         return tf.abs(tf.signal.rfft(inputs))
-
-
-def encoder():
-    inputs = keras.Input((4,))
-    hidden = layers.Dense(8, "relu")(inputs)
-    latent = Sampling(name="draw")([layers.Dense(2)(hidden), layers.Dense(2)(hidden)])
-    return keras.Model(inputs, layers.Dense(1)(latent))
 
 
 class Subclassed(keras.Model):

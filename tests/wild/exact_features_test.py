@@ -69,10 +69,6 @@ def normalized(shape=(1,)):
     return graph(layer, shape, after=given)
 
 
-def lookup():
-    return layers.IntegerLookup(vocabulary=IDS.ravel().tolist())
-
-
 def features():
     """Two raw columns, one crossed with itself, as `FeatureSpace` makes them."""
     space = keras.utils.FeatureSpace(
@@ -109,7 +105,6 @@ PROGRAMS = {
     ),
     "bins": (lambda: graph(layers.Discretization(bin_boundaries=BINS)), AMOUNTS),
     "hashed float ids": (lambda: graph(layers.Hashing(997)), IDS.astype("float32")),
-    "looked up float ids": (lambda: graph(lookup()), IDS.astype("float32")),
     "normalized": (normalized, AMOUNTS[:2]),
     "masked by a number": (masked, MASKED),
     "equal to a number of NumPy's": (
@@ -125,20 +120,9 @@ PROGRAMS = {
         AMOUNTS,
     ),
     "ops.digitize": (lambda: own(lambda _, x: ops.digitize(x, EDGES)), AMOUNTS),
-    "tf.searchsorted": (
-        lambda: own(lambda _, x: tf.searchsorted(EDGES, tf.cast(x[:, 0], tf.float32))),
-        AMOUNTS,
-    ),
     "largest column": (
         lambda: own(lambda _, x: ops.argmax(x, axis=-1)),
         np.hstack([AMOUNTS, AMOUNTS + np.float32(0.1)]),
-    ),
-    "one-hot column": (
-        lambda: own(
-            lambda layer, x: layer(x[:, 1]),
-            layers.CategoryEncoding(4096, output_mode="one_hot"),
-        ),
-        np.hstack([IDS, IDS]).astype("float32"),
     ),
     "normalized column": (
         lambda: own(

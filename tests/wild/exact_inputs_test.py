@@ -104,10 +104,6 @@ def after_layer(layer, to_ids, shape=(2,)):
     return keras.Model(i, head()(table()(to_ids(layer(i)))))
 
 
-def shifted(x):
-    return tf.cast(x[:, 1] - 1.0, tf.int32) + 1
-
-
 def by_product(x):
     """Mixed radix: the ids in two columns, made of one."""
     high = ops.floor_divide(x[:, 1], 10)
@@ -120,23 +116,12 @@ def hashed_text(x):
     return tf.cast(number, tf.int32)
 
 
-def with_columns_swapped(x):
-    number, ids = tf.unstack(x, axis=1)
-    return tf.cast(tf.stack([ids, number], 1)[:, 0], "int64")
-
-
 WAYS = {
     "tf.cast of a column": lambda x: tf.cast(x[:, 1], tf.int32),
-    "ops.cast of a column": lambda x: ops.cast(x[:, 1], "int32"),
     "a column as it is": lambda x: x[:, 1],
-    "float32 first": lambda x: tf.cast(tf.cast(x, tf.float32)[:, 1], tf.int32),
     "ops.split": lambda x: ops.cast(ops.split(x, 2, axis=-1)[1][:, 0], "int32"),
-    "tf.unstack and tf.stack": with_columns_swapped,
-    "ops.take": lambda x: ops.cast(ops.take(x, 1, axis=-1), "int32"),
-    "tf.round": lambda x: tf.cast(tf.round(x[:, 1]), tf.int32),
-    "minus 1, plus 1": shifted,
+    "tf.round": lambda x: tf.cast(tf.round(x[:, 1] * 2.0) / 2.0, tf.int32),
     "radix": by_product,
-    "clipped": lambda x: ops.cast(ops.clip(x[:, 1], 0, NUM_ROWS - 1), "int32"),
     "as text": hashed_text,
 }
 
@@ -148,31 +133,9 @@ def test_call_of_own_model_makes_the_ids_that_were_given(policy, to_ids):
     check_rows(OwnModel(to_ids), matrix(ids), ids)
 
 
-SCALED = {
-    "tf": lambda x: tf.cast(tf.round(x[:, 1] * 4095.0), tf.int32),
-    "keras.ops": lambda x: ops.cast(ops.round(x[:, 1] * 4095), "int32"),
-    "an array": lambda x: ops.cast(ops.round(x * np.float32([1, 4095])), "int32")[:, 1],
-}
-
-
-@pytest.mark.quick("mixed_float16-tf")
-@pytest.mark.parametrize("to_ids", SCALED.values(), ids=SCALED)
-def test_ids_that_were_scaled_to_one_are_scaled_back(policy, to_ids):
-    ids = IDS[policy]
-    x = matrix(np.array(ids) / 4095)
-    check_rows(OwnModel(to_ids), x, ids)
-
-
 def lambda_to_ids():
     i = keras.Input((2,))
     ids = layers.Lambda(lambda x: tf.cast(x[:, 1], tf.int32))(i)
-    return keras.Model(i, head()(table()(ids)))
-
-
-def lambda_that_slices_and_one_that_casts():
-    i = keras.Input((2,))
-    column = layers.Lambda(lambda x: x[:, 1])(i)
-    ids = layers.Lambda(lambda x: tf.cast(x, "int32"))(column)
     return keras.Model(i, head()(table()(ids)))
 
 
@@ -186,23 +149,6 @@ def operations_after_reshape():
         return ops.cast(x[:, 1, 0], "int32")
 
     return after_layer(layers.Reshape((2, 1)), to_ids)
-
-
-def embedding_after_reshape():
-    return after_layer(layers.Reshape((2, 1)), lambda x: x[:, 1, 0])
-
-
-def concatenated():
-    i = keras.Input((2,))
-    both = layers.Concatenate()([i[:, 1:], i])
-    return keras.Model(i, head()(table()(ops.cast(both[:, 0], "int32"))))
-
-
-def cropped():
-    i = keras.Input((2,))
-    ids = layers.Cropping1D((1, 0))(layers.Reshape((2, 1))(i))
-    flat = layers.Flatten()(ids)
-    return keras.Model(i, head()(layers.Flatten()(table()(flat))))
 
 
 def own_layer_in_a_graph():
@@ -232,23 +178,14 @@ def stack_without_input():
     return keras.Sequential([to_ids, table(), head()])
 
 
-def after_dropout():
-    return after_layer(layers.Dropout(0.0), lambda x: ops.cast(x[:, 1], "int32"))
-
-
 GRAPHS = [
     lambda_to_ids,
-    lambda_that_slices_and_one_that_casts,
     operations_on_the_input,
     operations_after_reshape,
-    embedding_after_reshape,
-    concatenated,
-    cropped,
     own_layer_in_a_graph,
     graph_in_own_model,
     own_model_in_a_graph,
     stack_without_input,
-    after_dropout,
 ]
 
 
@@ -315,19 +252,6 @@ def test_loaded_model_looks_up_the_ids(policy, tmp_path, load):
 
 
 @pytest.mark.quick("mixed_float16")
-def test_branch_of_a_call_looks_up_the_ids(policy):
-    def to_ids(x):
-        return tf.cond(
-            tf.shape(x)[0] > 0,
-            lambda: tf.cast(x[:, 1], tf.int32),
-            lambda: tf.zeros([tf.shape(x)[0]], tf.int32),
-        )
-
-    ids = IDS[policy]
-    check_rows(OwnModel(to_ids), matrix(ids), ids)
-
-
-@pytest.mark.quick("mixed_float16")
 def test_products_beside_the_ids_are_still_computed_in_half_precision(policy):
 
     class Tower(keras.Model):
@@ -344,23 +268,6 @@ def test_products_beside_the_ids_are_still_computed_in_half_precision(policy):
     rows = tfamp.assignment(model)
     assert rows[model.name].rule == "default: exact inputs"
     assert rows[model.hidden.name].compute_dtype == policy.removeprefix("mixed_")
-
-
-@pytest.mark.quick("mixed_float16")
-def test_tape_inside_a_call_sees_what_is_made_of_a_slice(policy):
-    class Energy(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.norm = layers.BatchNormalization(epsilon=0.0)
-
-        def call(self, x):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                energy = tf.reduce_sum(self.norm(x[:, :1]))
-            return tape.gradient(energy, x)
-
-    slope = Energy().predict(matrix(IDS[policy]), verbose=0)
-    assert slope.tolist() == [[1.0, 0.0]] * 5
 
 
 def test_users_code_is_called_as_often_as_in_keras():

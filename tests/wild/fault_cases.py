@@ -148,17 +148,8 @@ def in_trunk(
 ) -> Callable[[int], tuple[keras.Model, list[Any]]]:
     """Returns a builder of a healthy chain that has a part at a place of the seed.
 
-    What the part gets is normalized, and so is what it gives.
-
-    Args:
-        part: Makes the part's elements anew.
-        style: One of `STYLES`.
-        kind: "dense", "residual", "sequence" or "image".
-        groups: Of layers in the chain.
-        width: Channels.
-        shape: Of an example; what suits the kind if None.
-        weight: How much the loss counts; all of it if 0.
-        units: Of the head.
+    What the part gets is normalized, and so is what it gives. The loss counts by
+    `weight`, all of it if 0.
     """
     given = tuple(shape or SHAPES[kind])
 
@@ -352,13 +343,9 @@ PARTS: dict[str, tuple[Callable[[], list[Any]], tuple[str, ...], tuple, tuple]] 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model of which is known what half precision would spoil.
+    """A model of which is known what half precision would spoil, paths by dtype.
 
-    Attributes:
-        name: Unique name.
-        build: Takes a seed, returns (compiled float32 model, list of batches).
-        guilty: The paths that are guilty, for each dtype of which it is known.
-        verdict: What `sensitivity` has to say where no layer is guilty.
+    `build` takes a seed and returns (compiled float32 model, list of batches).
     """
 
     name: str

@@ -27,15 +27,9 @@ from tests.wild.own_layers import Own
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A training step that is not finite, or is, and why.
+    """A training step that is not finite, or is, and why: what `triage` has to say.
 
-    Attributes:
-        name: Unique name.
-        cause: What `tfamp.triage(...).cause` has to be.
-        make: Returns (compiled model, batch); the policy is in force.
-        policy: "float32" is stock Keras.
-        layer: The path to name; "" where there is none.
-        options: Of `tfamp.scope`.
+    `make` returns (compiled model, batch) with the policy in force; "float32" is stock.
     """
 
     name: str

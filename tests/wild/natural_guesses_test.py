@@ -30,6 +30,15 @@ def test_a_policy_of_keras_names_one():
         tfamp.enable(keras.dtype_policies.get("int8_from_float32"))
 
 
+def test_enable_in_a_with_block_is_sent_to_scope():
+    try:
+        with pytest.raises(TypeError, match=r"with tfamp.scope\("):
+            with tfamp.enable("mixed_bfloat16"):
+                pass
+    finally:
+        tfamp.disable()
+
+
 def test_a_wrapper_takes_the_name_of_an_optimizer_as_compile_does():
     optimizer = tfamp.LossScaleOptimizer("adam", initial_scale=8.0)
     assert type(optimizer.inner_optimizer) is keras.optimizers.Adam

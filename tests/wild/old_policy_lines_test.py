@@ -17,7 +17,6 @@ import tfamp
 pytestmark = pytest.mark.filterwarnings(
     "ignore:'mixed_float16' will be slow", "ignore:'bfloat16' stores the weights"
 )
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -78,14 +77,8 @@ def tf_keras(policy):
 OLD_LINES = {
     "config, name": lambda p: keras.config.set_dtype_policy(p),
     "config, object": lambda p: keras.config.set_dtype_policy(keras.DTypePolicy(p)),
-    "global, name": lambda p: keras.mixed_precision.set_global_policy(p),
     "global, Policy": lambda p: keras.mixed_precision.set_global_policy(
         keras.mixed_precision.Policy(p)
-    ),
-    "deserialized": lambda p: keras.config.set_dtype_policy(
-        keras.dtype_policies.deserialize(
-            keras.dtype_policies.serialize(keras.DTypePolicy(p))
-        )
     ),
     "what is there": lambda p: keras.config.set_dtype_policy(
         keras.config.dtype_policy()
@@ -105,15 +98,6 @@ def test_the_same_policy_set_after_enable_changes_nothing(old_line):
     assert keras.config.dtype_policy().name == policy
     kept = {row[0] for row in expected if row[1] == "float32"}
     assert {"LayerNormalization", "GlobalAveragePooling1D"} <= kept
-
-
-@pytest.mark.quick("config, name")
-@pytest.mark.parametrize("old_line", OLD_LINES.values(), ids=OLD_LINES)
-def test_the_same_policy_set_before_enable_changes_nothing(old_line):
-    expected = without_old_lines(tower, "mixed_bfloat16")
-    old_line("mixed_bfloat16")
-    tfamp.enable("mixed_bfloat16")
-    assert facts(tower()) == expected
 
 
 def twice(policy):
@@ -164,16 +148,6 @@ def test_the_line_may_stand_anywhere(begin, build):
             assert keras.config.dtype_policy().name == "float32"
 
 
-def test_disable_gives_back_what_was_set_before_enable():
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    mine = keras.config.dtype_policy()
-    tfamp.enable("mixed_bfloat16")
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    tfamp.disable()
-    assert keras.config.dtype_policy() is mine
-    assert layers.LayerNormalization().compute_dtype == "bfloat16"
-
-
 def with_policy_in_hand(policy):
     mine = keras.DTypePolicy(policy)
     return lambda: mine
@@ -182,7 +156,6 @@ def with_policy_in_hand(policy):
 IN_HAND = {
     "the global one": lambda policy: keras.config.dtype_policy,
     "a Policy": with_policy_in_hand,
-    "one made by name": lambda policy: lambda: keras.dtype_policies.get(policy),
 }
 
 
@@ -249,20 +222,6 @@ WAYS = {
     "file": lambda model, path: model.save(path) or tfamp.load_model(path),
     "stock file": lambda model, path: model.save(path) or keras.saving.load_model(path),
 }
-
-
-@pytest.mark.quick("clone_model")
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_copies_and_files_are_as_without_the_line(way, tmp_path):
-    expected = without_old_lines(reviews, "mixed_bfloat16")
-    tfamp.enable("mixed_bfloat16")
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    model = reviews()
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    copied = way(model, str(tmp_path / "model.keras"))
-    assert facts(copied) == expected
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    assert facts(reviews()) == expected
 
 
 @pytest.mark.quick("clone_model-reviews")

@@ -75,33 +75,6 @@ def test_a_layer_hands_its_policy_on(options, computes_in):
     assert [part.compute_dtype for part in parts] == computes_in
 
 
-def test_a_kept_layer_hands_float32_on():
-    with tfamp.scope(HALF, keep_float32=["Block"]):
-        block = Block()
-        assert block(X).dtype == "bfloat16"
-    assert {part.compute_dtype for part in (block.widen, block.norm)} == {"float32"}
-
-
-def test_a_map_of_policies_is_left_to_keras():
-    policies = keras.dtype_policies.DTypePolicyMap()
-    policies["mapped/wide"] = keras.DTypePolicy("float32")
-
-    class Mapped(keras.Model):
-        def __init__(self):
-            super().__init__(name="mapped", dtype=policies)
-            self.wide = layers.Dense(4, name="wide", dtype=policies)
-            self.rest = layers.Dense(2, name="rest", dtype=policies)
-
-        def call(self, x):
-            return self.rest(self.wide(x))
-
-    model = Mapped()
-    model(X)
-    assert (model.wide.compute_dtype, model.rest.compute_dtype) == (
-        *("float32", "bfloat16"),
-    )
-
-
 def test_a_policy_set_on_a_finished_layer_is_saved(tmp_path):
     model = network(layers.Dense(8))
     model.layers[0].dtype_policy = "float32"

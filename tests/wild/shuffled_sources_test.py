@@ -48,7 +48,7 @@ PARTS = {
         Pipeline.from_dataset(given).shard(2, index) for index in range(2)
     ],
     "weights of examples": lambda given: [
-        Pipeline.from_dataset(given).weights(np.arange(NUM) < 3, num_examples=10)
+        Pipeline.from_dataset(given).weights(np.arange(NUM) < 3)
     ],
 }
 

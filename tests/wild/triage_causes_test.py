@@ -11,7 +11,7 @@ from keras import layers, ops
 import tfamp
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
-POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
+POLICIES = ("float32", "mixed_float16")
 RNG = np.random.default_rng(3)
 
 
@@ -61,8 +61,6 @@ def test_a_healthy_model_with_large_weights_is_accused_of_nothing(policy):
 FAULTS = {
     "log": lambda x: ops.log(x),
     "quotient": lambda x: x / ops.relu(x),
-    "root": lambda x: ops.sqrt(ops.relu(x)),
-    "arccos": lambda x: tf.acos(x),
 }
 
 
@@ -73,14 +71,6 @@ def test_a_fault_of_the_model_is_found_behind_large_weights(fault, policy):
     model = known_cook(Own(FAULTS[fault], name="faulty"), policy=policy)
     found = tfamp.triage(model, (ingredients(), np.ones((48, 2), "float32")))
     assert (found.cause, found.layer) == ("model", "faulty")
-
-
-def test_a_number_that_was_spoilt_beside_large_weights_is_no_learning_rate():
-    model = known_cook(layers.Dense(1, name="price"))
-    price = model.get_layer("price")
-    price.set_weights([np.float32([[np.nan], [1.0]]), np.zeros(1, "float32")])
-    found = tfamp.triage(model, (ingredients(), np.ones((48, 1), "float32")))
-    assert (found.cause, found.layer) == ("model", "price")
 
 
 # --- numbers of the data that float32 cannot square
@@ -112,17 +102,10 @@ def weights_of_examples(x, y):
     return x, y, np.full(32, 3e38, "float32")
 
 
-def beyond_float32(x, y):
-    x = x.astype("float64")
-    x[7, 3] = 1e200
-    return x, y
-
-
 HUGE = {
     "a column": (a_column, "x"),
     "all targets": (all_targets, "y"),
     "weights of examples": (weights_of_examples, "sample_weight"),
-    "beyond float32": (beyond_float32, "x"),
 }
 
 
@@ -133,18 +116,6 @@ def test_numbers_too_large_for_float32_are_the_datas_fault(case):
     found = tfamp.triage(regression(), spoil(*features()))
     assert (found.cause, found.layer) == ("data", None)
     assert f"`{name}`" in found.evidence[0]
-
-
-def test_nanoseconds_as_they_are_are_the_datas_fault():
-    """Times since 1970 in nanoseconds, whose third powers float32 cannot hold."""
-    when = 1_700_000_000_000_000_000 + RNG.integers(0, 10**15, (32, 2))
-    model = keras.Sequential(
-        [keras.Input((2,)), Own(lambda t: t**3, name="cube"), layers.Dense(1)]
-    )
-    model.compile("adam", "mse")
-    found = tfamp.triage(model, (when, np.ones((32, 1), "float32")))
-    assert (found.cause, found.layer) == ("data", None)
-    assert "`x`" in found.evidence[0]
 
 
 # --- ids and labels that nothing stands for
@@ -187,43 +158,6 @@ def test_an_id_without_a_row_is_the_datas_fault(lookup, bad, policy):
     assert str(bad) in found.evidence[0]
 
 
-def test_an_id_is_found_in_one_of_several_inputs_with_its_example():
-    inputs = {n: keras.Input((1,), dtype="int64", name=n) for n in ("user", "film")}
-    rows = {"user": layers.Embedding(50, 3), "film": layers.Embedding(20, 3)}
-    found = [layers.Flatten()(rows[name](inputs[name])) for name in inputs]
-    model = keras.Model(inputs, layers.Dot(1)(found))
-    model.compile("adam", "mse")
-    x = {"user": np.arange(8)[:, None], "film": np.arange(8)[:, None]}
-    x["film"][6] = 20
-    told = tfamp.triage(model, (x, np.ones((8, 1), "float32")))
-    assert told.cause == "data"
-    assert "20" in told.evidence[0] and "number 6" in told.evidence[0]
-
-
-def test_ids_are_asked_for_by_a_gpu_that_raises_nothing(monkeypatch):
-    """There a row of zeros comes back, and the step is finite."""
-    model = keras.Sequential(
-        [keras.Input((2,), dtype="int32"), layers.Embedding(4, 3), layers.Flatten()]
-    )
-    model.add(layers.Dense(1))
-    model.compile("adam", "mse")
-    ids = np.int32([[0, 1], [2, 9]])
-    call = layers.Embedding.call
-    within = lambda self, inputs: call(self, ops.minimum(inputs, 3))  # noqa: E731
-    monkeypatch.setattr(layers.Embedding, "call", within)
-    assert tfamp.triage(model, (ids, np.ones((2, 1), "float32"))).cause == "data"
-
-
-def test_a_label_of_one_of_two_heads_without_an_output_is_the_datas_fault():
-    x = keras.Input((5,))
-    heads = {n: layers.Dense(3, name=n, activation="softmax")(x) for n in ("a", "b")}
-    model = keras.Model(x, heads)
-    model.compile("adam", dict.fromkeys(heads, "sparse_categorical_crossentropy"))
-    y = {name: RNG.integers(0, 3, 16) for name in heads}
-    y["b"][3] = 7
-    assert tfamp.triage(model, (features()[0][:16], y)).cause == "data"
-
-
 # --- constraints, and what is added to the loss
 
 
@@ -255,23 +189,6 @@ def test_a_constraint_that_divides_by_zero_is_the_layers_fault(where, policy):
     assert (found.cause, found.layer) == ("model", "mix")
     assert "constraint" in found.evidence[0] and "constraint" in found.remedy
     assert "epsilon" not in found.remedy
-
-
-def test_a_learning_rate_that_is_nan_is_no_epsilon():
-    class Warmup(keras.optimizers.schedules.LearningRateSchedule):
-        def __call__(self, step):
-            step = ops.cast(step, "float32")
-            return 0.01 * step / step  # 0 / 0 in the first one
-
-        def get_config(self):
-            return {}
-
-    model = regression()
-    model.compile(keras.optimizers.Adam(Warmup()), "mse")
-    found = tfamp.triage(model, features())
-    assert found.cause == "learning rate"
-    assert "nan" in found.evidence[0]
-    assert "schedule" in found.remedy
 
 
 class Entropy(keras.regularizers.Regularizer):
@@ -359,3 +276,17 @@ def test_arithmetic_between_the_layers_of_a_model_accuses_the_model():
     assert (found.cause, found.layer) == ("model", model.name)
     _, line = inspect.getsourcelines(Distances.call)
     assert found.source == f"{inspect.getsourcefile(Distances)}:{line}"
+
+
+def test_ids_are_asked_for_by_a_gpu_that_raises_nothing(monkeypatch):
+    """There a row of zeros comes back, and the step is finite."""
+    model = keras.Sequential(
+        [keras.Input((2,), dtype="int32"), layers.Embedding(4, 3), layers.Flatten()]
+    )
+    model.add(layers.Dense(1))
+    model.compile("adam", "mse")
+    ids = np.int32([[0, 1], [2, 9]])
+    call = layers.Embedding.call
+    within = lambda self, inputs: call(self, ops.minimum(inputs, 3))  # noqa: E731
+    monkeypatch.setattr(layers.Embedding, "call", within)
+    assert tfamp.triage(model, (ids, np.ones((2, 1), "float32"))).cause == "data"

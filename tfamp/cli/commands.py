@@ -4,11 +4,10 @@ import argparse
 import contextlib
 import itertools
 import os
-import random
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from tfamp.cli.shown import show
 from tfamp.records import checks, units
 from tfamp.trials import parcel, targets
 from tfamp.trials.run_records import Run
-from tfamp.trials.variant import Variant, in_force, short_names
+from tfamp.trials.variant import Variant, in_force
 
 # What people call the answers of a comparison -> those answers.
 _FAILURES = {
@@ -89,13 +88,25 @@ def compare(read: argparse.Namespace) -> int:
     for module in ("jinja2", "matplotlib.figure"):  # not after hours of training
         checks.require(module, extra="report", purpose="The report")
     out = Path(read.out or time.strftime("tfamp-report-%Y%m%d-%H%M%S"))
+    numbers, total = itertools.count(1), len(read.policies) * read.seeds
+
+    def tell(run: Run) -> None:
+        """Prints a line for a run, where no terminal shows a bar."""
+        number, text = next(numbers), f"failed: {run.error}"
+        if run.is_finished:
+            metrics = "  ".join(f"{k} {v:.4f}" for k, v in run.final_metrics.items())
+            text = f"{units.format_rate(run.examples_per_second)}  {metrics}"
+        line = f"[{number}/{total}] {run.policy}, seed {run.seed}: {text}"
+        if not sys.stderr.isatty():
+            print(line, file=sys.stderr, flush=True)
+
     names = "policies seeds epochs tolerance metric better resume"
     found = tfamp.compare(
         read.target,
         **{name: getattr(read, name) for name in names.split()},
         directory=out / "runs",
         command=shlex.join(["tfamp", "compare", *read.argv]),
-        on_run=_run_lines(read),
+        on_run=tell,
     )
     found.to_json(out / "report.json")
     found.to_html(out / "report.html")
@@ -112,27 +123,6 @@ def compare(read: argparse.Namespace) -> int:
     return status
 
 
-def _run_lines(read: argparse.Namespace) -> Callable[[Run], None]:
-    """Returns what prints a line for each run, where no terminal shows a bar."""
-    names, total = short_names(read.policies), len(read.policies) * read.seeds
-    began, numbers = time.monotonic(), itertools.count(1)
-
-    def tell(run: Run) -> None:
-        number = next(numbers)
-        text = f"failed: {run.error}"
-        if run.is_finished:
-            metrics = "  ".join(f"{k} {v:.4f}" for k, v in run.final_metrics.items())
-            text = f"{units.format_rate(run.examples_per_second)}  {metrics}"
-        seconds = (time.monotonic() - began) / number
-        left = units.format_seconds(seconds * (total - number))
-        name = f"[{number}/{total}] {names.get(run.policy, run.policy)}"
-        line = f"{name}, seed {run.seed}: {text}  ({left} left)"
-        if not sys.stderr.isatty():
-            print(line, file=sys.stderr, flush=True)
-
-    return tell
-
-
 def tune(read: argparse.Namespace) -> int:
     """Writes a plan that keeps a metric of a model that is trained for a moment."""
     out = Path(read.out)
@@ -142,17 +132,14 @@ def tune(read: argparse.Namespace) -> int:
             "expected a file in one that is there. Make it, or name another."
         )
 
-    def build() -> Any:
-        # Functions that set seeds themselves get one that those in force decide.
-        with contextlib.redirect_stdout(sys.stderr):
-            load = targets.load(read.target)
-            found = parcel.call(load, seed=random.randrange(2**31), epochs=1)
-        return parcel.parts(found, of=repr(read.target))[0]
-
     names = "policy metric tolerance max_evaluations"
     given = {name: getattr(read, name) for name in names.split()}
     with _built(read.target, "float32", read.data) as made:
-        plan = tfamp.tune(build, made.train, validation=made.validation, **given)
+        # What is not saved is trained for a moment first.
+        is_saved = read.target.endswith(".keras")
+        subject = made.model if is_saved else lambda: made.model
+        given["validation"] = made.validation
+        plan = tfamp.tune(subject, made.train, **given)
     plan.to_json(out)
     reason = f"{plan.policy}: {plan.evidence['tuning']['reason']}."
     how = f"Plan: {out}; use it by `tfamp run --policy={out} script.py`, or by"
@@ -185,7 +172,6 @@ def memory(read: argparse.Namespace) -> int:
             training=not read.inference,
             measure=read.measure,
             data=data,
-            sequence_length=read.sequence_length,
         )
     text, limit = estimate.table(), read.max_memory
     if limit is not None:

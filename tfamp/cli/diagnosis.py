@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from rich import box
 
@@ -11,6 +11,7 @@ from tfamp.machine.clusters import Cluster
 from tfamp.machine.limits import MachineMemory
 from tfamp.machine.speeds import Device, Recommendation
 from tfamp.records import console, units, versions
+from tfamp.records.findings import Finding
 from tfamp.records.record import Record, TableRecord
 
 # Of a CPU's hundred features, those that decide a policy.
@@ -18,15 +19,6 @@ _TELLING = (
     *("amx_bf16", "amx_fp16", cpus.BROKEN_AMX),
     *("avx512_bf16", "avx512_fp16", "bf16", "svebf16"),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting(Record):
-    """A switch of TensorFlow, Keras or tfamp: its value, None if unset, its effect."""
-
-    name: str
-    value: str | None
-    meaning: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,23 +30,14 @@ class DeviceReport(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class DoctorFinding(Record):
-    """A problem and what to do about it; only an "error" breaks something."""
-
-    severity: Literal["error", "advice"]
-    message: str
-    remedy: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Diagnosis(TableRecord):
     """What `tfamp.doctor` finds; `print` shows it as tables, the problems last."""
 
     versions: dict[str, str | None]  # of packages, None if one is missing
     devices: tuple[DeviceReport, ...]  # none if TensorFlow does not run
-    settings: tuple[Setting, ...]
+    settings: dict[str, str | None]  # switches of TensorFlow, Keras and tfamp
     recommendation: Recommendation | None  # None if there are no devices
-    findings: tuple[DoctorFinding, ...]  # errors first
+    findings: tuple[Finding, ...]  # an "error" breaks something; errors first
     memory: MachineMemory | None = None
     cluster: Cluster | None = None  # that a launcher describes
 
@@ -78,9 +61,9 @@ class Diagnosis(TableRecord):
         ]
         parts += [str(self.cluster)] if self.cluster else []
         settings = [
-            (each.name, each.value or "''", each.meaning)
-            for each in self.settings
-            if each.value is not None
+            (name, value or "''", versions.VARIABLES.get(name, ""))
+            for name, value in self.settings.items()
+            if value is not None
         ]
         parts.append(_table("Settings", "Name,Value,Effect", settings))
         if self.recommendation is not None:

@@ -1,7 +1,7 @@
 """`tfamp doctor`: what is here and what is wrong with it, however broken it is.
 
-Every look at the machine goes through a `Probes`, so that tests describe a machine
-instead of having it, and each look may fail without taking the others along.
+Every look at the machine goes through a `Probes`, so that a test may describe one, and
+each look may fail without taking the others along.
 """
 
 import argparse
@@ -9,14 +9,12 @@ import contextlib
 import dataclasses
 import functools
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
 
 import tfamp
-from tfamp.cli.diagnosis import DeviceReport, Diagnosis, DoctorFinding, Setting
+from tfamp.cli.diagnosis import DeviceReport, Diagnosis
 from tfamp.cli.shown import held_back, show
 from tfamp.machine import cpus
 from tfamp.machine.clusters import Cluster, cluster_of
@@ -24,11 +22,10 @@ from tfamp.machine.limits import MachineMemory
 from tfamp.machine.speeds import Device
 from tfamp.records import checks
 from tfamp.records import versions as _versions
+from tfamp.records.findings import Finding
 
-T = TypeVar("T")
-
-_error = functools.partial(DoctorFinding, "error")
-_advice = functools.partial(DoctorFinding, "advice")
+_error = functools.partial(Finding, "doctor", "error")
+_advice = functools.partial(Finding, "doctor", "warning")
 
 _ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 _AMP = "TF_ENABLE_AUTO_MIXED_PRECISION"
@@ -39,12 +36,7 @@ def doctor() -> Diagnosis:
     """Looks at this machine and this environment, and tells what is wrong with them.
 
     It runs where nothing else of tfamp does: without TensorFlow, with a Keras of
-    another backend, with a broken driver. `tfamp doctor` does the same.
-
-    Returns:
-        The `Diagnosis`: `.devices`, `.memory`, `.versions`, `.settings`, the
-        `.recommendation` of a policy, `.findings`, `.is_broken`, `.to_json(path)`;
-        `print` it for tables.
+    another backend, with a broken driver. `tfamp doctor` prints the same tables.
 
     Example:
         >>> doctor().devices[0].device.kind in ("cpu", "gpu")
@@ -76,53 +68,36 @@ def _nvidia_gpus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
     return count
 
 
-def _built_for() -> tuple[str, ...]:
-    import tensorflow as tf
-
-    return tuple(tf.sysconfig.get_build_info().get("cuda_compute_capabilities", ()))
-
-
 @dataclasses.dataclass(frozen=True)
 class Probes:
-    """The looks at the machine; tests pass their own. Three import TensorFlow."""
+    """The looks at the machine; tests pass their own. Two import TensorFlow."""
 
     environ: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
     versions: Callable[[], Mapping[str, str | None]] = _versions.installed_versions
     problems: Callable[..., tuple[_versions.Problem, ...]] = _versions.find_problems
     devices: Callable[[], tuple[Device, ...]] = _devices
     nvidia_gpus: Callable[[], int] = _nvidia_gpus
-    built_for: Callable[[], Sequence[str]] = _built_for
     memory: Callable[[Mapping[str, str]], MachineMemory] = _memory
 
 
 def diagnose(probes: Probes) -> Diagnosis:
     """Returns what the probes tell, and what is wrong with it."""
     environ = probes.environ
-    found: list[DoctorFinding] = []
+    found: list[Finding] = []
     versions = {"tfamp": tfamp.__version__, **probes.versions()}
     problems = probes.problems(environ=environ, versions=versions)
     found += [_error(each.found, each.remedy) for each in problems]
     if fault := _versions.keras_fault(versions.get("keras")):
         found.append(_advice(*fault))
 
-    def attempt(probe: Callable[..., T], fallback: T, *given: Any) -> T:
-        """Returns the probe's answer, or notes why there is none."""
-        try:
-            return probe(*given)
-        except Exception as error:  # a half-installed TensorFlow, a driver that fails
-            text = checks.kind_and_line(error)
-            remedy = "Install it anew: `pip install --force-reinstall tensorflow`."
-            finding = DoctorFinding("error", f"TensorFlow does not run: {text}", remedy)
-            if given:
-                text = f"Memory cannot be read: {checks.first_line(error)}"
-                remedy = "The rest of this report is right without it."
-                finding = DoctorFinding("advice", text, remedy)
-            found.append(finding)
-            return fallback
-
     devices: tuple[Device, ...] = ()
     if versions.get("tensorflow") is not None:
-        devices = attempt(probes.devices, ())
+        try:
+            devices = probes.devices()
+        except Exception as error:  # a half-installed TensorFlow, a driver that fails
+            text = f"TensorFlow does not run: {checks.kind_and_line(error)}"
+            remedy = "Install it anew: `pip install --force-reinstall tensorflow`."
+            found.append(_error(text, remedy))
     reports: tuple[DeviceReport, ...] = ()
     recommendation = memory = None
     if devices:
@@ -136,12 +111,13 @@ def diagnose(probes: Probes) -> Diagnosis:
         )
         recommendation = recommend(devices, onednn=onednn)
         found += _of_gpus(environ, devices, probes.nvidia_gpus())
-        if any(device.kind == "gpu" for device in devices):
-            found += _of_kernels(devices, attempt(probes.built_for, ()))
         found += _of_cpu(environ, devices)
-        memory = attempt(probes.memory, None, environ)
-        for each in advice(memory) if memory is not None else ():
-            found.append(_advice(each.message, each.remedy))
+        try:
+            memory = probes.memory(environ)
+            found += [_advice(each.message, each.remedy) for each in advice(memory)]
+        except Exception as error:
+            text = f"Memory cannot be read: {checks.first_line(error)}"
+            found.append(_advice(text, "The rest of this report is right without it."))
     cluster: Cluster | None = None
     try:
         cluster = cluster_of(environ)
@@ -153,10 +129,7 @@ def diagnose(probes: Probes) -> Diagnosis:
     return Diagnosis(
         versions=versions,
         devices=reports,
-        settings=tuple(
-            Setting(name, environ.get(name), meaning)
-            for name, meaning in _versions.VARIABLES.items()
-        ),
+        settings={name: environ.get(name) for name in _versions.VARIABLES},
         recommendation=recommendation,
         findings=tuple(found),
         memory=memory,
@@ -171,7 +144,7 @@ def _uses_onednn(environ: Mapping[str, str]) -> bool:
 
 def _of_cpu(
     environ: Mapping[str, str], devices: tuple[Device, ...]
-) -> Iterator[DoctorFinding]:
+) -> Iterator[Finding]:
     """Judges what keeps a CPU that trains from its bfloat16 instructions."""
     if any(device.kind != "cpu" for device in devices):
         return
@@ -196,7 +169,7 @@ def _of_cpu(
 
 def _of_gpus(
     environ: Mapping[str, str], devices: tuple[Device, ...], num_in_system: int
-) -> Iterator[DoctorFinding]:
+) -> Iterator[Finding]:
     """Judges GPUs that TensorFlow misses, and what slows those that it sees."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if num_in_system and not any(device.kind == "gpu" for device in devices):
@@ -211,51 +184,6 @@ def _of_gpus(
     if environ.get(_AMP) in ("1", "true"):
         message = f"{_AMP} has TensorFlow rewrite graphs that tfamp has set dtypes in."
         yield _advice(message, "Unset it.")
-
-
-def _of_kernels(
-    devices: tuple[Device, ...], built_for: Sequence[str]
-) -> Iterator[DoctorFinding]:
-    """Yields the GPUs for which the installed TensorFlow has no kernels ready.
-
-    `built_for` is what `tf.sysconfig.get_build_info` tells: "sm_80" is code for GPUs of
-    8.0 to 8.9, "compute_90" a text that the driver compiles for 9.0 and all later ones.
-
-    Source: NVIDIA, CUDA C++ Programming Guide, "Binary Compatibility" and "PTX
-    Compatibility"; for RTX 50 tensorflow#89272.
-    """
-    targets = [
-        (found[1], (int(found[2]), int(found[3])))
-        for each in built_for
-        if (found := re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", each))
-    ]
-    for device in dict.fromkeys(devices):
-        own = device.compute_capability
-        if not targets or device.kind != "gpu" or own is None:
-            continue
-        if any(
-            target == own
-            or (kind == "sm" and target[0] == own[0] and target[1] <= own[1])
-            for kind, target in targets
-        ):
-            continue
-        what = (
-            f"{device.name} has compute capability {own[0]}.{own[1]}, which this "
-            f"TensorFlow was not built for ({', '.join(built_for)})"
-        )
-        if any(kind == "compute" and target < own for kind, target in targets):
-            yield _advice(
-                f"{what}: the driver compiles every kernel at the first step, which "
-                "takes up to half an hour, and XLA may fail.",
-                "Set CUDA_CACHE_MAXSIZE=4294967296, so that it compiles once only, or "
-                "take a build for this GPU: `pip install 'tf-nightly[and-cuda]'`.",
-            )
-        else:
-            yield _error(
-                f"{what}, so no kernel runs on it.",
-                "Install a TensorFlow that was built for it, or hide it by "
-                "CUDA_VISIBLE_DEVICES.",
-            )
 
 
 def main(read: argparse.Namespace) -> int:

@@ -132,8 +132,7 @@ as it is, of losses relative to float32
         --measure switch - train two small sizes, and predict the whole process
         --find switch - search by trials for the batch that trains fastest
         --target_batch_size count - with --find: examples of one update
-        --inference switch - of a step of `predict`
-        --sequence_length count - stands for sizes that the model leaves open""",
+        --inference switch - of a step of `predict`""",
         _NOTES,
     ),
     "triage": Command(
@@ -194,11 +193,6 @@ def _enabled(text: str) -> str:
     return checks.choice("--policy", text, (*POLICIES, "measure"))
 
 
-def _fail_words(text: str) -> list[str]:
-    words = text.replace("-", "_").split(",")
-    return [checks.choice("--fail_on", word, _FAIL_ON) for word in words]
-
-
 # Kind of a value, its name in the help -> what reads it, where that is not `str`.
 _KINDS: dict[str, Callable[[str], Any]] = {
     "target": targets.checked,
@@ -210,7 +204,10 @@ _KINDS: dict[str, Callable[[str], Any]] = {
     "policy": _variant,
     "policies": lambda text: [_variant(each) for each in text.split(",")],
     "policy_or_plan": _enabled,
-    "words": _fail_words,
+    "words": lambda text: [
+        checks.choice("--fail_on", word.replace("-", "_"), _FAIL_ON)
+        for word in text.split(",")
+    ],
     "paths": lambda text: text.split(","),
 }
 
@@ -308,25 +305,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs a command line, by default that of this process; returns its exit status.
 
-    Args:
-        argv: The arguments after the program's name, by default those of this
-            process.
-
-    Returns:
-        The exit status: that of the subcommand, 1 if it fails, 2 for a call that
-        cannot be understood.
-
-    Example:
-        >>> main(["--version"])  # doctest: +ELLIPSIS
-        tfamp ...
-        0
+    It is that of the subcommand, 1 if that fails, 2 for a call that makes no sense.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name, *rest = arguments or ("",)
     if name in ("-h", "--help", "help", ""):
-        print(_usage(), file=sys.stdout if name else sys.stderr)
+        lines = [f"  {name:<9}{each.purpose}" for name, each in COMMANDS.items()]
+        usage = _USAGE.format("\n".join(lines), ", ".join(POLICIES))
+        print(usage, file=sys.stdout if name else sys.stderr)
         return 0 if name else WRONG_CALL
     if name in ("-V", "--version"):
         print(f"tfamp {tfamp.__version__}")
@@ -389,12 +377,6 @@ def _done(
     for text in dict.fromkeys(str(warning.message) for warning in caught):
         complain(text)
     return status
-
-
-def _usage() -> str:
-    """Returns the help, with a line for each command."""
-    lines = [f"  {name:<9}{command.purpose}" for name, command in COMMANDS.items()]
-    return _USAGE.format("\n".join(lines), ", ".join(POLICIES))
 
 
 def _unknown(name: str, options: Any) -> str:

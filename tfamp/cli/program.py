@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import runpy
 import sys
 import types
@@ -9,6 +10,8 @@ from typing import Any
 
 import tfamp
 from tfamp.trials import targets
+
+_LIBRARIES = re.compile(r"[\\/](tfamp|keras|tensorflow)[\\/]")
 
 
 def run(read: argparse.Namespace) -> int:
@@ -44,6 +47,15 @@ def _trimmed(hook: Any) -> Any:
         trace: types.TracebackType | None,
     ) -> None:
         own = targets.own_frames(error.with_traceback(trace))
+        if isinstance(error, tfamp.LossScaleError):
+            # It tells all by itself: no frame of Keras and tfamp below the program's.
+            error.__suppress_context__, error.__cause__ = True, None
+            last = each = own
+            while each is not None:
+                is_ours = _LIBRARIES.search(each.tb_frame.f_code.co_filename)
+                last, each = last if is_ours else each, each.tb_next
+            if last is not None:
+                last.tb_next = None
         hook(kind, error.with_traceback(own), own)
 
     return tell

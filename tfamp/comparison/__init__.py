@@ -1,17 +1,20 @@
 """`tfamp.compare`: float32 against a policy, measured, judged and written up."""
 
 import contextlib
-import dataclasses
 import os
+import platform
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import tfamp
 from tfamp.comparison.result import Comparison, conclude
 from tfamp.comparison.verdict import Better, choose_metric, direction
+from tfamp.machine import devices
 from tfamp.plan import PrecisionPlan
-from tfamp.records import checks
+from tfamp.records import checks, versions
 from tfamp.trials import parcel
 from tfamp.trials.run_records import Context, Run, Task
 from tfamp.trials.runner import run_all
@@ -39,20 +42,17 @@ def compare(
 ) -> Comparison:
     """Trains a model under several policies, and says which are as good and faster.
 
-    Each policy and seed is trained by `fit` in a fresh process; the policies of a seed
-    follow one another, so that a machine that gets slower slows all of them, and start
-    from the same weights. Quality is judged by an equivalence test on the differences
-    of pairs, speed by an interval of their ratios. Ctrl-C ends it with the runs there
-    are. On a GPU use it from a process that has not used the GPU yet, which would leave
-    no memory to the runs; `tfamp compare` does so.
+    Each policy and seed is trained by `fit` in a fresh process from the same weights,
+    the policies of a seed after one another. Ctrl-C ends it with the runs there are. On
+    a GPU use it from a process that has not used the GPU yet, which would leave no
+    memory to the runs; `tfamp compare` does so.
 
     Args:
         build_model: Returns a compiled model, or (model, train, validation) where no
             data is passed. Called in each process once its policy is set, with `seed`
             and `epochs` where it has such arguments. Or its name, "module:function".
-        train: A function that returns training data, a `tf.data.Dataset` of batches,
-            whose elements are written down once and keep their order, a `Pipeline`, a
-            `PyDataset`, or arrays, (x, y) or (x, y, sample_weight).
+        train: A function that returns training data, or what `fit` takes; the elements
+            of a dataset are written down once and keep their order.
         validation: Likewise; without it the metric is that of the training data.
         policies: At least two of "float32", "auto", "mixed_bfloat16" and so on, or
             plans or their files. A prefix "keras:" leaves out tfamp, a suffix "+xla"
@@ -73,8 +73,7 @@ def compare(
     Raises:
         RuntimeError: The first run failed; the end of its log is in the message.
         TypeError: An argument has the wrong type, or cannot go to another process.
-        ValueError: An argument is unknown, `directory` has runs that are none of this
-            comparison's, or a metric of unknown direction has no `better`.
+        ValueError: An argument is unknown, or `directory` has other runs.
 
     Example:
         >>> result = compare(build_model, train, validation)  # doctest: +SKIP
@@ -101,8 +100,6 @@ def compare(
         checks.choice("better", better, ("max", "min"))
     elif metric is not None:
         direction(metric.removeprefix("val_"))
-    for module in ("cloudpickle", "psutil"):
-        checks.require(module, extra="report", purpose="`tfamp.compare`")
 
     def check(run: Run) -> None:
         """Refuses what the metric of a run cannot be judged by, before other runs."""
@@ -136,16 +133,8 @@ def compare(
         task.to_json(job)
         stack.callback(parcel.discard, folder)  # after Ctrl-C, too
         notes = parcel.pack(folder, build_model, train, validation)
-        runs = run_all(
-            folder,
-            words,
-            chosen,
-            dataclasses.replace(task, command=command),
-            check=check,
-            on_run=on_run,
-        )
-        context = folder / "context.json"
-        comparison = conclude(
+        runs = run_all(folder, words, chosen, task, check=check, on_run=on_run)
+        return conclude(
             runs,
             title=name,
             policies=words,
@@ -153,8 +142,14 @@ def compare(
             metric=metric,
             better=better,
             tolerance=tolerance,
-            context=Context.from_json(context) if context.is_file() else None,
+            context=Context(
+                devices=devices.devices(),
+                versions={"tfamp": tfamp.__version__, **versions.installed_versions()},
+                system=f"{platform.platform()}, Python {platform.python_version()}",
+                num_cores=os.cpu_count() or 1,
+                command=command,
+                date=time.strftime("%Y-%m-%d", time.gmtime()),
+            ),
             notes=notes,
             examples=lambda pairs, metric: differences(folder, pairs, metric),
         )
-    return comparison

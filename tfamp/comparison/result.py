@@ -294,6 +294,7 @@ class Comparison(TableRecord):
         number = sum(not run.is_finished for run in self.runs)
         sentence, advice = self.sentences(self.best)
         told = [
+            *(f"Note: {note}" for note in self.notes),
             self.legend(),
             self.reference_sentence(),
             f"{number} of {len(self.runs)} runs failed." if number else "",
@@ -415,7 +416,10 @@ def conclude(
         if policy.startswith("auto")
     ]
     notes += first.notes
-    notes += [f"{first.label(run.policy)}: {n}" for run in runs for n in run.notes]
+    for note in dict.fromkeys(note for run in runs for note in run.notes):
+        whose = dict.fromkeys(first.label(r.policy) for r in runs if note in r.notes)
+        is_of_all = len(whose) == len(policies)
+        notes.append(note if is_of_all else f"{', '.join(whose)}: {note}")
     return dataclasses.replace(
         first, verdicts=verdicts, notes=tuple(dict.fromkeys(notes))
     )

@@ -29,8 +29,7 @@ Answer = Literal[
 # The losses of a metric that count as none, where nobody said: half a point of an
 # accuracy, a part of everything else.
 POINTS, PART = 0.005, 0.05
-# Beyond so many seeds, or so many times the examples, more of them is no advice; what a
-# first comparison asks for where one run says nothing of the spread.
+# Beyond so many seeds, or so many times the examples, more of them is no advice.
 _MAX_SEEDS, _MAX_FACTOR, _USUAL_SEEDS = 100, 100, 3
 # The part of the examples' variance that is left out of the seeds'.
 _COUNTED_TWICE = 0.85
@@ -73,8 +72,7 @@ class Verdict(Record):
 
     def __str__(self) -> str:
         """Returns the answer, the reason and what would decide."""
-        needs = f"; {self.needs}" if self.needs else ""
-        return f"{self.answer}; {self.reason}{needs}"
+        return "; ".join(filter(None, (self.answer, self.reason, self.needs)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,13 +110,13 @@ class Examples:
 
     def reach(self, times: float = 1.0) -> tuple[float, float]:
         """Returns how far the true mean may lie below and above, of `times` as many."""
-        middle = float(self.changes.mean())
         if self.is_rate:
-            low = -statistics.change_limit(-self.changes, times)
-            return middle - low, statistics.change_limit(self.changes, times) - middle
+            middle, limit = float(self.changes.mean()), statistics.change_limit
+            return middle + limit(-self.changes, times), limit(
+                self.changes, times
+            ) - middle
         spread = float(np.std(self.changes, ddof=1))
-        half = statistics.half_width(spread, int(times * len(self.changes)))
-        return half, half
+        return (statistics.half_width(spread, int(times * len(self.changes))),) * 2
 
 
 def direction(metric: str) -> Better:
@@ -169,6 +167,19 @@ def allowed(tolerance: float | None, better: Better, values: Sequence[float]) ->
     return (PART if tolerance is None else tolerance) * (mean or 1.0)
 
 
+def are_same(before: Run, after: Run) -> bool:
+    """Whether two runs computed the same under two names, as "auto" often does."""
+    first, second = Variant.parse(before.policy), Variant.parse(after.policy)
+    return (
+        bool(before.resolved_policy)
+        and before.resolved_policy == after.resolved_policy
+        and before.layers == after.layers
+        # The policy of a plan is not that of each of its layers.
+        and (bool(before.layers) or not (first.is_plan or second.is_plan))
+        and first == dataclasses.replace(second, policy=first.policy)
+    )
+
+
 def verdict_on(
     pairs: Sequence[tuple[Run, Run]],
     failures: Sequence[Run],
@@ -179,85 +190,75 @@ def verdict_on(
     examples: np.ndarray | None = None,
 ) -> Verdict:
     """Returns the verdict on a policy from pairs of runs, the reference's first."""
+    sign, number = (1 if better == "max" else -1), len(pairs)
+    rows = [[run.final_metrics[metric] for run in pair] for pair in pairs]
+    values = np.array(rows, np.float64).reshape(-1, 2)
+    finite = np.isfinite(values)
+    differences = (sign * (values[:, 1] - values[:, 0])).tolist()
     ratios = [b.examples_per_second / a.examples_per_second for a, b in pairs]
-    values = np.array([[r.final_metrics[metric] for r in pair] for pair in pairs])
-    before, after = values.T if pairs else np.zeros((2, 0))
-    sign = 1 if better == "max" else -1
-    differences = (sign * (after - before)).tolist()
-    number = min((run.num_examples for pair in pairs for run in pair), default=0)
-    speed, unknown = statistics.interval_of_ratios(ratios), statistics.interval([])
+    speed = statistics.interval_of_ratios(ratios)
 
     def because(answer: Answer, reason: str, needs: str = "", **more: Any) -> Verdict:
-        effect = statistics.effect_of_ratio(speed, more_is_better=True)
-        more = {"quality": unknown, "speed_effect": effect, **more}
-        given = (more.pop("quality"), speed, tolerance, len(pairs), needs)
-        return Verdict(answer, reason, *given, **more)
+        known = {"quality": statistics.interval([]), "needs": needs, **more}
+        given: Any = {"speed": speed, "tolerance": tolerance, "num_seeds": number}
+        return Verdict(answer, reason, **given, **known)
 
-    if broken := [
-        pair[1].seed
-        for pair, x, y in zip(pairs, before, after, strict=True)
-        if math.isfinite(x) and not math.isfinite(y)
-    ]:
-        reason = (
-            "the metric is not a number after training with seeds "
-            f"{', '.join(map(str, broken))}, where the reference's is"
+    broken = [
+        str(pair[1].seed)
+        for pair, (before, after) in zip(pairs, finite, strict=True)
+        if before and not after
+    ]
+    if broken:
+        reason = "the metric is not a number after training with seeds "
+        reason += (
+            f"{', '.join(broken)}, where the reference's is; `tfamp triage` names the "
+            "layer or the learning rate"
         )
         return because("worse", reason, quality_effect="worse")
-    if not np.isfinite(before).all():
+    if not finite.all():
         reason = "the reference itself trains to a metric that is not a number"
-        return because("undecided", reason, "a reference that trains would decide")
+        needs = "a reference that trains would decide; `tfamp triage` says why it fails"
+        return because("undecided", reason, needs)
     if failures:
         first = failures[0]
         name = short_names([run.policy for run in failures])[first.policy]
         reason = f"the run under {name} with seed {first.seed} failed: {first.error}"
         return because("undecided", reason, "runs that do not fail would decide")
-    quality = statistics.interval(differences)
+    quality: Any = {"quality": statistics.interval(differences)}
     if pairs and all(are_same(*pair) for pair in pairs):
         reason = (
             f"{pairs[0][1].policy} came to {pairs[0][0].policy} itself, so there is "
             "nothing to gain or to lose; what differs is noise"
         )
-        same: dict[str, Any] = {"quality_effect": "same", "speed_effect": "same"}
-        return because("equivalent, not faster", reason, quality=quality, **same)
-    if len(pairs) < 2:
-        reason = "one seed shows no spread" if pairs else "0 seeds show no spread"
-        needs, more = f"{_USUAL_SEEDS} seeds may decide", _USUAL_SEEDS - len(pairs)
-        return because("undecided", reason, needs, quality=quality, more_seeds=more)
+        same: Any = {"quality_effect": "same", "speed_effect": "same", **quality}
+        return because("equivalent, not faster", reason, **same)
+    if number < 2:
+        reason = f"{'one seed shows' if pairs else '0 seeds show'} no spread"
+        needs = f"{_USUAL_SEEDS} seeds may decide"
+        more = _USUAL_SEEDS - number
+        return because("undecided", reason, needs, more_seeds=more, **quality)
     # A mean of values in [0, 1], as accuracies are: all metrics in it of which more is
     # better, of the others those that are multiples of one part of the examples.
-    parts = values * number
-    is_count = number > 0 and bool((np.abs(parts - np.round(parts)) < 1e-3).all())
+    count = min(run.num_examples for pair in pairs for run in pair)
+    parts = values * count
+    is_count = count > 0 and bool((np.abs(parts - np.round(parts)) < 1e-3).all())
     is_rate = bool(((values >= 0) & (values <= 1)).all())
     is_rate = is_rate and (better == "max" or is_count)
     found: Examples | None = None
     if examples is not None:
         is_rate = is_rate and bool(np.abs(examples).max(initial=0.0) <= 1)
         found = Examples.of(sign * examples, is_rate=is_rate)
-    elif is_rate and number:
+    elif is_rate and count:
         means = values.mean(axis=0) if sign > 0 else 1 - values.mean(axis=0)
-        found = Examples.of_fractions(float(means[0]), float(means[1]), number)
+        found = Examples.of_fractions(float(means[0]), float(means[1]), count)
     elif is_rate:
         reason = (
             f"on how many examples {metric} was taken is not known, so nothing says "
             "how far it may be off"
         )
         needs = "validation data whose examples can be counted would decide"
-        return because("undecided", reason, needs, quality=quality)
+        return because("undecided", reason, needs, **quality)
     return judge(differences, ratios, tolerance=tolerance, examples=found)
-
-
-def are_same(before: Run, after: Run) -> bool:
-    """Whether two runs computed the same under two names, as "auto" often does."""
-    first, second = Variant.parse(before.policy), Variant.parse(after.policy)
-    is_plan = first.is_plan or second.is_plan
-    return (
-        bool(before.resolved_policy)
-        and before.resolved_policy == after.resolved_policy
-        and before.layers == after.layers
-        # The policy of a plan is not that of each of its layers.
-        and (bool(before.layers) or not is_plan)
-        and first == dataclasses.replace(second, policy=first.policy)
-    )
 
 
 def judge(
@@ -334,7 +335,6 @@ def _quality(
     differences: Sequence[float],
     examples: Examples | None,
     *,
-    reach: tuple[float, float] | None = None,
     seeds: int | None = None,
     times: float = 1.0,
 ) -> Interval:
@@ -350,15 +350,15 @@ def _quality(
     number, within, below, above = len(differences), 0.0, 0.0, 0.0
     seeds = number if seeds is None else seeds
     if examples is not None:
-        below, above = examples.reach(times) if reach is None else reach
         left = 1 - examples.passing + examples.passing * number / seeds
-        below, above = math.sqrt(left) * below, math.sqrt(left) * above
+        below, above = (math.sqrt(left) * each for each in examples.reach(times))
         within = examples.within / times
         variance = max(variance - (examples.within - within), 0.0)
     own = variance - (_COUNTED_TWICE * within if seeds > 2 else 0.0)
     half = statistics.half_width(math.sqrt(max(own, 0.0)), seeds)
-    below, above = math.hypot(half, below), math.hypot(half, above)
-    return Interval(middle, middle - below, middle + above)
+    return Interval(
+        middle, middle - math.hypot(half, below), middle + math.hypot(half, above)
+    )
 
 
 def _what_decides_quality(
@@ -368,14 +368,11 @@ def _what_decides_quality(
     examples: Examples | None,
 ) -> dict[str, Any]:
     """Returns the fields of a verdict that say what would decide its quality."""
-    number = len(differences)
 
     def decides(**more: Any) -> bool:
-        found = _quality(differences, examples, **more)
-        return _effect(found, tolerance) != "unclear"
+        return _effect(_quality(differences, examples, **more), tolerance) != "unclear"
 
-    reach = None if examples is None else examples.reach()
-    seeds = _first(lambda count: decides(seeds=count, reach=reach), number)
+    seeds = _first(lambda count: decides(seeds=count), len(differences))
     needed = None
     if examples is not None:
         sizes = np.geomspace(1.0, _MAX_FACTOR, 64).tolist()
@@ -388,7 +385,7 @@ def _what_decides_quality(
     ways.append(f"a tolerance of {least:.3g}")
     return {
         "needs": f"{join_words(ways, 'or')} would decide",
-        "more_seeds": seeds and seeds - number,
+        "more_seeds": seeds and seeds - len(differences),
         "examples_needed": needed,
         "tolerance_needed": least,
     }
@@ -400,13 +397,11 @@ def _what_decides_speed(ratios: Sequence[float]) -> dict[str, Any]:
     middle, least = float(np.mean(logarithms)), math.log(MIN_GAIN)
     # From 1, to be faster; from the least gain, to be not.
     distance = middle if middle >= least else least - middle
-    spread, number = float(np.std(logarithms, ddof=1)), len(ratios)
-    seeds = _first(
-        lambda count: statistics.half_width(spread, count) < distance, number
-    )
+    spread, width = float(np.std(logarithms, ddof=1)), statistics.half_width
+    seeds = _first(lambda count: width(spread, count) < distance, len(ratios))
     if seeds is None:
         return {"needs": "a machine with less noise would decide: the gain is small"}
-    return {"needs": f"{seeds} seeds would decide", "more_seeds": seeds - number}
+    return {"needs": f"{seeds} seeds would decide", "more_seeds": seeds - len(ratios)}
 
 
 def _first(decides: Callable[[int], bool], number: int) -> int | None:

@@ -5,6 +5,7 @@ are looked at; where a release names their attributes otherwise, nothing is foun
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -74,6 +75,15 @@ def is_endless(dataset: tf.data.Dataset) -> bool:
     return int(dataset.cardinality()) == int(tf.data.INFINITE_CARDINALITY)
 
 
+def check_ends(verb: str, dataset: tf.data.Dataset) -> None:
+    """Raises if a dataset that a stage has to read whole is known to have no end."""
+    if is_endless(dataset):
+        raise ValueError(
+            f"`.{verb}` got a dataset without end; expected one that ends, to choose "
+            "from all of it. Leave `.repeat()` out: `fit` repeats it each epoch."
+        )
+
+
 def known_length(dataset: tf.data.Dataset) -> int | None:
     """Returns the number of elements, None where it is unknown or infinite."""
     cardinality = int(dataset.cardinality())
@@ -127,6 +137,29 @@ def at_end(
     return with_length_of(dataset, kept) if keeps is None else kept
 
 
+def attempted(call: Callable[..., Any], element: Any, nothing: Any) -> Any:
+    """Returns (True, what a function makes of an element), or (False, nothing).
+
+    tf.data's own `ignore_errors` drops the rest of a source that fails. So the element
+    is worked on in a dataset of its own.
+    """
+    tried = tf.data.Dataset.from_tensors(element).map(
+        lambda *parts: (True, call(*parts))
+    )
+    tried = tried.ignore_errors(log_warning=False)
+    failed = tf.data.Dataset.from_tensors((False, nothing))
+    return tried.concatenate(failed).take(1).get_single_element()
+
+
+def message_of(error: BaseException) -> str:
+    """Returns the first line of what TensorFlow, or a user's function, raised."""
+    text = str(getattr(error, "message", error)).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    first = re.sub(r"^(\{\{[^}]*}} ?|Iterator::Root\S*: )+", "", first)
+    first = first.partition(" [Op:")[0]
+    return first.removeprefix("assertion failed: [").removesuffix("]").rstrip(".")
+
+
 def never_empty(dataset: tf.data.Dataset, message: str) -> tf.data.Dataset:
     """Returns a dataset of which a pass that brings nothing is an error."""
 
@@ -163,11 +196,10 @@ def bytes_of_first(dataset: tf.data.Dataset, count: int) -> int | None:
     try:
         for element in dataset.take(count):
             for part in tf.nest.flatten(element, expand_composites=True):
-                total += _TEXT_TENSOR_BYTES
+                size = tf.size(part) * (part.dtype.size or 0)
                 if part.dtype == tf.string:
-                    total += sum(map(len, np.ravel(np.asarray(part.numpy(), object))))
-                elif part.dtype not in (tf.variant, tf.resource):
-                    total += int(tf.size(part)) * part.dtype.size
+                    size = tf.reduce_sum(tf.strings.length(part))
+                total += _TEXT_TENSOR_BYTES + int(size)
             num_elements += 1
     except tf.errors.OpError:
         return None  # the pass itself says what is wrong
@@ -230,13 +262,6 @@ def order_of(dataset: tf.data.Dataset) -> Order:
 def runs_python(dataset: tf.data.Dataset) -> bool:
     """Whether a dataset has a Python generator in it, which may end for good."""
     return any(node.op == "GeneratorDataset" for node in _nodes(dataset))
-
-
-def begins_anew(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset that runs Python begins with the same element twice."""
-    both = [next(iter(dataset), None) for _ in range(2)]
-    first, again = (tf.nest.flatten(one, expand_composites=True) for one in both)
-    return len(first) == len(again) and all(map(np.array_equal, first, again))
 
 
 def _parts(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:

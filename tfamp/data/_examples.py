@@ -159,24 +159,22 @@ def _rows_of_chunk(row_bytes: int) -> int:
 
 
 def _of_arrays(argument: str, parts: dict[str, Any]) -> Examples:
-    for name, value in parts.items():
-        if not hasattr(value, "__array__") or not np.ndim(value):
-            raise TypeError(
-                f"Column {name!r} of `{argument}` is of type {type(value).__name__}; "
-                "expected an array with one row for each example. Pass a "
-                "`tf.data.Dataset`, a `Pipeline`, or arrays as (x, y)."
-            )
+    are_arrays = [hasattr(one, "__array__") and np.ndim(one) for one in parts.values()]
+    lengths = (
+        {name: len(value) for name, value in parts.items()} if all(are_arrays) else {}
+    )
+    if len(set(lengths.values())) != 1:
+        kinds = {name: type(value).__name__ for name, value in parts.items()}
+        raise TypeError(
+            f"`{argument}` has columns {kinds!r} of lengths {lengths!r}; expected "
+            "arrays with one row for each example. Pass a `tf.data.Dataset`, a "
+            "`Pipeline`, or arrays of one length as (x, y)."
+        )
     arrays = {name: np.asarray(value) for name, value in parts.items()}
     columns = [
         Column(name, "string" if a.dtype.kind in "OSU" else a.dtype.name, a.shape[1:])
         for name, a in arrays.items()
     ]
-    lengths = {name: len(array) for name, array in arrays.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(
-            f"`{argument}` has columns of lengths {lengths!r}; expected one length. "
-            "Cut them to the same examples."
-        )
     length = next(iter(lengths.values()), 0)
     num_bytes = sum(array.nbytes for array in arrays.values())
     step = _rows_of_chunk(math.ceil(num_bytes / max(length, 1)))

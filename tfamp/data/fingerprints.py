@@ -254,7 +254,8 @@ def _graph_parts(graph: Any) -> Iterator[Any]:
             if not all(any(one in kind for one in _STATELESS) for kind in kinds):
                 yield _Unseen("a resource that a dataset holds")
         else:
-            value = _constant(tensor)
+            dtype = tf.dtypes.as_dtype(tensor.dtype)  # the tensor may be packed
+            value = np.asarray(tf.io.parse_tensor(tensor.SerializeToString(), dtype))
             if value.dtype.hasobject:
                 files += _files_named(value.ravel().tolist())
             if node.name in in_tables:
@@ -273,12 +274,6 @@ def _graph_parts(graph: Any) -> Iterator[Any]:
     if not is_known or any(_NAMING.search(node.op) for node in nodes):
         for name in dict.fromkeys(readers):
             yield _Unseen(f"files that {name} reads")
-
-
-def _constant(tensor: Any) -> np.ndarray:
-    """Returns the value of a tensor of a graph, which may be packed."""
-    dtype = tf.dtypes.as_dtype(tensor.dtype)
-    return np.asarray(tf.io.parse_tensor(tensor.SerializeToString(), dtype))
 
 
 def _files_named(texts: Iterable[str | bytes]) -> list[tuple[str, int, int]]:

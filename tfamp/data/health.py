@@ -14,6 +14,7 @@ import numpy as np
 
 from tfamp.data import _examples, rounding
 from tfamp.data.rounding import Profile
+from tfamp.data.sources._files import listed
 from tfamp.records import checks, formats
 from tfamp.records.findings import Finding, Findings, Severity
 from tfamp.records.units import format_share, number
@@ -22,7 +23,7 @@ _COMPARING = ("leak", "unseen_class", "drift")
 _RULES = (*rounding.RULES, "labels", "duplicates", *_COMPARING)
 # What is worth saying of validation data too: the rest follows from training data.
 _RULES_OF_VALIDATION = ("nan", "inf", "overflow")
-_MAX_CLASSES, _MAX_NAMED = 20_000, 8
+_MAX_CLASSES = 20_000
 # Labels that mark what does not count, or are of masks that were saved as pictures.
 _MARKS = {99, 100, 127, 254, 255, 999, 9999, 65535}
 _MANY_DUPLICATES, _MIN_LEAK, _LARGE_LEAK = 0.01, 0.001, 0.1
@@ -106,21 +107,14 @@ def check(
 def _check_same_columns(
     train: tuple[_examples.Column, ...], validation: tuple[_examples.Column, ...]
 ) -> None:
-    names = [tuple(column.name for column in part) for part in (train, validation)]
-    if sorted(names[0]) != sorted(names[1]):
+    pairs = [
+        {(x.name, x.is_text, len(x.shape)) for x in one} for one in (train, validation)
+    ]
+    if odd := sorted({name for name, *_ in pairs[0] ^ pairs[1]}):
         raise ValueError(
-            f"`validation` has the columns {names[1]!r}; expected those of `train`: "
-            f"{names[0]!r}. Read both the same way."
+            f"Columns {odd} of `validation` are not those of `train`, by name, axes or "
+            "text; expected the same. Read both the same way, or pass `batched`."
         )
-    others = {column.name: column for column in validation}
-    for column in train:
-        other = others[column.name]
-        if len(column.shape) != len(other.shape) or column.is_text != other.is_text:
-            raise ValueError(
-                f"Column {column.name!r} of `validation` is {other.dtype} of shape "
-                f"{other.shape!r}; expected {column.dtype} of shape {column.shape!r} "
-                "as in `train`. Read both the same way, or pass `batched`."
-            )
 
 
 class _Pass:
@@ -204,7 +198,7 @@ def _find_labels(
             sure = num_classes is not None or odd[0] < 0
             yield Finding(
                 *("labels", "error" if sure else "warning"),
-                f"{name} holds {many:,} labels of {_listed(odd)}, with "
+                f"{name} holds {many:,} labels of {listed(odd)}, with "
                 f"{num_classes or len(values)} classes from {values[0]} to "
                 f"{values[-1]}: no output stands for them; sparse crossentropy stops "
                 "on the CPU and gives NaN on GPUs and by XLA.",
@@ -219,7 +213,7 @@ def _find_labels(
         many = sum(validation.counts[value] for value in new)
         yield Finding(
             *("unseen_class", "error"),
-            f"{name} has {len(new)} classes in the validation data ({_listed(new)}) "
+            f"{name} has {len(new)} classes in the validation data ({listed(new)}) "
             f"that are not in the training data; {many:,} validation examples can "
             "never be right.",
             "Split the data by class (stratified), or drop these examples.",
@@ -310,8 +304,3 @@ def _find_drift(trained: _Pass, validated: _Pass) -> Iterator[Finding]:
                 column=place,
                 figure=float(test.statistic),
             )
-
-
-def _listed(values: list[Any]) -> str:
-    more = ["..."] if len(values) > _MAX_NAMED else []
-    return ", ".join([*map(repr, values[:_MAX_NAMED]), *more])

@@ -152,7 +152,7 @@ class Pipeline(metaclass=_Advised):
     ) -> "Self":
         """Starts from TFRecord files, plain or compressed with GZIP.
 
-        A damaged record is a `tf.errors.DataLossError`, which gives its byte. With
+        A damaged record of a plain file is an error that names file and byte. With
         `.on_error("skip")` `build` reads each file once, and leaves out those with a
         record that is damaged or does not fit the features.
 
@@ -309,16 +309,11 @@ class Pipeline(metaclass=_Advised):
         """
         return self._with(Balance(by, seed=seed))
 
-    def weights(
-        self,
-        weights: Any,
-        *,
-        num_examples: int | None = None,
-        seed: int | None = None,
-    ) -> "Self":
+    def weights(self, weights: Any, *, seed: int | None = None) -> "Self":
         """Draws examples in proportion to weights, with replacement, anew each epoch.
 
-        Weights are one for each example, or a function of an element's parts.
+        An epoch has as many examples as there are. Weights are one for each of them, or
+        a function of an element's parts.
         """
         return self._with(Weights(**_given(locals())))
 

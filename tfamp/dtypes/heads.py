@@ -8,17 +8,17 @@ import keras
 import tensorflow as tf
 
 from tfamp.dtypes import layer_dtypes
+from tfamp.dtypes.rules import HEADS
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import structure, trials
-from tfamp.keras_hooks.layers import CALLS, Kind, policy_of, update
+from tfamp.keras_hooks.layers import CALLS, Kind, keep, policy_of
 from tfamp.keras_hooks.patches import replaced
+from tfamp.keras_hooks.structure import Layer
 
 # Below this many weights a float32 product costs nothing that can be measured,
 # whatever its share (256 x 1024).
 MIN_LARGE_HEAD_WEIGHTS = 2**18
 MAX_HEAD_SHARE = 0.03
-RULE = "default: heads"
-
 # Operations through which a model's output is followed back to the layer that
 # made it: they hold no weights and their float32 form costs next to nothing.
 _TRANSPARENT = frozenset(
@@ -35,10 +35,8 @@ _PRODUCTS = frozenset("BatchMatMulV2 BatchMatMulV3 Conv2D Einsum MatMul".split()
 class Heads:
     """What makes a model's outputs."""
 
-    # Layers with weights, the last on the way to an output.
-    heads: list[keras.layers.Layer] = dataclasses.field(default_factory=list)
-    # Layers without weights between a head and the output.
-    after: list[keras.layers.Layer] = dataclasses.field(default_factory=list)
+    heads: list[Layer] = dataclasses.field(default_factory=list)  # with weights
+    after: list[Layer] = dataclasses.field(default_factory=list)  # those without, then
     # Graph tensors from the heads on, where there is a graph.
     tensors: list[keras.KerasTensor] = dataclasses.field(default_factory=list)
     is_complete: bool = True  # whether each output was followed to a layer
@@ -63,56 +61,53 @@ def keeps_product_in_half(head_weights: int, share: float) -> bool:
     return head_weights >= MIN_LARGE_HEAD_WEIGHTS and share > MAX_HEAD_SHARE
 
 
-def graph_heads(model: keras.layers.Layer) -> Heads | None:
+def graph_heads(model: Layer) -> Heads | None:
     """Finds the heads of a Functional or built Sequential model in its graph."""
     graph = structure.graph_of(model)
     if graph is None:
         return None
-    found = Heads()
-    seen: set[int] = set()
-    for output in structure.outputs_of(graph):
-        _follow_graph(output, found, seen)
+    found, seen = Heads(), set[int]()
+
+    def follow(tensor: keras.KerasTensor) -> None:
+        made = structure.producer(tensor)
+        if id(tensor) in seen or made is None:
+            return
+        seen.add(id(tensor))
+        operation, inputs, index = made
+        if isinstance(operation, keras.layers.InputLayer):
+            return
+        found.tensors.append(tensor)
+        if isinstance(operation, keras.layers.Layer):
+            nested = structure.graph_of(operation)
+            if nested is not None:
+                follow(nested.outputs[index])
+                return
+            if not _is_weightless(operation):
+                found.heads.append(operation)
+                return
+            found.after.append(operation)
+        for tensor_before in inputs:
+            follow(tensor_before)
+
+    for output in graph.outputs:
+        follow(output)
     return found
 
 
-def _follow_graph(tensor: keras.KerasTensor, found: Heads, seen: set[int]) -> None:
-    made = structure.producer(tensor)
-    if id(tensor) in seen or made is None:
-        return
-    seen.add(id(tensor))
-    operation, inputs, index = made
-    if isinstance(operation, keras.layers.InputLayer):
-        return
-    found.tensors.append(tensor)
-    if isinstance(operation, keras.layers.Layer):
-        nested = structure.graph_of(operation)
-        if nested is not None:
-            _follow_graph(structure.outputs_of(nested)[index], found, seen)
-            return
-        if not _is_weightless(operation):
-            found.heads.append(operation)
-            return
-        found.after.append(operation)
-    for tensor_before in inputs:
-        _follow_graph(tensor_before, found, seen)
-
-
-def _is_weightless(layer: keras.layers.Layer) -> bool:
+def _is_weightless(layer: Layer) -> bool:
     return not layer.weights or isinstance(layer, keras.layers.Normalization)
 
 
-def traced_heads(model: keras.layers.Layer, args: Any, kwargs: Any) -> Heads:
+def traced_heads(model: Layer, args: Any, kwargs: Any) -> Heads:
     """Traces one call of a model without side effects and finds its heads."""
-    made: dict[int, tuple[keras.layers.Layer, Any]] = {}
-    found = Heads(is_complete=False)
+    made: dict[int, tuple[Layer, Any]] = {}  # by tensor
+    found, seen = Heads(is_complete=False), set[int]()
 
-    def record(layer: keras.layers.Layer, outputs: Any) -> None:
+    def record(layer: Layer, outputs: Any) -> None:
         """Takes note of one call; calls end innermost first."""
         tensors = [x for x in structure.flatten(outputs) if isinstance(x, tf.Tensor)]
         if layer is model:
-            found.is_complete = True
-            for tensor in tensors:
-                found.is_complete &= _follow_trace(tensor, made, found, set())
+            found.is_complete = all([follow(tensor) for tensor in tensors])
             return
         for tensor in tensors:
             # One with weights counts ahead of those around it that have none.
@@ -122,99 +117,65 @@ def traced_heads(model: keras.layers.Layer, args: Any, kwargs: Any) -> Heads:
         if tensors:
             found.shapes.setdefault(id(layer), tuple(tensors[0].shape))
 
+    def follow(tensor: tf.Tensor) -> bool:
+        """Follows a tensor back to the layers that made it; returns if to the end."""
+        if id(tensor) in seen or not tensor.dtype.is_floating:
+            return True
+        seen.add(id(tensor))
+        layer, _ = made.get(id(tensor), (None, None))
+        if layer is not None and not _is_weightless(layer):
+            if layer not in found.heads and not isinstance(layer, keras.Model):
+                found.heads.append(layer)
+            return not isinstance(layer, keras.Model)
+        if layer is not None:
+            found.after.append(layer)
+        operation = tensor.op
+        if operation.type not in _TRANSPARENT:
+            if operation.type in _PRODUCTS:
+                found.own_products.append(operation)
+            return bool(operation.type == "Const")
+        floats = [x for x in operation.inputs if x.dtype.is_floating]
+        return bool(floats) and all(follow(x) for x in floats)
+
     with replaced(CALLS, recorder=record), trials.without_python_effects(model):
         structure.trace_call(model, args, kwargs)
     return found
 
 
-def _follow_trace(
-    tensor: tf.Tensor,
-    made: dict[int, tuple[keras.layers.Layer, Any]],
-    found: Heads,
-    seen: set[int],
-) -> bool:
-    """Follows a tensor back to the layers that made it; returns whether to the end."""
-    if id(tensor) in seen or not tensor.dtype.is_floating:
-        return True
-    seen.add(id(tensor))
-    layer, _ = made.get(id(tensor), (None, None))
-    if layer is not None and not _is_weightless(layer):
-        if layer not in found.heads and not isinstance(layer, keras.Model):
-            found.heads.append(layer)
-        return not isinstance(layer, keras.Model)
-    if layer is not None:
-        found.after.append(layer)
-    operation = tensor.op
-    if operation.type in ("Const", "Placeholder"):
-        return bool(operation.type == "Const")
-    if operation.type not in _TRANSPARENT:
-        if operation.type in _PRODUCTS:
-            found.own_products.append(operation)
-        return False
-    floats = [x for x in operation.inputs if x.dtype.is_floating]
-    return bool(floats) and all(_follow_trace(x, made, found, seen) for x in floats)
-
-
-def keep_heads(
-    model: keras.layers.Layer, found: Heads, settings: PolicySettings
-) -> layer_dtypes.Before:
-    """Keeps the heads in float32; returns what they were, to be restored."""
+def keep_heads(model: Layer, found: Heads, settings: PolicySettings) -> None:
+    """Keeps the heads in float32, but the products of those that are too dear."""
     parts = {id(head): structure.layers_of(head) for head in found.heads}
     products = _products(model, parts, found.shapes)
     total = sum(products.values()) or 1
-    whole = [part for x in found.heads + found.after for part in structure.layers_of(x)]
-    before = layer_dtypes.Before(whole)
-    policies = [policy_of(head) for head in found.heads]
-    for layer, policy in zip(found.heads, policies, strict=True):
-        is_explicit = policy is None or policy.kind is Kind.EXPLICIT
-        if is_explicit or policy.settings is not settings:  # type: ignore[union-attr]
+    managed = []
+    for layer in found.heads + found.after:
+        policy, inside = policy_of(layer), parts.get(id(layer))
+        if policy is None or policy.kind is Kind.EXPLICIT:
             continue
-        share = sum(products.get(id(part), 0) for part in parts[id(layer)]) / total
+        managed.append(layer)
+        if inside is not None and policy.settings is not settings:
+            continue
+        share = sum(products.get(id(part), 0) for part in inside or ()) / total
         weights = sum(math.prod(w.shape) for w in layer.weights)
-        is_dear = keeps_product_in_half(weights, share)
-        if policy.kind is Kind.FOLLOWS and is_dear:  # type: ignore[union-attr]
-            update(
-                layer,
-                kind=Kind.WIDE_OUTPUT,
-                rule=RULE,
-                reason=f"makes an output of the model; its product is {share:.0%} of "
-                "the model's multiplications, so it stays in half precision and all "
-                "after it is float32",
-                output_dtype="float32",
-                is_decided=True,
+        if policy.kind is Kind.FOLLOWS and keeps_product_in_half(weights, share):
+            reason = (
+                f"makes an output of the model; its product is {share:.0%} of the "
+                "model's multiplications, so it stays in half precision and all after "
+                "it is float32"
             )
-        else:
-            _keep_head(layer)
-    for layer in found.after:
-        policy = policy_of(layer)
-        if policy is not None and policy.kind is not Kind.EXPLICIT:
-            _keep_head(layer)
-    if all(policy and policy.kind is not Kind.EXPLICIT for policy in policies):
+            keep(layer, Kind.WIDE_OUTPUT, HEADS, reason)
+            continue
+        rule = policy.rule if policy.rule.startswith("keep_float32") else HEADS
+        reason = "makes an output of the model, which feeds the loss"
+        keep(layer, Kind.HEAD, rule, reason)
+        layer_dtypes.propagate_to_sublayers(layer)
+    if all(head in managed for head in found.heads):
         for tensor in found.tensors:
             structure.set_tensor_dtype(tensor, "float32")
-    return before
-
-
-def _keep_head(layer: keras.layers.Layer) -> None:
-    kept_by_user = policy_of(layer).rule.startswith("keep_float32")  # type: ignore[union-attr]
-    update(
-        layer,
-        kind=Kind.HEAD,
-        reason="makes an output of the model, which feeds the loss",
-        output_dtype=None,
-        exact_inputs=True,
-        applies_to="all",
-        is_decided=True,
-        is_propagated=False,
-        **({} if kept_by_user else {"rule": RULE}),
-    )
-    layer_dtypes.propagate_to_sublayers(layer)
 
 
 def _products(
-    model: keras.layers.Layer,
-    parts_of_heads: dict[int, list[keras.layers.Layer]],
-    shapes: dict[int, Any],
+    model: Layer, parts_of_heads: dict[int, list[Layer]], shapes: dict[int, Any]
 ) -> dict[int, int]:
     """Returns the multiplications per example of each layer with a kernel, by `id`.
 
@@ -228,7 +189,8 @@ def _products(
             continue
         kernels = [w.shape for w in structure.own_weights(layer) if len(w.shape) >= 2]
         if kernels:
-            shape = shapes.get(id(layer)) or structure.last_output_shape(head or layer)
+            outputs = structure.tensors_of(head or layer)[1]
+            shape = shapes.get(id(layer)) or (outputs[0].shape if outputs else ())
             positions = math.prod(size or 1 for size in shape[1:-1])
             products[id(layer)] = positions * sum(map(math.prod, kernels))
     return products

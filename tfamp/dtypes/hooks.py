@@ -19,6 +19,7 @@ from absl import logging
 from tensorflow.python.eager import context
 
 from tfamp.dtypes import layer_dtypes, resolution, rows
+from tfamp.dtypes.remedy import remedy
 from tfamp.dtypes.settings import IN_FORCE, PolicySettings, make_settings
 from tfamp.keras_hooks import (
     calls,
@@ -47,10 +48,7 @@ _WRAPPED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def before_compile(model: keras.Model, arguments: dict[str, Any]) -> None:
-    """Changes the arguments of `compile` so that float16 gets a loss scale.
-
-    A saved model's compile configuration holds what `compile` is given.
-    """
+    """Changes the arguments of `compile`, which files hold: float16 gets a scale."""
     if policy_of(model) is None:
         resolution.meet_unmanaged(model)
     settings = resolution.settings_of(model)
@@ -60,16 +58,15 @@ def before_compile(model: keras.Model, arguments: dict[str, Any]) -> None:
         resolution.follow_plan(model, settings, must=True)
     if settings.jit_compile is not None and arguments.get("jit_compile") == "auto":
         arguments["jit_compile"] = settings.jit_compile
-    optimizer = arguments.get("optimizer")
-    if optimizer is None:
+    if arguments.get("optimizer") is None:
         return
-    plain = keras.optimizers.get(optimizer)
-    if not arguments.get("auto_scale_loss", True):
-        arguments["optimizer"] = plain
-        leave_alone(plain)
-        return
-    arguments["auto_scale_loss"] = False
-    arguments["optimizer"] = _wrapped(plain, model, settings)
+    optimizer = keras.optimizers.get(arguments["optimizer"])
+    if arguments.get("auto_scale_loss", True):
+        arguments["auto_scale_loss"] = False
+        optimizer = _wrapped(optimizer, model, settings)
+    else:
+        leave_alone(optimizer)
+    arguments["optimizer"] = optimizer
 
 
 def before_training(model: keras.Model) -> None:
@@ -85,16 +82,12 @@ def before_training(model: keras.Model) -> None:
         logging.info(
             "The optimizers of model %r in %s got a `LossScaleOptimizer` around each. "
             "Pass `tfamp.LossScaleOptimizer(...)` for other settings.",
-            model.name,
-            ", ".join(f"`{name}`" for name in names),
+            *(model.name, ", ".join(f"`{name}`" for name in names)),
         )
 
 
 def _wrapped(optimizer: Any, model: keras.Model, settings: PolicySettings) -> Any:
-    """Returns `optimizer` with the loss scale that `model` needs, if any.
-
-    Keras's own wrapper is replaced by ours, with the state it has.
-    """
+    """Returns `optimizer` with the loss scale that `model` needs, if any."""
     if isinstance(optimizer, LossScaleOptimizer):
         return optimizer
     if type(optimizer) is keras.optimizers.LossScaleOptimizer:
@@ -105,8 +98,7 @@ def _wrapped(optimizer: Any, model: keras.Model, settings: PolicySettings) -> An
         logging.info(
             "Optimizer %r is of your own class %s, so it scales the loss as that does. "
             "Derive it from `tfamp.LossScaleOptimizer` to judge steps on all replicas.",
-            optimizer.name,
-            type(optimizer).__name__,
+            *(optimizer.name, type(optimizer).__name__),
         )
         return optimizer
     options, scale = dict(settings.loss_scale_options), settings.loss_scale
@@ -134,42 +126,31 @@ def _wrapped(optimizer: Any, model: keras.Model, settings: PolicySettings) -> An
     return made
 
 
-def make_exact(model: keras.layers.Layer) -> None:
-    """Gives a compiled model our optimizer in the place of Keras's own wrapper."""
-    optimizer = getattr(model, "optimizer", None)
-    if type(optimizer) is keras.optimizers.LossScaleOptimizer:
-        trainer.replace_optimizer(model, exact(optimizer))
-
-
 def follow_policy(model: keras.layers.Layer, settings: PolicySettings) -> None:
     """Gives a model that is compiled already the optimizer its dtypes need.
 
     The inner optimizer is the same object before and after, with its slots.
     """
+
+    def plain(optimizer: Any) -> Any:  # without the scale that was put around it here
+        is_ours = isinstance(optimizer, LossScaleOptimizer) and optimizer in _WRAPPED
+        return optimizer.inner_optimizer if is_ours else optimizer
+
     has_float16 = resolution.computes_in(model, "float16")
     if not has_float16:
-        optimizers.replace_optimizers(model, _plain)
-    if not trainer.is_compiled(model) or model.optimizer is None:
+        optimizers.replace_optimizers(model, plain)
+    present = model.optimizer if trainer.is_compiled(model) else None
+    if present is None or (has_float16 and plain(present) is not present):
         return
-    present, plain = model.optimizer, _plain(model.optimizer)
-    if plain is not present and has_float16:
-        return
-    wanted = _wrapped(plain, model, settings)
+    wanted = _wrapped(plain(present), model, settings)
     if wanted is not present:
         trainer.replace_optimizer(model, wanted)
-
-
-def _plain(optimizer: Any) -> Any:
-    """Returns an optimizer without the scale that was put around it here."""
-    is_ours = isinstance(optimizer, LossScaleOptimizer) and optimizer in _WRAPPED
-    return optimizer.inner_optimizer if is_ours else optimizer
 
 
 def load(entry: dict[str, Any] | None, make: Callable[[], Any]) -> Any:
     """Returns a saved model with the dtypes of its file, whose entry is given.
 
-    Without an entry it is as Keras makes it, with the optimizer it had. A ValueError
-    says that the file was written by another version, or describes another model.
+    A ValueError says that another version wrote it, or that it has another model.
     """
     if entry is None:
         CONFIG_HOOKS.install()
@@ -179,6 +160,9 @@ def load(entry: dict[str, Any] | None, make: Callable[[], Any]) -> Any:
     with IN_FORCE.block(settings=settings, loaded=entry["policy"]):
         model = make()
     rows.restore(model, entry)
+    optimizer = getattr(model, "optimizer", None)
+    if type(optimizer) is keras.optimizers.LossScaleOptimizer:
+        trainer.replace_optimizer(model, exact(optimizer))
     return model
 
 
@@ -189,25 +173,19 @@ def unpickled(archive: Any) -> Any:
 
 
 def _load_for_keras(entry: dict[str, Any], make: Callable[[], Any]) -> Any:
-    """Returns what Keras's own `load_model` gives while tfamp is enabled."""
+    """Returns what Keras's own `load_model` gives, in full while tfamp is enabled."""
     present = IN_FORCE.present
-    is_ours = present.settings is not None and present.loaded is None
-    return load(entry, make) if is_ours else make()
+    is_inside = present.settings is None or present.loaded is not None
+    return make() if is_inside else load(entry, make)
 
 
 class SelfTest:
-    """A check of a Keras that nobody has tested, and whether it is due.
+    """A check, by a small model, of a Keras that nobody has tested."""
 
-    A hook that Keras no longer passes through fails without an error: softmax is
-    rounded again, a head is in half precision. A small model shows whether it does.
-    """
-
-    def __init__(self, version: str | None = None) -> None:
-        self._version = keras.__version__ if version is None else version
-        self._lock = threading.RLock()
-        self.is_due = self._version not in versions.TESTED_KERAS and not os.environ.get(
-            versions.UNTESTED_KERAS
-        )
+    def __init__(self, version: str = keras.__version__) -> None:
+        self._version, self._lock = version, threading.RLock()
+        is_told = os.environ.get(versions.UNTESTED_KERAS)
+        self.is_due = version not in versions.TESTED_KERAS and not is_told
 
     def run(self) -> None:
         """Runs the check where it is due; raises HookError where a promise is broken.
@@ -240,8 +218,7 @@ def _broken() -> str:
     settings = make_settings("mixed_float16")
     try:
         with IN_FORCE.block(settings=settings, loaded=None), tf.device("CPU:0"):
-            promises = _promises()
-            return next((text for is_held, text in promises if not is_held), "")
+            return next((text for is_held, text in _promises() if not is_held), "")
     except Exception as error:
         line = first_line(error).rstrip(".")
         return f"a small model raises {type(error).__name__}: {line}"
@@ -259,14 +236,10 @@ def _promises() -> Iterator[tuple[Any, str]]:
     graph = tf.function(softmax, autograph=False).get_concrete_function(half).graph
     takes = {o.inputs[0].dtype for o in graph.get_operations() if o.type == "Softmax"}
     yield half.dtype not in takes, "softmax is not computed in float32"
-    head = keras.layers.Dense(
-        3, "softmax", kernel_initializer="ones", name="tfamp_head"
-    )
-    model = keras.Sequential(
-        [keras.Input((16,), name="tfamp_input"), head], name="tfamp"
-    )
-    told = head.get_config()["dtype"]
-    yield "tfamp_inherited" in str(told), "a configuration hides an inherited dtype"
+    inputs = keras.Input((16,), name="tfamp_input")
+    how = {"kernel_initializer": "ones", "name": "tfamp_head"}
+    head = keras.layers.Dense(3, "softmax", **how)
+    model = keras.Sequential([inputs, head], name="tfamp")
     loss, sgd = "sparse_categorical_crossentropy", keras.optimizers.SGD(name="tfamp")
     model.compile(LossScaleOptimizer(sgd, name="tfamp_scale"), loss, run_eagerly=True)
     copied = policy_of(pickle.loads(pickle.dumps(model)).layers[-1])
@@ -289,34 +262,24 @@ def _before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
     resolution.before_call(layer, args, kwargs)
 
 
+_after_build = layer_dtypes.propagate_to_sublayers
 HOOKS = (
     PatchSet(
         [
-            *layers.patches(
-                IN_FORCE.prepare_thread,
-                layer_dtypes.on_created,
-                layer_dtypes.propagate_to_sublayers,
-            ),
-            *calls.patches(
-                _before_call, layer_dtypes.propagate_to_sublayers, layer_dtypes.remedy
-            ),
+            *layers.patches(layer_dtypes.on_created),
+            *calls.patches(_before_call, _after_build, remedy),
             *float32_operations.patches(),
             *trainer.compile_patches(before_compile),
             *saved_state.patches(
-                rows.describe,
-                _load_for_keras,
-                IN_FORCE.holds,
-                layer_dtypes.on_quantized_read,
+                rows.describe, _load_for_keras, layer_dtypes.on_quantized_read
             ),
         ]
     ),
     *(FIT_HOOKS, TAPE_HOOKS, LOOP_HOOKS, WORKER_HOOKS, CONFIG_HOOKS),
 )
-
 Policy.unpickle = staticmethod(unpickled)
 BEFORE_RUN.append(resolution.warn_of_open_rules)
-BEFORE_TRAINING.append(before_training)
-BEFORE_TRAINING.append(warn_of_idle_distribution)
+BEFORE_TRAINING += [before_training, warn_of_idle_distribution]
 
 
 def install(settings: PolicySettings) -> None:

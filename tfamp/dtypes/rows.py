@@ -6,6 +6,7 @@ and loads the file with the dtypes that were decided.
 
 import contextlib
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,14 +16,15 @@ import keras
 from tfamp.dtypes import heads, layer_dtypes, resolution
 from tfamp.dtypes.settings import POLICIES, PolicySettings, make_settings
 from tfamp.keras_hooks import (
+    backend,
     exact_values,
     fake_quantization,
     structure,
     trainer,
-    variables,
 )
 from tfamp.keras_hooks.exact_values import Float32Operation
 from tfamp.keras_hooks.layers import FIELDS, KEPT, Kind, Policy, policy_of, put, update
+from tfamp.keras_hooks.structure import Layer
 from tfamp.records import console
 from tfamp.records.formats import HALF
 from tfamp.records.record import Record
@@ -63,21 +65,20 @@ class PlannedOperation(Record):
     reason: str = ""
 
 
-def read_layers(model: keras.layers.Layer) -> tuple[PlannedLayer, ...]:
+def read_layers(model: Layer) -> tuple[PlannedLayer, ...]:
     """Returns what each layer of a model computes in now."""
     found = []
     for path, layer, _ in structure.walk(model):
-        policy, name = policy_of(layer), layer.dtype_policy.name
-        told: dict[str, Any] = {"kind": UNMANAGED}
+        policy, told = policy_of(layer), dict[str, Any](kind=UNMANAGED)
         if policy is not None:
             told = {field: getattr(policy, field) for field in FIELDS}
             told["kind"] = policy.kind.value
-        names = path, type(layer).__name__
-        found.append(PlannedLayer(*names, layer.compute_dtype, name, **told))
+        names = path, type(layer).__name__, layer.compute_dtype, layer.dtype_policy.name
+        found.append(PlannedLayer(*names, **told))
     return tuple(found)
 
 
-def read_operations(model: keras.layers.Layer) -> tuple[PlannedOperation, ...]:
+def read_operations(model: Layer) -> tuple[PlannedOperation, ...]:
     """Returns the operations of a model's graphs that are kept in float32."""
     known = list(exact_values.operations_in(model))
     return tuple(
@@ -87,116 +88,27 @@ def read_operations(model: keras.layers.Layer) -> tuple[PlannedOperation, ...]:
 
 
 def difference(
-    model: keras.layers.Layer,
-    rows: Sequence[PlannedLayer],
-    operations: Sequence[PlannedOperation],
+    model: Layer, rows: Sequence[PlannedLayer], operations: Sequence[PlannedOperation]
 ) -> str:
     """Returns the first way in which a model is not that of a plan, "" if it is."""
     here = [(path, type(layer).__name__) for path, layer, _ in structure.walk(model)]
     planned = [(row.path, row.class_name) for row in rows]
-    pairs = zip(_without_numbers(here), _without_numbers(planned), strict=False)
+    pairs = itertools.zip_longest(_without_numbers(here), _without_numbers(planned))
     for place, (mine, plans) in enumerate(pairs):
-        is_root = place == 0  # whose own name may be another
-        if mine[is_root:] != plans[is_root:]:
-            return (
-                f"layer {place} is {here[place][0]!r}, a {mine[1]}, where the plan has "
-                f"{planned[place][0]!r}, a {plans[1]}"
-            )
-    if len(here) != len(planned):
-        is_more = len(here) > len(planned)
-        path, class_name = (here if is_more else planned)[min(len(here), len(planned))]
-        return (
-            f"it has {len(here)} layers where the plan has {len(planned)}: "
-            f"{'it' if is_more else 'the plan'} has {path!r}, a {class_name}, as well"
-        )
+        if mine is None or plans is None or mine[place == 0 :] != plans[place == 0 :]:
+            # The root's own name may be another.
+            told = [
+                f"{known[place][0]!r}, a {known[place][1]}"
+                if known[place:]
+                else "nothing"
+                for known in (here, planned)
+            ]
+            return f"layer {place} is {told[0]}, where the plan has {told[1]}"
     known = [type(each).__name__ for _, each in exact_values.operations_in(model)]
     for row in operations:
         if known[row.place : row.place + 1] != [row.class_name]:
             return f"it has no operation {row.path!r}, a {row.class_name}"
     return ""
-
-
-def put_on(
-    model: keras.layers.Layer,
-    settings: PolicySettings,
-    rows: Sequence[PlannedLayer],
-    operations: Sequence[PlannedOperation],
-) -> None:
-    """Gives each layer of a model that is the plan's the dtypes planned for it.
-
-    A ValueError says that a layer cannot compute as planned; all are as before.
-    """
-    layers = structure.layers_of(model)
-    with layer_dtypes.restored_on_error(layers):
-        for layer, row in zip(layers, rows, strict=True):
-            _put(layer, row, settings)
-    for layer in layers:
-        trainer.drop_traced_functions(layer)
-    _tell_graph(model, settings)
-    kept = {
-        row.place: Float32Operation(row.output_dtype, row.rule, row.reason)
-        for row in operations
-    }
-    exact_values.keep_only(model, kept)
-
-
-def _put(
-    layer: keras.layers.Layer, row: PlannedLayer, settings: PolicySettings
-) -> None:
-    name, before = row.dtype_policy, policy_of(layer)
-    kind = KINDS.get(row.kind)
-    if kind is None:
-        put(layer, None)
-        is_plain = layer.quantization_mode is None and layer.compute_dtype in _FLOATS
-        if is_plain and layer.dtype_policy.name != name:
-            layer.dtype_policy = keras.dtype_policies.get(name)
-    else:
-        source = name.partition("_from_")[2] or name
-        if kind in KEPT and source == "float32":
-            source = settings.policy.name
-        elif source not in POLICIES:
-            source = layer.compute_dtype
-        policy = Policy(
-            source,
-            settings,
-            kind=kind,
-            **{field: getattr(row, field) for field in FIELDS},
-            is_decided=True,
-            is_propagated=layer.built,
-            is_resolved=True,
-            graph_key=structure.graph_key(layer),
-            made_in="float32" if before is None else before.made_in,
-        )
-        put(layer, policy)
-    if layer.dtype_policy.name != name:
-        raise ValueError(
-            f"Layer {row.path!r} has dtype policy {layer.dtype_policy.name!r}, "
-            f"which cannot become {name!r} as the plan has it; expected a layer "
-            "that was made like the plan's. Quantize it, or build it, as before."
-        )
-
-
-def _tell_graph(model: keras.layers.Layer, settings: PolicySettings) -> None:
-    """Makes the tensors of a graph behind its heads tell what they are now."""
-    found = heads.graph_heads(model)
-    if found is not None and found.heads:
-        is_wide = all(output_dtype(head) == "float32" for head in found.heads)
-        for tensor in found.tensors:
-            dtype = "float32" if is_wide else settings.compute_dtype
-            structure.set_tensor_dtype(tensor, dtype)
-
-
-def output_dtype(layer: keras.layers.Layer) -> str:
-    """Returns the dtype of what a layer gives, a graph by what makes its output."""
-    policy, graph = policy_of(layer), structure.graph_of(layer)
-    if policy is not None and policy.output_dtype is not None:
-        return policy.output_dtype
-    if graph is None:
-        return str(layer.compute_dtype)
-    tensor = structure.outputs_of(graph)[0]
-    made = structure.producer(tensor)
-    is_layer = made is not None and isinstance(made[0], keras.layers.Layer)
-    return output_dtype(made[0]) if is_layer else str(tensor.dtype)  # type: ignore[index]
 
 
 def _without_numbers(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -218,6 +130,76 @@ def _without_numbers(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return found
 
 
+def put_on(
+    model: Layer,
+    settings: PolicySettings,
+    rows: Sequence[PlannedLayer],
+    operations: Sequence[PlannedOperation],
+) -> None:
+    """Gives each layer of a model that is the plan's the dtypes planned for it.
+
+    A ValueError says that a layer cannot compute as planned; all are as before.
+    """
+    layers = structure.layers_of(model)
+    with layer_dtypes.restored_on_error(layers):
+        for layer, row in zip(layers, rows, strict=True):
+            _put(layer, row, settings)
+    for layer in layers:
+        trainer.drop_traced_functions(layer)
+    found = heads.graph_heads(model)
+    if found is not None and found.heads:
+        # The tensors of a graph behind its heads tell what they are now.
+        is_wide = all(output_dtype(head) == "float32" for head in found.heads)
+        for tensor in found.tensors:
+            dtype = "float32" if is_wide else settings.compute_dtype
+            structure.set_tensor_dtype(tensor, dtype)
+    kept = {
+        row.place: Float32Operation(row.output_dtype, row.rule, row.reason)
+        for row in operations
+    }
+    exact_values.keep_only(model, kept)
+
+
+def _put(layer: Layer, row: PlannedLayer, settings: PolicySettings) -> None:
+    name, before = row.dtype_policy, policy_of(layer)
+    kind = KINDS.get(row.kind)
+    if kind is None:
+        put(layer, None)
+        is_plain = layer.quantization_mode is None and layer.compute_dtype in _FLOATS
+        if is_plain and layer.dtype_policy.name != name:
+            layer.dtype_policy = keras.dtype_policies.get(name)
+    else:
+        source = name.partition("_from_")[2] or name
+        if kind in KEPT and source == "float32":
+            source = settings.policy.name
+        elif source not in POLICIES:
+            source = layer.compute_dtype
+        known = {field: getattr(row, field) for field in FIELDS}
+        known |= {"kind": kind, "is_decided": True, "is_propagated": layer.built}
+        known |= {"is_resolved": True, "graph_key": structure.graph_key(layer)}
+        known["made_in"] = "float32" if before is None else before.made_in
+        put(layer, Policy(source, settings, **known))
+    if layer.dtype_policy.name != name:
+        raise ValueError(
+            f"Layer {row.path!r} has dtype policy {layer.dtype_policy.name!r}, "
+            f"which cannot become {name!r} as the plan has it; expected a layer "
+            "that was made like the plan's. Quantize it, or build it, as before."
+        )
+
+
+def output_dtype(layer: Layer) -> str:
+    """Returns the dtype of what a layer gives, a graph by what makes its output."""
+    policy, graph = policy_of(layer), structure.graph_of(layer)
+    if policy is not None and policy.output_dtype is not None:
+        return policy.output_dtype
+    if graph is None:
+        return str(layer.compute_dtype)
+    tensor = graph.outputs[0]
+    made = structure.producer(tensor)
+    is_layer = made is not None and isinstance(made[0], keras.layers.Layer)
+    return output_dtype(made[0]) if is_layer else str(tensor.dtype)  # type: ignore[index]
+
+
 def table(columns: Sequence[str], cells: Sequence[Sequence[str]], title: str) -> str:
     """Returns a table whose first column has paths, which are never broken."""
     options: dict[str, dict[str, Any]] = dict.fromkeys(columns, console.FOLD)
@@ -228,7 +210,7 @@ def table(columns: Sequence[str], cells: Sequence[Sequence[str]], title: str) ->
 
 
 @contextlib.contextmanager
-def restored(model: keras.layers.Layer) -> Iterator[None]:
+def restored(model: Layer) -> Iterator[None]:
     """Puts a model's layers, operations and graph back, however the block ends."""
     before = layer_dtypes.Before(structure.layers_of(model))
     operations = exact_values.kept_in(model)
@@ -243,7 +225,7 @@ def restored(model: keras.layers.Layer) -> Iterator[None]:
             structure.set_tensor_dtype(tensor, dtype)
 
 
-def describe(model: keras.layers.Layer) -> dict[str, Any] | None:
+def describe(model: Layer) -> dict[str, Any] | None:
     """Returns the entry of a model in its file, None where no layer is managed."""
     settings = resolution.settings_of(model)
     if settings is None:
@@ -251,11 +233,8 @@ def describe(model: keras.layers.Layer) -> dict[str, Any] | None:
     if structure.graph_of(model) is not None:
         resolution.resolve(model)
     layers = structure.layers_of(model)
-    policies = [(layer, policy_of(layer)) for layer in layers]
-    stored = {
-        str(place): [weight.dtype for weight in structure.own_weights(layer)]
-        for place, layer in enumerate(layers)
-    }
+    policies = [policy_of(layer) for layer in layers]
+    weights = [[w.dtype for w in structure.own_weights(layer)] for layer in layers]
     return {
         "schema": SCHEMA,
         **facts_of(settings),
@@ -263,19 +242,17 @@ def describe(model: keras.layers.Layer) -> dict[str, Any] | None:
         # dtypes of the tensors that they met.
         "made_in": [
             policy.made_in
-            for layer, policy in policies
+            for layer, policy in zip(layers, policies, strict=True)
             if policy and structure.constructor_makes_graph(layer)
         ],
         "unresolved": [
-            place
-            for place, (_, policy) in enumerate(policies)
-            if policy and not policy.is_resolved
+            n for n, each in enumerate(policies) if each and not each.is_resolved
         ],
         # The weights of a frozen model.
         "stored": {
-            place: dtypes
-            for place, dtypes in stored.items()
-            if {*dtypes} & {*HALF} and layers[int(place)].variable_dtype not in HALF
+            str(place): dtypes
+            for place, dtypes in enumerate(weights)
+            if {*dtypes} & {*HALF} and layers[place].variable_dtype not in HALF
         },
         "layers": [dataclasses.asdict(row) for row in read_layers(model)],
         "operations": [dataclasses.asdict(row) for row in read_operations(model)],
@@ -287,11 +264,8 @@ def describe(model: keras.layers.Layer) -> dict[str, Any] | None:
     }
 
 
-def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
-    """Gives each layer of a loaded `model` the policy that it was saved with.
-
-    A ValueError says that the file describes another model than this one.
-    """
+def restore(model: Layer, entry: dict[str, Any]) -> None:
+    """Gives each layer of a loaded `model` the policy that it was saved with."""
     layers = structure.layers_of(model)
     rows = [PlannedLayer(**row) for row in entry["layers"]]
     if [type(layer).__name__ for layer in layers] != [row.class_name for row in rows]:
@@ -312,14 +286,13 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
         weights = structure.own_weights(layers[int(place)])
         for weight, dtype in zip(weights, dtypes, strict=False):
             if weight.dtype != dtype:
-                variables.store_in(weight, dtype)
+                backend.store_in(weight, dtype)
 
 
 def settings_to_make(entry: dict[str, Any]) -> PolicySettings:
     """Returns the settings under which the layers of a saved model are to be made.
 
-    They are made in float32, but as they were where a constructor wires a graph. A
-    ValueError says that another version of tfamp wrote the file.
+    They are made in float32, but as they were where a constructor wires a graph.
     """
     if entry.get("schema") != SCHEMA:
         raise ValueError(
@@ -333,13 +306,14 @@ def settings_to_make(entry: dict[str, Any]) -> PolicySettings:
 
 def facts_of(settings: PolicySettings) -> dict[str, Any]:
     """Returns what plans and files hold of settings, for `settings_from`."""
+    options = settings.loss_scale_options.items()
     return {
         "policy": settings.policy.name,
         "has_default_rules": settings.with_defaults,
         "loss_scale": settings.loss_scale,
         "loss_scale_options": {
             name: value
-            for name, value in settings.loss_scale_options.items()
+            for name, value in options
             if isinstance(value, int | float | str | None)
         },
         "jit_compile": settings.jit_compile,
@@ -354,12 +328,7 @@ def settings_from(
 
     The user's own rules, which may be functions, are known by what they decided.
     """
-    return make_settings(
-        policy,
-        "default" if facts["has_default_rules"] else "none",
-        facts["loss_scale"],
-        facts["loss_scale_options"],
-        plan=plan,
-        jit_compile=facts["jit_compile"],
-        evidence=facts["evidence"],
-    )
+    known = ("loss_scale", "loss_scale_options", "jit_compile", "evidence")
+    keep_float32 = "default" if facts["has_default_rules"] else "none"
+    fields = {name: facts[name] for name in known}
+    return make_settings(policy, keep_float32, plan=plan, **fields)

@@ -21,6 +21,7 @@ KeepFloat32 = str | Sequence[Any]
 # 0.4 % for a 3x3 window in float16, but 12 % for 16x16.
 MIN_LARGE_WINDOW = 16
 _NAME = re.compile(r"[\w./-]+")
+_WORDS = ("none", "default")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,47 +35,31 @@ class Rule:
     pattern: re.Pattern[str] | None = None
     # Asked when the layer's constructor has ended; beside `classes`, both must hold.
     predicate: Callable[[Any], Any] | None = None
-    # "all" where sublayers follow, "self" where not, "own" where not and what they
-    # return is cast to float32 inside the layer.
+    # "all" where sublayers follow, "own" where they do not, and what they return is
+    # cast to float32 inside the layer.
     applies_to: str = "all"
     dtypes: tuple[str, ...] = HALF  # compute dtypes under which the rule applies
 
-    def matches(
-        self,
-        layer: keras.layers.Layer,
-        *,
-        path: str | None = None,
-        is_exact: bool = False,
-    ) -> bool:
+    def matches(self, layer: Any, *, path: str | None = None) -> bool:
         """Returns whether the rule keeps `layer`, a finished one if it has a predicate.
 
-        `path` is its path within a model, where known; `is_exact` says that the pattern
-        is a name or path as it stands. A predicate that raises gives a RuntimeError.
+        `path` is its path within a model, where known. A predicate that raises gives a
+        RuntimeError.
         """
         if self.classes and not isinstance(layer, self.classes):
             return False
         if self.pattern is not None:
-            ancestors = {cls.__name__ for cls in type(layer).__mro__[:-1]}
-            if self.pattern.pattern in ancestors or self.is_name_of(layer, path):
+            texts = {layer.name, path, getattr(layer, "path", None)} - {None}
+            text = self.pattern.pattern
+            if text in texts or text in {cls.__name__ for cls in type(layer).__mro__}:
                 return True
-            texts = () if is_exact else _texts(layer, path)
-            return any(map(self.pattern.fullmatch, texts))
-        if self.predicate is not None:
-            return self._ask(layer, self.predicate)
-        return bool(self.classes)
-
-    @property
-    def may_be_name(self) -> bool:
-        """Whether the pattern reads like a name in which dots stand for themselves."""
-        return self.pattern is not None and bool(_NAME.fullmatch(self.pattern.pattern))
-
-    def is_name_of(self, layer: keras.layers.Layer, path: str | None) -> bool:
-        """Returns whether the pattern, as it stands, is a layer's name or path."""
-        return self.pattern is not None and self.pattern.pattern in _texts(layer, path)
-
-    def _ask(self, layer: keras.layers.Layer, predicate: Callable[[Any], Any]) -> bool:
+            # In what reads like a name dots stand for themselves.
+            is_name = _NAME.fullmatch(text) is not None
+            return not is_name and any(map(self.pattern.fullmatch, texts))
+        if self.predicate is None:
+            return bool(self.classes)
         try:
-            return bool(predicate(layer))
+            return bool(self.predicate(layer))
         except Exception as error:
             raise RuntimeError(
                 f"Rule {self.name} raised {type(error).__name__} on layer "
@@ -82,11 +67,6 @@ class Rule:
                 "in `keep_float32` is asked about every layer; let it return False "
                 "where it does not apply."
             ) from error
-
-
-def _texts(layer: keras.layers.Layer, path: str | None) -> set[str]:
-    found = {layer.name, path, getattr(layer, "path", None)}
-    return {text for text in found if text is not None}
 
 
 def _classes(names: str) -> tuple[type, ...]:
@@ -121,97 +101,81 @@ def _is_unscaled(layer: Any) -> bool:
     return not is_additive and layer.score_mode == "dot" and not layer.use_scale
 
 
-def _default(name: str, classes: str, reason: str, **fields: Any) -> Rule:
-    return Rule(f"default: {name}", reason, _classes(classes), **fields)
-
-
 OWN_LOSS = "default: own loss"
-_RULES = (
-    _default(
-        *("LayerNormalization", "LayerNormalization"),
-        "computes in float32 inside already; kept so that what it normalizes is not "
-        "rounded first",
-    ),
-    _default(
-        *("Softmax", "Softmax"),
-        "probabilities near 0 vanish in half precision, and those near 1 round to 1",
-    ),
-    _default(
-        *("UnitNormalization", "UnitNormalization"),
-        "a float16 sum of squares overflows at inputs of 256 and the result is all 0",
-    ),
-    _default(
-        *("SpectralNormalization", "SpectralNormalization"),
-        "power iteration divides by norms, and writes what it rounded into the weights",
-        applies_to="self",
-    ),
-    _default(
-        *("Normalization", "Normalization"),
-        "the mean of unscaled features does not fit half precision, and is frozen in "
-        "the compute dtype",
-    ),
-    _default(
-        *("preprocessing", "Discretization Hashing IntegerLookup CategoryEncoding"),
-        "ids, bins and categories of raw features are others where these are rounded",
-    ),
-    _default(
-        *("cosine Dot", "Dot"),
-        "the norms overflow in float16, and a cosine of 1 comes out as 0",
-        predicate=lambda layer: layer.normalize,
-    ),
-    _default(
-        *("masked global pooling", "GlobalAveragePooling1D"),
-        "the masked sum over all steps is kept in the compute dtype",
-    ),
-    _default(
-        *(
-            "large average pooling",
-            "AveragePooling1D AveragePooling2D AveragePooling3D",
-        ),
-        f"a window of {MIN_LARGE_WINDOW} or more terms is summed in the compute dtype",
-        predicate=lambda layer: np.prod(layer.pool_size) >= MIN_LARGE_WINDOW,
-    ),
-    _default(
-        "adaptive average pooling",
-        "AdaptiveAveragePooling1D AdaptiveAveragePooling2D AdaptiveAveragePooling3D",
-        "windows as large as the input are summed in the compute dtype",
-    ),
-    _default(
-        *("unscaled Attention", "Attention"),
-        "scores are plain products, which overflow float16 from lengths of 256 on",
-        predicate=_is_unscaled,
-        dtypes=("float16",),
-    ),
-    _default(
-        *("bilinear UpSampling2D", "UpSampling2D"),
-        "XLA has no gradient for resizing in half precision (keras#20931)",
-        predicate=lambda layer: layer.interpolation != "nearest",
-    ),
-    _default(
-        *("own loss", "Layer"),
-        "its `call` adds a loss, which would be summed in half precision",
-        predicate=lambda layer: _adds_a_loss(layer.__class__),
-        applies_to="own",
-    ),
-    _default(
-        *("3-D pooling without a GPU", "AveragePooling3D MaxPooling3D"),
-        "TensorFlow has no float16 kernel for it on a CPU",
-        predicate=lambda layer: not tf.config.list_physical_devices("GPU"),
-        dtypes=("float16",),
-    ),
-)
+# Why layers stay in float32, by the name of a rule: that of their class, if no other.
+_REASONS = {
+    "LayerNormalization": "computes in float32 inside already; kept so that what it "
+    "normalizes is not rounded first",
+    "Softmax": "probabilities near 0 vanish in half precision, and those near 1 round "
+    "to 1",
+    "UnitNormalization": "a float16 sum of squares overflows at inputs of 256 and the "
+    "result is all 0",
+    "SpectralNormalization": "power iteration divides by norms, and writes what it "
+    "rounded into the weights",
+    "Normalization": "the mean of unscaled features does not fit half precision, and "
+    "is frozen in the compute dtype",
+    "preprocessing": "ids, bins and categories of raw features are others where these "
+    "are rounded",
+    "cosine Dot": "the norms overflow in float16, and a cosine of 1 comes out as 0",
+    "masked global pooling": "the masked sum over all steps is kept in the compute "
+    "dtype",
+    "large average pooling": f"a window of {MIN_LARGE_WINDOW} or more terms is summed "
+    "in the compute dtype",
+    "adaptive average pooling": "windows as large as the input are summed in the "
+    "compute dtype",
+    "unscaled Attention": "scores are plain products, which overflow float16 from "
+    "lengths of 256 on",
+    "bilinear UpSampling2D": "XLA has no gradient for resizing in half precision "
+    "(keras#20931)",
+    "own loss": "its `call` adds a loss, which would be summed in half precision",
+    "3-D pooling without a GPU": "TensorFlow has no float16 kernel for it on a CPU",
+}
+_CLASSES = {
+    "preprocessing": "Discretization Hashing IntegerLookup CategoryEncoding",
+    "cosine Dot": "Dot",
+    "masked global pooling": "GlobalAveragePooling1D",
+    "large average pooling": "AveragePooling1D AveragePooling2D AveragePooling3D",
+    "adaptive average pooling": "AdaptiveAveragePooling1D AdaptiveAveragePooling2D "
+    "AdaptiveAveragePooling3D",
+    "unscaled Attention": "Attention",
+    "bilinear UpSampling2D": "UpSampling2D",
+    "own loss": "Layer",
+    "3-D pooling without a GPU": "AveragePooling3D MaxPooling3D",
+}
+_PREDICATES: dict[str, Callable[[Any], Any]] = {
+    "cosine Dot": lambda layer: layer.normalize,
+    "large average pooling": lambda x: np.prod(x.pool_size) >= MIN_LARGE_WINDOW,
+    "unscaled Attention": _is_unscaled,
+    "bilinear UpSampling2D": lambda layer: layer.interpolation != "nearest",
+    "own loss": lambda layer: _adds_a_loss(layer.__class__),
+    "3-D pooling without a GPU": lambda _: not tf.config.list_physical_devices("GPU"),
+}
+_IN_FLOAT16_ALONE = ("unscaled Attention", "3-D pooling without a GPU")
+_NOT_WITHIN = ("SpectralNormalization", "own loss")
 # Without the rules for layers that this version of Keras lacks.
-DEFAULT_RULES: tuple[Rule, ...] = tuple(rule for rule in _RULES if rule.classes)
+DEFAULT_RULES: tuple[Rule, ...] = tuple(
+    Rule(
+        f"default: {name}",
+        reason,
+        _classes(_CLASSES.get(name, name)),
+        predicate=_PREDICATES.get(name),
+        applies_to="own" if name in _NOT_WITHIN else "all",
+        dtypes=("float16",) if name in _IN_FLOAT16_ALONE else HALF,
+    )
+    for name, reason in _REASONS.items()
+    if _classes(_CLASSES.get(name, name))
+)
 EXACT_RULE = Rule(
     EXACT,
     "its `call` makes whole numbers of what it is given, or compares it, and would get "
     "others of what was rounded",
     applies_to="own",
 )
+HEADS = "default: heads"
 # What the default rules do where there is no layer to name.
 DEFAULT_OPERATIONS: tuple[tuple[str, str], ...] = (
     (
-        "default: heads",
+        HEADS,
         "the layer that makes a model's output feeds the loss, where half precision "
         "turns a confident answer into a gradient of 0 or NaN",
     ),
@@ -222,7 +186,6 @@ DEFAULT_OPERATIONS: tuple[tuple[str, str], ...] = (
         "is rounded, and so does what makes whole numbers of inputs, such as ids",
     ),
 )
-
 # Layers that take inputs as they were before they were rounded; the second kind only
 # moves or compares them, and hands on what it was given.
 EXACT_INPUTS = _classes(
@@ -250,30 +213,31 @@ def parse(keep_float32: KeepFloat32) -> tuple[tuple[Rule, ...], bool]:
         >>> [rule.name for rule in rules], has_defaults
         (["keep_float32: 'Dense'", "keep_float32: 'encoder/.*'"], True)
     """
-    entries = _entries(keep_float32)
-    rules = (_rule_of_user(entry) for entry in entries if not _is_word(entry))
-    return tuple(rules), not any(_is_word(e) and e == "none" for e in entries)
+    entries, has_defaults = _entries(keep_float32)
+    return tuple(map(_rule_of_user, entries)), has_defaults
 
 
 def on_top_of(keep_float32: KeepFloat32, others: KeepFloat32) -> KeepFloat32:
     """Returns the argument of two: "none" in the first leaves out the others."""
-    given = _entries(keep_float32)
-    if any(_is_word(entry) and entry == "none" for entry in given):
-        return given
-    return [*(entry for entry in given if not _is_word(entry)), *_entries(others)]
+    entries, has_defaults = _entries(keep_float32)
+    if not has_defaults:
+        return ["none", *entries]
+    more, has_defaults = _entries(others)
+    return [*entries, *more, *(() if has_defaults else ("none",))]
 
 
-def _is_word(entry: Any) -> bool:
-    return isinstance(entry, str) and entry in ("none", "default")
-
-
-def _entries(keep_float32: KeepFloat32) -> list[Any]:
-    if isinstance(keep_float32, str | keras.layers.Layer) or callable(keep_float32):
-        return [keep_float32]
+def _entries(keep_float32: KeepFloat32) -> tuple[list[Any], bool]:
+    """Returns what names layers, and whether "none" is not among it."""
+    is_one = isinstance(keep_float32, str | keras.layers.Layer)
+    if is_one or callable(keep_float32):
+        keep_float32 = [keep_float32]
     try:
-        return list(keep_float32)
+        entries = list(keep_float32)
     except TypeError:
         raise TypeError(_wrong_entry(keep_float32)) from None
+    words = [e for e in entries if isinstance(e, str) and e in _WORDS]
+    named = [e for e in entries if not (isinstance(e, str) and e in _WORDS)]
+    return named, "none" not in words
 
 
 def _wrong_entry(entry: Any) -> str:
@@ -285,8 +249,7 @@ def _wrong_entry(entry: Any) -> str:
 
 
 def _rule_of_user(entry: Any) -> Rule:
-    is_layer_class = isinstance(entry, type) and issubclass(entry, keras.layers.Layer)
-    label, fields = "", dict[str, Any]()
+    fields: dict[str, Any]
     if isinstance(entry, str):
         try:
             label, fields = repr(entry), {"pattern": re.compile(entry)}
@@ -296,13 +259,11 @@ def _rule_of_user(entry: Any) -> Rule:
                 "regular expression that matches a layer's whole name or path; escape "
                 "special characters with a backslash, or pass the layer itself."
             ) from error
-    elif is_layer_class:
+    elif isinstance(entry, type) and issubclass(entry, keras.layers.Layer):
         label, fields = entry.__name__, {"classes": (entry,)}
     elif isinstance(entry, keras.layers.Layer):
-        label, fields = (
-            f"layer {entry.name!r}",
-            {"predicate": functools.partial(operator.is_, entry)},
-        )
+        label = f"layer {entry.name!r}"
+        fields = {"predicate": functools.partial(operator.is_, entry)}
     elif callable(entry) and not isinstance(entry, type):
         label = f"{getattr(entry, '__name__', type(entry).__name__)}()"
         fields = {"predicate": entry}

@@ -3,7 +3,9 @@
 Relies on: `backend.ops`, from Keras 3.16 on, holding what `backend` held before; the
 TensorFlow backend's trainer being a class on top of the one that all backends share;
 `set_random_seed` keeping the seed and its generator under two names, and TensorFlow's
-context what it draws seeds of operations from, and its global generator in a module.
+context what it draws seeds of operations from, and its global generator in a module;
+`Variable.value` going through `_maybe_autocast`, `_value` holding the TensorFlow
+variable, `_initialize` making it anew, and `_dtype` naming its dtype.
 """
 
 import contextlib
@@ -20,6 +22,8 @@ from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.trainers import trainer as shared_trainer
 from tensorflow.python.eager import context
 from tensorflow.python.ops import stateful_random_ops
+
+from tfamp.keras_hooks.patches import Function, Patch, wrapper
 
 _SEED, _GENERATOR = "global_random_seed", "global_seed_generator"
 
@@ -46,10 +50,6 @@ standardize_dtype = common.standardize_dtype
 # Keras 3.16 names it as that of every backend, and the shared one otherwise.
 TensorFlowTrainer = (
     getattr(tensorflow_trainer, "TensorFlowTrainer", None) or tensorflow_trainer.Trainer
-)
-# The base class of preprocessing layers, whose name has changed.
-DataLayer = next(
-    cls for cls in keras.layers.Normalization.__mro__[1:] if "__call__" in vars(cls)
 )
 SharedTrainer = getattr(shared_trainer, "BaseTrainer", None) or shared_trainer.Trainer
 
@@ -94,3 +94,45 @@ def global_seeds() -> Iterator[None]:
 def global_generator() -> Any:
     """Returns TensorFlow's global random generator, None before its first use."""
     return stateful_random_ops.global_generator
+
+
+def outermost_graph() -> Any:
+    """Returns the function that is being traced, outermost; None in eager code."""
+    if tf.executing_eagerly():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "outer_graph", None) is not None:
+        if not graph.outer_graph.building_function:
+            break
+        graph = graph.outer_graph
+    return graph
+
+
+@contextlib.contextmanager
+def noting_reads() -> Iterator[dict[int, set[str]]]:
+    """Notes, for each weight by its `id`, the dtypes that it is read in."""
+    found: dict[int, set[str]] = {}
+
+    @wrapper
+    def wrap(original: Function, self: Any, value: Any) -> Any:
+        given = original(self, value)
+        dtype = standardize_dtype(given.dtype)
+        found.setdefault(id(self), set()).add(dtype)
+        return given
+
+    with Patch(keras.Variable, "_maybe_autocast", wrap).standing():
+        yield found
+
+
+def stored(variable: Any) -> Any:
+    """Returns the variable of TensorFlow that holds the value of one of Keras's."""
+    value = getattr(variable, "_value", None)
+    is_keras = isinstance(variable, keras.Variable) and value is not None
+    return value if is_keras else variable
+
+
+def store_in(variable: Any, dtype: str) -> None:
+    """Stores a weight in another float dtype; call it in the scope of its strategy."""
+    value = tf.cast(tf.convert_to_tensor(variable._value), dtype)
+    variable._dtype = dtype
+    variable._initialize(value)

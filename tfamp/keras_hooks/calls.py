@@ -1,49 +1,44 @@
 """Hooks where layers are called.
 
-Relies on: `Layer.__call__` casting its inputs through
-`DTypePolicy.convert_input`, building the layer by its `build`, opening the autocast
-scope and then calling `super().__call__`, which the TensorFlow base class of `Layer`
-does not define; outputs of that call becoming the layer's outputs before the graph
-node, the mask and the activity regularizer see them.
+Relies on: `Layer.__call__` casting its inputs through `DTypePolicy.convert_input`,
+building the layer by its `build`, opening the autocast scope and then calling
+`super().__call__`, which the TensorFlow base class of `Layer` does not define; outputs
+of that call becoming the layer's outputs before the graph node, the mask and the
+activity regularizer see them; `Layer._losses` holding what was added.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
-from keras.src import tree
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.layer import TFLayer
 
 from tfamp.keras_hooks import backend, structure, trials
-from tfamp.keras_hooks.exact_values import cast_outputs, source_of
+from tfamp.keras_hooks.exact_values import cast_outputs, source_of, widened
 from tfamp.keras_hooks.layers import CALLS, Kind, Policy, policy_of
 from tfamp.keras_hooks.patches import Function, Patch, like, replaced, wrapper
+from tfamp.keras_hooks.structure import Layer
 
 
 def patches(
     before_call: Callable[..., None],
-    after_build: Callable[[keras.layers.Layer], None],
+    after_build: Callable[[Layer], None],
     after_error: Callable[..., Any],
 ) -> list[Patch]:
     """Returns the patches around a layer's call.
 
-    Args:
-        before_call: Called as `before_call(layer, args, kwargs)` ahead of the first
-            calls of a managed layer, and of those in training as long as a rule of the
-            user has matched nothing, before its inputs are cast.
-        after_build: Called with a kept layer once it is built, ahead of its own `call`.
-        after_error: Called as `after_error(layer, rule, error, again)` where the call
-            of a managed layer has raised where it may be repeated: in a trace for
-            shapes; returns outputs, or raises. `rule` is what had decided ahead of it,
-            `again` repeats it.
+    `before_call(layer, args, kwargs)` is called ahead of the first calls, and of those
+    in training as long as a rule of the user has matched nothing, before inputs are
+    cast; `after_build(layer)` once a kept layer is built; `after_error(layer, rule,
+    error, again)` where a call has raised that may be repeated: it returns outputs, or
+    raises. `rule` is what had decided ahead of the call, `again` repeats it.
     """
 
     def wrap_outer(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)
-        def run(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+        def run(self: Layer, *args: Any, **kwargs: Any) -> Any:
             policy = policy_of(self)
             if (
                 policy is None
@@ -67,38 +62,30 @@ def patches(
                 return after_error(self, rule, error, again)
 
         @like(original)
-        def __call__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+        def __call__(self: Layer, *args: Any, **kwargs: Any) -> Any:
             # AutoGraph rewrites what a `tf.function` is made of, and all that this
             # calls but functions of Keras, which `run` passes for.
             return run(self, *args, **kwargs)
 
         return __call__
 
+    inner = functools.partial(_inner_call, after_build=after_build)
     return [
         *trials.patches(after_error),
-        Patch(keras.layers.Layer, "__call__", wrap_outer),
-        Patch(
-            TFLayer,
-            "__call__",
-            lambda original: _inner_call(original, after_build),
-            optional=True,
-        ),
-        Patch(backend.DataLayer, "__call__", _wrap_data_layer),
+        Patch(Layer, "__call__", wrap_outer),
+        Patch(TFLayer, "__call__", inner, optional=True),
     ]
 
 
 def in_call() -> bool:
-    """Returns whether this thread is inside the call of any layer.
-
-    For what a `build` calls Keras has not opened its call context yet.
-    """
-    if CALLS.depth or CALLS.stack:
-        return True
-    return global_state.get_global_attribute("current_call_ctx") is not None
+    """Returns whether this thread is inside the call of any layer."""
+    # For what a `build` calls Keras has not opened its call context yet.
+    context = global_state.get_global_attribute("current_call_ctx")
+    return bool(CALLS.depth or CALLS.stack) or context is not None
 
 
 def _inside_the_call(
-    layer: keras.layers.Layer, policy: Policy, call: Callable[[], Any], given: Any
+    layer: Layer, policy: Policy, call: Callable[[], Any], given: Any
 ) -> Any:
     """Calls a layer; in tfamp's own trace it is built as by a first call.
 
@@ -107,11 +94,16 @@ def _inside_the_call(
     CALLS.depth += 1
     try:
         if CALLS.recorder is None or layer.built:
-            return trials.checked(layer, policy, call, given)
-        with replaced(layer, build=_outside_the_trace(layer.build)):
-            return trials.checked(layer, policy, call, given)
+            outputs = trials.checked(layer, policy, call, given)
+        else:
+            with replaced(layer, build=_outside_the_trace(layer.build)):
+                outputs = trials.checked(layer, policy, call, given)
     finally:
         CALLS.depth -= 1
+    losses = structure.own_losses(layer)
+    if losses:  # which Keras adds to the main one, in float32
+        losses[:] = map(widened, losses)
+    return outputs
 
 
 @wrapper
@@ -121,24 +113,12 @@ def _outside_the_trace(original: Function, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
-@wrapper
-def _wrap_data_layer(
-    original: Function, self: keras.layers.Layer, inputs: Any, **kwargs: Any
-) -> Any:
-    """Hands preprocessing layers exact inputs before they cast them themselves."""
-    policy = policy_of(self)
-    if policy is not None and policy.exact_inputs:
-        inputs = tree.map_structure(source_of, inputs)
-    return original(self, inputs, **kwargs)
-
-
 def _inner_call(
-    original: Callable[..., Any] | None,
-    after_build: Callable[[keras.layers.Layer], None],
-) -> Callable[..., Any]:
+    original: Function | None, after_build: Callable[[Layer], None]
+) -> Function:
     """Returns a method for `TFLayer`, which has none: the next class in line has."""
 
-    def __call__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Layer, *args: Any, **kwargs: Any) -> Any:
         if original is None:
             call = super(TFLayer, self).__call__
         else:
@@ -152,7 +132,7 @@ def _inner_call(
         graph = structure.graph_of(self)
         is_wide = graph is not None and all(x.dtype == "float32" for x in graph.inputs)
         if policy.exact_inputs or is_wide:
-            args, kwargs = tree.map_structure(source_of, (args, kwargs))
+            args, kwargs = structure.map_structure(source_of, (args, kwargs))
         if not CALLS.stack and policy.settings.compute_dtype == "float16":
             CALLS.note_float16(self)
         CALLS.stack.append(policy)
@@ -160,16 +140,7 @@ def _inner_call(
             outputs = call(*args, **kwargs)
         finally:
             CALLS.stack.pop()
-        outer = CALLS.stack[-1] if CALLS.stack else None
-        output_dtype = policy.output_dtype
-        is_outermost = outer is None and CALLS.depth <= 1
-        if CALLS.is_training and is_outermost and policy.settings.has_defaults:
-            # For the code of a `train_step`, as a model's output is.
-            output_dtype = "float32"
-        elif outer is not None and outer.inner_dtype is not None:
-            # But what the user made in a dtype of its own, beside a head.
-            if policy.kind is not Kind.EXPLICIT or outer.inner_dtype == "float32":
-                output_dtype = outer.inner_dtype
+        output_dtype = _output_dtype(policy)
         if output_dtype is not None:
             outputs = cast_outputs(outputs, output_dtype)
         if CALLS.recorder is not None:
@@ -177,3 +148,16 @@ def _inner_call(
         return outputs
 
     return __call__
+
+
+def _output_dtype(policy: Policy) -> str | None:
+    """Returns what outputs of a call that ends here are cast to, None to leave them."""
+    outer = CALLS.stack[-1] if CALLS.stack else None
+    is_outermost = outer is None and CALLS.depth <= 1
+    if CALLS.is_training and is_outermost and policy.settings.has_defaults:
+        return "float32"  # for the code of a `train_step`, as a model's output is
+    if outer is not None and outer.inner_dtype is not None:
+        # But what the user made in a dtype of its own, beside a head.
+        if policy.kind is not Kind.EXPLICIT or outer.inner_dtype == "float32":
+            return outer.inner_dtype
+    return policy.output_dtype

@@ -6,7 +6,7 @@ operations of Functional graphs, which have no dtype of their own, that are kept
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -15,29 +15,48 @@ import tensorflow as tf
 from tfamp.keras_hooks import backend
 from tfamp.keras_hooks.layers import SOURCE
 from tfamp.keras_hooks.patches import like, replaced
-from tfamp.keras_hooks.structure import map_structure, operations_of, walk
+from tfamp.keras_hooks.structure import (
+    Layer,
+    map_structure,
+    operations_of,
+    walk,
+    with_mask_of,
+)
 
 _KEPT = "_tfamp_kept_in_float32"
 
 
 def source_of(x: Any) -> Any:
-    """Returns what `x` was rounded from, in float32, or `x` itself."""
-    source = getattr(x, SOURCE, None) if isinstance(x, tf.Tensor) else None
+    """Returns what `x` was rounded from, in float32, or `x` itself.
+
+    In graphs preprocessing layers cast ahead of their own call: that is seen through.
+    """
+    if not isinstance(x, tf.Tensor):
+        return x
+    source: Any = getattr(x, SOURCE, None)
+    made_by: Any = getattr(x, "op", None) if x.dtype == tf.float32 else None
+    if source is None and made_by is not None and made_by.type == "Cast":
+        source = getattr(made_by.inputs[0], SOURCE, None)
     if source is None:
         return x
     exact = backend.convert_to_tensor(source)
     if exact.dtype != tf.float32:
         exact = backend.cast(exact, "float32")
-    mask = backend.get_keras_mask(x)
-    if mask is not None and backend.get_keras_mask(exact) is None:
-        exact = tf.identity(exact)
-        backend.set_keras_mask(exact, mask)
-    return exact
+    has_own = backend.get_keras_mask(exact) is not None
+    if backend.get_keras_mask(x) is None or has_own:
+        return exact
+    return with_mask_of(x, tf.identity(exact))
 
 
 def unrounded(x: tf.Tensor) -> tf.Tensor:
     """Returns a tensor in float32: what it was rounded from, where that is known."""
     return backend.cast(source_of(x), "float32")
+
+
+def widened(x: Any) -> Any:
+    """Returns a half-precision tensor in float32, unrounded where that is known."""
+    is_half = isinstance(x, tf.Tensor) and x.dtype in backend.HALF
+    return unrounded(x) if is_half else x
 
 
 def cast_outputs(outputs: Any, dtype: str) -> Any:
@@ -76,7 +95,7 @@ class Float32Operation(NamedTuple):
     reason: str = ""  # why
 
 
-def operations_in(model: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
+def operations_in(model: Layer) -> Iterator[tuple[str, Any]]:
     """Yields path and operation of all graphs in a model, each once, in their order."""
     seen: set[int] = set()
     for path, layer, _ in walk(model):
@@ -89,50 +108,41 @@ def operations_in(model: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
 
 def kept(operation: Any) -> Float32Operation | None:
     """Returns how an operation is kept in float32, None where it is not."""
-    found = vars(operation).get(_KEPT)
-    return None if found is None else found[1]
+    return vars(operation).get(_KEPT)
 
 
 def keep(operation: Any, output_dtype: str, rule: str = "", reason: str = "") -> bool:
     """Has an operation compute in float32 from now on; returns whether it did not.
 
-    It has no dtype to be set, so its call is replaced on the instance; Keras's own part
-    of a file that the model is saved to knows nothing of that. Its floating-point
-    outputs are cast to `output_dtype`.
+    It has no dtype to be set, so its call is replaced on the instance.
     """
-    if _KEPT in vars(operation):
+    if kept(operation) is not None:
         return False
-    # Let go of, the stack would put the call back.
-    stack = contextlib.ExitStack()
-    vars(operation)[_KEPT] = stack, Float32Operation(output_dtype, rule, reason)
-    stack.enter_context(in_float32(operation, output_dtype))
+    vars(operation).update(
+        {
+            "call": _call_in_float32(operation, output_dtype),
+            _KEPT: Float32Operation(output_dtype, rule, reason),
+        }
+    )
     return True
 
 
-def kept_in(model: keras.layers.Layer) -> dict[int, Float32Operation]:
+def kept_in(model: Layer) -> dict[int, Float32Operation]:
     """Returns the operations kept in float32, by their place in `operations_in`."""
     found = {place: kept(each) for place, (_, each) in enumerate(operations_in(model))}
     return {place: each for place, each in found.items() if each is not None}
 
 
-def keep_only(
-    model: keras.layers.Layer, wanted: Mapping[int, Float32Operation]
-) -> None:
+def keep_only(model: Layer, wanted: Mapping[int, Float32Operation]) -> None:
     """Keeps these operations in float32, by their place, and no others."""
     for place, (_, operation) in enumerate(operations_in(model)):
-        found = vars(operation).pop(_KEPT, None)
-        if found is not None:
-            found[0].close()
+        if vars(operation).pop(_KEPT, None) is not None:
+            del vars(operation)["call"]
         if place in wanted:
             keep(operation, *wanted[place])
 
 
-@contextlib.contextmanager
-def in_float32(layer: Any, dtype: str) -> Iterator[None]:
-    """Has a float32 layer or an operation take inputs as exact as they are known.
-
-    Its floating-point outputs are cast to `dtype`.
-    """
+def _call_in_float32(layer: Any, dtype: str) -> Callable[..., Any]:
     original = layer.call
 
     @like(original)
@@ -140,15 +150,14 @@ def in_float32(layer: Any, dtype: str) -> Iterator[None]:
         args, kwargs = map_structure(widened, (args, kwargs))
         return cast_outputs(original(*args, **kwargs), dtype)
 
+    return call
+
+
+@contextlib.contextmanager
+def in_float32(layer: Any, dtype: str) -> Iterator[None]:
+    """Has a float32 layer take inputs as exact as they are known, and give `dtype`."""
     # Without autocasting the layer is given the very tensors that others returned,
     # which know what they were rounded from. Operations have no such setting.
     uncast = {"autocast": False} if "autocast" in vars(layer) else {}
-    with replaced(layer, call=call, **uncast):
+    with replaced(layer, call=_call_in_float32(layer, dtype), **uncast):
         yield
-
-
-def widened(x: Any) -> Any:
-    """Returns a half-precision tensor in float32, unrounded where that is known."""
-    if isinstance(x, tf.Tensor) and x.dtype in backend.HALF:
-        return unrounded(x)
-    return x

@@ -3,14 +3,12 @@
 `OPERATIONS` is the table. An operation of TensorFlow is replaced inside of its public
 function, where that can be: `tf.nn.softmax`, `tf.math.softmax`, a name imported ahead
 and what Keras builds on it all end there. What Keras computes by formulas of its own is
-replaced in its backend. Losses, losses that layers add and activity regularizers
-are given float32, too.
+replaced in its backend. Losses and activity regularizers are given float32, too.
 
 Relies on: TensorFlow's decorators holding what they call in a closure; layers,
 activations and `keras.ops` looking up functions of the backend as attributes of its
 modules; losses recovering logits from the `_keras_logits` attribute of a prediction,
-which the cast in `Loss.__call__` loses; `Trainer.compute_loss` adding `model.losses` to
-the main loss, which must all have one dtype; `Layer.__call__` reading
+which the cast in `Loss.__call__` loses; `Layer.__call__` reading
 `self.activity_regularizer` while a call context is open.
 """
 
@@ -20,12 +18,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import ops as keras_operations
-from keras.src import tree
 
 from tfamp.keras_hooks import backend, calls, structure
 from tfamp.keras_hooks.backend import HALF, operations
 from tfamp.keras_hooks.layers import CALLS, Kind, policy_of
 from tfamp.keras_hooks.patches import Function, InnerPatch, Patch, like, wrapper
+from tfamp.keras_hooks.structure import Layer, map_structure
 
 # By subject: what half precision does to them, and where operations are looked up.
 OPERATIONS: dict[str, tuple[str, dict[Any, str]]] = {
@@ -66,8 +64,7 @@ OPERATIONS: dict[str, tuple[str, dict[Any, str]]] = {
         },
     ),
 }
-# Marks what an operation of the table has made.
-_EXACT = "_tfamp_exact"
+_EXACT = "_tfamp_exact"  # marks what an operation of the table has made
 _REGULARIZER = "activity_regularizer"
 
 
@@ -82,9 +79,8 @@ def patches() -> list[Patch]:
             if hasattr(module, name)  # not in every version of Keras
         ),
         Patch(keras.Loss, "__call__", _wrap_loss),
-        Patch(keras.layers.Layer, "add_loss", _wrap_add_loss),
         Patch(
-            keras.layers.Layer,
+            Layer,
             _REGULARIZER,
             lambda _: property(_read_regularizer, _write_regularizer),
             optional=True,
@@ -102,13 +98,13 @@ def _in_float32(original: Function) -> Function:
             or not policy.settings.has_defaults
         ):
             return original(*args, **kwargs)
-        given = tree.map_structure(_read, (args, kwargs))
-        dtypes = {x.dtype for x in tree.flatten(given) if _is_float(x)}
+        given = map_structure(_read, (args, kwargs))
+        dtypes = {x.dtype for x in structure.flatten(given) if _is_float(x)}
         if len(dtypes) != 1 or not dtypes <= {*HALF}:
             return original(*args, **kwargs)
-        args, kwargs = tree.map_structure(_widened, given)
+        args, kwargs = map_structure(_widened, given)
         dtype = tf.float32 if policy.kind is Kind.WIDE_OUTPUT else dtypes.pop()
-        return tree.map_structure(lambda y: _exact(y, dtype), original(*args, **kwargs))
+        return map_structure(lambda y: _exact(y, dtype), original(*args, **kwargs))
 
     return operation
 
@@ -123,6 +119,7 @@ def _read(x: Any) -> Any:
 
 
 def _widened(x: Any) -> Any:
+    """Returns a half-precision tensor in float32, and anything else as it is."""
     return backend.cast(x, "float32") if _is_float(x) and x.dtype in HALF else x
 
 
@@ -136,15 +133,10 @@ def _exact(y: Any, dtype: tf.DType) -> Any:
 
 @wrapper
 def _wrap_loss(
-    original: Function,
-    self: keras.Loss,
-    y_true: Any,
-    y_pred: Any,
-    *args: Any,
-    **kwargs: Any,
+    original: Function, self: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Widens predictions that a managed layer made, with their logits and mask."""
-    wide = tree.map_structure(_with_wide_logits, y_pred)
+    wide = map_structure(_with_wide_logits, y_pred)
     return original(self, y_true, wide, *args, **kwargs)
 
 
@@ -154,13 +146,6 @@ def _with_wide_logits(x: Any) -> Any:
     wide = backend.cast(x, "float32")
     wide._keras_logits = backend.cast(x._keras_logits, "float32")
     return structure.with_mask_of(x, wide)
-
-
-@wrapper
-def _wrap_add_loss(original: Function, self: keras.layers.Layer, loss: Any) -> Any:
-    if policy_of(self) is not None:
-        loss = tree.map_structure(_widened, loss)
-    return original(self, loss)
 
 
 class _InFloat32:
@@ -176,7 +161,7 @@ class _InFloat32:
         return self._regularizer(backend.cast(x, "float32"))
 
 
-def _read_regularizer(layer: keras.layers.Layer) -> Any:
+def _read_regularizer(layer: Layer) -> Any:
     """Returns a regularizer that sees float32 in calls, and is as ever outside."""
     if _REGULARIZER not in vars(layer):
         raise AttributeError(_REGULARIZER)
@@ -186,5 +171,5 @@ def _read_regularizer(layer: keras.layers.Layer) -> Any:
     return _InFloat32(regularizer)
 
 
-def _write_regularizer(layer: keras.layers.Layer, value: Any) -> None:
+def _write_regularizer(layer: Layer, value: Any) -> None:
     vars(layer)[_REGULARIZER] = value

@@ -1,18 +1,13 @@
 """A layer's dtype policy that knows its layer, and the hook where layers are made.
 
-A managed layer has a `Policy` of its own. Keras hands it on, asks it for the dtypes of
-the layer, casts inputs through it, and writes it into configurations and files, where
-it is a stock policy of the dtypes that were decided.
+Keras hands a managed layer's `Policy` on, asks it for the dtypes of the layer, casts
+inputs through it, and writes it down as a stock policy of the dtypes that were decided.
 
 Relies on: `Layer.__init__` storing the policy of its `dtype` argument, with None
 meaning the global policy object; `Layer._dtype_policy` being asked for each dtype;
-`serialize_keras_object` writing a class under the name that it is exported by; pickling
-naming a layer's `_unpickle_model`;
-`global_state` keeping the global policy by name, per thread, and `clear_session`
-dropping it.
+pickling naming a layer's `_unpickle_model`.
 """
 
-import contextlib
 import enum
 import threading
 import weakref
@@ -21,17 +16,15 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import api_export
-from keras.src.backend.common import global_state
 
 from tfamp.keras_hooks import backend, structure
-from tfamp.keras_hooks.patches import Function, Patch, followed_by, wrapper
+from tfamp.keras_hooks.in_force import IN_FORCE, LikeStock
+from tfamp.keras_hooks.patches import Function, Patch, wrapper
+from tfamp.keras_hooks.structure import Layer
 from tfamp.records.formats import HALF
 
 SOURCE = "_tfamp_source"  # what a tensor was rounded from
-_ATTRIBUTE = "_tfamp_policy"
-_GLOBAL, _MARK = "dtype_policy", "tfamp_policy_in_force"
-_MAP = keras.dtype_policies.DTypePolicyMap
+_ATTRIBUTE, _UNPICKLE = "_tfamp_policy", "_unpickle_model"
 _PLAIN = (keras.DTypePolicy, keras.dtype_policies.FloatDTypePolicy)
 # Of one step: a loss may be computed by several models, or by layers one by one.
 _NUM_LAYERS = 16
@@ -50,60 +43,46 @@ class Kind(enum.Enum):
 
 
 KEPT = (Kind.FLOAT32_INSIDE, Kind.HEAD, Kind.SUBLAYER)
+IN_HALF = (Kind.FOLLOWS, Kind.OUTPUT_CAST)  # where nothing keeps a layer in float32
 # Settings under which layers compute in float16, as long as one of those lives.
 FLOAT16: "weakref.WeakSet[Any]" = weakref.WeakSet()
 # What was decided of a layer, as plans and files hold it.
 FIELDS = ("rule", "reason", "output_dtype", "exact_inputs", "applies_to", "inner_dtype")
 
 
-class _LikeStock(keras.DTypePolicy):
-    """A policy that equals, shows and pickles as the stock one of its name."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, keras.DTypePolicy) and self.name == other.name
-
-    def __repr__(self) -> str:
-        return f'<DTypePolicy "{self.name}">'
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return keras.DTypePolicy, (self.name,)
-
-
-class Policy(_LikeStock):
+class Policy(LikeStock):
     """What one layer computes in, and why.
 
-    Pickles of layers name `unpickle`, a function of a module, so that any process finds
-    it. The dtypes are those of the policy it was made with, or float32 where a rule
-    keeps the layer; rules that need the finished layer are asked as one is read.
+    The dtypes are those of the policy it was made with, or float32 where a rule keeps
+    the layer; rules that need the finished layer are asked as one is read. Pickles of
+    layers name `unpickle`, a function of a module, so that any process finds it.
     """
 
     unpickle: Callable[[Any], Any]
 
+    kind = Kind.FOLLOWS
+    reason = ""  # why the rule exists that decided, one sentence
+    output_dtype: str | None = None  # of floating-point outputs, None to leave them
+    exact_inputs = False  # whether inputs that were rounded come unrounded
+    # "all" where sublayers follow this layer into float32, "own" where they keep their
+    # dtypes and what they return is cast to `inner_dtype`.
+    applies_to = "all"
+    inner_dtype: str | None = None
+    is_decided = False  # whether rules for finished layers have been asked
+    is_propagated = False  # whether the sublayers follow it already
+    is_resolved = False  # for a model: whether its heads have been found
+    graph_key: int | None = None  # in which graph; it changes with each `add`
+    made_in = "float32"  # the policy under which the layer was made
+    tried: frozenset[bool] = frozenset()  # in training (True), and not (False)
+    fails_in_float32 = False  # whether it was tried there in vain
+    _is_asking = False
+
     def __init__(self, name: str, settings: Any = None, **decided: Any) -> None:
         super().__init__(name)
         self._layer: Any = lambda: None
+        self.given_name = name
         self.settings = settings  # under which the layer was made or applied
-        self.kind = Kind.FOLLOWS
         self.rule = f"policy {name}"  # what decided, for people
-        self.reason = ""  # why that rule exists, one sentence
-        # What floating-point outputs are cast to, None to leave them.
-        self.output_dtype: str | None = None
-        self.exact_inputs = False  # whether inputs that were rounded come unrounded
-        # "all" where sublayers follow this layer into float32, "self" where they keep
-        # their own dtypes, "own" where what they return is widened, too.
-        self.applies_to = "all"
-        # What sublayers' outputs are cast to inside this layer: float32 for "own", half
-        # precision where one that is called inside is a head, too.
-        self.inner_dtype: str | None = None
-        self._is_asking = False
-        self.is_decided = False  # whether rules for finished layers have been asked
-        self.is_propagated = False  # whether the sublayers follow it already
-        self.is_resolved = False  # for a model: whether its heads have been found
-        self.graph_key: int | None = None  # in which graph; it changes with each `add`
-        self.made_in = "float32"  # the policy under which the layer was made
-        # Where the call was tried: False for inference, True for training.
-        self.tried: frozenset[bool] = frozenset()
-        self.fails_in_float32 = False
         self.__dict__.update(decided)
 
     @property
@@ -112,38 +91,17 @@ class Policy(_LikeStock):
         return self.kind in KEPT
 
     @property
-    def name(self) -> str:
-        """The name of a stock policy with the same dtypes."""
-        return "float32" if self._ask() else self._name
-
-    @property
-    def compute_dtype(self) -> str:
-        """What the layer computes in."""
-        return "float32" if self._ask() else self._compute_dtype
-
-    @property
-    def variable_dtype(self) -> str:
-        """What the layer makes its weights in."""
-        return "float32" if self._ask() else self._variable_dtype
-
-    @property
-    def given_name(self) -> str:
-        """The name of the policy that the layer was made with."""
-        return self._name
-
-    @property
     def present_name(self) -> str:
         """The name as far as it is decided: no rule is asked."""
-        return "float32" if self._is_float32 else self._name
+        is_float32 = self.is_kept and self._compute_dtype in HALF
+        return "float32" if is_float32 else self._name
 
     @property
-    def _is_float32(self) -> bool:
-        return self.is_kept and self._compute_dtype in HALF
-
-    def _ask(self) -> bool:
+    def name(self) -> str:
+        """The name of a stock policy with the same dtypes."""
         layer = self._layer()
-        is_open = not (self.is_decided or self._is_asking)
-        if is_open and self.kind is Kind.FOLLOWS and layer is not None:
+        is_open = not (self.is_decided or self._is_asking or layer is None)
+        if is_open and self.kind is Kind.FOLLOWS:
             self._is_asking = True  # rules may read dtypes, too
             try:
                 self.settings.ask(layer)
@@ -151,7 +109,17 @@ class Policy(_LikeStock):
                 pass
             finally:
                 self._is_asking = False
-        return self._is_float32
+        return self.present_name
+
+    @property
+    def compute_dtype(self) -> str:
+        """What the layer computes in."""
+        return self._compute_dtype if self.name == self._name else "float32"
+
+    @property
+    def variable_dtype(self) -> str:
+        """What the layer makes its weights in."""
+        return self._variable_dtype if self.name == self._name else "float32"
 
     def bind(self, layer: Any) -> None:
         """Makes this the policy of a layer.
@@ -161,12 +129,11 @@ class Policy(_LikeStock):
         self._layer = weakref.ref(layer)
         if self._compute_dtype == "float16":
             FLOAT16.add(self.settings)
-        given = vars(layer)["_dtype_policy"]
         _attach(layer, self)
-        is_other = given.quantization_mode or isinstance(given, _MAP)
-        if type(given) in (*_PLAIN, Policy) or not (
-            is_other or self.kind is Kind.EXPLICIT
-        ):
+        given = vars(layer)["_dtype_policy"]
+        is_map = isinstance(given, keras.dtype_policies.DTypePolicyMap)
+        is_own = given.quantization_mode or is_map or self.kind is Kind.EXPLICIT
+        if type(given) in (*_PLAIN, Policy) or not is_own:
             vars(layer)["_dtype_policy"] = self
 
     def convert_input(self, x: Any, autocast: bool, dtype: Any) -> Any:
@@ -193,44 +160,13 @@ class Policy(_LikeStock):
         return made
 
 
-class GlobalPolicy(_LikeStock):
-    """Keras's global policy in one thread: the one in force, whenever it is asked.
-
-    `before` counts where nothing is in force; `token` tells the time since tfamp was
-    enabled from others, and one change in it from another.
-    """
-
-    def __init__(
-        self, before: Any, in_force: Callable[[], str | None], token: Any
-    ) -> None:
-        super().__init__("float32")
-        self.before, self._in_force, self.token = before, in_force, token
-
-    @property
-    def present(self) -> keras.DTypePolicy:
-        """A stock policy like it."""
-        name = self._in_force()
-        if name is not None:
-            return keras.DTypePolicy(name)
-        return self.before or keras.DTypePolicy(keras.config.floatx())
-
-    name = property(lambda self: self.present.name)
-    compute_dtype = property(lambda self: self.present.compute_dtype)
-    variable_dtype = property(lambda self: self.present.variable_dtype)
-
-
-# Files and configurations hold a stock policy in their place.
-for _class in (Policy, GlobalPolicy):
-    api_export.REGISTERED_OBJS_TO_NAMES[_class] = "keras.DTypePolicy"
-
-
 def policy_of(layer: Any) -> Policy | None:
     """Returns the policy of a managed `layer`, None for an unmanaged one."""
     return vars(layer).get(_ATTRIBUTE)
 
 
 def _attach(layer: Any, policy: Policy | None) -> None:
-    own: dict[str, Any] = {_ATTRIBUTE: policy, "_unpickle_model": Policy.unpickle}
+    own: dict[str, Any] = {_ATTRIBUTE: policy, _UNPICKLE: Policy.unpickle}
     for name, value in own.items():
         vars(layer).pop(name, None)
         if policy is not None:
@@ -246,12 +182,36 @@ def update(layer: Any, **changes: Any) -> Policy:
     return policy
 
 
+def keep(
+    layer: Any, kind: Kind, rule: str, reason: str, applies_to: str = "all"
+) -> None:
+    """Decides that a managed layer, or what it gives, is float32, in one of the ways.
+
+    One that is float32 inside gives the dtype that the layers around it compute in.
+    """
+    half = vars(layer)[_ATTRIBUTE].settings.compute_dtype
+    gives = {Kind.FLOAT32_INSIDE: half, Kind.SUBLAYER: None, Kind.HEAD: None}
+    exact = {"exact_inputs": True} if kind in (Kind.FLOAT32_INSIDE, Kind.HEAD) else {}
+    update(
+        layer,
+        kind=kind,
+        rule=rule,
+        reason=reason,
+        output_dtype=gives.get(kind, "float32"),
+        applies_to=applies_to,
+        inner_dtype="float32" if applies_to == "own" else None,
+        is_decided=kind is not Kind.FLOAT32_INSIDE,  # else sublayers are to follow
+        is_propagated=False,
+        **exact,
+    )
+
+
 def put(layer: Any, policy: keras.DTypePolicy | None) -> None:
     """Gives a layer another policy; for None it is unmanaged, with the same dtypes."""
+    own, known = vars(layer), policy_of(layer)
     if isinstance(policy, Policy):
         policy.bind(layer)
     else:
-        own, known = vars(layer), policy_of(layer)
         _attach(layer, None)
         if policy is not None:
             own["_dtype_policy"] = policy
@@ -281,14 +241,14 @@ def follow(layer: Any) -> None:
 def snapshot(layer: Any) -> tuple[Any, Policy | None, dict[str, Any]]:
     """Returns the policies of a layer and all that its own knows, for `put_back`."""
     policy = policy_of(layer)
-    known = {} if policy is None else dict(policy.__dict__)
-    return vars(layer)["_dtype_policy"], policy, known
+    return vars(layer)["_dtype_policy"], policy, dict(vars(policy) if policy else {})
 
 
 def put_back(layer: Any, before: tuple[Any, Policy | None, dict[str, Any]]) -> None:
     """Puts a layer back to what `snapshot` found."""
     vars(layer)["_dtype_policy"], policy, known = before
     if policy is not None:
+        policy.__dict__.clear()  # what is missing is as in the class
         policy.__dict__.update(known)
     _attach(layer, policy)
     follow(layer)
@@ -304,8 +264,7 @@ class _Calls(threading.local):
         self.float16_layers: list[Any] = []  # references to those called last
         self.is_training = False  # whether a managed model's `train_step` runs
         self.may_keep = True  # whether a layer that fails may be tried in float32
-        self.trial: Any = None  # of the layer that is being tried, for its sublayers
-        self.asking: Any = None  # the same, for layers inside of these as well
+        self.trial: Any = None  # of the layer in a trace that is called now
         self.differentiated: Any = None  # a kept layer whose gradient is tried
         self.failed: Any = None  # a layer that was tried in vain, error, of gradient
 
@@ -313,67 +272,25 @@ class _Calls(threading.local):
         """Notes that an outermost layer under a float16 policy is called."""
         reference = weakref.ref(layer)  # one object as long as the layer lives
         known = self.float16_layers
-        if known and known[-1] is reference:
-            return
-        if reference in known:
-            known.remove(reference)
-        known.append(reference)
-        del known[:-_NUM_LAYERS]
+        if not known or known[-1] is not reference:
+            known[:] = [*(each for each in known if each is not reference), reference]
+            del known[:-_NUM_LAYERS]
 
 
 CALLS = _Calls()
 
 
-def patches(
-    before: Callable[[], None],
-    after: Callable[[keras.layers.Layer, Any], None],
-    after_recurrent: Callable[[keras.layers.Layer], None],
-) -> list[Patch]:
-    """Returns the patches that report each new layer.
+def patches(after: Callable[[Layer, Any], None]) -> list[Patch]:
+    """Returns the patch that reports each new layer.
 
     `after` is called with the layer and its `dtype` argument, when the constructor of
-    the subclass goes on, `after_recurrent` with a recurrent layer whose cell exists.
+    the subclass goes on.
     """
 
     @wrapper
-    def wrap_layer(
-        original: Function, self: keras.layers.Layer, *args: Any, **kwargs: Any
-    ) -> None:
-        before()
+    def wrap(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+        IN_FORCE.prepare_thread()
         original(self, *args, **kwargs)
         after(self, kwargs.get("dtype"))
 
-    return [
-        Patch(keras.layers.Layer, "__init__", wrap_layer),
-        Patch(keras.layers.RNN, "__init__", followed_by(after_recurrent)),
-    ]
-
-
-def tell_thread(in_force: Callable[[], str | None], token: tuple[Any, Any]) -> None:
-    """Has this thread's global policy be the one in force; for none what it had.
-
-    `clear_session` forgets it. Where another thread has disabled tfamp since, what is
-    there now counts.
-    """
-    known = global_state.get_global_attribute(_MARK)
-    before = global_state.get_global_attribute(_GLOBAL)
-    if known is not None and known.token[0] is token[0]:
-        before = known.before
-    elif isinstance(before, GlobalPolicy):
-        before = before.before
-    policy = None if in_force() is None else GlobalPolicy(before, in_force, token)
-    if policy is not None or known is not None:
-        global_state.set_global_attribute(_GLOBAL, policy or before)
-    global_state.set_global_attribute(_MARK, policy)
-
-
-def token_of_thread() -> Any:
-    """Returns the token that this thread was told last, None where it has not been."""
-    return getattr(global_state.get_global_attribute(_MARK), "token", None)
-
-
-def global_policy_restored() -> contextlib.AbstractContextManager[None]:
-    """Puts this thread's global policy back after the block."""
-    names = (_GLOBAL, _MARK)
-    present = {name: global_state.get_global_attribute(name) for name in names}
-    return backend.global_attributes(**present)
+    return [Patch(Layer, "__init__", wrap)]

@@ -1,12 +1,12 @@
 """Reversible replacement of attributes on classes and modules."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import sys
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,42 +18,36 @@ class HookError(RuntimeError):
     """A line of Keras that a hook relies on is not where it was."""
 
 
+@dataclasses.dataclass(eq=False)
 class Patch:
     """Replaces one attribute of a class or module and can put the original back.
 
-    `replace` takes what `getattr(owner, name)` gave and returns what shall stand there;
-    where the attribute is missing and `optional`, it takes None.
+    `replace` takes what `getattr(owner, name)` gave, None where an `optional` attribute
+    is missing, and returns what shall stand there.
     """
 
-    def __init__(
-        self,
-        owner: Any,
-        name: str,
-        replace: Callable[[Any], Any],
-        *,
-        optional: bool = False,
-    ) -> None:
-        self._owner, self._name = owner, name
-        self._replace, self._optional = replace, optional
-        self._saved: Any = None
-        self._placed: Any = _ABSENT
+    owner: Any
+    name: str
+    replace: Callable[[Any], Any]
+    _: dataclasses.KW_ONLY
+    optional: bool = False
+    _put_back: Callable[[], None] | None = None
 
     @property
     def label(self) -> str:
         """Where the patch acts, as `module.Class.attribute`."""
-        owner = self._owner
-        if isinstance(owner, types.ModuleType):
-            return f"{owner.__name__}.{self._name}"
-        return f"{owner.__module__}.{owner.__qualname__}.{self._name}"
+        class_name = getattr(self.owner, "__qualname__", None)
+        module = getattr(self.owner, "__module__", self.owner.__name__)
+        return ".".join(filter(None, (module, class_name, self.name)))
 
     @property
     def is_installed(self) -> bool:
         """Whether the replacement stands."""
-        return self._placed is not _ABSENT
+        return self._put_back is not None
 
     def check(self) -> None:
         """Raises `HookError` where the attribute to replace is missing."""
-        if not self._optional and not self._exists():
+        if not self.optional and not self._exists():
             raise HookError(
                 f"Found no `{self.label}` in this Keras; tfamp relies on it. "
                 "Install a version of Keras that tfamp's README names as tested, or "
@@ -62,36 +56,30 @@ class Patch:
 
     def _exists(self) -> bool:
         # Every class answers to `__init__` and `__call__`: those are of `object`.
-        if not isinstance(self._owner, type):
-            return hasattr(self._owner, self._name)
-        return any(self._name in vars(cls) for cls in self._owner.__mro__[:-1])
+        if not isinstance(self.owner, type):
+            return hasattr(self.owner, self.name)
+        return any(self.name in vars(cls) for cls in self.owner.__mro__[:-1])
 
     def install(self) -> None:
         """Puts the replacement in place; does nothing where it stands already."""
-        if self.is_installed:
-            return
-        self.check()
-        self._saved = vars(self._owner).get(self._name, _ABSENT)
-        original = getattr(self._owner, self._name) if self._exists() else None
-        setattr(self._owner, self._name, self._replace(original))
-        self._placed = vars(self._owner)[self._name]
+        if not self.is_installed:
+            self.check()
+            self._put_back = self._put()
+
+    def _put(self) -> Callable[[], None]:
+        """Replaces the attribute; returns what puts it back."""
+        saved = vars(self.owner).get(self.name, _ABSENT)
+        original = getattr(self.owner, self.name) if self._exists() else None
+        setattr(self.owner, self.name, self.replace(original))
+        if saved is _ABSENT:
+            return functools.partial(delattr, self.owner, self.name)
+        return functools.partial(setattr, self.owner, self.name, saved)
 
     def remove(self) -> None:
-        """Puts the original back, unless somebody else has replaced the replacement."""
-        if not self.is_installed:
-            return
-        if vars(self._owner).get(self._name) is not self._placed:
-            warnings.warn(
-                f"`{self.label}` was replaced by other code after tfamp did, so "
-                "tfamp leaves it; undo the other replacement first.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        elif self._saved is _ABSENT:
-            delattr(self._owner, self._name)
-        else:
-            setattr(self._owner, self._name, self._saved)
-        self._saved, self._placed = None, _ABSENT
+        """Puts the original back; does nothing where it stands already."""
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
 
     @contextlib.contextmanager
     def standing(self) -> Iterator[None]:
@@ -111,38 +99,23 @@ class InnerPatch(Patch):
     `import` of `tensorflow.math` makes a second one.
     """
 
-    _cell: Any = None
+    def _put(self) -> Callable[[], None]:
+        found = getattr(self.owner, self.name)
+        cell = _cell_of(found)
+        if cell is not None:
+            saved = cell.cell_contents
+            cell.cell_contents = self.replace(saved)
+            return functools.partial(setattr, cell, "cell_contents", saved)
+        if isinstance(self.owner, types.ModuleType):
+            placed = self.replace(found)
+            self._exchange(found, placed)
+            return functools.partial(self._exchange, placed, found)
+        return super()._put()
 
-    def install(self) -> None:
-        """Puts the replacement inside; does nothing where it stands already."""
-        if self.is_installed:
-            return
-        self.check()
-        found = getattr(self._owner, self._name)
-        self._cell = _cell_of(found)
-        if self._cell is not None:
-            self._saved = self._cell.cell_contents
-            self._placed = self._cell.cell_contents = self._replace(self._saved)
-        elif isinstance(self._owner, types.ModuleType):
-            self._saved, self._placed = found, self._replace(found)
-            self._put(self._saved, self._placed)
-        else:
-            super().install()
-
-    def _put(self, before: Any, after: Any) -> None:
+    def _exchange(self, before: Any, after: Any) -> None:
         for module in tuple(sys.modules.values()):
-            if getattr(module, "__dict__", {}).get(self._name) is before:
-                setattr(module, self._name, after)
-
-    def remove(self) -> None:
-        """Puts the original back; does nothing where it stands already."""
-        if self._cell is not None:
-            self._cell.cell_contents = self._saved
-        elif isinstance(self._owner, types.ModuleType) and self.is_installed:
-            self._put(self._placed, self._saved)
-        else:
-            super().remove()
-        self._cell, self._saved, self._placed = None, None, _ABSENT
+            if getattr(module, "__dict__", {}).get(self.name) is before:
+                setattr(module, self.name, after)
 
 
 def _cell_of(function: Any) -> Any:
@@ -192,11 +165,7 @@ class PatchSet:
 
 @contextlib.contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Replaces attributes of one object inside the block.
-
-    They are written past the object's own `__setattr__`, by which Keras tracks what is
-    assigned. What was inherited is inherited again afterwards.
-    """
+    """Replaces attributes of one object inside the block, past its `__setattr__`."""
     own = vars(owner)
     before = {name: own[name] for name in attributes if name in own}
     own.update(attributes)
@@ -208,10 +177,10 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
         own.update(before)
 
 
-def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+def like(original: Function) -> Callable[[Function], Any]:
     """Decorates a replacement so that it introspects as `original` does."""
 
-    def decorate(replacement: Callable[..., Any]) -> Any:
+    def decorate(replacement: Function) -> Any:
         wrapped = functools.wraps(original)(replacement)
         # Keras reads it by `inspect.getfullargspec`, which stops at wrappers without.
         wrapped.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
@@ -220,10 +189,10 @@ def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def wrapper(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+def wrapper(function: Function) -> Callable[[Function], Any]:
     """Decorates a function that takes the original first, for a `Patch` to place it."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(original: Function) -> Function:
         @like(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             return function(original, *args, **kwargs)
@@ -233,7 +202,7 @@ def wrapper(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]
     return wrap
 
 
-def followed_by(note: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+def followed_by(note: Function) -> Callable[[Function], Any]:
     """Returns a wrapper of a constructor that calls `note(self)` afterwards."""
 
     @wrapper

@@ -6,17 +6,19 @@ from the seeds that the first time had, and what it writes, such as moving avera
 written once. Trainable weights change in between by no step, so they are read again.
 
 Relies on: `StatelessScope` catching what is written and which losses are added; the
-call context and the autocast scope being global attributes, which inner layers read.
+call context and the autocast scope being global attributes, which inner layers read;
+a graph running its nodes, sorted by depth, in `_run_through_graph`.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import keras
 import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.common import global_state
+from keras.src.models.functional import Functional
 from tensorflow.python.eager import record
 
 from tfamp.keras_hooks import backend
@@ -32,6 +34,8 @@ _SAME = 1e-5
 _WRITES = ("Assign", "ResourceScatter", "ResourceApply")
 _DRAWS = ("Random", "TruncatedNormal", "Multinomial", "ParameterizedTruncatedNormal")
 Pack = Callable[[Sequence[Any]], Any]
+# Gives what stands for an operation, such as one with `training` filled in.
+OperationFn = Callable[[Any], Callable[..., Any]]
 
 
 class _Results(NamedTuple):
@@ -246,3 +250,56 @@ def _refuse(name: str, why: str) -> NoReturn:
         "numbers and no further effect. Draw by a `keras.random.SeedGenerator`, write "
         "to `keras.Variable`s, or leave that layer out of `tfamp.remat`."
     )
+
+
+def nodes_of(graph: Functional) -> list[Any]:
+    """Returns the nodes of a graph in the order they run, inputs left out."""
+    depths = sorted(graph._nodes_by_depth, reverse=True)
+    nodes = [node for depth in depths for node in graph._nodes_by_depth[depth]]
+    return [node for node in nodes if node.operation and not node.is_input]
+
+
+def run_nodes(
+    nodes: Iterable[Any], tensors: dict[int, Any], operation_fn: OperationFn
+) -> None:
+    """Calls nodes one after the other, but those whose inputs are missing.
+
+    `tensors` has the values of the graph's tensors by their `id`; outputs are added.
+    """
+    for node in nodes:
+        if any(id(x) not in tensors for x in node.input_tensors):
+            continue
+        args, kwargs = node.arguments.fill_in(tensors)
+        outputs = operation_fn(node.operation)(*args, **kwargs)
+        for x, y in zip(node.outputs, tree.flatten(outputs), strict=False):
+            tensors[id(x)] = y
+
+
+def replace_run(
+    graph: Functional, run: Callable[[dict[int, Any], OperationFn], None] | None
+) -> None:
+    """Makes a graph run another way, or its own way again where `run` is None.
+
+    `run` gets the inputs by the `id` of the graph's tensors and adds the outputs.
+    """
+    vars(graph).pop("_run_through_graph", None)
+    if run is None:
+        return
+    original = graph._run_through_graph
+
+    def _run_through_graph(
+        inputs: Any, operation_fn: OperationFn = lambda op: op, call_fn: Any = None
+    ) -> Any:
+        if call_fn is not None:
+            return original(inputs, operation_fn, call_fn)
+        given = zip(graph.inputs, tree.flatten(inputs), strict=False)
+        tensors = {id(x): y for x, y in given}
+        run(tensors, operation_fn)
+        if any(id(x) not in tensors for x in graph.outputs):
+            return original(inputs, operation_fn)  # which says what is not connected
+        return tree.pack_sequence_as(
+            graph._outputs_struct, [tensors[id(x)] for x in graph.outputs]
+        )
+
+    # Past `__setattr__`, by which Keras tracks what is assigned.
+    vars(graph)["_run_through_graph"] = _run_through_graph

@@ -4,13 +4,11 @@ A saved model, and its copies, hold one more entry. Keras writes the dtype that 
 inherited as if it had been passed, so a clone would take every dtype for the user's
 own: the serialized dtype says which it is, in an entry that stock Keras passes over.
 
-Relies on: `_serialize_model_as_json` giving the configuration and the metadata of a
-`.keras` archive as two JSON texts; Keras ignoring metadata it does not know; pickling
-and `copy.deepcopy` going through `KerasSaveable.__reduce__`, which gives the instance's
-`_unpickle_model`, as `layers.py` has it, and an archive in memory; `Layer.get_config`
-serializing the policy into a dict under "dtype"; `deserialize_keras_object` passing
-over entries it does not know; layers being made by `Operation.from_config`, or by a
-`from_config` of their own that hands that dict to `Layer.__init__`. For copies in
+Relies on: `_serialize_model_as_json` giving configuration and metadata of an archive as
+JSON; Keras passing over metadata and entries of a dtype that it does not know;
+`KerasSaveable.__reduce__` giving the instance's `_unpickle_model` and an archive in
+memory; `Layer.get_config` serializing the policy under "dtype"; layers being made by
+`Operation.from_config`, or by one of their own that hands that on. For copies in
 memory: `Layer.__new__` putting wrappers of `build` and `quantize` on each instance, and
 lists of layers noting what they get unless a `DotNotTrackScope` is open.
 """
@@ -29,8 +27,10 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils.tracking import DotNotTrackScope
 
 from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.in_force import IN_FORCE
 from tfamp.keras_hooks.layers import Kind, policy_of, update
 from tfamp.keras_hooks.patches import Function, Patch, wrapper
+from tfamp.keras_hooks.structure import Layer
 
 _FILE, _KEY = "metadata.json", "tfamp"
 _INHERITED = "tfamp_inherited"  # "" where it was passed
@@ -39,20 +39,15 @@ _IN_MEMORY = "tfamp copies in memory"
 
 
 def patches(
-    describe: Callable[[keras.layers.Layer], dict[str, Any] | None],
+    describe: Callable[[Layer], dict[str, Any] | None],
     load: Callable[[dict[str, Any], Callable[[], Any]], Any],
-    is_in_force: Callable[[str], bool],
-    after_quantized: Callable[[keras.layers.Layer], None],
+    after_quantized: Callable[[Layer], None],
 ) -> list[Patch]:
     """Returns the patches on saving, loading and copying.
 
-    Args:
-        describe: Gives what to store for a model or layer, None for nothing.
-        load: Takes what was stored in a file that Keras's own `load_model` is given,
-            and a function that makes the model as Keras does; returns the model.
-        is_in_force: States whether new layers come under the policy of a name.
-        after_quantized: Called with a quantized layer that inherits; it needs the dtype
-            that was written.
+    `describe` gives what to store for a model, None for nothing; `load` takes that, and
+    a function that makes the model as Keras does, where Keras's own `load_model` is
+    called; `after_quantized` takes a quantized layer that inherits its dtype.
     """
 
     @wrapper
@@ -70,11 +65,21 @@ def patches(
             return original(fileobj, *args, **kwargs)
         return load(entry, lambda: original(fileobj, *args, **kwargs))
 
+    @wrapper
+    def wrap_config(original: Function, self: Any) -> dict[str, Any]:
+        config, policy = original(self), policy_of(self)
+        dtype = config.get("dtype")
+        if policy is not None and isinstance(dtype, dict):
+            is_passed = policy.kind is Kind.EXPLICIT
+            name = "" if is_passed else policy.settings.policy.name
+            config["dtype"] = {**dtype, _INHERITED: name}
+        return config
+
     def wrap_from_config(original: Any) -> Any:
         def from_config(cls: type, config: dict[str, Any]) -> Any:
             dtype, make = config.get("dtype"), original.__func__
             name = inherited_from(dtype)
-            if dtype is None or name is None or not is_in_force(name):
+            if dtype is None or name is None or not IN_FORCE.holds(name):
                 return make(cls, config)
             if dtype["class_name"] in _PLAIN:
                 return make(cls, {k: v for k, v in config.items() if k != "dtype"})
@@ -87,20 +92,9 @@ def patches(
     return [
         Patch(saving_lib, "_load_model_from_fileobj", wrap_load),
         Patch(saving_lib, "_serialize_model_as_json", wrap_serialize),
-        Patch(keras.layers.Layer, "get_config", _wrap_config),
+        Patch(Layer, "get_config", wrap_config),
         Patch(keras.Operation, "from_config", wrap_from_config),
     ]
-
-
-@wrapper
-def _wrap_config(original: Function, self: keras.layers.Layer) -> dict[str, Any]:
-    config, policy = original(self), policy_of(self)
-    dtype = config.get("dtype")
-    if policy is not None and isinstance(dtype, dict):
-        is_passed = policy.kind is Kind.EXPLICIT
-        name = "" if is_passed else policy.settings.policy.name
-        config["dtype"] = {**dtype, _INHERITED: name}
-    return config
 
 
 def unpickled(archive: Any) -> Any:
@@ -109,10 +103,9 @@ def unpickled(archive: Any) -> Any:
 
 
 def read_entry(archive: Any) -> dict[str, Any] | None:
-    """Returns what tfamp stored in a `.keras` archive, None where nothing is.
+    """Returns what tfamp stored in an archive, a path or a file; None for nothing.
 
-    The archive is a path, also of an unzipped one, or a file object. A BadZipFile,
-    KeyError or FileNotFoundError says that Keras did not write it.
+    A BadZipFile, KeyError or FileNotFoundError says that Keras did not write it.
     """
     if isinstance(archive, str) and os.path.isdir(archive):
         with open(os.path.join(archive, _FILE), encoding="utf-8") as text:

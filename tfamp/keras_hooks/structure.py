@@ -9,7 +9,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -20,15 +20,14 @@ from keras.src.utils.naming import to_snake_case
 
 from tfamp.keras_hooks import backend
 
-# Gives what stands for an operation, such as one with `training` filled in.
-OperationFn = Callable[[Any], Callable[..., Any]]
+Layer: TypeAlias = keras.layers.Layer
 flatten, map_structure = tree.flatten, tree.map_structure
 map_shapes = tree.map_shape_structure
 _COUNT = itertools.count()
 _NUMBERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+def children(layer: Layer) -> list[Layer]:
     """Returns the sublayers that `layer` tracks.
 
     Input layers are left out, and what keeps the range of an input.
@@ -49,9 +48,7 @@ def automatic_name(class_name: str) -> str:
     return str(to_snake_case(class_name))
 
 
-def walk(
-    root: keras.layers.Layer,
-) -> Iterator[tuple[str, keras.layers.Layer, keras.layers.Layer | None]]:
+def walk(root: Layer) -> Iterator[tuple[str, Layer, Layer | None]]:
     """Yields (path, layer, parent) for `root` and all layers below it, once each.
 
     The path joins names with "/" from below the root, whose own path is its name.
@@ -59,7 +56,7 @@ def walk(
     yield root.name, root, None
     seen = {id(root)}
 
-    def below(layer: keras.layers.Layer, prefix: str) -> Iterator[Any]:
+    def below(layer: Layer, prefix: str) -> Iterator[Any]:
         for child in children(layer):
             if id(child) not in seen:
                 seen.add(id(child))
@@ -69,25 +66,23 @@ def walk(
     yield from below(root, "")
 
 
-def layers_of(root: keras.layers.Layer) -> list[keras.layers.Layer]:
+def layers_of(root: Layer) -> list[Layer]:
     """Returns `root` and all layers below it, in the order of `walk`."""
     return [layer for _, layer, _ in walk(root)]
 
 
-def compute_dtypes(model: keras.layers.Layer) -> set[str]:
+def compute_dtypes(model: Layer) -> set[str]:
     """Returns the dtypes that a model and the layers inside it compute in."""
     return {layer.compute_dtype for layer in layers_of(model)}
 
 
-def graph_of(model: keras.layers.Layer) -> Functional | None:
+def graph_of(model: Layer) -> Functional | None:
     """Returns the Functional graph of a model, None where it has none (yet)."""
-    if isinstance(model, Functional):
-        return model
-    inner = vars(model).get("_functional")
-    return inner if isinstance(inner, Functional) else None
+    found = model if isinstance(model, Functional) else vars(model).get("_functional")
+    return found if isinstance(found, Functional) else None
 
 
-def graph_key(model: keras.layers.Layer) -> int | None:
+def graph_key(model: Layer) -> int | None:
     """Returns a number that changes as layers are added to or taken from a graph."""
     if graph_of(model) is None:
         return None
@@ -96,29 +91,24 @@ def graph_key(model: keras.layers.Layer) -> int | None:
     return hash(tuple(numbers))
 
 
-def outputs_of(graph: Functional) -> list[keras.KerasTensor]:
-    """Returns the output tensors of a Functional graph."""
-    return list(graph.outputs)
-
-
 def inputs_of(graph: Functional) -> Any:
     """Returns the input tensors of a Functional graph, in the structure of its call."""
     return graph._inputs_struct
 
 
-def operations_of(layer: keras.layers.Layer) -> list[Any]:
+def operations_of(layer: Layer) -> list[Any]:
     """Returns the operations in a layer's own Functional graph that are no layers."""
     graph = graph_of(layer)
     found = [] if graph is None else graph.operations
     return [each for each in found if not isinstance(each, keras.layers.Layer)]
 
 
-def only_calls_others(layer: keras.layers.Layer) -> bool:
+def only_calls_others(layer: Layer) -> bool:
     """States whether a layer's call is that of a graph of layers, with none its own."""
     return type(layer).call in (Functional.call, keras.Sequential.call)
 
 
-def constructor_makes_graph(model: keras.layers.Layer) -> bool:
+def constructor_makes_graph(model: Layer) -> bool:
     """States whether a model's own constructor wired its Functional graph."""
     return isinstance(model, Functional) and type(model) is not Functional
 
@@ -146,16 +136,9 @@ def users_of(operation: Any) -> list[Any]:
     return [node.operation for node in operation._outbound_nodes]
 
 
-def own_losses(layer: keras.layers.Layer) -> list[Any]:
+def own_losses(layer: Layer) -> list[Any]:
     """Returns the losses that a layer, not those inside it, has added since a step."""
-    return list(layer._losses)
-
-
-def last_output_shape(layer: keras.layers.Layer) -> tuple[int | None, ...]:
-    """Returns the shape of the first output of a layer's last node, () without one."""
-    nodes = layer._inbound_nodes
-    outputs = nodes[-1].output_tensors if nodes else ()
-    return tuple(outputs[0].shape) if outputs else ()
+    return layer._losses
 
 
 def set_tensor_dtype(tensor: keras.KerasTensor, dtype: str) -> None:
@@ -173,7 +156,7 @@ def widen_inputs(graph: Functional) -> None:
                 each._dtype = "float32"
 
 
-def own_weights(layer: keras.layers.Layer) -> list[Any]:
+def own_weights(layer: Layer) -> list[Any]:
     """Returns the weights a layer holds itself, not through sublayers."""
     return list(layer._trainable_variables) + list(layer._non_trainable_variables)
 
@@ -197,12 +180,12 @@ def with_mask_of(source: Any, tensor: Any) -> Any:
     return tensor
 
 
-def built_shapes(layer: keras.layers.Layer) -> dict[str, Any]:
+def built_shapes(layer: Layer) -> dict[str, Any]:
     """Returns the shapes that a layer was built with, by argument; empty if unknown."""
     return dict(getattr(layer, "_build_shapes_dict", None) or {})
 
 
-def trace_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Any:
+def trace_call(layer: Layer, args: Any, kwargs: Any) -> Any:
     """Traces `layer(*args, **kwargs)` for its shapes; weights may be made by it."""
 
     def specification(x: Any) -> Any:
@@ -224,63 +207,6 @@ def refresh_normalization(layer: keras.layers.Normalization) -> None:
             layer.finalize_state()
         else:
             layer.build(layer._build_input_shape)
-
-
-def nodes_of(graph: Functional) -> list[Any]:
-    """Returns the nodes of a graph in the order they run, inputs left out."""
-    depths = sorted(graph._nodes_by_depth, reverse=True)
-    return [
-        node
-        for depth in depths
-        for node in graph._nodes_by_depth[depth]
-        if node.operation and not node.is_input
-    ]
-
-
-def run_nodes(
-    nodes: Iterable[Any], tensors: dict[int, Any], operation_fn: OperationFn
-) -> None:
-    """Calls nodes one after the other, but those whose inputs are missing.
-
-    `tensors` has the values of the graph's tensors by their `id`; outputs are added.
-    """
-    for node in nodes:
-        if any(id(x) not in tensors for x in node.input_tensors):
-            continue
-        args, kwargs = node.arguments.fill_in(tensors)
-        outputs = operation_fn(node.operation)(*args, **kwargs)
-        for x, y in zip(node.outputs, tree.flatten(outputs), strict=False):
-            tensors[id(x)] = y
-
-
-def replace_run(
-    graph: Functional, run: Callable[[dict[int, Any], OperationFn], None] | None
-) -> None:
-    """Makes a graph run another way, or its own way again where `run` is None.
-
-    `run` gets the inputs by the `id` of the graph's tensors and adds the outputs.
-    """
-    vars(graph).pop("_run_through_graph", None)
-    if run is None:
-        return
-    original = graph._run_through_graph
-
-    def _run_through_graph(
-        inputs: Any, operation_fn: OperationFn = lambda op: op, call_fn: Any = None
-    ) -> Any:
-        if call_fn is not None:
-            return original(inputs, operation_fn, call_fn)
-        given = zip(graph.inputs, tree.flatten(inputs), strict=False)
-        tensors = {id(x): y for x, y in given}
-        run(tensors, operation_fn)
-        if any(id(x) not in tensors for x in graph.outputs):
-            return original(inputs, operation_fn)  # which says what is not connected
-        return tree.pack_sequence_as(
-            graph._outputs_struct, [tensors[id(x)] for x in graph.outputs]
-        )
-
-    # Past `__setattr__`, by which Keras tracks what is assigned.
-    vars(graph)["_run_through_graph"] = _run_through_graph
 
 
 def replace_call(layer: Any, call: Callable[..., Any] | None) -> None:

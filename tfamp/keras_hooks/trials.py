@@ -1,14 +1,10 @@
 """Tries a layer's own code in half precision, in a trace that is thrown away.
 
-A layer of the user's may be traced in half precision and have no kernel there, as
-`tf.linalg.cholesky`, or no gradient, as a `tf.custom_gradient` that returns float32.
-The first step would fail, where nothing can be tried any more without side effects. So
-the trace by which Keras finds a layer's shapes looks for kernels and takes a gradient,
-too; a layer that has not been traced when it is called is traced ahead of that call.
-The trace shows as well whether a layer makes whole numbers, such as ids, of its inputs.
-
-Only operations of the layer's own code are looked at, between the sublayers that it
-calls. Keras's layers are not tried: they are known to work.
+The trace by which Keras finds the shapes of a layer of the user's looks for kernels and
+takes a gradient, too, as the first step could not be tried without side effects; a
+layer that has not been traced is traced ahead of its call. The trace shows as well
+whether it makes whole numbers, such as ids, of its inputs. Only operations of its own
+code are looked at, between the sublayers that it calls.
 
 Relies on: Keras calling the backend's `compute_output_spec` with a layer's `call`; the
 call context keeping `training` for layers that are called inside; `Layer.built` being
@@ -18,6 +14,7 @@ uninitialized variables having no `_value`; the registry of kernels in TensorFlo
 
 import contextlib
 import functools
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -33,29 +30,39 @@ from tensorflow.python.framework import kernels
 from tfamp.keras_hooks import backend, structure
 from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.exact_values import cast_outputs
-from tfamp.keras_hooks.layers import CALLS, SOURCE, Kind, Policy, policy_of, update
+from tfamp.keras_hooks.layers import (
+    CALLS,
+    IN_HALF,
+    SOURCE,
+    Policy,
+    policy_of,
+    update,
+)
 from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
+from tfamp.keras_hooks.structure import Layer
 
-BOTH = frozenset((False, True))  # in training, and not
 EXACT = "default: exact inputs"  # the rule of layers that make whole numbers
-_TABLES = (keras.layers.Embedding, keras.layers.IntegerLookup, keras.layers.Hashing)
+# The base class of preprocessing layers, whose name has changed.
+_DATA_LAYER = next(
+    cls for cls in keras.layers.Normalization.__mro__[1:] if "__call__" in vars(cls)
+)
+_TABLES = (
+    *(keras.layers.Embedding, keras.layers.IntegerLookup, keras.layers.Hashing),
+    _DATA_LAYER,
+)
 _MOVES = frozenset(
     "BroadcastTo ExpandDims GatherNd GatherV2 Identity PreventGradient Reshape "
-    "ReverseV2 Roll Slice Split SplitV Squeeze StopGradient StridedSlice Tile "
+    "ReverseV2 Roll Shape Slice Split SplitV Squeeze StopGradient StridedSlice Tile "
     "Transpose Unpack".split()
 )
-# Through which raw features are followed to the whole numbers that are made of them.
-_FOLLOWED = _MOVES | frozenset(
-    "Abs Add AddN AddV2 Cast Ceil ClipByValue ConcatV2 Cumsum Div DivNoNan Exp Expm1 "
-    "Floor FloorDiv FloorMod Log Log1p Max Maximum Mean Min Minimum MirrorPad Mod Mul "
-    "MulNoNan Neg Pack Pad PadV2 Pow Prod RealDiv Relu Relu6 Rint Round Select "
-    "SelectV2 Sign Sqrt Square Sub Sum".split()
-)
+# Behind products, and what is traced apart, no number is a raw feature any more.
+_MIXES = re.compile("MatMul|Conv|Einsum|While|Call")
 _READS = frozenset(
     "ArgMax ArgMin AsString Bucketize Cast If LowerBound PartitionedCall StatelessIf "
     "UpperBound".split()
 )
 _COMPARES = frozenset("Equal Greater GreaterEqual Less LessEqual NotEqual".split())
+_Given = tuple[Any, dict[str, Any]]  # arguments by position and by name
 
 
 class MissingKernelError(NotImplementedError):
@@ -71,13 +78,13 @@ def patches(after_error: Callable[..., Any]) -> list[Patch]:
         policy = policy_of(layer) if isinstance(layer, keras.layers.Layer) else None
         if layer is None or policy is None:
             return original(fn, *args, **kwargs)
-        is_call, was_built = fn == layer.call, layer.built
+        is_call, was_built, rule = fn == layer.call, layer.built, policy.rule
         is_cast = is_call and layer.autocast and structure.graph_of(layer) is None
 
         def call(*args: Any, **kwargs: Any) -> Any:
             run = functools.partial(fn, *args, **kwargs)
-            has_weights = was_built and is_call
-            return checked(layer, policy, run, (args, kwargs), has_weights=has_weights)
+            given = args, kwargs
+            return checked(layer, policy, run, given, was_built) if is_call else run()
 
         def trace() -> Any:
             # As the layer's own call does, which is left out where it is built.
@@ -89,7 +96,6 @@ def patches(after_error: Callable[..., Any]) -> list[Patch]:
             with replaced(CALLS, stack=inside):
                 return original(call, *given[0], **given[1])
 
-        rule = policy.rule
         try:
             return trace()
         except Exception as error:
@@ -107,7 +113,7 @@ def is_symbolic(args: Any, kwargs: Any) -> bool:
     return any(isinstance(x, keras.KerasTensor) for x in flat)
 
 
-def is_of_keras(layer: keras.layers.Layer) -> bool:
+def is_of_keras(layer: Layer) -> bool:
     """Returns whether a layer holds no code of a user, as a `Lambda` does."""
     if isinstance(layer, keras.layers.TimeDistributed):
         return is_of_keras(layer.layer)  # whose `call` is a part of its own
@@ -115,10 +121,10 @@ def is_of_keras(layer: keras.layers.Layer) -> bool:
     return type(layer).__module__.startswith("keras.") and not is_lambda
 
 
-def _may_be_tried(layer: keras.layers.Layer, policy: Policy) -> bool:
+def _may_be_tried(layer: Layer, policy: Policy) -> bool:
     """Returns whether a layer's own operations run in half precision by default."""
     return (
-        policy.kind in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
+        policy.kind in IN_HALF
         and policy.settings.has_defaults
         and CALLS.may_keep
         and layer.compute_dtype in ("float16", "bfloat16")
@@ -127,23 +133,20 @@ def _may_be_tried(layer: keras.layers.Layer, policy: Policy) -> bool:
     )
 
 
-def is_untried(layer: keras.layers.Layer, policy: Policy, kwargs: Any) -> bool:
+def is_untried(layer: Layer, policy: Policy, kwargs: Any) -> bool:
     """Returns whether a call that is coming has to be tried ahead of it."""
-    if policy.tried == BOTH or policy.kind not in (Kind.FOLLOWS, Kind.OUTPUT_CAST):
+    if len(policy.tried) == 2 or policy.kind not in IN_HALF:
         return False
     if not policy.settings.is_half or is_of_keras(layer):
-        update(layer, tried=BOTH)
+        note_tried(layer)
         return False
     if backend.in_symbolic_scope() or _phases(layer, kwargs) <= policy.tried:
         return False
     return _may_be_tried(layer, policy)
 
 
-def trace_ahead(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
-    """Traces the call that is coming; errors are those of the call itself, if any.
-
-    A layer that cannot run or be differentiated in half precision is kept in float32.
-    """
+def trace_ahead(layer: Layer, args: Any, kwargs: Any) -> None:
+    """Traces the call that is coming; errors are those of the call itself, if any."""
     with (
         contextlib.suppress(Exception),
         replaced(CALLS, recorder=CALLS.recorder or (lambda *_: None)),
@@ -153,144 +156,129 @@ def trace_ahead(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
     note_tried(layer, kwargs)
 
 
-def note_tried(layer: keras.layers.Layer, kwargs: Any = None) -> None:
+def note_tried(layer: Layer, kwargs: Any = None) -> None:
     """Notes that such a call of a layer was tried; without arguments, that all were."""
     policy = policy_of(layer)
     if policy is not None:
-        policy.tried |= BOTH if kwargs is None else _phases(layer, kwargs)
+        policy.tried |= {False, True} if kwargs is None else _phases(layer, kwargs)
 
 
-def _phases(layer: keras.layers.Layer, kwargs: Any) -> frozenset[bool]:
-    """Returns what of training and inference a call shows of a layer."""
+def _phases(layer: Layer, kwargs: Any) -> set[bool]:
+    """Returns what of training (True) and inference a call shows of a layer."""
     if not getattr(layer, "_call_has_training_arg", False):
-        return BOTH
+        return {False, True}
     training = kwargs.get("training")
     if training is None:
         context = global_state.get_global_attribute("current_call_ctx")
         training = getattr(context, "training", None)
     is_known = training is None or isinstance(training, bool | int)
-    return frozenset((bool(training) if is_known else True,))
+    return {bool(training) if is_known else True}
 
 
 def checked(
-    layer: keras.layers.Layer,
+    layer: Layer,
     policy: Policy,
     call: Callable[[], Any],
-    given: tuple[Any, dict[str, Any]],
-    *,
+    given: _Given,
     has_weights: bool = True,
 ) -> Any:
     """Returns what a call returns; a trace must have kernels for it and a gradient.
 
-    `given` are the arguments by position and by name; `failure` tells what was raised.
+    `has_weights` is False in the trace that makes them, which takes no gradient.
+    `failure` tells what was raised.
     """
     if not backend.in_symbolic_scope():
         return call()
     CALLS.failed = None
-    outer, asking, inner = CALLS.trial, CALLS.asking, None
-    if _may_be_tried(layer, policy) or CALLS.differentiated is layer:
-        inner = _Trial(layer, given)
-    if inner is None and asking is None:
+    outer, is_tried = CALLS.trial, _may_be_tried(layer, policy)
+    is_tried |= CALLS.differentiated is layer
+    if outer is None and not is_tried:
         return call()
-    with (
-        outer.left_out() if outer else contextlib.nullcontext(),
-        replaced(CALLS, trial=inner, asking=inner or asking),
-    ):
+    inner = _Trial(layer, policy, given, is_tried)
+    with replaced(CALLS, trial=inner):
         try:
-            outputs = call()
-            if inner is not None:
-                inner.check(policy, outputs, has_weights=has_weights)
+            inner.outputs = call()
+            if is_tried:
+                inner.check(has_weights)
         except Exception as error:
             if CALLS.failed is None or CALLS.failed[0] is not layer:
                 CALLS.failed = layer, error, False
             raise
-    if outer is not None:
-        outer.given_on.append(given)
-        outer.returned.append(outputs)
-    if asking is not None and takes_ids(layer, policy):
-        asking.ids += asking.floats(given)
-    return outputs
+        finally:
+            inner.end = inner.count()
+    if outer is not None and outer.graph is inner.graph:
+        outer.inside.append(inner)
+    return inner.outputs
 
 
-def failure(layer: keras.layers.Layer) -> tuple[Exception | None, bool]:
+def failure(layer: Layer) -> tuple[Exception | None, bool]:
     """Returns what a trace of this layer raised last, and whether of its gradient."""
     failed, CALLS.failed = CALLS.failed, None
     is_of_layer = failed is not None and failed[0] is layer
     return failed[1:] if is_of_layer else (None, False)
 
 
-def takes_ids(layer: keras.layers.Layer, policy: Policy) -> bool:
+def takes_ids(layer: Layer, policy: Policy) -> bool:
     """Returns whether a layer looks up, bins or encodes exact inputs."""
-    return policy.exact_inputs and (
-        policy.rule == EXACT or isinstance(layer, (*_TABLES, backend.DataLayer))
-    )
+    return policy.exact_inputs and (policy.rule == EXACT or isinstance(layer, _TABLES))
 
 
 class _Trial:
-    """What one call of a layer computes itself, in the graph of a trace."""
+    """One call of a layer in the graph of a trace, and those inside of it."""
 
-    def __init__(
-        self, layer: keras.layers.Layer, given: tuple[Any, dict[str, Any]]
-    ) -> None:
-        self._graph = tf.compat.v1.get_default_graph()
-        self._layer, self._given = layer, given
-        self._phases = _phases(layer, given[1])
-        self._start = self._count()
-        self._left_out: set[int] = set()  # places of the operations of sublayers
-        self.given_on: list[Any] = []  # to sublayers
-        self.returned: list[Any] = []  # by sublayers
-        self.ids: list[tf.Tensor] = []  # given to layers that look ids up
+    def __init__(self, layer: Layer, policy: Policy, given: _Given, is_tried: bool):
+        self._layer, self._policy, self._given = layer, policy, given
+        self.graph, self._is_tried = tf.compat.v1.get_default_graph(), is_tried
+        self.outputs: Any = None
+        self.inside: list[_Trial] = []
+        self._start = self.end = self.count()
 
-    def _count(self) -> int:
-        return len(self._graph.get_operations())
+    def count(self) -> int:
+        """Returns the number of operations in the graph."""
+        return len(self.graph.get_operations())
 
-    @contextlib.contextmanager
-    def left_out(self) -> Iterator[None]:
-        """Leaves out what a sublayer computes, which is tried by itself if at all."""
-        start = self._count()
-        try:
-            yield
-        finally:
-            self._left_out.update(range(start, self._count()))
+    def ids(self) -> list[tf.Tensor]:
+        """Returns what is given to layers inside that look ids up."""
+        found = []
+        for each in self.inside:
+            if takes_ids(each._layer, each._policy):
+                found += self.floats(each._given)
+            elif not each._is_tried:
+                found += each.ids()
+        return found
 
-    def check(self, policy: Policy, outputs: Any, *, has_weights: bool) -> None:
+    def check(self, has_weights: bool) -> None:
         """Raises where the call has no kernels, or no gradient that has them."""
-        whole = self._graph.get_operations()
-        own = [
-            each
-            for place, each in enumerate(whole)
-            if place >= self._start and place not in self._left_out
-        ]
+        whole = self.graph.get_operations()[self._start :]
+        inside = {n for each in self.inside for n in range(each._start, each.end)}
+        places = enumerate(whole, self._start)
+        own = [operation for place, operation in places if place not in inside]
         is_kept, of_gradient = CALLS.differentiated is self._layer, False
-        is_tried = self._phases <= policy.tried
+        is_known = _phases(self._layer, self._given[1]) <= self._policy.tried
         try:
             if not is_kept:
                 _check_kernels(own)
-            if has_weights and (is_kept or not is_tried):
+            if has_weights and (is_kept or not is_known):
                 of_gradient = True
-                _check_kernels(self._differentiate(own, outputs))
+                _check_kernels(self._differentiate(whole))
         except Exception as error:
             CALLS.failed = self._layer, error, of_gradient
             raise
         if not is_kept:
-            self._note_exactness(policy, own, whole[self._start :])
+            self._note_exactness(own, whole)
 
-    def _differentiate(
-        self, own: list[tf.Operation], outputs: Any
-    ) -> list[tf.Operation]:
-        """Takes the gradient of the call; returns the operations that are its own.
-
-        What is raised here is raised again in training.
-        """
+    def _differentiate(self, whole: list[tf.Operation]) -> list[tf.Operation]:
+        """Takes the gradient of the call; returns the operations that are its own."""
         if any(each._value is None for each in self._layer.variables):
             return []  # they are made by this very trace
-        start, losses = self._count(), structure.own_losses(self._layer)
-        targets = self.floats((outputs, losses, self.given_on))
+        start, losses = self.count(), list(structure.own_losses(self._layer))
+        given_on = [each._given for each in self.inside]
+        targets = self.floats((self.outputs, losses, given_on))
+        reads = [each.outputs[0] for each in whole if each.type == "ReadVariableOp"]
+        returned = [each.outputs for each in self.inside]
+        sources = self.floats((self._given, returned, reads))
         if not targets:
             return []
-        whole = self._graph.get_operations()[self._start :]
-        reads = [each.outputs[0] for each in whole if each.type == "ReadVariableOp"]
-        sources = self.floats((self._given, self.returned, reads))
         note_tried(self._layer, self._given[1])
         if not sources:
             return []
@@ -304,34 +292,32 @@ class _Trial:
                     f"its gradient comes back in {gradient.dtype.name} for an input in "
                     f"{source.dtype.name}"
                 )
-        return list(self._graph.get_operations()[start:])
+        return list(self.graph.get_operations()[start:])
 
     def _note_exactness(
-        self, policy: Policy, own: list[tf.Operation], whole: list[tf.Operation]
+        self, own: list[tf.Operation], whole: list[tf.Operation]
     ) -> None:
         """Has a layer take exact inputs that slices them, or makes whole numbers."""
         direct = {id(x) for x in self.floats(self._given)}
         ids, is_own = set(direct), {id(each) for each in own}
-        only_moves = bool(direct) and not self.returned and not self._layer.weights
+        only_moves = bool(direct) and not (self.inside or self._layer.weights)
+        settings = self._policy.settings
         for each in whole:
             takes = [x for x in each.inputs if id(x) in ids]
             if not takes:
                 continue
             gives_floats = any(y.dtype.is_floating for y in each.outputs)
             if not gives_floats and id(each) in is_own and _reads(each, takes):
-                policy.settings.keep_exact(self._layer)
+                settings.keep_exact(self._layer)
                 return
             is_cast = each.type == "Cast" and each.outputs[0].dtype in HALF
-            only_moves &= is_cast or each.type in _MOVES | {"Shape"}
-            if each.type in _FOLLOWED:
+            only_moves &= is_cast or each.type in _MOVES
+            if not _MIXES.search(each.type):
                 ids.update(id(y) for y in each.outputs if y.dtype.is_floating)
-        if any(
-            id(x) in ids - direct and not hasattr(x, SOURCE) and x.dtype.is_floating
-            for x in self.ids
-        ):
-            policy.settings.keep_exact(self._layer)
+        if any(id(x) in ids - direct and not hasattr(x, SOURCE) for x in self.ids()):
+            settings.keep_exact(self._layer)
         elif only_moves and not isinstance(self._layer, keras.Model):
-            half = policy.settings.compute_dtype
+            half = settings.compute_dtype
             update(self._layer, exact_inputs=True, output_dtype=half)
 
     def floats(self, tensors: Any) -> list[tf.Tensor]:
@@ -343,7 +329,7 @@ class _Trial:
             for each in flat
             if isinstance(each, tf.Tensor)
             and each.dtype.is_floating
-            and getattr(each, "graph", None) is self._graph
+            and getattr(each, "graph", None) is self.graph
         }
         return list(found.values())
 
@@ -370,10 +356,7 @@ def _check_kernels(operations: Iterable[tf.Operation]) -> None:
 
 @functools.cache
 def _has_kernel(operation: str, attribute: str, dtype: tf.DType) -> bool:
-    """Returns whether an operation can run in a dtype, on a device that is here.
-
-    An operation without any kernel is one that TensorFlow replaces.
-    """
+    """Returns whether an operation has a kernel here, or none at all."""
     here = {device.device_type for device in tf.config.list_physical_devices()}
     dtypes = [
         [
@@ -390,11 +373,10 @@ def _has_kernel(operation: str, attribute: str, dtype: tf.DType) -> bool:
 
 
 @contextlib.contextmanager
-def without_python_effects(root: keras.layers.Layer) -> Iterator[None]:
-    """Runs the Python code of layers in the block as if it had not run.
+def without_python_effects(root: Layer) -> Iterator[None]:
+    """Drops what this thread prints in the block, and puts numbers of layers back.
 
-    What this thread prints is dropped, and numbers that the layers hold are put back,
-    but where the block makes something that the layer goes on to hold.
+    But where the block makes something that the layer goes on to hold.
     """
     before = [
         (layer, dict(vars(layer)))

@@ -24,10 +24,9 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.backend import HALF
+from tfamp.keras_hooks.backend import HALF, outermost_graph, stored
 from tfamp.keras_hooks.layers import CALLS, policy_of
 from tfamp.keras_hooks.patches import Function, PatchSet, replaced, wrapper
-from tfamp.keras_hooks.variables import outermost_graph, stored
 from tfamp.loss_scale.gradients import multiplied, sums_of_squares
 from tfamp.loss_scale.rule import DEFAULT_SCALE
 from tfamp.records import checks

@@ -16,18 +16,17 @@ from tfamp.machine.limits import MemoryLimit
 from tfamp.machine.memory import machine_memory
 from tfamp.machine.out_of_memory import is_out_of_memory
 from tfamp.records import checks, console
-from tfamp.records.record import Record, TableRecord
+from tfamp.records.record import TableRecord
 from tfamp.records.units import format_bytes, format_rate, format_seconds
 from tfamp.trials import parcel, runner
-from tfamp.trials.run_records import Facts, Task
+from tfamp.trials.run_records import Run, Task, possible_size
 from tfamp.trials.variant import Variant, plan_file
 
 _MAX_BATCH_SIZE = 2**20
 # Steps that a trial times after the first, at least.
 _STEPS = 3
 _TIMEOUT_SECONDS = 600.0  # of a trial
-# Part of the limit that stays free: validation, callbacks and the fragmentation of long
-# runs take memory that few steps do not show.
+# Part of the limit that stays free for what few steps do not show.
 _MARGIN = 0.1
 # The answer lies within this part below the largest that fits.
 _PRECISION = 1 / 8
@@ -35,7 +34,6 @@ _PRECISION = 1 / 8
 _MAX_FLAT = 2
 # TensorFlow's allocator tells so of memory that it can do without.
 _HARMLESS = "not a failure"
-Outcome = Literal["fits", "over the limit", "out of memory", "killed", "too slow"]
 StoppedBy = Literal[
     "memory", "knee", "time", "max_batch_size", "target_batch_size", "data"
 ]
@@ -50,25 +48,6 @@ _WHY = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Trial(Record):
-    """Training steps of one batch size in a process of their own."""
-
-    batch_size: int  # examples of a step, on all replicas
-    outcome: Outcome
-    examples_per_second: float | None = None
-    step_seconds: float | None = None  # the median
-    peak_bytes: int | None = None  # of the process, on a GPU of TensorFlow there
-    # Whether the model was built; where not, no other size is worth a trial.
-    began_training: bool = True
-    detail: str = ""  # what the process said of its end
-
-    @property
-    def fits(self) -> bool:
-        """Whether the steps ended and stayed within the limit."""
-        return self.outcome == "fits"
-
-
-@dataclasses.dataclass(frozen=True)
 class BatchSearch(TableRecord):
     """The batch size that trains fastest within the memory there is."""
 
@@ -76,7 +55,7 @@ class BatchSearch(TableRecord):
     policy: str
     batch_size: int  # examples of a step, on all replicas; it was tried and fits
     gradient_accumulation_steps: int  # steps of one update
-    trials: tuple[Trial, ...]  # in the order they were tried
+    trials: tuple[Run, ...]  # in the order they were tried
     stopped_by: StoppedBy  # what ended the growth
     limit: MemoryLimit | None  # of a process; None where nothing was known
     allowed_bytes: int | None  # what of it a trial may take
@@ -189,7 +168,6 @@ def find_batch_size(
             takes. The memory for adding up gradients is then held in the trials.
 
     Raises:
-        ImportError: A package of `tfamp[report]` is not installed.
         MemoryError: Not even one example for each replica fits.
         RuntimeError: A trial failed, and not for want of memory; its log is told.
         TimeoutError: Not even one example for each replica is trained in 600 s.
@@ -209,8 +187,6 @@ def find_batch_size(
     start = min(checks.positive_int("start", start), *caps.values())
     if min_gain is not None:
         checks.fraction("min_gain", min_gain)
-    for module in ("cloudpickle", "psutil"):
-        checks.require(module, extra="report", purpose="`tfamp.find_batch_size`")
     limit = memory_limit(max_memory_bytes)
     allowed = None if limit is None else int(limit.free_bytes * (1 - _MARGIN))
     batch = None if data is None or callable(data) else parcel.batch_of(data)
@@ -236,9 +212,13 @@ def find_batch_size(
         if not fitting:
             smallest = min(search.trials.values(), key=lambda each: each.batch_size)
             raise _none_fits(smallest, limit, title)
-        size, steps = search.split(_choice(fitting, min_gain).batch_size)
+        # The least that is about as fast as the fastest; else the largest.
+        fastest = max(trial.examples_per_second for trial in fitting)
+        least = 0.0 if min_gain is None else (1 - min_gain) * fastest
+        good = [t.batch_size for t in fitting if t.examples_per_second >= least]
+        size, steps = search.split(max(good) if min_gain is None else min(good))
     return BatchSearch(
-        model=search.facts.model,
+        model=search.last.model,
         policy=task.policy,
         batch_size=size,
         gradient_accumulation_steps=steps,
@@ -246,8 +226,8 @@ def find_batch_size(
         stopped_by=search.stopped_by,
         limit=limit,
         allowed_bytes=allowed,
-        replicas=search.facts.replicas,
-        data_batch_size=search.facts.data_batch_size,
+        replicas=search.last.replicas,
+        data_batch_size=search.last.data_batch_size,
         target_batch_size=target_batch_size,
     )
 
@@ -261,17 +241,16 @@ class _Search:
     caps: dict[StoppedBy, int]
     min_gain: float | None
     show: Callable[[int], None]
-    trials: dict[int, Trial] = dataclasses.field(default_factory=dict)
-    facts: Facts = dataclasses.field(default_factory=Facts)
+    trials: dict[int, Run] = dataclasses.field(default_factory=dict)
+    last: Run = dataclasses.field(default_factory=lambda: Run("", 0))
     stopped_by: StoppedBy = "max_batch_size"
 
     def run(self, start: int) -> None:
         """Tries sizes from the first on; it may be another, as the data allow it."""
         first = self._try(start)
-        size, replicas = first.batch_size, self.facts.replicas
-        number = self.facts.num_examples
-        if number is not None:  # at least two batches make up the data
-            self.caps["data"] = self.facts.possible(max(number // 2, 1))
+        size, replicas = first.batch_size, first.replicas
+        if number := first.num_examples:  # at least two batches make up the data
+            self.caps["data"] = possible_size(max(number // 2, 1), replicas, None)
         self.stopped_by, cap = min(self.caps.items(), key=lambda item: item[1])
         good = size if first.fits else 0
         if first.fits:
@@ -280,7 +259,7 @@ class _Search:
             self.stopped_by = _ended_by(first)
         bad = max((s for s, t in self.trials.items() if not t.fits), default=0)
         # Of a model that is not even built no other size is worth a trial.
-        while not good and self.trials[bad].began_training and bad >= 2 * replicas:
+        while not good and self.trials[bad].model and bad >= 2 * replicas:
             smaller = bad // 2 // replicas * replicas
             good, bad = (smaller, bad) if self._try(smaller).fits else (0, smaller)
         # Among small sizes every one counts.
@@ -293,7 +272,7 @@ class _Search:
 
     def split(self, size: int) -> tuple[int, int]:
         """Returns a size that fits, and how many steps make up the target with it."""
-        target, replicas = self.task.target_batch_size, self.facts.replicas
+        target, replicas = self.task.target_batch_size, self.last.replicas
         if target is None:
             return size, 1
         fewest = math.ceil(target / size)
@@ -307,46 +286,42 @@ class _Search:
 
     def _grown(self, good: int, cap: int) -> int:
         """Doubles a size until it does not fit or pay; returns the last that fits."""
-        flat, unit = 0, math.lcm(8, self.facts.replicas)
+        flat, unit = 0, math.lcm(8, self.last.replicas)
         # An update of exactly the target is worth more than a multiple of 8.
         if self.stopped_by == "target_batch_size" or cap < 2 * unit:
-            unit = self.facts.replicas
+            unit = self.last.replicas
         cap = cap // unit * unit
-        while good < cap:
+        while good < cap and flat < _MAX_FLAT:
             larger = min(2 * good, cap)
             trial = self._try(larger)
             if not trial.fits:
                 self.stopped_by = _ended_by(trial)
                 break
-            speeds = [self.trials[s].examples_per_second or 0 for s in (good, larger)]
+            speeds = [self.trials[s].examples_per_second for s in (good, larger)]
             gain = -1.0 if self.min_gain is None else self.min_gain
             is_flat = speeds[1] < speeds[0] * (1 + gain)
             flat = flat + 1 if is_flat and larger == 2 * good else 0
             good = larger
-            if flat == _MAX_FLAT:
-                self.stopped_by = "knee"
-                break
+        if flat == _MAX_FLAT:
+            self.stopped_by = "knee"
         return good
 
-    def _try(self, size: int) -> Trial:
+    def _try(self, size: int) -> Run:
         """Returns the trial of a size, or of what the data and replicas make of it."""
-        if size in self.trials:
-            return self.trials[size]
-        task = dataclasses.replace(self.task, batch_size=size)
-        trial, facts = try_size(self.folder, task)
-        self.facts = facts or self.facts
-        self.trials[trial.batch_size] = trial
-        self.show(len(self.trials))
-        return trial
+        if size not in self.trials:
+            task = dataclasses.replace(self.task, batch_size=size)
+            found = try_size(self.folder, task)
+            self.last = found if found.model else self.last
+            size = found.batch_size
+            self.trials[size] = found
+            self.show(len(self.trials))
+        return self.trials[size]
 
 
-def try_size(folder: Path, task: Task) -> tuple[Trial, Facts | None]:
-    """Tries a size in a fresh process; the facts are None where it was not built."""
+def try_size(folder: Path, task: Task) -> Run:
+    """Tries a size in a fresh process; without a model's name it was not even built."""
     run = runner.do(folder, task, timeout_seconds=_TIMEOUT_SECONDS)
-    told, log = folder / f"{task.name}.facts", folder / f"{task.name}.log"
-    facts = Facts.from_json(told) if told.is_file() else None
-    size = task.batch_size if facts is None else facts.batch_size
-    outcome: Any = run.outcome
+    log, outcome = folder / f"{task.name}.log", run.outcome
     if outcome.startswith("status "):
         # The kernel kills by SIGKILL. C++ ends a process by SIGABRT or SIGSEGV for many
         # reasons, so there the end of the log has to speak of memory.
@@ -357,21 +332,12 @@ def try_size(folder: Path, task: Task) -> tuple[Trial, Facts | None]:
         outcome = "killed" if is_killed else "out of memory" if is_memory else ""
     if not outcome:
         raise RuntimeError(
-            f"The trial of batch size {size} failed, and not for want of memory: "
-            f"{run.error}. Expected `build_model` and its data to train; mend what the "
-            f"log ends with:\n{runner.tail(log)}"
+            f"The trial of batch size {task.batch_size} failed, and not for want of "
+            f"memory: {run.error}. Expected `build_model` and its data to train; mend "
+            f"what the log ends with:\n{runner.tail(log)}"
         )
-    memory = run.memory
-    peak = None if memory is None else memory.device_bytes or memory.training_bytes
-    trial = Trial(
-        *(size or 1, outcome),
-        examples_per_second=run.examples_per_second or None,
-        step_seconds=run.step_seconds or None,
-        peak_bytes=peak,
-        began_training=facts is not None,
-        detail=run.error,
-    )
-    return trial, facts
+    size = run.batch_size or task.batch_size or 1
+    return dataclasses.replace(run, outcome=outcome, batch_size=size)
 
 
 def policy_in_force(folder: Path) -> str:
@@ -384,25 +350,16 @@ def policy_in_force(folder: Path) -> str:
     return str(settings.policy.name)
 
 
-def _choice(fitting: list[Trial], min_gain: float | None) -> Trial:
-    """Returns the least that is about as fast as the fastest; else the largest."""
-    fitting = sorted(fitting, key=lambda trial: trial.batch_size)
-    if min_gain is None:
-        return fitting[-1]
-    least = (1 - min_gain) * max(t.examples_per_second or 0.0 for t in fitting)
-    return next(t for t in fitting if (t.examples_per_second or 0.0) >= least)
-
-
-def _ended_by(trial: Trial) -> StoppedBy:
+def _ended_by(trial: Run) -> StoppedBy:
     return "time" if trial.outcome == "too slow" else "memory"
 
 
-def _none_fits(trial: Trial, limit: MemoryLimit | None, title: str) -> Exception:
+def _none_fits(trial: Run, limit: MemoryLimit | None, title: str) -> Exception:
     """Returns the error that says that not even the smallest size fits."""
     what = f"The model of {title!r} is not even built"
-    if trial.began_training:
+    if trial.model:
         what = f"Not even batch size {trial.batch_size} of {title!r} is trained"
-    why = f" ({trial.detail})" if trial.detail else ""
+    why = f" ({trial.error})" if trial.error else ""
     if trial.outcome == "too slow":
         return TimeoutError(
             f"{what} in time{why}; expected a few steps to end within "

@@ -186,7 +186,6 @@ def estimate_memory(
     training: bool = True,
     measure: bool = False,
     data: Any = None,
-    sequence_length: int | None = None,
 ) -> MemoryEstimate:
     """Predicts the most memory that a step will hold, and nothing is run here.
 
@@ -208,7 +207,6 @@ def estimate_memory(
         measure: Whether to train at two sizes, in processes of their own.
         data: A batch (x, y), x alone, or whatever else `fit` takes, of which only
             shapes are read; needed where the model does not tell them.
-        sequence_length: What to take for every size that the model leaves open.
 
     Raises:
         TypeError: `model_or_build` is no Keras model and returns none, or cannot go to
@@ -226,8 +224,6 @@ def estimate_memory(
     Source: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     size = checks.positive_int("batch_size", batch_size)
-    if sequence_length is not None:
-        checks.positive_int("sequence_length", sequence_length)
     is_model = isinstance(model_or_build, keras.Model) or not callable(model_or_build)
     build_model = None if is_model else model_or_build
     model: Any = model_or_build if is_model else model_or_build()
@@ -264,20 +260,28 @@ def estimate_memory(
             stack.enter_context(trainer.compiled_as(given, **arguments))
 
         def specs(number: int, training: bool = training) -> Any:
-            return specs_of(given, data, number, sequence_length, training=training)
+            return specs_of(given, data, number, training=training)
 
         if training:
             zeros = None if given.built else _zeros(specs(1, training=False))
             build(given, zeros)
         found = _estimate(given, specs, size, training=training)
-        if sequence_length is not None:
-            length = f"Sizes that the model leaves open are taken as {sequence_length}."
-            found = dataclasses.replace(found, notes=(length, *found.notes))
         if not measure:
             return found
-        if build_model is None or optimizer is not None:
-            build_model = _rebuilding(given)
-        return _measured(found, build_model, _zeros(specs(1)), policy)
+        batch = _zeros(specs(1))
+        if build_model is not None and optimizer is None:
+            return _measured(found, build_model, batch, policy)
+        what = "`measure=True`"
+        pickle = checks.require("cloudpickle", extra="report", purpose=what)
+        try:
+            pickle.loads(pickle.dumps(given))  # or it would fail where nobody sees why
+        except Exception as error:  # of whatever objects the model holds
+            raise TypeError(
+                f"`model_or_build` is {given.name!r}, which cannot be taken to another "
+                f"process ({checks.first_line(error)}); expected a model whose classes "
+                "are registered, or a function that returns it. Pass that function."
+            ) from error
+        return _measured(found, lambda: given, batch, policy)
 
 
 def _estimate(
@@ -347,8 +351,6 @@ def _measured(
     policy: str | None,
 ) -> MemoryEstimate:
     """Returns an estimate whose peak is on the line through two measured sizes."""
-    for module in ("cloudpickle", "psutil"):
-        checks.require(module, extra="report", purpose="`measure=True`")
     asked = estimate.batch_size
     each = (estimate.bytes_at(2 * asked) - estimate.bytes_at(asked)) / asked
     wanted = _TELLING_BYTES / each if each > 0 else math.inf
@@ -364,7 +366,7 @@ def _measured(
         for size in (small, large):
             # The rows of a batch are repeated, so that the data set no limit.
             task = Task(policy, steps=_STEPS, batch_size=size, data_batch_size=large)
-            trial, _ = try_size(folder, task)
+            trial = try_size(folder, task)
             if trial.peak_bytes is None:
                 raise MemoryError(
                     f"A batch of {size} was to be measured, and its process ended by "
@@ -394,43 +396,15 @@ def _measured(
     )
 
 
-def _rebuilding(model: keras.Model) -> Callable[[], keras.Model]:
-    """Returns what gives a compiled model in another process, as Keras pickles it."""
-    pickle = checks.require("cloudpickle", extra="report", purpose="`measure=True`")
-    try:
-        pickle.loads(pickle.dumps(model))  # or it would fail where nobody sees why
-    except Exception as error:  # of whatever objects the model holds
-        raise TypeError(
-            f"`model_or_build` is {model.name!r}, which cannot be taken to another "
-            f"process ({checks.first_line(error)}); expected a model whose classes are "
-            "registered, or a function that returns it. Pass that function."
-        ) from error
-    return lambda: model
-
-
 def _zeros(specs: Any) -> Any:
     return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), specs)
 
 
-_HOW = "Pass an example as `data`, x alone or (x, y), of which only the shapes are read"
-
-
-def specs_of(
-    model: keras.Model,
-    data: Any,
-    batch_size: int,
-    sequence_length: int | None,
-    *,
-    training: bool,
-) -> Any:
+def specs_of(model: keras.Model, data: Any, batch_size: int, *, training: bool) -> Any:
     """Returns a `tf.TensorSpec` for each tensor of a batch.
 
-    Shapes are those of `data`, None asks the model; sizes that they leave open become
-    `sequence_length`, None allows none.
-
-    Raises:
-        TypeError: `data` is nothing that `fit` takes.
-        ValueError: The model does not tell its inputs or targets.
+    Shapes are those of `data`, None asks the model. A TypeError says that `data` are
+    nothing that `fit` takes, a ValueError that a size is not told.
     """
     given = _inputs(model) if data is None else _specs_of_data(data)
     open_sizes = [
@@ -438,19 +412,16 @@ def specs_of(
         for spec in tf.nest.flatten(given)
         if None in _sizes(spec)
     ]
-    if open_sizes and sequence_length is None:
+    if open_sizes:
         whose = f"Model {model.name!r}" if data is None else "`data`"
         raise ValueError(
             f"{whose} leaves sizes of its inputs open: {', '.join(open_sizes)}; "
-            f"expected sizes that are known but for the batch. {_HOW}; or one length "
-            "for them as `sequence_length` (`--sequence_length` of `tfamp memory`)."
+            "expected sizes that are known but for the batch. Pass an example as "
+            "`data`, x alone or (x, y), of which only the shapes are read."
         )
-
-    def known(spec: Any) -> tf.TensorSpec:
-        sizes = [sequence_length if n is None else n for n in _sizes(spec)]
-        return tf.TensorSpec((batch_size, *sizes), spec.dtype)
-
-    specs = tf.nest.map_structure(known, given)
+    specs = tf.nest.map_structure(
+        lambda spec: tf.TensorSpec((batch_size, *_sizes(spec)), spec.dtype), given
+    )
     if data is not None and not _is_x_alone(data):
         return specs
     # Without a loss `data` tell all that a `train_step` takes.
@@ -493,7 +464,8 @@ def _inputs(model: keras.Model) -> Any:
     if not shapes:
         raise ValueError(
             f"Model {model.name!r} does not tell the shapes of its inputs; expected a "
-            f"Functional or Sequential model, or one that is built. {_HOW}."
+            "Functional or Sequential model, or one that is built. Pass an example as "
+            "`data`, x alone or (x, y), of which only the shapes are read."
         )
     found = [
         structure.map_shapes(lambda s: tf.TensorSpec(s, model.input_dtype), shape)

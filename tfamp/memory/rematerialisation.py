@@ -10,7 +10,7 @@ from absl import logging
 
 from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.optimizers import in_xla
-from tfamp.keras_hooks.recompute import recomputed
+from tfamp.keras_hooks.recompute import nodes_of, recomputed, replace_run, run_nodes
 
 # A graph with fewer nodes is computed again as a whole, if at all.
 _MIN_NODES = 4
@@ -24,10 +24,9 @@ def remat(model_or_layers: Any, *, enabled: bool = True) -> Any:
     dropout draws the same mask again, moving averages are updated once. It works in
     every dtype, in `fit` and in loops of your own, eager, in graphs and under XLA.
 
-    A Functional or Sequential model is cut into segments of several layers, where
-    little passes from one to the next; models inside it are cut likewise. Of a
-    subclassed model each layer that holds others is one, or each layer where none does.
-    The last segment is not computed again, as its gradient comes first.
+    A graph is cut into segments where little passes from one to the next, models inside
+    it likewise. Of a subclassed model each layer that holds others is one, or each
+    layer where none does. The last one is not computed again: its gradient comes first.
 
     Args:
         model_or_layers: A model, a layer, or several layers; each layer is one segment.
@@ -52,7 +51,7 @@ def remat(model_or_layers: Any, *, enabled: bool = True) -> Any:
     for _, layer, _ in structure.walk(model):
         structure.replace_call(layer, None)
         if (inner := structure.graph_of(layer)) is not None:
-            structure.replace_run(inner, None)
+            replace_run(inner, None)
         trainer.drop_traced_functions(layer)
     if enabled:
         if graph is not None:
@@ -106,7 +105,7 @@ class Segment(NamedTuple):
 
 def _cut_graph(model: Any, graph: Any) -> int:
     """Makes a model's graph run in segments; returns how many are computed again."""
-    nodes, number = structure.nodes_of(graph), 0
+    nodes, number = nodes_of(graph), 0
 
     def needed(place: int) -> list[Any]:
         behind = (x for node in nodes[place:] for x in node.input_tensors)
@@ -115,7 +114,7 @@ def _cut_graph(model: Any, graph: Any) -> int:
     edges, inner = [0], set()
     for place, node in enumerate([*nodes, None]):
         found = None if node is None else structure.graph_of(node.operation)
-        if found is not None and len(structure.nodes_of(found)) >= _MIN_NODES:
+        if found is not None and len(nodes_of(found)) >= _MIN_NODES:
             number += _cut_graph(node.operation, found)
             inner.add(place)
         elif node is not None:
@@ -140,19 +139,17 @@ def _cut_graph(model: Any, graph: Any) -> int:
             if segment.is_again and all(id(x) in tensors for x in segment.inputs):
                 _run_again(model, segment, tensors, operation_fn)
             else:
-                structure.run_nodes(segment.nodes, tensors, operation_fn)
+                run_nodes(segment.nodes, tensors, operation_fn)
 
-    structure.replace_run(graph, run)
+    replace_run(graph, run)
     return number + sum(segment.is_again for segment in segments)
 
 
 def _cuts(nodes: Sequence[Any], results: Sequence[Any]) -> list[int]:
-    """Returns where nodes are cut: behind how many of them, smaller ones first.
+    """Returns behind how many nodes each cut is, smaller ones first.
 
-    Segments make about equally many bytes; a cut lies where the fewest bytes pass
-    within half a segment of the place that would make them equal. As many are wanted as
-    the square root of the number of nodes, which needs the least memory where all are
-    alike.
+    As many segments as the square root of the nodes need the least memory where all are
+    alike. A cut lies where the fewest bytes pass near the place that makes them equal.
     """
 
     def size(tensor: keras.KerasTensor) -> int:  # of one example
@@ -183,7 +180,7 @@ def _run_again(
 ) -> None:
     def call(*values: Any) -> list[Any]:
         own = {id(x): y for x, y in zip(segment.inputs, values, strict=True)}
-        structure.run_nodes(segment.nodes, own, operation_fn)
+        run_nodes(segment.nodes, own, operation_fn)
         return [own[id(x)] for x in segment.outputs]
 
     called = {id(node.operation): node.operation for node in segment.nodes}

@@ -1,6 +1,7 @@
 """`tfamp.check`: what half precision does to a model, in one table of findings."""
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -24,9 +25,8 @@ from tfamp.loss_scale.tape import scaled_by
 from tfamp.models import Assignment, assignment, put_rules_on
 from tfamp.numerics.evidence import Examined, one_update, rate_of, words_of_jump
 from tfamp.numerics.lint import lint
-from tfamp.numerics.magnitudes import Ranges, tallied
+from tfamp.numerics.magnitudes import tallied
 from tfamp.numerics.passes import (
-    Recording,
     build_by_call,
     check_is_model,
     exactly,
@@ -34,7 +34,7 @@ from tfamp.numerics.passes import (
     record,
     why_float32,
 )
-from tfamp.numerics.proof import Cause, prove
+from tfamp.numerics.proof import prove
 from tfamp.numerics.sensitivity import Search
 from tfamp.numerics.triage import triage
 from tfamp.plan import PrecisionPlan, read_plan
@@ -47,9 +47,8 @@ from tfamp.stepping.eager_step import Site
 from tfamp.stepping.layer_calls import computes_itself, how_to_keep
 from tfamp.stepping.unchanged import seeds_put_back
 
-# Batches that are looked at, and numbers in one of them: each layer runs several times.
-_NUM_BATCHES, _MAX_NUMBERS = 2, 2**20
-_MIN_EXAMPLES, _MAX_EXAMPLES = 4, 32
+# Numbers and examples of a batch that are looked at: each layer runs several times.
+_MAX_NUMBERS, _MIN_EXAMPLES, _MAX_EXAMPLES = 2**19, 4, 32
 _SHOWN = "`tfamp.prove` shows each product and cast."
 # The rules that need data, and those of them that need a step, too.
 _OF_NUMBERS = ("ranges", "guilty-layer", "learning-rate")
@@ -67,7 +66,7 @@ def check(
     One table of what `tfamp.lint` finds, what computes in float32 and why, the share
     of half precision in the work of a step, how large the numbers are and which loss
     scale suits them, the layers that should stay in float32, and a learning rate that
-    throws the loss up. Up to two batches of 32 examples are looked at. The model is
+    throws the loss up. Up to 32 examples of the first batch are looked at. The model is
     afterwards what it was.
 
     Args:
@@ -93,20 +92,18 @@ def check(
     """
     check_is_model(model)
     with seeds_put_back():
-        batches = [] if data is None else _batches(data)
-        if batches:
-            build_by_call(model, keras.utils.unpack_x_y_sample_weight(batches[0])[0])
+        batch = None if data is None else _batch_of(data)
+        if batch is not None:
+            build_by_call(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
         with _judged(model, policy) as why:
-            return _found(model, batches, why)
+            return _found(model, batch, why)
 
 
-def _found(model: keras.Model, batches: list[Any], why: str) -> Findings:
+def _found(model: keras.Model, batch: Any, why: str) -> Findings:
     """Returns what is found in a model that computes now as it is to be judged."""
     halves = structure.compute_dtypes(model) & {*HALF}
     dtype = next((each for each in HALF if each in halves), "")
-    dataset: Any = None
-    for batch in map(tf.data.Dataset.from_tensors, batches):
-        dataset = batch if dataset is None else dataset.concatenate(batch)
+    dataset = None if batch is None else tf.data.Dataset.from_tensors(batch)
     linted = lint(model, dataset)
     rows = assignment(model)  # heads are known by the call that was traced
     findings = [*linted, *_in_float32(model, rows, dtype)]
@@ -114,7 +111,7 @@ def _found(model: keras.Model, batches: list[Any], why: str) -> Findings:
     if dataset is None:
         skipped = dict.fromkeys(_OF_DATA, "no `data` were passed")
     else:
-        numbers = list(_of_numbers(model, batches, dtype, rows, skipped))
+        numbers = list(_of_numbers(model, batch, dtype, rows, skipped))
         findings = [*numbers, *findings, *_half_share(model, dataset, skipped)]
     ran = [rule for rule in ("in-float32", *_OF_DATA) if rule not in skipped]
     return Findings(
@@ -156,17 +153,15 @@ def _half_share(
     share = proof.half_share_of_flops
     step = "training" if proof.step == "train" else "inference"
     text = f"{format_share(share)} of the FLOPs of a step of {step} run in half "
-    told = Cause("float32", share, f"{text}precision.", _SHOWN)
-    # What is in float32 is told layer by layer.
-    for each in (told, *(cause for cause in proof.causes if cause.name != "float32")):
-        yield Finding(
-            "half-share", "note", each.message, each.remedy, figure=each.figure
-        )
+    yield Finding("half-share", "note", f"{text}precision.", _SHOWN, figure=share)
+    for each in proof.causes:
+        if each.rule != "float32":  # which is told layer by layer
+            yield dataclasses.replace(each, rule="half-share")
 
 
 def _of_numbers(
     model: keras.Model,
-    batches: list[Any],
+    batch: Any,
     dtype: str,
     rows: Assignment,
     skipped: dict[str, Any],
@@ -175,19 +170,35 @@ def _of_numbers(
     try:
         if not model.compiled:
             raise ValueError("the model is not compiled, so no loss")
-        build(model, batches[0])
+        build(model, batch)
     except ValueError as error:
         skipped |= dict.fromkeys(_OF_NUMBERS, error)
         return
     kept, rate = _kept(model, rows), rate_of(model)
     with exactly(model) as sites:
-        recordings = [record(model, sites, batch) for batch in batches]
-        yield from _magnitudes(tallied(model.name, sites, recordings), dtype)
-        steps = [recording.ran.step for recording in recordings]
-        if all(step.is_finite for step in steps):
-            yield from _learning_rate(model, recordings[0], rate)
+        recording = record(model, sites, batch)
+        found = tallied(model.name, sites, [recording])
+        for most in sorted(found.layers, key=lambda each: -each.largest)[:1]:
+            text = f"In float32 the {most.kind} of {most.path!r} are largest, up to "
+            text += f"{most.largest:.3g}; float16 ends at {FLOAT16.max:.0f}."
+            place: Any = {"layer": most.path, "figure": most.largest}
+            yield Finding(
+                "ranges", "note", text, "`tfamp.ranges` shows each layer.", **place
+            )
+        remedy = f"{dtype or 'float32'} needs no loss scale."
+        if dtype == "float16":
+            remedy = "`tfamp.enable` scales the loss by itself."
+        place = {"figure": found.best_loss_scale}
+        yield Finding("ranges", "note", found.scale_sentence, remedy, **place)
+        if recording.ran.step.is_finite:
+            exact = Examined(recording.ran.step, recording.calls)
+            update = one_update(model, batch, exact, rate)
+            if update is not None and update.is_jump:  # which no precision mends
+                text, remedy = words_of_jump(update, rate)
+                text = f"{text} That is the learning rate, in float32 too."
+                yield Finding("learning-rate", "warning", text, remedy, figure=rate)
             if dtype:
-                search = Search(model, sites, recordings, dtype)
+                search = Search(model, sites, [recording], dtype)
                 yield from _guilty_layers(search, sites, kept)
             else:
                 skipped["guilty-layer"] = (
@@ -196,38 +207,10 @@ def _of_numbers(
                 )
             return
     skipped |= dict.fromkeys(_OF_NUMBERS[1:], "a step is not finite in float32")
-    blamed = triage(model, batches[0])
+    blamed = triage(model, batch)
     text = f"A step is not finite in float32 either; the cause is {blamed.cause}: "
     text += " ".join(blamed.evidence)
     yield Finding("not-finite", "error", text, blamed.remedy, layer=blamed.layer)
-
-
-def _magnitudes(found: Ranges, dtype: str) -> Iterator[Finding]:
-    """Yields how large the numbers are, and which loss scale suits the gradients."""
-    for most in sorted(found.layers, key=lambda each: -each.largest)[:1]:
-        text = f"In float32 the {most.kind} of {most.path!r} are largest, up to "
-        text += f"{most.largest:.3g}; float16 ends at {FLOAT16.max:.0f}."
-        place: Any = {"layer": most.path, "figure": most.largest}
-        yield Finding(
-            "ranges", "note", text, "`tfamp.ranges` shows each layer.", **place
-        )
-    remedy = f"{dtype or 'float32'} needs no loss scale."
-    if dtype == "float16":
-        remedy = "`tfamp.enable` scales the loss by itself."
-    scale = found.best_loss_scale
-    yield Finding("ranges", "note", found.scale_sentence, remedy, figure=scale)
-
-
-def _learning_rate(
-    model: keras.Model, recording: Recording, rate: float
-) -> Iterator[Finding]:
-    """Yields a warning where one update throws the loss up: no precision mends that."""
-    exact = Examined(recording.ran.step, recording.calls)
-    update = one_update(model, recording.batch, exact, rate)
-    if update is not None and update.is_jump:
-        text, remedy = words_of_jump(update, rate)
-        text = f"{text} That is the learning rate, in float32 too."
-        yield Finding("learning-rate", "warning", text, remedy, figure=rate)
 
 
 def _kept(model: keras.Model, rows: Assignment) -> set[str]:
@@ -280,11 +263,7 @@ def _guilty_layers(
 def _judged(
     model: keras.Model, policy: PolicyName | str | os.PathLike[str] | PrecisionPlan
 ) -> Iterator[str]:
-    """Has a model compute as it is to be judged; yields why so.
-
-    A model that is in half precision somewhere or managed, or that was made beside a
-    policy in force, stays as it is.
-    """
+    """Has a model compute as it is to be judged, a managed one as it is; yields why."""
     plan = read_plan(named_policy(policy))
     name, why, _ = choose_policy(policy) if plan is None else ("", "", None)  # type: ignore[arg-type]
     is_managed = any(policy_of(layer) for _, layer, _ in structure.walk(model))
@@ -312,17 +291,9 @@ def _under_rules(model: keras.Model, settings: PolicySettings) -> Iterator[None]
         yield
 
 
-def _batches(data: Any) -> list[Any]:
-    """Returns the first batches, cut to a few examples where those are large."""
-    dataset = dataset_of(data, _MAX_EXAMPLES, needs_targets=False)
-    first_batch(dataset)  # or it raises what every function says of an empty one
-    batches = list(dataset.take(_NUM_BATCHES))
-    kept = [_cut(batch) for batch in batches]
-    sizes = [len(tf.nest.flatten(each[0])[0]) for each in (batches, kept)]
-    return kept if sizes[0] == sizes[1] else kept[:1]
-
-
-def _cut(batch: Any) -> Any:
+def _batch_of(data: Any) -> Any:
+    """Returns the first batch, cut to a few examples where those are large."""
+    batch = first_batch(dataset_of(data, _MAX_EXAMPLES, needs_targets=False))
     leaves = [leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.Tensor)]
     numbers = max((int(np.prod(leaf.shape[1:])) for leaf in leaves), default=1)
     most = int(np.clip(_MAX_NUMBERS // max(numbers, 1), _MIN_EXAMPLES, _MAX_EXAMPLES))

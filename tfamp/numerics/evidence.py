@@ -23,8 +23,7 @@ _EXPLODED = 30.0
 # No number of data is as large as this: its third power is beyond float32.
 _HUGE = 1e12
 CUT = "Go back to weights from before and cut the learning rate{}; or warm it up."
-# A loss that one update makes so many times as large has left where it was; near 0 any
-# number is many times it.
+# A loss that one update makes so many times as large has left where it was.
 _JUMP, _SMALL = 100.0, 1e-2
 
 
@@ -59,16 +58,12 @@ class Examined(NamedTuple):
 
     def largest(self, path: str, way: str) -> float:
         """Returns the largest finite output of a layer, or gradient by one."""
-        largest = 0.0
-        for call in self.calls:
-            outputs: Any = floats(call.outputs)
-            given = outputs if way == "forward" else call.output_gradients
-            for each in given if call.site.path == path else ():
-                if each is not None:
-                    values = np.abs(np.asarray(tf.cast(each, tf.float32)))
-                    finite = values[np.isfinite(values)]
-                    largest = max(largest, float(finite.max(initial=0)))
-        return largest
+        own = [call for call in self.calls if call.site.path == path]
+        given = [g for call in own for g in call.output_gradients if g is not None]
+        if way == "forward":
+            given = [output for call in own for output in floats(call.outputs)]
+        values = [np.abs(np.asarray(tf.cast(each, tf.float32))) for each in given]
+        return max((float(v[np.isfinite(v)].max(initial=0)) for v in values), default=0)
 
 
 class _Calls(Recorder):
@@ -160,9 +155,9 @@ def _backward(
 ) -> Origin | None:
     """Returns where the first bad gradient came from, None for the loss.
 
-    That is the last call with good gradients by its outputs and bad ones by its inputs;
-    or else the layer around the call whose outputs it came to, whose own `call` made it
-    between its layers; or else the last layer with a bad gradient of a weight.
+    That is the last call with good gradients by its outputs and bad ones by its inputs,
+    else the layer around the call whose outputs it came to, else the last layer with a
+    bad gradient of a weight.
     """
     for call in reversed(calls):  # inner ones ahead of those around them
         if _are_finite(call.output_gradients) and not _are_finite(call.input_gradients):
@@ -191,8 +186,7 @@ def _from_the_last(
 def _are_finite(tensors: list[Any]) -> bool:
     """States whether tensors, but for None, are finite, or were ahead of rounding.
 
-    What a layer in float32 hands over beyond the range of half precision is good: it is
-    the one who takes it in half precision that makes it bad.
+    Who takes numbers in half precision spoils them, not who hands them over.
     """
     return all(
         bool(tf.reduce_all(tf.math.is_finite(unrounded(tensor))))
@@ -211,8 +205,8 @@ class Suspicion(NamedTuple):
 def bad_data(batch: Any) -> tuple[list[Suspicion], Any]:
     """Returns a sentence for each part of a batch with numbers that no data has.
 
-    With them comes the batch with the mean of the others for each number that is not
-    finite, since a root or a quotient may not bear 0, and with huge ones at size one.
+    With them comes the batch with the mean of the others for what is not finite, since
+    a root or a quotient may not bear 0, and with huge ones at size one.
     """
     found, mended = [], []
     parts = keras.utils.unpack_x_y_sample_weight(batch)
@@ -391,8 +385,7 @@ def one_update(
 ) -> Update | None:
     """Returns what the optimizer of `compile` does with gradients of a float32 step.
 
-    None where that is not what trains everything, or, where it is to begin without
-    slots, `is_fresh`, where it cannot be made anew.
+    None where that is not what trains all, or cannot be made anew, as for `is_fresh`.
     """
     if model.optimizer is None:
         return None

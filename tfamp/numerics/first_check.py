@@ -1,9 +1,8 @@
 """Checks a user's own layers at a model's first `fit`, and keeps what half spoils.
 
-Rules know Keras's layers and operations; what a layer of the user's computes itself can
-only be tried. On some examples of the first batch the model runs eagerly in float32,
-then each such layer again, as it is managed. Outputs, gradients and variables that it
-assigns are compared. Nothing of it is left but the layers that are kept.
+Rules know Keras's layers; what a layer of the user's computes itself can only be tried.
+On some examples of the first batch the model runs eagerly in float32, then each such
+layer again, as it is managed. Nothing of it is left but the layers that are kept.
 """
 
 import contextlib
@@ -86,29 +85,29 @@ def check_first(model: keras.Model, batch: Any) -> None:
     guilty: dict[keras.layers.Layer, str] = {}
     failure = "its batches are on several replicas" if batch is None else ""
     if batch is not None:
-        with _without_a_trace(model):
+        # What running a model's layers changes is put back, what they print dropped.
+        with (
+            model.distribute_strategy.scope(),
+            trials.without_python_effects(model),
+            warnings.catch_warnings(),
+            seeds_put_back(),
+            same_draws(),
+        ):
+            warnings.simplefilter("ignore")
             try:
                 x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
                 guilty = _guilty_layers(model, x, settings)
             except Exception as error:  # a `call` that is never called so, for one
                 failure = kind_and_line(error).rstrip(".")
     if failure:
-        logging.info(
-            "The layers of model %r are not checked at its first training: %s. Call "
-            "`tfamp.check(model, data)`.",
-            model.name,
-            failure,
-        )
+        text = "The layers of model %r are not checked at its first training: %s. Call "
+        logging.info(f"{text}`tfamp.check(model, data)`.", model.name, failure)
     if guilty:
         trainer.drop_traced_functions(model, but_training=True)
     for layer, reason in guilty.items():
         if settings.check == "keep":
-            logging.warning(
-                "Layer %r computes in float32: %s. Name it in `keep_float32`, or pass "
-                "`check=None` to leave it.",
-                layer.name,
-                reason,
-            )
+            text = "Layer %r computes in float32: %s. Name it in `keep_float32`, or "
+            logging.warning(f"{text}pass `check=None` to leave it.", layer.name, reason)
         else:
             warnings.warn(
                 f"Layer {layer.name!r} is spoiled by half precision: {reason}. Keep it "
@@ -133,20 +132,6 @@ def _is_own(layer: Any) -> bool:
     )
 
 
-@contextlib.contextmanager
-def _without_a_trace(model: keras.Model) -> Iterator[None]:
-    """Puts back what running a model's layers changes, and drops what they print."""
-    with (
-        model.distribute_strategy.scope(),
-        trials.without_python_effects(model),
-        warnings.catch_warnings(),
-        seeds_put_back(),
-        same_draws(),
-    ):
-        warnings.simplefilter("ignore")
-        yield
-
-
 def _guilty_layers(
     model: keras.Model, x: Any, settings: PolicySettings
 ) -> dict[keras.layers.Layer, str]:
@@ -167,7 +152,11 @@ def _guilty_layers(
             errors = _errors(recorded, dtype, exact_inputs)
             if max(errors) <= 1.0:
                 continue
-            reason = _describe_errors(errors, dtype)
+            worst = max(range(len(errors)), key=errors.__getitem__)
+            what, of = _OFF[worst]
+            off = f"off by {errors[worst] * _limits(dtype)[worst]:.0%} of {of}"
+            off = "not finite" if math.isinf(errors[worst]) else off
+            reason = f"in {dtype} its {what} are {off}, on the first batch"
             before = layer_dtypes.Before(part for _, part, _ in structure.walk(layer))
             layer_dtypes.take(layer, settings, Rule(RULE, reason, applies_to="own"))
             is_cured = max(_errors(recorded, dtype, exact_inputs)) <= 1.0
@@ -251,15 +240,6 @@ def _errors(calls: Sequence[Recorded], dtype: str, exact_inputs: set[int]) -> _E
 
 def _limits(dtype: str) -> tuple[float, float, float]:
     return FORWARD_LIMIT[dtype], BACKWARD_LIMIT[dtype], _STATE_LIMIT
-
-
-def _describe_errors(errors: _Errors, dtype: str) -> str:
-    """Returns what layer does worst, and by how much."""
-    worst = max(range(len(errors)), key=errors.__getitem__)
-    what, of = _OFF[worst]
-    off = f"off by {errors[worst] * _limits(dtype)[worst]:.0%} of {of}"
-    off = "not finite" if math.isinf(errors[worst]) else off
-    return f"in {dtype} its {what} are {off}, on the first batch"
 
 
 def _is_finite(x: tf.Tensor) -> bool:

@@ -2,11 +2,10 @@
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfamp.dtypes.settings import IN_FORCE
@@ -21,65 +20,26 @@ from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.step_traces import Marks
 from tfamp.stepping.unchanged import seeds_put_back
 
-# Arrays beyond this are data, not constants that someone wrote.
-_MAX_ELEMENTS = 2**20
-# What hands numbers on as they are, in another shape or in part.
+# What hands numbers on as they are, in another shape or in part, or in another dtype.
 _PASSING = frozenset(
     "Identity Reshape Squeeze ExpandDims Transpose StridedSlice Slice Pack Unpack "
-    "Split SplitV ConcatV2 StopGradient EnsureShape".split()
+    "Split SplitV ConcatV2 StopGradient EnsureShape Cast".split()
 )
 # Answers from here on are rounded to 1 (a distance of half the spacing below 1), so
 # that the gradient of a wrong one is 0: ln(2**12) in float16, ln(2**9) in bfloat16.
 _SURE_AT = {"float16": 8.3, "bfloat16": 6.2}
 _SATURATING = ("Softmax", "LogSoftmax", "Sigmoid")
-# Keras's own, whose mask is no fault.
-_EXEMPT = (keras.layers.UnitNormalization, keras.layers.Dot)
-
-
-class _Graph:
-    """A traced call for training: what runs of it by name, and whose it is."""
-
-    def __init__(self, concrete: Any, marks: Marks) -> None:
-        self.outputs, self._marks = concrete.outputs, marks
-        self.operations: dict[str, tf.Operation] = {}
-        # What gives no tensor assigns; what nobody reads does not run.
-        assigning = [e for e in concrete.graph.get_operations() if not e.outputs]
-        waiting = [*(tensor.op for tensor in concrete.outputs), *assigning]
-        while waiting:
-            each = waiting.pop()
-            if each.name not in self.operations:
-                self.operations[each.name] = each
-                waiting += [tensor.op for tensor in each.inputs]
-                waiting += each.control_inputs
-
-    def layer_of(self, operation: tf.Operation) -> str | None:
-        return self._marks.layer_of(operation.name) or None
-
-    def readers(self, operation: tf.Operation) -> list[tf.Operation]:
-        """Returns the readers of an operation, behind those that hand it on."""
-        found: list[tf.Operation] = []
-        waiting, seen = [operation], {operation.name}
-        while waiting:
-            for tensor in waiting.pop().outputs:
-                for reader in tensor.consumers():
-                    if reader.name in self.operations and reader.name not in seen:
-                        seen.add(reader.name)
-                        (waiting if reader.type in _PASSING else found).append(reader)
-        return found
 
 
 class _Subject(NamedTuple):
     """All that the rules look at of a model, and why some of it is `missing`."""
 
     layers: dict[str, keras.layers.Layer]  # the model and every layer in it, by path
-    graph: Any
+    outputs: Sequence[tf.Tensor]  # of a traced call for training
+    marks: Marks  # which layers made what of it
     loss: Any
     optimizers: list[Any]
     missing: dict[str, str]
-
-
-def _dtype(operation: tf.Operation) -> str:
-    return str(operation.outputs[0].dtype.name)
 
 
 # What a rule yields: severity, layer or None, figure, message and remedy.
@@ -96,18 +56,19 @@ def lint(
 ) -> Findings:
     """Returns what half precision would spoil in a model.
 
-    Rules read the layers, the graph of one call for training, the loss and the
+    Rules read the layers, the outputs of one call for training, the loss and the
     optimizer. No step is run, and nothing changes but that a model without weights is
     built, if there are data. What tfamp keeps in float32 is no finding. `skipped` names
-    the rules that could not run, and why.
+    the rules that could not run, and why. What numbers do in half precision is told by
+    `tfamp.check`, with data.
 
     Args:
         model: A Keras model of any kind, compiled or not.
-        data: What `fit` takes, or inputs alone. Without, rules on the graph are
+        data: What `fit` takes, or inputs alone. Without, the rule on outputs is
             skipped for a subclassed model.
         loss: What it is trained with; None takes that of `compile`.
         optimizer: An optimizer or its name, likewise.
-        batch_size: Examples in a batch where `data` are arrays, as in `fit`.
+        batch_size: Examples in a batch of arrays.
 
     Raises:
         TypeError: `model` is no Keras model, or `data` are nothing of the above.
@@ -126,10 +87,9 @@ def lint(
         dataset = dataset_of(data, batch_size, needs_targets=False)
     subject = _look(model, loss, optimizer, dataset)
     findings, ran, skipped = [], [], []
-    for name, (rule, *needs) in _RULES.items():
-        missing = [subject.missing[need] for need in needs if need in subject.missing]
-        if missing:
-            skipped.append(f"{name}: {missing[0]}")
+    for name, rule in _RULES.items():
+        if name in subject.missing:
+            skipped.append(f"{name}: {subject.missing[name]}")
             continue
         ran.append(name)
         page = checks.address(f"lint#{name}")
@@ -147,16 +107,18 @@ def _look(
     model: keras.Model, loss: Any, optimizer: Any, dataset: tf.data.Dataset | None
 ) -> _Subject:
     """Returns what the rules look at; a model that is not built is built, with data."""
-    x, graph, missing = None, None, {}
+    x, outputs, missing = None, [], {}
     if dataset is not None:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(first_batch(dataset))
-    if x is None and structure.graph_of(model) is not None:
+    elif structure.graph_of(model) is not None:
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in model.inputs]
         x = specs[0] if len(specs) == 1 else specs
-    missing["graph"] = (
-        f"model {model.name!r} tells its inputs by its call only, and no `data` were "
-        "passed"
-    )
+    else:
+        missing["half-head"] = (
+            f"model {model.name!r} tells its inputs by its call only, and no `data` "
+            "were passed"
+        )
+    marks = Marks(model)
     with seeds_put_back(), warnings.catch_warnings():
         # What a call warns of, it will warn of in training.
         warnings.simplefilter("ignore")
@@ -164,23 +126,21 @@ def _look(
             build_by_call(model, x)
         if x is not None:
             try:
-                graph = _traced(model, x)
-                del missing["graph"]
+                outputs = _traced(model, x, marks)
             except Exception as error:  # the user's own code, which may do anything
                 why = checks.kind_and_line(error)
-                missing["graph"] = f"the model cannot be traced ({why})"
+                missing["half-head"] = f"the model cannot be traced ({why})"
     loss = getattr(model, "loss", None) if loss is None else loss
     if loss is None:
-        missing["loss"] = "no `loss` was passed, and the model has none"
+        missing["half-loss"] = "no `loss` was passed, and the model has none"
     given = None if optimizer is None else keras.optimizers.get(optimizer)
     optimizers = optimizers_of(model) if given is None else [given]
     layers = {path: layer for path, layer, _ in structure.walk(model)}
-    return _Subject(layers, graph, loss, optimizers, missing)
+    return _Subject(layers, outputs, marks, loss, optimizers, missing)
 
 
-def _traced(model: keras.Model, x: Any) -> _Graph:
-    """Traces a call for training of a built model on inputs or specs of them."""
-    marks = Marks(model)
+def _traced(model: keras.Model, x: Any, marks: Marks) -> list[tf.Tensor]:
+    """Returns the outputs of a call for training, on inputs or specs of them."""
     specs = [
         leaf if isinstance(leaf, tf.TensorSpec) else tf.type_spec_from_value(leaf)
         for leaf in tf.nest.flatten(x)
@@ -196,16 +156,16 @@ def _traced(model: keras.Model, x: Any) -> _Graph:
             return model(inputs, **options)
 
     with model.distribute_strategy.scope(), marks.placed():
-        return _Graph(tf.function(forward).get_concrete_function(*specs), marks)
+        return list(tf.function(forward).get_concrete_function(*specs).outputs)
 
 
 def _half_head(subject: _Subject) -> _Found:
     """Outputs that are made in half precision, above all by softmax and sigmoid."""
-    for output in subject.graph.outputs:
+    for output in subject.outputs:
         maker = output.op
-        while maker.type in _PASSING | {"Cast"} and maker.inputs[0].dtype.is_floating:
+        while maker.type in _PASSING and maker.inputs[0].dtype.is_floating:
             maker = maker.inputs[0].op
-        dtype, saturates = _dtype(maker), maker.type in _SATURATING
+        dtype, saturates = maker.outputs[0].dtype.name, maker.type in _SATURATING
         is_low = saturates or output.dtype.name in HALF
         if not output.dtype.is_floating or dtype not in HALF or not is_low:
             continue
@@ -219,7 +179,7 @@ def _half_head(subject: _Subject) -> _Found:
             )
         yield (
             "error" if saturates else "warning",
-            subject.graph.layer_of(maker),
+            subject.marks.layer_of(maker.name) or None,
             _SURE_AT[dtype] if saturates else FORMATS[dtype].epsilon,
             message,
             "Give the layer `dtype='float32'`, or build the model under "
@@ -291,10 +251,10 @@ def _half_weights(subject: _Subject) -> _Found:
             inner = getattr(optimizer, "inner_optimizer", optimizer)
             for name in "beta_1 beta_2 momentum rho epsilon epsilon_1".split():
                 value = getattr(inner, name, None)
-                rounded = (
-                    float(tf.cast(value, dtype)) if isinstance(value, float) else 2
-                )
-                if value not in (0, 1) and rounded in (0, 1):
+                if not isinstance(value, float) or value in (0, 1):
+                    continue
+                rounded = float(tf.cast(value, dtype))
+                if rounded in (0, 1):
                     dead.append(f"`{name}={value:g}` of {inner.name!r} is {rounded:g}")
         text = (
             f"The weights of {name_layers(layers)} are stored in {dtype}, where an "
@@ -312,73 +272,10 @@ def _half_weights(subject: _Subject) -> _Found:
         )
 
 
-def _constant_range(subject: _Subject) -> _Found:
-    """Constants beyond a format's range, above all in masks."""
-    told = set()
-    for operation, value in _beyond(subject.graph):
-        dtype, path = _dtype(operation), subject.graph.layer_of(operation)
-        users = {reader.type for reader in subject.graph.readers(operation)}
-        is_exempt = isinstance(subject.layers.get(path or ""), _EXEMPT)
-        key = (path, is_factor := "Mul" in users)
-        # A limit that nothing reaches is no fault.
-        if users <= {"Minimum", "Maximum"} or is_exempt or key in told:
-            continue
-        told.add(key)
-        came = "is infinite" if np.isinf(value) else f"of {value:g} becomes infinite"
-        effect = "a row in which it masks everything is NaN after a softmax"
-        if is_factor:
-            effect = "where it is multiplied by 0, as in a mask of (1 - m) * constant, "
-            effect += "the result is NaN"
-        instead = "-3e4" if dtype == "float16" else "-1e9"
-        yield (
-            "error" if is_factor else "warning",
-            path,
-            value,
-            f"A constant {came} in {dtype}, which ends at {FORMATS[dtype].max:.4g}: "
-            f"{effect}.",
-            f"Take a constant within the format, such as {instead}, or compute the "
-            "mask in float32.",
-        )
-
-
-def _beyond(graph: _Graph) -> Iterator[tuple[tf.Operation, float]]:
-    """Yields operations that give constants which are infinite in half precision.
-
-    What a cast meets counts: a constant, or one that is a factor or term. Infinite
-    ones ahead of a cast were written so and are no fault of the format.
-    """
-    for operation in graph.operations.values():
-        if operation.type not in ("Const", "Cast") or _dtype(operation) not in HALF:
-            continue
-        if operation.type == "Const":
-            array = _constant(operation)
-            found = array[np.isinf(array)]
-        else:
-            behind = [operation.inputs[0].op]
-            if behind[0].type in ("Mul", "SelectV2", "Select", "AddV2", "Sub"):
-                behind = [tensor.op for tensor in behind[0].inputs]
-            array = np.concatenate([_constant(each) for each in behind])
-            limit = FORMATS[_dtype(operation)].max
-            found = array[np.isfinite(array) & (np.abs(array) > limit)]
-        if found.size:
-            yield operation, float(max(found, key=abs))
-
-
-def _constant(operation: tf.Operation) -> np.ndarray:
-    """Returns the numbers of a constant that someone wrote, none of anything else."""
-    tensor = operation.outputs[0]
-    is_one = operation.type == "Const" and tensor.dtype.is_floating
-    if not is_one or tensor.shape.num_elements() > _MAX_ELEMENTS:
-        return np.zeros(0)
-    return np.ravel(tf.get_static_value(tensor)).astype(np.float64)
-
-
-# Rule -> its function, and what it needs besides the layers.
-_RULES: dict[str, tuple[Any, ...]] = {
-    "half-head": (_half_head, "graph"),
-    "half-loss": (_half_loss, "loss"),
-    "late-policy": (_late_policy,),
-    "half-weights": (_half_weights,),
-    "constant-range": (_constant_range, "graph"),
+_RULES = {
+    "half-head": _half_head,
+    "half-loss": _half_loss,
+    "late-policy": _late_policy,
+    "half-weights": _half_weights,
 }
 RULE_IDS = tuple(_RULES)

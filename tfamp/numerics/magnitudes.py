@@ -33,10 +33,7 @@ _AS_GOOD = 1e-4
 
 
 class Fit(NamedTuple):
-    """What a format would do to numbers, as parts of those that are finite and not 0.
-
-    They become inf, become 0, or lose digits below the smallest normal number.
-    """
+    """The parts of numbers that a format makes inf, or 0, or takes digits of."""
 
     overflow: float
     zero: float
@@ -99,10 +96,9 @@ class LayerRange(Record):
 class Ranges(TableRecord):
     """How large the numbers of a model are in float32, layer by layer.
 
-    `layers` has a record for each layer and kind. `best_loss_scale` is the power of two
-    that gradients fit float16 best with, `loss_scales` are the smallest and the largest
-    one as good, `lost_gradients` the parts of the gradients that float16 would spoil at
-    scale 1 and at the best one.
+    `best_loss_scale` is the power of two that gradients fit float16 best with,
+    `loss_scales` are the smallest and the largest one as good, `lost_gradients` the
+    parts of the gradients that float16 would spoil at scale 1 and at the best one.
     """
 
     model: str
@@ -149,16 +145,15 @@ class Ranges(TableRecord):
 
         The matplotlib figure is returned; an ImportError says that it is missing.
         """
-        height = min(max(3.0, 1.8 + 0.28 * len(self.layers)), 60.0)
-        figure = checks.figure("`Ranges.plot`", 10.0, height)
+        height = 1.8 + 0.28 * len(self.layers)
+        figure = checks.figure("`Ranges.plot`", 10.0, float(np.clip(height, 3.0, 60.0)))
         axes = figure.subplots()
         for row, layer in enumerate(self.layers):
-            most = max(layer.exponents.values(), default=1)
+            counts = np.array([*layer.exponents.values()], float)
             # Rare numbers are what overflows: even one of a million is to be seen.
-            heights = [0.15 + 0.7 * n / most for n in layer.exponents.values()]
+            heights = 0.15 + 0.7 * counts / counts.max(initial=1)
             places = [int(exponent) + 0.5 for exponent in layer.exponents]
-            bottoms = [row + 0.4 - height for height in heights]
-            axes.bar(places, heights, 0.9, bottoms, color=_COLORS[layer.kind])
+            axes.bar(places, -heights, 0.9, row + 0.4, color=_COLORS[layer.kind])
         for limit in (FLOAT16.smallest_subnormal, FLOAT16.max):
             axes.axvline(math.log2(limit), color="#555555", linewidth=1.0)
         names = [f"{layer.path}  {layer.kind}" for layer in self.layers]
@@ -178,16 +173,7 @@ def ranges(
 
     A few train steps run in float32, eagerly and without rules; the model is afterwards
     what it was. Gradients by an output that a loss takes as logits are not counted.
-
-    Args:
-        model: A compiled model, written in whatever way.
-        data: What `fit` takes, as for `tfamp.sensitivity`.
-        num_batches: How many batches to look at.
-        batch_size: Examples in a batch of arrays.
-
-    Raises:
-        TypeError: `model` is not a compiled Keras model, or `data` not of these.
-        ValueError: The data is empty or comes in single examples.
+    Arguments and errors are those of `tfamp.sensitivity`.
 
     Example:
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -216,7 +202,10 @@ def tallied(
         counted[site.path, kind] = counted.get((site.path, kind), new).and_of(tensor)
 
     for site in sites:
-        for weight in _weights_of(site.layer):
+        layer = site.layer
+        is_whole = is_layer(layer) and runs_whole(layer) and structure.children(layer)
+        own = structure.own_weights(layer) if is_layer(layer) else []
+        for weight in layer.weights if is_whole else own:
             owner[id(weight)] = site
             if "float" in weight.dtype:
                 count(site, "weights", weight.value)
@@ -238,13 +227,6 @@ def tallied(
     best, scales = _best_loss_scale(bins)
     lost = [_fit(bins, FLOAT16, round(math.log2(s))).total for s in (1.0, best)]
     return Ranges(name, num_batches, layers, best, scales, (lost[0], lost[1]))
-
-
-def _weights_of(layer: Any) -> list[Any]:
-    if not is_layer(layer):
-        return []
-    is_whole = runs_whole(layer) and structure.children(layer)
-    return list(layer.weights) if is_whole else structure.own_weights(layer)
 
 
 def _bins(layers: Iterable[LayerRange]) -> np.ndarray:

@@ -2,8 +2,7 @@
 
 A float32 step is recorded with every layer's calls. A rerun gives a layer the inputs it
 had there, and the gradients that came to its outputs, in another dtype. Layers inside
-hand over what they gave in float32, so that only its own operations are lowered; what
-goes into the inner layers counts among the outputs of those operations.
+hand over what they gave in float32, so that only its own operations are lowered.
 """
 
 import contextlib
@@ -65,9 +64,8 @@ CANNOT_RUN = (
 _CONSTANT = 1e-6
 # An error of gradients from which it is asked whether they are 0 by their nature.
 _WORTH_A_LOOK = 0.05
-# A gradient below this part of the sum of its parts' magnitudes is. So is one below so
-# many times the format's epsilon, of the root of the sum of their squares: rounding the
-# parts changes it by about epsilon of that, and another batch by all of it.
+# A gradient below this part of the sum of its parts' magnitudes is, or below so many
+# times the format's epsilon of the root of the sum of their squares.
 _CANCELLED, _ROUNDED = 1e-4, 4.0
 _SIGNS = np.array([-1, 1], np.float32)
 # A layer that runs again on the same numbers gives the same up to this.
@@ -95,7 +93,7 @@ class _Outputs(Observer):
         self.kept: list[np.ndarray] = []
 
     def on_outputs(self, call: Call, outputs: Any) -> None:
-        self.kept += map(_array, floats(outputs))
+        self.kept += map(array_of, floats(outputs))
 
 
 def check_is_model(model: Any) -> None:
@@ -183,10 +181,9 @@ def name_layers(paths: Sequence[str]) -> str:
 
 
 def deviation(values: np.ndarray) -> float:
-    """Returns how much numbers of shape (batch, ...) differ over the batch.
+    """Returns the root mean square by which numbers differ over the batch.
 
-    That root mean square is what the next layers learn from. Where nothing differs, or
-    there is one example, it is the magnitude.
+    Where nothing differs, or there is one example, it is the magnitude.
     """
     magnitude = _rms(values)
     if values.ndim < 1 or len(values) < 2:
@@ -216,8 +213,7 @@ def gradient_error(
 ) -> float:
     """Returns the error of a layer's gradients, all of them together.
 
-    One that is 0 by its nature, such as that of a bias ahead of a normalization, is
-    noise on both sides and counts for nothing beside the others.
+    One that is 0 by its nature is noise on both sides and counts for nothing.
     """
     pairs = [
         (a.astype(np.float64), b.astype(np.float64))
@@ -240,8 +236,7 @@ class Rerun(NamedTuple):
 
     `outputs` has the losses that it adds too; `sources` came in for them: inputs,
     and what inner layers gave, `num_sources` of them before each output. Gradients are
-    by floating-point inputs and trained weights, without the loss scale, None where
-    there is none. `states` has what the variables of its state came to.
+    without the loss scale. `states` has what the variables of its state came to.
     """
 
     outputs: list[np.ndarray]
@@ -288,7 +283,10 @@ def rerun(
 
         @like(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if any(map(_is_symbolic, structure.flatten((args, kwargs)))):
+            leaves = structure.flatten((args, kwargs))
+            if any(isinstance(x, keras.KerasTensor) for x in leaves) or any(
+                map(tf.is_symbolic_tensor, leaves)
+            ):
                 return original(*args, **kwargs)  # in a trace that finds heads
             this, tensors = next(calls), floats((args, kwargs))
             given.extend(tensors)
@@ -342,11 +340,11 @@ def rerun(
             scale.is_by_hand = True
             targets, seeds = zip(*pairs, strict=True)
             found = tape.gradient([*targets], sources, output_gradients=[*seeds])
-    unscaled = [None if each is None else _array(each) / loss_scale for each in found]
+    unscaled = [None if each is None else array_of(each) / loss_scale for each in found]
     num_inputs = len(sources) - len(weights)
     return Rerun(
-        [_array(each) for each in results],
-        [_array(each) for each in sources[:num_inputs]],
+        [array_of(each) for each in results],
+        [array_of(each) for each in sources[:num_inputs]],
         [num_inputs] * len(outputs) + num_before,
         unscaled[:num_inputs],
         unscaled[num_inputs:],
@@ -354,12 +352,9 @@ def rerun(
     )
 
 
-def _array(tensor: Any) -> np.ndarray:
+def array_of(tensor: Any) -> np.ndarray:
+    """Returns a tensor's numbers in float32."""
     return np.asarray(tf.cast(tf.convert_to_tensor(tensor), tf.float32))
-
-
-def _is_symbolic(x: Any) -> bool:
-    return isinstance(x, keras.KerasTensor) or bool(tf.is_symbolic_tensor(x))
 
 
 def _lowered(layer: Any) -> tuple[list[Any], list[Any]]:
@@ -378,8 +373,7 @@ class Suspect:
 
     `forward` is the error of its outputs, of the call `worst`, `backward` that of its
     gradients by loss scale, `state` that of what it assigns, relative to how far that
-    moves; `failure` is what it raised. A layer that `is_random` gives something else
-    each time and is not judged.
+    moves; `failure` is what it raised. What `is_random` is not judged.
     """
 
     site: Site
@@ -409,7 +403,7 @@ class Suspect:
                 return rerun(recorded, "float32", given_exact=given_exact, **how)
 
         exact = exactly()
-        then = map(_array, [*floats(recorded.outputs), *recorded.losses])
+        then = map(array_of, [*floats(recorded.outputs), *recorded.losses])
         pairs = zip(exact.outputs, then, strict=False)
         if not all(forward_error(a, b) <= _REPEATED for a, b in pairs):
             self.is_random = True

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
@@ -17,6 +17,7 @@ from tfamp.machine.speeds import Device
 from tfamp.models import assignment
 from tfamp.numerics.passes import grouped, name_layers, why_float32
 from tfamp.records import console
+from tfamp.records.findings import Finding
 from tfamp.records.formats import HALF
 from tfamp.records.record import Record, TableRecord
 from tfamp.records.units import format_bytes, format_share
@@ -31,8 +32,8 @@ from tfamp.stepping.step_traces import (
 
 Shape = tuple[int | None, ...] | None
 _FLOATS = {"float64", "float32", "float16", "bfloat16"}
-# Causes of a smaller share explain nothing; layers beyond these are counted.
-_MIN_SHARE, _MAX_LAYERS = 0.005, 40
+# Causes and layers of a smaller share explain nothing.
+_MIN_SHARE = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +41,9 @@ class Product(Record):
     """A matrix product or convolution of the step.
 
     `layer` is the path of the layer that made it, "" for the loss, the optimizer and a
-    custom train step. What a gradient computes anew to save memory is "forward" again.
-    `dtype` is that of its factors, of the wider one if they differ, `shapes` are
-    theirs. `flops` are those of one run, two for a multiply-add, None where they depend
-    on data. `count` is how often it runs in a step, over all replicas.
+    custom train step. `dtype` is that of its factors, of the wider one if they differ,
+    `shapes` are theirs. `flops` are those of one run, two for a multiply-add, None
+    where they depend on data. `count` is how often it runs in a step, on all replicas.
     """
 
     name: str
@@ -75,27 +75,15 @@ class Cast(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class Cause(Record):
-    """A reason why half precision brings less than it could.
-
-    `figure` is the part of the step's FLOPs that it concerns, in [0, 1]; of casts the
-    part of the bytes that the step moves if nothing is fused. Causes may overlap.
-    """
-
-    name: Literal["float32", "casts", "device"]
-    figure: float
-    message: str
-    remedy: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Proof(TableRecord):
     """What a step computes in which dtype, and why it is not faster.
 
     `flops` and `half_share_of_flops` are of matrix products and convolutions, which
     `operations` holds; `casts` between floating-point dtypes come with most bytes
     first, without scalars. `moved_bytes` is what all operations read and write if
-    nothing is fused. `causes` have the largest figure first.
+    nothing is fused. `causes` ("float32", "casts", "device") say why half precision
+    brings no more, the largest figure first: the part of the step's FLOPs that it
+    concerns, of casts the part of the bytes; they may overlap.
     """
 
     model: str
@@ -107,7 +95,7 @@ class Proof(TableRecord):
     casts: tuple[Cast, ...]
     moved_bytes: int
     devices: tuple[Device, ...]
-    causes: tuple[Cause, ...] = ()
+    causes: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
 
     def share_of_flops(self, dtype: str) -> float:
@@ -132,14 +120,11 @@ class Proof(TableRecord):
         rows = []
         for layer, products in groups.items():
             flops = sum(product.step_flops for product in products)
-            if flops / max(self.flops, 1) >= 0.00005:  # others read 0.00 %
+            if flops > _MIN_SHARE * self.flops:
                 counts = collections.Counter(p.dtype for p in products)
                 ran = " + ".join(f"{n}x {dtype}" for dtype, n in counts.items())
                 share = format_share(flops / self.flops)
                 rows.append((layer or "(no layer)", ran, _format_flops(flops), share))
-        if len(groups) > len(rows[:_MAX_LAYERS]) > 0:
-            more = len(groups) - len(rows[:_MAX_LAYERS])
-            rows[_MAX_LAYERS:] = [(f"and {more} layers more", "", "", "")]
         columns: Any = dict.fromkeys(("layer", "products"), console.FOLD)
         columns |= dict.fromkeys(("FLOPs", "share"), console.RIGHT)
         parts += [console.table(columns, rows)] if rows else []
@@ -149,7 +134,7 @@ class Proof(TableRecord):
             )
         for number, cause in enumerate(self.causes, start=1):
             parts.append(
-                f"{number}. {cause.name}, {format_share(cause.figure)}: "
+                f"{number}. {cause.rule}, {format_share(cause.figure or 0)}: "
                 f"{cause.message}\n   Remedy: {cause.remedy}"
             )
         return console.text_of(*parts, *(f"Note: {note}" for note in self.notes))
@@ -180,7 +165,7 @@ def prove(
         model: A Keras model, compiled unless `training` is False.
         data: What `fit` takes; of arrays the first `batch_size` examples.
         training: Whether to look at the step of `fit`, or at that of `predict`.
-        batch_size: Examples in a batch where `data` are arrays, as in `fit`.
+        batch_size: Examples in a batch of arrays.
         devices: The devices to judge for; None looks at this machine.
 
     Raises:
@@ -203,6 +188,18 @@ def prove(
     products = _products_of(operations, trace.marks)
     flops = sum(product.step_flops for product in products)
     half = sum(p.step_flops for p in products if p.dtype in HALF)
+    notes = []
+    if getattr(model, "jit_compile", False) is True:
+        notes.append(
+            "XLA compiles this step and may compute in other dtypes: see a profile."
+        )
+    if unknown := [product for product in products if product.flops is None]:
+        notes.append(
+            f"The FLOPs of {len(unknown)} products are not known, the first is "
+            f"{unknown[0].name!r}: they depend on data, and count as none."
+        )
+    if not products:
+        notes.append("The step has no matrix product and no convolution.")
     proof = Proof(
         model=model.name,
         step="train" if training else "inference",
@@ -215,11 +212,16 @@ def prove(
         devices=hardware.computing_of(
             hardware.devices() if devices is None else devices
         ),
-        notes=tuple(_notes(model, products)),
+        notes=tuple(notes),
     )
-    found = [_float32(proof, model), _moving(proof), *_of_devices(proof)]
-    kept = [cause for cause in found if cause.figure >= _MIN_SHARE]
-    causes = tuple(sorted(kept, key=lambda cause: -cause.figure))
+    found = [_float32(proof, model), _moving(proof)]
+    for dtype in HALF:
+        if objection := hardware.objection(f"mixed_{dtype}", proof.devices):
+            text, _, remedy = objection.rpartition("; ")
+            remedy, share = remedy[:1].upper() + remedy[1:], proof.share_of_flops(dtype)
+            found.append(Finding("device", "note", f"{text}.", remedy, figure=share))
+    by_figure = sorted(found, key=lambda cause: -(cause.figure or 0))
+    causes = tuple(each for each in by_figure if (each.figure or 0) >= _MIN_SHARE)
     return dataclasses.replace(proof, causes=causes)
 
 
@@ -265,20 +267,7 @@ def _casts_of(operations: Sequence[Operation], marks: Marks) -> tuple[Cast, ...]
     return tuple(sorted(found, key=lambda cast: -cast.moved_bytes))
 
 
-def _notes(model: keras.Model, products: Sequence[Product]) -> Iterator[str]:
-    """Yields what else a reader should know."""
-    if getattr(model, "jit_compile", False) is True:
-        yield "XLA compiles this step and may compute in other dtypes: see a profile."
-    if unknown := [product for product in products if product.flops is None]:
-        yield (
-            f"The FLOPs of {len(unknown)} products are not known, the first is "
-            f"{unknown[0].name!r}: they depend on data, and count as none."
-        )
-    if not products:
-        yield "The step has no matrix product and no convolution."
-
-
-def _float32(proof: Proof, model: keras.Model) -> Cause:
+def _float32(proof: Proof, model: keras.Model) -> Finding:
     share = proof.share_of_flops("float32")
     rows = {row.path: row for row in assignment(model)} if share else {}
 
@@ -306,27 +295,20 @@ def _float32(proof: Proof, model: keras.Model) -> Cause:
                 f"Call `tfamp.apply(model, {best.policy!r})`, or `tfamp.enable` before "
                 f"the model is built: {best.reason}"
             )
-    return Cause("float32", share, message, remedy)
+    return Finding("float32", "note", message, remedy, figure=share)
 
 
-def _moving(proof: Proof) -> Cause:
+def _moving(proof: Proof) -> Finding:
     moved = sum(cast.moved_bytes for cast in proof.casts)
     share = moved / proof.moved_bytes if proof.moved_bytes else 0.0
     layers = name_layers(list(dict.fromkeys(cast.layer for cast in proof.casts)))
-    return Cause(
+    return Finding(
         "casts",
-        share,
+        "note",
         f"{sum(cast.count for cast in proof.casts):,} casts move {format_bytes(moved)} "
         f"a step, {format_share(share)} of all bytes if nothing is fused; most in "
         f"{layers}.",
         "Give layers between two layers of half precision that dtype too, so that "
         "activations stay in it. Casts of weights cost less with a larger batch.",
+        figure=share,
     )
-
-
-def _of_devices(proof: Proof) -> Iterator[Cause]:
-    for dtype in HALF:
-        if objection := hardware.objection(f"mixed_{dtype}", proof.devices):
-            message, _, remedy = objection.rpartition("; ")
-            remedy = remedy[:1].upper() + remedy[1:]
-            yield Cause("device", proof.share_of_flops(dtype), f"{message}.", remedy)

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tfamp.keras_hooks import structure
 from tfamp.machine import cpus
@@ -17,6 +16,7 @@ from tfamp.numerics.passes import (
     Ran,
     Recording,
     Suspect,
+    array_of,
     batches_of,
     exactly,
     forward_error,
@@ -49,9 +49,8 @@ BACKWARD_LIMIT = {"float16": 0.25, "bfloat16": 0.4}
 # Guilty layers that are verified by leaving them low, at most: each takes a step of the
 # whole model for each batch.
 _MAX_VERIFIED = 12
-# Error of all gradients above which a model is not the same one in low precision. Those
-# of tests/wild, guilty layers in float32, stay below 0.05; what amplifies rounding is
-# above 0.87.
+# Error of all gradients above which a model is not the same one in low precision: known
+# models stay below 0.05, what amplifies rounding is above 0.87.
 WHOLE_LIMIT = {"float16": 0.3, "bfloat16": 0.5}
 # Errors that are no worse: so many times what is there anyway, or too small to see.
 _NO_WORSE, _NOTICEABLE = 1.5, 0.01
@@ -89,9 +88,8 @@ class Sensitivity(TableRecord):
     The `verdict`, without tfamp's rules: "safe" with a loss scale or without; "layers"
     where some should stay in float32; "loss scale" where only gradients suffer and
     `loss_scale` cures them; "amplification" where each layer is fine alone and the
-    whole is not; "cannot run" where the step raises, by no layer of its own.
-    `whole_error` is that of the model's gradients with guilty layers in float32, NaN
-    where it cannot run so; `advice` says what to do.
+    whole is not; "cannot run" where the step raises. `whole_error` is that of the
+    model's gradients with guilty layers in float32, NaN where it cannot run so.
     """
 
     model: str
@@ -297,10 +295,17 @@ class Search:
         layers = [layer for _, layer, _ in structure.walk(self._model)]
         random = [each.site.layer for each in self._suspects.values() if each.is_random]
         kept = [each.site.layer for each in guilty] + random
+        inside = {  # of another one that is kept
+            id(child)
+            for layer in filter(is_layer, kept)
+            for _, child, parent in structure.walk(layer)
+            if parent is not None
+        }
+        outermost = [each for each in dict.fromkeys(kept) if id(each) not in inside]
         worst: Errors = {}
         with (
             computing_in(layers, self._dtype),
-            as_islands(_outermost(kept), self._dtype),
+            as_islands(outermost, self._dtype),
             giving_unrounded(self._model),
             adding_in_float32(layers),
         ):
@@ -351,8 +356,10 @@ class Search:
 
 def _errors_of(model: keras.Model, low: Ran, exact: Ran) -> Errors:
     """Returns how far a step of the whole model is off."""
-    found = {id(variable): _array(g) for variable, g in low.step.gradients}
-    known = {id(variable): _array(g) for variable, g in exact.step.gradients}
+    found, known = (
+        {id(v): None if g is None else array_of(g) for v, g in ran.step.gradients}
+        for ran in (low, exact)
+    )
 
     def error(ids: Collection[int]) -> float:
         return gradient_error([found.get(i) for i in ids], [known.get(i) for i in ids])
@@ -369,10 +376,6 @@ def _errors_of(model: keras.Model, low: Ran, exact: Ran) -> Errors:
         own = [id(weight) for weight in structure.own_weights(layer)]
         errors[f"layer {path}"] = error(own)
     return errors
-
-
-def _array(gradient: Any) -> np.ndarray | None:
-    return None if gradient is None else np.asarray(tf.convert_to_tensor(gradient))
 
 
 def _reason(suspect: Suspect, format: Format, scale: float) -> tuple[str, str]:
@@ -417,14 +420,3 @@ def _reason(suspect: Suspect, format: Format, scale: float) -> tuple[str, str]:
 def _largest(values: list[np.ndarray]) -> float:
     finite = [np.abs(each[np.isfinite(each)]) for each in values]
     return max((float(each.max()) for each in finite if each.size), default=0.0)
-
-
-def _outermost(layers: Sequence[Any]) -> list[Any]:
-    """Returns the layers that lie in none of the others; operations as they are."""
-    inside = {
-        id(child)
-        for layer in filter(is_layer, layers)
-        for _, child, parent in structure.walk(layer)
-        if parent is not None
-    }
-    return [each for each in dict.fromkeys(layers) if id(each) not in inside]

@@ -103,9 +103,9 @@ def triage(model: keras.Model, batch_or_bundle: Any, y: Any = None) -> Triage:
 
     Args:
         model: A compiled model with the weights of the failing step.
-        batch_or_bundle: The batch of the step, `(x, y)` or whatever else `fit` takes,
-            of which it is the first batch; or the path of a bundle of
-            `tfamp.callbacks.NanRecovery`, whose state the model gets meanwhile.
+        batch_or_bundle: The batch of the step, the first of what `fit` takes; or the
+            path of a bundle of `tfamp.callbacks.NanRecovery`, whose state the model
+            gets meanwhile.
         y: The targets, where the batch is x alone.
 
     Raises:
@@ -255,7 +255,14 @@ class _Inquiry:
         if self._scale != 1:
             once = self._replay(1.0, exact.harmless)
             if once.step.is_finite:
-                return self._of_loss_scale(own)
+                scale = max(self._scale / 8, 1.0)
+                while scale > 1 and not self._replay(scale).step.is_finite:
+                    scale = max(scale / 8, 1.0)
+                text = f"The step is finite at a loss scale of {scale:g} and not at "
+                only = Suspicion(f"{text}{self._scale:g}.")
+                remedy = f"Lower the scale to {scale:g} at most, or let it be dynamic: "
+                remedy += "a dynamic one comes down by itself after a skipped step."
+                return self.answer("loss scale", [only], remedy, own, loss_scale=scale)
             own = once
         kept: list[Site] = []
         found = own
@@ -283,20 +290,6 @@ class _Inquiry:
             remedy = "Train it in float32: keeping the layers found so far "
             remedy += f"({', '.join(map(repr, paths)) or 'none'}) was not enough."
         return self.answer("precision", told, remedy, own, layers=paths)
-
-    def _of_loss_scale(self, own: Examined) -> Triage:
-        scale = self._scale
-        while scale > 1:
-            scale = max(scale / 8, 1.0)
-            if self._replay(scale).step.is_finite:
-                break
-        text = f"The step is finite at a loss scale of {scale:g} and not at "
-        told = Suspicion(f"{text}{self._scale:g}.")
-        remedy = (
-            f"Lower the scale to {scale:g} at most, or let it be dynamic: a dynamic "
-            "one comes down by itself after a skipped step."
-        )
-        return self.answer("loss scale", [told], remedy, own, loss_scale=scale)
 
     def _of_the_update(self, exact: Examined) -> Triage:
         """Looks for the cause in the update: the step itself is finite."""

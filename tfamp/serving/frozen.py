@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.keras_hooks import structure, trainer, variables
+from tfamp.keras_hooks import backend, structure, trainer
 from tfamp.models import apply
 from tfamp.records import checks
 from tfamp.records.checks import first_line
@@ -61,10 +61,8 @@ def freeze(
         if keras.backend.is_float_dtype(weight.dtype):
             size = float(np.max(np.abs(np.asarray(weight, np.float64)), initial=0.0))
             if most < size < np.inf:
-                told = (
-                    f"The weight {weight.path!r} reaches {size:.4g}; expected at most"
-                )
-                raise ValueError(f"{told} {most:.6g} for {dtype}. Freeze in bfloat16.")
+                told = f"Weight {weight.path!r} reaches {size:.4g}; expected at most "
+                raise ValueError(f"{told}{most:.6g} for {dtype}. Freeze in bfloat16.")
     _reads(model, sample)  # raises where it cannot be called
     frozen = model if in_place else copied(model, instead=_IN_PLACE)
     if structure.compute_dtypes(frozen) & {*HALF} != {dtype}:
@@ -79,7 +77,7 @@ def freeze(
     with frozen.distribute_strategy.scope():
         for weight in frozen.weights:
             if reads.get(id(weight)) == {dtype} and weight.dtype != dtype:
-                variables.store_in(weight, dtype)
+                backend.store_in(weight, dtype)
     trainer.drop_traced_functions(frozen)
     return frozen
 
@@ -95,7 +93,7 @@ def _reads(model: keras.Model, sample: Any) -> dict[int, set[str]]:
         tensor = functools.partial(keras.KerasTensor, dtype=model.input_dtype)
         shapes = structure.built_shapes(model).values()
         args = [structure.map_shapes(tensor, shape) for shape in shapes]
-    with variables.noting_reads() as found:
+    with backend.noting_reads() as found:
         try:
             structure.trace_call(model, tuple(args), {"training": False})
         except Exception as error:

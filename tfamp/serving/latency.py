@@ -121,12 +121,10 @@ def latency_check(
                 each.result()
         took = time.perf_counter() - start
     taken = [latency for latency, error in found if not error]
-    quantiles = {
-        name: float(np.percentile(taken, int(name[1:])))
-        if len(taken) >= least
-        else None
-        for name, least in _QUANTILES.items()
-    }
+    quantiles: dict[str, Any] = dict.fromkeys(_QUANTILES)
+    for name, least in _QUANTILES.items():
+        if len(taken) >= least:
+            quantiles[name] = float(np.percentile(taken, int(name[1:])))
     return Latency(
         **quantiles,
         answers_per_second=len(taken) / took,

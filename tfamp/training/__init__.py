@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,10 +34,8 @@ class LearningRates(Record):
     rates: tuple[float, ...]  # of each step
     losses: tuple[float, ...]  # of each step's batch, before its update
     smoothed: tuple[float, ...]  # the same, averaged over the steps before
-    # Where the smoothed loss falls fastest, but no more than `highest`; a tenth of the
-    # rate at which it was lowest. None where it never falls.
-    suggestion: float | None
-    highest: float | None
+    suggestion: float | None  # where that falls fastest, at most `highest`
+    highest: float | None  # a tenth of the rate where it was lowest
     why_it_ended: str
     why: str  # what the suggestion rests on, in one sentence
 
@@ -48,20 +45,6 @@ class LearningRates(Record):
             f"Learning rate for {self.model!r}: {suggestion}.\n{self.why}\n"
             f"{len(self.rates)} steps were run, then {self.why_it_ended}."
         )
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the losses against the rates into an image file; needs matplotlib."""
-        figure = checks.figure("`LearningRates.plot`", 8.0, 4.5)
-        axes = figure.subplots()
-        axes.plot(self.rates, self.losses, color="#bbbbbb", label="loss of a batch")
-        axes.plot(self.rates, self.smoothed, color="#4c78a8", label="smoothed")
-        for label in ("suggestion", "highest"):
-            if (rate := getattr(self, label)) is not None:
-                axes.axvline(rate, color="#e45756", label=f"{label}: {rate:.2g}")
-        high = 1.3 * max(map(abs, self.smoothed[: len(self.rates) // 2 + 1]))
-        axes.set(xscale="log", xlabel="learning rate", ylabel="loss", ylim=(None, high))
-        axes.legend()
-        figure.savefig(path, dpi=120)
 
 
 def lr_find(
@@ -78,8 +61,7 @@ def lr_find(
     The rate grows by the same factor each step until the loss diverges. Where the loss
     falls fastest lies a rate that trains well from the start; a tenth of the one at the
     lowest loss is about the highest that a schedule should reach, and the most that is
-    suggested. The test holds for this model, policy and batch size. The model is
-    afterwards what it was.
+    suggested. It holds for this model, policy and batch size. The model stays as it is.
 
     Args:
         model: A compiled model.
@@ -126,7 +108,32 @@ def lr_find(
             f"The first loss of {model.name!r} is not finite; expected a healthy "
             "model. Ask `tfamp.triage(model, batch)` for the cause."
         )
-    return _judged(model.name, rates[: len(losses)], losses, why_it_ended)
+    rates, smoothed = rates[: len(losses)], _smoothed(losses)
+    lowest = int(np.argmin(smoothed))
+    suggestion = highest = None
+    why = (
+        f"The loss fell at no rate up to {rates[-1]:.3g}: is the model able to learn "
+        "from this data? Try more steps, or `tfamp.check`."
+    )
+    early = slice(_FIRST_STEPS, max(_FIRST_STEPS + 1, lowest // 2))
+    start = float(np.median(smoothed[early]))
+    fall = start - smoothed[lowest]
+    if lowest > _FIRST_STEPS and fall > _NOTICEABLE * abs(start):
+        slopes = np.gradient(smoothed[: lowest + 1], np.log(rates[: lowest + 1]))
+        # Before, what looks like a fall is one batch being easier than another.
+        falling = np.array(smoothed[: lowest + 1]) < start - _BEGUN * fall
+        steepest = int(np.argmin(np.where(falling, slopes, np.inf)))
+        highest = rates[lowest] / 10
+        # A late fall is the average's, which lags behind: that is near the divergence.
+        suggestion = min(rates[steepest], highest)
+        why = (
+            f"The loss falls fastest at a learning rate of {rates[steepest]:.3g}, and "
+            f"is lowest at {rates[lowest]:.3g}; a tenth of that, {highest:.3g}, is "
+            "about the highest that a schedule should reach"
+        )
+        why += "." if suggestion < highest else ", and what is suggested."
+    curves = tuple(rates), tuple(losses), tuple(smoothed)
+    return LearningRates(model.name, *curves, suggestion, highest, why_it_ended, why)
 
 
 def _losses(
@@ -169,45 +176,6 @@ def _smoothed(losses: Sequence[float]) -> list[float]:
         total = _MEMORY * total + (1 - _MEMORY) * loss
         found.append(total / (1 - _MEMORY**number))
     return found
-
-
-def _judged(
-    name: str, rates: Sequence[float], losses: Sequence[float], why_it_ended: str
-) -> LearningRates:
-    smoothed = _smoothed(losses)
-    lowest = int(np.argmin(smoothed))
-    suggestion = highest = None
-    why = (
-        f"The loss fell at no rate up to {rates[-1]:.3g}: is the model able to learn "
-        "from this data? Try more steps, or `tfamp.lint`."
-    )
-    early = slice(_FIRST_STEPS, max(_FIRST_STEPS + 1, lowest // 2))
-    start = float(np.median(smoothed[early]))
-    fall = start - smoothed[lowest]
-    if lowest > _FIRST_STEPS and fall > _NOTICEABLE * abs(start):
-        slopes = np.gradient(smoothed[: lowest + 1], np.log(rates[: lowest + 1]))
-        # Before, what looks like a fall is one batch being easier than another.
-        falling = np.array(smoothed[: lowest + 1]) < start - _BEGUN * fall
-        steepest = int(np.argmin(np.where(falling, slopes, np.inf)))
-        highest = float(rates[lowest]) / 10
-        # A late fall is the average's, which lags behind: that is near the divergence.
-        suggestion = min(float(rates[steepest]), highest)
-        why = (
-            f"The loss falls fastest at a learning rate of {rates[steepest]:.3g}, and "
-            f"is lowest at {rates[lowest]:.3g}; a tenth of that, {highest:.3g}, is "
-            "about the highest that a schedule should reach"
-        )
-        why += "." if suggestion < highest else ", and what is suggested."
-    return LearningRates(
-        name,
-        tuple(map(float, rates)),
-        tuple(losses),
-        tuple(smoothed),
-        suggestion,
-        highest,
-        why_it_ended,
-        why,
-    )
 
 
 def scale_learning_rate(

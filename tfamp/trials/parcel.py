@@ -17,8 +17,7 @@ from tfamp.trials import targets
 
 _PARCEL = "parcel.pickle"
 _DATASETS = {"train": "train_elements", "validation": "validation_elements"}
-# What `fit` takes of arrays by default, and how many rows of them are kept.
-_FIT_BATCH_SIZE, _MAX_ROWS = 32, 1024
+_FIT_BATCH_SIZE, _MAX_ROWS = 32, 1024  # of arrays, and how many of them are kept
 
 
 def call(function: Callable[..., Any], **offered: Any) -> Any:
@@ -47,7 +46,6 @@ def name_of(build_model: Any) -> str:
     """Returns what a building function is called, or raises unless it is one."""
     if isinstance(build_model, str):
         return build_model
-    # A model can be called too, on inputs.
     if not callable(build_model) or isinstance(build_model, keras.Model):
         raise TypeError(
             f"`build_model` is {build_model!r}; expected a function that returns a "
@@ -108,13 +106,14 @@ def discard(folder: Path) -> None:
 
 
 def _pickle() -> Any:
-    return checks.require("cloudpickle", extra="report", purpose="`tfamp.compare`")
+    return checks.require("cloudpickle", extra="report", purpose="A fresh process")
 
 
 def _pickled(value: Any) -> bytes | None:
     """Returns a value as bytes, None where it cannot be pickled."""
+    dumps = _pickle().dumps
     try:
-        return bytes(_pickle().dumps(value))
+        return bytes(dumps(value))
     except Exception:  # whatever it holds pickles and fails in its own way
         return None
 

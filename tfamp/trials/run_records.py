@@ -1,8 +1,4 @@
-"""What a trial is asked and what it measured, as records.
-
-Names end in units, `_seconds`, `_bytes`, `_joules`; a field that is None was not
-measured.
-"""
+"""What a trial is asked and what it measured, as records; None was not measured."""
 
 import dataclasses
 import re
@@ -20,6 +16,11 @@ def file_name(policy: str, seed: int) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.+-]', '-', policy)}_seed{seed}"
 
 
+def possible_size(size: int, replicas: int, num_examples: int | None) -> int:
+    """Returns a batch size as replicas and the examples there are allow it."""
+    return -(-min(size, num_examples or size) // replicas) * replicas
+
+
 @dataclasses.dataclass(frozen=True)
 class Task(Record):
     """What one process does: a whole training, or a few steps of one batch size."""
@@ -33,30 +34,12 @@ class Task(Record):
     target_batch_size: int | None = None  # examples of one update
     data_batch_size: int | None = None  # None where only the process knows it
     num_examples: int | None = None  # of the data
-    command: str = ""  # how to repeat it from a shell
 
     @property
     def name(self) -> str:
         """What its files are called, without their ending."""
         steps = f"_batch{self.batch_size}" if self.steps else ""
         return file_name(self.policy, self.seed) + steps
-
-
-@dataclasses.dataclass(frozen=True)
-class Facts(Record):
-    """What a few steps tell of the model and its data, before they train."""
-
-    replicas: int = 1  # that share a batch
-    num_examples: int | None = None  # of the data; None where that is not known
-    model: str = ""
-    batch_size: int = 0  # the one that is tried
-    data_batch_size: int | None = None
-
-    def possible(self, size: int) -> int:
-        """Returns a batch size as the data and the replicas allow it."""
-        if self.num_examples is not None:
-            size = min(size, self.num_examples)
-        return -(-size // self.replicas) * self.replicas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +75,7 @@ class Memory(Record):
 class Run(Record):
     """One training run, in a process of its own."""
 
-    SCHEMA: ClassVar[int] = 5
+    SCHEMA: ClassVar[int] = 6
 
     policy: str
     seed: int
@@ -100,7 +83,10 @@ class Run(Record):
     error: str = ""
     resolved_policy: str = ""
     reason: str = ""
+    model: str = ""  # its name, once it is built
+    replicas: int = 1  # that share a batch
     batch_size: int = 0
+    data_batch_size: int | None = None
     num_steps: int = 0
     num_epochs: int = 0
     num_parameters: int = 0
@@ -109,7 +95,7 @@ class Run(Record):
     first_step_seconds: float = 0.0
     history: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     final_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    num_examples: int = 0  # that the final metrics are of
+    num_examples: int = 0  # that the final metrics are of, else of the data
     losses: tuple[tuple[int, float], ...] = ()
     skipped_steps: int = 0
     num_nonfinite_weights: int = 0
@@ -125,10 +111,16 @@ class Run(Record):
         """Whether it has figures."""
         return self.status == "finished"
 
-    def latency(self, batch_size: int) -> Latency | None:
-        """Returns the latency of a batch size, None if it was not measured."""
-        found = (each for each in self.latencies if each.batch_size == batch_size)
-        return next(found, None)
+    @property
+    def fits(self) -> bool:
+        """Whether a few steps ended and stayed within the limit."""
+        return self.outcome == "fits"
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most that the process held, on a GPU TensorFlow; None if unknown."""
+        found = self.memory
+        return None if found is None else found.device_bytes or found.training_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import tensorflow as tf
+
+from tfamp.machine.limits import sizes_in
 from tfamp.records import checks
 from tfamp.records.console import progress
-from tfamp.trials.run_records import Run, Task
+from tfamp.trials.run_records import Memory, Run, Task
 from tfamp.trials.variant import short_names
 
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.05
 # Of the trial that tells what a model holds.
 _MEMORY_STEPS = 4
 
@@ -31,8 +34,8 @@ def do(
     """Does a task in a fresh process; returns what it recorded, or how it failed.
 
     The exit status of a process without a record is in the outcome, as "status -9";
-    that of one that took too long has the outcome "too slow". Whatever interrupts this
-    ends the process too, with all that it started.
+    one that took too long is "too slow", one that held more than it may "over the
+    limit". Whatever interrupts this ends the process too, with all that it started.
     """
     record = folder / f"{task.name}.json"
     log, part = record.with_suffix(".log"), record.with_suffix(".part")
@@ -50,11 +53,15 @@ def do(
             # Ctrl-C reaches this process only, which then ends the other.
             start_new_session=True,
         )
-    limit = timeout_seconds or float("inf")
+    limit, held = timeout_seconds or float("inf"), 0
+    # On a GPU TensorFlow itself keeps to what is allowed.
+    is_on_gpu = bool(tf.config.get_visible_devices("GPU"))
+    most = float("inf") if is_on_gpu else task.allowed_bytes or float("inf")
     try:
-        while status is None and time.monotonic() - began < limit:
+        while status is None and held <= most and time.monotonic() - began < limit:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(_POLL_SECONDS)
+            held = sizes_in(Path(f"/proc/{process.pid}/status")).get("VmRSS", 0)
             with contextlib.suppress(OSError, ValueError):  # not there, or half of it
                 on_progress(float(part.read_text()))
     finally:
@@ -64,16 +71,22 @@ def do(
         part.unlink(missing_ok=True)
         if process.stdin is not None:
             process.stdin.close()
+    found = Run(task.policy, task.seed, "failed")
     if record.is_file():
-        return Run.from_json(record)
+        found = Run.from_json(record)
+        if found.is_finished or found.error or found.outcome:
+            return found
+    if held > most:
+        memory = Memory(0, training_bytes=held)
+        return dataclasses.replace(found, outcome="over the limit", memory=memory)
     why, outcome = f"it took longer than {limit:g} s", "too slow"
     if status is not None:
-        why, outcome = "the process ended and left no record", f"status {status}"
+        why, outcome = "the process ended and told no figures", f"status {status}"
         if status < 0:
             why = f"{signal.Signals(-status).name} ended the process"
         if status == -signal.SIGKILL:
             why += ": the system killed it, most often for want of memory"
-    return Run(task.policy, task.seed, "failed", why, outcome=outcome)
+    return dataclasses.replace(found, error=why, outcome=outcome)
 
 
 def tail(log: Path, lines: int = 15) -> str:

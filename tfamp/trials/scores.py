@@ -199,11 +199,7 @@ def write_examples(
     functions = {} if has_own_step else functions_of(model)
     found: dict[str, list[np.ndarray]] = {name: [] for name in functions}
     digest, number = hashlib.sha256(), 0
-    if isinstance(data, keras.utils.PyDataset):  # in its own order
-        data = (data[index] for index in range(len(data)))
-    else:
-        data = dataset_of(data, batch_size)
-    for batch in data:
+    for batch in dataset_of(data, batch_size):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
         number += len(tf.nest.flatten(x)[0])
         for part in tf.nest.flatten((x, y)):

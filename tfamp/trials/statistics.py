@@ -85,6 +85,7 @@ def student_quantile(rate: float, degrees: int) -> float:
     return math.sqrt(degrees * (1 - x) / x)
 
 
+@functools.lru_cache(maxsize=4096)
 def difference_limit(lost: float, won: float, number: float, rate: float) -> float:
     """Returns what a true fraction lost minus won is below, of paired examples.
 
@@ -117,8 +118,7 @@ def change_limit(
     """Returns what the true mean of paired changes in [-1, 1] is below.
 
     `times` as many examples would show that. Changes of -1, 0 or 1 are counted as lost
-    and won; means over seeds in parts of the size that weighs most in them, with a
-    whole example more, so that what is rare is not taken for impossible.
+    and won, means over seeds in parts of the size that weighs most in them.
 
     Example:
         >>> round(change_limit(np.zeros(598)), 5)

@@ -1,8 +1,4 @@
-"""What a command is pointed to: a function, a plain script, or a saved model.
-
-Scripts run unchanged, up to their first `fit`: its model and its data are what tools
-are asked about.
-"""
+"""What a command is pointed to: a function, a saved model, or a script up to `fit`."""
 
 import contextlib
 import functools
@@ -80,13 +76,19 @@ class _Fit(BaseException):
 
 
 def first_fit(
-    path: str, *, seed: int = 0, own_policy: bool = False, shuffled: bool = True
+    path: str,
+    *,
+    seed: int = 0,
+    compared_epochs: int | None = None,
+    own_policy: bool = False,
+    shuffled: bool = True,
 ) -> tuple[Any, Any, Any]:
     """Runs a script up to its first `fit`, and returns its model, data and validation.
 
     Data are None where it ends without training. `seed` is added to the seeds that it
     sets; without `own_policy` the policy that it sets is left out; `shuffled` batches
-    of its arrays are as those of `fit`. A `ProgramError` says that it failed.
+    of its arrays are as those of `fit`. It warns of what of that call is left out, of
+    `epochs` too where a comparison has others. A `ProgramError` says that it failed.
     """
     import keras
     import tensorflow as tf
@@ -128,6 +130,13 @@ def first_fit(
             names = runpy.run_path(path, run_name="__main__")
         except _Fit as found:
             model, given = found.args
+            if compared_epochs not in (None, asked := given.get("epochs", 1)):
+                warnings.warn(
+                    f"The script's `fit` asks for epochs={asked}; it is compared after "
+                    f"{compared_epochs}. Pass --epochs={asked} for as many.",
+                    UserWarning,
+                    stacklevel=2,
+                )
             return model, *_data(given, shuffled)
         except (Exception, SystemExit) as error:
             if not isinstance(error, SystemExit) or error.code:

@@ -2,22 +2,20 @@
 
 It builds a model from a seed and trains it whole, or a few steps of one batch size, by
 `fit`, and leaves a `Run`, of whatever came of it. It ends itself when the process that
-started it is gone, or when it holds more memory than it may.
+started it is gone.
 """
 
 import contextlib
 import ctypes
 import dataclasses
-import datetime
 import gc
 import math
 import os
-import platform
-import statistics
 import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,21 +28,23 @@ import tfamp
 from tfamp.data._elements import known_length
 from tfamp.keras_hooks import structure
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
-from tfamp.machine import devices
 from tfamp.machine import memory as process_memory
 from tfamp.machine.nvml import Nvml
 from tfamp.machine.out_of_memory import is_out_of_memory
 from tfamp.plan import read_plan
-from tfamp.records import versions
 from tfamp.records.checks import first_line, short_error
 from tfamp.stepping.arguments import dataset_of, first_batch
 from tfamp.trials import parcel, scores
-from tfamp.trials.parcel import as_fit_takes_it, batch_of, rows, size_of
-from tfamp.trials.run_records import Context, Facts, Latency, Memory, Run, Task
+from tfamp.trials.parcel import batch_of, rows, size_of
+from tfamp.trials.run_records import (
+    Latency,
+    Memory,
+    Run,
+    Task,
+    possible_size,
+)
 from tfamp.trials.variant import Variant, in_force
 
-CONTEXT = "context.json"  # in the folder: where runs were measured
-_LOOK_SECONDS = 0.02
 # Steps are timed in windows: of a shorter one a clock and a read of the loss, which
 # waits for the device, would be a part.
 _WINDOW_SECONDS = 0.1
@@ -62,12 +62,12 @@ _WARMUP_CALLS, _MIN_CALLS, _MAX_CALLS, _SECONDS = 3, 10, 1000, 1.0
 def main(argv: Sequence[str]) -> int:
     """Does a task and leaves a record; returns 0, or 1 if it failed."""
     folder, task = Path(argv[0]), Task.from_json(argv[1])
-    record, over = folder / f"{task.name}.json", threading.Event()
+    record = folder / f"{task.name}.json"
     try:
-        _limit_memory(record, task, over)
+        _limit_gpu(task.allowed_bytes)
         variant = Variant.parse(task.policy)
         with in_force(variant) as (resolved, reason):
-            plan = read_plan(variant.policy) if variant.is_plan else None
+            plan = read_plan(variant.policy)
             if plan is not None and plan.jit_compile:
                 resolved += "+xla"
             run = Run(task.policy, task.seed, resolved_policy=resolved, reason=reason)
@@ -79,55 +79,36 @@ def main(argv: Sequence[str]) -> int:
         traceback.print_exc()
         errors = [error, error.__cause__ or error]  # as others' libraries tell it
         outcome = "out of memory" if any(map(is_out_of_memory, errors)) else ""
+        begun = Run(task.policy, task.seed, "failed")
+        begun = Run.from_json(record) if record.is_file() else begun
         why = short_error(error)
-        run = Run(task.policy, task.seed, "failed", why, outcome=outcome)
-    over.set()
+        run = dataclasses.replace(begun, error=why, outcome=outcome)
     run.to_json(record)
     return 0 if run.is_finished else 1
 
 
-def _limit_memory(record: Path, task: Task, over: threading.Event) -> None:
-    """Ends this process as soon as it holds more than it may; a GPU gets its limit."""
-    limit = task.allowed_bytes
-    if limit is None:
-        return
-    gpus = tf.config.get_visible_devices("GPU")
-    part = tf.config.LogicalDeviceConfiguration(limit // 2**20)
-    for gpu in gpus:
+def _limit_gpu(limit: int | None) -> None:
+    """Has TensorFlow take no more of each GPU; the runner watches a process on CPUs."""
+    for gpu in tf.config.get_visible_devices("GPU") if limit else ():
+        part = tf.config.LogicalDeviceConfiguration((limit or 0) // 2**20)
         tf.config.set_logical_device_configuration(gpu, [part])
-
-    def look() -> None:
-        while not over.wait(_LOOK_SECONDS):
-            held = process_memory.process_bytes()
-            if held > limit:
-                run = Run(task.policy, task.seed, "failed", outcome="over the limit")
-                memory = Memory(0, training_bytes=held)
-                dataclasses.replace(run, memory=memory).to_json(record)
-                os._exit(1)
-
-    if not gpus:
-        threading.Thread(target=look, daemon=True).start()
 
 
 def _whole(folder: Path, task: Task, variant: Variant, run: Run) -> Run:
     """Trains one model whole and returns what that measured."""
-    if not (folder / CONTEXT).exists():
-        Context(
-            devices=devices.devices(),
-            versions={"tfamp": tfamp.__version__, **versions.installed_versions()},
-            system=f"{platform.platform()}, Python {platform.python_version()}",
-            num_cores=os.cpu_count() or 1,
-            command=task.command,
-            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        ).to_json(folder / CONTEXT)
-    model, data, validation = _build(folder, task, variant)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        model, data, validation = _build(folder, task, variant)
+    ours = [str(w.message) for w in caught if os.path.dirname(__file__) in w.filename]
+    print(*(w.message for w in caught), sep="\n", file=sys.stderr)
+    run = dataclasses.replace(run, notes=tuple(dict.fromkeys(ours)))
     part = folder / f"{task.name}.part"
     run, inputs = train(
         *(model, data, validation),
         run=run,
         epochs=task.epochs,
         batch_size=task.batch_size,
-        tell=lambda done: part.write_text(f"{done:.4f}"),
+        tell=lambda clock, all: part.write_text(f"{clock.done / all:.4f}"),
     )
     device = process_memory.device_peak_bytes()
     notes, num_examples = list(run.notes), run.num_examples
@@ -156,16 +137,32 @@ def _whole(folder: Path, task: Task, variant: Variant, run: Run) -> Run:
 
 
 def _few_steps(folder: Path, task: Task, variant: Variant, run: Run) -> Run:
-    """Trains some steps of one batch size, and returns their times and memory."""
+    """Trains some steps of one batch size, and returns their times and memory.
+
+    Every step gets a batch of its own, made while the one before is trained, as by a
+    pipeline that prefetches. More steps than asked for are timed while they are short.
+    """
     model, data, _ = _build(folder, task, variant)
     batch = batch_of(data)
     replicas = model.distribute_strategy.num_replicas_in_sync
     known = task.num_examples if task.data_batch_size else batch.num_examples
-    facts = Facts(replicas, known, model.name)
-    size = facts.possible(task.batch_size or 1)
-    given = task.data_batch_size or batch.size
-    facts = dataclasses.replace(facts, batch_size=size, data_batch_size=given)
-    facts.to_json(folder / f"{task.name}.facts")
+    size = possible_size(task.batch_size or 1, replicas, known)
+    facts: Any = {"model": model.name, "replicas": replicas, "batch_size": size}
+    facts["data_batch_size"] = task.data_batch_size or batch.size
+    facts["num_examples"] = known or 0
+    # Before the steps, which may end this process.
+    begun = dataclasses.replace(run, status="failed", **facts)
+    begun.to_json(folder / f"{task.name}.json")
+    calls = max(task.steps, _MAX_STEP_CALLS) + 1
+    numbers = tf.data.Dataset.range(calls * int(model.steps_per_execution or 1))
+    dataset = numbers.map(lambda _: rows(batch.parts, size)).prefetch(1)
+
+    def stop(clock: Clock, all: float) -> None:
+        timed = clock.windows[1:]
+        if sum(window.steps for window in timed) >= task.steps:
+            seconds = sum(window.seconds for window in timed)
+            model.stop_training = seconds >= _ENOUGH_SECONDS
+
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
@@ -178,16 +175,14 @@ def _few_steps(folder: Path, task: Task, variant: Variant, run: Run) -> Run:
         # An optimizer that adds up holds one more copy of the trainable weights.
         with model.distribute_strategy.scope():
             held = [tf.Variable(tf.zeros_like(w)) for w in model.trainable_weights]
-    seconds = _step_seconds(model, batch.parts, size, task.steps)
+    run, _ = train(model, dataset, None, run=run, epochs=1, tell=stop)
     del held
     device = process_memory.device_peak_bytes()
     peak = process_memory.peak_process_bytes()
     is_over = task.allowed_bytes is not None and (device or peak) > task.allowed_bytes
     return dataclasses.replace(
         run,
-        batch_size=size,
-        examples_per_second=size / seconds,
-        step_seconds=seconds,
+        **facts,
         # Kernels count both to some pages only, and a small model needs few more.
         memory=Memory(start, max(start, peak), device),
         outcome="over the limit" if is_over else "fits",
@@ -199,7 +194,8 @@ def _build(folder: Path, task: Task, variant: Variant) -> tuple[keras.Model, Any
     keras.utils.set_random_seed(task.seed)
     build_model, train_data, validation = parcel.unpack(folder)
     how = {"seed": task.seed, "epochs": task.epochs}
-    built = parcel.call(build_model, **how)
+    compared = None if task.steps else task.epochs
+    built = parcel.call(build_model, compared_epochs=compared, **how)
     model, *own = parcel.parts(built, of="`build_model`", compiled=True)
     if variant.jit_compile:
         model.jit_compile = True
@@ -210,7 +206,7 @@ def _build(folder: Path, task: Task, variant: Variant) -> tuple[keras.Model, Any
         )
     made = own if train_data is None else (train_data, validation)
     made = [parcel.call(each, **how) if callable(each) else each for each in made]
-    return model, as_fit_takes_it(made[0]), as_fit_takes_it(made[1])
+    return model, *map(parcel.as_fit_takes_it, made)
 
 
 class Window(NamedTuple):
@@ -285,22 +281,23 @@ class Clock(keras.callbacks.Callback):
         self._first, self._opened = self.done, time.perf_counter()
 
 
-def _seconds_per_step(windows: Sequence[Window]) -> float:
+def _seconds_per_step(windows: Sequence[Window], steps: int | None = None) -> float:
     """Returns the mean time of a step, but for the warm-up and for stalls.
 
     The first of three epochs or more is left out, which traces and fills caches of the
-    input; of fewer the first tenth, or 50 steps, and the first epoch's last, as a
-    smaller batch is traced anew. So are the slowest and the fastest windows: a machine
-    that stalls for seconds says nothing about a policy.
+    input; of fewer the first tenth, or 50 steps, and the first epoch's last of so many
+    `steps`, as a smaller batch is traced anew. So are the slowest and the fastest
+    windows: a machine that stalls for seconds says nothing about a policy.
     """
     kept = [window for window in windows if window.epoch > 0]
     if windows[-1].epoch + 1 < _MIN_EPOCHS:
         last = min(_WARMUP_PART * windows[-1].last_step, _MAX_WARMUP_STEPS)
-        traced = max(window.last_step for window in windows if window.epoch == 0)
-        kept = [w for w in windows[1:] if w.last_step > last and w.last_step != traced]
-    kept = kept or [windows[-1]]
-    kept.sort(key=lambda window: window.seconds / window.steps)
-    cut = int(_TRIMMED_PART * len(kept))
+        end = steps or max(window.last_step for window in windows if window.epoch == 0)
+        kept = [w for w in windows[1:] if w.last_step > last and w.last_step != end]
+    kept = sorted(
+        kept or windows[-1:], key=lambda window: window.seconds / window.steps
+    )
+    cut = max(int(_TRIMMED_PART * len(kept)), int(len(kept) > 2))
     kept = kept[cut : len(kept) - cut]
     return sum(window.seconds for window in kept) / sum(w.steps for w in kept)
 
@@ -313,9 +310,13 @@ def train(
     run: Run,
     epochs: int,
     batch_size: int | None = None,
-    tell: Callable[[float], Any] = lambda part: None,
+    tell: Callable[[Clock, float], Any] = lambda clock, all: None,
 ) -> tuple[Run, Any]:
-    """Trains a compiled model; returns `run` with the figures, and some inputs."""
+    """Trains a compiled model; returns `run` with the figures, and some inputs.
+
+    `tell` gets the clock after each window, and the steps of all epochs, inf where they
+    are not known.
+    """
     is_arrays, steps = isinstance(data, tuple), None
     if is_arrays:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
@@ -334,7 +335,7 @@ def train(
         inputs = keras.utils.unpack_x_y_sample_weight(first_batch(dataset))[0]
         size, steps = size_of(inputs), known_length(dataset)
         given = {"x": data if isinstance(data, keras.utils.PyDataset) else dataset}
-    timer = Clock(steps, lambda timer: tell(timer.done / epochs / (steps or math.inf)))
+    clock = Clock(steps, lambda clock: tell(clock, epochs * (steps or math.inf)))
     with Nvml.open() or contextlib.nullcontext() as nvml:
         before = _energy_joules(nvml)
         history = model.fit(
@@ -343,13 +344,13 @@ def train(
             validation_batch_size=batch_size if isinstance(validation, tuple) else None,
             epochs=epochs,
             verbose=0,
-            callbacks=[timer],
+            callbacks=[clock],
         ).history
         after = _energy_joules(nvml)
-    seconds = _seconds_per_step(timer.windows)
-    num_epochs = timer.windows[-1].epoch + 1
+    seconds = _seconds_per_step(clock.windows, steps)
+    steps = clock.done // (clock.windows[-1].epoch + 1)
     # Arrays tell the mean examples of a step: the last one is shorter.
-    per_step = number / (timer.done // num_epochs) if is_arrays else size
+    per_step = number / steps if is_arrays else size
     prefix = "" if validation is None else "val_"
     plain = {
         name: tuple(float(value) for value in values)
@@ -367,47 +368,25 @@ def train(
     elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         why = "Keras's own loss-scale optimizer does not tell which steps it skipped."
         notes.append(why)
-    points = [(w.last_step, w.loss) for w in timer.windows if w.loss is not None]
+    points = [(w.last_step, w.loss) for w in clock.windows if w.loss is not None]
     every = math.ceil(len(points) / _MAX_POINTS) or 1
     run = dataclasses.replace(
         run,
         batch_size=size,
-        num_steps=timer.done,
+        num_steps=clock.done,
         num_epochs=epochs,
         examples_per_second=per_step / seconds,
         step_seconds=seconds,
-        first_step_seconds=timer.windows[0].seconds,
+        first_step_seconds=clock.windows[0].seconds,
         history=plain,
         final_metrics=final,
-        num_examples=round(per_step * timer.done / num_epochs),
+        num_examples=round(per_step * steps),
         losses=tuple(points[::-every][::-1]),  # the last one among them
         skipped_steps=skipped,
         energy_joules=None if before is None or after is None else after - before,
         notes=tuple(notes),
     )
     return run, inputs
-
-
-def _step_seconds(model: keras.Model, parts: Any, size: int, steps: int) -> float:
-    """Returns the seconds of a step of `fit` on batches of `size` rows of `parts`.
-
-    Every step gets a batch of its own, made while the one before is trained, as by a
-    pipeline that prefetches. More than `steps` are timed while they are short.
-    """
-
-    def stop(timer: Clock) -> None:
-        timed = timer.windows[1:]
-        if sum(window.steps for window in timed) >= steps:
-            seconds = sum(window.seconds for window in timed)
-            model.stop_training = seconds >= _ENOUGH_SECONDS
-
-    calls = int(getattr(model, "steps_per_execution", 1) or 1)
-    numbers = tf.data.Dataset.range((max(steps, _MAX_STEP_CALLS) + 1) * calls)
-    timer = Clock(None, stop)
-    dataset = numbers.map(lambda _: rows(parts, size)).prefetch(1)
-    model.fit(dataset, epochs=1, verbose=0, callbacks=[timer])
-    timed = timer.windows[1:] or timer.windows
-    return statistics.median(window.seconds / window.steps for window in timed)
 
 
 def _energy_joules(nvml: Nvml | None) -> float | None:
@@ -444,17 +423,12 @@ def _latencies(
 
 def _end_with_parent() -> None:
     """Ends this process once the one that started it, and held its input, is gone."""
-
-    def wait() -> None:
-        while os.read(sys.stdin.fileno(), 1024):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+    sys.stdin.buffer.read()
+    os._exit(1)
 
 
 if __name__ == "__main__":
-    _end_with_parent()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # Where memory runs out, the kernel takes this process and no other.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,6 +1,5 @@
 """Chooses policies and layers' dtypes by measuring the user's own model."""
 
-import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -46,16 +45,15 @@ def tune(
 ) -> PrecisionPlan:
     """Finds which layers have to stay in float32 for a metric to stay what it is.
 
-    One pass in which each layer runs alone in half precision ranks the layers. The
-    default rules and the guilty ones make the first plan; then layers are given back to
-    half precision, or taken from it, for as long as the metric holds. What is chosen is
-    judged once more on fresh examples. Where nothing in half precision holds, the plan
-    is float32 and says why, in `.evidence["tuning"]`, which has the path of the search.
+    A pass in which each layer runs alone in half precision ranks them. The default
+    rules and the guilty layers make the first plan; then layers are given back to half
+    precision, or taken from it, while the metric holds. What is chosen is judged once
+    more on fresh examples. Where nothing holds, the plan is float32 and says why, in
+    `.evidence["tuning"]`.
 
     Args:
-        build_model_or_model: A trained, compiled model: plans are compared by what it
-            gives for each example. Or a function without arguments that returns a
-            compiled model, which is trained for a moment in float32 first.
+        build_model_or_model: A trained, compiled model; or a function that returns a
+            compiled one, which is trained for a moment in float32 first.
         data: As `fit` takes it. Ranks the layers, and trains what the function builds.
         policy: "mixed_float16" or "mixed_bfloat16"; "auto" takes what is enabled, or
             else suits the devices here, "mixed_bfloat16" where that is float32.
@@ -71,9 +69,9 @@ def tune(
         num_steps: Steps that a model is trained for which a function returned.
 
     Raises:
-        TypeError: It is neither a model nor a function that returns one.
-        ValueError: The data is empty, the metric is missing or not finite in float32,
-            or there are fewer examples than could show the tolerance.
+        TypeError: It is no model and returns none.
+        ValueError: The metric is missing or not finite in float32, or there are fewer
+            examples than could show the tolerance.
 
     Example:
         >>> plan = tune(model, (x, y), metric="accuracy")  # doctest: +SKIP
@@ -117,25 +115,17 @@ def tune(
                 f"each half can show; expected at least {needed}. Pass more of them."
             )
         found = sensitivity(model, dataset, dtype=dtype)
-        plans = []
-        for each in (name, "float32"):  # as the default rules make them
-            with put_back(model):
-                put_under(model, make_settings(each))
-                plans.append(PrecisionPlan.from_model(model))
-        base, exact = plans
         with unchanged(model), put_back(model):
             put_under(model, make_settings("float32"))
+            exact = PrecisionPlan.from_model(model)
             saved = savings_of(model, dataset, dtype)
-        candidates = Candidates(model, base, found, saved)
+        candidates = Candidates(model, name, found, saved)
 
-        def judged(float32: tuple[str, ...], half: int, rate: float) -> Evaluation:
-            plan = candidates.plan(float32)
-            how = {"rate": rate, "tolerance": tolerance}
-            return judge.evaluate(plan, float32, half, **how)
-
-        def evaluate(float32: tuple[str, ...]) -> Evaluation:
+        def evaluate(float32: tuple[str, ...], half: int = 0) -> Evaluation:
             done(len(search.tried))
-            return judged(float32, 0, ERROR_RATE / 2 / max_evaluations)
+            plan, rate = candidates.plan(float32), ERROR_RATE / 2
+            how = {"rate": rate if half else rate / max_evaluations}
+            return judge.evaluate(plan, float32, half, tolerance=tolerance, **how)
 
         with progress("Trying plans", max_evaluations, unit="plans") as done:
             search = Search(
@@ -144,21 +134,21 @@ def tune(
                 max_evaluations=max_evaluations - 1,
                 min_saving=MIN_SAVING,
             )
-            best, confirmed = search.run(), None
-            if best is not None:
-                done(len(search.tried))
-                # The plan so far is an answer.
-                with contextlib.suppress(KeyboardInterrupt):
-                    confirmed = judged(best.float32, 1, ERROR_RATE / 2)
+            best = search.run()
+            confirmed = None if best is None else evaluate(best.float32, 1)
         plan = exact
         reason = (
             "no plan in half precision kept the metric within the tolerance in "
             f"{len(search.tried)} evaluations ({found.verdict}: {found.advice})"
         )
-        if best is not None:
-            if confirmed is None or confirmed.holds:
-                plan = candidates.plan(best.float32)
-            reason = _reason(best, confirmed)
+        if confirmed is not None:
+            worse = f"worse by {confirmed.worsening:.3g}, at most {confirmed.bound:.3g}"
+            reason = "the best plan did not keep the metric within the tolerance"
+            if confirmed.holds:
+                plan = candidates.plan(confirmed.float32)
+                kept = ", ".join(map(repr, confirmed.float32)) or "none"
+                reason = f"in float32 beyond what rules keep: {kept}"
+            reason = f"{worse}, on fresh examples; {reason}"
         logging.info("Plan for %r: %s.", model.name, reason)
         tuning = {
             "reason": reason,
@@ -169,35 +159,9 @@ def tune(
             "evaluations": [each.to_dict() for each in search.tried],
             "confirmed": None if confirmed is None else confirmed.to_dict(),
             "layers": [
-                {
-                    "path": layer.path,
-                    "forward_error": _finite(layer.forward_error),
-                    "backward_error": _finite(layer.backward_error),
-                    "saving": saved.get(layer.path, 0.0),
-                    "is_guilty": layer.is_guilty,
-                }
+                {**layer.to_dict(), "saving": saved.get(layer.path, 0.0)}
                 for layer in found.layers
             ],
             "seconds": time.perf_counter() - began,
         }
         return plan.replace(evidence={**evidence_here(), "tuning": tuning})
-
-
-def _reason(best: Evaluation, confirmed: Evaluation | None) -> str:
-    """Returns what fresh examples say of the best plan; None was interrupted."""
-    judged = best if confirmed is None else confirmed
-    worse = f"worse by {judged.worsening:.3g}, at most {judged.bound:.3g}"
-    if confirmed is None:
-        return f"{worse}; interrupted before it was judged on fresh examples"
-    if not confirmed.holds:
-        return (
-            "the best plan did not keep the metric within the tolerance on fresh "
-            f"examples: {worse}"
-        )
-    number = len(best.float32)
-    kept = {0: "no layer is", 1: "1 layer is"}.get(number, f"{number} layers are")
-    return f"{worse}, on fresh examples; {kept} in float32 beyond those that rules keep"
-
-
-def _finite(value: float) -> Any:
-    return value if math.isfinite(value) else str(value)

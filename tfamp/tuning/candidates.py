@@ -8,99 +8,84 @@ import keras
 import numpy as np
 
 from tfamp.dtypes.rows import PlannedOperation
+from tfamp.dtypes.settings import make_settings
 from tfamp.graph import read_operations
 from tfamp.graph.products import flops_of, is_product
 from tfamp.keras_hooks import exact_values, structure
 from tfamp.keras_hooks.layers import Kind
 from tfamp.machine import devices
-from tfamp.numerics.sensitivity import FORWARD_LIMIT, LayerSensitivity, Sensitivity
+from tfamp.models import put_under
+from tfamp.numerics.sensitivity import FORWARD_LIMIT, Sensitivity
 from tfamp.plan import PrecisionPlan
 from tfamp.stepping.step_traces import cost, flops_per_byte, num_bytes, trace_step
+from tfamp.tuning.measured_policies import put_back
 from tfamp.tuning.search import Suspect
-
-_NOT_MOVED = (Kind.EXPLICIT.value, "unmanaged")
 
 
 class Candidates:
     """The `suspects` of one model that may move, and plans made of them.
 
-    `base` is the plan of the default rules; `found` says what half precision does to
-    each layer alone, `saved` what share of the whole it saves. Layers whose gradients
-    suffer stay in float32: outputs of trained weights do not show them.
+    `found` says what half precision does to each layer alone, `saved` what share of the
+    whole it saves. Layers whose gradients suffer stay in float32: outputs of trained
+    weights do not show them.
     """
 
     def __init__(
         self,
         model: keras.Model,
-        base: PrecisionPlan,
+        policy: str,
         found: Sensitivity,
         saved: Mapping[str, float],
     ) -> None:
-        kinds = {row.path: row.kind for row in base.rows[1:]}
+        self._model, self._policy = model, policy
+        self._layers = {path: layer for path, layer, _ in structure.walk(model)}
         self._operations = {
             path: (place, type(operation).__name__)
             for place, (path, operation) in enumerate(exact_values.operations_in(model))
-            if path not in kinds
+            if path not in self._layers
         }
         self._reasons: dict[str, str] = {}
-        self._base = base
+        self._needed: list[str] = []
         self.suspects: list[Suspect] = []
-        needed = []
+        rows = self.plan(()).rows[1:]
+        movable = {row.path for row in rows if row.kind == Kind.FOLLOWS.value}
         for layer in found.layers:
             path = layer.path
-            if kinds.get(path) != Kind.FOLLOWS.value and path not in self._operations:
+            if path not in movable and path not in self._operations:
                 continue
-            self._reasons[path] = _reason(layer)
+            self._reasons[path] = layer.explanation or (
+                f"error {layer.forward_error:.2g} of its outputs and "
+                f"{layer.backward_error:.2g} of its gradients in half precision"
+            )
             if layer.is_guilty and layer.forward_error <= FORWARD_LIMIT[found.dtype]:
-                needed.append(path)
+                self._needed.append(path)
                 continue
             error = max(layer.forward_error, layer.backward_error)
             error = float(np.nan_to_num(error, nan=1e9, posinf=1e9))
             suspect = Suspect(path, error, saved.get(path, 0.0), layer.is_guilty)
             self.suspects.append(suspect)
-        self._base = self.plan(needed)
 
     def plan(self, float32: Sequence[str]) -> PrecisionPlan:
-        """Returns the plan with these candidates in float32, and no others."""
-        plan, half = self._base, keras.DTypePolicy(self._base.policy).compute_dtype
-        layers = {path for path in float32 if path not in self._operations}
-        exact: dict[str, Any] = {"compute_dtype": "float32", "dtype_policy": "float32"}
-        rows = []
-        for row in plan.rows:
-            parts = row.path.split("/")
-            around = ("/".join(parts[:end]) for end in range(1, len(parts)))
-            outer = next((name for name in around if name in layers), None)
-            changed: dict[str, Any] = {}
-            # Ahead of its own turn: it would hand on half precision in its layer.
-            if outer is not None and row.kind not in _NOT_MOVED:
-                changed = {
-                    **{"kind": Kind.SUBLAYER.value, "rule": f"inside {outer!r}"},
-                    "reason": f"the layer around it, {outer!r}, is kept in float32",
-                    "output_dtype": None,
-                }
-            elif row.path in layers and row.kind == Kind.FOLLOWS.value:
-                changed = {
-                    **{"kind": Kind.FLOAT32_INSIDE.value, "rule": "tune"},
-                    "reason": self._reasons[row.path],
-                    **{"output_dtype": half, "exact_inputs": True},
-                }
-            rows.append(
-                dataclasses.replace(row, **exact, **changed) if changed else row
-            )
-        operations = list(plan.operations)
-        for path in float32:
+        """Returns the plan of the rules with these candidates in float32 besides."""
+        kept = [*self._needed, *float32]
+        layers = [self._layers[path] for path in kept if path in self._layers]
+        with put_back(self._model):
+            put_under(self._model, make_settings(self._policy, layers or "default"))
+            plan = PrecisionPlan.from_model(self._model)
+        rows = [
+            dataclasses.replace(row, rule="tune", reason=self._reasons[row.path])
+            if row.path in kept
+            else row
+            for row in plan.rows
+        ]
+        half, operations = keras.DTypePolicy(self._policy).compute_dtype, []
+        for path in kept:
             if path in self._operations:
-                how = half, "tune", self._reasons[path]
                 place, name = self._operations[path]
+                how = half, "tune", self._reasons[path]
                 operations.append(PlannedOperation(place, path, name, *how))
+        operations = [*plan.operations, *operations]
         return plan.replace(rows=tuple(rows), operations=tuple(operations))
-
-
-def _reason(layer: LayerSensitivity) -> str:
-    return layer.explanation or (
-        f"error {layer.forward_error:.2g} of its outputs and "
-        f"{layer.backward_error:.2g} of its gradients in half precision"
-    )
 
 
 def savings_of(model: keras.Model, dataset: Any, dtype: str) -> dict[str, float]:

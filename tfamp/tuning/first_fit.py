@@ -17,8 +17,7 @@ from tfamp.records.checks import first_line
 from tfamp.tuning import joined_steps
 from tfamp.tuning.measured_policies import Measurement, measure_policies
 
-# The number of the settings for which a model has been through this; the others of a
-# program share them.
+# The number of the settings for which a model has been through this.
 _ASKED: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
 # Steps in a call by what was measured, of models whose `compile` says nothing.
 _JOINED: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()

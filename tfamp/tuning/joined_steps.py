@@ -1,7 +1,6 @@
 """How many steps a call of TensorFlow runs best: `steps_per_execution`, by timing.
 
-Between two calls Python draws a batch, calls callbacks and waits; where a step takes
-less than that, several steps in one call train as many times as fast.
+Where a step takes less than Python does between two calls, several in one are faster.
 """
 
 import itertools

@@ -1,9 +1,7 @@
 """`tfamp.measure_policies`: times the user's own step under each policy.
 
 A race: every step is traced and warm, then all take turns, in a new order each round,
-so that what else the machine does falls on all alike. It stops after a fixed number of
-rounds or at the budget; each policy then has one interval, of the logarithms of the
-ratios within a round.
+so that what else the machine does falls on all alike.
 """
 
 import contextlib
@@ -47,8 +45,7 @@ _FIRST_ROUNDS, _HOPELESS = 4, 1.5
 # Chance that anything is shown to be faster than float32 which is not. Intervals of a
 # few trimmed rounds err more often than they say: in simulation in at most 2 %.
 _ERROR_RATE = 0.01
-# Of the rounds, at each end, whose ratios are left out of a mean: bursts of other work
-# fall on one function and not on the next.
+# Of the rounds, at each end: bursts of other work fall on one function alone.
 _TRIMMED = 0.2
 _NOT_POSSIBLE = (tf.errors.OpError, TypeError, ValueError, NotImplementedError)
 # A dynamic loss scale comes down by a factor of 2 a step: a step that is skipped is no
@@ -58,15 +55,12 @@ _MAX_FIRST_STEPS = 20
 
 @dataclasses.dataclass(frozen=True)
 class PolicyTime(Record):
-    """The time of a training step under one policy.
-
-    The speedup is how many times as long a step in float32 without XLA takes, with the
-    ends of its 95 % interval; None where there is nothing to compare.
-    """
+    """The time of a training step under one policy."""
 
     policy: str
     jit_compile: bool
     step_seconds: float | None = None  # the median; None where it was not timed
+    # So many times as long takes float32 without XLA; the ends of a 95 % interval.
     speedup: tuple[float, float, float] | None = None
     note: str = ""  # why it was not timed
 
@@ -147,16 +141,14 @@ def measure_policies(
     Args:
         build_model_or_model: A compiled model, or a function that returns one.
         data: As `fit` takes it; the first two batches are used.
-        budget_seconds: What it may take, but for what it is about to compile; half of
-            it is for the turns.
-        policies: What is tried beside float32: names as `enable` takes them. None tries
-            those that the devices here have units for.
+        budget_seconds: What it may take, half of it for the turns.
+        policies: What is tried beside float32. None tries what the devices here have
+            units for.
         jit_compile: Whether XLA compiles the steps; None tries both ways.
         batch_size: Examples in a batch of arrays.
 
     Raises:
-        TypeError: It is neither a model nor a function that returns one, or the data
-            is nothing that `fit` takes.
+        TypeError: It is no model and returns none, or the data is nothing for `fit`.
         ValueError: A policy is unknown, the data is empty, or a step fails in float32.
 
     Example:
@@ -191,8 +183,19 @@ def measure_policies(
             prepare = functools.partial(_prepared, model, batches)
             candidates = candidates_of(policies, jit_compile)
             found = race(model.name, candidates, prepare, budget, evidence)
-            seconds = _joined(model, batches, found, dataset)
-        return dataclasses.replace(found, joined=tuple(seconds.items()))
+            best, number = found.best, int(dataset.cardinality())
+            sizes = joined_steps.sizes_for(number if number >= 0 else None)
+            is_short = (best.step_seconds or math.inf) < joined_steps.LONGEST_STEP
+            is_told = model.run_eagerly or int(model.steps_per_execution or 1) != 1
+            if is_short and not is_told and len(sizes) > 1:
+                _put(model, best)
+                settings = resolution.settings_of(model)
+                if settings is not None:
+                    settings.check = None  # of this measurement alone
+                with console.progress("Joining steps", 1, unit="parts"):
+                    seconds = joined_steps.measured(model, batches, sizes)
+                found = dataclasses.replace(found, joined=tuple(seconds.items()))
+        return found
 
 
 def evidence_here() -> dict[str, Any]:
@@ -201,25 +204,6 @@ def evidence_here() -> dict[str, Any]:
         "devices": [device.name for device in devices.devices()],
         "versions": {**installed_versions(), "tfamp": tfamp.__version__},
     }
-
-
-def _joined(
-    model: keras.Model, batches: Sequence[Any], found: Measurement, dataset: Any
-) -> dict[int, float]:
-    """Returns the seconds of a step by the number in a call, if one is short."""
-    best = found.best
-    num_batches = int(dataset.cardinality())
-    sizes = joined_steps.sizes_for(num_batches if num_batches >= 0 else None)
-    is_short = (best.step_seconds or math.inf) < joined_steps.LONGEST_STEP
-    is_told = int(model.steps_per_execution or 1) != 1
-    if model.run_eagerly or is_told or not is_short or len(sizes) == 1:
-        return {}
-    _put(model, best)
-    settings = resolution.settings_of(model)
-    if settings is not None:
-        settings.check = None  # of this measurement alone
-    with console.progress("Joining steps", 1, unit="parts"):
-        return joined_steps.measured(model, batches, sizes)
 
 
 def model_of(build_model_or_model: Any) -> keras.Model:
@@ -254,11 +238,9 @@ def candidates_of(
 class Racer:
     """A step in a race."""
 
-    # Runs a number of steps, waits for the device, returns their seconds.
-    run: Callable[[int], float]
-    step_seconds: float  # what a step took so far, the last estimate
-    # The logarithm of the seconds of a step, of each round that it was in.
-    logs: list[float] = dataclasses.field(default_factory=list)
+    run: Callable[[int], float]  # so many steps, on the device; returns their seconds
+    step_seconds: float  # the last estimate
+    logs: list[float] = dataclasses.field(default_factory=list)  # of them, by round
 
     def take_turn(self) -> None:
         """Runs some steps and notes what each took."""

@@ -1,11 +1,11 @@
 """Finds the fewest layers in float32 with which a metric holds, in few evaluations.
 
-A ranking says which layers need float32 most. Then "the first k of it are in float32"
-has one number to find: it starts from the ranking's own word, doubles where that does
-not hold, and halves what lies between a k that holds and one that does not. Rankings
-err, so what evaluations are left give layers back to half precision.
+The first k of a ranking are in float32: k starts from the ranking's own word, doubles
+where that does not hold, and halves what lies between. Rankings err, so what
+evaluations are left give layers back to half precision.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -74,14 +74,9 @@ class Search:
 
     def run(self) -> Evaluation | None:
         """Returns the best plan that holds, None where none of those tried does."""
-        try:
+        with contextlib.suppress(Stopped):
             self._find_first_that_holds()
             self._give_back()
-        except Stopped:
-            pass
-        except KeyboardInterrupt:
-            if self.best is None:
-                raise
         return self.best
 
     def _find_first_that_holds(self) -> None:

@@ -6,7 +6,6 @@ What is missing or unfit is said at once, what is damaged when it is met.
 import abc
 import contextlib
 import dataclasses
-import functools
 import glob
 import gzip
 import os
@@ -47,13 +46,6 @@ class ChunkedSource(Source):
         examples, length = self.chunks(settings).unbatch(), self.num_examples
         is_known = length is not None and settings.errors is None
         return with_length(examples, length or 0) if is_known else examples
-
-    def generated(
-        self, read: Callable[[Settings], Iterator[Any]], spec: Any, settings: Settings
-    ) -> tf.data.Dataset:
-        """Returns chunks of a spec that Python reads."""
-        make = functools.partial(read, settings)
-        return tf.data.Dataset.from_generator(make, output_signature=spec)
 
     def report(self, settings: Settings, where: str, message: str) -> None:
         """Counts damaged data where it is skipped, else raises a ValueError."""
@@ -140,7 +132,7 @@ def nearest(absolute: str) -> str:
     return f" Folder {parent!r} has {listed(names) or 'no files'}."
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[Any]) -> str:
     """Returns a few names for a message, and how many there are beyond these."""
     quoted = [repr(name) for name in names[:_NUM_SHOWN]]
     rest = len(names) - _NUM_SHOWN

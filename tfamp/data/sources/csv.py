@@ -8,6 +8,7 @@ by row: each row that does not fit is left out and named by its line.
 import collections
 import csv
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,10 +41,10 @@ Report = Callable[[int, str], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Format:
-    """How to read rows: the dtypes of all columns, in order, and which are wanted."""
+class CsvSource(_files.ChunkedSource):
+    """Rows of CSV files, one file after another."""
 
-    dtypes: Mapping[str, str]
+    dtypes: Mapping[str, str]  # of all columns, in order
     features: tuple[str, ...]
     label: str | None
     delimiter: str
@@ -59,18 +60,12 @@ class Format:
         features = {name: columns[name] for name in self.features}
         return features if self.label is None else (features, columns[self.label])
 
-
-@dataclasses.dataclass(frozen=True)
-class CsvSource(_files.ChunkedSource):
-    """Rows of CSV files, one file after another; `format` says what they hold."""
-
-    format: Format
-
     def chunks(self, settings: Settings) -> tf.data.Dataset:
         """Returns the rows as columns of some thousand of them."""
-        selected = self.format.selected.items()
-        specs = {name: tf.TensorSpec((None,), dtype) for name, dtype in selected}
-        return self.generated(self._read, self.format.arranged(specs), settings)
+        pairs = self.selected.items()
+        specs = {name: tf.TensorSpec((None,), dtype) for name, dtype in pairs}
+        read, spec = functools.partial(self._read, settings), self.arranged(specs)
+        return tf.data.Dataset.from_generator(read, output_signature=spec)
 
     def _read(self, settings: Settings) -> Iterator[Any]:
         for path in self.paths:
@@ -78,19 +73,18 @@ class CsvSource(_files.ChunkedSource):
             def report(line: int, reason: str, path: str = path) -> None:
                 self.report(settings, f"{path}, line {line}", reason)
 
-            yield from map(
-                self.format.arranged, _read_columns(path, self.format, report)
-            )
+            yield from map(self.arranged, _read_columns(path, self, report))
 
     def explain(self) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
-        counts = collections.Counter(self.format.selected.values())
+        counts = collections.Counter(self.selected.values())
         types = [f"{counts[dtype]} {dtype}" for dtype in DTYPES if counts[dtype]]
         return f"CSV, {self.length('rows')}", f"{', '.join(types)}; gaps are NaN"
 
     def identity(self) -> Any:
         """Returns the files with size and time of change, and how they are read."""
-        return ("csv", self.format, files_identity(self.paths))
+        kept = dataclasses.replace(self, paths=(), num_examples=None)
+        return ("csv", repr(kept), files_identity(self.paths))
 
 
 def csv_source(
@@ -121,13 +115,14 @@ def csv_source(
         text = "string" if dtype is str else getattr(dtype, "name", dtype)
         text = getattr(text, "__name__", text)
         types[name] = checks.choice(f"dtypes[{name!r}]", text, DTYPES)
-    form = Format(types, features, label, delimiter)
+    source = CsvSource(found, None, types, features, label, delimiter)
 
     def count(path: str) -> int:
-        chunks = _read_columns(path, form, lambda line, reason: None)
+        chunks = _read_columns(path, source, lambda line, reason: None)
         return sum(len(next(iter(columns.values()))) for columns in chunks)
 
-    return CsvSource(found, _files.counted(found, count, "rows"), form)
+    num_rows = _files.counted(found, count, "rows")
+    return dataclasses.replace(source, num_examples=num_rows)
 
 
 def infer(values: Sequence[str]) -> str:
@@ -148,7 +143,9 @@ def infer(values: Sequence[str]) -> str:
     return "float64" if is_large else "float32"
 
 
-def _read_columns(path: str, form: Format, report: Report) -> Iterator[dict[str, Any]]:
+def _read_columns(
+    path: str, form: CsvSource, report: Report
+) -> Iterator[dict[str, Any]]:
     """Yields the selected columns of a file's rows, and reports those left out."""
     selected, num_done = form.selected, 0
     try:
@@ -183,7 +180,7 @@ def _read_columns(path: str, form: Format, report: Report) -> Iterator[dict[str,
         yield _arrays(rows, selected)
 
 
-def _batches(path: str, form: Format) -> Iterator[Any]:
+def _batches(path: str, form: CsvSource) -> Iterator[Any]:
     """Yields Arrow's batches of all columns; ArrowInvalid where a row is unfit."""
     arrow, arrow_csv = _arrow(), _arrow("csv")
     header = next(_records(path, form.delimiter))[1]

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import from_arguments, inputs_of, with_inputs
+from tfamp.data import _elements
 from tfamp.data.sources import RandomAccess, files_identity
 from tfamp.data.sources._files import listed, nearest
-from tfamp.data.stages import Map, Settings
+from tfamp.data.stages import Map, Settings, map_in_order
 from tfamp.records import checks
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
@@ -29,7 +29,6 @@ _STARTS = (b"\xff\xd8\xff", b"\x89PN", b"GIF")
 class FileSource(RandomAccess):
     """Paths of files, one an element, with a label each or without."""
 
-    kind: str  # of the files, in the plural
     class_names: tuple[str, ...]  # of class 0, 1, ...; empty without labels
     num_ignored: int = 0  # files and folders that were left out
 
@@ -42,9 +41,8 @@ class FileSource(RandomAccess):
         return self.tensors[0] if self.class_names else self.tensors
 
     def identity(self) -> Any:
-        """Returns the files with size and time of change, and the labels."""
-        labels = self.tensors[1].numpy().tobytes() if self.class_names else b""
-        return (self.kind, self.class_names, labels, files_identity(self.paths))
+        """Returns the classes, and the files with size and time of change."""
+        return ("images", self.class_names, files_identity(self.paths))
 
     def locate(self, position: int) -> str:
         """Returns the path of element `position`."""
@@ -53,17 +51,12 @@ class FileSource(RandomAccess):
     def explain(self) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
         classes = f", {len(self.class_names)} classes" if self.class_names else ""
-        size = f"{self.num_examples:,} {self.kind}{classes}"
+        size = f"{self.num_examples:,} images{classes}"
         return size, f"paths only; ignored {self.num_ignored:,} files and folders"
 
 
-def folder_source(
-    folder: Any,
-    labels: str | None = "inferred",
-    endings: tuple[str, ...] = EXTENSIONS,
-    kind: str = "images",
-) -> FileSource:
-    """Returns the files below a folder as paths, with their labels."""
+def folder_source(folder: Any, labels: str | None = "inferred") -> FileSource:
+    """Returns the images below a folder as paths, with their labels."""
     root = os.path.abspath(os.path.expanduser(os.fsdecode(folder)))
     if not os.path.isdir(root):
         raise ValueError(
@@ -72,8 +65,8 @@ def folder_source(
         )
     ignored: list[str] = []
     if labels is None:
-        found = _walk(root, endings, ignored, frozenset())
-        return file_source(found, None, kind, (), len(ignored))
+        found = _walk(root, ignored, frozenset())
+        return _source(found, None, (), len(ignored))
     checks.choice("labels", labels, ["inferred"])
     entries = [e for e in os.scandir(root) if not e.name.startswith(".")]
     names = sorted(entry.name for entry in entries if entry.is_dir())
@@ -82,42 +75,36 @@ def folder_source(
         what = f"files such as {listed(ignored)}" if ignored else "nothing"
         raise ValueError(
             f"Folder {root!r} has no class folders: it has {what}. Expected one folder "
-            f"of {kind} for each class. Pass `labels=None` for {kind} without labels."
+            "of images for each class. Pass `labels=None` for images without labels."
         )
     above = frozenset({os.path.realpath(root)})
     paths, numbers = [], []
     for number, name in enumerate(names):
-        found = _walk(os.path.join(root, name), endings, ignored, above)
+        found = _walk(os.path.join(root, name), ignored, above)
         if not found:
             raise ValueError(
-                f"Class folder {name!r} of {root!r} holds no {kind}; expected at least "
-                f"one file that ends in {endings}. Fill it, or move it away."
+                f"Class folder {name!r} of {root!r} holds no images; expected at least "
+                f"one file that ends in {EXTENSIONS}. Fill it, or move it away."
             )
         paths += found
         numbers += [number] * len(found)
-    return file_source(paths, numbers, kind, tuple(names), len(ignored))
+    return _source(paths, numbers, tuple(names), len(ignored))
 
 
-def file_source(
-    paths: Sequence[str],
-    numbers: Any,
-    kind: str,
-    names: tuple[str, ...] = (),
-    ignored: int = 0,
+def _source(
+    paths: Sequence[str], numbers: Any, names: tuple[str, ...], ignored: int
 ) -> FileSource:
     """Returns a source of paths, or (paths, labels), on the CPU."""
     if not paths:
-        raise ValueError(f"There are no {kind}; expected at least one. Pass others.")
+        raise ValueError("There are no images; expected at least one. Pass others.")
     with tf.device("CPU:0"):
         tensors: Any = tf.constant([os.fsencode(path) for path in paths])
         if numbers is not None:
             tensors = tensors, tf.constant(np.array(numbers, LABEL_DTYPE))
-    return FileSource(tensors, len(paths), kind, names, ignored)
+    return FileSource(tensors, len(paths), names, ignored)
 
 
-def _walk(
-    folder: str, endings: tuple[str, ...], ignored: list[str], above: frozenset[str]
-) -> list[str]:
+def _walk(folder: str, ignored: list[str], above: frozenset[str]) -> list[str]:
     """Returns the files below `folder` in order, and notes the others."""
     here = os.path.realpath(folder)
     if here in above:
@@ -128,12 +115,12 @@ def _walk(
         is_hidden = entry.name.startswith(".")
         if entry.is_dir() and not is_hidden:
             folders.append(entry.path)
-        elif entry.name.lower().endswith(endings) and not is_hidden:
+        elif entry.name.lower().endswith(EXTENSIONS) and not is_hidden:
             found.append(entry.path)
         else:
             ignored.append(entry.path)
     for path in folders:
-        found += _walk(path, endings, ignored, above | {here})
+        found += _walk(path, ignored, above | {here})
     return found
 
 
@@ -164,11 +151,11 @@ class ImageReader:
 
     def __call__(self, *parts: Any) -> Any:
         """Returns the element with pixels in place of a path or of bytes."""
-        element = from_arguments(parts)
-        given, key = inputs_of(element), self.key
+        element = _elements.from_arguments(parts)
+        given, key = _elements.inputs_of(element), self.key
         if key is None:
-            return with_inputs(element, self._pixels(given))
-        return with_inputs(element, {**given, key: self._pixels(given[key])})
+            return _elements.with_inputs(element, self._pixels(given))
+        return _elements.with_inputs(element, {**given, key: self._pixels(given[key])})
 
     def _pixels(self, image: Any) -> tf.Tensor:
         """Returns the pixels `(height, width, channels)`, uint8, of a path or bytes."""
@@ -176,10 +163,9 @@ class ImageReader:
         data = tf.io.read_file(given) if self.reads_files else given
         start = tf.strings.substr(data, 0, 3)
         is_image = tf.reduce_any(start == tf.constant(_STARTS))
-        what = given if self.reads_files else tf.constant("the bytes of an image")
         # Not its first bytes: an error whose text is no UTF-8 is another error.
-        size = tf.strings.as_string(tf.strings.length(data))
-        text = tf.strings.join([what, "is no JPEG, PNG or GIF; bytes:", size], " ")
+        text = "is no JPEG, PNG or GIF; bytes: {}"
+        text = tf.strings.format(text, tf.strings.length(data))
         check = tf.raw_ops.Assert(condition=is_image, data=[text])
         with tf.control_dependencies([check] if check is not None else []):
             data = tf.identity(data)
@@ -200,7 +186,7 @@ class Decode(Map):
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Maps, if elements hold an image as a path or as bytes."""
-        first, key = inputs_of(dataset.element_spec), self.function.key
+        first, key = _elements.inputs_of(dataset.element_spec), self.function.key
         found = first.get(key) if isinstance(first, dict) and key else first
         is_plain = key is None or isinstance(first, dict)
         if not is_plain or found != tf.TensorSpec((), tf.string):
@@ -209,7 +195,36 @@ class Decode(Map):
                 "expected a path or the bytes of an image, by its `key` in a dict. "
                 "Leave it out where images are decoded already."
             )
-        return super().apply(dataset, settings)
+        if not self.function.reads_files:
+            return super().apply(dataset, settings)
+        return map_in_order(dataset, self._named(dataset), settings)
+
+    def _named(self, dataset: tf.data.Dataset) -> Any:
+        """Returns the function, which names the file where it fails."""
+        spec = dataset.map(self.function).element_spec
+        nothing = _elements.blank(spec, purpose="images are decoded")
+
+        def fail(path: tf.Tensor) -> None:
+            name = os.fsdecode(path.numpy())
+            try:
+                self.function(path)
+                message = "cannot be read at times"
+            except Exception as error:  # of the file system and TensorFlow
+                message = _elements.message_of(error)
+            raise ValueError(
+                f"{name}: {message}. Expected an image that can be read: repair it, or "
+                "leave out what is damaged with `.on_error('skip')`."
+            )
+
+        def call(*parts: Any) -> Any:
+            element = _elements.from_arguments(parts)
+            is_read, result = _elements.attempted(self.function, element, nothing)
+            given = _elements.inputs_of(element)
+            named = lambda: tf.group(tf.py_function(fail, [given], []))  # noqa: E731
+            with tf.control_dependencies([tf.cond(is_read, tf.no_op, named)]):
+                return tf.nest.map_structure(tf.identity, result)
+
+        return call
 
     @property
     def setting(self) -> str:

@@ -1,6 +1,7 @@
 """Text files as a source: each line that is not empty is an example."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,8 +26,11 @@ class TextSource(_files.ChunkedSource):
             lines = tf.strings.split(block, "\n")
             return tf.boolean_mask(lines, tf.strings.length(lines) > 0)
 
-        spec = tf.TensorSpec((), tf.string)
-        return self.generated(self._blocks, spec, settings).map(split)
+        read, spec = (
+            functools.partial(self._blocks, settings),
+            tf.TensorSpec((), "string"),
+        )
+        return tf.data.Dataset.from_generator(read, output_signature=spec).map(split)
 
     def _blocks(self, settings: Settings) -> Iterator[bytes]:
         for path in self.paths:

@@ -1,20 +1,22 @@
 """TFRecord files as a source, parsed by the chunk.
 
-TensorFlow reads and parses them, and stops at the first damaged record. Where damage is
-to be skipped, each file is read once beforehand, and one that is damaged is left out.
-A record is its length (8 bytes, little-endian), a checksum, the payload, a checksum.
+TensorFlow stops at a damaged record, or takes it for the end, and names no file. So the
+bytes of the records of plain files are added up: fewer than the file has are an error.
+Where damage is to be skipped, each file is read once beforehand, and left out if it is
+damaged. A record is its length (8 bytes, little-endian), a checksum, the payload, and
+a checksum.
 
 Source: tensorflow/core/lib/io/record_writer.h.
 """
 
 import dataclasses
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
+from tfamp.data._elements import message_of
 from tfamp.data.sources import files_identity
 from tfamp.data.sources._files import ChunkedSource, find_files, is_gzip
 from tfamp.data.stages import Settings, map_in_order, settings_of
@@ -26,6 +28,10 @@ _CHUNK_RECORDS, _CHUNK_BYTES = 2048, 2**20
 _MAX_WALKED_RECORDS = 100_000
 _NUM_SAMPLED = 100
 _FRAME_BYTES = 16  # of a record beside its payload
+_DAMAGED = (
+    "File {} is cut off or damaged: record {} at byte {} cannot be read. Expected "
+    "whole records: restore the file, or leave it out with `.on_error('skip')`."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +48,9 @@ class TfrecordSource(ChunkedSource):
         """Returns the records, parsed if there are features, `chunk_size` at a time."""
         if self.damage and settings.errors is None:
             raise ValueError(self.damage)
-        pairs = zip(self.paths, self.compressions, strict=True)
-        kept = [pair for pair in pairs if pair[0] not in self.left_out]
+        kept = [path for path in self.paths if path not in self.left_out]
         at_once = max(1, min(FILES_AT_ONCE, len(kept)))
-        files = tf.constant(kept, tf.string, (len(kept), 2))
+        files = tf.constant([*map(self._file, kept)], tf.string, (len(kept), 3))
         chunks = tf.data.Dataset.from_tensor_slices(files).interleave(
             self._stock,
             cycle_length=at_once,
@@ -55,16 +60,35 @@ class TfrecordSource(ChunkedSource):
         )
         return map_in_order(chunks, self._parse, settings)
 
+    def _file(self, path: str) -> list[str]:
+        """Returns path, compression and bytes of a file."""
+        compression = self.compressions[self.paths.index(path)]
+        return [path, compression, str(os.path.getsize(path))]
+
     # Nothing in these functions is for AutoGraph, whose look at them takes 0.5 s.
     @tf.autograph.experimental.do_not_convert
     def _stock(self, file: tf.Tensor) -> tf.data.Dataset:
         """Returns (records, path, number of the first record) of one file."""
-        records = tf.data.TFRecordDataset(file[0], compression_type=file[1])
+        path, size = file[0], tf.strings.to_number(file[2], tf.int64)
+        records = tf.data.TFRecordDataset(path, compression_type=file[1])
+        last = tf.data.Dataset.from_tensors(tf.constant([], tf.string))
+        is_packed = any(self.compressions)
+        if not is_packed:
+            records = records.ignore_errors(log_warning=False)
 
-        def number(before: tf.Tensor, chunk: tf.Tensor) -> Any:
-            return before + tf.size(chunk, tf.int64), (chunk, file[0], before)
+        def number(before: Any, chunk: tf.Tensor) -> Any:
+            count, end = before
+            bytes_of = tf.cast(tf.strings.length(chunk), tf.int64) + _FRAME_BYTES
+            after = count + tf.size(chunk, tf.int64), end + tf.reduce_sum(bytes_of)
+            is_whole = is_packed or (tf.size(chunk) > 0) | (end == size)
+            text = tf.strings.format(_DAMAGED, (path, count, end))
+            with tf.control_dependencies([tf.debugging.Assert(is_whole, [text])]):
+                return after, (tf.identity(chunk), path, count)
 
-        return records.batch(self.chunk_size).scan(tf.constant(0, tf.int64), number)
+        zero = tf.constant(0, tf.int64)
+        chunks = records.batch(self.chunk_size).concatenate(last)
+        chunks = chunks.scan((zero, zero), number)
+        return chunks.filter(lambda records, *rest: tf.size(records) > 0)
 
     @tf.autograph.experimental.do_not_convert
     def _parse(self, records: tf.Tensor, path: tf.Tensor, first: tf.Tensor) -> Any:
@@ -80,32 +104,24 @@ class TfrecordSource(ChunkedSource):
         bad = set()
         with progress("Checking files", len(self.paths), unit="files") as update:
             for number, path in enumerate(self.paths):
-                if message := self._damage_of(path, self.compressions[number]):
+                if message := self._damage_of(path):
                     log.add(path, message)
                     bad.add(path)
                 update(number + 1)
         log.finish(len(self.paths) - len(bad), "files")
         return dataclasses.replace(self, left_out=frozenset(bad))
 
-    def _damage_of(self, path: str, compression: str) -> str:
+    def _damage_of(self, path: str) -> str:
         """Returns why not all of a file can be read and parsed, "" if it can."""
-
-        @tf.autograph.experimental.do_not_convert
-        def bytes_of(records: tf.Tensor, *rest: Any) -> Any:
-            sizes = tf.strings.length(records) + _FRAME_BYTES
-            return tf.reduce_sum(tf.cast(sizes, tf.int64)), self._parse(records, *rest)
-
-        stock = self._stock(tf.constant([path, compression]))
-        found = map_in_order(stock, bytes_of, settings_of("auto"))
         try:
-            size = sum(int(num_bytes) for num_bytes, _ in found)
+            stock = self._stock(tf.constant(self._file(path)))
+            for _ in map_in_order(stock, self._parse, settings_of("auto")):
+                pass
         except tf.errors.OpError as error:
-            line = str(error).splitlines()[0].partition(" [Op:")[0]
-            return re.split(r"}} |Iterator::Root\S*: ", line)[-1]
+            return message_of(error)
         except UnicodeDecodeError:  # TensorFlow's error quotes the bytes
             return "a record cannot be parsed, and holds bytes that are no text"
-        is_cut = not compression and size < os.path.getsize(path)
-        return "cut off in the header of a record" if is_cut else ""
+        return ""
 
     def explain(self) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
@@ -137,11 +153,7 @@ def tfrecord_source(paths: Any, features: Mapping[str, Any] | None) -> TfrecordS
                 number, end = _walk(path)
                 count += number
                 if end < os.path.getsize(path):
-                    damage = (
-                        f"File {path!r} is cut off or damaged: record {number} at byte "
-                        f"{end} does not end in the file. Expected whole records: "
-                        "restore the file, or leave it out with `.on_error('skip')`."
-                    )
+                    damage = _DAMAGED.format(repr(path), number, end)
     features = None if features is None else dict(features)
     return TfrecordSource(found, count, compressions, features, chunk_size, damage)
 
@@ -158,7 +170,7 @@ def _compression_of(path: str) -> str:
     if _walk(path, 1)[0] == 1:
         return ""
     raise ValueError(
-        f"File {path!r} in `paths` is no TFRecord file: it begins with no record. "
+        f"File {path!r} in `paths` begins with no record, or a damaged one. "
         "Expected files that `tf.io.TFRecordWriter` wrote, plain or with GZIP. Leave "
         "it out."
     )

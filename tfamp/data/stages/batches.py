@@ -19,9 +19,9 @@ from tfamp.records import checks, units
 # Elements held for shuffling may take this much memory, unless told otherwise.
 SHUFFLE_BUFFER_BYTES = 256 * 2**20
 _MIN_BUFFER = 64
-# Where elements have no known size, such as strings, so many are measured. Where that
+# Where elements have no known size, such as strings, the first are measured. Where that
 # fails too, memory is bounded by count.
-_NUM_MEASURED, _DEFAULT_BUFFER = 32, 10_000
+_DEFAULT_BUFFER = 10_000
 _MAX_OPEN_BUFFER = 2**18
 # Tensor cores and XLA's tiles take dimensions in steps of this.
 _LENGTH_MULTIPLE = 8
@@ -63,15 +63,14 @@ class Shuffle(Stage):
         length = _elements.known_length(dataset)
         each = _elements.bytes_held(dataset.element_spec)
         if each is None and self.buffer_size is None:
-            if _elements.runs_python(dataset) and not _elements.begins_anew(dataset):
+            each, again = [_elements.bytes_of_first(dataset, 32) for _ in range(2)]
+            if each != again:
                 warnings.warn(
-                    "`.shuffle` without `buffer_size` looks at the first elements, and "
-                    "these were others when they were read again. Expected the same: a "
-                    "generator that was called already has lost them. Pass "
+                    "`.shuffle` without `buffer_size` reads the first elements, which "
+                    "do not come again; expected a generator that begins anew. Pass "
                     "`from_generator` a function that makes one, or `buffer_size`.",
                     stacklevel=checks.level_of_user(),
                 )
-            each = _elements.bytes_of_first(dataset, _NUM_MEASURED)
         fitting = _DEFAULT_BUFFER
         if each is not None:
             fitting = max(_MIN_BUFFER, SHUFFLE_BUFFER_BYTES // max(1, each))
@@ -139,10 +138,8 @@ class Batch(Stage):
         if length is not None:
             rest = length % size
             self.found["rest"] = f"{rest} in the last" if rest else "all full"
-            num_batches = length // size + (rest > 0 and not drops)
-            return (
-                batches if are_elements else _elements.with_length(batches, num_batches)
-            )
+            number = length // size + (rest > 0 and not drops)
+            return batches if are_elements else _elements.with_length(batches, number)
         message = (
             f"A pass brought no batch: fewer than {size} elements came with "
             "`drop_remainder=True`; expected as many at least. Make the batch smaller, "
@@ -227,12 +224,7 @@ class Bucket(Stage):
             )
         boundaries = self.boundaries
         if boundaries == "auto":
-            if _elements.is_endless(dataset):
-                raise ValueError(
-                    "`.bucket` got a dataset without end; expected one that ends, as "
-                    "lengths are read first. Leave `.repeat()` out, or pass "
-                    "`boundaries`."
-                )
+            _elements.check_ends("bucket", dataset)
             length_of = self._length_of(dataset)
             lengths = _elements.read_all(
                 map_in_order(dataset, length_of, settings), "bucket"
@@ -287,11 +279,8 @@ class Bucket(Stage):
             return window.padded_batch(self.batch_size, padded, drop_remainder=drops)
 
         batches = dataset.group_by_window(bucket_of, batch, self.batch_size)
-        return (
-            _elements.never_empty(batches, _NO_BATCH)
-            if self.drop_remainder
-            else batches
-        )
+        drops = self.drop_remainder
+        return _elements.never_empty(batches, _NO_BATCH) if drops else batches
 
 
 def _varies(spec: Any) -> bool:

@@ -1,9 +1,6 @@
 """Elements that go: those that a filter drops, and those that cannot be read.
 
 One that cannot be read costs itself, and is named.
-
-tf.data's own `ignore_errors` counts nothing, and drops the rest of a source that
-fails. Here each element is worked on in a dataset of its own, inside a parallel map.
 """
 
 import dataclasses
@@ -56,13 +53,13 @@ class OnError(Stage):
         skipped = tuple(self.found.values())
         total = came + len(skipped)
         told = f"{len(skipped)} of {total} {unit}"
-        if len(skipped) > self.max_fraction * total:
+        if len(skipped) > self.max_fraction * total or (skipped and not came):
+            most = units.format_share(self.max_fraction)
             named = [f"{one.where}: {one.message}" for one in skipped[:_NAMED_IN_ERROR]]
             raise ValueError(
-                f"{told} cannot be read; expected at most "
-                f"{units.format_share(self.max_fraction)} (`max_fraction`). The first: "
-                f"{'; '.join(named)}. Repair them, or raise `max_fraction`. "
-                f"{checks.see('failures/damaged-record')}"
+                f"{told} cannot be read; expected at most {most} (`max_fraction`), and "
+                f"one that can. The first: {'; '.join(named)}. Repair them, or raise "
+                f"`max_fraction`. {checks.see('failures/damaged-record')}"
             )
         if skipped and len(skipped) not in self.told_of:
             self.told_of.add(len(skipped))
@@ -104,18 +101,15 @@ class Careful(Stage):
         blanks = _elements.blank(outcome.element_spec, purpose=_PURPOSE)
 
         def careful(position: tf.Tensor, element: Any) -> Any:
-            tried = tf.data.Dataset.from_tensors(element)
-            tried = tried.map(
-                lambda *parts: (True, self._call(_elements.from_arguments(parts)))
-            )
-            tried = tried.ignore_errors(log_warning=False)
-            nothing = tf.data.Dataset.from_tensors((False, blanks))
-            is_read, result = tried.concatenate(nothing).take(1).get_single_element()
+            is_read, result = _elements.attempted(self._run, element, blanks)
             return is_read, position, element, result
 
         tried = map_in_order(dataset, careful, settings)
         kept = tried.map(self._report).filter(lambda is_read, result: is_read)
         return kept.map(lambda is_read, result: result)
+
+    def _run(self, *parts: Any) -> Any:
+        return self._call(_elements.from_arguments(parts))
 
     def _call(self, element: Any) -> Any:
         for function in self.functions:
@@ -140,10 +134,7 @@ class Careful(Stage):
         try:
             self._call(element)
         except Exception as error:  # whatever a user's function raises
-            text = str(getattr(error, "message", error)).strip()
-            first = text.splitlines()[0] if text else type(error).__name__
-            first = (first.partition("}} ")[2] or first).partition(" [Op:")[0]
-            return first.removeprefix("assertion failed: [").removesuffix("]")
+            return _elements.message_of(error)
         return "failed once; calling it again went well"
 
     setting = property(lambda self: " + ".join(self.names))

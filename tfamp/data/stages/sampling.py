@@ -93,14 +93,6 @@ def _classes(values: np.ndarray) -> np.ndarray:
     return values
 
 
-def _check_ends(name: str, dataset: tf.data.Dataset) -> None:
-    if _elements.is_endless(dataset):
-        raise ValueError(
-            f"`.{name}` got a dataset without end; expected one that ends, to choose "
-            "from all of it. Leave `.repeat()` out: `fit` repeats it each epoch."
-        )
-
-
 def _copied(dataset: tf.data.Dataset, copies: tf.data.Dataset) -> tf.data.Dataset:
     """Returns each element as often as the number at its place in `copies` says."""
 
@@ -133,7 +125,7 @@ class Sampler(Stage):
         if self.source is not None:
             num_outputs, draw = self._plan(self.source, settings)
             return _elements.with_length(drawn(self.seed, draw), num_outputs)
-        _check_ends(self.name, dataset)
+        _elements.check_ends(self.name, dataset)
         num_outputs, draw = self._plan(dataset, settings)
         copies = drawn(self.seed, lambda random: np.bincount(draw(random)))
         return _elements.with_length(_copied(dataset, copies), num_outputs)
@@ -179,12 +171,9 @@ class Weights(Sampler):
 
     name: ClassVar[str] = "weights"
     weights: np.ndarray | Callable[..., Any] = dataclasses.field(repr=False)
-    num_examples: int | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_examples is not None:
-            checks.positive_int("num_examples", self.num_examples)
         if not callable(self.weights):
             object.__setattr__(self, "weights", _checked_weights(self.weights))
 
@@ -198,17 +187,13 @@ class Weights(Sampler):
                 "examples; expected one for each example that `.subset` and `.filter` "
                 "leave. Pass a function of the element if they leave some out."
             )
-        num_outputs = self.num_examples or len(weights)
         # By the largest, since a sum of large weights may overflow.
         shares = weights / weights.max()
         shares /= shares.sum()
-        return num_outputs, lambda random: random.choice(
-            len(shares), num_outputs, p=shares
-        )
+        size = len(shares)
+        return size, lambda random: random.choice(size, size, p=shares)
 
-    setting = property(
-        lambda self: f"{self.num_examples or 'as many'}, seed {self.seed}"
-    )
+    setting = property(lambda self: f"seed {self.seed}")
 
 
 def _checked_weights(given: Any) -> np.ndarray:
@@ -260,7 +245,7 @@ class Subset(Stage):
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the examples to keep, in the order they have."""
-        _check_ends(self.name, dataset)
+        _elements.check_ends(self.name, dataset)
         positions = self.chosen(dataset, settings)
         with tf.device("CPU:0"):
             copies = tf.constant(np.bincount(positions))

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,6 +119,7 @@ class _Source(NamedTuple):
     model: keras.Model  # in float32
     sample: Any  # inputs as it takes them; None where nobody gave any
     traced: Traced
+    unrolled: Callable[[], Traced]  # without loops
     plain: LoadedModel  # the same in TensorFlow
     inputs: dict[str, np.ndarray]  # by name, to try exports with
     reference: gate.Reference | None  # None without validation data
@@ -194,11 +195,9 @@ def export(
     copy, ranges = tracing.float32_copy(model), fake_quantization.ranges_of(model)
     fake_quantization.detach_all(copy)
     if is_one and scheme is None:  # by the ranges that it was trained with, if any
-        is_trained = (
-            any(ranges.values()) and calibration is not None and dtype == "int8"
-        )
+        trained = any(ranges.values()) and calibration is not None and dtype == "int8"
         # LiteRT would round the outputs of products, too, which no training has seen.
-        scheme = "static" if is_trained and format != "litert" else ways[0]
+        scheme = "static" if trained and format != "litert" else ways[0]
     given = calibration if validation is None else validation
     first = None if given is None else first_batch(given)
     sample = first[0] if isinstance(first, tuple) else first
@@ -208,9 +207,7 @@ def export(
     if calibration is not None:
         batches = tracing.calibration_batches(calibration, traced)
     elif scheme == "static":
-        told = (
-            "`scheme` is 'static', and there is no `calibration`, which tells ranges."
-        )
+        told = "`scheme` is 'static' without `calibration`, which tells ranges."
         raise ValueError(f"{told} Pass some tens of training examples.")
     keep = int8_layers.layers_kept(copy, keep_float32)
     for layer_path, layer, _ in structure.walk(copy) if ranges else ():
@@ -240,7 +237,8 @@ def export(
             fake_quantization.detach_all(copy)
         loss = getattr(model, "loss", None)
         reference = gate.reference_of(exact, validation, traced.by_name, loss)
-    made = _Source(copy, sample, traced, plain, inputs, reference, tolerance)
+    unrolled = functools.cache(functools.partial(tracing.unrolled, copy, sample))
+    made = _Source(copy, sample, traced, unrolled, plain, inputs, reference, tolerance)
     with tempfile.TemporaryDirectory(prefix="tfamp-export-") as scratch:
         passed, tried = _written(made, Path(scratch), requests, ends, write_failed)
         models = {each.request.name: each.model for each in passed}
@@ -325,9 +323,7 @@ def _written(
     if not passed:
         lines = "; ".join(f"{each.name}: {each.reason}" for each in tried)
         told = f"Nothing was written, as no candidate is as good as float32: {lines} "
-        raise ValueError(
-            f"{told}Keep layers by `keep_float32=`, or `write_failed=True`."
-        )
+        raise ValueError(f"{told}Pass `keep_float32=`, or `write_failed=True`.")
     return passed, tried
 
 
@@ -335,6 +331,8 @@ def _write(made: _Source, scratch: Path, request: Request) -> _Candidate:
     """Writes an export with `export.json` into a folder of its own, and runs it."""
     folder = Path(tempfile.mkdtemp(dir=scratch))
     traced = made.traced
+    if traced.looping and request.format in ("litert", "openvino"):
+        traced = made.unrolled()
     if request.format == "saved_model" and request.dtype != "float32":
         lowered = freeze(made.model, request.dtype, sample=made.sample)
         traced = trace(lowered, made.sample)
@@ -356,10 +354,8 @@ def _write(made: _Source, scratch: Path, request: Request) -> _Candidate:
     off = max(gate.difference(found[name], exact) for name, exact in wanted.items())
     is_wrong = request.dtype == "float32" and off > _MAX_FLOAT32_DIFFERENCE
     if is_wrong or not np.isfinite(off):
-        told = (
-            f"The exported file answers otherwise than the model, by {off:.1e} of the"
-        )
-        raise ValueError(f"{told} outputs' spread. Export another format or dtype.")
+        told = f"The exported file answers otherwise than the model, by {off:.1e} of "
+        raise ValueError(f"{told}outputs' spread. Export another format or dtype.")
     parity = None
     if made.reference is not None:
         parity = gate.check_parity(made.reference, model, tolerance=made.tolerance)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.keras_hooks import structure, trainer, variables
+from tfamp.keras_hooks import backend, structure, trainer
 from tfamp.keras_hooks.patches import Patch, wrapper
 from tfamp.models import apply
 from tfamp.records import checks
@@ -22,6 +22,7 @@ from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
 from tfamp.stepping.unchanged import copied
 
 SIGNATURE = "serving_default"
+_RNN = keras.layers.RNN
 _INSIDE = "loop.body"  # stands before the layer's scope in bodies of loops
 # What TensorFlow puts before the names of operations of functions that it inlines.
 _CALLS = re.compile(r"(?:(?:Stateful)?PartitionedCall(?:_\d+)?/)+")
@@ -29,6 +30,7 @@ _CALLS = re.compile(r"(?:(?:Stateful)?PartitionedCall(?:_\d+)?/)+")
 _MAX_CALIBRATION_EXAMPLES = 512  # more tell next to nothing about ranges
 _MIN_DIFFERENT = 4  # fewer are a mistake: one again and again, or a sample
 _NUM_TRIED = 5
+_MAX_UNROLLED = 256  # steps of a recurrent layer
 _FREE = 8  # where a dimension is free and nobody says what it is
 
 
@@ -59,7 +61,7 @@ class Traced:
 def trace(model: keras.Model, sample: Any = None) -> Traced:
     """Traces a model's inference, with a free batch."""
     placed = [(path, layer) for path, layer, _ in structure.walk(model)][1:]
-    recurrent = [each for each in placed if isinstance(each[1], keras.layers.RNN)]
+    recurrent = [each for each in placed if isinstance(each[1], _RNN)]
     stateful = tuple(path for path, layer in recurrent if layer.stateful)
     if stateful:
         raise ValueError(
@@ -128,6 +130,30 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
     return Traced(module, concrete, specs, signature, wanted, looping)
 
 
+def unrolled(model: keras.Model, sample: Any) -> Traced:
+    """Traces a model with the steps of its recurrent layers written out.
+
+    LiteRT and OpenVINO have no loops.
+    """
+    found = [(p, x) for p, x, _ in structure.walk(model) if isinstance(x, _RNN)]
+    layers = [(path, layer) for path, layer in found if not layer.unroll]
+    for path, layer in layers:
+        shape = next(iter(structure.built_shapes(layer).values()), (None, None))
+        if not (steps := shape[1]) or steps > _MAX_UNROLLED:
+            raise ValueError(
+                f"Layer {path!r} loops over {steps or 'an unknown number of'} steps; "
+                f"expected at most {_MAX_UNROLLED} for a runtime without loops. Export "
+                "to 'onnx', or give `keras.Input` the number of steps."
+            )
+    try:
+        for _, layer in layers:
+            layer.unroll = True
+        return trace(model, sample)
+    finally:
+        for _, layer in layers:
+            layer.unroll = False
+
+
 def scope_of(path: str) -> str:
     """Returns a layer's path as TensorFlow takes it in names."""
     return re.sub(r"[^A-Za-z0-9_.\\/>-]", "_", path).lstrip("_") or "layer"
@@ -179,10 +205,8 @@ def _inputs(model: keras.Model, sample: Any) -> Any:
         return tf.nest.map_structure(lambda x: spec(x.shape, x.dtype), tensors)
     shapes = [*structure.built_shapes(model).values()]
     if len(shapes) != 1:
-        told = (
-            f"Cannot tell the inputs of {model.name!r} from {len(shapes)} built shapes"
-        )
-        raise ValueError(f"{told}; expected one. Pass inputs as `validation=`.")
+        told = f"Cannot tell the inputs of {model.name!r} from {len(shapes)} shapes; "
+        raise ValueError(f"{told}expected one. Pass inputs as `validation=`.")
     return structure.map_shapes(lambda x: spec(x, model.input_dtype), shapes[0])
 
 
@@ -222,7 +246,7 @@ def float32_copy(model: keras.Model) -> keras.Model:
     with copy.distribute_strategy.scope():
         for weight in copy.weights:
             if weight.dtype in HALF:
-                variables.store_in(weight, "float32")
+                backend.store_in(weight, "float32")
     graph = structure.graph_of(copy)
     if graph is not None:
         structure.widen_inputs(graph)

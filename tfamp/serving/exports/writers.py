@@ -76,11 +76,6 @@ def write(traced: Traced, folder: Path, request: Request) -> None:
     for package in PACKAGES[request.format]:
         if package != "nncf" or request.scheme:
             require(package, purpose=f"Exporting to {request.name!r}")
-    if traced.looping and request.format in ("litert", "openvino"):
-        raise ValueError(
-            f"Layers {traced.looping!r} loop over steps, which {request.format!r} has "
-            "not. Export to 'onnx', or build them with `unroll=True`."
-        )
     before, silent = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.CRITICAL)  # running a file finds faults
     out, err = contextlib.redirect_stdout, contextlib.redirect_stderr

@@ -154,9 +154,7 @@ def place(source: Path, path: Path) -> None:
             os.replace(target, former)
         os.replace(beside, target)
     except OSError as error:
-        told = (
-            f"`path` is {str(path)!r}, which could not be written ({error}); expected "
-        )
+        told = f"`path` is {str(path)!r}, which cannot be written ({error}); expected "
         told += "room for the export and the right to write. What was there is there."
         raise OSError(error.errno, told) from error
     finally:

@@ -120,10 +120,8 @@ def prepared(x: Any, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
         is_each = isinstance(x, (list, tuple)) and all(hasattr(v, "shape") for v in x)
         values = list(x) if is_each else [x]
         if len(values) != len(names):
-            told = (
-                f"The model takes {len(names)} inputs, {names}, and got {len(values)}"
-            )
-            raise ValueError(f"{told}. Pass a dict of arrays by these names.")
+            told = f"The model takes {len(names)} inputs, {names}, not {len(values)}. "
+            raise ValueError(f"{told}Pass a dict of arrays by these names.")
     arrays = dict(zip(names, map(checked, values, specs), strict=True))
     sizes = {name: len(array) for name, array in arrays.items()}
     if len({*sizes.values()}) > 1:

@@ -107,12 +107,8 @@ class App:
             headers["www-authenticate"] = "Bearer"
         if not isinstance(error, Refusal):
             asked = f"{quoted(request.method)} at {quoted(request.url.path)}"
-            message = (
-                f"There is no {asked}; expected POST at /v2/models/NAME/infer, or "
-            )
-            message += (
-                f"GET at /v2/models/NAME, with one of {quoted(list(self.models))}."
-            )
+            message = f"There is no {asked}; expected POST at /v2/models/NAME/infer, or"
+            message += f" GET at /v2/models/NAME, of {quoted(list(self.models))}."
         # A lone surrogate, which JSON may hold, cannot be written as UTF-8.
         message = message.encode(errors="replace").decode()
         return _json({"error": message}, error.status_code, headers)
@@ -200,13 +196,9 @@ class App:
 
     def _too_large(self, found: int, *, is_json: bool) -> Refusal:
         if is_json and found <= self._max_body:
-            text = (
-                f"The JSON has {found} bytes; expected at most {self._max_json}. Send "
-            )
-            text += (
-                "tensors as bytes behind it, with `binary_data_size` and the header "
-            )
-            return Refusal(413, f"{text}Inference-Header-Content-Length.")
+            text = f"The JSON has {found} bytes; expected at most {self._max_json}. "
+            text += "Send tensors as bytes behind it, with `binary_data_size` and "
+            return Refusal(413, f"{text}the header Inference-Header-Content-Length.")
         text = f"The body has {found} bytes or more; expected at most {self._max_body}."
         return Refusal(413, f"{text} Send fewer examples at once.", close=True)
 

@@ -121,11 +121,9 @@ class Served:
         with contextlib.suppress(BaseException):
             if len(batch) > 1:
                 names = batch[0].inputs
-                inputs = {
-                    n: np.concatenate([x.inputs[n] for x in batch]) for n in names
-                }
+                joined = lambda n: np.concatenate([x.inputs[n] for x in batch])  # noqa: E731
                 *ends, last = np.cumsum([each.num_examples for each in batch]).tolist()
-                outputs = self.model.run(inputs)
+                outputs = self.model.run({n: joined(n) for n in names})
                 if {array.shape[:1] for array in outputs.values()} == {(last,)}:
                     parts = {name: np.split(x, ends) for name, x in outputs.items()}
                     own = zip(*parts.values(), strict=True)
@@ -179,19 +177,15 @@ def named_folders(texts: Iterable[str]) -> dict[str, Path]:
             inside = [] if equals else sorted(path.glob(f"*/{NAME}"))
             folders = [(each.parent.name, each.parent) for each in inside]
         if not folders:
-            told = (
-                f"{str(path)!r} holds no {NAME}; expected a folder that `tfamp.export`"
-            )
             raise FileNotFoundError(
-                f"{told} wrote, or, without a name, one of several."
+                f"{str(path)!r} holds no {NAME}; expected a folder that `tfamp.export` "
+                "wrote, or, without a name, one of several."
             )
         for called, folder in folders:  # a name goes into addresses and metrics
             if called in found or not re.fullmatch(r"[A-Za-z0-9._-]+", called):
-                told = (
-                    f"The model of {text!r} is called {called!r}; expected a new name"
-                )
                 raise ValueError(
-                    f"{told} of letters, digits, '.', '_', '-': 'name=PATH'."
+                    f"The model of {text!r} is called {called!r}; expected a new name "
+                    "of letters, digits, '.', '_', '-': 'name=PATH'."
                 )
             found[called] = folder
     return found

@@ -66,10 +66,8 @@ def json_length(body: bytes, marked: str | None) -> int:
         return len(body)
     is_number = marked.isascii() and marked.isdigit() and len(marked) < 20
     if not is_number or not 0 < int(marked) <= len(body):
-        told = (
-            f"Inference-Header-Content-Length is {quoted(marked)}; expected the bytes"
-        )
-        raise Refusal(400, f"{told} of the JSON, from 1 to {len(body)}. Correct it.")
+        told = f"Inference-Header-Content-Length is {quoted(marked)}; expected from 1 "
+        raise Refusal(400, f"{told}to {len(body)}, the bytes of the JSON. Correct it.")
     return int(marked)
 
 

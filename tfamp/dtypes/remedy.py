@@ -1,0 +1,138 @@
+"""Keeps a user's layer in float32 whose own `call` cannot run in half precision.
+
+It combines its inputs with float32 noise, constants or tensors cast by hand, or has no
+kernel or gradient there. It computes in float32 itself, between sublayers that stay;
+where that does not help these follow.
+"""
+
+import contextlib
+import inspect
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from tfamp.dtypes.layer_dtypes import begin_again, restored_on_error, take
+from tfamp.dtypes.rules import OWN_LOSS, Rule
+from tfamp.keras_hooks import structure, trials
+from tfamp.keras_hooks.layers import CALLS, IN_HALF, Policy, policy_of, update
+from tfamp.keras_hooks.patches import replaced
+from tfamp.keras_hooks.structure import Layer
+from tfamp.records.checks import first_line, kind_and_line
+from tfamp.records.formats import HALF
+
+# What Keras and TensorFlow raise for want of a kernel, or where dtypes do not fit.
+_DTYPE_ERRORS = (TypeError, ValueError, NotImplementedError, tf.errors.OpError)
+_TRIED = "_tfamp_tried_in_float32"
+_LIBRARIES = re.compile(r"[\\/](keras|tensorflow|tfamp)[\\/]")
+RULE = "default: cannot run in half precision"
+
+
+def remedy(
+    layer: Layer, rule_before: str, error: Exception, again: Callable[[], Any]
+) -> Any:
+    """Returns what a layer's call gives in float32, after it failed in half precision.
+
+    The error is raised again where it has another cause or float32 does not help.
+    """
+    policy = policy_of(layer)
+    if policy is not None and policy.rule == RULE != rule_before:
+        return again()  # it was found as the layer was built, on inputs cast before
+    found, of_gradient = trials.failure(layer)
+    if policy is None or CALLS.differentiated is layer:  # as it is tried in float32
+        raise error
+    if policy.rule in (OWN_LOSS, trials.EXACT) and isinstance(error, _DTYPE_ERRORS):
+        return _taken_back(layer, policy, error, again)
+    # Elsewhere a layer's own code has effects, and has been traced before.
+    is_harmless = found is not None or trials.is_of_keras(layer)
+    if not (of_gradient or (is_harmless and _may_help(layer, policy, error))):
+        raise error
+    reason, how = _reason(layer, found or error, of_gradient)
+    has_sublayers = bool(structure.children(layer))
+    for applies_to in ("own", "all") if has_sublayers else ("own",):
+        with (
+            contextlib.suppress(Exception),
+            restored_on_error(structure.layers_of(layer)),
+        ):
+            take(layer, policy.settings, Rule(RULE, reason, applies_to=applies_to))
+            with replaced(CALLS, **({"differentiated": layer} if of_gradient else {})):
+                outputs = again()
+            is_alone = applies_to == "own" and has_sublayers
+            between = ", between sublayers that stay as they are" * is_alone
+            logging.warning(
+                "Layer %r computes in float32%s: %s. %s",
+                *(layer.name, between, reason, how),
+            )
+            return outputs
+    if of_gradient:  # nobody may ask it, and it has none in float32, either
+        trials.note_tried(layer)
+        return again()
+    update(layer, fails_in_float32=True)
+    with contextlib.suppress(AttributeError):
+        setattr(error, _TRIED, True)  # layers around need not be tried
+    raise error
+
+
+def _may_help(layer: Layer, policy: Policy, error: Exception) -> bool:
+    return (
+        policy.kind in IN_HALF
+        and not policy.fails_in_float32
+        and policy.settings.has_defaults
+        and layer.compute_dtype in HALF
+        and CALLS.may_keep
+        and not getattr(error, _TRIED, False)
+        and structure.graph_of(layer) is None
+        and isinstance(error, _DTYPE_ERRORS)
+    )
+
+
+def _taken_back(
+    layer: Layer, policy: Policy, error: Exception, again: Callable[[], Any]
+) -> Any:
+    """Returns what a call gives in half precision, after a default rule broke it."""
+    with restored_on_error(structure.layers_of(layer)):
+        policy.settings.taken_back.add(layer)
+        begin_again(layer, policy.settings)
+        outputs = again()
+    logging.warning(
+        "Layer %r computes in %s: in float32, for rule %r, its `call` raises %s. Cast "
+        "to `self.compute_dtype` there.",
+        *(layer.name, policy.settings.compute_dtype, policy.rule, kind_and_line(error)),
+    )
+    return outputs
+
+
+def _reason(layer: Layer, error: Exception, of_gradient: bool) -> tuple[str, str]:
+    """Returns why a layer computes in float32, and what its author may do."""
+    dtype, kind = layer.compute_dtype, type(error).__name__
+    is_kernel = isinstance(error, trials.MissingKernelError)
+    told = str(error) if is_kernel else f"{kind}: {first_line(error)}"
+    if of_gradient:
+        how = "Return tensors and gradients in the dtype of the inputs to run it in "
+        how += "half precision, or name it in `keep_float32`."
+        return f"its gradient cannot be built in {dtype} ({told})", how
+    if is_kernel:
+        return told, "Name it in `keep_float32` to say that it is meant to be so."
+    how = "Cast to `self.compute_dtype` there to run it in half precision."
+    return f"its `call` raises {kind} in {dtype} at {_place(layer, error)}", how
+
+
+def _place(layer: Layer, error: BaseException | None) -> str:
+    """Returns the line of the user's code that raised, as far as it is known."""
+    file = inspect.unwrap(type(layer).call).__code__.co_filename
+    best: tuple[bool, traceback.FrameSummary] | None = None
+    while error is not None:  # and those that it was raised for
+        for frame in traceback.extract_tb(error.__traceback__):
+            is_call = frame.filename == file
+            is_own = is_call or not _LIBRARIES.search(frame.filename)
+            if is_own and (best is None or is_call >= best[0]):
+                best = is_call, frame
+        error = error.__cause__ or error.__context__
+    if best is None:
+        return f"`{type(layer).__name__}.call`"
+    last = best[1]
+    return f"`{(last.line or '').strip()}` ({Path(last.filename).name}:{last.lineno})"
