@@ -119,23 +119,6 @@ def test_compile_never_scales_twice_and_obeys_auto_scale_loss():
     assert not isinstance(model.optimizer, SCALED)
 
 
-def test_settings_of_the_loss_scale_reach_the_optimizer():
-    options = {"initial_scale": 8.0, "dynamic_growth_steps": 7}
-    with tfamp.scope("mixed_float16", loss_scale_options=options):
-        model = compiled()
-    assert (model.optimizer.initial_scale, model.optimizer.dynamic_growth_steps) == (
-        8,
-        7,
-    )
-    with tfamp.scope("mixed_float16", loss_scale=64.0):
-        model = compiled()
-    assert (model.optimizer.scale, model.optimizer.dynamic) == (64, False)
-    with tfamp.scope("mixed_float16", loss_scale=None):
-        model = compiled()
-    assert not isinstance(model.optimizer, SCALED)
-    assert model.optimizer.loss_scale_factor is None
-
-
 def test_apply_gives_and_takes_the_loss_scale_with_the_same_optimizer_inside():
     model = compiled(run_eagerly=True)
     model.fit(X, Y, verbose=0)

@@ -149,12 +149,12 @@ def apply(
             settings = _settings(present.policy.name, keep_float32, present)
             settings.is_measured = present.is_measured
     else:
-        policy = named_policy("auto" if policy is None else policy)
-        plan = read_plan(policy)
+        given: Any = "auto" if policy is None else policy
+        plan = read_plan(named_policy(given))
         if plan is None:
-            name = choose_policy(policy)[0]  # type: ignore[arg-type]
+            name = choose_policy(given)[0]
             settings = _settings(name, keep_float32, present)
-            if policy == MEASURE:
+            if named_policy(given) == MEASURE:
                 choose_at_fit(settings)
     if plan is not None:
         refuse_rules(keep_float32)

@@ -54,13 +54,10 @@ def functional():
     return keras.Model(x, layers.Dense(1, kernel_initializer="ones")(h))
 
 MADE = {
-    "Dense": lambda: layers.Dense(4, kernel_initializer="identity"),
     "LSTM": lambda: keras.Sequential([layers.Reshape((4, 1)), layers.LSTM(3, seed=1)]),
     "Normalization": lambda: layers.Normalization(mean=1.0, variance=4.0),
     "CategoryEncoding": lambda: layers.CategoryEncoding(5, output_mode="count"),
-    "Rescaling": lambda: layers.Rescaling(0.5),
     "Rows": Rows,
-    "Residual": Residual,
     "Small": Small,
     "functional": functional,
 }

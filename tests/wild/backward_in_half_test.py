@@ -294,38 +294,3 @@ def test_a_gradient_that_only_training_has():
 
     for train in (fitted, by_own_loop):
         check_trains(build, "mixed_bfloat16", train)
-
-
-@pytest.mark.quick("functional")
-@pytest.mark.parametrize("style", ["functional", "model"])
-def test_a_kept_layer_is_kept_in_the_file(style, tmp_path):
-    with tfamp.scope("mixed_bfloat16"):
-        inputs = keras.Input((6,))
-        hidden = Binarized()(layers.Dense(6)(inputs))
-        model = keras.Model(inputs, layers.Dense(1)(hidden))
-        if style == "model":
-            model = BinarizedModel()
-        fitted(model)
-        model.save(tmp_path / "model.keras")
-        loaded = tfamp.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(
-        model.predict(X, verbose=0), loaded.predict(X, verbose=0)
-    )
-    assert np.isfinite(fitted(loaded)["loss"]).all()
-
-
-@keras.saving.register_keras_serializable("backward_in_half")
-class Binarized(layers.Layer):
-    def call(self, x):
-        return reverse_by_product(x)
-
-
-@keras.saving.register_keras_serializable("backward_in_half")
-class BinarizedModel(keras.Model):
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.first, self.mid = layers.Dense(6), Binarized()
-        self.last = layers.Dense(1)
-
-    def call(self, x):
-        return self.last(self.mid(self.first(x)))

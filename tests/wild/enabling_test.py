@@ -1,7 +1,6 @@
 """Enabling by several threads, by the environment, onto built models, and failing."""
 
 import concurrent.futures
-import json
 import re
 
 import keras
@@ -62,10 +61,6 @@ def regression(name="regression"):
     h = layers.Dense(8, activation="relu", name="sensitive")(x)
     h = layers.Dense(8, activation="relu", name="plain")(h)
     return keras.Model(x, layers.Dense(1, name="out")(h), name=name)
-
-
-X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
-Y = X[:, :1]
 
 
 def dtypes(model):
@@ -193,63 +188,3 @@ def test_a_wrong_variable_is_named(monkeypatch):
             put(stock)
         assert set(dtypes(stock).values()) == {"float32"}
     assert seen() == STOCK
-
-
-def measured(put):
-    """Returns what was measured for a model that `put` makes, in its first `fit`."""
-    model = put(regression())
-    assert set(dtypes(model).values()) == {"float32"}
-    model.compile("sgd", "mse")
-    history = model.fit(X, Y, batch_size=32, verbose=0).history
-    assert np.isfinite(history["loss"][0])
-    return tfamp.PrecisionPlan.from_model(model).evidence.get("measured")
-
-
-@pytest.mark.quick("enabled")
-@pytest.mark.parametrize("put", [enabled, applied, compiled_and_applied])
-def test_the_environment_asks_every_entry_to_measure(put, monkeypatch):
-    monkeypatch.setenv("TFAMP_POLICY", "measure")
-    assert "mixed_bfloat16" in json.dumps(measured(put))
-
-
-def test_apply_measures_where_that_is_enabled():
-    stock = regression()
-    tfamp.enable("measure")
-    assert measured(lambda _: (tfamp.apply(stock), stock)[1]) is not None
-
-
-FAILING = {
-    "unknown policy": ({"policy": "fp16"}, ValueError),
-    "no such plan": ({"policy": "nowhere/plan.json"}, FileNotFoundError),
-    "rules beside a plan": ({"policy": "PLAN", "keep_float32": ["x"]}, ValueError),
-    "a warning as an error": ({"policy": "bfloat16"}, UserWarning),
-}
-
-
-@pytest.mark.quick("second-enable-unknown policy")
-@pytest.mark.parametrize("settings, error", FAILING.values(), ids=FAILING)
-@pytest.mark.parametrize(
-    "way, first",
-    [("enable", False), ("scope", True)],
-    ids=["second-enable", "first-scope"],
-)
-def test_an_enable_that_fails_changes_nothing(way, settings, error, first, tmp_path):
-    if settings["policy"] == "PLAN":
-        a_plan().to_json(tmp_path / "plan.json")
-        settings = {**settings, "policy": str(tmp_path / "plan.json")}
-    keras.config.set_dtype_policy("float64")
-    if not first:
-        tfamp.enable("mixed_bfloat16", keep_float32=["mine"])
-    before = tfamp.status(), seen()
-    with pytest.raises(error):
-        if way == "enable":
-            tfamp.enable(**settings)
-        else:
-            with tfamp.scope(**settings):
-                pytest.fail("The block was entered.")
-    assert (tfamp.status(), seen()) == before
-    mine = layers.Dense(2, name="mine").compute_dtype
-    assert mine == ("float64" if first else "float32")
-    assert elsewhere(seen)[1:] == (STOCK if first else seen())[1:]
-    tfamp.disable()
-    assert seen() == ("float64", "float64", "float64")

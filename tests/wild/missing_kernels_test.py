@@ -36,12 +36,6 @@ def whitened():
     return keras.Sequential([keras.Input(IMAGES.shape[1:]), *parts])
 
 
-def functional():
-    inputs = keras.Input(IMAGES.shape[1:])
-    x = layers.Flatten()(AlexBlock()(inputs))
-    return keras.Model(inputs, layers.Dense(1)(x))
-
-
 class Subclassed(keras.Model):
     def __init__(self):
         super().__init__()
@@ -52,18 +46,9 @@ class Subclassed(keras.Model):
         return self.head(self.flatten(self.block(x)))
 
 
-def by_lambda():
-    lrn = layers.Lambda(lambda x: tf.nn.lrn(x))
-    return keras.Sequential(
-        [layers.Conv2D(4, 3), lrn, layers.Flatten(), layers.Dense(1)]
-    )
-
-
 CASES = {
     "cholesky": (whitened, "mixed_float16", "Whitening", "Cholesky"),
-    "functional": (functional, "mixed_bfloat16", "AlexBlock", "LRN"),
     "subclassed": (Subclassed, "mixed_bfloat16", "AlexBlock", "LRN"),
-    "lambda": (by_lambda, "mixed_bfloat16", "Lambda", "LRN"),
 }
 
 
@@ -85,10 +70,3 @@ def test_such_a_layer_computes_in_float32_and_says_so(case, run_eagerly, caplog)
     if name == "AlexBlock":  # what it holds goes on in half precision
         assert rows["Conv2D"].compute_dtype == half
     assert caplog.text.count("computes in float32") == 1
-
-
-def test_without_default_rules_nothing_is_taken():
-    with tfamp.scope("mixed_bfloat16", keep_float32="none"):
-        model = functional()
-    rows = {row.class_name: row for row in tfamp.assignment(model)}
-    assert rows["AlexBlock"].compute_dtype == "bfloat16"

@@ -71,12 +71,7 @@ LONG = {  # on 70,000 positive numbers
     "ops.segment_sum": lambda x: ops.segment_sum(*columns(x), 1),
     "ops.scatter": lambda x: ops.scatter(*reversed(one_column(x)), (3,)),
     "tf.math.segment_sum": lambda x: tf.math.segment_sum(*columns(x)),
-    "tf.math.segment_mean": lambda x: tf.math.segment_mean(*columns(x)),
     "unsorted_segment_sum": lambda x: tf.math.unsorted_segment_sum(*columns(x), 1),
-    "unsorted_segment_mean": lambda x: tf.math.unsorted_segment_mean(*columns(x), 1),
-    "unsorted_segment_sqrt_n": lambda x: tf.math.unsorted_segment_sqrt_n(
-        *columns(x), 1
-    ),
     "tf.scatter_nd": lambda x: tf.scatter_nd(*reversed(one_column(x)), (3,)),
     "tf.tensor_scatter_nd_add": lambda x: tf.tensor_scatter_nd_add(
         tf.zeros((3,), x.dtype), *reversed(one_column(x))

@@ -117,16 +117,8 @@ class Picky(layers.Layer):
         return x * 2
 
 
-ERRORS = {
-    "crop": ValueError("the crop must be at least half of the image"),
-    "batch": RuntimeError("the worker returned half a batch, try again"),
-    "file": OSError("the file is half written"),
-}
-
-
-@pytest.mark.quick("crop")
-@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
-def test_an_error_that_passes_leaves_the_layer_as_it_was(error, caplog):
+def test_an_error_that_passes_leaves_the_layer_as_it_was(caplog):
+    error = ValueError("the crop must be at least half of the image")
     with tfamp.scope("mixed_bfloat16"):
         layer = Picky(error, fails=1)
         with pytest.raises(type(error)):

@@ -11,8 +11,7 @@ from tfamp.dtypes import layer_dtypes
 from tfamp.dtypes.rules import HEADS
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import structure, trials
-from tfamp.keras_hooks.layers import CALLS, Kind, keep, policy_of
-from tfamp.keras_hooks.patches import replaced
+from tfamp.keras_hooks.layers import Kind, keep, policy_of
 from tfamp.keras_hooks.structure import Layer
 
 # Below this many weights a float32 product costs nothing that can be measured,
@@ -101,21 +100,7 @@ def _is_weightless(layer: Layer) -> bool:
 def traced_heads(model: Layer, args: Any, kwargs: Any) -> Heads:
     """Traces one call of a model without side effects and finds its heads."""
     made: dict[int, tuple[Layer, Any]] = {}  # by tensor
-    found, seen = Heads(is_complete=False), set[int]()
-
-    def record(layer: Layer, outputs: Any) -> None:
-        """Takes note of one call; calls end innermost first."""
-        tensors = [x for x in structure.flatten(outputs) if isinstance(x, tf.Tensor)]
-        if layer is model:
-            found.is_complete = all([follow(tensor) for tensor in tensors])
-            return
-        for tensor in tensors:
-            # One with weights counts ahead of those around it that have none.
-            known = made.get(id(tensor))
-            if known is None or (_is_weightless(known[0]) > _is_weightless(layer)):
-                made[id(tensor)] = layer, tensor
-        if tensors:
-            found.shapes.setdefault(id(layer), tuple(tensors[0].shape))
+    found, seen = Heads(), set[int]()
 
     def follow(tensor: tf.Tensor) -> bool:
         """Follows a tensor back to the layers that made it; returns if to the end."""
@@ -137,8 +122,18 @@ def traced_heads(model: Layer, args: Any, kwargs: Any) -> Heads:
         floats = [x for x in operation.inputs if x.dtype.is_floating]
         return bool(floats) and all(follow(x) for x in floats)
 
-    with replaced(CALLS, recorder=record), trials.without_python_effects(model):
-        structure.trace_call(model, args, kwargs)
+    def tensors_in(outputs: Any) -> list[tf.Tensor]:
+        return [x for x in structure.flatten(outputs) if isinstance(x, tf.Tensor)]
+
+    whole = trials.look(model, args, kwargs)
+    for call in whole.calls():
+        for tensor in tensors_in(call.outputs):
+            found.shapes.setdefault(id(call.layer), tuple(tensor.shape))
+            # One with weights counts ahead of those around it that have none.
+            known = made.get(id(tensor))
+            if not known or (_is_weightless(known[0]) > _is_weightless(call.layer)):
+                made[id(tensor)] = call.layer, tensor
+    found.is_complete = all([follow(tensor) for tensor in tensors_in(whole.outputs)])
     return found
 
 

@@ -271,7 +271,9 @@ HOOKS = (
             *float32_operations.patches(),
             *trainer.compile_patches(before_compile),
             *saved_state.patches(
-                rows.describe, _load_for_keras, layer_dtypes.on_quantized_read
+                rows.describe,
+                _load_for_keras,
+                lambda layer: layer_dtypes.begin(layer, IN_FORCE.settings),
             ),
         ]
     ),

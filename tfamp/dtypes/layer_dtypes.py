@@ -27,7 +27,7 @@ def on_created(layer: Layer, dtype: Any) -> None:
     if isinstance(dtype, Policy):  # a layer handed its own to its sublayer
         is_explicit = dtype.kind is Kind.EXPLICIT
         begin(layer, dtype.settings, is_explicit=is_explicit, made_in=dtype.made_in)
-        if dtype.is_kept and dtype.applies_to == "all":
+        if dtype.name == "float32" and dtype.is_kept and dtype.applies_to == "all":
             _put_inside(layer, "a kept layer")
         return
     settings, loaded = IN_FORCE.settings, IN_FORCE.present.loaded
@@ -46,29 +46,19 @@ def on_created(layer: Layer, dtype: Any) -> None:
     )
     if not inherits and dtype is None:
         IN_FORCE.warn_of_foreign(given)
-    begin(layer, settings, is_explicit=not inherits, made_in=name)
-
-
-def on_quantized_read(layer: Layer) -> None:
-    """Manages a quantized layer that inherited what it is quantized from."""
-    settings = IN_FORCE.settings
-    if settings is not None:
-        name = settings.policy.name
-        begin(layer, settings, is_explicit=False, made_in=name)
-        layers.follow(layer)
+    begin(layer, settings, is_explicit=not inherits)
 
 
 def begin(
     layer: Layer,
     settings: PolicySettings,
     *,
-    is_explicit: bool,
-    made_in: str = "float32",
+    is_explicit: bool = False,
+    made_in: str | None = None,
 ) -> None:
-    """Gives `layer` a policy of its own and asks the rules that can be asked early."""
-    is_model = isinstance(layer, keras.Model)
-    decided: dict[str, Any] = {"is_resolved": not is_model, "made_in": made_in}
-    name = settings.policy.name
+    """Gives `layer` a policy of its own, which asks the rules when it is read."""
+    name, is_model = settings.policy.name, isinstance(layer, keras.Model)
+    decided: dict[str, Any] = {"is_resolved": not is_model, "made_in": made_in or name}
     if is_explicit:
         name, decided["kind"] = _name_of(layer), Kind.EXPLICIT
         decided["rule"] = "dtype argument"
@@ -77,14 +67,13 @@ def begin(
         moves = isinstance(layer, MOVES)
         decided["exact_inputs"] = moves or isinstance(layer, EXACT_INPUTS)
         decided["output_dtype"] = settings.compute_dtype if moves else None
-    policy = Policy(name, settings, **decided)
     if settings.open_rules:
         settings.made.add(layer)
+    policy = Policy(name, settings, **decided)
     if is_explicit:
         policy.bind(layer)
     else:
         layers.put(layer, policy)
-        settings.ask(layer, is_finished=False)
 
 
 def _name_of(layer: Layer) -> str:
@@ -114,7 +103,7 @@ def decide(layer: Layer, *, path: str | None = None) -> None:
         return
     if not policy.is_decided or path is not None:
         if policy.kind is Kind.FOLLOWS:
-            policy.settings.ask(layer, path=path)
+            policy.settings.ask(layer, path)
         policy.is_decided = True
     # Its inner layer's `call` runs in its own autocast scope.
     if isinstance(layer, keras.layers.TimeDistributed):

@@ -52,8 +52,7 @@ def remedy(
     if not (of_gradient or (is_harmless and _may_help(layer, policy, error))):
         raise error
     reason, how = _reason(layer, found or error, of_gradient)
-    has_sublayers = bool(structure.children(layer))
-    for applies_to in ("own", "all") if has_sublayers else ("own",):
+    for applies_to in ("own", "all") if structure.children(layer) else ("own",):
         with (
             contextlib.suppress(Exception),
             restored_on_error(structure.layers_of(layer)),
@@ -61,12 +60,8 @@ def remedy(
             take(layer, policy.settings, Rule(RULE, reason, applies_to=applies_to))
             with replaced(CALLS, **({"differentiated": layer} if of_gradient else {})):
                 outputs = again()
-            is_alone = applies_to == "own" and has_sublayers
-            between = ", between sublayers that stay as they are" * is_alone
-            logging.warning(
-                "Layer %r computes in float32%s: %s. %s",
-                *(layer.name, between, reason, how),
-            )
+            told = layer.name, reason, how
+            logging.warning("Layer %r computes in float32: %s. %s", *told)
             return outputs
     if of_gradient:  # nobody may ask it, and it has none in float32, either
         trials.note_tried(layer)

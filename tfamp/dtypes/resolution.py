@@ -323,7 +323,7 @@ def meet_unmanaged(model: Layer) -> None:
         return
     settings = settings_of(model)
     if settings is not None:
-        layer_dtypes.begin(model, settings, is_explicit=False)
+        layer_dtypes.begin(model, settings)
     elif IN_FORCE.settings is not None and IN_FORCE.settings.is_half:
         warnings.warn(
             f"Model {model.name!r} was built before `tfamp.enable`, so it computes in "

@@ -82,16 +82,11 @@ class PolicySettings:
             return ()
         return tuple(r for r in self.rules_of_user if r.name not in self.matched)
 
-    def ask(
-        self, layer: Any, *, is_finished: bool = True, path: str | None = None
-    ) -> None:
-        """Asks the rules in turn and keeps `layer` where one matches.
-
-        Those with a predicate need a finished layer.
-        """
-        for rule in self.rules if layer not in self.taken_back else ():
-            is_early = rule.predicate is not None and not is_finished
-            if not is_early and rule.matches(layer, path=path):
+    def ask(self, layer: Any, path: str | None = None) -> None:
+        """Asks the rules in turn and keeps `layer` where one matches."""
+        known = self.rules if layer not in self.taken_back else ()
+        for rule in known:
+            if rule.matches(layer, path=path):
                 self.keep(layer, rule)
                 return
 

@@ -93,7 +93,7 @@ def _inside_the_call(
     """
     CALLS.depth += 1
     try:
-        if CALLS.recorder is None or layer.built:
+        if layer.built or not CALLS.is_looking:
             outputs = trials.checked(layer, policy, call, given)
         else:
             with replaced(layer, build=_outside_the_trace(layer.build)):
@@ -143,8 +143,6 @@ def _inner_call(
         output_dtype = _output_dtype(policy)
         if output_dtype is not None:
             outputs = cast_outputs(outputs, output_dtype)
-        if CALLS.recorder is not None:
-            CALLS.recorder(self, outputs)
         return outputs
 
     return __call__

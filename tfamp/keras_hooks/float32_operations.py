@@ -21,6 +21,7 @@ from keras.src import ops as keras_operations
 
 from tfamp.keras_hooks import backend, calls, structure
 from tfamp.keras_hooks.backend import HALF, operations
+from tfamp.keras_hooks.exact_values import cast_outputs
 from tfamp.keras_hooks.layers import CALLS, Kind, policy_of
 from tfamp.keras_hooks.patches import Function, InnerPatch, Patch, like, wrapper
 from tfamp.keras_hooks.structure import Layer, map_structure
@@ -136,16 +137,11 @@ def _wrap_loss(
     original: Function, self: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Widens predictions that a managed layer made, with their logits and mask."""
-    wide = map_structure(_with_wide_logits, y_pred)
-    return original(self, y_true, wide, *args, **kwargs)
 
+    def widened(x: Any) -> Any:
+        return cast_outputs(x, "float32") if hasattr(x, _EXACT) else x
 
-def _with_wide_logits(x: Any) -> Any:
-    if not (hasattr(x, _EXACT) and hasattr(x, "_keras_logits")):
-        return x
-    wide = backend.cast(x, "float32")
-    wide._keras_logits = backend.cast(x._keras_logits, "float32")
-    return structure.with_mask_of(x, wide)
+    return original(self, y_true, map_structure(widened, y_pred), *args, **kwargs)
 
 
 class _InFloat32:

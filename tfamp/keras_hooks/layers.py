@@ -71,7 +71,7 @@ class Policy(LikeStock):
     is_decided = False  # whether rules for finished layers have been asked
     is_propagated = False  # whether the sublayers follow it already
     is_resolved = False  # for a model: whether its heads have been found
-    graph_key: int | None = None  # in which graph; it changes with each `add`
+    graph_key: Any = None  # in which graph; it changes with each `add`
     made_in = "float32"  # the policy under which the layer was made
     tried: frozenset[bool] = frozenset()  # in training (True), and not (False)
     fails_in_float32 = False  # whether it was tried there in vain
@@ -260,7 +260,8 @@ class _Calls(threading.local):
     def __init__(self) -> None:
         self.stack: list[Policy] = []
         self.depth = 0  # of calls, from before a layer is built
-        self.recorder: Any = None  # of the calls of a trace that is thrown away
+        self.is_looking = False  # whether a trace of tfamp's own runs
+        self.looked: Any = None  # the call that it traced, with those inside
         self.float16_layers: list[Any] = []  # references to those called last
         self.is_training = False  # whether a managed model's `train_step` runs
         self.may_keep = True  # whether a layer that fails may be tried in float32

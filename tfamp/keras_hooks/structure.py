@@ -5,7 +5,6 @@ model keeping its graph in `_functional`; `KerasTensor._keras_history` and
 `Operation._inbound_nodes` describing the graph.
 """
 
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -23,8 +22,6 @@ from tfamp.keras_hooks import backend
 Layer: TypeAlias = keras.layers.Layer
 flatten, map_structure = tree.flatten, tree.map_structure
 map_shapes = tree.map_shape_structure
-_COUNT = itertools.count()
-_NUMBERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def children(layer: Layer) -> list[Layer]:
@@ -82,13 +79,10 @@ def graph_of(model: Layer) -> Functional | None:
     return found if isinstance(found, Functional) else None
 
 
-def graph_key(model: Layer) -> int | None:
-    """Returns a number that changes as layers are added to or taken from a graph."""
-    if graph_of(model) is None:
-        return None
-    # Not by `id`, which a layer may have from one that is gone.
-    numbers = [_NUMBERS.setdefault(child, next(_COUNT)) for child in children(model)]
-    return hash(tuple(numbers))
+def graph_key(model: Layer) -> Any:
+    """Returns what stands for a model's graph, another one as layers are added."""
+    graph = graph_of(model)
+    return None if graph is None else weakref.ref(graph)
 
 
 def inputs_of(graph: Functional) -> Any:

@@ -146,14 +146,18 @@ def is_untried(layer: Layer, policy: Policy, kwargs: Any) -> bool:
 
 
 def trace_ahead(layer: Layer, args: Any, kwargs: Any) -> None:
-    """Traces the call that is coming; errors are those of the call itself, if any."""
-    with (
-        contextlib.suppress(Exception),
-        replaced(CALLS, recorder=CALLS.recorder or (lambda *_: None)),
-        without_python_effects(layer),
-    ):
-        structure.trace_call(layer, args, kwargs)
+    """Tries the call that is coming; errors are those of the call itself, if any."""
+    with contextlib.suppress(Exception):
+        look(layer, args, kwargs)
     note_tried(layer, kwargs)
+
+
+def look(layer: Layer, args: Any, kwargs: Any) -> Any:
+    """Traces the call that is coming, without effects; returns what `_Trial` holds."""
+    own: dict[str, Any] = {"is_looking": True, "trial": None, "looked": None}
+    with replaced(CALLS, **own), without_python_effects(layer):
+        structure.trace_call(layer, args, kwargs)
+        return CALLS.looked
 
 
 def note_tried(layer: Layer, kwargs: Any = None) -> None:
@@ -192,7 +196,7 @@ def checked(
     CALLS.failed = None
     outer, is_tried = CALLS.trial, _may_be_tried(layer, policy)
     is_tried |= CALLS.differentiated is layer
-    if outer is None and not is_tried:
+    if outer is None and not (is_tried or CALLS.is_looking):
         return call()
     inner = _Trial(layer, policy, given, is_tried)
     with replaced(CALLS, trial=inner):
@@ -208,6 +212,8 @@ def checked(
             inner.end = inner.count()
     if outer is not None and outer.graph is inner.graph:
         outer.inside.append(inner)
+    elif outer is None and CALLS.is_looking:
+        CALLS.looked = inner
     return inner.outputs
 
 
@@ -227,7 +233,7 @@ class _Trial:
     """One call of a layer in the graph of a trace, and those inside of it."""
 
     def __init__(self, layer: Layer, policy: Policy, given: _Given, is_tried: bool):
-        self._layer, self._policy, self._given = layer, policy, given
+        self.layer, self._policy, self._given = layer, policy, given
         self.graph, self._is_tried = tf.compat.v1.get_default_graph(), is_tried
         self.outputs: Any = None
         self.inside: list[_Trial] = []
@@ -237,11 +243,17 @@ class _Trial:
         """Returns the number of operations in the graph."""
         return len(self.graph.get_operations())
 
+    def calls(self) -> "Iterator[_Trial]":
+        """Yields the calls inside in the order they end, innermost first."""
+        for each in self.inside:
+            yield from each.calls()
+            yield each
+
     def ids(self) -> list[tf.Tensor]:
         """Returns what is given to layers inside that look ids up."""
         found = []
         for each in self.inside:
-            if takes_ids(each._layer, each._policy):
+            if takes_ids(each.layer, each._policy):
                 found += self.floats(each._given)
             elif not each._is_tried:
                 found += each.ids()
@@ -253,8 +265,8 @@ class _Trial:
         inside = {n for each in self.inside for n in range(each._start, each.end)}
         places = enumerate(whole, self._start)
         own = [operation for place, operation in places if place not in inside]
-        is_kept, of_gradient = CALLS.differentiated is self._layer, False
-        is_known = _phases(self._layer, self._given[1]) <= self._policy.tried
+        is_kept, of_gradient = CALLS.differentiated is self.layer, False
+        is_known = _phases(self.layer, self._given[1]) <= self._policy.tried
         try:
             if not is_kept:
                 _check_kernels(own)
@@ -262,16 +274,16 @@ class _Trial:
                 of_gradient = True
                 _check_kernels(self._differentiate(whole))
         except Exception as error:
-            CALLS.failed = self._layer, error, of_gradient
+            CALLS.failed = self.layer, error, of_gradient
             raise
         if not is_kept:
             self._note_exactness(own, whole)
 
     def _differentiate(self, whole: list[tf.Operation]) -> list[tf.Operation]:
         """Takes the gradient of the call; returns the operations that are its own."""
-        if any(each._value is None for each in self._layer.variables):
+        if any(each._value is None for each in self.layer.variables):
             return []  # they are made by this very trace
-        start, losses = self.count(), list(structure.own_losses(self._layer))
+        start, losses = self.count(), list(structure.own_losses(self.layer))
         given_on = [each._given for each in self.inside]
         targets = self.floats((self.outputs, losses, given_on))
         reads = [each.outputs[0] for each in whole if each.type == "ReadVariableOp"]
@@ -279,7 +291,7 @@ class _Trial:
         sources = self.floats((self._given, returned, reads))
         if not targets:
             return []
-        note_tried(self._layer, self._given[1])
+        note_tried(self.layer, self._given[1])
         if not sources:
             return []
         try:
@@ -300,7 +312,7 @@ class _Trial:
         """Has a layer take exact inputs that slices them, or makes whole numbers."""
         direct = {id(x) for x in self.floats(self._given)}
         ids, is_own = set(direct), {id(each) for each in own}
-        only_moves = bool(direct) and not (self.inside or self._layer.weights)
+        only_moves = bool(direct) and not (self.inside or self.layer.weights)
         settings = self._policy.settings
         for each in whole:
             takes = [x for x in each.inputs if id(x) in ids]
@@ -308,17 +320,17 @@ class _Trial:
                 continue
             gives_floats = any(y.dtype.is_floating for y in each.outputs)
             if not gives_floats and id(each) in is_own and _reads(each, takes):
-                settings.keep_exact(self._layer)
+                settings.keep_exact(self.layer)
                 return
             is_cast = each.type == "Cast" and each.outputs[0].dtype in HALF
             only_moves &= is_cast or each.type in _MOVES
             if not _MIXES.search(each.type):
                 ids.update(id(y) for y in each.outputs if y.dtype.is_floating)
         if any(id(x) in ids - direct and not hasattr(x, SOURCE) for x in self.ids()):
-            settings.keep_exact(self._layer)
-        elif only_moves and not isinstance(self._layer, keras.Model):
+            settings.keep_exact(self.layer)
+        elif only_moves and not isinstance(self.layer, keras.Model):
             half = settings.compute_dtype
-            update(self._layer, exact_inputs=True, output_dtype=half)
+            update(self.layer, exact_inputs=True, output_dtype=half)
 
     def floats(self, tensors: Any) -> list[tf.Tensor]:
         """Returns each floating-point tensor of the graph in a structure once."""
@@ -358,18 +370,17 @@ def _check_kernels(operations: Iterable[tf.Operation]) -> None:
 def _has_kernel(operation: str, attribute: str, dtype: tf.DType) -> bool:
     """Returns whether an operation has a kernel here, or none at all."""
     here = {device.device_type for device in tf.config.list_physical_devices()}
-    dtypes = [
-        [
-            value
+    known = kernels.get_registered_kernels_for_op(operation).kernel
+    fits = [
+        all(
+            dtype.as_datatype_enum in each.allowed_values.list.type
             for each in kernel.constraint
             if each.name == attribute
-            for value in each.allowed_values.list.type
-        ]
-        for kernel in kernels.get_registered_kernels_for_op(operation).kernel
+        )
+        for kernel in known
         if kernel.device_type in here
     ]
-    number = dtype.as_datatype_enum
-    return not dtypes or any(not each or number in each for each in dtypes)
+    return not fits or any(fits)
 
 
 @contextlib.contextmanager
