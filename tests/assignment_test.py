@@ -180,3 +180,11 @@ def test_the_states_of_a_kept_stateful_layer_are_float32():
     layer(np.ones((1, 3, 2)))
     assert {state.dtype for state in layer.states} == {"float32"}
     assert {weight.dtype for weight in layer.weights} == {"float32"}
+
+
+def test_what_spectral_normalization_wraps_stays_in_half_precision():
+    with tfamp.scope("mixed_float16"):
+        outer = layers.SpectralNormalization(layers.Dense(4))
+        outputs = outer(X, training=True)
+    dtypes = outer.compute_dtype, outer.layer.compute_dtype, outputs.dtype
+    assert dtypes == ("float32", "float16", "float16")

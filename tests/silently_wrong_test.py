@@ -207,6 +207,24 @@ def test_apply_takes_the_statistics_of_a_normalization_again(policy, make, right
     assert error(predict(model, NEAR_5E4, "eager"), right) < 2**-8
 
 
+@pytest.mark.quick("3")
+@pytest.mark.parametrize("size", [2, 3])
+def test_upsampling_trains_under_xla(size):
+    with tfamp.scope("mixed_bfloat16"):
+        model = keras.Sequential(
+            [
+                keras.Input((4, 4, 1)),
+                layers.Conv2D(2, 3, padding="same"),
+                layers.UpSampling2D(size, interpolation="bilinear"),
+                layers.Conv2D(1, 3, padding="same"),
+            ]
+        )
+    model.compile("sgd", "mse", jit_compile=True)
+    x = np.ones((2, 4, 4, 1), "float32")
+    y = np.ones((2, 4 * size, 4 * size, 1), "float32")
+    assert np.isfinite(model.fit(x, y, verbose=0).history["loss"][0])
+
+
 @pytest.mark.parametrize("name", ["AveragePooling3D", "MaxPooling3D"])
 def test_pooling_in_three_dimensions_runs_in_float16_on_a_cpu(name):
     with tfamp.scope("mixed_float16"):
