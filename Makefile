@@ -98,7 +98,7 @@ test-whole-nightly: .venv-nightly/.installed
 
 test-clients: .venv-clients/.installed  ## ask the server by Triton's client, and serve through Ray
 	@echo "Running the tests of the server with Triton's client and Ray Serve."
-	@.venv-clients/bin/python $(PYTEST) tests/server_process_test.py tests/serving_elsewhere_test.py $(ARGS) $(NO_NOTICES)
+	@.venv-clients/bin/python $(PYTEST) tests/serving_elsewhere_test.py $(ARGS) $(NO_NOTICES)
 
 # It knows the tests that reach a line from `make check`, which has to run before.
 mutants: .venv/.installed  ## break what differs from BASE, a line at a time; do tests notice?
@@ -109,7 +109,7 @@ mutants: .venv/.installed  ## break what differs from BASE, a line at a time; do
 	@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/cosmic-ray exec build/cosmic-ray.toml build/mutants.sqlite
 	@$(BIN)/cr-report build/mutants.sqlite
 
-lint: .venv/.installed  ## check format, style and types: ten seconds
+lint: .venv/.installed  ## check format, style, types and floors: twenty seconds
 	@$(BIN)/ruff format --check --diff .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -124,7 +124,7 @@ bench: .venv/.installed  ## measure the first parts of benchmarks/RESULTS.md
 	  $(BIN)/python -m benchmarks $$name $(ARGS) $(NO_NOTICES); done
 
 wild: .venv/.installed  ## run the programs of the corpus and write docs/wild.md
-	@echo "Running each program in every way and with three seeds: about an hour."
+	@echo "Running each program in every way and with three seeds: about a quarter of an hour."
 	@$(BIN)/python -W ignore -m tests.wild.table $(ARGS) $(NO_NOTICES)
 
 docs: .venv-docs/.installed  ## build the documentation in build/site

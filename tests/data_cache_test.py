@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from tests.data_pipeline_test import double, numbers, rows
 from tfamp.data import Pipeline
-from tfamp.data.stages import cache as caching
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,11 +36,6 @@ def only(folder):
     """Returns the only cache in a folder."""
     (found,) = caches(folder)
     return found
-
-
-def remove_data(folder):
-    for path in folder.glob("elements*"):
-        path.unlink()
 
 
 def test_a_second_pipeline_reads_what_the_first_one_wrote(tmp_path):
@@ -82,7 +76,8 @@ def test_a_half_written_cache_is_built_again(tmp_path, caplog):
     pytest.importorskip("filelock", reason="what is left is removed under a lock")
     rows(numbers().cache(tmp_path / "train").build())
     folder = only(tmp_path)
-    remove_data(folder)
+    largest = max(folder.glob("elements*"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
     left = tmp_path / f"{folder.name}.0123abcd.unfinished"
     left.mkdir()
     (left / "elements_0.lockfile").write_text("Created at: 1")
@@ -124,28 +119,18 @@ def test_a_writer_that_was_killed_does_not_stop_the_next_one(tmp_path):
     assert left.name.endswith(".unfinished")
     assert [int(x) for x in deadly(path).build()] == list(range(1000))
     # The same pipeline has the same name in every process.
-    assert only_whole(tmp_path).name == left.name.split(".")[0]
-
-
-@pytest.mark.parametrize("where", ["missing/train", "."])
-def test_a_path_that_cannot_begin_names_of_files_is_refused(tmp_path, where):
-    with pytest.raises(ValueError, match="expected the path that the name of the c"):
-        numbers().cache(tmp_path / where)
+    assert left.name.split(".")[0] in [path.name for path in caches(tmp_path)]
 
 
 def test_where_locks_are_missing_a_cache_is_filled_and_read(tmp_path, monkeypatch):
     filelock = pytest.importorskip("filelock")
-    codes = [errno.ENOLCK, errno.EIO]
 
     def refuse(self, *args, **kwargs):
-        raise OSError(codes[0], os.strerror(codes[0]))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(filelock.BaseFileLock, "acquire", refuse)
     dataset = numbers().cache(tmp_path / "train").build()
     assert rows(dataset) == rows(numbers().build())
-    del codes[0]
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        numbers().cache(tmp_path / "other").build()
 
 
 def test_elements_without_end_are_no_cache(tmp_path):
@@ -157,48 +142,16 @@ def test_elements_without_end_are_no_cache(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_two_that_fill_at_once_without_locks_the_first_ones_folder_stays(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "filelock", None)
-    pipeline = numbers().cache(tmp_path / "train")
-    write, inner = caching._write, []
-
-    def write_and_lose(*given):
-        count = write(*given)
-        if not inner:
-            inner.append(None)
-            inner.append(rows(pipeline.build()))  # as another process does meanwhile
-            inner.append(only_whole(tmp_path).stat().st_ino)
-        return count
-
-    monkeypatch.setattr(caching, "_write", write_and_lose)
-    assert rows(pipeline.build()) == inner[1] == rows(numbers().build())
-    assert only(tmp_path).stat().st_ino == inner[2]
-
-
-def only_whole(folder):
-    (found,) = (one for one in caches(folder) if not one.suffix)
-    return found
-
-
-@pytest.fixture
-def files_of_100_kb():
-    """Limits each file that this process writes, as a full disk does."""
+def test_a_full_disk_ends_in_a_clear_error_and_leaves_nothing(tmp_path):
+    pipeline = Pipeline.from_arrays(np.zeros((100, 1000))).cache(tmp_path / "train")
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_ends_in_a_clear_error_and_leaves_nothing(
-    tmp_path, files_of_100_kb
-):
-    pipeline = Pipeline.from_arrays(np.zeros((100, 1000))).cache(tmp_path / "train")
-    message = "was full before the cache was whole; expected room for all of it."
-    with pytest.raises(OSError, match=re.escape(message)):
-        pipeline.build()
+    try:
+        with pytest.raises(OSError, match="was full before the cache was whole"):
+            pipeline.build()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert left_in(tmp_path) == []
 
 
@@ -212,41 +165,3 @@ def test_an_error_while_filling_leaves_nothing_but_what_others_wait_for(tmp_path
         with pytest.raises(tf.errors.InvalidArgumentError, match="seven"):
             pipeline.build()
         assert left_in(tmp_path) == []
-
-
-def reading(x):
-    with open("factor.txt") as file:
-        return x * int(file.read())
-
-
-def test_what_is_not_seen_is_said_and_may_be_refused(tmp_path, monkeypatch, caplog):
-    (tmp_path / "factor.txt").write_text("2")
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "caches"
-    folder.mkdir()
-
-    def scaled(x, y):
-        return tf.numpy_function(reading, [x], tf.int64), y
-
-    pipeline = numbers().map(scaled)
-    name = "files and states that Python code in the dataset uses"
-    described = " ".join(pipeline.cache(folder / "train").describe().split())
-    assert "does not notice" in described
-    assert name in described
-    message = f"would not notice changes in: {name}; with `unseen='error'` expected"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        pipeline.cache(folder / "train", unseen="error").build()
-    assert list(folder.iterdir()) == []
-    pipeline.cache(folder / "train").build()
-    assert f"does not notice changes in: {name}. Pass `.cache` another" in caplog.text
-    seen = numbers().map(double).cache(folder / "train", unseen="error")
-    assert len(rows(seen.build())) == 10
-
-
-def test_a_data_file_that_was_cut_short_is_no_cache(tmp_path):
-    pipeline = numbers().cache(tmp_path / "train")
-    pipeline.build()
-    files = only(tmp_path).glob("elements*")
-    largest = max(files, key=lambda path: path.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[:-1])
-    assert rows(pipeline.build()) == rows(numbers().build())

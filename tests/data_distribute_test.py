@@ -1,5 +1,6 @@
 """What `Pipeline.build` gives loses and doubles nothing under `tf.distribute`."""
 
+import json
 import re
 
 import numpy as np
@@ -17,27 +18,20 @@ LABELS = (np.arange(NUM) % 9 == 0).astype(np.int64)
 FEATURES = {"x": tf.io.FixedLenFeature([], tf.int64)}
 
 
-def arrays():
+def arrays(folder=None):
     return Pipeline.from_arrays(np.arange(NUM), LABELS)
 
 
-def write_records(folder, sizes=(5, 13, 9)):
-    """Writes files of these sizes which together hold 0, 1, 2 and so on."""
-    numbers = iter(range(sum(sizes)))
-    for file, size in enumerate(sizes):
+def from_records(folder):
+    """Reads files of unequal size which together hold 0, 1, 2 and so on."""
+    for file, numbers in enumerate((range(5), range(5, 18), range(18, NUM))):
         with tf.io.TFRecordWriter(str(folder / f"{file}.tfrecord")) as writer:
-            for _ in range(size):
-                value = tf.train.Int64List(value=[next(numbers)])
+            for number in numbers:
+                value = tf.train.Int64List(value=[number])
                 feature = {"x": tf.train.Feature(int64_list=value)}
                 example = tf.train.Example(features=tf.train.Features(feature=feature))
                 writer.write(example.SerializeToString())
-    return folder
-
-
-def from_records(folder):
-    pipeline = Pipeline.from_tfrecord(
-        str(write_records(folder) / "*.tfrecord"), features=FEATURES
-    )
+    pipeline = Pipeline.from_tfrecord(str(folder / "*.tfrecord"), features=FEATURES)
     return pipeline.map(lambda example: example["x"])
 
 
@@ -48,25 +42,14 @@ def from_csv(folder):
     return Pipeline.from_csv(str(folder / "*.csv"), label="y")
 
 
-def careful(pipeline):
-    """Skips number 4, which cannot be worked on."""
-
-    def refuse(x, y):
-        four = tf.constant(4, x.dtype)
-        with tf.control_dependencies([tf.debugging.assert_none_equal(x, four)]):
-            return tf.identity(x), y
-
-    return pipeline.map(refuse).on_error("skip", max_fraction=0.5)
-
-
-@pytest.fixture(scope="module")
-def strategy():
-    return two_replicas()
-
-
 def inputs_of(batch):
     x = batch[0] if isinstance(batch, tuple) else batch
     return x["x"] if isinstance(x, dict) else x
+
+
+def batches_of(dataset):
+    """Returns the numbers of each batch."""
+    return [np.ravel(inputs_of(batch)).tolist() for batch in dataset]
 
 
 def epoch_of(strategy, distributed):
@@ -86,7 +69,7 @@ def sizes(steps):
 
 
 KINDS = {
-    "arrays": lambda folder: arrays(),
+    "arrays": arrays,
     "records": from_records,
     "records, file cache": lambda folder: from_records(folder).cache(folder / "c"),
     "csv": from_csv,
@@ -94,18 +77,11 @@ KINDS = {
 }
 
 
-@pytest.mark.quick("arrays-True")
-@pytest.mark.parametrize(
-    "kind, is_shuffled",
-    [("arrays", False), *((kind, True) for kind in KINDS)],
-)
-def test_replicas_share_every_batch_and_miss_no_element(
-    strategy, tmp_path, kind, is_shuffled
-):
-    pipeline = KINDS[kind](tmp_path)
-    if is_shuffled:
-        pipeline = pipeline.shuffle(seed=1)
-    dataset = pipeline.batch(8).build()
+@pytest.mark.quick("arrays")
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_share_every_batch_and_miss_no_element(tmp_path, kind):
+    strategy = two_replicas()
+    dataset = KINDS[kind](tmp_path).shuffle(seed=1).batch(8).build()
     # Workers divide elements, not files.
     policy = dataset.options().experimental_distribute.auto_shard_policy
     assert policy == Policy.DATA
@@ -114,34 +90,22 @@ def test_replicas_share_every_batch_and_miss_no_element(
     for steps in epochs:
         assert sizes(steps) == [[4, 4], [4, 4], [4, 4], [2, 1]]
         assert sorted(flat(steps)) == list(range(NUM))
-    assert (flat(epochs[0]) == list(range(NUM))) is not is_shuffled
-    assert (epochs[0] == epochs[1]) is not is_shuffled
+    assert epochs[0] != epochs[1] and flat(epochs[0]) != list(range(NUM))
 
 
-NEED_ALL = {
-    "cache": lambda p, folder: p.cache(folder / "cache"),
-}
-
-
-@pytest.mark.parametrize("name", NEED_ALL)
-def test_dividing_files_behind_what_needs_all_of_them_is_refused(tmp_path, name):
+def test_dividing_files_behind_a_cache_that_needs_all_of_them_is_refused(tmp_path):
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = Policy.FILE
     given = tf.data.Dataset.range(4).with_options(options)
-    pipeline = NEED_ALL[name](Pipeline.from_dataset(given), tmp_path)
-    message = (
-        f"`dataset` has the option `auto_shard_policy` FILE, and `.{name}` came with "
-        "it; expected elements of all files there. Leave the option as it was"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
+    pipeline = Pipeline.from_dataset(given).cache(tmp_path / "cache")
+    with pytest.raises(ValueError, match="expected elements of all files there"):
         pipeline.build()
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.quick("arrays-1", "arrays-4")
+@pytest.mark.quick("arrays-4")
 @pytest.mark.parametrize(
-    "kind, num_shards",
-    [("arrays", 1), ("arrays", 4), ("records", 2), ("csv", 2)],
+    "kind, num_shards", [("arrays", 1), ("arrays", 4), ("records", 2), ("csv", 2)]
 )
 def test_shards_are_disjoint_and_complete(tmp_path, kind, num_shards):
     pipeline = KINDS[kind](tmp_path)
@@ -149,13 +113,31 @@ def test_shards_are_disjoint_and_complete(tmp_path, kind, num_shards):
     for index in range(num_shards):
         # No seed, so each worker has an order of its own.
         dataset = pipeline.shard(num_shards, index).shuffle().batch(4).build()
-        own = [int(n) for batch in dataset for n in np.ravel(inputs_of(batch))]
+        own = sum(batches_of(dataset), [])
         assert sorted(own) == list(range(index, NUM, num_shards))
         assert int(dataset.cardinality()) == -(-len(own) // 4)
         found += own
         policy = dataset.options().experimental_distribute.auto_shard_policy
         assert policy == Policy.OFF
     assert sorted(found) == list(range(NUM))
+    with pytest.raises(TypeError, match="`index` is None"):
+        pipeline.shard(num_shards)
+
+
+@pytest.fixture
+def join(monkeypatch):
+    """Makes this process a worker, and TensorFlow one of as many."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+
+    def join(num_workers, index, num_trained=None):
+        hosts = [f"host{worker}:2222" for worker in range(num_workers)]
+        task = {"type": "worker", "index": index}
+        config = {"cluster": {"worker": hosts}, "task": task}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+        monkeypatch.setattr(workers, "num_workers", lambda: num_trained or num_workers)
+
+    return join
 
 
 @pytest.mark.quick("shuffle")
@@ -168,25 +150,58 @@ def test_shards_are_disjoint_and_complete(tmp_path, kind, num_shards):
     ],
     ids=["shuffle", "balance on a stream", "weights"],
 )
-def test_several_workers_need_one_order(monkeypatch, stage, name):
+def test_several_workers_need_one_order(join, stage, name):
     pipeline = stage(arrays()).batch(8)
     pipeline.build()
-    monkeypatch.setattr(workers, "num_workers", lambda: 2)
-    message = (
-        f"`.{name}` has no seed, and 2 worker processes train together; expected one "
-        "order in all of them: some elements would come twice, others never. Pass the "
-        "same `seed=` everywhere"
-    )
+    join(2, 0)
+    message = f"`.{name}` has no seed, and 2 worker processes train together; expected"
     with pytest.raises(ValueError, match=re.escape(message)):
         pipeline.build()
     pipeline.describe()
 
 
-def test_a_part_has_no_length_that_fit_would_take_for_its_steps(monkeypatch):
+def test_a_part_has_no_length_that_fit_would_take_for_its_steps(join):
     part, whole = arrays().shard(2, 0).batch(7), arrays().batch(7)
     assert int(part.build().cardinality()) == 2
-    monkeypatch.setattr(workers, "num_workers", lambda: 2)
+    join(2, 0)
     dataset = part.build()
     assert int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY
     assert [len(y) for _, y in dataset] == [7, 7]
     assert int(whole.build().cardinality()) == 4
+
+
+@pytest.mark.quick("arrays-3", "dataset-2")
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "csv"])
+def test_by_the_cluster_each_example_comes_once_in_an_epoch_on_one_worker(
+    tmp_path, join, kind, num_workers
+):
+    pipeline, epochs = KINDS[kind](tmp_path), [[], []]
+    for index in range(num_workers):
+        join(num_workers, index)
+        dataset = pipeline.shard("auto").shuffle().batch(4).build()
+        for epoch in epochs:
+            epoch += sum(batches_of(dataset), [])
+    assert [sorted(epoch) for epoch in epochs] == [list(range(NUM))] * 2
+
+
+def test_workers_whose_numbers_of_batches_would_differ_stop_before_they_wait(join):
+    found = []
+    for index in range(2):
+        join(2, index)
+        pipeline = arrays().shard("auto").batch(7, drop_remainder=True)
+        found.append([len(batch) for batch in batches_of(pipeline.build())])
+    # Of 27 numbers the first worker would have 14: two batches, and the other one.
+    assert found == [[7], [7]]
+    words = Pipeline.from_arrays(np.array(["a b", "c"])).map(tf.strings.split)
+    pipeline = words.shard("auto").bucket(1, boundaries=[8], drop_remainder=True)
+    with pytest.raises(ValueError, match="one with fewer batches stops all"):
+        pipeline.build()
+
+
+@pytest.mark.parametrize("described, trained", [(2, 1), (1, 2)])
+def test_other_workers_than_those_of_the_cluster_are_refused(join, described, trained):
+    join(described, 0, trained)
+    with pytest.raises(ValueError, match=rf"makes {described} part.*{trained} worker"):
+        arrays().shard("auto").build()
+    arrays().shard("auto").describe()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.file_sources import elements, write
+from tests.file_sources import careful, elements, write
 from tfamp.data import Pipeline
 
 
@@ -82,13 +82,6 @@ def test_a_changed_file_has_another_cache(tmp_path, ending):
         assert num_caches(tmp_path) == expected
 
 
-@pytest.mark.parametrize("ending", MAKERS)
-def test_length_is_known_where_it_was_counted(tmp_path, ending):
-    make, path = MAKERS[ending], records(tmp_path / f"a{ending}", range(4))
-    assert int(make(path).build().cardinality()) == 4
-    assert int(make(path).on_error("skip").build().cardinality()) == -2
-
-
 @pytest.mark.parametrize("ending", [".csv", ".txt"])
 def test_a_cut_gzip_file_is_an_error_that_names_it(tmp_path, ending):
     rng = np.random.default_rng(0)
@@ -98,3 +91,34 @@ def test_a_cut_gzip_file_is_an_error_that_names_it(tmp_path, ending):
     message = f"File {path!r} is damaged: "
     with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
         elements(MAKERS[ending](path))
+
+
+def test_a_line_that_is_no_text_costs_itself(tmp_path):
+    write(tmp_path / "a.txt", "one\n\ntwo: é\n")
+    path = write(tmp_path / "b.txt", b"three\n\nfo\xffr\nfive\n\xc3\n")
+    found, skipped = careful(Pipeline.from_text(tmp_path), 0.9)
+    assert found == [b"one", "two: é".encode(), b"three", b"five"]
+    assert skipped == [
+        (f"{path}, line 3", "byte 0xff at column 3 is no UTF-8"),
+        (f"{path}, line 5", "byte 0xc3 at column 1 is no UTF-8"),
+    ]
+    message = f"{path}, line 3: byte 0xff at column 3 is no UTF-8."
+    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
+        elements(Pipeline.from_text(tmp_path))
+
+
+CHANGES = {
+    "byte order mark": lambda data: b"\xef\xbb\xbf" + data,
+    "Windows": lambda data: data.replace(b"\n", b"\r\n"),
+    "no last line end": lambda data: data[:-1],
+    "gzip in two parts": lambda data: b"".join(
+        map(gzip.compress, (data[:2], data[2:]))
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_lines_are_those_of_files_of_other_programs(tmp_path, change):
+    paths = [write(tmp_path / name, change(b"a\nb\n")) for name in ("1.txt", "2.txt")]
+    paths.append(write(tmp_path / "3.txt", b"a\nb\n"))
+    assert elements(Pipeline.from_text(paths)) == 3 * [b"a", b"b"]

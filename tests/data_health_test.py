@@ -4,7 +4,6 @@ Also the forms of data and the pass over them.
 """
 
 import functools
-import importlib.util
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from tests.refusals import refusals
 from tfamp.data import check
 
 N = 2000
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 def rng(seed=0):
@@ -43,9 +41,6 @@ def fired(findings):
     return {finding.rule for finding in findings}
 
 
-# Healthy data --------------------------------------------------------------------
-
-
 HEALTHY = {
     "normalized features": lambda s: (normal(N, 8, seed=s), rng(s).integers(0, 4, N)),
     "a regression": lambda s: (normal(N, 3, seed=s), normal(N, 1, seed=s + 50)),
@@ -56,14 +51,11 @@ HEALTHY = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("make", HEALTHY.values(), ids=HEALTHY)
-def test_healthy_data_has_notes_at_most(make, dtype):
-    findings = check(make(1), make(2), compute_dtype=dtype)
-    assert (*findings.errors, *findings.warnings) == ()
-
-
-# Rules ---------------------------------------------------------------------------
+def test_healthy_data_has_notes_at_most(make):
+    for dtype in ("float32", "float16", "bfloat16"):
+        findings = check(make(1), make(2), compute_dtype=dtype)
+        assert (*findings.errors, *findings.warnings) == ()
 
 
 def said(finding):
@@ -79,32 +71,28 @@ def where(place, value, values):
 
 
 NORMAL, PAIR = normal(N), normal(N, 2)
-TINY = np.exp(rng().uniform(-30, 0, N)).astype(np.float32)
 FLAT = where((slice(None), 0), np.float32(0.1), normal(N, 3))
 YEARS = rng().integers(1990, 2025, N)
 # Rules, data, and what they say of it in float16 or another dtype.
 RULES = {
     "NaN in a target": ("nan", (PAIR, where(0, np.nan, NORMAL)), "error y"),
-    "NaN in a weight": (
-        *("nan", (PAIR, NORMAL, where(0, np.nan, NORMAL)), "error sample_weight"),
-    ),
     "a large index": ("overflow", rng().integers(0, 2 * 10**5, N), "warning x"),
     "large tokens": ("overflow", rng().integers(0, 2 * 10**5, (N, 4)), "note x"),
     "an outlier that standardizing leaves too large": (
         *("overflow", where(0, 1e9, rng().normal(size=100_000)), "error x"),
     ),
-    "zeros": ("underflow", where(slice(N // 2), 0, NORMAL), ""),
     "a constant feature": ("constant", FLAT, "note x[0]"),
     "a constant column": (
         *("constant", {"a": FLAT[:, 0], "b": FLAT[:, 1]}, "warning x/a"),
     ),
     "constant targets": ("constant", (PAIR, np.zeros(N)), "warning y"),
     "squares that overflow": ("unnormalized", NORMAL * 1000, "warning x"),
-    "squares in bfloat16": ("unnormalized", NORMAL * 1000, "", "bfloat16"),
     "float images": ("unnormalized", rng().uniform(0, 255, N), ""),
-    "years": ("resolution", {"year": YEARS}, ""),
     # Steps of 8 round by 8 / sqrt(12), a quarter of the deviation.
     "years in bfloat16": ("resolution", {"year": YEARS}, "warning x/year", "bfloat16"),
+    "latitude of a city": ("resolution", rng().normal(40.7, 0.03, N), "warning x"),
+    "time": ("resolution", rng().normal(1.7e9, 1e7, N), "", "float32"),
+    "a minute": ("resolution", rng().normal(1.7e9, 20, N), "error x", "float32"),
 }
 
 
@@ -145,29 +133,6 @@ def test_overflow_counts_what_becomes_inf(dtype, value, count):
     ] * count
 
 
-PLACES = {
-    "latitude of a city in float16": (40.7, 0.03, "float16", "warning"),
-    "latitude of a city in bfloat16": (40.7, 0.03, "bfloat16", "error"),
-    "time in float32": (1.7e9, 1e7, "float32", None),
-    "a minute of seconds in float32": (1.7e9, 20.0, "float32", "error"),
-}
-
-
-@pytest.mark.parametrize("mean, std, dtype, severity", PLACES.values(), ids=PLACES)
-def test_resolution_is_the_noise_of_rounding(mean, std, dtype, severity):
-    x = rng().normal(mean, std, N)
-    findings = found({"place": x}, dtype=dtype).of(rule="resolution")
-    assert [finding.severity for finding in findings] == ([severity] * bool(severity))
-    # Independent oracle: the error of rounding against the deviation.
-    rounded = tf.cast(tf.cast(tf.cast(x, tf.float32), dtype), tf.float64).numpy()
-    for finding in findings:
-        # Of the mean square rather than the deviation, which a shared shift keeps.
-        assert finding.figure >= np.std(rounded - x) / np.std(x) * (1 - 1e-6)
-
-
-# Labels --------------------------------------------------------------------------
-
-
 def test_a_class_that_only_validation_has_is_an_error():
     train, validation = np.arange(N) % 3, np.arange(N) % 4
     findings = check32((normal(N, 2), train), (normal(N, 2, seed=1), validation))
@@ -175,16 +140,34 @@ def test_a_class_that_only_validation_has_is_an_error():
     assert (finding.severity, finding.figure) == ("error", N // 4)
 
 
-# Duplicates ----------------------------------------------------------------------
+BASE = np.arange(300) % 3
 
 
-def test_duplicates_in_train_are_counted():
-    x = normal(N, 4)
-    x[:30] = x[30:60]
-    finding = only(found(x), "duplicates")
-    assert (finding.severity, finding.figure) == ("warning", pytest.approx(30 / N))
-    assert "(30 of 2,000)" in finding.message
-    assert "duplicates" not in fired(found(normal(N, 4)))
+def with_255(labels, value=255):
+    labels = labels.copy()
+    labels[::50] = value
+    return labels
+
+
+LABELS = {
+    "int64": (with_255(BASE), 1),
+    "float32": (with_255(BASE.astype("float32")), 1),
+    "masks": (with_255(np.tile(BASE[:, None, None], (1, 4, 5))), 1),
+    "two classes": ((BASE > 0).astype("uint8") * 255, 1),
+    "254 and 255": (with_255(np.roll(with_255(BASE, 254), 1)), 1),
+    "one-hot rows of 255": ((np.eye(3)[BASE] * 255).astype("uint8"), 1),
+    "three classes": (BASE, 0),
+    "one-hot": (np.eye(3)[BASE], 0),
+    "a quantity": (np.round(np.geomspace(1, 5000, 300)).astype("int64"), 0),
+    "counts": (np.minimum(rng().poisson(3, 300), 7), 0),
+}
+
+
+@pytest.mark.parametrize("labels, count", LABELS.values(), ids=LABELS)
+def test_labels_far_beyond_the_others_are_found(labels, count):
+    findings = check32((np.arange(300, dtype="float32")[:, None], labels))
+    findings = [f for f in findings if f.rule in ("labels", "one_hot")]
+    assert [f.severity for f in findings if f.severity != "note"] == ["warning"] * count
 
 
 @pytest.mark.parametrize(
@@ -208,27 +191,6 @@ def test_rows_are_compared_over_all_columns_and_all_bytes():
     assert finding.figure == 1 - 2 / N  # "ab" + "" is not "a" + "b"
 
 
-# Drift ---------------------------------------------------------------------------
-
-
-def test_a_shifted_column_drifts_and_an_equal_one_does_not():
-    train = {"a": normal(N), "b": normal(N, seed=1)}
-    validation = {"a": normal(N, seed=2) + 0.5, "b": normal(N, seed=3)}
-    finding = only(check32(train, validation), "drift")
-    assert (finding.column, finding.severity) == ("x/a", "warning")
-    # Of normal distributions half a deviation apart: 2 Phi(1/4) - 1.
-    assert finding.figure == pytest.approx(0.197, abs=0.05)
-
-
-def test_without_scipy_drift_is_left_out_and_said(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    findings = check32(normal(N), normal(N, seed=1) + 5)
-    assert findings.skipped == (
-        "drift: scipy is not installed; `pip install tfamp[data]`.",
-    )
-    assert "drift" not in findings.rules and not findings.of(severity="warning")
-
-
 def test_labels_text_and_codes_drift_by_category():
     codes = np.repeat([0, 1, 2], [N // 2, N // 4, N // 4])
     moved = np.repeat([0, 1, 2], [N // 4, N // 4, N // 2])
@@ -240,32 +202,18 @@ def test_labels_text_and_codes_drift_by_category():
     assert "drift" not in fired(check32(train, train))
 
 
-# Forms of data -------------------------------------------------------------------
-
-
-def test_validation_of_its_own_faults_is_said_once():
+def test_validation_of_its_own_faults_is_said():
     train, validation = normal(N, 2), normal(N, 2, seed=1)
     validation[0, 0] = np.nan
     finding = only(check32(train, validation), "nan")
     assert finding.message.startswith("In validation, x[0] holds NaN in 1 of 2,000")
-    train[0, 1] = np.nan
-    both = check32(train, validation)
-    assert only(both, "nan").message.startswith("x[1] holds")
-
-
-# Errors --------------------------------------------------------------------------
 
 
 RAGGED = tf.data.Dataset.from_tensors(tf.ragged.constant([[1], [1, 2]]))
 ERRORS = {
-    "empty dataset": (
-        lambda: check32(tf.data.Dataset.range(0)),
-        "`train` holds no examples; expected at least one.",
-    ),
     "endless": (
         lambda: check32(tf.data.Dataset.range(9).repeat()),
-        "`train` is a dataset without end; expected one that ends. Leave out "
-        "`.repeat()`, or pass `train.take(num_batches)`.",
+        "`train` is a dataset without end; expected one that ends",
     ),
     "ragged": (
         lambda: check32(RAGGED),
@@ -275,10 +223,6 @@ ERRORS = {
     "other columns": (
         lambda: check32({"a": np.zeros(3)}, {"b": np.zeros(3)}),
         "Columns ['x/a', 'x/b'] of `validation` are not those of `train`",
-    ),
-    "other shapes": (
-        lambda: check32(np.zeros(3), np.zeros((3, 2))),
-        "Columns ['x'] of `validation` are not those of `train`, by name, axes or text",
     ),
 }
 

@@ -21,9 +21,6 @@ CASES = {
 }
 PIXELS = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 3, axis=1)
 FORMATS = {"mixed_float16": np.float16, "mixed_bfloat16": ml_dtypes.bfloat16}
-# Scale, product and rest are rounded to float32: at most half a unit each, and the
-# unit of the product can be twice that of the result.
-MAX_FLOAT32_ULPS = 2.0
 
 
 def units_off(found, scale, offset, dtype):
@@ -50,18 +47,6 @@ def test_every_pixel_value_is_the_nearest_to_the_true_one(policy, scale, offset,
     assert units_off(found.numpy(), scale, offset, FORMATS[policy]).max() <= 0.5
 
 
-@pytest.mark.parametrize("scale, offset", CASES.values(), ids=CASES)
-def test_float32_is_off_by_less_than_two_units(scale, offset):
-    found = Rescale(scale, offset)(PIXELS).numpy()
-    assert units_off(found, scale, offset, np.float32).max() < MAX_FLOAT32_ULPS
-
-
-def test_it_maps_elements_of_a_dataset_as_it_does_eagerly():
-    layer = Rescale(1 / 127.5, -1.0)
-    dataset = tf.data.Dataset.from_tensor_slices(PIXELS).map(layer)
-    np.testing.assert_array_equal(np.stack(list(dataset)), layer(PIXELS).numpy())
-
-
 @pytest.mark.parametrize(
     "policy, least",
     [("float32", 100), ("mixed_float16", 7), ("mixed_bfloat16", 100)],
@@ -74,30 +59,19 @@ def test_the_layer_of_keras_still_loses_digits(policy, least):
     assert units_off(found, scale, offset, dtype).max() > least
 
 
-@pytest.mark.parametrize("form", ["keras", "saved model"])
-def test_a_model_keeps_it_through_its_files(form, tmp_path):
-    scale, offset = [0.1, 0.2, 0.3], [-0.5, 0.1, -2.0]
+def test_a_model_keeps_it_through_its_file(tmp_path):
     inputs = keras.Input((3,), dtype="uint8")
+    scale, offset = CASES["channels"]
     layer = Rescale(scale, offset, name="first", dtype="mixed_bfloat16")
     model = keras.Model(inputs, layer(inputs))
-    expected = model(PIXELS).numpy()
-    if form == "keras":
-        model.save(tmp_path / "model.keras")
-        model = keras.saving.load_model(tmp_path / "model.keras")
-        loaded = model.get_layer("first")
-        assert loaded.get_config() == layer.get_config()
-        assert (loaded.scale, loaded.offset) == (scale, offset)
-        found = model(PIXELS)
-    else:
-        model.export(tmp_path / "served", verbose=False)
-        found = tf.saved_model.load(tmp_path / "served").serve(PIXELS)
-    np.testing.assert_array_equal(found.numpy(), expected)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.get_layer("first").get_config() == layer.get_config()
+    np.testing.assert_array_equal(loaded(PIXELS).numpy(), model(PIXELS).numpy())
 
 
 test_wrong_arguments_are_refused = refused_arguments(
     Rescale,
     ("scale", 0.0, "; expected numbers other than 0"),
-    ("scale", [1.0, 0.0], "; expected numbers other than"),
     ("offset", np.nan, "; expected a finite number, or one for each"),
-    ("scale", [], "; expected a finite number, or one for each"),
 )

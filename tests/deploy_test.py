@@ -61,26 +61,15 @@ def test_the_script_of_slurm_starts_workers_again_that_read_their_cluster(tmp_pa
     assert {"--kill-on-bad-exit=1", "--distribution=block"} <= set(arguments)
 
 
-def test_the_script_of_slurm_gives_up(tmp_path):
-    assert run_script(tmp_path, 9, "true").returncode == 1
-    assert (tmp_path / "starts").read_text() == "5\n"
-    done = run_script(tmp_path, 0)
-    assert done.returncode == 2
-    assert "Got no command; expected one" in done.stderr
-
-
 def test_scripts_pass_shellcheck():
     beside = Path(sys.executable).with_name("shellcheck")
     shellcheck = str(beside) if beside.exists() else shutil.which("shellcheck")
     if shellcheck is None:
         pytest.skip("needs shellcheck, of the extra `dev`")
-    done = subprocess.run(
-        [shellcheck, str(SLURM)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stdout
+    subprocess.run([shellcheck, str(SLURM)], check=True, timeout=60)
 
 
-def manifests(name="kubernetes.yaml"):
+def manifests(name):
     yaml = pytest.importorskip("yaml", reason="of the extra `dev`")
     return list(yaml.safe_load_all((FOLDER / name).read_text()))
 
@@ -101,7 +90,7 @@ def test_machines_of_vertex_read_their_cluster():
 
 
 def test_pods_of_the_indexed_job_read_their_cluster():
-    service, job = manifests()
+    service, job = manifests("kubernetes.yaml")
     spec, name = job["spec"], job["metadata"]["name"]
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"]
@@ -122,7 +111,5 @@ def test_pods_of_the_indexed_job_read_their_cluster():
         port = container["ports"][0]["containerPort"]
         assert cluster.address == f"{name}-{index}.{pod['subdomain']}:{port}"
     assert service["metadata"]["name"] == pod["subdomain"]
-    assert service["spec"]["clusterIP"] == "None"
     labels = spec["template"]["metadata"]["labels"]
     assert service["spec"]["selector"].items() <= labels.items()
-    assert service["spec"]["ports"][0]["port"] == port

@@ -1,12 +1,8 @@
 """The documentation: its code runs, its links lead somewhere, each page is listed."""
 
 import ast
-import fnmatch
-import posixpath
 import re
-import shutil
-import subprocess
-import sys
+import typing
 import warnings
 from pathlib import Path
 
@@ -15,8 +11,10 @@ import pytest
 
 import tfamp
 from docs import site_pages
-from tests.named_pages import USED
 from tests.recipe_modules import train_here
+from tfamp.numerics.lint import RULE_IDS
+from tfamp.numerics.triage import Blamed, Triage
+from tfamp.records import checks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -29,49 +27,36 @@ TEXT = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(
     r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
 )
-BRITISH = re.compile(
-    r"\w*(?:colour|neighbour|behaviour|favour|honour|flavour|\bgrey|centre\b|metre\b|"
-    r"(?:optim|quant|normal|initial|real|recogn|serial|organ|summar|general)is[ei]|"
-    r"analys(?:e[ds]?|ing)\b|learnt\b|labelled|modelling|defence|licence)\w*",
-    re.IGNORECASE,
-)
 # Figures and times differ from machine to machine; words hardly do.
 MAX_OTHER_WORDS = 0.4
-TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TESTS = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+# Where the name of a page is put together, from rules and causes.
+MADE_OF = ("lint.py", "triage.py")
+
+
+def named_pages() -> set[str]:
+    """Returns the pages that calls of `see` and `address` in tfamp name."""
+    found = set()
+    for path in (ROOT / "tfamp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and path.name not in MADE_OF:
+                if ast.unparse(node.func) in ("see", "checks.see", "checks.address"):
+                    found.add(ast.literal_eval(node.args[0]))
+    return found
+
+
+def page_of_a_triage(cause: str) -> str:
+    address = Triage("model", cause, None, (), "").documentation
+    return address.removeprefix(f"{checks.SITE}/").replace(".html", "", 1)
+
+
+USED = named_pages() | {f"lint#{rule}" for rule in RULE_IDS}
+USED |= {page_of_a_triage(cause) for cause in typing.get_args(Blamed)}
 
 
 def stem(path: Path) -> str:
     """Returns what a case is called."""
     return path.stem
-
-
-def listed() -> set[str]:
-    """Returns the pages that are reached from index.md through tables of contents."""
-    names = {path.relative_to(DOCS).with_suffix("").as_posix() for path in PAGES}
-    found, new = {"index"}, ["index"]
-    while new:
-        page = new.pop()
-        text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-        entries = [
-            posixpath.normpath(posixpath.join(posixpath.dirname(page), line))
-            for block in TOCTREE.findall(text)
-            for line in block.split("\n")
-            if line and not line.startswith(":")
-        ]
-        # A "*" of Sphinx stays in its folder.
-        more = {
-            name
-            for name in names
-            for entry in entries
-            if fnmatch.fnmatch(name, entry) and name.count("/") == entry.count("/")
-        }
-        assert len(entries) == len(set(entries)), page
-        plain = {entry for entry in entries if "*" not in entry}
-        assert {e for e in plain - names if not e.startswith("generated/")} == set()
-        new += sorted(more - found)
-        found |= more
-    return found
 
 
 def anchors(path: Path) -> set[str]:
@@ -89,13 +74,6 @@ def words(text: str) -> set[str]:
     return set(re.findall(r"[A-Za-z_]{3,}", text))
 
 
-def run_blocks(text: str, names: dict | None = None) -> None:
-    """Runs a page's code from top to bottom."""
-    names = {"__name__": "__main__"} if names is None else names
-    for block in CODE.findall(text):
-        exec(block, names)
-
-
 @pytest.fixture
 def stock():
     """Puts back what the code of a page sets for its process."""
@@ -103,11 +81,6 @@ def stock():
         yield
     tfamp.disable()
     keras.config.set_dtype_policy("float32")
-
-
-def test_every_page_is_reached_from_the_first():
-    names = {path.relative_to(DOCS).with_suffix("").as_posix() for path in PAGES}
-    assert names - listed() == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
@@ -122,17 +95,6 @@ def test_links_lead_to_files_and_headings(page):
             assert anchor in anchors(path), f"{target}#{anchor}"
 
 
-def test_what_is_read_is_in_american_spelling():
-    found = {}
-    for path in (*ROOT.glob("*.md"), *PAGES, ROOT / "benchmarks/RESULTS.md"):
-        found[path.name] = BRITISH.findall(path.read_text(encoding="utf-8"))
-    for folder in ("tfamp", "recipes", "notebooks"):
-        for path in (ROOT / folder).rglob("*.py"):
-            names = path.read_text(encoding="utf-8")
-            found[path.name] = BRITISH.findall(names)
-    assert {name: words for name, words in found.items() if words} == {}
-
-
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=stem)
 def test_tests_that_a_page_names_exist_and_run_each_time(page):
     for path, name in TESTS.findall(page.read_text(encoding="utf-8")):
@@ -145,39 +107,24 @@ def test_tests_that_a_page_names_exist_and_run_each_time(page):
         assert not [m for m in marks if "mark.slow" in m], f"{path}::{name}"
 
 
+@pytest.mark.parametrize("page", sorted(USED))
+def test_a_page_that_an_error_a_finding_or_a_triage_names_is_there(page):
+    path, _, anchor = page.partition("#")
+    file = DOCS / f"{path}.md"
+    assert file.is_file()
+    assert not anchor or anchor in anchors(file)
+
+
+@pytest.mark.parametrize("page", FAILURES, ids=stem)
+def test_a_page_of_a_failure_names_a_test(page):
+    assert TESTS.findall(page.read_text(encoding="utf-8").partition("**Held by**")[2])
+
+
 def test_public_names_are_listed_and_documented():
     names = [name for names in site_pages.public_names().values() for name in names]
     assert len(names) == len(set(names)) > 50
     assert {"tfamp.enable", "tfamp.data.Pipeline", "tfamp.Status"} < set(names)
     assert site_pages.undocumented() == []
-
-
-def test_links_out_of_the_site_lead_to_the_repository():
-    host = "https://host/tfamp"
-    text = "[a](../../recipes/a.py) [b](../lint.md#half-head) [c](../../CHANGELOG.md)"
-    assert site_pages.relinked(text, "docs/guides/data.md", host) == (
-        f"[a]({host}/blob/main/recipes/a.py) [b](../lint.md#half-head) "
-        "[c](../generated/changelog.md)"
-    )
-    text = "[a](../notebooks/03_data.ipynb)"
-    assert site_pages.relinked(text, "docs/examples.md", host) == (
-        "[a](generated/notebooks/03_data.ipynb)"
-    )
-    text = "[a](../docs/lint.md) [b](training.py)"
-    assert site_pages.relinked(text, "benchmarks/RESULTS.md", host) == (
-        f"[a](../lint.md) [b]({host}/blob/main/benchmarks/training.py)"
-    )
-
-
-def test_the_table_of_notebooks_is_a_gallery_on_the_site():
-    text = (DOCS / "examples.md").read_text(encoding="utf-8")
-    shown = site_pages.with_gallery(text, {"01_quickstart"})
-    notebooks = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-    assert shown.count(":::{container} card") == len(notebooks)
-    assert shown.count("generated/pictures/") == 1 and "| Notebook" not in shown
-    assert "| Recipe |" in shown
-    assert site_pages.with_gallery("no table", set()) == "no table"
-    assert sum(site_pages.first_picture(path) is not None for path in notebooks) >= 5
 
 
 @pytest.mark.filterwarnings("ignore:'mixed_bfloat16' will be slow")
@@ -208,32 +155,7 @@ def test_a_failure_shows_in_stock_keras(page, stock, tmp_path, monkeypatch, caps
     text = page.read_text(encoding="utf-8")
     (shown,) = TEXT.findall(text)
     assert keras.config.dtype_policy().name == "float32"
-    run_blocks(text)
+    names = {"__name__": "__main__"}
+    for block in CODE.findall(text):
+        exec(block, names)
     assert capsys.readouterr().out == shown
-
-
-@pytest.mark.slow("links, names and pages are checked by the tests above")
-def test_the_site_builds_without_a_warning(tmp_path):
-    pytest.importorskip("sphinx")
-    pytest.importorskip("furo")
-    pytest.importorskip("myst_nb")
-    pytest.importorskip("sphinx_copybutton")
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q"]
-    docs = tmp_path / "docs"
-    shutil.copytree(DOCS, docs, ignore=shutil.ignore_patterns("generated"))
-    for name in ("benchmarks", "notebooks", "tfamp", "setup.cfg", "CHANGELOG.md"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    done = subprocess.run(
-        [*command, "-b", "html", docs, tmp_path / "site"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    for page in ("index", "search", "generated/commands", "failures/stuck-sigmoid"):
-        assert (tmp_path / "site" / f"{page}.html").is_file()
-    for page in sorted(USED):
-        path, _, anchor = page.partition("#")
-        shown = (tmp_path / "site" / f"{path}.html").read_text("utf-8")
-        assert not anchor or f'id="{anchor}"' in shown, page
-    assert "LossScaleOptimizer" in (tmp_path / "site/searchindex.js").read_text("utf-8")

@@ -1,11 +1,11 @@
 """`tfamp.export` and `tfamp.load_exported`: the same answers from each runtime."""
 
+import concurrent.futures
 import json
 import re
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import keras
@@ -15,9 +15,8 @@ import tensorflow as tf
 
 import tfamp
 from tests.int8_test import dense_net, inputs_of, plant
-from tfamp.serving.exports import exporter, writers
+from tfamp.serving.exports import writers
 from tfamp.serving.runtimes import PACKAGES
-from tfamp.serving.runtimes.signature import TensorSpec
 
 L = keras.layers
 RANDOM = np.random.default_rng(0)
@@ -37,10 +36,6 @@ def mlp():
     )
 
 
-def lstm():
-    return keras.Sequential([keras.Input((4, 2)), L.LSTM(8), L.Dense(3)])
-
-
 def exported(model, path, format, **options):
     for package in PACKAGES[format]:
         pytest.importorskip(package)
@@ -52,45 +47,30 @@ def close(found, wanted, tolerance=1e-5):
     np.testing.assert_allclose(found, wanted, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("build", "format"),
-    [*((mlp, each) for each in PACKAGES), (lstm, "onnx")],
-    ids=lambda each: getattr(each, "__name__", each),
-)
-@pytest.mark.quick("mlp-onnx")
-def test_float32_answers_as_the_model_does_in_each_thread(build, format, tmp_path):
-    model = build()
+@pytest.mark.parametrize("format", PACKAGES)
+@pytest.mark.quick("onnx")
+def test_float32_answers_as_the_model_does_in_each_thread(format, tmp_path):
+    model = mlp()
     found = exported(model, tmp_path / "model", format)
-    x = X if build is mlp else X.reshape(40, 4, 2)
     loaded = tfamp.load_exported(tmp_path / "model", threads=1)
     assert loaded.runtime == format == found.format
     assert loaded.signature.inputs[0].shape[0] is None
-    wanted, wrong = model(x).numpy(), []
-    close(loaded.predict(x), wanted)
+    wanted = model(X).numpy()
 
     def ask(number):
         size = 1 + number % 3  # a batch of another size resizes what is shared
         for _ in range(50):
-            answer = loaded.predict(np.repeat(x[number : number + 1], size, axis=0))
-            if (
-                answer.shape != (size, 3)
-                or np.abs(answer - wanted[number]).max() > 1e-4
-            ):
-                wrong.append(number)
+            answer = loaded.predict(np.repeat(X[number : number + 1], size, axis=0))
+            close(answer, np.repeat(wanted[number : number + 1], size, axis=0))
 
-    threads = [threading.Thread(target=ask, args=(n,), daemon=True) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads) and wrong == []
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))
 
 
 @pytest.mark.parametrize(
     ("format", "dtype", "scheme"),
     [
         ("saved_model", "bfloat16", None),
-        ("saved_model", "float16", None),
         ("litert", "float16", None),
         ("litert", "int8", "dynamic"),
         ("litert", "int8", "static"),
@@ -123,10 +103,8 @@ def test_lower_dtypes_are_smaller_and_nearly_the_same(format, dtype, scheme, tmp
 
 
 SPOILT = {
-    "onnx dynamic": {"d2"},
     "onnx static": {"d1", "d2"},
     "litert dynamic": {"d2"},
-    "litert static": {"d1", "d2"},
     "openvino static": {"d1", "d2"},
 }
 
@@ -150,29 +128,24 @@ def test_layers_that_int8_spoils_are_found_and_stay_in_float32(how, tmp_path):
         budget_seconds=0.001,
     )
     assert found.verdict.startswith("as good")
-    assert {*found.kept} == {*SPOILT[how], "head"} and "largest channel" in found.kept[
-        "d2"
-    ]
-    assert found.kept["head"].startswith("a head")
-    record = json.loads((tmp_path / "model" / "export.json").read_text())
-    assert record["kept"] == found.kept
+    assert {*found.kept} == {*SPOILT[how], "head"}
+    assert "largest channel" in found.kept["d2"]
     answers = np.asarray(found.load().predict(x)).argmax(axis=1)
     assert np.mean(answers == y) > 0.95
 
 
-@pytest.mark.parametrize("how", ["managed", "frozen", "stock"])
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["managed", "frozen"])
 @pytest.mark.quick("managed")
-def test_models_in_half_precision_leave_in_float32_and_stay_as_they_are(how, tmp_path):
-    if how == "stock":
-        keras.config.set_dtype_policy("mixed_float16")
-    try:
-        model = mlp()
-    finally:
-        keras.config.set_dtype_policy("float32")
-    if how == "managed":
-        tfamp.apply(model, "mixed_bfloat16")
-    elif how == "frozen":
+def test_models_in_half_precision_leave_in_float32_and_stay_as_they_are(
+    is_frozen, tmp_path
+):
+    model = mlp()
+    tfamp.apply(model, "mixed_bfloat16")
+    if is_frozen:
         model = tfamp.freeze(model, "bfloat16")
+        loaded = tfamp.load_exported(model)
+        assert loaded.runtime == "keras"
+        close(loaded.predict(X), model(X).numpy(), 2e-2)
     model.compile("sgd", "mse")
     optimizer = model.optimizer
     before = [np.array(weight.value) for weight in model.weights]
@@ -203,14 +176,10 @@ def test_statistics_and_preprocessing_layers_come_along(format, tmp_path):
     y = statistics.as_layer()(inputs)
     normalized = L.Normalization()
     normalized.adapt(random.normal(3.0, 2.0, (50, 3)))
-    parts = [normalized(y), L.Rescaling(0.5, -1.0)(y)]
-    if format != "onnx":  # it has no operation for that, and says so
-        parts.append(L.Rescaling(1.0)(L.Discretization([-1.0, 0.0])(y[:, :1])))
-    y = L.Concatenate()(parts)
+    y = L.Concatenate()([normalized(y), L.Rescaling(0.5, -1.0)(y)])
     # A tensor that is held as it is, and too large to be written into the graph.
     y = L.Dense(512)(y) + keras.ops.arange(512, dtype="float32")
     model = keras.Model(inputs, L.Dense(3)(y))
-    # Keras 3.10's `Discretization` answers otherwise eagerly than in a graph.
     wanted = model.predict(x, verbose=0)
     assert np.isfinite(wanted).all()
     loaded = exported(model, tmp_path / "m", format).load()
@@ -218,10 +187,8 @@ def test_statistics_and_preprocessing_layers_come_along(format, tmp_path):
     np.testing.assert_allclose(loaded.predict(x), wanted, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("format", ["onnx", "litert"])
-@pytest.mark.quick("litert")
-def test_exports_run_without_tensorflow(format, tmp_path):
-    exported(mlp(), tmp_path / "m", format)
+def test_exports_run_without_tensorflow(tmp_path):
+    exported(mlp(), tmp_path / "m", "onnx")
     code = (
         "import sys, numpy, tfamp; "
         f"tfamp.load_exported({str(tmp_path / 'm')!r})"
@@ -238,80 +205,33 @@ def test_exports_run_without_tensorflow(format, tmp_path):
     assert done.stdout.strip().endswith("[]"), done.stderr
 
 
-def test_a_saved_model_stores_each_weight_once(tmp_path):
-    model = keras.Sequential([keras.Input((500,)), L.Dense(1000)])
-    found = exported(model, tmp_path / "m", "saved_model")
-    assert found.size_bytes < 1.05 * 4 * 501_000
-
-
-def test_keras_models_frozen_ones_and_files_are_loaded_as_exports_are(tmp_path):
-    keras.utils.set_random_seed(0)
-    model = mlp()
-    model.compile("sgd", "mse")
-    model.fit(X, np.zeros((40, 3)), verbose=0)  # now a dict has layers as keys
-    close(tfamp.load_exported(model)(X), model.predict(X, verbose=0), 1e-6)
-    frozen = tfamp.freeze(model)
-    wanted = frozen.predict(X, verbose=0)
-    frozen.save(tmp_path / "frozen.keras")
-    for source in (frozen, tmp_path / "frozen.keras"):
-        loaded = tfamp.load_exported(source)
-        assert loaded.runtime == "keras"
-        assert loaded.signature.inputs == (
-            TensorSpec("features", (None, 8), "float32"),
-        )
-        for size in (1, 6):
-            # Another graph may round sums of bfloat16 in another order.
-            close(loaded.predict(X[:size]), wanted[:size], 2**-7)
-    with pytest.raises(TypeError, match="expected a `keras.Model`"):
-        tfamp.load_exported(3)
-
-
 WRONG = {
-    "format": ({"format": "onxx"}, ValueError, "Did you mean 'onnx'?"),
-    "dtype": ({"dtype": "flaot16"}, ValueError, "Did you mean 'float16'?"),
-    "no bfloat16": (
-        {"format": "onnx", "dtype": "bfloat16"},
-        *(ValueError, "['saved_model']"),
-    ),
-    "scheme": (
-        {"format": "openvino", "dtype": "int8", "scheme": "dynamic"},
-        *(ValueError, "Format 'openvino' has no int8 dynamic, or no runtime"),
-    ),
-    "uncalibrated": (
-        {"format": "onnx", "dtype": "int8", "scheme": "static"},
-        *(ValueError, "there is no `calibration`"),
-    ),
+    "format": ({"format": "onxx"}, "Did you mean 'onnx'?"),
+    "dtype": ({"dtype": "flaot16"}, "Did you mean 'float16'?"),
+    "no bfloat16": ({"format": "onnx", "dtype": "bfloat16"}, "['saved_model']"),
     "nan": (
         {"format": "onnx", "calibration": np.full((2, 8), np.nan, np.float32)},
-        *(ValueError, "16 numbers that are not finite in 'features'"),
+        "16 numbers that are not finite in 'features'",
     ),
     "shape": (
         {"format": "onnx", "calibration": X[:, :4]},
-        *(ValueError, "of shape (32, 4); expected (None, 8)"),
+        "of shape (32, 4); expected (None, 8)",
     ),
-    "keep": ({"keep_float32": "dense"}, TypeError, "Pass `['dense']`"),
-    "nowhere": (
-        {"keep_float32": ["nowhere"]},
-        *(ValueError, "`keep_float32` names 'nowhere'"),
-    ),
+    "nowhere": ({"keep_float32": ["nowhere"]}, "`keep_float32` names 'nowhere'"),
 }
 
 
-@pytest.mark.parametrize(("options", "error", "text"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("options", "text"), WRONG.values(), ids=WRONG)
 def test_what_cannot_be_exported_is_told_before_anything_is_written(
-    options, error, text, tmp_path
+    options, text, tmp_path
 ):
-    with pytest.raises(error, match=re.escape(text)):
+    with pytest.raises(ValueError, match=re.escape(text)):
         tfamp.export(mlp(), tmp_path / "m", **options)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("package", ["tf2onnx", "onnxruntime"])
-def test_a_missing_runtime_names_the_extra(package, tmp_path, monkeypatch):
-    for name in ("onnx", "tf2onnx", "onnxruntime"):
-        if name != package:
-            pytest.importorskip(name)
-    monkeypatch.setitem(sys.modules, package, None)
+def test_a_missing_runtime_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tf2onnx", None)
     with pytest.raises(ImportError, match=r"pip install 'tfamp\[onnx\]'"):
         tfamp.export(mlp(), tmp_path / "m", format="onnx")
     assert list(tmp_path.iterdir()) == []
@@ -324,11 +244,9 @@ CHANGED = {
     "is not named by export.json": lambda record, path: (
         path / "variables" / "more"
     ).write_text(""),
-    "is missing": lambda record, path: (path / "saved_model.pb").unlink(),
     "is changed: its SHA-256 is": lambda record, path: (
         path / "saved_model.pb"
     ).write_text("other"),
-    "": lambda record, path: record.update(execution={}),  # of an earlier version
 }
 
 
@@ -346,18 +264,8 @@ def test_folders_that_are_not_as_written_are_refused(text, plain, tmp_path):
     record = json.loads((path / "export.json").read_text())
     CHANGED[text](record, path)
     (path / "export.json").write_text(json.dumps(record))
-    if not text:
-        assert tfamp.load_exported(path).predict(X).shape == (40, 3)
-        return
     with pytest.raises(ValueError, match=re.escape(text)):
         tfamp.load_exported(path)
-
-
-def test_a_file_that_answers_otherwise_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(exporter, "_MAX_FLOAT32_DIFFERENCE", -1.0)
-    with pytest.raises(ValueError, match="answers otherwise than the model"):
-        tfamp.export(mlp(), tmp_path / "m", format="saved_model")
-    assert not (tmp_path / "m").exists()
 
 
 def test_auto_takes_the_fastest_of_what_is_installed(tmp_path, monkeypatch):

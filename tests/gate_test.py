@@ -72,13 +72,12 @@ def losing(number):
 CASES = {
     "0 losses in 360": (360, 0, "undecided", 0.00829, 598),
     "0 losses in 598": (598, 0, "as good, not faster", 0.004997, None),
-    "1 loss in 598": (598, 1, "undecided", 0.00791, 947),
     "1 loss in 947": (947, 1, "as good, not faster", 0.0049995, None),
     "60 losses in 360": (360, 60, "worse", 0.2022, None),
 }
 
 
-@pytest.mark.quick("0 losses in 360")
+@pytest.mark.quick("0 losses in 360", "60 losses in 360")
 @pytest.mark.parametrize(
     "number, lost, verdict, bound, needed", CASES.values(), ids=CASES
 )
@@ -121,19 +120,34 @@ def test_numbers_without_classes_are_compared_by_loss_or_by_outputs():
     assert gate(model, off, (x, y)).metrics[0].worsening == pytest.approx(1, abs=0.15)
 
 
+@pytest.mark.parametrize("by_name", [False, True], ids=["in order", "by name"])
+def test_each_output_is_held_to_labels_of_its_own(by_name):
+    x = keras.Input((CLASSES,), name="x")
+    same = {name: keras.layers.Identity(name=name)(x) for name in ("a", "b")}
+    given, y = examples(598)
+    other = 3 - y  # the classes of "b", whose answers are those of "a" backwards
+    model = keras.Model(x, {"a": same["a"], "b": same["b"][:, ::-1]})
+    candidate = Fake(
+        lambda x: {"a": x["x"], "b": losing(60)(x["x"][:, ::-1].copy())},
+        *({"x": (CLASSES,)}, {"a": (CLASSES,), "b": (CLASSES,)}),
+    )
+    labels = {"a": y, "b": other} if by_name else (y, other)
+    parity = gate(model, candidate, (given, labels))
+    found = [(each.output, each.name, each.flipped) for each in parity.metrics]
+    assert found == [("a", "accuracy", 0), ("b", "accuracy", 60)]
+    assert parity.verdict == "worse"
+
+
 def test_numbers_that_are_not_finite_are_worse():
     parity = gate(*changed(lambda x: x * np.nan), examples(40))
     assert parity.verdict == "worse" and "not finite" in parity.reason
 
 
-def test_a_parity_prints_and_comes_back_from_json():
+def test_a_parity_comes_back_from_json():
     found = gate(*changed(losing(1)), examples(360))
     parity = found.timed(speeds(("SavedModel", 1, 2.0)))
     assert Parity.from_dict(json.loads(json.dumps(parity.to_dict()))) == parity
-    text = parity.table()
-    assert "1 predictions flipped" in " ".join(text.split())
-    assert "Batch 1: 2.00 times SavedModel" in text
-    assert max(map(len, text.splitlines())) <= 110
+    assert "1 predictions flipped" in " ".join(parity.table().split())
 
 
 def speeds(*middles):
@@ -151,7 +165,6 @@ FASTER = {
 }
 
 
-@pytest.mark.quick("than all at one size")
 @pytest.mark.parametrize("middles, expected", FASTER.values(), ids=FASTER)
 def test_faster_is_faster_than_all_at_a_size_and_slower_at_none(middles, expected):
     good = MetricChange("accuracy", "y", 0.9, 0.9, 0.0, -0.001, 0.004, 0.005, 900)

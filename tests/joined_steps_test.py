@@ -19,7 +19,12 @@ def made(**options):
     return model
 
 
-def test_a_measurement_tells_how_many_steps_a_call_runs_best():
+def fitted(model, **options):
+    history = model.fit(X, Y, epochs=3, verbose=0, shuffle=False, **options)
+    return history.history["loss"]
+
+
+def test_a_measurement_tells_how_many_steps_a_call_runs_best_and_leaves_the_model():
     model = made()
     before = model.get_weights()
     found = tfamp.measure_policies(
@@ -33,38 +38,23 @@ def test_a_measurement_tells_how_many_steps_a_call_runs_best():
         np.testing.assert_array_equal(one, other)
 
 
-def fitted(model, **options):
-    history = model.fit(X, Y, epochs=3, verbose=0, shuffle=False, **options)
-    return history.history["loss"]
+class Counting(keras.callbacks.Callback):
+    batches = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
 
 
-def test_measured_steps_are_joined_and_train_to_the_same_numbers():
-    expected = fitted(made())
+def test_measured_steps_are_joined_unless_a_callback_acts_on_each():
+    expected, counting = fitted(made()), Counting()
     with tfamp.scope("measure"):
         model = made()
         losses = fitted(model)
-    assert model.steps_per_execution == 8
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    assert int(model.optimizer.iterations) == 60
-
-
-class Counting(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.batches = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.batches.append(batch)
-
-
-def test_a_callback_that_acts_on_batches_sees_each_of_them(caplog):
-    counting = Counting()
-    with tfamp.scope("measure"):
-        model = made()
-        fitted(model)
+        assert model.steps_per_execution == 8
+        np.testing.assert_allclose(losses, expected, rtol=1e-6)
+        assert int(model.optimizer.iterations) == 60
         fitted(model, callbacks=[counting])
-        assert model.steps_per_execution == 1
-        assert counting.batches == 3 * [*range(20)]
+        assert (model.steps_per_execution, counting.batches) == (1, 60)
         fitted(model, callbacks=[keras.callbacks.EarlyStopping("loss")])
     assert model.steps_per_execution == 8
 
@@ -77,16 +67,16 @@ def test_what_compile_was_told_stays(options):
     assert model.steps_per_execution == options.get("steps_per_execution", 1)
 
 
-@pytest.mark.parametrize("name", ["steps_per_epoch", "validation_steps"])
-def test_no_call_goes_beyond_the_steps_that_were_asked_for(name):
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(32).repeat()
-    steps = {"steps_per_epoch": 800, "validation_steps": 800}  # for 8, 32 and 100
+def test_no_call_goes_beyond_the_steps_that_were_asked_for():
+    endless = tf.data.Dataset.from_tensor_slices((X, Y)).batch(32).repeat()
     with tfamp.scope("measure"):
         model = made()
-        model.fit(data, validation_data=data, verbose=0, **(steps | {name: 13}))
-        assert model.steps_per_execution == 1
-        before = int(model.optimizer.iterations)
-        assert before == (13 if name == "steps_per_epoch" else 800)
-        model.fit(data, validation_data=data, verbose=0, **steps)
-    assert model.steps_per_execution > 1
-    assert int(model.optimizer.iterations) == before + 800
+        for name, steps, size in (
+            ("steps_per_epoch", 13, 1),
+            ("validation_steps", 13, 1),
+            ("steps_per_epoch", 16, 8),
+        ):
+            options = {"validation_steps": 8, name: steps, "verbose": 0}
+            model.fit(X, Y, validation_data=endless, **options)
+            assert model.steps_per_execution == size
+    assert int(model.optimizer.iterations) == 13 + 20 + 16

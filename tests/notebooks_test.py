@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import tfamp
-
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
 SCRIPTS = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
@@ -118,89 +116,7 @@ def test_code_cells_are_short_and_use_public_names(script):
                 assert not (text.startswith("tfamp.") and "._" in text), text
 
 
-def test_same_text_twice_is_refused():
-    with pytest.raises(ValueError, match="^Two cells have the same text"):
-        build.cells("# %%\nx = 1\n# %%\nx = 1\n")
-
-
-def notebook_of(script, **metadata):
-    """Returns a small notebook, as if it had been run."""
-    return {"cells": build.cells(script), "metadata": metadata}
-
-
-RUN = {"device": "a CPU", "versions": "Keras 3", "seconds": 7}
-
-
-def test_outputs_stay_where_only_text_has_changed():
-    former = notebook_of("# %%\nx = 1\n# %% [markdown]\n# End\n", outputs_from=RUN)
-    former["cells"][0] |= {"execution_count": 1, "outputs": ["printed"]}
-    content = notebook_of("# %%\nx = 1\n# %% [markdown]\n# The end\n")
-    assert build.take_outputs(content, former)
-    assert content["cells"][0]["outputs"] == ["printed"]
-    last = "".join(content["cells"][-1]["source"])
-    assert last == "The end\n\n*Outputs: a CPU; Keras 3; 7 s.*"
-
-
-def test_bars_and_notices_are_left_out_of_outputs():
-    bar = {"output_type": "display_data", "data": {"text/plain": [], "text/html": []}}
-    notice = {"output_type": "stream", "name": "stderr", "text": ["\rRunning Calibra"]}
-    notice["text"].append("tion::   0%|          | 0/160")
-    plot = {"output_type": "display_data", "data": {"text/plain": ["<Figure>"]}}
-    assert build.clean_outputs([bar, notice, plot]) == [plot]
-
-
-def test_outputs_of_other_code_are_left_out():
-    former = notebook_of("# %%\nx = 1\n", outputs_from=RUN)
-    former["cells"][0]["outputs"] = ["printed"]
-    content = notebook_of("# %%\nx = 2\n")
-    assert not build.take_outputs(content, former)
-    assert content["cells"][0]["outputs"] == []
-
-
-def test_parameters_take_the_values_given_and_nothing_is_installed():
-    text = '# %%\n# %pip list\n# %% tags=["parameters"]\nA = 1\nB = 2\n'
-    content = notebook_of(text)
-    first, second = build.small(content, {"B": "new"})["cells"]
-    assert (first["source"], second["source"]) == ([], ["A = 1\n", "B = 'new'"])
-    assert content["cells"][0]["source"] == ["%pip list"]
-
-
-def test_unknown_parameter_is_refused():
-    content = notebook_of('# %% tags=["parameters"]\nA = 1\n')
-    with pytest.raises(ValueError, match="^Unknown parameter 'C'; expected one of"):
-        build.small(content, {"C": 1})
-
-
-def test_id_of_a_cell_stays_when_a_cell_is_put_before_it():
-    (alone,) = build.cells("# %%\nx = 1\n")
-    _, second = build.cells("# %% [markdown]\n# Text\n\n# %%\nx = 1\n")
-    assert second == alone
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:'mixed_(bfloat16|float16)' will be slow",
-    "ignore:FigureCanvasAgg is non-interactive",
-)
-def test_cells_of_the_quickstart_run_one_after_the_other(tmp_path, monkeypatch, capsys):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    pyplot.switch_backend("agg")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    names = {}
-    try:
-        for code in short_code(FOLDER / "01_quickstart.py"):
-            exec(code, names)
-    finally:
-        tfamp.disable()
-        pyplot.close("all")
-    printed = capsys.readouterr().out
-    assert "wrong by 9: float32 0.9999, stock 0.0000, tfamp 0.9999" in printed
-    assert "same dtypes: True\nsame predictions, bit for bit: True" in printed
-
-
-@pytest.mark.slow(
-    "the quickstart's cells run above, and the claims have tests of theirs"
-)
+@pytest.mark.slow("the claims have tests of theirs")
 @pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
 def test_notebook_runs_in_a_real_kernel(script, tmp_path):
     pytest.importorskip("nbclient")

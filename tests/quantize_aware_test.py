@@ -33,20 +33,9 @@ def in_steps(x, low, high):
 
 LAYERS = {
     "Dense": (layers.Dense(3), (5,), {0: (1,)}),
-    "Conv1D": (layers.Conv1D(3, 2), (6, 4), {0: (2,)}),
     "Conv2D": (layers.Conv2D(3, 2), (5, 5, 2), {0: (3,)}),
-    "DepthwiseConv2D": (
-        layers.DepthwiseConv2D(2, depth_multiplier=2),
-        (5, 5, 3),
-        {0: (2, 3)},
-    ),
     "SeparableConv1D": (layers.SeparableConv1D(3, 2), (6, 4), {0: (1, 2), 1: (2,)}),
     "Conv2DTranspose": (layers.Conv2DTranspose(3, 2), (4, 4, 2), {0: (2,)}),
-    "EinsumDense": (
-        layers.EinsumDense("abc,cde->abde", (None, 2, 3)),
-        (4, 5),
-        {0: (1, 2)},
-    ),
     "EinsumDense out": (
         layers.EinsumDense("abcd,cde->abe", (None, 3)),
         (4, 2, 5),
@@ -107,27 +96,17 @@ def test_gradients_pass_the_rounding():
     )
 
 
-def block(name):
-    """A model with what int8 is used for, in one of the ways to write it."""
-    if name == "cnn":
-        return keras.Sequential(
-            [
-                keras.Input((8, 8, 1)),
-                layers.Conv2D(4, 3),
-                layers.BatchNormalization(),
-                layers.ReLU(),
-                layers.Flatten(),
-                layers.Dense(3),
-            ]
-        )
-    inputs = keras.Input((8, 8, 1))
-    h = layers.Reshape((8, 8))(inputs)
-    if name == "lstm":
-        h = layers.LSTM(4)(h)
-    elif name == "attention":
-        h = layers.MultiHeadAttention(2, 4)(h, h)
-        h = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(h))
-    return keras.Model(inputs, layers.Dense(3)(h))
+def cnn():
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(4, 3),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+            layers.Flatten(),
+            layers.Dense(3),
+        ]
+    )
 
 
 X = RNG(0).normal(size=(32, 8, 8, 1)).astype("float32")
@@ -141,70 +120,31 @@ def compiled(model, **options):
 
 
 WAYS = {
-    "graph": {},
+    "graph": {"jit_compile": False},
     "XLA": {"jit_compile": True},
     "eager": {"run_eagerly": True},
     "two steps a call": {"steps_per_execution": 2},
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["cnn", "lstm", "attention"])
-@pytest.mark.quick("cnn-*", "lstm-graph", "attention-XLA")
-def test_it_trains_alike_in_every_way(name, way):
+def test_it_trains_alike_in_every_way():
     losses = []
-    for options in (WAYS["graph"], WAYS[way]):
+    for options in WAYS.values():
         keras.utils.set_random_seed(1)
-        model = compiled(tfamp.quantize_aware(block(name)), **options)
+        model = compiled(tfamp.quantize_aware(cnn()), **options)
         history = model.fit(X, Y, batch_size=16, epochs=4, verbose=0, shuffle=False)
         losses.append(history.history["loss"])
     assert losses[0][-1] < losses[0][0]
-    np.testing.assert_allclose(*losses, rtol=1e-3)
+    for each in losses[1:]:
+        np.testing.assert_allclose(each, losses[0], rtol=1e-3)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_it_trains_in_half_precision(policy):
-    with tfamp.scope(policy):
-        model = compiled(tfamp.quantize_aware(block("cnn")), jit_compile=False)
-    losses = model.fit(X, Y, batch_size=16, epochs=4, verbose=0).history["loss"]
-    assert losses[-1] < losses[0]
-    assert model.layers[0].compute_dtype == policy.removeprefix("mixed_")
-
-
-def test_it_trains_in_a_loop_of_its_own_and_in_a_subclassed_model():
-    class Own(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = block("cnn"), layers.Dense(3, name="head")
-
-        def call(self, x, training=False):
-            return self.head(keras.ops.relu(self.body(x, training=training)))
-
-    model = Own()
-    model(X)
-    tfamp.quantize_aware(model, keep=["head"])
-    optimizer = keras.optimizers.SGD(0.1)
-    loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-    @tf.function
-    def step():
-        with tf.GradientTape() as tape:
-            loss = loss_fn(Y, model(X, training=True))
-        weights = model.trainable_variables
-        optimizer.apply_gradients(
-            zip(tape.gradient(loss, weights), weights, strict=True)
-        )
-        return loss
-
-    losses = [float(step()) for _ in range(10)]
-    assert losses[-1] < losses[0]
-
-
-def test_replicas_share_one_range():
-    with two_replicas().scope():
-        model = compiled(tfamp.quantize_aware(block("cnn")), jit_compile=False)
+def test_it_trains_in_half_precision_on_replicas_that_share_one_range():
+    with two_replicas().scope(), tfamp.scope("mixed_bfloat16"):
+        model = compiled(tfamp.quantize_aware(cnn()), jit_compile=False)
     losses = model.fit(X, Y, batch_size=16, epochs=3, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
+    assert model.layers[0].compute_dtype == "bfloat16"
     ranges = [v for v in model.non_trainable_variables if "input_range" in v.path]
     assert len(ranges) == 6  # low, high and a count for two layers
     for each in ranges:
@@ -213,7 +153,7 @@ def test_replicas_share_one_range():
 
 
 def test_a_trained_model_that_has_predicted_is_rounded_from_then_on():
-    model = compiled(block("cnn"))
+    model = compiled(cnn())
     before = model.predict(X, verbose=0)
     tfamp.quantize_aware(model, activations=None)
     after = model.predict(X, verbose=0)
@@ -222,27 +162,11 @@ def test_a_trained_model_that_has_predicted_is_rounded_from_then_on():
     np.testing.assert_array_equal(model.predict(X, verbose=0), before)
 
 
-def test_asking_again_keeps_the_range():
-    model = tfamp.quantize_aware(block("cnn"))
-    model(X, training=True)
-    before = model(X)
-    tfamp.quantize_aware(model)
-    np.testing.assert_array_equal(model(X), before)
-
-
 def test_what_cannot_be_rounded_is_told():
-    with pytest.raises(ValueError, match="no Dense, EinsumDense, convolution"):
-        tfamp.quantize_aware(keras.Sequential([keras.Input((2,)), layers.Flatten()]))
-    model = block("cnn")
     with pytest.raises(ValueError, match="'dence'.*matches no layer"):
-        tfamp.quantize_aware(model, keep=["dence"])
-    with pytest.raises(ValueError, match="'int4'.*expected 'int8'"):
-        tfamp.quantize_aware(model, weights="int4")
+        tfamp.quantize_aware(cnn(), keep=["dence"])
     with pytest.raises(ValueError, match="built"):
         tfamp.quantize_aware(keras.Sequential([layers.Dense(2)]))
-    model.layers[-1].quantize("int8")
-    with pytest.raises(ValueError, match="quantized already"):
-        tfamp.quantize_aware(model)
 
 
 @keras.saving.register_keras_serializable()
@@ -287,7 +211,7 @@ def test_blocks_that_are_told_nothing_of_training_learn_ranges_and_keep_them(tmp
 
 
 def trained():
-    model = compiled(tfamp.quantize_aware(block("cnn")), metrics=["accuracy"])
+    model = compiled(tfamp.quantize_aware(cnn()), metrics=["accuracy"])
     model.fit(X, Y, batch_size=16, epochs=2, verbose=0)
     return model
 
@@ -312,6 +236,7 @@ def int8_export(model, path, format):
 
 
 @pytest.mark.parametrize("format", ["litert", "onnx"])
+@pytest.mark.quick("onnx")
 def test_an_export_answers_as_the_model_was_trained(tmp_path, format):
     pytest.importorskip({"litert": "ai_edge_litert", "onnx": "onnx"}[format])
     keras.utils.set_random_seed(5)
@@ -327,17 +252,3 @@ def test_an_export_answers_as_the_model_was_trained(tmp_path, format):
     other = int8_export(model, tmp_path / "without", format)
     worse = np.abs(other.predict(X) - expected)
     assert worse.mean() > 1.2 * off.mean()
-
-
-def test_an_export_to_litert_rounds_no_outputs_unless_told(tmp_path):
-    pytest.importorskip("ai_edge_litert")
-    keras.utils.set_random_seed(5)
-    model = trained()
-    expected = model.predict(X, verbose=0)
-    made = tfamp.export(
-        model, tmp_path / "a", format="litert", dtype="int8", calibration=X
-    )
-    other = int8_export(model, tmp_path / "b", "litert")
-    off, worse = (np.abs(m.predict(X) - expected).mean() for m in (made.load(), other))
-    assert made.scheme == "dynamic"
-    assert off < 0.7 * worse

@@ -58,8 +58,8 @@ def load(folder):
 
 
 @contextlib.contextmanager
-def serving(*command, deadline=DEADLINE):
-    """Yields the process of a server and its address, killed at the deadline."""
+def serving(*command):
+    """Yields the process of a server and its address, killed after ten minutes."""
     process = subprocess.Popen(
         list(map(str, command)),
         cwd=ROOT,
@@ -68,7 +68,7 @@ def serving(*command, deadline=DEADLINE):
         stderr=subprocess.PIPE,
         text=True,
     )
-    timer = threading.Timer(deadline, process.kill)
+    timer = threading.Timer(600, process.kill)
     timer.start()
     try:
         line = process.stdout.readline()
@@ -82,17 +82,10 @@ def serving(*command, deadline=DEADLINE):
         timer.cancel()
 
 
-async def ask(app, path, body=None, *, method=None, headers=(), parts=None):
+async def ask(app, path, body=None, *, headers=(), parts=None):
     """Returns the status, the headers and the body of an answer.
 
-    Args:
-        app: The ASGI application.
-        path: Of the address.
-        body: Bytes, or what is sent as JSON; None sends nothing.
-        method: By default POST with a body and GET without.
-        headers: Pairs of texts.
-        parts: The body in parts; None sends it whole. An end of None never ends, and
-            one that is an event waits for it.
+    The body is bytes, or sent as JSON; or it comes in parts, of which None never ends.
     """
     if body is not None and not isinstance(body, bytes):
         body = json.dumps(body).encode()
@@ -102,9 +95,6 @@ async def ask(app, path, body=None, *, method=None, headers=(), parts=None):
     async def receive():
         if rest and rest[0] is None:
             await asyncio.sleep(60)
-        if rest and isinstance(rest[0], asyncio.Event):
-            await rest[0].wait()
-            rest[0] = b""
         part = rest.pop(0)
         return {"type": "http.request", "body": part, "more_body": bool(rest)}
 
@@ -113,7 +103,7 @@ async def ask(app, path, body=None, *, method=None, headers=(), parts=None):
 
     scope = {
         "type": "http",
-        "method": method or ("GET" if body is None and parts is None else "POST"),
+        "method": "GET" if body is None and parts is None else "POST",
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",

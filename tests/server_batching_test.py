@@ -116,7 +116,6 @@ ENDS = {
     "an error": (RuntimeError("lost"), 400, "RuntimeError: lost"),
     "exit": (SystemExit("done"), 400, "does not take these inputs: SystemExit"),
     "no more": (StopIteration(), 400, "does not take these inputs"),
-    "panic": (GeneratorExit(), 400, "does not take these inputs"),
 }
 
 
@@ -184,25 +183,3 @@ def test_requests_share_no_run_where_answers_depend_on_it(tmp_path, caplog):
     assert model.batches == [1, 1, 1]
     (message,) = caplog.messages
     assert "answers requests one by one, as an answer would depend" in message
-
-
-def test_models_are_called_as_their_folders_are_or_as_one_says(tmp_path):
-    digits = served_models.write(tmp_path / "digits", 2)
-    served_models.write(tmp_path / "faces", 3)
-    (tmp_path / "notes").mkdir()
-
-    def names(*paths):
-        return list(application(map(str, paths), load=served_models.load).models)
-
-    assert names(tmp_path) == ["digits", "faces"]
-    assert names(digits, f"other={digits}") == ["digits", "other"]
-    wrong = {
-        "is called 'digits'; expected a new name": [digits, digits],
-        "is called 'a/b'; expected a new name": [f"a/b={digits}"],
-        "notes' holds no export.json; expected a folder": [tmp_path / "notes"],
-        "or, without a name, one of several": [f"all={tmp_path}"],
-        "none' holds no export.json": [tmp_path / "none"],
-    }
-    for message, paths in wrong.items():
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
-            names(*paths)

@@ -19,17 +19,10 @@ from tests import served_models
 DEADLINE = served_models.DEADLINE
 
 
-def serving(*arguments, **how):
+def serving(*arguments):
     """Returns a block with a server of models of the tests' own, and its address."""
     program = (sys.executable, "-m", "tests.served_models")
-    return served_models.serving(*program, *arguments, **how)
-
-
-def end(process):
-    """Sends SIGTERM and returns the status and what was printed."""
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=DEADLINE)
-    return process.returncode, out, err
+    return served_models.serving(*program, *arguments)
 
 
 PATH = "/v2/models/m/infer"
@@ -62,55 +55,24 @@ def connect(address):
 def server(tmp_path_factory):
     """The address of a server of one model, "m", that doubles."""
     folder = served_models.write(tmp_path_factory.mktemp("served") / "m", 2)
-    with serving(folder, deadline=600) as (_, address):
+    with serving(folder) as (_, address):
         yield address
 
 
-def test_a_client_of_triton_is_answered(server):
-    client_of = pytest.importorskip("tritonclient.http", reason="needs tritonclient")
-    client = client_of.InferenceServerClient(server)
-    assert client.is_server_live() and client.is_server_ready()
-    assert client.is_model_ready("m", "1")
-    assert client.get_server_metadata()["name"] == "tfamp"
-    assert client.get_model_metadata("m")["inputs"][0]["shape"] == [-1, 3]
-    x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
-    for binary in (True, False):
-        given = client_of.InferInput("x", x.shape, "FP32")
-        given.set_data_from_numpy(x, binary_data=binary)
-        wanted = client_of.InferRequestedOutput("y", binary_data=binary)
-        found = client.infer("m", [given], outputs=[wanted], request_id="seven")
-        np.testing.assert_array_equal(found.as_numpy("y"), 2 * x)
-        assert found.get_response()["id"] == "seven"
-    with pytest.raises(client_of.InferenceServerException, match="no model 'other'"):
-        client.infer("other", [given])
-    client.close()
-
-
-def asked_by_clients(server, num_clients, num_requests):
-    """Asks with inputs that no two share; returns the answers that were another's."""
-
+def test_no_client_gets_anothers_answer(server):
     def ask(number):
         rng = np.random.default_rng(number)
         wrong = []
         with contextlib.closing(connect(server)) as connection:
-            for _ in range(num_requests):
+            for _ in range(25):
                 rows = rng.integers(-1000, 1000, (rng.integers(1, 4), 3)) + number / 4
                 found = predict(connection, rows.tolist())
                 if found != (200, (2 * rows).tolist()):
                     wrong.append((rows, found))
         return wrong
 
-    with concurrent.futures.ThreadPoolExecutor(num_clients) as pool:
-        return [each for some in pool.map(ask, range(num_clients)) for each in some]
-
-
-@pytest.mark.parametrize(
-    "num_clients, num_requests",
-    [(8, 25), pytest.param(32, 3125, marks=pytest.mark.slow("the first"))],
-)
-def test_no_client_gets_anothers_answer(num_clients, num_requests, tmp_path):
-    with serving(served_models.write(tmp_path / "m", 2), deadline=600) as (_, address):
-        assert asked_by_clients(address, num_clients, num_requests) == []
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:  # inputs that no two share
+        assert [each for some in pool.map(ask, range(8)) for each in some] == []
 
 
 def mutated(rng):
@@ -137,13 +99,10 @@ def mutated(rng):
     return path, headers, body
 
 
-@pytest.mark.parametrize(
-    "count", [200, pytest.param(10_000, marks=pytest.mark.slow("the first"))]
-)
-def test_malformed_requests_are_refused_and_nothing_else(count, server):
+def test_malformed_requests_are_refused_and_nothing_else(server):
     found, rng = {}, random.Random(0)
     with contextlib.closing(connect(server)) as connection:
-        for _ in range(count):
+        for _ in range(200):
             path, headers, body = mutated(rng)
             connection.request("POST", path, body, headers)
             response = connection.getresponse()
@@ -151,7 +110,7 @@ def test_malformed_requests_are_refused_and_nothing_else(count, server):
             assert list(message) == ["error"], (path, headers, body, message)
             found[response.status] = found.get(response.status, 0) + 1
         assert predict(connection, [[1, 2, 3]]) == (200, [[2, 4, 6]])
-    assert set(found) <= {400, 404, 405} and found[400] > count / 2
+    assert set(found) <= {400, 404, 405} and found[400] > 100
 
 
 def test_sigterm_ends_it_in_order_without_tensorflow(tmp_path):
@@ -159,8 +118,10 @@ def test_sigterm_ends_it_in_order_without_tensorflow(tmp_path):
         with contextlib.closing(connect(address)) as connection:
             assert predict(connection, [[1, 2, 3]]) == (200, [[2, 4, 6]])
             assert predict(connection, [[1, 2]])[0] == 400
-        status, out, err = end(process)
-    assert (status, out.splitlines()[-1]) == (0, "False"), err  # no TensorFlow
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=DEADLINE)
+    # What it prints last is whether TensorFlow was loaded.
+    assert (process.returncode, out.splitlines()[-1]) == (0, "False"), err
 
 
 def test_a_run_that_never_ends_does_not_keep_the_process(tmp_path):

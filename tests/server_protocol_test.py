@@ -53,18 +53,17 @@ def test_infer_answers_json_nested_or_flat(app, data):
     }
 
 
-def binary(array, **changes):
+def binary(raw, size=None, **changes):
     """Returns the body and the headers of a request with raw bytes."""
-    raw = np.ascontiguousarray(array).tobytes()
-    parameters = {"binary_data_size": len(raw)} | changes
-    content = tensor(None, parameters=parameters)
+    parameters = {"binary_data_size": len(raw) if size is None else size}
+    content = tensor(None, parameters=parameters, **changes)
     content["parameters"] = {"binary_data_output": True}
     head = json.dumps(content).encode()
     return head + raw, [("Inference-Header-Content-Length", str(len(head)))]
 
 
 def test_infer_takes_and_gives_raw_bytes(app):
-    body, headers = binary(np.array(ROWS, np.float32))
+    body, headers = binary(np.array(ROWS, np.float32).tobytes())
     status, found, text = asyncio.run(ask(app, INFER, body, headers=headers))
     length = int(found["inference-header-content-length"])
     entry = json.loads(text[:length])["outputs"][0]
@@ -84,48 +83,29 @@ def test_texts_are_taken_as_json_and_as_bytes(tmp_path):
     specs = [TensorSpec(name, (None,), "string") for name in "xy"]
     model = Scaled(1, inputs=specs[:1], outputs=specs[1:])
     model.run = lambda inputs: {"y": inputs["x"]}
-    app = served(tmp_path, model)
-    body = tensor(["a", "é"], datatype="BYTES", shape=[2])
-    assert said(app, INFER, body)[1]["outputs"][0]["data"] == ["a", "é"]
+    app, given = served(tmp_path, model), {"datatype": "BYTES", "shape": [2]}
+    answer = said(app, INFER, tensor(["a", "é"], **given))[1]
+    assert answer["outputs"][0]["data"] == ["a", "é"]
     texts = [text.encode() for text in ("a", "é")]
     raw = b"".join(struct.pack("<I", len(text)) + text for text in texts)
-    given = {"datatype": "BYTES", "shape": [2]}
-    content = tensor(None, **given, parameters={"binary_data_size": len(raw)})
-    content["parameters"] = {"binary_data_output": True}
-    head = json.dumps(content).encode()
-    headers = [("Inference-Header-Content-Length", str(len(head)))]
-    _, _, text = asyncio.run(ask(app, INFER, head + raw, headers=headers))
-    assert text.endswith(raw)
+    body, headers = binary(raw, **given)
+    assert asyncio.run(ask(app, INFER, body, headers=headers))[2].endswith(raw)
 
 
 MALFORMED = {
     "no JSON": (INFER, b"{", 400, "The body is not JSON"),
-    "no object": (INFER, b"[]", 400, "The body does not fit: list"),
     "no inputs": (INFER, {}, 400, "is JSON of another form"),
-    "no tensor": (INFER, {"inputs": []}, 400, "inputs are []; add ['x']"),
     "other name": (
         *(INFER, tensor(name="X"), 400),
         "There is no input 'X'; expected 'x'. Did you mean 'x'?",
     ),
     "dtype": (INFER, tensor(datatype="FP64"), 400, "is of datatype 'FP64', not 'FP32'"),
-    "shape": (
-        INFER,
-        tensor(shape=[2, -3]),
-        400,
-        "data of shape [2, 3], and says [2, -3]",
-    ),
+    "shape": (INFER, tensor(shape=[2, -3]), 400, "of shape [2, 3], and says [2, -3]"),
     "ragged": (INFER, tensor([[1], [1, 2]]), 400, "does not fit"),
-    "null": (
-        INFER,
-        tensor([[1, 2, None]] * 2),
-        400,
-        "is of dtype object; expected float32",
-    ),
-    "text": (INFER, tensor([["1", "2", "3"]] * 2), 400, "expected float32"),
+    "null": (INFER, tensor([[1, 2, None]] * 2), 400, "of dtype object; expected float"),
     "too large": (INFER, tensor([[1e300, 0, 0]] * 2), 400, "expected float32"),
     "no data": (INFER, tensor(None), 400, "of another form (KeyError: 'data')"),
     "no model": ("/v2/models/n/infer", {}, 404, "no model 'n'; expected 'm'"),
-    "no address": ("/v3", {}, 404, "no 'POST' at '/v3'; expected POST at /v2"),
     "method": ("/v2", {}, 405, "There is no 'POST' at '/v2'; expected"),
     "deep": (INFER, b'{"inputs":' + b"[" * 9999 + b"NaN", 400, "body is not JSON"),
     "refused": (
@@ -145,18 +125,15 @@ def test_what_is_malformed_is_told_what_is_wrong(app, path, body, status, messag
 
 
 WRONG_BYTES = {
-    "too many": ({"binary_data_size": 25}, "24 bytes are left", {}),
-    "negative": ({"binary_data_size": -1}, "`binary_data_size` -1, where", {}),
-    "shared": ({"binary_data_size": None}, "of another form (KeyError: 'data')", {}),
-    "no number": ({}, "Content-Length is 'x'; expected", "x"),
+    "too many": (25, "24 bytes are left", None),
+    "negative": (-1, "`binary_data_size` -1, where", None),
+    "no number": (24, "Content-Length is 'x'; expected", "x"),
 }
 
 
-@pytest.mark.parametrize(
-    "changes, message, length", WRONG_BYTES.values(), ids=WRONG_BYTES
-)
-def test_wrong_raw_bytes_are_told_what_is_wrong(app, changes, message, length):
-    body, headers = binary(np.zeros((2, 3), np.float32), **changes)
+@pytest.mark.parametrize("size, message, length", WRONG_BYTES.values(), ids=WRONG_BYTES)
+def test_wrong_raw_bytes_are_told_what_is_wrong(app, size, message, length):
+    body, headers = binary(bytes(24), size)
     if length:
         headers = [(headers[0][0], length)]
     status, answer = said(app, INFER, body, headers=headers)

@@ -27,24 +27,17 @@ model = keras.Sequential(
 USE = """
 for format in ("openvino", "onnx"):  # timed beside the others, it loads all of them
     found = tfamp.export(model, f"{folder}/{format}", format=format,
-                         validation=(x, y), budget_seconds=2, write_failed=True)
+                         validation=(x, y), budget_seconds=0.2, write_failed=True)
     found.load().predict(x)
 """
 
 
-@pytest.mark.parametrize("consent", [None, "1"], ids=["never asked", "said yes once"])
-@pytest.mark.quick("never asked")
-def test_runtimes_are_used_without_a_word_home(consent, tmp_path):
+def test_runtimes_are_used_without_a_word_home(tmp_path):
     pytest.importorskip("openvino")
     pytest.importorskip("openvino_telemetry")
     pytest.importorskip("onnxruntime")
     home, log = tmp_path / "home", tmp_path / "log"
-    kept = home / "intel" / "openvino_telemetry"
     home.mkdir()
-    if consent:
-        kept.parent.mkdir()
-        kept.write_text(consent)
-    before = {str(file.relative_to(home)) for file in home.rglob("*")}
     root = str(Path(__file__).parents[2])
     # Neither as a test nor in continuous integration would NNCF send anything.
     automatic = ("CI", "TF_BUILD", "JENKINS_URL", "NNCF_CI", "NNCF_DEV")
@@ -60,7 +53,6 @@ def test_runtimes_are_used_without_a_word_home(consent, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert log.read_text() == ""
-    left = {str(file.relative_to(home)) for file in home.rglob("*")}
+    left = [str(file.relative_to(home)) for file in home.rglob("*")]
     # Identifiers and statistics of the runtimes; Keras and Matplotlib keep settings.
-    assert {name for name in left if "intel" in name or "Microsoft" in name} == before
-    assert not consent or kept.read_text() == consent
+    assert [name for name in left if "intel" in name or "Microsoft" in name] == []

@@ -44,7 +44,10 @@ def deployed(tmp_path):
 
 def test_files_that_a_deployment_put_there_come_along(deployed):
     retrained = model(seed=1)
+    deployed.chmod(0o750)
     tfamp.export(retrained, deployed, format="saved_model")
+    assert stat.S_IMODE(deployed.stat().st_mode) == 0o750
+    assert [each.name for each in deployed.parent.iterdir()] == ["classifier"]
     is_export_of(deployed, retrained)
     assert (deployed / "labels.txt").read_text() == "cat\ndog\n"
     assert (deployed / "docs" / "card.md").read_text() == "# A model of cats"
@@ -59,13 +62,13 @@ def test_a_file_among_those_that_a_runtime_reads_is_named_and_left(deployed):
     assert files_in(deployed) == before
 
 
-def test_a_retrained_model_takes_the_place_of_the_former(tmp_path):
-    path, retrained = tmp_path / "m", model(seed=1)
-    tfamp.export(model(), path, format="saved_model")
-    path.chmod(0o750)
-    tfamp.export(retrained, path, format="saved_model")
-    is_export_of(path, retrained)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+def test_an_export_that_was_moved_away_when_its_process_was_killed_comes_back(tmp_path):
+    path, former = tmp_path / "m", model()
+    tfamp.export(former, path, format="saved_model")
+    path.rename(tmp_path / ".m.former")
+    with pytest.raises(ValueError, match="`keep_float32` names 'nowhere'"):
+        tfamp.export(model(), path, format="saved_model", keep_float32=["nowhere"])
+    is_export_of(path, former)
     assert [each.name for each in tmp_path.iterdir()] == ["m"]
 
 

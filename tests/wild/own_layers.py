@@ -197,12 +197,6 @@ def mixture(x):
     return ops.log(ops.sum(ops.exp(-0.5 * x**2), -1, keepdims=True) + 1e-20)
 
 
-def arc(x):
-    unit = unit_norm(x)
-    near = ops.clip(ops.sum(unit[:, :8], -1, keepdims=True) / 4, -1 + 1e-7, 1 - 1e-7)
-    return ops.sqrt(1.0 - near**2)
-
-
 def decay(x):
     steps = ops.cast(ops.arange(x.shape[1]), x.dtype)
     return ops.sum(x * 1.01 ** steps[:, None], axis=1) / 1e4
