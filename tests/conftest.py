@@ -4,6 +4,7 @@ import fnmatch
 import gc
 import os
 import random
+import signal
 import sys
 
 import pytest
@@ -24,8 +25,10 @@ def pytest_configure(config: pytest.Config) -> None:
     Strategies of two replicas then run on any machine. One thread for the operations,
     as each core has a process of the suite. Where AMX ends a process, oneDNN does
     without it, in the processes that tests start too. Under pytest-xdist the controller
-    runs no test and is spared the import.
+    runs no test and is spared the import. Ctrl-C is heard, as by what tests start, even
+    where nohup or a shell's `&` had it ignored.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     cpus.avoid_broken_amx()
     is_controller = not hasattr(config, "workerinput")
     if is_controller and config.getoption("numprocesses", None):
