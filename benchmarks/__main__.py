@@ -22,11 +22,7 @@ def names() -> dict[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Lists or runs.
-
-    Args:
-        argv: The arguments after `python -m benchmarks`.
-    """
+    """Lists or runs."""
     known = names()
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, known))

@@ -59,26 +59,31 @@ def transformer(
     tokens = keras.Input((length,), dtype="int32")
     h = keras.layers.Embedding(1000, width)(tokens)
     for _ in range(3):
-        normed = keras.layers.LayerNormalization()(h)
-        h = h + keras.layers.MultiHeadAttention(8, width // 8)(normed, normed)
-        normed = keras.layers.LayerNormalization()(h)
-        hidden = keras.layers.Dense(4 * width, activation="gelu")(normed)
-        h = h + keras.layers.Dense(width)(hidden)
+        h = block(h, width)
     h = keras.layers.GlobalAveragePooling1D()(keras.layers.LayerNormalization()(h))
     model = keras.Model(tokens, keras.layers.Dense(NUM_CLASSES)(h))
     return _compiled(model), _repeated(x, y, 16, steps), None
 
 
+def block(h: Any, width: int, dropout: float = 0.0) -> Any:
+    """Returns what a block of a transformer with eight heads makes of tokens."""
+    normed = keras.layers.LayerNormalization()(h)
+    attention = keras.layers.MultiHeadAttention(8, width // 8, dropout=dropout)
+    h = h + attention(normed, normed)
+    normed = keras.layers.LayerNormalization()(h)
+    hidden = keras.layers.Dense(4 * width, activation="gelu")(normed)
+    return h + keras.layers.Dense(width)(hidden)
+
+
 def resnet50(seed: int = 0, epochs: int = 1, *, size: int = 96, steps: int = 8) -> Any:
     """Keras's ResNet50 at 96x96, batches of 16."""
     x, y = _images(seed, size, 16)
-    model = keras.applications.ResNet50(
-        weights=None,
-        input_shape=(size, size, 3),
-        classes=NUM_CLASSES,
-        classifier_activation=None,
-    )
-    return _compiled(model), _repeated(x, y, 16, steps), None
+    return _compiled(_resnet50(size)), _repeated(x, y, 16, steps), None
+
+
+def _resnet50(size: int) -> keras.Model:
+    own = {"input_shape": (size, size, 3), "classes": NUM_CLASSES}
+    return keras.applications.ResNet50(weights=None, classifier_activation=None, **own)
 
 
 def text(seed: int = 0, epochs: int = 1, *, steps: int = 150) -> Any:
@@ -98,12 +103,7 @@ def family(case: str) -> keras.Model:
     """Returns a model of one family, not compiled; "MLP of 2 blocks" is a small one."""
     layers = keras.layers
     if case.startswith("ResNet50"):
-        return keras.applications.ResNet50(
-            weights=None,
-            input_shape=(96, 96, 3),
-            classes=10,
-            classifier_activation=None,
-        )
+        return _resnet50(96)
     if case.startswith("MLP"):
         x = y = keras.Input((1024,))
         for _ in range(int(case.split()[2]) if " of " in case else 12):
@@ -121,10 +121,7 @@ def family(case: str) -> keras.Model:
         x = keras.Input((128,), dtype="int32")
         y = layers.Embedding(1000, 256)(x)
         for _ in range(6):
-            h = layers.LayerNormalization()(y)
-            y = y + layers.MultiHeadAttention(8, 32, dropout=0.1)(h, h)
-            h = layers.Dense(1024, activation="gelu")(layers.LayerNormalization()(y))
-            y = y + layers.Dense(256)(h)
+            y = block(y, 256, dropout=0.1)
         y = layers.GlobalAveragePooling1D()(y)
     else:
         x = keras.Input((128,), dtype="int32")

@@ -9,8 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks._tables import TABLES
-from benchmarks._texts import Result, versions_of
+from benchmarks._tables import TABLES, Result, versions_of
 
 FOLDER = Path(__file__).resolve().parent
 TEXTS = FOLDER / "results"
@@ -65,9 +64,9 @@ def section(name: str, results: Sequence[Result]) -> tuple[str, str]:
     if len(results) > 1:
         columns = ["Device and versions", *columns]
         rows = [
-            [_device(result) if not index else "", *row]
-            for result in results
-            for index, row in enumerate(table.rows(result))
+            ["" if index else f"{each['device']}; {versions_of(each)}", *row]
+            for each in results
+            for index, row in enumerate(table.rows(each))
         ]
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     lines += [f"| {' | '.join(row)} |" for row in rows]
@@ -82,10 +81,6 @@ def section(name: str, results: Sequence[Result]) -> tuple[str, str]:
     shown, _, later = text.partition(APPENDIX)
     title = shown.splitlines()[0].lstrip("# ")
     return shown.rstrip(), f"### {title}\n\n{later.strip()}" if later else ""
-
-
-def _device(result: Result) -> str:
-    return f"{result['device']}; {versions_of(result)}"
 
 
 def page() -> str:

@@ -42,11 +42,7 @@ def run(argv: Sequence[str], benchmark: Any) -> int:
     A benchmark is a module with a function `measure`, which gets the flags' values and
     returns figures. It may have `FLAGS` of its own, each the end of the name of absl's
     `DEFINE_...` and what that takes, and a `measure_side` for one side in a process of
-    its own.
-
-    Args:
-        argv: The benchmark's name and its flags.
-        benchmark: The module.
+    its own. Arguments begin with its name.
     """
     settings = flags.FlagValues()
     for kind, *rest in (
@@ -112,13 +108,7 @@ def record(name: str, result: dict[str, Any]) -> None:
 
 
 def in_a_process(name: str, side: dict[str, Any], **environment: str) -> Any:
-    """Returns what a benchmark measures of one side in a fresh process.
-
-    Args:
-        name: The benchmark.
-        side: What its function for a side takes.
-        **environment: Variables beside those that are set.
-    """
+    """Returns what a benchmark's function for a side tells in a fresh process."""
     completed = subprocess.run(
         [sys.executable, "-m", "benchmarks", name, f"--side={json.dumps(side)}"],
         cwd=ROOT,
@@ -222,10 +212,8 @@ def fit_side(
 def compare_fits(sides: Mapping[str, Side], turns: int, *, what: int) -> dict[str, Any]:
     """Returns the step of each side over that of the first one.
 
-    Args:
-        sides: From `fit_side`, by name.
-        turns: How many of each, after two that do not count.
-        what: `MEDIAN` or `MEAN`, the step that counts.
+    Sides are from `fit_side`; what counts is the `MEDIAN` or the `MEAN` step. Two turns
+    of each come ahead and do not count.
     """
     take_turns(list(sides.values()), WARM_UP)
     seconds = take_turns(list(sides.values()), turns)

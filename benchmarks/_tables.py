@@ -5,38 +5,77 @@ Neither TensorFlow nor a benchmark is imported here.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks._texts import (
-    Result,
-    by_policy,
-    interval_text,
-    mebibytes,
-    missed,
-    range_text,
-    ratio_text,
-)
-
+Result = dict[str, Any]
 Rows = list[list[str]]
+
+
+def versions_of(result: Result) -> str:
+    """Returns the versions in one line."""
+    return ", ".join(f"{k} {v}" for k, v in result["versions"].items() if k != "numpy")
+
+
+def interval_text(found: Result, digits: int = 3) -> str:
+    """Returns a ratio with its interval."""
+    return ratio_text([found["ratio"], *found["interval"]], digits=digits)
+
+
+def ratio_text(interval: Sequence[Any] | None, other: str = "", digits: int = 2) -> str:
+    """Returns a ratio with its interval, or another text where there is none."""
+    if interval is None:
+        return other
+    middle, low, high = interval
+    if low is None or high is None:
+        return f"{middle:.{digits}f}"
+    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def range_text(values: Iterable[float]) -> str:
+    """Returns the smallest and the largest value, or the one that both are."""
+    low, *_, high = (f"{value:.2f}" for value in sorted(values) * 2)
+    return low if low == high else f"{low} to {high}"
+
+
+def missed(*met: bool) -> str:
+    """Returns what stands behind a figure that misses its goal."""
+    return "" if all(met) else ", missed"
+
+
+def least(goal: float, *met: bool, form: str = "g") -> str:
+    """Returns a goal that figures are to reach, and whether one misses it."""
+    return f"at least {goal:{form}}{missed(*met)}"
+
+
+def most(goal: float, *met: bool, form: str = "g") -> str:
+    """Returns a goal that figures are not to pass, and whether one does."""
+    return f"at most {goal:{form}}{missed(*met)}"
+
+
+def mebibytes(num_bytes: int) -> str:
+    """Returns bytes in MiB."""
+    return f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def by_policy(result: Result) -> Iterator[tuple[str, str, Any]]:
+    """Yields case, policy and figures of results that are kept so."""
+    for case, policies in result["cases"].items():
+        for policy, found in policies.items():
+            if isinstance(found, dict):
+                yield case, policy, found
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """How the figures of a benchmark are shown.
+    """How the figures of a benchmark are shown."""
 
-    Attributes:
-        columns: Of the table, " | " between them.
-        rows: Makes the table's rows of a result.
-        summary: Makes rows of the summary: what, what came out, the goal.
-        measures: Folders and files that it measures, parts of tfamp.
-        words: Makes what the text has a place for, beside the result's own values.
-    """
-
-    columns: str
+    columns: str  # " | " between them
     rows: Callable[[Result], Rows]
+    # What, what came out, the goal.
     summary: Callable[[Sequence[Result]], Iterable[tuple[str, str, str]]]
-    measures: str
+    measures: str  # folders and files of tfamp
+    # What the text has a place for, beside the result's own values.
     words: Callable[[Result], dict[str, Any]] = lambda result: {}
 
 
@@ -55,15 +94,14 @@ def _enable_overhead(result: Result) -> Rows:
 def _enable_summary(results: Sequence[Result]) -> Any:
     for key, what in (("step", "training step"), ("build", "build of 200 layers")):
         found = ", ".join(interval_text(result[key]) for result in results)
-        goal = f"at most {results[0][key]['goal']:.2f}"
+        goal = most(results[0][key]["goal"], form=".2f")
         yield f"A {what} under tfamp over stock Keras", found, goal
 
 
 def _loss_scale(result: Result) -> Rows:
     return [
         [
-            *name.rsplit(", ", 1),
-            f"{found['bare_milliseconds']:.2f} ms",
+            *(*name.rsplit(", ", 1), f"{found['bare_milliseconds']:.2f} ms"),
             *(interval_text(found[side]) for side in ("keras", "tfamp")),
             ", ".join(map(str, found["first_call_seconds"].values())) + " s",
             str(found["turns"]),
@@ -73,14 +111,11 @@ def _loss_scale(result: Result) -> Rows:
 
 
 def _loss_scale_summary(results: Sequence[Result]) -> Any:
+    cases = [each for result in results for each in result["cases"].items()]
     for mode, goal in (("graph", "below Keras's"), ("XLA", "at most 1.20")):
+        own = [found for name, found in cases if name.endswith(mode)]
         ours, theirs = (
-            range_text(
-                found[side]["ratio"]
-                for result in results
-                for name, found in result["cases"].items()
-                if name.endswith(mode)
-            )
+            range_text(found[side]["ratio"] for found in own)
             for side in ("tfamp", "keras")
         )
         what = f"A step of Adam with a loss scale over a bare one, {mode}"
@@ -105,23 +140,18 @@ def _pipeline_summary(results: Sequence[Result]) -> Any:
 
 
 def _training(result: Result) -> Rows:
-    rows = []
+    rows, keys = [], ("over_stock", "training_bytes", "latency")
     for name, model in result["models"].items():
         label = f"{name}, batch {model['batch_size']}"
         for policy, row in model["rows"].items():
-            same = row["resolved"] in policy
+            resolved, metric = row["resolved"], model["metric"]
+            told = policy if resolved in policy else f"{policy} = {resolved}"
+            ratios = [ratio_text(row.get(key)) for key in keys]
             rows.append(
                 [
-                    label,
-                    policy if same else f"{policy} = {row['resolved']}",
-                    f"{row['examples_per_second']:,.0f}",
-                    ratio_text(row.get("ratio"), "reference"),
-                    *(
-                        ratio_text(row.get(key))
-                        for key in ("over_stock", "training_bytes", "latency")
-                    ),
-                    f"{model['metric']} {row['metric']:.4f}",
-                    row.get("answer", ""),
+                    *(label, told, f"{row['examples_per_second']:,.0f}"),
+                    *(ratio_text(row.get("ratio"), "reference"), *ratios),
+                    *(f"{metric} {row['metric']:.4f}", row.get("answer", "")),
                 ]
             )
             label = ""
@@ -132,9 +162,10 @@ def _training_summary(results: Sequence[Result]) -> Any:
     for policy in ("auto", "mixed_bfloat16"):
         own = {n: each[policy] for n, each in results[0]["goals"].items()}
         found = ", ".join(f"{n} {ratio_text(each['ratio'])}" for n, each in own.items())
-        goal = f"at least {next(iter(own.values()))['goal']}"
-        goal += missed(*(each["met"] for each in own.values()))
-        yield f"Training, {policy} over stock mixed_bfloat16", found, goal
+        goal = next(iter(own.values()))["goal"]
+        met = [each["met"] for each in own.values()]
+        what = f"Training, {policy} over stock mixed_bfloat16"
+        yield what, found, least(goal, *met)
 
 
 def _training_words(result: Result) -> dict[str, Any]:
@@ -143,9 +174,9 @@ def _training_words(result: Result) -> dict[str, Any]:
         each = {n: own[policy] for n, own in result["goals"].items() if policy in own}
         if not each:
             continue
-        least = next(iter(each.values()))["goal"]
+        goal = next(iter(each.values()))["goal"]
         met = ", ".join(name for name, found in each.items() if found["met"])
-        text = f"{what} was to reach {least} of stock mixed_bfloat16 on each model. "
+        text = f"{what} was to reach {goal} of stock mixed_bfloat16 on each model. "
         text += f"Met: {met or 'none'}."
         for name, found in each.items():
             if not found["met"]:
@@ -156,26 +187,23 @@ def _training_words(result: Result) -> dict[str, Any]:
 
 
 def _callbacks(result: Result) -> Rows:
-    return [
-        [
-            *(case, f"{own['parameters']:,}", f"{own['step_milliseconds']} ms", side),
-            *(interval_text(found), f"{found['processor']['ratio']:.3f}"),
-        ]
-        for case, own in result["cases"].items()
-        for side, found in own.items()
-        if isinstance(found, dict)
-    ]
+    rows = []
+    for case, side, found in by_policy(result):
+        own = result["cases"][case]
+        told = f"{own['parameters']:,}", f"{own['step_milliseconds']} ms"
+        ratios = interval_text(found), f"{found['processor']['ratio']:.3f}"
+        rows.append([case, *told, side, *ratios])
+    return rows
 
 
 def _callbacks_summary(results: Sequence[Result]) -> Any:
     sides: dict[str, list[float]] = {}
     for _, side, found in by_policy(results[0]):
         sides.setdefault(side, []).append(found["ratio"])
+    goal = results[0]["goal"]
     for side, ratios in sides.items():
-        goal = (
-            f"at most {results[0]['goal']}{missed(max(ratios) <= results[0]['goal'])}"
-        )
-        yield f"A step with {side} over one without", range_text(ratios), goal
+        told = most(goal, max(ratios) <= goal)
+        yield f"A step with {side} over one without", range_text(ratios), told
 
 
 def _guilty_layers(result: Result) -> Rows:
@@ -218,7 +246,7 @@ def _shadow_pass(result: Result) -> Rows:
 def _shadow_summary(results: Sequence[Result]) -> Any:
     slowest = range_text(own["slowest"] for _, _, own in by_policy(results[0]))
     what = "Seconds of `tfamp.sensitivity` on ten million parameters"
-    yield what, slowest, f"at most {results[0]['goal']:g}"
+    yield what, slowest, most(results[0]["goal"])
 
 
 def _inference(result: Result) -> Rows:
@@ -251,45 +279,38 @@ def _inference_summary(results: Sequence[Result]) -> Any:
             chosen.append(own["candidates"][best["int8"]]["size"])
             goal = f"{best['goal']:g} and {best['goal_over_float32']:g}"
             reached = f"{best['over_saved_model']:.2f} and {best['over_float32']:.2f}"
-            goal += missed(best["met"])
-            yield f"{speeds}, {case} at batch {size}", reached, goal
-    for name, sizes, most in (
+            what = f"{speeds}, {case} at batch {size}"
+            yield what, reached, goal + missed(best["met"])
+    for name, sizes, limit in (
         ("Bytes of a float32 SavedModel over its weights", stored, 1.05),
         ("Bytes of the fastest int8 over the float32 .keras file", chosen, 0.27),
     ):
         if sizes:
-            goal = f"at most {most:g}{missed(max(sizes) <= most)}"
-            yield name, f"{max(sizes):.2f}", goal
+            yield name, f"{max(sizes):.2f}", most(limit, max(sizes) <= limit)
     for case, own in result["large"].items():
-        goal = (
-            f"at least {own['required']:.0%}{missed(own['agree'] >= own['required'])}"
-        )
+        goal = least(own["required"], own["agree"] >= own["required"], form=".0%")
         weights = own.get("weights", "random weights")
         what = f"Predictions of {case}, {weights}, that int8 leaves as they are"
         yield what, f"{own['agree']:.1%}", goal
-    auto, planted = result["auto"], result["planted"]
-    if auto["number"]:
-        met = auto["near"] >= auto["required"] * auto["number"]
-        what = "Choices of `auto` that are the fastest, or within 5 %"
-        goal = f"at least {auto['required']:.0%}{missed(met)}"
-        yield what, f"{auto['near']} of {auto['number']}", goal
-    if planted["number"]:
-        share = planted["passed"] / planted["number"]
-        goal = (
-            f"at least {planted['required']:.0%}{missed(share >= planted['required'])}"
-        )
-        what = "Models with a planted outlier channel whose int8 export passes"
-        yield what, f"{share:.0%}", goal
+    chosen_well = "Choices of `auto` that are the fastest, or within 5 %"
+    passed = "Models with a planted outlier channel whose int8 export passes"
+    for own, key, what, form in (
+        (result["auto"], "near", chosen_well, "{} of {}"),
+        (result["planted"], "passed", passed, "{2:.0%}"),
+    ):
+        if own["number"]:
+            share = own[key] / own["number"]
+            goal = least(own["required"], share >= own["required"], form=".0%")
+            yield what, form.format(own[key], own["number"], share), goal
 
 
 def _inference_words(result: Result) -> dict[str, Any]:
     planted = result["planted"]
-    runs = planted["runs"]
-    kept = max((len(run["kept"]) for run in runs), default=0)
-    tried = max((run.get("tried", 3) for run in runs), default=0)
-    seconds = max(
-        (run.get("search_seconds", run["seconds"]) for run in runs), default=0
-    )
+    kept, tried, seconds = 0, 0, 0.0
+    for run in planted["runs"]:
+        kept = max(kept, len(run["kept"]))
+        tried = max(tried, run.get("tried", 3))
+        seconds = max(seconds, run.get("search_seconds", run["seconds"]))
     return {
         "planted_text": (
             f"{planted['passed']} of {planted['number']} passed the gate with at most "
@@ -309,8 +330,7 @@ _SERVERS = {
 def _serving(result: Result) -> Rows:
     return [
         [
-            _SERVERS[name],
-            f"{found['per_second']:,}",
+            *(_SERVERS[name], f"{found['per_second']:,}"),
             f"{found['p50_milliseconds']:.2f} ms",
             f"{found['processor_microseconds']} µs",
             mebibytes(found["resident_bytes"]),
@@ -325,30 +345,28 @@ def _serving_summary(results: Sequence[Result]) -> Any:
     for name, found in result["rates"].items():
         if "goal" in found:
             what = f"Answers/s to {result['clients']} clients, `tfamp serve` in int8 "
-            goal = f"at least {found['goal']:g}{missed(found['met'])}"
+            goal = least(found["goal"], found["met"])
             yield f"{what}over {_SERVERS[name]}", interval_text(found, 2), goal
     one, tail = result["one_client"], result["half_peak"]
     start, memory, times = result["start"], result["memory"], tail["milliseconds"]
-    yield (
-        "HTTP's part of a median answer to one client, JSON and bytes",
-        " and ".join(f"{ms:.2f} ms" for ms in one["added_milliseconds"].values()),
-        f"at most {one['goal']:g} ms{missed(one['met'])}",
-    )
-    yield (
-        "99th percentile at half of the most it answers",
-        "none" if times["p99"] is None else f"{times['p99']:.2f} ms",
-        f"at most {times['goal']:.2f} ms{missed(tail['met'])}",
-    )
-    yield (
-        "Start of `tfamp serve` to its first answer",
-        f"{start['seconds']:.2f} s",
-        f"at most {start['goal']:g} s{missed(start['met'])}",
-    )
-    yield (
-        "Memory of `tfamp serve`, libraries and 8.7 MB of weights included",
-        f"{memory['bytes'] / 1e6:.0f} MB",
-        f"at most {memory['goal'] / 1e6:.0f} MB{missed(memory['met'])}",
-    )
+    added = " and ".join(f"{ms:.2f} ms" for ms in one["added_milliseconds"].values())
+    p99 = "none" if times["p99"] is None else f"{times['p99']:.2f} ms"
+    held, limit = (f"{memory[key] / 1e6:.0f} MB" for key in ("bytes", "goal"))
+    began = f"{start['seconds']:.2f} s", f"{start['goal']:g} s"
+    rows = {
+        "HTTP's part of a median answer to one client, JSON and bytes": (
+            *(added, f"{one['goal']:g} ms", one),
+        ),
+        "99th percentile at half of the most it answers": (
+            *(p99, f"{times['goal']:.2f} ms", tail),
+        ),
+        "Start of `tfamp serve` to its first answer": (*began, start),
+        "Memory of `tfamp serve`, libraries and 8.7 MB of weights included": (
+            *(held, limit, memory),
+        ),
+    }
+    for what, (figure, goal, found) in rows.items():
+        yield what, figure, f"at most {goal}{missed(found['met'])}"
 
 
 def _serving_words(result: Result) -> dict[str, Any]:
@@ -384,10 +402,8 @@ def _tuner(result: Result) -> Rows:
                     f"{len(run['guilty'])} of {run['layers']}",
                     *(str(len(run["float32"])), str(run["evaluations"])),
                     "over 60" if steps is None else str(steps),
-                    *worse,
-                    f"{run['kept']:.2f}{'' if run['searched'] else ' *'}",
-                    f"{run['greedy_kept']:.2f}",
-                    f"{run['seconds']:.1f} s",
+                    *(*worse, f"{run['kept']:.2f}{'' if run['searched'] else ' *'}"),
+                    *(f"{run['greedy_kept']:.2f}", f"{run['seconds']:.1f} s"),
                 ]
             )
     return rows
@@ -395,8 +411,9 @@ def _tuner(result: Result) -> Rows:
 
 def _tuner_summary(results: Sequence[Result]) -> Any:
     for name, goal in results[0]["goals"].items():
-        words = "at most" if name == "evaluations" else "at least"
-        limit = f"{words} {goal['required']:g}{missed(goal['met'])}"
+        limit = (most if name == "evaluations" else least)(
+            goal["required"], goal["met"]
+        )
         yield goal["what"], f"{goal['reached']:g}", limit
 
 
@@ -410,10 +427,8 @@ def _tuner_words(result: Result) -> dict[str, Any]:
     given_up = sum(run["is_float32"] for run in runs)
     dearer = sum(run["kept"] < run["greedy_kept"] for run in runs)
     told = f"Of {len(runs)} plans {given_up} are float32; greedy search saved more in "
-    return {
-        "number": len(result["cases"]),
-        "goals_text": " ".join([*sentences, f"{told}{dearer}."]),
-    }
+    text = " ".join([*sentences, f"{told}{dearer}."])
+    return {"number": len(result["cases"]), "goals_text": text}
 
 
 def _fastest_policy(result: Result) -> Rows:
@@ -434,9 +449,8 @@ def _fastest_policy(result: Result) -> Rows:
 def _fastest_summary(results: Sequence[Result]) -> Any:
     result, large = results[0], results[0]["resnet50"]
     what = "Tries in which `measure_policies` picks the fastest, or one within 3 %"
-    goal = f"at least {result['required']:g}{missed(result['met'])}"
-    yield what, f"{result['right']:.2f}", goal
-    goal = f"at most {large['required']:g}{missed(large['met'])}"
+    yield what, f"{result['right']:.2f}", least(result["required"], result["met"])
+    goal = most(large["required"], large["met"])
     yield "Seconds of measuring ResNet50 at 96x96", f"{large['seconds']:g}", goal
 
 
@@ -450,21 +464,19 @@ def _fastest_words(result: Result) -> dict[str, Any]:
             f"The fastest policy, or one within 3 % of it, was picked in {number} of "
             f"{len(tries)} tries; required: {result['required']:.0%}"
             f"{missed(result['met'])}. Measuring ResNet50 at 96x96 in batches of 16 "
-            f"took {large['seconds']} s; required: at most {large['required']:g} s"
+            f"took {large['seconds']} s; required: {most(large['required'])} s"
             f"{missed(large['met'])}. Picked at least once: {', '.join(picks)}."
         ),
     }
 
 
 def _memory(result: Result) -> Rows:
-    return [
-        [
-            *(case, policy, str(found["batch"]), mebibytes(found["predicted"])),
-            " to ".join(mebibytes(found["measured"][index]) for index in (0, -1)),
-            f"{found['ratio']:.2f}",
-        ]
-        for case, policy, found in by_policy(result)
-    ]
+    rows = []
+    for case, policy, found in by_policy(result):
+        own = str(found["batch"]), mebibytes(found["predicted"])
+        measured = " to ".join(mebibytes(found["measured"][at]) for at in (0, -1))
+        rows.append([case, policy, *own, measured, f"{found['ratio']:.2f}"])
+    return rows
 
 
 def _memory_summary(results: Sequence[Result]) -> Any:
@@ -486,15 +498,13 @@ def _remat(result: Result) -> Rows:
 
 
 def _remat_summary(results: Sequence[Result]) -> Any:
-    for what, key, goal in (
-        ("Memory", "memory", f"at most {results[0]['goal']}"),
-        ("Memory under glibc", "memory_with_glibc", f"at most {results[0]['goal']}"),
-        ("Time", "time", ""),
-    ):
+    goal = results[0]["goal"]
+    keys = {"Memory": "memory", "Memory under glibc": "memory_with_glibc"}
+    for what, key in (keys | {"Time": "time"}).items():
         values = [found[key] for _, _, found in by_policy(results[0])]
-        goal += missed(not goal or max(values) <= results[0]["goal"])
+        told = most(goal, max(values) <= goal) if what in keys else ""
         title = f"{what} of a step with `tfamp.remat` over one without"
-        yield title, range_text(values), goal
+        yield title, range_text(values), told
 
 
 def _beyond(result: Result) -> Rows:
@@ -514,102 +524,67 @@ def _beyond_summary(results: Sequence[Result]) -> Any:
 TABLES: dict[str, Table] = {
     "enable_overhead": Table(
         "Policy | What | Stock | tfamp | Ratio | Processor | Turns",
-        _enable_overhead,
-        _enable_summary,
-        "dtypes keras_hooks policy.py models.py",
+        *(_enable_overhead, _enable_summary, "dtypes keras_hooks policy.py models.py"),
     ),
     "loss_scale": Table(
         "Variables | Mode | Bare | Keras | tfamp | First call: bare, Keras, "
         "tfamp | Turns",
-        _loss_scale,
-        _loss_scale_summary,
-        "loss_scale",
+        *(_loss_scale, _loss_scale_summary, "loss_scale"),
     ),
     "pipeline": Table(
         "Pipeline | Against | Examples/s | Ratio | Goal",
-        _pipeline,
-        _pipeline_summary,
-        "data",
+        *(_pipeline, _pipeline_summary, "data"),
     ),
     "training": Table(
         "Model | Policy | Examples/s | Ratio | Over stock | Memory | "
         "Inference p50, batch 1 | Metric | Verdict",
-        _training,
-        _training_summary,
+        *(_training, _training_summary),
         "dtypes keras_hooks policy.py models.py loss_scale comparison trials",
         _training_words,
     ),
     "guilty_layers": Table(
         "dtype | Found exactly | Alarms on healthy models",
-        _guilty_layers,
-        _guilty_summary,
-        "numerics",
-        _guilty_words,
+        *(_guilty_layers, _guilty_summary, "numerics", _guilty_words),
     ),
     "callbacks": Table(
         "Model | Parameters | Step | Callbacks | Ratio | Processor",
-        _callbacks,
-        _callbacks_summary,
-        "callbacks",
+        *(_callbacks, _callbacks_summary, "callbacks"),
     ),
     "shadow_pass": Table(
         "Model | Parameters | dtype | Seconds | Slowest | In steps",
-        _shadow_pass,
-        _shadow_summary,
-        "numerics",
+        *(_shadow_pass, _shadow_summary, "numerics"),
     ),
     "inference": Table(
         "Model | Exported | Size over .keras | Batch 1 | Batch 64 | Accuracy | Flipped",
-        _inference,
-        _inference_summary,
-        "serving",
-        _inference_words,
+        *(_inference, _inference_summary, "serving", _inference_words),
     ),
     "serving": Table(
         "Server | Answers/s | Median | Processor of an answer | Memory | "
         "`tfamp serve` over it",
-        _serving,
-        _serving_summary,
-        "serving",
-        _serving_words,
+        *(_serving, _serving_summary, "serving", _serving_words),
     ),
     "tuner": Table(
         "Model | Policy | Guilty | In float32 | Evaluations | Bisection | "
         "Worse on fresh | From another seed | Saving kept | Greedy | Time",
-        _tuner,
-        _tuner_summary,
-        "tuning numerics",
-        _tuner_words,
+        *(_tuner, _tuner_summary, "tuning numerics", _tuner_words),
     ),
     "fastest_policy": Table(
         "Networks | Tries | Right | Furthest behind the fastest | Fastest "
         "over float32 | Measuring took",
-        _fastest_policy,
-        _fastest_summary,
-        "tuning",
-        _fastest_words,
+        *(_fastest_policy, _fastest_summary, "tuning", _fastest_words),
     ),
     "beyond": Table(
         "Case | What | Ratio | Goal",
-        _beyond,
-        _beyond_summary,
-        "tuning keras_hooks serving",
+        *(_beyond, _beyond_summary, "tuning keras_hooks serving"),
     ),
     "memory": Table(
         "Step | Policy | Batch | Predicted | Measured, lowest to highest | "
         "Predicted / measured",
-        _memory,
-        _memory_summary,
-        "memory graph",
+        *(_memory, _memory_summary, "memory graph"),
     ),
     "remat": Table(
         "Model | Policy | Batch | Plain | Remat | Memory | With glibc | Time "
         "| Losses off by",
-        _remat,
-        _remat_summary,
-        "memory",
+        *(_remat, _remat_summary, "memory"),
     ),
 }
-
-
-# The page

@@ -93,25 +93,15 @@ def lstm(depth: int) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Models of one kind, with as many guilty layers.
-
-    Attributes:
-        name: Unique name.
-        policy: To tune under.
-        inputs: "numbers", "images" or "words".
-        make: Makes the elements of the chain.
-        guilty: How many layers are spoiled.
-        fault: What spoils a layer; None enlarges attentions.
-        is_regression: Whether it is judged by its loss, the mean squared error.
-    """
+    """Models of one kind, with as many guilty layers."""
 
     name: str
-    policy: str
-    inputs: str
-    make: Callable[[], Any]
-    guilty: int = 0
-    fault: Callable[[Any], Any] | None = None
-    is_regression: bool = False
+    policy: str  # to tune under
+    inputs: str  # of `SHAPES`
+    make: Callable[[], Any]  # the elements of the chain
+    guilty: int = 0  # how many layers are spoiled
+    fault: Callable[[Any], Any] | None = None  # what spoils one; None: see `enlarge`
+    is_regression: bool = False  # judged by its loss, the mean squared error
 
     @property
     def metric(self) -> str | None:
@@ -145,10 +135,8 @@ class Case:
     ) -> tuple[keras.Model, frozenset[str], list[list[np.ndarray]]]:
         """Returns a model, its guilty layers, and its weights after each training.
 
-        Args:
-            places: Seed of where the guilty layers are.
-            seeds: Of the weights at the beginning and of the data, one a training.
-            epochs: Of each training.
+        Places are the seed of where the guilty layers are; `seeds` those of the weights
+        at the beginning and of the data, one a training.
         """
         model, guilty = self.built(places, 0)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -223,37 +211,26 @@ def enlarge(
     return frozenset(path for path, _ in chosen)
 
 
-def _case(
-    name: str,
-    half: str,
-    inputs: str,
-    make: Callable[[], Any],
-    *faults: Any,
-    **more: Any,
-) -> Case:
-    return Case(name, f"mixed_{half}", inputs, make, *faults, **more)
-
-
-F16, BF16 = "float16", "bfloat16"
+F16, BF16 = "mixed_float16", "mixed_bfloat16"
 CASES = (
-    _case("MLP", F16, "numbers", lambda: mlp(4)),
-    _case("MLP, squares", F16, "numbers", lambda: mlp(5), 1, beyond),
-    _case("MLP, differences", BF16, "numbers", lambda: mlp(4), 2, cancelled),
-    _case("MLP, many squares", F16, "numbers", lambda: mlp(9), 4, beyond),
-    _case(
+    Case("MLP", F16, "numbers", lambda: mlp(4)),
+    Case("MLP, squares", F16, "numbers", lambda: mlp(5), 1, beyond),
+    Case("MLP, differences", BF16, "numbers", lambda: mlp(4), 2, cancelled),
+    Case("MLP, many squares", F16, "numbers", lambda: mlp(9), 4, beyond),
+    Case(
         *("regression, graded rounding", BF16, "numbers", lambda: mlp(4), 4, graded),
         is_regression=True,
     ),
-    _case("CNN", BF16, "images", lambda: cnn(2)),
-    _case("CNN, squares", F16, "images", lambda: cnn(2), 1, beyond),
-    _case("CNN with norm", BF16, "images", lambda: cnn(2, normalizes=True)),
-    _case(
+    Case("CNN", BF16, "images", lambda: cnn(2)),
+    Case("CNN, squares", F16, "images", lambda: cnn(2), 1, beyond),
+    Case("CNN with norm", BF16, "images", lambda: cnn(2, normalizes=True)),
+    Case(
         *("CNN with norm, differences", BF16, "images"),
         lambda: cnn(2, normalizes=True),
         *(2, cancelled),
     ),
-    _case("transformer", BF16, "words", lambda: transformer(2)),
-    _case("transformer, squares", F16, "words", lambda: transformer(2), 2, beyond),
-    _case("transformer, values", F16, "words", lambda: transformer(3), 2),
-    _case("LSTM, differences", BF16, "words", lambda: lstm(2), 2, cancelled),
+    Case("transformer", BF16, "words", lambda: transformer(2)),
+    Case("transformer, squares", F16, "words", lambda: transformer(2), 2, beyond),
+    Case("transformer, values", F16, "words", lambda: transformer(3), 2),
+    Case("LSTM, differences", BF16, "words", lambda: lstm(2), 2, cancelled),
 )

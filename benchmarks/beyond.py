@@ -56,6 +56,16 @@ def elementwise(**options: Any) -> keras.Model:
     return compiled(*parts, **options)
 
 
+def least(what: str, found: dict[str, Any], goal: float) -> dict[str, Any]:
+    """Returns a figure with the goal that it is to reach."""
+    return {"what": what, **found, "goal": goal, "met": found["ratio"] >= goal}
+
+
+def most(what: str, found: dict[str, Any], goal: float) -> dict[str, Any]:
+    """Returns a figure with the goal that it is not to pass."""
+    return least(what, found, goal) | {"met": found["ratio"] <= goal}
+
+
 def data(num: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns some examples."""
     x = np.random.default_rng(0).normal(size=(num, 64)).astype("float32")
@@ -73,8 +83,7 @@ def joined(make: Any, turns: int, steps: int) -> dict[str, Any]:
     sides = [lambda m=m: timed(lambda: m.fit(x, y, verbose=0)) for m in (stock, ours)]
     seconds = take_turns(sides, turns)[..., 0]
     told = f"{ours.steps_per_execution} steps a call"
-    found = ratio(seconds[:, 0], seconds[:, 1])
-    return {"what": told, **found, "goal": 3.0, "met": found["ratio"] >= 3.0}
+    return least(told, ratio(seconds[:, 0], seconds[:, 1]), 3.0)
 
 
 def xla_on_replicas(turns: int) -> dict[str, Any]:
@@ -93,9 +102,8 @@ def xla_on_replicas(turns: int) -> dict[str, Any]:
     seconds = take_turns(sides, turns)[..., 0]
     gains = seconds[:, 0] / seconds[:, 1], seconds[:, 2] / seconds[:, 3]
     one, two = (round(float(np.median(each)), 2) for each in gains)
-    found = ratio(gains[1], gains[0])
     what = f"XLA: {one} on one device, {two} on two"
-    return {"what": what, **found, "goal": 0.9, "met": found["ratio"] >= 0.9}
+    return least(what, ratio(gains[1], gains[0]), 0.9)
 
 
 def int8_aware(turns: int) -> dict[str, Any]:
@@ -107,8 +115,7 @@ def int8_aware(turns: int) -> dict[str, Any]:
     sides = {name: fit_side(model, dataset, [], 15, untimed=5) for name, model in names}
     found = compare_fits(sides, turns, what=0)["rounded"]
     found = {key: found[key] for key in ("ratio", "interval")}
-    what = "A step that rounds to int8"
-    return {"what": what, **found, "goal": 1.3, "met": found["ratio"] <= 1.3}
+    return most("A step that rounds to int8", found, 1.3)
 
 
 class Gain(layers.Layer):
@@ -137,8 +144,7 @@ def first_look(turns: int, size: int) -> dict[str, Any]:
     sides = [lambda c=c: first_fit(c, size) for c in (None, "keep")]
     seconds = take_turns(sides, turns)[..., 0]
     found = ratio(seconds[:, 1] - seconds[:, 0], np.ones(turns), digits=2)
-    what = f"seconds, of {np.median(seconds[:, 1]):.1f} in all"
-    return {"what": what, **found, "goal": 2.0, "met": found["ratio"] <= 2.0}
+    return most(f"seconds, of {np.median(seconds[:, 1]):.1f} in all", found, 2.0)
 
 
 def digits(*shape: int) -> tuple[np.ndarray, np.ndarray]:
@@ -233,8 +239,7 @@ def points_back(name: str, epochs: int | None, seeds: int) -> dict[str, Any]:
     told = "{:.3f}, in int8 {:.3f}, trained with it {:.3f}".format(*found.mean(axis=0))
     middle = round(float(np.median(parts)), 2)
     spread = [round(float(parts.min()), 2), round(float(parts.max()), 2)]
-    kept = {"ratio": middle, "interval": spread, "goal": 0.9, "met": middle >= 0.9}
-    return {"what": told, **kept}
+    return least(told, {"ratio": middle, "interval": spread}, 0.9)
 
 
 def measure(settings: Any) -> dict[str, Any]:

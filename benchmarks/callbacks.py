@@ -5,10 +5,9 @@ each, for four models. The goal is 1.02.
 
 Time: about ten minutes on two CPU cores. Use an idle machine.
 
-The sides live in one process and take turns, so that another program slows all alike;
-a ratio is the median over the turns, its spread the 90 % bootstrap interval. A turn is
-a `fit` of about six seconds, of which the first third is not timed: each `fit` begins
-with snapshots and writes the first good one. Then they come as rarely as they do in a
+The sides live in one process and take turns; a ratio is the median over the turns, its
+spread the 90 % bootstrap interval. A turn is a `fit` of about six seconds, of which the
+first third is not timed: each begins with snapshots, which later come as rarely as in a
 long run. The mean step counts, with all snapshots that were due.
 """
 

@@ -8,10 +8,9 @@ Prints two ratios, both from one run:
 
 Time: about five minutes on two CPU cores. Use an idle machine.
 
-Both sides live in one process and take turns of a few milliseconds, so that another
-program slows both alike; the ratio is the median over the turns, the spread its 90 %
-bootstrap interval. The ratio of processor time beside it is what another program
-disturbs least: where the two disagree, the machine was not idle.
+Both sides live in one process and take turns of a few milliseconds; the ratio is the
+median over the turns, the spread its 90 % bootstrap interval. The ratio of processor
+time is disturbed least: where the two disagree, the machine was not idle.
 """
 
 import gc
@@ -80,12 +79,8 @@ def deep_model() -> keras.Model:
 
 def policies_by_hand(model: keras.Model) -> dict[str, str]:
     """Returns the stock policy of each layer that gives the dtypes tfamp chose."""
-    policies = {}
-    for layer in model.layers:
-        is_float32 = layer.compute_dtype == "float32"
-        half = f"mixed_{layer.compute_dtype}"
-        policies[layer.name] = "float32" if is_float32 else half
-    return policies
+    found = {layer.name: layer.compute_dtype for layer in model.layers}
+    return {n: d if d == "float32" else f"mixed_{d}" for n, d in found.items()}
 
 
 def figures(seconds: np.ndarray, goal: float) -> dict[str, Any]:
@@ -96,11 +91,8 @@ def figures(seconds: np.ndarray, goal: float) -> dict[str, Any]:
     return {
         "stock_milliseconds": round(float(stock), 3),
         "tfamp_milliseconds": round(float(ours), 3),
-        **found,
-        "processor_ratio": processor["ratio"],
-        "turns": len(seconds),
-        "goal": goal,
-        "met": found["ratio"] <= goal,
+        **{**found, "processor_ratio": processor["ratio"], "turns": len(seconds)},
+        **{"goal": goal, "met": found["ratio"] <= goal},
     }
 
 

@@ -2,9 +2,8 @@
 
 Networks of six kinds get sizes and batches drawn by a seed. Each is measured with the
 default budget, and again with four times as much. The pick is right where that second
-timing has it as the fastest, or within 3 % of it. Each core of the machine has a
-process for a part of the tries. Last, Keras's ResNet50 at 96x96 is measured once, on
-all cores, for what the measurement costs.
+timing has it as the fastest, or within 3 % of it. Each core has a process for a part of
+the tries. Last, ResNet50 at 96x96 is measured once, for what the measurement costs.
 
 Time: about fifteen minutes on two CPU cores.
 """
@@ -82,15 +81,10 @@ def measure_try(kind: str, number: int) -> dict[str, Any]:
     truth = {name: statistics.median(values) for name, values in seconds.items()}
     fastest = min(truth, key=lambda name: truth[name])
     behind = truth[found.best.name] / truth[fastest]
-    parameters = model.count_params()
+    told = {"kind": kind, "parameters": model.count_params(), "batch": batch}
     keras.backend.clear_session()
-    return {
-        "kind": kind,
-        "parameters": parameters,
-        "batch": batch,
-        "picked": found.best.name,
-        "fastest": fastest,
-        "candidates": len(truth),
+    return told | {
+        **{"picked": found.best.name, "fastest": fastest, "candidates": len(truth)},
         "behind": round(behind, 4),
         "gain": round(truth["float32"] / truth[fastest], 3),
         "right": behind <= 1 + INDIFFERENCE,
@@ -128,11 +122,9 @@ def measure(settings: Any) -> dict[str, Any]:
     if not settings.smoke:
         model, data, _ = _models.resnet50()
         found = tfamp.measure_policies(model, data)
-        result["resnet50"] = {
-            "seconds": round(found.seconds, 1),
-            "required": REQUIRED_SECONDS,
+        seconds = {"seconds": round(found.seconds, 1), "required": REQUIRED_SECONDS}
+        result["resnet50"] = seconds | {
             "met": found.seconds <= REQUIRED_SECONDS,
-            "picked": found.best.name,
-            "reason": found.reason,
+            **{"picked": found.best.name, "reason": found.reason},
         }
     return result

@@ -7,6 +7,8 @@ the layer where there is one to name.
 Time: about five minutes on two CPU cores.
 """
 
+import functools
+import itertools
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -39,40 +41,39 @@ def _judged(row: dict[str, Any], judge: Callable[[], Any]) -> dict[str, Any]:
     return row
 
 
+def sensitivity(case: Any, seed: int, dtype: str) -> tuple[str, Any]:
+    """Returns what is said of a model in a dtype."""
+    model, batches = case.build(seed)
+    arrays = tuple(map(np.concatenate, zip(*batches, strict=True)))
+    size = len(batches[0][0])
+    found = tfamp.sensitivity(model, arrays, dtype=dtype, batch_size=size)
+    return found.verdict, found.guilty
+
+
 def sensitivities(cases: Sequence[Any], seeds: int) -> Iterator[dict[str, Any]]:
     """Yields what is said of each model, in each dtype of which the truth is known."""
-    for case in cases:
-        for seed in range(seeds):
-            for dtype, guilty in case.guilty.items():
+    for case, seed in itertools.product(cases, range(seeds)):
+        for dtype, guilty in case.guilty.items():
+            row = {"case": case.name, "dtype": dtype, "seed": seed}
+            row |= {"expected": case.verdict_in(dtype), "wanted": sorted(guilty)}
+            judge = functools.partial(sensitivity, case, seed, dtype)
+            yield _judged(row | {"healthy": case.is_healthy}, judge)
 
-                def judge(
-                    case: Any = case, seed: int = seed, dtype: str = dtype
-                ) -> Any:
-                    model, batches = case.build(seed)
-                    arrays = map(np.concatenate, zip(*batches, strict=True))
-                    size = len(batches[0][0])
-                    found = tfamp.sensitivity(
-                        model, tuple(arrays), dtype=dtype, batch_size=size
-                    )
-                    return found.verdict, found.guilty
 
-                row = {"case": case.name, "dtype": dtype, "seed": seed}
-                row |= {"expected": case.verdict_in(dtype), "wanted": sorted(guilty)}
-                yield _judged(row | {"healthy": case.is_healthy}, judge)
+def triage(failure: Any, seed: int) -> tuple[str, list[str]]:
+    """Returns what is said of a failing step."""
+    found = tfamp.triage(*failure.build(seed))
+    return found.cause, [found.layer] if failure.layer else []
 
 
 def triages(failures: Sequence[Any], seeds: int) -> Iterator[dict[str, Any]]:
     """Yields what is said of each failing step."""
-    for failure in failures:
-        for seed in range(seeds):
-
-            def judge(failure: Any = failure, seed: int = seed) -> Any:
-                found = tfamp.triage(*failure.build(seed))
-                return found.cause, [found.layer] if failure.layer else []
-
-            row = {"case": failure.name, "seed": seed, "expected": failure.cause}
-            wanted = [failure.layer] if failure.layer else []
-            yield _judged(row | {"wanted": wanted}, judge)
+    for failure, seed in itertools.product(failures, range(seeds)):
+        row = {"case": failure.name, "seed": seed, "expected": failure.cause}
+        wanted = [failure.layer] if failure.layer else []
+        yield _judged(
+            row | {"wanted": wanted}, functools.partial(triage, failure, seed)
+        )
 
 
 def _part(rows: Sequence[dict[str, Any]]) -> list[int]:
@@ -83,14 +84,13 @@ def measure(settings: Any) -> dict[str, Any]:
     """Returns how many were found, and each that was not."""
     cpus.avoid_broken_amx()
     warnings.simplefilter("ignore", UserWarning)
-
-    def chosen(all_of_them: Sequence[Any]) -> list[Any]:
-        if settings.smoke:
-            return [each for each in all_of_them if each.name in SMOKE]
-        return [each for each in all_of_them if settings.only in each.name]
-
-    rows = list(sensitivities(chosen(fault_cases.CASES), settings.seeds))
-    steps = list(triages(chosen(fault_steps.FAILURES), settings.seeds))
+    only = settings.only
+    cases, failures = (
+        [e for e in every if (e.name in SMOKE if settings.smoke else only in e.name)]
+        for every in (fault_cases.CASES, fault_steps.FAILURES)
+    )
+    rows = list(sensitivities(cases, settings.seeds))
+    steps = list(triages(failures, settings.seeds))
     found = {}
     for dtype in fault_cases.BOTH:
         own = [row for row in rows if row["dtype"] == dtype]

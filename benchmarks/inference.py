@@ -5,9 +5,8 @@ each to every format, dtype and scheme whose packages are installed, and prints 
 accuracy, predictions that flip, and the speed at batch 1 and 64 over the signature of
 a float32 SavedModel; so does what TensorFlow alone can do. `auto` then chooses among
 the candidates. A trained ResNet50 and a random BERT are exported to int8 and asked
-whether they answer the same. Then outlier channels are planted in small models, the
-function unchanged, and int8 exports of them counted that pass the gate, with the
-layers kept.
+whether they answer the same. Then outlier channels are planted in small models, and
+int8 exports of them counted that pass the gate.
 
 Time: about twenty minutes on two CPU cores. Use an idle machine. The sides live in one
 process and take turns.
@@ -26,17 +25,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfamp
-from benchmarks._inference_models import (
-    CASES,
-    LARGE,
-    Digits,
-    centered,
-    cnn,
-    images,
-    mlp,
-    plant,
-    trained,
-)
+from benchmarks import _inference_models as models
+from benchmarks._inference_models import CASES, LARGE, Digits, mlp, trained
 from benchmarks._runner import ratio, take_turns, timed
 from tfamp.records.checks import short_error
 from tfamp.serving.exports.exporter import median, raced
@@ -96,13 +86,9 @@ def measure_case(
         for number, (format, dtype, scheme) in enumerate(candidates()):
             name = " ".join(filter(None, (format, dtype, scheme)))
             try:
-                export = tfamp.export(
-                    *(model, Path(folder, str(number))),
-                    format=format,
-                    dtype=dtype,
-                    scheme=scheme,
-                    calibration=data.x[:128] if scheme == "static" else None,
-                )
+                how = {"format": format, "dtype": dtype, "scheme": scheme}
+                how["calibration"] = data.x[:128] if scheme == "static" else None
+                export = tfamp.export(model, Path(folder, str(number)), **how)
                 loaded[name] = export.load()
             except (ImportError, RuntimeError, ValueError) as error:
                 found[name] = {"failed": short_error(error)}
@@ -127,13 +113,10 @@ def measure_case(
                 own = found if name in found else stock_figures
                 own.setdefault(name, {})[str(size)] = ratio(seconds[BASE], taken)
         tries = _tries(found, loaded, data, settings.tries)
-    accuracy = round(float(np.mean(exact == data.y_test)), 4)
     return {
-        "accuracy": accuracy,
-        "candidates": found,
-        "stock": stock_figures,
-        "best": _best(case, found),
-        "tries": tries,
+        "accuracy": round(float(np.mean(exact == data.y_test)), 4),
+        **{"candidates": found, "stock": stock_figures},
+        **{"best": _best(case, found), "tries": tries},
     }
 
 
@@ -189,35 +172,29 @@ def measure_large(case: str, number: int, data: Digits) -> dict[str, Any]:
     model = LARGE[case]()
     is_trained = case == "ResNet50"
     if is_trained:
-        x, calibration = images(data.x_test[:number]), images(data.x[:64])
-        model = trained(
-            model, dataclasses.replace(data, x=images(data.x)), LARGE_EPOCHS
-        )
+        x, calibration = (models.images(x) for x in (data.x_test[:number], data.x[:64]))
+        colored = dataclasses.replace(data, x=models.images(data.x))
+        model = trained(model, colored, LARGE_EPOCHS)
     else:
         shape = (number + 32, *model.input_shape[1:])
         inputs = np.random.default_rng(0).integers(0, 30522, shape).astype("int32")
-        model = centered(model, inputs[number:])
+        model = models.centered(model, inputs[number:])
         x, calibration = inputs[:number], inputs[number:]
     exact = classes_of(model.predict(x, batch_size=16, verbose=0))
     format, scheme = ("onnx", "static" if is_trained else "dynamic")
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         keras_bytes = _keras_bytes(model, Path(folder))
-        export = tfamp.export(
-            *(model, Path(folder, "model")),
-            format=format,
-            dtype="int8",
-            scheme=scheme,
-            calibration=calibration,
-        )
+        how = {"format": format, "dtype": "int8", "scheme": scheme}
+        how["calibration"] = calibration
+        export = tfamp.export(model, Path(folder, "model"), **how)
         seconds = time.perf_counter() - began
         loaded = export.load()
         answers = np.concatenate(
             [classes_of(loaded.predict(x[at : at + 16])) for at in range(0, number, 16)]
         )
     return {
-        "exported": f"{format} int8 {scheme}",
-        "number": number,
+        **{"exported": f"{format} int8 {scheme}", "number": number},
         "weights": "trained on digits" if is_trained else "random weights",
         "agree": round(float(np.mean(answers == exact)), 4),
         "answers": len({*exact.tolist()}),
@@ -287,36 +264,23 @@ def measure_planted(number: int, data: Digits, epochs: int) -> list[dict[str, An
         keras.utils.set_random_seed(seed)
         random = np.random.default_rng(seed)
         case = ("MLP", "CNN")[seed % 2]
-        model = mlp(64, depth=5) if case == "MLP" else cnn(8)
+        model = mlp(64, depth=5) if case == "MLP" else models.cnn(8)
         trained(model, data, epochs)
-        taker, _ = plant(model, random)
+        taker, _ = models.plant(model, random)
         # ONNX Runtime's dynamic way leaves convolutions in float32.
         scheme = "dynamic" if case == "MLP" and seed % 4 == 0 else "static"
         with tempfile.TemporaryDirectory() as folder:
             began = time.perf_counter()
-            export = tfamp.export(
-                *(model, Path(folder, "model")),
-                format=format,
-                dtype="int8",
-                scheme=scheme,
-                calibration=data.x[:64],
-                validation=(data.x, data.y),
-                write_failed=True,
-                budget_seconds=1.0,
-            )
+            how = {"format": format, "dtype": "int8", "scheme": scheme}
+            how |= {"calibration": data.x[:64], "validation": (data.x, data.y)}
+            how |= {"write_failed": True, "budget_seconds": 1.0}
+            export = tfamp.export(model, Path(folder, "model"), **how)
             seconds = time.perf_counter() - began
         kept = [path for path, why in export.kept.items() if "head" not in why]
-        found.append(
-            {
-                "case": f"{case} {scheme}",
-                "planted": taker,
-                "kept": kept,
-                "found": taker in kept,
-                "seconds": round(seconds, 2),
-                "passed": export.verdict != "worse",
-                "verdict": export.verdict,
-            }
-        )
+        told = {"case": f"{case} {scheme}", "planted": taker, "kept": kept}
+        told |= {"found": taker in kept, "seconds": round(seconds, 2)}
+        is_passed = export.verdict != "worse"
+        found.append(told | {"passed": is_passed, "verdict": export.verdict})
     return found
 
 
@@ -332,17 +296,11 @@ def measure(settings: Any) -> dict[str, Any]:
         for case in filter(None, cases)
     }
     tries = [each for case in found.values() for each in case["tries"]]
+    near = sum(each["speed"] >= NEAR for each in tries)
+    large = {case: measure_large(case, NUM_LARGE, data) for case in filter(None, large)}
     return {
-        "turns": settings.turns,
-        "cases": found,
-        "large": {
-            case: measure_large(case, NUM_LARGE, data) for case in filter(None, large)
-        },
-        "auto": {
-            "number": len(tries),
-            "near": sum(each["speed"] >= NEAR for each in tries),
-            "required": PART,
-        },
+        **{"turns": settings.turns, "cases": found, "large": large},
+        "auto": {"number": len(tries), "near": near, "required": PART},
         "planted": planted_figures(measure_planted(number, data, epochs)),
     }
 

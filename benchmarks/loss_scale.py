@@ -6,8 +6,8 @@ in a graph and compiled by XLA.
 
 Time: about five minutes on two CPU cores. Use an idle machine.
 
-The three sides live in one process and take turns, so that another program slows all
-alike; a ratio is the median over the turns, its spread the 90 % bootstrap interval.
+The three sides live in one process and take turns; a ratio is the median over the
+turns, its spread the 90 % bootstrap interval.
 Seconds to trace and compile are those of the first call, measured once.
 """
 
@@ -24,10 +24,7 @@ import tensorflow as tf
 import tfamp
 from benchmarks._runner import ratio, take_turns, timed
 
-CASES = {
-    "200 of 64x64": (200, 64),
-    "4 of 2048x2048": (4, 2048),
-}
+CASES = {"200 of 64x64": (200, 64), "4 of 2048x2048": (4, 2048)}
 MODES = {"graph": False, "XLA": True}
 WARM_UP = 5
 SIDES = ("bare", "keras", "tfamp")
@@ -56,9 +53,8 @@ def make_step(
         keras.Variable(rng.normal(size=shape).astype("float32"))
         for _ in range(num_variables)
     ]
-    gradients = [
-        tf.constant(rng.normal(size=shape).astype("float32")) for _ in variables
-    ]
+    draws = [rng.normal(size=shape).astype("float32") for _ in variables]
+    gradients = [tf.constant(each) for each in draws]
     optimizer = make_optimizer(side)
     optimizer.build(variables)
 

@@ -8,8 +8,8 @@ within 15 % of 1. Further rows do so for `predict` and for `tfamp.remat`.
 Time: about a quarter of an hour on two CPU cores.
 
 Each case runs in a process of its own. The peak is that of the resident memory, reset
-ahead of a step; the C library is told to give back at once what is freed, since what it
-keeps for later depends on what ran before. The first step, which traces, is left out.
+ahead of a step; the C library is told to give back at once what is freed. The first
+step, which traces, is left out.
 """
 
 import ctypes
@@ -25,13 +25,7 @@ GOAL = 0.15
 STEPS = 3
 POLICIES = ("float32", "mixed_bfloat16")
 # Batch sizes at which the step outweighs the interpreter's own ups and downs.
-CASES = {
-    "MLP": 1024,
-    "CNN": 256,
-    "ResNet50": 32,
-    "transformer": 64,
-    "LSTM": 256,
-}
+CASES = {"MLP": 1024, "CNN": 256, "ResNet50": 32, "transformer": 64, "LSTM": 256}
 OTHERS = {
     "MLP, predict": {"training": False},
     "MLP, remat": {"is_again": True},
@@ -41,11 +35,7 @@ SMOKE = {"MLP of 2 blocks": 16}
 
 
 def measure_side(
-    case: str,
-    policy: str,
-    batch: int,
-    training: bool = True,
-    is_again: bool = False,
+    case: str, policy: str, batch: int, training: bool = True, is_again: bool = False
 ) -> dict[str, Any]:
     """Predicts and measures one case in this process."""
     model = _models.compiled_family(case, policy)
@@ -71,11 +61,9 @@ def measure_side(
     }
 
 
-def measure_case(**side: Any) -> dict[str, Any]:
+def measure_case(**side: Any) -> Any:
     """Measures a case in a fresh process, and says how near the prediction came."""
-    found: dict[str, Any] = _runner.in_a_process(
-        "memory", side, **_runner.FREED_AT_ONCE
-    )
+    found = _runner.in_a_process("memory", side, **_runner.FREED_AT_ONCE)
     middle = found["measured"][len(found["measured"]) // 2]
     found["ratio"] = round(found["predicted"] / max(1, middle), 3)
     found["batch"] = side["batch"]

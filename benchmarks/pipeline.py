@@ -7,8 +7,7 @@ Time: about ten minutes on two CPU cores. Use an idle machine.
 
 Images and tables are made here, of random content. The sides live in one process and
 take turns, each reading one epoch, timed from its start to its last batch; a ratio is
-the median over the turns, its spread the 90 % bootstrap interval. Every side reads
-from files that the system holds in memory, so no disk is measured.
+the median over the turns, its spread the 90 % bootstrap interval. No disk is measured.
 """
 
 import os
@@ -52,15 +51,7 @@ NUM_CLASSES = 4
 
 
 class Epochs:
-    """Reads a side epoch by epoch.
-
-    Args:
-        side: What to iterate.
-
-    Attributes:
-        num_batches: Batches in an epoch, counted in the first one, which is not timed.
-        seconds: Of each epoch, from its start to its last batch.
-    """
+    """Reads a side epoch by epoch, the first of which is not timed."""
 
     def __init__(self, side: Iterable) -> None:
         self.side = side
@@ -73,11 +64,10 @@ class Epochs:
         iterator = iter(self.side)
         for _ in range(self.num_batches):
             next(iterator)
-        last = time.perf_counter()
+        self.seconds.append(time.perf_counter() - start)
         if next(iterator, None) is not None:
             raise RuntimeError(f"{self.side!r} has more batches in a later epoch.")
-        self.seconds.append(last - start)
-        return last - start
+        return self.seconds[-1]
 
 
 def read(sides: dict[str, Iterable], turns: int) -> dict[str, Epochs]:
@@ -247,16 +237,9 @@ def measure(settings: Any) -> dict[str, Any]:
         table = write_rows(Path(name, "rows.csv"), rows)
         epochs = read(image_sides(folder, paths, cores), turns)
         epochs |= read(row_sides(table), turns)
-    sizes = {
-        name: rows if "CSV" in name or "csv" in name else images for name in epochs
+    rates = {
+        name: round((rows if "csv" in name.lower() else images) / np.median(s.seconds))
+        for name, s in epochs.items()
     }
-    return {
-        "images": images,
-        "rows": rows,
-        "turns": turns,
-        "rates": {
-            name: round(sizes[name] / float(np.median(side.seconds)))
-            for name, side in epochs.items()
-        },
-        "ratios": ratios(epochs),
-    }
+    made = {"images": images, "rows": rows, "turns": turns}
+    return {**made, "rates": rates, "ratios": ratios(epochs)}

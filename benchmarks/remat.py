@@ -8,9 +8,8 @@ goal is a ratio of memory of 0.4 with equal losses.
 Time: about a quarter of an hour on two CPU cores. Use an idle machine.
 
 Each side is trained in a process of its own. The peak is that of the resident memory,
-reset ahead of the steps: once where freed blocks go back to the system at once, so that
-it is what the step holds; and once with glibc's allocator as it is, which keeps freed
-blocks that lie between others, and runs faster. Times are from there.
+reset ahead of the steps: where freed blocks go back to the system at once, and with
+glibc's allocator as it is, which keeps some and is faster. Times are from there.
 """
 
 from typing import Any
@@ -66,11 +65,10 @@ def measure_case(case: str, policy: str, batch: int) -> dict[str, Any]:
         for allocator in (_runner.FREED_AT_ONCE, {})
     )
     pairs = zip(plain["losses"], again["losses"], strict=True)
+    own = {"plain_bytes": held_plain["bytes"], "remat_bytes": held_again["bytes"]}
     return {
-        "batch": batch,
-        "plain_bytes": held_plain["bytes"],
-        "remat_bytes": held_again["bytes"],
-        "memory": round(held_again["bytes"] / max(1, held_plain["bytes"]), 3),
+        **{"batch": batch, **own},
+        "memory": round(own["remat_bytes"] / max(1, own["plain_bytes"]), 3),
         "memory_with_glibc": round(again["bytes"] / max(1, plain["bytes"]), 3),
         "time": round(again["seconds"] / plain["seconds"], 2),
         "off": max(abs(a - b) / abs(a) for a, b in pairs),

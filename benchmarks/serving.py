@@ -62,10 +62,9 @@ def serving(command: list[str], port: int) -> Iterator[tuple[int, float]]:
     )
     try:
         while not _answers(port):
-            if process.poll() is not None:
-                raise RuntimeError(f"{command} ended with {process.returncode}.")
-            if time.perf_counter() - start > _DEADLINE:
-                raise RuntimeError(f"{command} gave no answer in {_DEADLINE:g} s.")
+            is_late = time.perf_counter() - start > _DEADLINE
+            if process.poll() is not None or is_late:
+                raise RuntimeError(f"{command} ended, or gave no answer.")
             time.sleep(0.005)
         yield process.pid, time.perf_counter() - start
     finally:
@@ -118,19 +117,16 @@ def ask(port: int, x: np.ndarray, clients: int, seconds: float, **how: Any) -> A
     with concurrent.futures.ThreadPoolExecutor(clients) as pool:
         for each in [pool.submit(work) for _ in range(clients)]:
             each.result()
-    p50 = float(np.median(taken))
-    rate = len(taken) / seconds
-    return types.SimpleNamespace(
-        answers_per_second=rate, p50=p50, num_answers=len(taken)
-    )
+    found = {"answers_per_second": len(taken) / seconds, "num_answers": len(taken)}
+    return types.SimpleNamespace(p50=float(np.median(taken)), **found)
 
 
 def commands(folder: Path) -> dict[str, tuple[list[str], int]]:
     """Returns how each server is started, and its port."""
     found = {}
-    for name, export in (("int8", "int8"), ("saved_model", "saved_model")):
+    for name in ("int8", "saved_model"):
         port = free_port()
-        own = [f"model={folder / export}", f"--port={port}"]
+        own = [f"model={folder / name}", f"--port={port}"]
         found[name] = (["-m", "tfamp", "serve", *own], port)
     port = free_port()
     own = ["-m", "benchmarks.serving", str(folder / "int8"), str(port)]
@@ -140,12 +136,9 @@ def commands(folder: Path) -> dict[str, tuple[list[str], int]]:
 def exports(folder: Path, width: int, data: Digits) -> None:
     """Writes the MLP in int8 for ONNX, and in float32 as a SavedModel."""
     model = trained(mlp(width), data, 3)
-    for name, options in (
-        ("int8", {"dtype": "int8", "scheme": "static", "calibration": data.x[:128]}),
-        ("saved_model", {}),
-    ):
-        format = "onnx" if name == "int8" else name
-        tfamp.export(model, folder / name, format=format, write_failed=True, **options)
+    int8 = {"dtype": "int8", "scheme": "static", "calibration": data.x[:128]}
+    tfamp.export(model, folder / "int8", format="onnx", write_failed=True, **int8)
+    tfamp.export(model, folder / "saved_model", format="saved_model", write_failed=True)
 
 
 def processor_seconds(pid: int) -> float:
@@ -159,11 +152,7 @@ def compare_rates(
 ) -> dict[str, Any]:
     """Returns the answers a second of each server, and ratios of int8's over others.
 
-    Args:
-        servers: Process and port, by name.
-        x: What is asked for.
-        turns: Of each server.
-        seconds: Of a turn.
+    Servers are process and port, by name; a turn takes some seconds.
     """
 
     def side(pid: int, port: int) -> Any:
@@ -232,21 +221,17 @@ def tail(
     rate, length = peak / 2, 4 * seconds
     load = ask(port, x, 1, length, binary=True, rate=rate)
     goal = None if own is None or limit is None else MAX_TAIL * own + limit
+    times = {"own_p99": own, "batch": limit, "p50": load.p50, "p99": load.p99}
     return {
         "peak_per_second": round(peak),
         "rate": round(rate),
         "milliseconds": {
-            **{"own_p99": _rounded(own), "batch": _rounded(limit)},
-            **{"p50": _rounded(load.p50), "p99": _rounded(load.p99)},
-            "goal": _rounded(goal),
+            name: None if each is None else round(1e3 * each, 3)
+            for name, each in (times | {"goal": goal}).items()
         },
         "errors": load.errors,
         "met": None not in (load.p99, goal) and load.p99 <= goal and not load.errors,
     }
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1e3 * seconds, 3)
 
 
 def measure(settings: Any) -> dict[str, Any]:
@@ -264,32 +249,24 @@ def measure(settings: Any) -> dict[str, Any]:
         for _ in range(starts):
             with serving(*started["int8"]) as (_, took):
                 cold.append(took)
-        pids = {}
-        for name, (command, port) in started.items():
-            pids[name], _ = stack.enter_context(serving(command, port))
-        ports = {name: port for name, (_, port) in started.items()}
-        servers = {name: (pids[name], ports[name]) for name in ports}
+        servers = {
+            name: (stack.enter_context(serving(command, port))[0], port)
+            for name, (command, port) in started.items()
+        }
         model = tfamp.load_exported(folder / "int8")
         rates = compare_rates(servers, x, turns, seconds)
-        port = ports["int8"]
+        port = servers["int8"][1]
         added = compare_latencies(model, port, x, turns, seconds)
         own_tail = tail(model, port, x, seconds)
-        for name, pid in pids.items():
+        for name, (pid, _) in servers.items():
             rates[name]["resident_bytes"] = resident_bytes(pid)
     start, held = float(np.median(cold)), rates["int8"]["resident_bytes"]
-    return {
-        "turns": turns,
-        "clients": CLIENTS,
-        "rates": rates,
-        "one_client": added,
-        "half_peak": own_tail,
-        "start": {
-            "seconds": round(start, 3),
-            "goal": MAX_START_SECONDS,
-            "met": start <= MAX_START_SECONDS,
-        },
-        "memory": {"bytes": held, "goal": MAX_BYTES, "met": held <= MAX_BYTES},
-    }
+    took = {"seconds": round(start, 3), "goal": MAX_START_SECONDS}
+    took["met"] = start <= MAX_START_SECONDS
+    memory = {"bytes": held, "goal": MAX_BYTES, "met": held <= MAX_BYTES}
+    found = {"rates": rates, "one_client": added, "half_peak": own_tail}
+    found |= {"start": took, "memory": memory}
+    return {"turns": turns, "clients": CLIENTS, **found}
 
 
 def serve_plainly(path: str, port: int) -> None:

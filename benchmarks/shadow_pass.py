@@ -15,6 +15,7 @@ import numpy as np
 
 import tfamp
 from benchmarks import _models
+from benchmarks._runner import timed
 from tfamp.machine import cpus
 
 GOAL = 60.0
@@ -33,9 +34,7 @@ def measure_case(case: str, options: dict[str, int], runs: int) -> dict[str, Any
     build, own = CASES[case]
     model, data, _ = build(**own | options)
     model.fit(data.take(STEPS), verbose=0)
-    start = time.perf_counter()
-    model.fit(data.take(STEPS), verbose=0)
-    step = (time.perf_counter() - start) / STEPS
+    step = timed(lambda: model.fit(data.take(STEPS), verbose=0))[0] / STEPS
     figures: dict[str, Any] = {
         "parameters": model.count_params(),
         "step_milliseconds": round(1e3 * step, 2),

@@ -11,7 +11,6 @@ Time: about half an hour on two CPU cores. Use an idle machine.
 import json
 import math
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import tfamp
@@ -30,6 +29,11 @@ MODELS = {
     "tabular": ("recipes.train_tabular:build", 40, "recipes/train_tabular.py"),
     "text": ("benchmarks._models:text", 1, "recipes/train_text.py, 150 steps"),
 }
+MEASURES = {
+    "ratio": "examples_per_second",
+    "training_bytes": "training_bytes",
+    "latency": "latency_p50_batch_1",
+}
 # XLA takes minutes to compile it for a CPU.
 _NOT_COMPILED = ("resnet50",)
 FLAGS = (
@@ -39,22 +43,10 @@ FLAGS = (
 )
 
 
-def measure_model(
-    target: str, epochs: int, policies: Sequence[str], seeds: int
-) -> dict[str, Any]:
-    """Returns the figures of one model."""
-    found = tfamp.compare(
-        target,
-        policies=policies,
-        seeds=seeds,
-        epochs=epochs,
-        on_run=lambda run: print(
-            f"  {run.policy}, seed {run.seed}: {run.examples_per_second:,.0f} "
-            f"examples/s {run.error}",
-            flush=True,
-        ),
-    )
-    return figures(found)
+def told(run: Any) -> None:
+    """Prints what a run did."""
+    rate = f"{run.examples_per_second:,.0f} examples/s"
+    print(f"  {run.policy}, seed {run.seed}: {rate} {run.error}", flush=True)
 
 
 def figures(found: Any) -> dict[str, Any]:
@@ -65,22 +57,19 @@ def figures(found: Any) -> dict[str, Any]:
         if not runs:
             continue
         rates = sorted(run.examples_per_second for run in runs)
+        metrics = [run.final_metrics[found.metric] for run in runs]
         row: dict[str, Any] = {
             "examples_per_second": round(rates[len(rates) // 2], 1),
             "resolved": runs[0].resolved_policy,
-            "metric": round(
-                sum(r.final_metrics[found.metric] for r in runs) / len(runs), 4
-            ),
+            "metric": round(sum(metrics) / len(metrics), 4),
         }
         if policy != found.reference:
-            row["ratio"] = _interval(found.ratio("examples_per_second", policy))
             row["answer"] = found.verdicts[policy].answer
-            row["training_bytes"] = _interval(found.ratio("training_bytes", policy))
-            row["latency"] = _interval(found.ratio("latency_p50_batch_1", policy))
+            for key, measure in MEASURES.items():
+                row[key] = _interval(found.ratio(measure, policy))
         if STOCK in found.policies and policy in ("auto", OURS):
-            row["over_stock"] = _interval(
-                found.ratio("examples_per_second", policy, STOCK)
-            )
+            own = found.ratio("examples_per_second", policy, STOCK)
+            row["over_stock"] = _interval(own)
         rows[policy] = row
     context = found.context
     return {
@@ -134,7 +123,8 @@ def measure(settings: Any) -> dict[str, Any]:
     for name, (target, epochs, text) in models.items():
         print(f"{name}: {text}", flush=True)
         some = [p for p in policies if name not in _NOT_COMPILED or "xla" not in p]
-        found[name] = measure_model(target, epochs, some, seeds)
+        how = {"policies": some, "seeds": seeds, "epochs": epochs, "on_run": told}
+        found[name] = figures(tfamp.compare(target, **how))
         result = {"models": found, "goals": goals(found)}
         if settings.record:  # after each, since all of them take long
             before = json.loads(path.read_text())
