@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 
 import tfamp
-from tests.wild import corpus
+from tests.wild import corpus, table
 from tests.wild.programs.registry import Program
 
 
@@ -29,10 +30,17 @@ def by_file(model: keras.Model, folder: Path) -> keras.Model:
     return tfamp.load_model(folder / "model.keras")
 
 
+# Of a loss in bfloat16 after some steps, where float32's seeds are alike.
+ROUNDING = 0.02
 COPIES = {
     "deepcopy": lambda model, _: copy.deepcopy(model),
     "pickle": lambda model, _: pickle.loads(pickle.dumps(model)),
 }
+
+
+def limit(spread: float, most: float) -> float:
+    """Returns how far a loss may be off: as float32's other seeds are, up to a part."""
+    return min(max(spread, ROUNDING), most)
 
 
 def cases(programs: Iterable[Program]) -> list:
@@ -48,15 +56,19 @@ def cases(programs: Iterable[Program]) -> list:
 def check(
     program: Program, way: str, policy: str, loader: corpus.Loader, folder: Path
 ) -> corpus.Outcome:
-    """Runs a program under tfamp, compares it with float32 and loads it elsewhere."""
+    """Runs a program under tfamp, compares it with float32 and loads it elsewhere.
+
+    Its loss is no farther from float32's, of the same seed, than `limit` allows. An
+    unsteady program's loss is a number, and nothing else is asked of it.
+    """
     outcome = corpus.run(program, way, policy)
     reference = corpus.float32(program)
-    # One seed tells half as much as the median of three.
-    limit = 2 * program.tolerance
-    assert corpus.distance(outcome.last_loss, reference.last_loss) <= limit
+    assert np.isfinite(outcome.last_loss)
+    if not program.unsteady:
+        far = corpus.distance(outcome.last_loss, reference.last_loss)
+        assert far <= limit(table.spreads()[program.name], 0.1)
     assert outcome.in_half() == set()
-    if not program.unsaved:
-        path = corpus.save(outcome, program.name, folder)
-        assert loader.difference(path) == ""
+    path = corpus.save(outcome, program.name, folder)
+    assert loader.difference(path) == ""
     keras.utils.clear_session()
     return outcome

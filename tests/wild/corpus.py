@@ -1,8 +1,13 @@
-"""Runs the programs of the corpus: in float32, under stock Keras, under tfamp."""
+"""Runs the programs of the corpus: in float32, under stock Keras, under tfamp.
+
+As a program, `python -m tests.wild.corpus MODULE...` loads saved models in a process
+that knows nothing of how they were made, and says whether they predict the same.
+"""
 
 import contextlib
 import dataclasses
 import functools
+import importlib
 import os
 import statistics
 import subprocess
@@ -22,6 +27,7 @@ from tests.wild.programs.registry import Program, Trained
 ROOT = Path(__file__).resolve().parents[2]
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 WAYS = ("enable", "apply")
+SEEDS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +66,9 @@ def policy_in_force(way: str, policy: str) -> Iterator[None]:
 
 
 def run(program: Program, way: str, policy: str = "float32", seed: int = 0) -> Outcome:
-    """Trains a program's models.
+    """Trains a program's models: in "float32", or by a line of Keras or of tfamp.
 
-    Args:
-        program: What to run.
-        way: "float32", "stock" for Keras's own policy, "enable" or "apply".
-        policy: Of the last three.
-        seed: Of weights and noise.
+    Those ways are "stock", "enable" and "apply"; the seed is of weights and noise.
     """
     keras.utils.set_random_seed(seed)
     with policy_in_force(way, policy), taps.seen() as seen:
@@ -86,15 +88,14 @@ def float32(program: Program) -> Outcome:
     return run(program, "float32")
 
 
-def median_loss(program: Program, way: str, policy: str, seeds: int = 3) -> float:
-    """Returns the median of the last losses over some seeds."""
-    losses = [run(program, way, policy, s).last_loss for s in range(seeds)]
-    return statistics.median(losses)
-
-
 def distance(loss: float, reference: float) -> float:
     """Returns how far a loss is from float32's, relative to that."""
     return abs(loss - reference) / abs(reference)
+
+
+def spread(losses: list[float]) -> float:
+    """Returns how far losses of several seeds lie apart, relative to their median."""
+    return (max(losses) - min(losses)) / abs(statistics.median(losses))
 
 
 def predictions(model: keras.Model, inputs) -> list[np.ndarray]:
@@ -124,23 +125,35 @@ def save(outcome: Outcome, name: str, folder: Path) -> Path:
     return folder / f"{name}.keras"
 
 
+def read(path: Path):
+    """Returns the arrays of a file: one, a list or a dictionary, as it was given."""
+    with np.load(path) as file:
+        arrays = dict(file)
+    if not all(name.startswith("arr_") for name in arrays):
+        return arrays
+    return list(arrays.values()) if len(arrays) > 1 else arrays["arr_0"]
+
+
+def difference(path: Path) -> str:
+    """Returns what differs between a saved model and the one that was trained."""
+    model = tfamp.load_model(path)
+    outputs = predictions(model, read(path.with_suffix(".inputs.npz")))
+    expected = tf.nest.flatten(read(path.with_suffix(".outputs.npz")))
+    pairs = list(zip(outputs, expected, strict=True))
+    if all(np.array_equal(new, old) for new, old in pairs):
+        return ""
+    return f"predictions differ by {max(np.abs(n - o).max() for n, o in pairs):.2g}"
+
+
 class Loader:
-    """A fresh process that loads saved models, one after the other.
-
-    Args:
-        *modules: What has to be imported for the models' own classes.
-
-    Example:
-        with Loader() as loader:
-            assert loader.difference(folder / "vae.keras") == ""
-    """
+    """A fresh process that loads saved models, after the modules of their classes."""
 
     def __init__(self, *modules: str) -> None:
         self.modules = modules
 
     def __enter__(self) -> "Loader":
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.wild.loaded", *self.modules],
+            [sys.executable, "-m", "tests.wild.corpus", *self.modules],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
             stdin=subprocess.PIPE,
@@ -163,5 +176,23 @@ class Loader:
             if line.startswith(f"{path}\t"):
                 return line.split("\t")[1].strip()
         raise RuntimeError(
-            "The fresh process ended; run `python -m tests.wild.loaded`."
+            "The fresh process ended; run `python -m tests.wild.corpus`."
         )
+
+
+def main(modules: list[str]) -> None:
+    """Reads paths, one a line, and answers each with its difference."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    for module in modules:
+        importlib.import_module(module)
+    for line in sys.stdin:
+        path = Path(line.strip())
+        try:
+            said = difference(path)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        print(path, " ".join(said.split()), sep="\t", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

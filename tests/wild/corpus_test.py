@@ -1,23 +1,25 @@
-"""The programs of `programs/`, and every family of `keras.applications`.
+"""The programs of `programs/`, and the families of `keras.applications`.
 
 They train, are saved and loaded under both mixed policies; the docs have their table.
 """
 
 import inspect
+import statistics
 
 import keras
+import numpy as np
 import pytest
 from keras import applications
 
-from tests.wild import checking, corpus, programs, programs_of_applications, table
+import tfamp
+from tests.wild import checking, corpus, programs, table
 from tests.wild.programs.registry import PROGRAMS
+from tests.wild.programs_of_applications import FAMILIES, TRAINED, built
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-FAMILIES = programs_of_applications.FAMILIES
 CASES = checking.cases(
-    p for p in PROGRAMS.values() if p.run.__module__.startswith(programs.__name__ + ".")
+    program for program in PROGRAMS.values() if program.field != "KerasHub"
 )
-OF_FAMILIES = checking.cases(PROGRAMS[family] for family in FAMILIES)
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +31,7 @@ def loader():
 @pytest.mark.quick(
     "digits_convnet-apply-mixed_float16",
     "own_train_step-enable-mixed_float16",
-    "vae-enable-mixed_float16",
-    "dcgan-enable-mixed_float16",
-    "bidirectional_lstm-enable-mixed_bfloat16",
+    "vae-enable-mixed_bfloat16",
 )
 @pytest.mark.parametrize(("program", "way", "policy"), CASES)
 def test_it_trains_as_in_float32_and_is_loaded(program, way, policy, loader, tmp_path):
@@ -41,21 +41,33 @@ def test_it_trains_as_in_float32_and_is_loaded(program, way, policy, loader, tmp
 @pytest.mark.slow("of one seed: test_it_trains_as_in_float32_and_is_loaded")
 @pytest.mark.parametrize(
     ("program", "way", "policy"),
-    [case for case in CASES if "enable" in case.values],
+    [case for case in CASES if "enable" in case.values and not case.values[0].unsteady],
 )
-def test_the_median_of_three_seeds_is_that_of_float32(program, way, policy):
-    reference = corpus.median_loss(program, "float32", "float32")
-    loss = corpus.median_loss(program, way, policy)
-    assert corpus.distance(loss, reference) <= program.tolerance
+def test_the_median_of_three_seeds_is_within_the_spread_of_float32(
+    program, way, policy
+):
+    def losses(*how):
+        return [corpus.run(program, *how, s).last_loss for s in range(corpus.SEEDS)]
+
+    exact, found = losses("float32", "float32"), losses(way, policy)
+    far = corpus.distance(statistics.median(found), statistics.median(exact))
+    assert far <= checking.limit(corpus.spread(exact), 0.05)
     keras.utils.clear_session()
 
 
-@pytest.mark.quick("VGG-enable-mixed_bfloat16")
-@pytest.mark.parametrize(("program", "way", "policy"), OF_FAMILIES)
-def test_a_family_trains_as_in_float32_and_is_loaded(
-    program, way, policy, loader, tmp_path
-):
-    checking.check(program, way, policy, loader, tmp_path)
+@pytest.mark.slow("test_it_trains_as_in_float32_and_is_loaded, of those that train")
+@pytest.mark.parametrize("family", FAMILIES.keys() - TRAINED)
+def test_a_family_predicts_as_in_float32(family):
+    keras.utils.set_random_seed(0)
+    exact, x, _ = built(family)
+    wanted = exact.predict(x, verbose=0)
+    for policy in corpus.POLICIES:
+        with tfamp.scope(policy):
+            model, _, _ = built(family)
+        model.set_weights(exact.get_weights())
+        # Of probabilities of three classes, after up to 200 layers.
+        np.testing.assert_allclose(model.predict(x, verbose=0), wanted, atol=0.05)
+        keras.utils.clear_session()
 
 
 def test_no_family_is_left_out():
@@ -66,14 +78,18 @@ def test_no_family_is_left_out():
         assert name in known or any(make in vars(module).values() for make in makers)
 
 
-def test_every_program_has_a_row_without_an_empty_cell():
+def test_every_program_has_a_row_that_is_marked_beyond_float32s_own_spread():
     rows = table.rows_of(table.OUT.read_text(encoding="utf-8"))
-    assert set(PROGRAMS) | set(FAMILIES) <= set(rows)
+    assert set(PROGRAMS) <= set(rows)
     for row in rows.values():
         assert len(row) == len(table.COLUMNS)
         assert all(cell.strip() for cell in row)
-
-
-def test_what_is_written_is_read_again():
-    rows = {name: (name, *"bcdefghi", "0.1 (9% off)") for name in ("vae", "dcgan")}
-    assert table.rows_of(table.heading() + table.rendered(rows)) == rows
+        cells = dict(zip(table.COLUMNS, row, strict=True))
+        if "not judged" in cells[table.SPREAD]:
+            continue
+        limit = table.spreads()[row[0]] + 0.001  # as figures are rounded
+        for name in table.LOSSES:
+            loss = cells[name].split(" ")[0]
+            if loss.replace(".", "").replace("-", "").isdigit():
+                far = corpus.distance(float(loss), float(cells["float32"]))
+                assert far <= limit or "off)" in cells[name], row[0]

@@ -20,7 +20,7 @@ def loader():
         yield loader
 
 
-@pytest.mark.quick("gpt2-enable-mixed_float16", "bert-apply-mixed_bfloat16")
+@pytest.mark.slow("tests/integrations_test.py trains none, and saves and loads one")
 @pytest.mark.parametrize(("program", "way", "policy"), CASES)
 def test_it_trains_as_in_float32_generates_and_is_loaded(
     program, way, policy, loader, tmp_path

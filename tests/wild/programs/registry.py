@@ -16,51 +16,28 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-# Of a last loss against float32's, where training is long enough to say.
-TOLERANCE = 0.05
-
 
 @dataclasses.dataclass
 class Trained:
-    """What a program gives back.
+    """What a program gives back."""
 
-    Args:
-        losses: One number an epoch.
-        model: Predicts, and is saved.
-        inputs: What it predicts.
-        answers: Further results by name, such as generated tokens.
-    """
-
-    losses: Sequence[float]
-    model: Any
-    inputs: Any
+    losses: Sequence[float]  # one an epoch
+    model: Any  # predicts, and is saved
+    inputs: Any  # what it predicts
+    # Further results by name, such as generated tokens.
     answers: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A training program, written as for float32.
-
-    Args:
-        name: The function's name.
-        field: What it is about, such as "vision".
-        manner: How it is written, such as "own train_step".
-        run: The generator.
-        tolerance: Of the last loss against float32's, relative.
-        why: Why the tolerance is not `TOLERANCE`.
-        unsaved: Why the saved model is not compared, such as that stock Keras cannot
-            load it.
-        is_built: Whether its models have their weights before training.
-    """
+    """A training program, written as for float32."""
 
     name: str
-    field: str
-    manner: str
+    field: str  # what it is about, such as "vision"
+    manner: str  # how it is written, such as "own train_step"
     run: Callable[[], Iterator[Any]]
-    tolerance: float = TOLERANCE
-    why: str = ""
-    unsaved: str = ""
-    is_built: bool = True
+    unsteady: str = ""  # why its loss tells nothing, so that nobody compares it
+    is_built: bool = True  # whether its models have their weights before training
 
     def __str__(self) -> str:
         return self.name
