@@ -160,7 +160,7 @@ def test_models_in_half_precision_leave_in_float32_and_stay_as_they_are(
 
 
 @pytest.mark.parametrize("format", PACKAGES)
-@pytest.mark.quick("onnx")
+@pytest.mark.quick("openvino")
 def test_statistics_and_preprocessing_layers_come_along(format, tmp_path):
     random = np.random.default_rng(0)
     columns = {

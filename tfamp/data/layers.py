@@ -183,11 +183,12 @@ class Condition(keras.layers.Layer):
 
         values = (tf.cast(values, dtype) - constants(center)) * constants(1 / width)
         values += constants(rest / width)
+        # Before any comparison, which runtimes may make a minimum that loses NaN.
+        is_missing = tf.math.is_nan(values)
         lower, upper = scaled(rule.lower), scaled(rule.upper)
-        # A comparison with NaN is false: NaN stays NaN, unlike in some minimums.
         values = tf.where(values < lower, lower, values)
         values = tf.where(values > upper, upper, values)
         fill = np.clip(rule.fill, rule.lower, rule.upper)
-        values = tf.where(tf.math.is_nan(values), scaled(fill), values)
+        values = tf.where(is_missing, scaled(fill), values)
         # By way of float32: float64 is not cast to bfloat16 by every device.
         return tf.cast(tf.cast(values, "float32"), self.compute_dtype)
