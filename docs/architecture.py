@@ -15,7 +15,7 @@ _SUBJECTS = {
     "records": "results, findings, formats, units, checks, files",
     "machine": "devices, speeds, memory, clusters, NVML, AMX",
     "keras_hooks": "every touch of Keras's private parts",
-    "graph": "traced graphs: operations, products, liveness",
+    "graph": "traced graphs: operations, products, memory",
     "loss_scale": "rule, optimizer, tape, replicas, saving",
     "data": "pipeline, sources, sampling, statistics, health",
     "dtypes": "one layer's dtype and why",

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 Shape = tuple[int | None, ...] | None
+LOOPS = ("While", "StatelessWhile")
 
 
 class Reference(NamedTuple):
@@ -35,14 +36,7 @@ class Body:
         self.results = [self._reference(text) for text in results]
         self.kept = list(kept)  # nodes that run though no result needs them
         self.argument_shapes: dict[int, Shape] = {}
-        # Where every call has the same.
-        self.argument_values: dict[int, Any] = {}
-        self.loops: dict[Any, Any] = {}  # what `constants` found out
-        self._functions = functions
-
-    def function(self, name: str) -> "Body | None":
-        """Returns a function of the library, None where it is not there."""
-        return self._functions.get(name)
+        self.functions = functions  # of the library, by name
 
     def inputs(self, node: tf.compat.v1.NodeDef) -> list[Reference]:
         """Returns the tensors that a node reads, in order."""
@@ -56,31 +50,10 @@ class Body:
         return output_shape(node, reference.output) if node is not None else None
 
     @functools.cached_property
-    def _live(self) -> list[tf.compat.v1.NodeDef]:
-        found = self._behind([*(r.name for r in self.results), *self.kept])
-        return [node for node in self.nodes.values() if node.name in found]
-
     def live(self) -> list[tf.compat.v1.NodeDef]:
-        """Returns the nodes that run: those behind the results and the kept ones."""
-        return self._live
-
-    def arguments_behind(self, reference: Reference) -> set[int]:
-        """Returns the indices of the arguments that a tensor depends on."""
-        found = self._behind([reference.name])
-        return {self.arguments[name] for name in found & self.arguments.keys()}
-
-    def hands_on(self, index: int) -> bool:
-        """States whether a loop's body returns an argument as it came."""
-        reference = self.results[index]
-        while (node := self.nodes.get(reference.name)) is not None:
-            if node.op != "Identity":
-                return False
-            reference = self.inputs(node)[0]
-        return self.arguments.get(reference.name) == index
-
-    def _behind(self, names: list[str]) -> set[str]:
-        """Returns the names of the nodes and arguments that `names` depend on."""
-        found, waiting = set(names), list(names)
+        """The nodes that run: those behind the results and the kept ones."""
+        waiting = [*(reference.name for reference in self.results), *self.kept]
+        found = set(waiting)
         while waiting:
             node = self.nodes.get(waiting.pop())
             for text in node.input if node is not None else ():
@@ -88,7 +61,21 @@ class Body:
                 if name not in found:
                     found.add(name)
                     waiting.append(name)
-        return found
+        return [node for node in self.nodes.values() if node.name in found]
+
+    def num_trips(self, loop: tf.compat.v1.NodeDef) -> int | None:
+        """Returns how often a loop runs: once for each entry of a list that it reads.
+
+        So do recurrent layers, `tf.map_fn` and `tf.scan`, and a gradient runs as often
+        as what it is the gradient of. None where nothing tells.
+        """
+        sources = [self.nodes.get(reference.name) for reference in self.inputs(loop)]
+        for source in filter(None, sources):
+            if source.op == "TensorListFromTensor":
+                shape = self.shape(self.inputs(source)[0])
+                return shape[0] if shape else None
+        loops = (source for source in sources if source and source.op in LOOPS)
+        return next(map(self.num_trips, loops), None)
 
     def _reference(self, text: str) -> Reference:
         """Reads "name", "name:1" (in graphs) and "name:output:1" (in functions)."""
@@ -175,11 +162,6 @@ class Operation:
         known = attribute in self.attributes and self.attributes[attribute].type
         # In the body of a function that takes several it may be left open, as 0.
         return str(tf.as_dtype(known).name) if known else ""
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether it computes a gradient."""
-        return is_backward(self.name)
 
 
 def is_backward(name: str) -> bool:

@@ -16,8 +16,7 @@ import tensorflow as tf
 from rich import box
 
 from tfamp.graph.bodies import is_backward
-from tfamp.graph.liveness import Peak, find_peak
-from tfamp.graph.schedules import Schedule, read_schedule, scaled
+from tfamp.graph.schedules import Peak, Schedule, find_peak, read_schedule, scaled
 from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.structure import bytes_of, num_bytes
 from tfamp.memory.batch_search import policy_in_force, try_size
@@ -140,9 +139,9 @@ def by_kind(peak: Peak, model: keras.Model, marks: Marks) -> dict[str, int]:
         is_like_a_weight, kind = held.num_bytes in sizes, "activations"
         if held.op == "Cast" and held.source == "ReadVariableOp":
             kind = "casts"
-        elif is_like_a_weight and held.op != "scratch" and is_backward(held.name):
+        elif is_like_a_weight and is_backward(held.name):
             kind = "gradients"
-        elif held.op == "scratch" or is_backward(held.name):
+        elif is_backward(held.name):
             kind = "workspace"
         elif is_like_a_weight and not marks.layer_of(held.name):
             kind = "workspace"  # the optimizer computes with numbers of these sizes

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.graph import read_operations
-from tfamp.graph.bodies import Operation
+from tfamp.graph.bodies import Operation, is_backward
 from tfamp.graph.products import flops_of, is_product
 from tfamp.machine import devices as hardware
 from tfamp.machine.speeds import Device
@@ -242,7 +242,7 @@ def _products_of(operations: Sequence[Operation], marks: Marks) -> tuple[Product
             name=plain_name(operation.name),
             op_type=operation.op_type,
             layer=marks.layer_of(operation.name),
-            direction="backward" if operation.is_backward else "forward",
+            direction="backward" if is_backward(operation.name) else "forward",
             dtype=product_dtype(operation),
             shapes=factors,
             output_shape=operation.outputs[0] if operation.outputs else None,
