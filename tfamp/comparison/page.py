@@ -46,7 +46,7 @@ def to_html(found: Comparison, path: str | os.PathLike[str] | None = None) -> st
         format_bytes=format_bytes,
     )
     if path is not None:
-        record.write_text(path, text)
+        record.write_whole(path, text)
     return text
 
 

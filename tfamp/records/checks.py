@@ -1,7 +1,6 @@
 """Checks of arguments and optional packages, worded as errors that help.
 
-A message may end with a page of the documentation, named by where it stands in docs/,
-without ".md", and by an anchor of it, as "failures/zero-scale" or "lint#half-head".
+A message may end with a page of docs/ and an anchor of it, as "lint#half-head".
 """
 
 import difflib
@@ -138,14 +137,11 @@ def positive_int(argument: str, value: object, *, minimum: int = 1) -> int:
 def fraction(argument: str, value: object, *, closed: bool = True) -> float:
     """Returns `value` as a float in [0, 1], or between 0 and 1 if not `closed`."""
     number = _number(argument, value)
-    number = _number(argument, value)
     if not (0 <= number <= 1 if closed else 0 < number < 1):
         interval = "in [0, 1]" if closed else "above 0 and below 1"
-        advice = "Pass a part of one."
-        if 1 < number <= 100:
-            advice = f"Did you mean {number / 100!r}?"
         raise ValueError(
-            f"`{argument}` is {number!r}; expected a number {interval}. {advice}"
+            f"`{argument}` is {number!r}; expected a number {interval}. Pass a part of "
+            "one."
         )
     return number
 
@@ -187,12 +183,10 @@ def kind_and_line(error: BaseException) -> str:
 def short_error(error: BaseException) -> str:
     """Returns an error in one line: all its text, or of memory the line that tells."""
     lines = _lines(error)
-    telling = [line for line in lines if _ON_MEMORY.search(line)]
-    if telling or not lines:
+    if not lines or any(map(_ON_MEMORY.search, lines)):
         return first_line(error)
     text = " ".join(" ".join(lines).split())
-    text = text if len(text) <= 300 else f"{text[:300]}…"
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text[:300]}{'…' * (len(text) > 300)}"
 
 
 def _lines(error: BaseException) -> list[str]:

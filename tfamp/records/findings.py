@@ -52,8 +52,8 @@ class Findings(TableRecord):
         >>> small = Finding("constant", "note", "x/a is 0 everywhere.", "Drop it.")
         >>> worse = Finding("nan", "error", "3 of 100 are NaN.", "Fill them.")
         >>> found = Findings((small, worse), title="100 examples")
-        >>> [finding.rule for finding in found], len(found.errors), found.worst
-        (['nan', 'constant'], 1, 'error')
+        >>> [finding.rule for finding in found], len(found.errors)
+        (['nan', 'constant'], 1)
     """
 
     findings: tuple[Finding, ...] = ()
@@ -93,30 +93,14 @@ class Findings(TableRecord):
         """Those that are good to know."""
         return self.of(severity="note")
 
-    @property
-    def worst(self) -> Severity | None:
-        """The severity of the worst one, None if there is none."""
-        return self.findings[0].severity if self.findings else None
-
     def of(
-        self,
-        *,
-        rule: str | None = None,
-        severity: Severity | None = None,
-        place: str | None = None,
+        self, *, rule: str | None = None, severity: Severity | None = None
     ) -> tuple[Finding, ...]:
-        """Returns the findings of a rule, a severity, a layer or column, or all."""
-        if severity is not None:
-            checks.choice("severity", severity, SEVERITIES)
-        if rule is not None and self.rules:
-            fired = (finding.rule for finding in self.findings)
-            checks.choice("rule", rule, dict.fromkeys((*self.rules, *fired)))
+        """Returns the findings of a rule, a severity, both or all."""
         return tuple(
             each
             for each in self.findings
-            if rule in (None, each.rule)
-            and severity in (None, each.severity)
-            and place in (None, each.place)
+            if rule in (None, each.rule) and severity in (None, each.severity)
         )
 
     def table(self) -> str:
@@ -128,16 +112,16 @@ class Findings(TableRecord):
             return "\n".join([title, *lines])
         known = (finding.details.get("documentation") for finding in self.findings)
         explained = [f"See {page}" for page in dict.fromkeys(known) if page]
-        groups: dict[tuple[object, ...], list[Finding]] = {}
+        groups: dict[tuple[object, ...], list[str]] = {}
         for each in self.findings:
+            # What harms is told of each place, a note once for all.
             place = None if each.severity == "note" else each.place
-            key = (each.severity, each.rule, each.message, each.remedy, place)
-            groups.setdefault(key, []).append(each)
-        rows = []
-        for first, *others in groups.values():
-            where = f"{first.place} and {len(others)} more" if others else first.place
-            texts = (first.rule, first.message, first.remedy)
-            rows.append((first.severity, where, *texts))
+            key = (each.severity, place, each.rule, each.message, each.remedy)
+            groups.setdefault(key, []).append(each.place)
+        rows = [
+            (severity, f"{at} and {len(others)} more" if others else at, *texts)
+            for (severity, _, *texts), (at, *others) in groups.items()
+        ]
         columns = {
             "severity": console.WHOLE,
             "where": {**console.FOLD, "max_width": 24},

@@ -57,9 +57,5 @@ def spacing(format: Format, value: float) -> float:
 
 
 def needs_loss_scale(format: Format) -> bool:
-    """States whether gradients in this format vanish without a loss scale.
-
-    Gradients are often below 2**-24, where float16 ends (Micikevicius et al., Mixed
-    Precision Training, 2018, section 3.2).
-    """
+    """States whether gradients in this format vanish without a loss scale."""
     return format.max_exponent < FLOAT32.max_exponent

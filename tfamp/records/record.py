@@ -1,7 +1,6 @@
 """Frozen records of facts that go to JSON, in files that appear whole or not at all.
 
-A record is a frozen dataclass derived from `Record`, of numbers, text, None, records,
-tuples, and dicts with text as keys; the annotations say what comes back.
+They are of numbers, text, None, records, tuples, and dicts with text as keys.
 """
 
 import abc
@@ -16,7 +15,7 @@ import reprlib
 import secrets
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -38,16 +37,6 @@ class Record:
     """Base of frozen dataclasses that can be written and read again.
 
     `SCHEMA` is the version of the fields; files of a later one are refused.
-
-    Example:
-        >>> import dataclasses
-        >>> @dataclasses.dataclass(frozen=True)
-        ... class Point(Record):
-        ...     place: tuple[float, ...]
-        >>> Point((1.0, 0.5)).to_dict()
-        {'class': 'Point', 'schema': 1, 'place': [1.0, 0.5]}
-        >>> Point.from_json(Point((1.0, 0.5)).to_json())
-        Point(place=(1.0, 0.5))
     """
 
     SCHEMA: ClassVar[int] = 1
@@ -72,7 +61,12 @@ class Record:
         """Returns what a notebook shows: what `print` does, as far as a screen goes."""
         if type(self).__str__ is object.__str__:
             return None
-        return as_html(str(self))
+        lines = str(self).splitlines()
+        if len(lines) > _MAX_SHOWN:
+            rest = f"... {len(lines) - _MAX_SHOWN} more lines: `print` shows them."
+            lines = [*lines[:_MAX_SHOWN], rest]
+        shown = html.escape("\n".join(lines))
+        return f'<pre style="white-space: pre; line-height: 1.2">{shown}</pre>'
 
     def to_dict(self) -> dict[str, Any]:
         """Returns class, schema and fields as plain JSON values; NaN becomes text."""
@@ -114,8 +108,7 @@ class Record:
         """Returns the record as strict JSON and writes it whole to `path`, if given."""
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
         if path is not None:
-            with whole(path) as beside:
-                beside.write_text(f"{text}\n", encoding="utf-8")
+            write_whole(path, f"{text}\n")
         return text
 
     @classmethod
@@ -147,16 +140,6 @@ class TableRecord(Record, abc.ABC):
     def __str__(self) -> str:
         """Returns the table."""
         return self.table()
-
-
-def as_html(text: str) -> str:
-    """Returns a text as a notebook shows it, its lines unbroken, on one screen."""
-    lines = text.splitlines()
-    if len(lines) > _MAX_SHOWN:
-        rest = f"... {len(lines) - _MAX_SHOWN} more lines: `print` shows them."
-        lines = [*lines[:_MAX_SHOWN], rest]
-    shown = html.escape("\n".join(lines))
-    return f'<pre style="white-space: pre; line-height: 1.2">{shown}</pre>'
 
 
 def _hints(cls: type[Any]) -> dict[str, Any]:
@@ -221,32 +204,15 @@ def _decode(value: Any, hint: Any, where: str) -> Any:
     )
 
 
-@contextlib.contextmanager
-def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a path beside another; the file written there takes its place, whole.
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a text beside a file, whose place it takes when it is whole.
 
     What was there before stays until then, also where the process is killed.
     """
     target = Path(path)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}{BESIDE}")
     try:
-        yield beside
+        beside.write_text(text, encoding="utf-8")
         os.replace(beside, target)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text whole; an OSError names the path and what to do."""
-    target = Path(path)
-    try:
-        with whole(target) as beside:
-            beside.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise type(error)(
-            error.errno,
-            f"`path` is {str(target)!r}, which could not be written "
-            f"({error.strerror}); expected a file in a folder that is there and has "
-            f"room for {len(text.encode()):,} bytes. Make the folder with `mkdir -p "
-            f"{target.parent}`, free some space, or pass another path",
-        ) from error

@@ -1,8 +1,6 @@
-"""Which versions tfamp supports, which are here, and what is wrong with them.
+"""Which versions tfamp supports, which are here, and what is wrong with them."""
 
-Imports neither TensorFlow nor Keras, which chooses its backend when it is imported.
-"""
-
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -55,7 +53,7 @@ UNTESTED_KERAS = "TFAMP_UNTESTED_KERAS"
 # How versions of Keras begin that are wrong -> what is wrong there.
 BAD_KERAS = {
     "3.16.0.dev": "brings arrays in one order in all epochs, runs and seeds "
-    "(keras#23046); `fit` is mended while tfamp is enabled",
+    "(keras#23046); `fit` is mended while tfamp is enabled"
 }
 # The same library under the names it is published by; the first one found counts.
 _DISTRIBUTIONS = {
@@ -78,16 +76,12 @@ class Problem(NamedTuple):
 
 def installed_versions() -> dict[str, str | None]:
     """Returns the versions of Python, TensorFlow, Keras and NumPy, None if missing."""
-
-    def version(distribution: str) -> str | None:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package, names in _DISTRIBUTIONS.items():
-        versions[package] = next(filter(None, map(version, names)), None)
+        versions[package] = None
+        for name in names[::-1]:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[package] = importlib.metadata.version(name)
     return versions
 
 
@@ -106,14 +100,7 @@ def blame_untested_keras(
 
 
 def keras_fault(version: str | None) -> tuple[str, str] | None:
-    """Returns what is known to be wrong with a version of Keras, and the remedy.
-
-    Example:
-        >>> keras_fault("3.15.1") is None
-        True
-        >>> keras_fault("3.16.0.dev2026102704")[1]
-        "Install a version without it: `pip install 'keras==3.15.1'`."
-    """
+    """Returns what is known to be wrong with a version of Keras, and the remedy."""
     remedy = f"Install a version without it: `pip install 'keras=={TESTED_KERAS[-1]}'`."
     for start, fault in BAD_KERAS.items():
         if version is not None and version.startswith(start):
@@ -145,10 +132,7 @@ def find_problems(
         found.append(Problem(text, remedy, ValueError))
     legacy = environ.get("TF_USE_LEGACY_KERAS")
     if legacy in ("true", "True", "1"):  # what TensorFlow itself takes for "yes"
-        text = (
-            f"TF_USE_LEGACY_KERAS is {legacy!r}, which makes `tf.keras` the legacy "
-            "tf_keras; tfamp works with Keras 3."
-        )
+        text = f"TF_USE_LEGACY_KERAS is {legacy!r}, which makes `tf.keras` Keras 2."
         remedy = "Unset TF_USE_LEGACY_KERAS before TensorFlow is imported."
         found.append(Problem(text, remedy, ValueError))
     return tuple(found)
