@@ -109,7 +109,8 @@ def test_pods_of_the_indexed_job_read_their_cluster():
         cluster = cluster_of({"TF_CONFIG": config})
         assert cluster.num_workers == spec["completions"]
         port = container["ports"][0]["containerPort"]
-        assert cluster.address == f"{name}-{index}.{pod['subdomain']}:{port}"
+        address = cluster.workers[cluster.index]
+        assert address == f"{name}-{index}.{pod['subdomain']}:{port}"
     assert service["metadata"]["name"] == pod["subdomain"]
     labels = spec["template"]["metadata"]["labels"]
     assert service["spec"]["selector"].items() <= labels.items()

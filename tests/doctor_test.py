@@ -24,7 +24,7 @@ AMX_CPU = Device("cpu", "Xeon", features=("amx_bf16", "avx512_bf16"))
 BROKEN_AMX_CPU = Device("cpu", "Xeon", features=("amx_broken", "avx512_bf16"))
 T4 = Device("gpu", "Tesla T4", (7, 5), 15 * 2**30)
 MEMORY = MachineMemory((MemoryLimit(2**34, "physical memory", 2**33),))
-A100 = Device("gpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), partition=True)
+A100 = Device("gpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0))
 
 
 def machine(

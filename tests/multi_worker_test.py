@@ -15,7 +15,7 @@ from tests import worker_program as program
 from tests.linear_training import BIAS, KERNEL, TOLERANCE, X, Y, one_device, without
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT_SECONDS = 240  # a worker that waits for another one waits for ever
+TIMEOUT_SECONDS = 1200  # a worker that waits for another one waits for ever
 START_SCALE = 2.0**15
 
 

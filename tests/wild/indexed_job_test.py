@@ -52,5 +52,5 @@ def test_a_pod_reads_all_of_its_data(pod, source, shard):
 
 def test_a_pod_is_the_one_that_writes(pod):
     cluster = tfamp.distribute.cluster()
-    assert (cluster.num_workers, cluster.is_chief) == (1, True)
+    assert (cluster.num_workers, cluster.index) == (1, 0)
     assert cluster.to_tf_config() == {}

@@ -87,7 +87,7 @@ def _device(report: DeviceReport) -> tuple[str, ...]:
     can = [feature for feature in _TELLING if feature in device.features]
     if device.compute_capability is not None:
         can.append("compute capability {}.{}".format(*device.compute_capability))
-    can += ["MIG slice"] * bool(device.partition)
+    can += ["MIG slice"] * (" MIG " in device.name)
     fast = ", ".join(report.fast_dtypes) or "float32"
     memory = _size(device.memory_bytes or None)
     return device.kind.upper(), device.name, memory, ", ".join(can), fast

@@ -21,10 +21,8 @@ def strategy(cluster: Cluster | str | None = "auto") -> tf.distribute.Strategy:
     """Returns the `tf.distribute.Strategy` that suits the cluster and the devices.
 
     Several workers: `MultiWorkerMirroredStrategy`, which waits for all of them. One
-    process with several GPUs: `MirroredStrategy`. Else the default one, which changes
-    nothing. Call it ahead of any other use of TensorFlow; build and compile the model
-    inside of its `scope()`, after `tfamp.enable` or without, and train as on one
-    device.
+    process with several GPUs: `MirroredStrategy`. Else the default one. Call it ahead
+    of any other use of TensorFlow; build and compile the model inside of its `scope()`.
 
     Args:
         cluster: "auto" asks `tfamp.distribute.cluster()`; a `Cluster`; None trains in
@@ -33,8 +31,7 @@ def strategy(cluster: Cluster | str | None = "auto") -> tf.distribute.Strategy:
     Raises:
         TypeError: `cluster` is none of these.
         ValueError: The environment describes half a cluster.
-        RuntimeError: Inside of a strategy's scope, or, with several workers, after
-            TensorFlow has run something.
+        RuntimeError: With several workers, after TensorFlow has run something.
 
     Example:
         >>> strategy(cluster=None).num_replicas_in_sync
@@ -49,12 +46,6 @@ def strategy(cluster: Cluster | str | None = "auto") -> tf.distribute.Strategy:
         raise TypeError(
             f"`cluster` is {cluster!r}, of type {type(cluster).__name__}; expected "
             "'auto', None or a `Cluster`. Pass what `tfamp.distribute.cluster()` gives."
-        )
-    if tf.distribute.has_strategy():
-        kind = type(tf.distribute.get_strategy()).__name__
-        raise RuntimeError(
-            f"Called inside the scope of a {kind}; expected none. Make the strategy "
-            "first, and the model in its scope."
         )
     # The physical ones: to list the logical ones would start them.
     num_gpus = len(tf.config.get_visible_devices("GPU"))

@@ -1,14 +1,14 @@
 """The workers that train together, read from the variables that launchers set.
 
 TensorFlow's `SlurmClusterResolver` asks nvidia-smi and sorts the hosts by name, so that
-with n9 and n10 the tasks stand at each other's addresses: Slurm's are read here.
+with n9 and n10 the tasks stand at each other's addresses: only its parsers are used.
 """
 
 import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from tfamp.records.record import TableRecord
@@ -18,6 +18,7 @@ _FIRST_PORT, _NUM_PORTS, _PORTS_A_JOB = 15000, 16000, 8
 _ALONE = "pass `cluster=None` to `tfamp.distribute.strategy` to train alone"
 _NODES, _COUNTS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
 _TASKS, _RANK = "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"
+_PORTS = "SLURM_STEP_RESV_PORTS"
 _MAX_SHOWN = 8
 _ADDRESS = re.compile(r"(\[[^\]]+\]|[^:\s]+):\d{1,5}")
 
@@ -32,7 +33,7 @@ class Cluster(TableRecord):
 
     Example:
         >>> print(Cluster("Slurm", ("n1:15000", "n2:15000"), index=1))
-        Worker 1 of 2 (from 0), as Slurm says: n1:15000, n2:15000 (this process)
+        Worker 1 of 2 (from 0), as Slurm says: n1:15000, n2:15000
     """
 
     source: Literal["none", "TF_CONFIG", "Slurm"]
@@ -43,16 +44,6 @@ class Cluster(TableRecord):
     def num_workers(self) -> int:
         """Number of processes that train together, 1 without a cluster."""
         return max(1, len(self.workers))
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this process writes what only one of them may write."""
-        return self.index == 0
-
-    @property
-    def address(self) -> str | None:
-        """The address of this process, None without a cluster."""
-        return self.workers[self.index] if self.workers else None
 
     def to_tf_config(self) -> dict[str, Any]:
         """Returns what `TF_CONFIG` would hold as JSON; empty without a cluster."""
@@ -65,14 +56,10 @@ class Cluster(TableRecord):
         """Returns the cluster in one line."""
         if not self.workers:
             return "One process: no cluster is described in the environment"
-        shown = list(self.workers[:_MAX_SHOWN])
-        if self.index < _MAX_SHOWN:
-            shown[self.index] += " (this process)"
-        if (left := self.num_workers - _MAX_SHOWN) > 0:
-            shown.append(f"and {left} more")
+        more = ", ..." * (self.num_workers > _MAX_SHOWN)
         return (
             f"Worker {self.index} of {self.num_workers} (from 0), as {self.source} "
-            f"says: {', '.join(shown)}"
+            f"says: {', '.join(self.workers[:_MAX_SHOWN])}{more}"
         )
 
 
@@ -80,9 +67,8 @@ def cluster() -> Cluster:
     """Returns the cluster of this process, as its launcher describes it.
 
     It is read from `TF_CONFIG` (Ray Train, Vertex AI, TFJob, your own), else from the
-    variables of a Slurm step (what `srun` sets). Nothing is asked over the network, and
-    TensorFlow is not imported. A ValueError names the variable that is missing, or does
-    not fit the others.
+    variables of a Slurm step (what `srun` sets); nothing is asked over the network. A
+    ValueError names the variable that is missing, or does not fit the others.
     """
     return cluster_of(os.environ)
 
@@ -123,6 +109,10 @@ def _tf_config(text: str) -> Cluster:
 
 def _slurm(environ: Mapping[str, str]) -> Cluster:
     """Returns the addresses of a step's tasks, in their order, and this one's place."""
+    from tensorflow.python.distribute.cluster_resolver import slurm_cluster_resolver
+
+    hosts = slurm_cluster_resolver.expand_hostlist
+    tasks = slurm_cluster_resolver.expand_tasks_per_node
     remedy = f"Start the program with `srun --distribution=block`, or {_ALONE}."
     names = (_NODES, _COUNTS, _RANK, _TASKS)
     if lacking := [name for name in names if not environ.get(name)]:
@@ -130,12 +120,18 @@ def _slurm(environ: Mapping[str, str]) -> Cluster:
             f"{lacking[0]} is not set, and Slurm gave this job several tasks; expected "
             f"the variables that `srun` sets for each of them. {remedy}"
         )
-    nodes = _expanded(_NODES, environ[_NODES])
-    counts = [  # "3(x2),1" is 3, 3, 1
-        int(number)
-        for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ[_COUNTS])
-        for _ in range(int(times or 1))
-    ]
+
+    def read(variable: str, parse: Callable[[str], list[Any]], form: str) -> list[Any]:
+        text = environ[variable]
+        try:
+            return parse(form.format(text))
+        except ValueError as error:
+            raise ValueError(
+                f"{variable} is {text!r}; expected a list as `srun` sets it, such as "
+                f"'n[1-4],m5' or '2(x4),1'. {remedy}"
+            ) from error
+
+    nodes, counts = read(_NODES, hosts, "{}"), read(_COUNTS, tasks, "{}")
     rank, num_tasks = int(environ[_RANK]), int(environ[_TASKS])
     order = environ.get("SLURM_DISTRIBUTION", "block").split(":")[0].split(",")[0]
     is_block = order in ("", "block", "*") or max(counts, default=0) <= 1
@@ -148,41 +144,14 @@ def _slurm(environ: Mapping[str, str]) -> Cluster:
         )
     job = environ.get("SLURM_JOB_ID", "0")
     start = int(job) * _PORTS_A_JOB % _NUM_PORTS if job.isdecimal() else 0
-    ports = [str(_FIRST_PORT + start + i) for i in range(max(counts))]
-    if reserved := environ.get("SLURM_STEP_RESV_PORTS"):
-        ports = _expanded("SLURM_STEP_RESV_PORTS", f"[{reserved}]")
+    ports = [_FIRST_PORT + start + i for i in range(max(counts))]
+    if reserved := environ.get(_PORTS):
+        ports = read(_PORTS, hosts, "[{}]")
     if len(ports) < max(counts):
         raise ValueError(
-            f"SLURM_STEP_RESV_PORTS is {reserved!r}; expected {max(counts)} ports, one "
-            f"for each task of a node. Pass `--resv-ports={max(counts)}` to `srun`."
+            f"{_PORTS} is {reserved!r}; expected {max(counts)} ports, one for each "
+            f"task of a node. Pass `--resv-ports={max(counts)}` to `srun`."
         )
     pairs = zip(nodes, counts, strict=True)
     addresses = [f"{node}:{ports[i]}" for node, count in pairs for i in range(count)]
     return Cluster("Slurm", tuple(addresses), rank)
-
-
-def _expanded(variable: str, text: str) -> list[str]:
-    """Returns the names of a list with ranges in brackets, in its order."""
-
-    def each(part: str) -> Iterator[str]:
-        before, bracket, rest = part.partition("[")
-        if not bracket:
-            yield part
-            return
-        inside, _, after = rest.partition("]")
-        for span in inside.split(","):
-            first, _, last = span.partition("-")
-            for number in range(int(first or 0), int(last or first or -1) + 1):
-                yield from (
-                    f"{before}{number:0{len(first)}}{end}" for end in each(after)
-                )
-
-    # A comma inside of brackets belongs to a range.
-    parts = re.findall(r"(?:[^,\[\]]|\[[\d,-]*\])+", text)
-    found = [name for part in parts for name in each(part.strip())]
-    if ",".join(parts) != text or not found or "" in found:
-        raise ValueError(
-            f"{variable} is {text!r}; expected names of hosts, with ranges in "
-            "brackets, as in 'n[1-4],m5'. Correct it."
-        )
-    return found

@@ -2,17 +2,13 @@
 
 Some virtual machines name the matrix instructions (AMX) but hide CPUID's leaf 0x1D,
 which says how tiles are laid out, and TensorFlow's first bfloat16 product dies of an
-illegal instruction. Nothing else shows it, so that leaf is read, by the ten bytes it
-takes.
+illegal instruction. Nothing else shows it.
 """
 
-import ctypes
 import functools
 import math
-import mmap
 import os
 import platform
-import sys
 from pathlib import Path
 
 from tfamp.machine.limits import cgroup_folders, text_of
@@ -22,8 +18,6 @@ BROKEN_AMX = "amx_broken"
 ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 # The most that oneDNN may use without AMX; it reads this before its first product.
 ISA_WITHOUT_AMX = "AVX512_CORE_FP16"
-# push rbx; mov eax, 0x1d; xor ecx, ecx; cpuid; pop rbx; ret: the number of palettes
-_READ_PALETTES = bytes.fromhex("53 b81d000000 31c9 0fa2 5b c3")
 
 
 def num_usable_cpus(root: str = "/") -> int:
@@ -52,18 +46,19 @@ def instruction_sets() -> tuple[str, ...]:
 @functools.cache
 def is_amx_broken() -> bool:
     """Returns whether the CPU names AMX, and yet TensorFlow's use of it would die."""
-    is_told = sys.platform == "linux" and platform.machine() == "x86_64"
-    if not is_told or "amx_bf16" not in text_of(Path("/proc/cpuinfo")).split():
+    if "amx_bf16" not in text_of(Path("/proc/cpuinfo")).split():
         return False
+    return platform.machine() == "x86_64" and _cpuid(0x1D) == 0
+
+
+def _cpuid(leaf: int) -> int | None:
+    """Returns the first register of a leaf, None where no code may be made to ask."""
+    from archspec.vendor.cpuid.cpuid import CPUID
+
     try:
-        with mmap.mmap(-1, mmap.PAGESIZE, prot=7) as page:
-            page.write(_READ_PALETTES)
-            start = ctypes.c_char.from_buffer(page)
-            num_palettes = ctypes.CFUNCTYPE(ctypes.c_uint)(ctypes.addressof(start))()
-            del start
-            return num_palettes == 0
-    except OSError:  # a system that lets no memory be run tells nothing against AMX
-        return False
+        return int(CPUID()(leaf, 0)[0])
+    except OSError:
+        return None
 
 
 def avoid_broken_amx() -> None:

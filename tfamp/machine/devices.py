@@ -1,26 +1,21 @@
-"""The devices here, what each computes fast, and the policy that suits them.
+"""The devices here, what each computes fast, and the policy that suits them."""
 
-`devices` looks; `recommend` and `objection` decide by a table of plain rules over
-what it found, so that any machine can be described and asked about.
-"""
-
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import archspec.cpu
 import tensorflow as tf
 
-from tfamp.machine import speeds
 from tfamp.machine.cpus import BROKEN_AMX, instruction_sets, is_amx_broken
 from tfamp.machine.limits import system_bytes
-from tfamp.machine.nvml import Nvml, details_of, number_of
+from tfamp.machine.memory import Nvml, details_of, number_of
 from tfamp.machine.speeds import Device, Recommendation, Speed, speed
 from tfamp.records import formats
 
 # Best first: bfloat16 has float32's range and needs no loss scale.
 MIXED_POLICIES = ("mixed_bfloat16", "mixed_float16")
-_STORED_IN_HALF = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
 
 
 def recommend(
@@ -51,10 +46,10 @@ def objection(
 ) -> str | None:
     """Returns why a policy is a bad choice on these devices, or None."""
     better = recommend(devices, onednn=onednn).policy
-    if policy in _STORED_IN_HALF:
+    if policy in formats.HALF:
         # Below 1.0 numbers lie twice as close, so this is the smaller step.
         step = formats.FORMATS[policy].epsilon / 4
-        use = _STORED_IN_HALF[policy] if better == "float32" else better
+        use = f"mixed_{policy}" if better == "float32" else better
         also = ", and 'float32' is the fast one here" if better == "float32" else ""
         return (
             f"{policy!r} stores the weights in {policy}, where a weight of 1.0 does "
@@ -70,15 +65,9 @@ def objection(
 
 
 def fast_dtypes(device: Device, *, onednn: bool | None = None) -> tuple[str, ...]:
-    """Returns the number formats that a device multiplies faster than float32."""
+    """Returns the half precisions that a device multiplies faster than float32."""
     halves = ("bfloat16", "float16")
-    dtypes = [each for each in halves if speed(each, device, onednn=onednn).is_fast]
-    capability = device.compute_capability or (0, 0)
-    if device.kind == "gpu" and capability >= speeds.BFLOAT16_CORES:
-        dtypes.append("tfloat32")
-    if device.kind == "gpu" and capability >= speeds.FLOAT8_CORES:
-        dtypes.append("float8")
-    return tuple(dtypes)
+    return tuple(x for x in halves if speed(x, device, onednn=onednn).is_fast)
 
 
 def devices() -> tuple[Device, ...]:
@@ -86,24 +75,20 @@ def devices() -> tuple[Device, ...]:
     tpus = tf.config.list_physical_devices("TPU")
     gpus = tf.config.get_visible_devices("GPU")
     nvml = Nvml.open() if gpus else None
-    memory: dict[int, int | None] = {}
-    if nvml is not None:
-        with nvml:
-            memory = {each.index: each.memory_total_bytes for each in nvml.read()}
+    with nvml or contextlib.nullcontext():
+        read = () if nvml is None else nvml.read()
+    memory = {each.index: each.memory_total_bytes for each in read}
     return (
         *(Device("tpu", details_of(tpu).get("device_name", "TPU")) for tpu in tpus),
-        *(_gpu(details_of(gpu), memory.get(number_of(gpu))) for gpu in gpus),
+        *(_gpu(gpu, memory.get(number_of(gpu))) for gpu in gpus),
         _cpu(),
     )
 
 
-def _gpu(details: Mapping[str, Any], memory_bytes: int | None) -> Device:
-    name = details.get("device_name", "GPU")
-    found = details.get("compute_capability")
-    capability = tuple(found) if found else None
-    # "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
-    is_part = " MIG " in f" {name} "
-    return Device("gpu", name, capability, memory_bytes, partition=is_part)
+def _gpu(gpu: Any, memory_bytes: int | None) -> Device:
+    details = details_of(gpu)
+    capability = tuple(details.get("compute_capability") or ()) or None
+    return Device("gpu", details.get("device_name", "GPU"), capability, memory_bytes)
 
 
 @functools.cache

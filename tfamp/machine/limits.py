@@ -1,8 +1,4 @@
-"""How much memory this process may take on the CPU, and what sets that limit.
-
-A container sees the machine's whole memory and is killed at its cgroup's limit, so the
-smallest of all limits decides.
-"""
+"""How much memory this process may take on the CPU: the smallest of all limits."""
 
 import dataclasses
 import os
@@ -10,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from tfamp.records.record import Record
-
-PHYSICAL = "physical memory"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +26,14 @@ class MemoryLimit(Record):
 class GpuReading(Record):
     """Figures of a GPU at one moment; None where the driver does not tell.
 
-    On a MIG slice, such as "1g.5gb", memory is the slice's own; temperature, power and
-    energy are those of the whole GPU. `index` is TensorFlow's, as in "GPU:0";
-    `utilisation`, in [0, 1], says how long a kernel ran, not how full the GPU was.
-    `energy_joules` counts from some moment in the past: subtract two readings.
+    On a MIG slice memory is its own, and the rest the whole GPU's. `index` is as in
+    "GPU:0"; `utilisation`, in [0, 1], says how long a kernel ran. `energy_joules`
+    counts from some moment in the past: subtract two readings.
     """
 
     index: int
     name: str
-    mig_slice: str | None = None
+    mig_slice: str | None = None  # such as "1g.5gb"
     utilisation: float | None = None
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
@@ -74,7 +67,8 @@ def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
     fields = sizes_in(root / "proc/meminfo")
     total, free = fields.get("MemTotal"), fields.get("MemAvailable")
     used = None if total is None or free is None else total - free
-    found = [MemoryLimit(system_bytes() if total is None else total, PHYSICAL, used)]
+    whole = system_bytes() if total is None else total
+    found = [MemoryLimit(whole, "physical memory", used)]
     groups = []
     for folder in cgroup_folders(root):
         names = ("memory.max", "memory.current")

@@ -1,7 +1,6 @@
 """Errors of memory: which are, what holds the memory, and what to do.
 
-They are judged by the names of their classes and by their text, so that it can be done
-where TensorFlow is not loaded, and for what other libraries raise.
+They are judged by the names of their classes and by their text, without TensorFlow.
 """
 
 import contextlib
@@ -54,13 +53,6 @@ def explain(
 
     `held` is what it holds whatever the batch, by words; `largest_batch` returns how
     many examples fit into some bytes, or raises.
-
-    Example:
-        >>> text = "Out of memory while trying to allocate 2147483648 bytes."
-        >>> print(explain(text, held={"weights": 2**20}, training=False, environ={}))
-        The model holds 1.0 MiB (weights 1.0 MiB); the rest grows with the batch.
-        What to do, in this order:
-        1. A smaller batch; `tfamp.find_batch_size` finds the largest that fits.
     """
     found = _DEVICE.search(error_text)
     device = found[1] if found else ""

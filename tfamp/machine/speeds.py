@@ -11,8 +11,8 @@ from tfamp.records.record import Record
 class Device(Record):
     """A processor that TensorFlow computes on.
 
-    `compute_capability` is NVIDIA's, such as (8, 0), and `partition` says that it is a
-    slice of a GPU (MIG); `features` are a CPU's instruction sets, sorted.
+    `compute_capability` is NVIDIA's, such as (8, 0); `features` are a CPU's instruction
+    sets, sorted.
     """
 
     kind: Literal["cpu", "gpu", "tpu"]
@@ -20,7 +20,6 @@ class Device(Record):
     compute_capability: tuple[int, int] | None = None
     memory_bytes: int | None = None
     features: tuple[str, ...] = ()
-    partition: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +28,6 @@ class Recommendation(Record):
 
     policy: str
     reason: str
-
-
-# Source: NVIDIA, CUDA C++ Programming Guide, tables of compute capabilities.
-TENSOR_CORES = (7, 0)
-BFLOAT16_CORES = (8, 0)
-FLOAT8_CORES = (8, 9)
 
 
 class Speed(NamedTuple):
@@ -49,42 +42,37 @@ def speed(dtype: str, device: Device, *, onednn: bool | None = None) -> Speed:
 
     Weights and sums are in float32; `onednn` says whether oneDNN's kernels are on, None
     asks the environment.
-
-    Example:
-        >>> speed("float16", Device("gpu", "P100", (6, 0)), onednn=True).why
-        'P100 has no tensor cores (compute capability 6.0, needs 7.0)'
     """
     if onednn is None:
         given = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1")
         onednn = given.lower() not in ("0", "false")
     if device.kind == "gpu":
         is_fast, why = _of_gpu(dtype, device)
+    elif device.kind == "tpu" and dtype == "bfloat16":
+        is_fast, why = True, "multiplies in bfloat16, which needs no loss scale"
     elif device.kind == "tpu":
         is_fast, why = False, "has no units for float16, only for bfloat16"
-        if dtype == "bfloat16":
-            is_fast, why = True, "multiplies in bfloat16, which needs no loss scale"
     elif dtype == "float16":
-        what = "computes float16 slower than float32, since TensorFlow's CPU kernels"
-        is_fast, why = False, f"{what} for it are slow with and without instructions"
+        is_fast, why = False, "computes float16 slower than float32 in TensorFlow"
     else:
         is_fast, why = _of_cpu({*device.features}, onednn)
     return Speed(is_fast, f"{device.name} {why}")
 
 
 def _of_gpu(dtype: str, device: Device) -> tuple[bool, str]:
+    # Source: NVIDIA, CUDA C++ Programming Guide, tables of compute capabilities.
     capability = device.compute_capability
     if capability is None:
         return False, f"tells no compute capability, so nothing says {dtype} is fast"
     version = "compute capability {}.{}".format(*capability)
-    if capability >= BFLOAT16_CORES:
+    if capability >= (8, 0):
         also = ", and bfloat16 needs no loss scale" if dtype == "bfloat16" else ""
         return True, f"({version}) multiplies {dtype} in tensor cores{also}"
     if dtype == "bfloat16":
         return False, f"emulates bfloat16 ({version}, needs 8.0)"
-    if capability < TENSOR_CORES:
-        return False, f"has no tensor cores ({version}, needs 7.0)"
-    if "GTX 16" in device.name:  # Turing without tensor cores
-        return False, "has no tensor cores, unlike others of its compute capability"
+    # They came with 7.0; GTX 16 has none in spite of its 7.5.
+    if capability < (7, 0) or "GTX 16" in device.name:
+        return False, f"has no tensor cores ({version})"
     what = "has tensor cores for float16 but emulates bfloat16"
     return True, f"{what} ({version}, bfloat16 needs 8.0)"
 
@@ -92,10 +80,10 @@ def _of_gpu(dtype: str, device: Device) -> tuple[bool, str]:
 def _of_cpu(features: set[str], onednn: bool) -> tuple[bool, str]:
     """Returns whether bfloat16 is fast, and why.
 
-    Training over float32, measured with TensorFlow 2.21 and Keras 3.15.1 on 2 cores of
-    a Sapphire Rapids Xeon, an MLP and a CNN: amx_bf16 2.4 and 2.9; the same chip held
-    to avx512_bf16 0.57 and 0.72; oneDNN off 0.86 and 0.06. Source for avx512_bf16 alone
-    (Cooper Lake, up to 1.9): TensorFlow blog, 2020-06-18.
+    Training over float32 on 2 cores of a Sapphire Rapids Xeon, an MLP and a CNN:
+    amx_bf16 2.4 and 2.9; the same chip held to avx512_bf16 0.57 and 0.72; oneDNN off
+    0.86 and 0.06. Source for avx512_bf16 alone (Cooper Lake, up to 1.9): TensorFlow
+    blog, 2020-06-18.
     """
     if features & {"amx_bf16", "avx512_bf16"} and not onednn:
         return False, (

@@ -29,7 +29,7 @@ from tfamp.data._elements import known_length
 from tfamp.keras_hooks import structure
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.machine import memory as process_memory
-from tfamp.machine.nvml import Nvml
+from tfamp.machine.memory import Nvml
 from tfamp.machine.out_of_memory import is_out_of_memory
 from tfamp.plan import read_plan
 from tfamp.records.checks import first_line, short_error
