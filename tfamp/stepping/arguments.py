@@ -109,11 +109,11 @@ def first_batch(dataset: tf.data.Dataset) -> Any:
 
 def batch_of(data: Any, *, name: str = "data") -> Any:
     """Returns one batch as `train_step` takes it: arrays as a whole, else the first."""
-    if isinstance(data, dict) or _is_array(data):
-        return _tensors(data)
-    if (arrays := arrays_of(data, needs_targets=False)) is not None:
-        return _tensors(arrays)
-    return first_batch(dataset_of(data, name=name))
+    arrays = arrays_of(data, needs_targets=False)
+    if arrays is None:
+        return first_batch(dataset_of(data, name=name))
+    is_bare = isinstance(data, dict) or _is_array(data)
+    return _tensors(arrays[0] if is_bare else arrays)
 
 
 def build(model: keras.Model, batch: Any) -> None:

@@ -1,8 +1,7 @@
 """Runs a model's own train step eagerly, and sees what goes through its layers.
 
-The gradients are taken that the step would apply. Inside a block each layer's `call`
-and each operation of a Functional graph is replaced on the instance, so it does not
-matter how a model is written or called.
+Inside a block each layer's `call` and each operation of a Functional graph is replaced
+on the instance, so it does not matter how a model is written or called.
 """
 
 import contextlib
@@ -24,8 +23,8 @@ _LOGITS = "_keras_logits"
 class Step(NamedTuple):
     """What a train step came to, with the loss scale divided out, in float32.
 
-    `loss` is None where the step never passed one through `scale_loss`. `gradients` are
-    variable and gradient, or None, of everything that an optimizer would have updated.
+    `loss` is None where none was scaled; `gradients` are variable and gradient, or
+    None, of everything that an optimizer would have updated.
     """
 
     loss: tf.Tensor | None

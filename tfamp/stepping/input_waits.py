@@ -1,9 +1,7 @@
 """`tfamp.data.bottleneck`: whether the input holds training up.
 
 With the real pipeline a step takes `real` seconds, with batches from memory `compute`,
-and the pipeline alone gives a batch in `input`. What is lost to a pipeline that is slow
-by itself is `input - compute`; what is lost although neither alone takes that long is
-`real - max(input, compute)`: both want the same cores, or wait for one another.
+and the pipeline alone gives a batch in `input`.
 """
 
 import dataclasses
@@ -15,14 +13,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import inputs_of, is_endless, known_length
+from tfamp.data._elements import is_endless, known_length
 from tfamp.records import checks, console
 from tfamp.records.record import TableRecord
 from tfamp.records.units import format_bytes, format_seconds, format_share
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
 from tfamp.stepping.unchanged import seeds_put_back, unchanged
 
-Cause = Literal["input", "compute", "contention", "unclear"]
+Cause = Literal["input", "compute", "unclear"]
 # Less than this part of the step is not worth a changed pipeline.
 MIN_GAIN = 0.1
 # Rounds of turns, so that what disturbs the machine for a while spoils a few of all;
@@ -39,23 +37,20 @@ _ROWS = {
 _ADVICE = {
     "compute": "Leave the pipeline as it is: a perfect one would gain less than 10 %.",
     "unclear": "Measure longer (`seconds=30`) while nothing else runs on this machine.",
-    "images": "Deliver images as uint8 and scale them in the model: the cast on the "
-    "CPU is most of the cost of a decoded batch, and a batch is 4 times smaller.",
-    "contention": "End the pipeline with `.prefetch(2)`; where it does, cache what is "
-    "the same each epoch, or give the input fewer threads than there are cores.",
     "input": "Cache what is the same each epoch, by `.cache` before shuffling and "
-    "augmenting{}; map in parallel and by the batch, as a `Pipeline` does.",
+    "augmenting{}; map in parallel and by the batch, end by `.prefetch(2)`, as a "
+    "`Pipeline` does, and deliver images as uint8, which the model scales.",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Bottleneck(TableRecord):
-    """What holds training up: the input, the model, or both at the same cores.
+    """What holds training up: the input or the model.
 
-    `verdict` is "input", "compute", "contention" or "unclear". `possible_gain` is the
-    part of a step that a perfect input would save, in [0, 1), between `gain_low` and
-    `gain_high` in half of the rounds. `times` are seconds a step, one figure a round,
-    of "real", "compute" and "input".
+    `verdict` is "input", "compute" or "unclear". `possible_gain` is the part of a step
+    that a perfect input would save, in [0, 1), between `gain_low` and `gain_high` in
+    half of the rounds. `times` are seconds a step, one figure a round, of "real",
+    "compute" and "input".
     """
 
     verdict: Cause
@@ -113,8 +108,7 @@ def bottleneck(
 
     Args:
         model: A compiled model.
-        dataset: What `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a
-            `PyDataset`, a generator of batches, or arrays (x, y, sample_weight).
+        dataset: A dataset of batches, or whatever else `fit` takes.
         seconds: About how long to measure, without building and tracing.
         batch_size: Examples in a batch of arrays.
         clock: Gives the time in seconds.
@@ -141,18 +135,23 @@ def bottleneck(
         batch_bytes = sum(t.dtype.size * int(tf.size(t)) for t in tensors)
         with unchanged(model):
             turns = _turns(model, dataset, batch_bytes)
-            timed = _time_in_rounds(turns, seconds, clock)
+            length = seconds / (len(turns) * _ROUNDS)
+            timed: dict[str, list[float]] = {name: [] for name in turns}
+            for number in range(_ROUNDS):
+                for name, call in turns.items():
+                    start, calls = clock(), 0
+                    call(_CALLS)
+                    warm = clock()
+                    while calls < _CALLS or clock() - start < length:
+                        call(_CALLS)
+                        calls += _CALLS
+                    timed[name] += [(clock() - warm) / calls] if number else []
     steps = int(model.steps_per_execution or 1)
     times = {name: tuple(one / steps for one in timed[name]) for name in _ROWS}
-    verdict, gains, reason = judge(**times)
-    advice = _ADVICE[verdict]
-    inputs = tf.nest.flatten(inputs_of(dataset.element_spec))
-    has_images = any(x.dtype.is_floating and (x.shape.rank or 0) > 3 for x in inputs)
-    if has_images and verdict in ("input", "contention"):
-        advice = _ADVICE["images"]
-    length = known_length(dataset) or 0
-    size = f"; an epoch as delivered is {format_bytes(length * batch_bytes)}"
-    advice = advice.format(size * bool(length))
+    verdict, gains, reason = judge(times["real"], times["compute"])
+    epoch = (known_length(dataset) or 0) * batch_bytes
+    size = f"; an epoch as delivered is {format_bytes(epoch)}" * bool(epoch)
+    advice = _ADVICE[verdict].format(size)
     num_examples = int(tf.nest.flatten(first)[0].shape[0])
     return Bottleneck(verdict, *gains, reason, advice, times, num_examples)
 
@@ -198,55 +197,21 @@ def _turns(
     }
 
 
-def _time_in_rounds(
-    turns: dict[str, Callable[[int], None]], seconds: float, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Returns seconds a call of each turn, one figure a round."""
-    length = seconds / (len(turns) * _ROUNDS)
-    times: dict[str, list[float]] = {name: [] for name in turns}
-    with console.progress("Timing the input", _ROUNDS, unit="rounds") as done:
-        for number in range(_ROUNDS):
-            for name, call in turns.items():
-                start, calls = clock(), 0
-                call(_CALLS)
-                warm = clock()
-                while calls < _CALLS or clock() - start < length:
-                    call(_CALLS)
-                    calls += _CALLS
-                times[name] += [(clock() - warm) / calls] if number else []
-            done(number + 1)
-    return times
-
-
 def judge(
-    real: Sequence[float], compute: Sequence[float], input: Sequence[float]
+    real: Sequence[float], compute: Sequence[float]
 ) -> tuple[Cause, tuple[float, float, float], str]:
     """Returns the verdict, the possible gain with its band, and the reason.
 
-    Figures are medians over rounds of what each round says by itself, so what slows a
-    machine down for a while slows all three and cancels; the band is their middle half.
-
-    Example:
-        >>> judge([10.0] * 5, [2.0] * 5, [10.0] * 5)[:2]
-        ('input', (0.8, 0.8, 0.8))
+    Of what each round says by itself, so what slows a machine down for a while slows
+    both and cancels; the band is the middle half of the rounds.
     """
-    whole, model, alone = (np.array(times) for times in (real, compute, input))
-    gains = np.maximum(0.0, 1 - model / whole)
-    low, middle, high = map(float, np.percentile(gains, (25, 50, 75)))
-    slow = np.median(np.maximum(alone - model, 0) / whole)
-    shared = np.median(np.maximum(whole - np.maximum(alone, model), 0) / whole)
-    verdict: Cause = "unclear"
-    reason = f"the noise allows a gain from {low:.0%} to {high:.0%}"
+    ratios = np.array(real) / np.array(compute)
+    gained = np.maximum(0.0, 1 - 1 / ratios)
+    low, middle, high = map(float, np.percentile(gained, (25, 50, 75)))
+    gains = (middle, low, high)
     if high < MIN_GAIN:
-        verdict, reason = "compute", f"at most {high:.0%} of a step goes to the input"
-    elif low > MIN_GAIN and slow >= shared:
-        ratio = np.median(alone / model)
-        verdict = "input"
-        reason = f"alone, the input takes {ratio:.1f} times as long as the model"
-    elif low > MIN_GAIN:
-        verdict = "contention"
-        reason = (
-            f"{shared:.0%} of a step is explained by neither alone: input and model "
-            "compete for the same cores, or wait for one another"
-        )
-    return verdict, (middle, low, high), reason
+        return "compute", gains, f"at most {high:.0%} of a step goes to the input"
+    if low <= MIN_GAIN:
+        return "unclear", gains, f"the noise allows a gain from {low:.0%} to {high:.0%}"
+    times = float(np.median(ratios))
+    return "input", gains, f"a step takes {times:.1f} times as long as without it"

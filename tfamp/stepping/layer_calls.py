@@ -23,11 +23,7 @@ _FLOATS = ("float16", "bfloat16", "float32")
 
 
 def units(model: keras.Model) -> list[Site]:
-    """Returns the layers and operations that compute something themselves.
-
-    Not what only calls others, nor what is inside a recurrent or time-distributed
-    layer.
-    """
+    """Returns what computes by itself, without the inside of recurrent layers."""
     found = sites(model)
     whole = (site.layer for site in found if isinstance(site.layer, _WHOLE))
     parts = [each for layer in whole for each in structure.walk(layer)]
@@ -99,7 +95,7 @@ class Recorded:
 
 
 class Recorder(Observer):
-    """Keeps every call of a step that runs eagerly, in the order they began.
+    """Keeps every call of an eager step, in the order they began.
 
     Losses see what a head returned, not the logits behind it, as in stock Keras.
     """

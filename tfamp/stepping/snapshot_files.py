@@ -1,8 +1,6 @@
-"""States in files: NumPy archives that are whole or not there, the last of a run.
+"""States in files that are whole or not there, and bundles: folders of failing steps.
 
-They are found by their names alone, so that no index can be torn from them. A file has
-its name only when it is whole. A bundle is a failing step in a folder, with all that
-looking into it takes.
+Files of states are found by their names alone, which only those have that are whole.
 """
 
 import contextlib
@@ -48,8 +46,7 @@ def write(state: State, path: str | os.PathLike[str]) -> None:
             _sync(beside)
         tf.io.gfile.rename(beside, text, overwrite=True)
     except (OSError, tf.errors.OpError) as error:
-        with contextlib.suppress(tf.errors.OpError):
-            tf.io.gfile.remove(beside)
+        _remove(beside)
         raise OSError(getattr(error, "message", str(error))) from error
 
 
@@ -57,12 +54,12 @@ def archive(state: State) -> bytes:
     """Returns the bytes of an `.npz` of a state."""
     dtypes = {name: array.dtype.name for name, array in state.arrays.items()}
     about = {"counters": state.counters, "paths": state.paths, "dtypes": dtypes}
-    text = np.frombuffer(json.dumps(about).encode(), np.uint8)
-    members: dict[str, Any] = {_ABOUT: text}
-    for name, array in state.arrays.items():
+    members: dict[str, Any] = {
         # NumPy itself knows no bfloat16: it is written by its bits.
-        is_known = array.dtype.isbuiltin == 1
-        members[name] = array if is_known else array.view(f"u{array.dtype.itemsize}")
+        name: array if array.dtype.isbuiltin == 1 else array.view(f"u{array.itemsize}")
+        for name, array in state.arrays.items()
+    }
+    members[_ABOUT] = np.frombuffer(json.dumps(about).encode(), np.uint8)
     content = io.BytesIO()
     np.savez(content, **members)
     return content.getvalue()
@@ -78,17 +75,16 @@ def read(path: str | os.PathLike[str]) -> State:
     try:
         with tf.io.gfile.GFile(text, "rb") as file:
             content = io.BytesIO(file.read())
-        with zipfile.ZipFile(content) as members:
-            if bad := members.testzip():
-                raise ValueError(f"the bytes of {bad!r} in it are not its own")
+        if bad := zipfile.ZipFile(content).testzip():
+            raise ValueError(f"the bytes of {bad!r} in it are not its own")
         content.seek(0)
-        with np.load(content) as members:
-            about = json.loads(members[_ABOUT].tobytes())
-            arrays = {
-                name: members[name].view(tf.as_dtype(dtype).as_numpy_dtype)
-                for name, dtype in about["dtypes"].items()
-            }
-            return State(arrays, about["counters"], about["paths"])
+        members = np.load(content)
+        about = json.loads(members[_ABOUT].tobytes())
+        arrays = {
+            name: members[name].view(tf.as_dtype(dtype).as_numpy_dtype)
+            for name, dtype in about["dtypes"].items()
+        }
+        return State(arrays, about["counters"], about["paths"])
     except Exception as error:  # whatever damaged headers lead zip and NumPy to
         raise ValueError(
             f"The file {text!r} holds no whole state: {error}. Expected a file that "
@@ -144,8 +140,7 @@ class Folder:
         complete = [files[0].number for files in self._complete()]
         for each in self.listed() if len(complete) >= _KEPT else ():
             if each.number < complete[_KEPT - 1] and each.place == self.place:
-                with contextlib.suppress(tf.errors.OpError):
-                    tf.io.gfile.remove(os.path.join(self.directory, each.name))
+                _remove(os.path.join(self.directory, each.name))
 
     def listed(self) -> list[Kept]:
         """Returns the files of all workers."""
@@ -174,9 +169,9 @@ def folder_path(path: object) -> str:
 
 def make_folder(directory: str) -> None:
     """Makes a folder; a ValueError says that it cannot be made or written."""
-    why = "cannot be written"
     try:
         tf.io.gfile.makedirs(directory)
+        why = "cannot be written"
         if "://" in directory or os.access(directory, os.W_OK | os.X_OK):
             return
     except (tf.errors.OpError, OSError) as error:
@@ -226,8 +221,7 @@ def write_bundle(
             raise  # the disk, not the model
         except Exception as error:  # whatever a user's `get_config` raises
             (beside / _MODEL).unlink(missing_ok=True)
-            why = kind_and_line(error)
-            record = dataclasses.replace(record, no_model=why)
+            record = dataclasses.replace(record, no_model=kind_and_line(error))
         record.to_json(beside / _RECORD)
         for path in filter(Path.is_file, beside.rglob("*")):
             _sync(path)
@@ -265,6 +259,11 @@ def remove_leftovers(folder: Path) -> None:
     """Removes what a process that was killed here left of a bundle half written."""
     for path in folder.glob(f"{_WRITING}*"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(tf.errors.OpError):
+        tf.io.gfile.remove(path)
 
 
 def _sync(path: str | Path) -> None:

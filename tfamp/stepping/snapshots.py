@@ -74,11 +74,10 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     found = [getattr(model, "optimizer", None)]
     for value in vars(model).values():
         values = value.values() if isinstance(value, Mapping) else value
-        is_many = isinstance(value, (Mapping, list, tuple))
-        found += values if is_many else [value]
+        found += values if isinstance(value, (Mapping, list, tuple)) else [value]
     # By identity: a model may hold one under several names.
-    optimizers = {id(o): o for o in found if isinstance(o, keras.optimizers.Optimizer)}
-    return list(optimizers.values())
+    kind = keras.optimizers.Optimizer
+    return list({id(each): each for each in found if isinstance(each, kind)}.values())
 
 
 def tally_of(optimizer: Any) -> ScaleVariables | None:
@@ -89,8 +88,8 @@ def tally_of(optimizer: Any) -> ScaleVariables | None:
 
 def was_skipped(model: keras.Model) -> bool:
     """Returns whether the last step of a `tfamp.LossScaleOptimizer` was skipped."""
-    tallies = [tally_of(optimizer) for optimizer in optimizers_of(model)]
-    return any(t is not None and t.numbers().streak for t in tallies)
+    tallies = filter(None, map(tally_of, optimizers_of(model)))
+    return any(tally.numbers().streak for tally in tallies)
 
 
 def built_from(model: keras.Model, batch: Any) -> bool:
@@ -102,10 +101,7 @@ def built_from(model: keras.Model, batch: Any) -> bool:
     if type(model).train_step is keras.Model.train_step and batch is not None:
         # Whatever a model raises that only runs on tensors.
         with contextlib.suppress(Exception), model.distribute_strategy.scope():
-            if not model.built:
-                trainer.build_from(model, batch)
-            if not model.optimizer.built:
-                model.optimizer.build(model.trainable_variables)
+            trainer.build_from(model, batch)
     return model.built and all(optimizer.built for optimizer in optimizers_of(model))
 
 
@@ -113,10 +109,9 @@ def built_from(model: keras.Model, batch: Any) -> bool:
 class State:
     """A copy of a model's variables in the host's memory.
 
-    `arrays` are bits by a name that is the same in another process that builds the same
-    model, "weights/3/kernel"; what differs between several replicas has one more
-    dimension in front. `counters` are plain values of whoever keeps the state, `paths`
-    are Keras's.
+    `arrays` are bits by a name that is the same in another process, "weights/3/kernel";
+    what differs between several replicas has one more dimension in front. `counters`
+    are plain values of whoever keeps the state, `paths` are Keras's.
     """
 
     arrays: dict[str, np.ndarray]

@@ -1,8 +1,7 @@
 """Traces the step that `fit` or `predict` runs, with the layer and cost of operations.
 
-The model is left as it was. A product takes the longer of computing and moving its
-bytes, all else the moving. Devices differ by a factor of two or three and caches are
-left out, so shares order causes and foretell no speed.
+A product takes the longer of computing and moving its bytes, all else the moving.
+Devices differ by a factor of two or three, so shares order causes, no speed.
 """
 
 import contextlib
@@ -58,12 +57,12 @@ class Marks:
         self._layers = [(path, layer) for path, layer, _ in structure.walk(model)]
         self.scope = f"{_MARK}{next(_RUNS)}x"
         marks = [f"{self.scope}{i}x" for i in range(len(self._layers))]
-        layers = [layer for _, layer in self._layers]
-        self._mark_of = {id(x): mark for mark, x in zip(marks, layers, strict=True)}
-        self._at = {mark: i for i, mark in enumerate(marks)}
-        path_of = {id(layer): path for path, layer in self._layers}
+        pairs = list(zip(marks, self._layers, strict=True))
+        self._mark_of = {id(layer): mark for mark, (_, layer) in pairs}
+        self._path_of = {mark: path for mark, (path, _) in pairs}
+        known = {id(layer): path for path, layer in self._layers}
         self._children = {
-            path: {c.name: path_of[id(c)] for c in structure.children(layer)}
+            path: {c.name: known[id(c)] for c in structure.children(layer)}
             for path, layer in self._layers
         }
 
@@ -116,8 +115,8 @@ class Marks:
         path, rest = "", name.split("/")
         for position, part in enumerate(name.split("/")):
             mark = re.match(rf"{_MARK}\d+x\d+x", part)
-            if mark and mark.group() in self._at:
-                path = self._layers[self._at[mark.group()]][0]
+            if mark and mark.group() in self._path_of:
+                path = self._path_of[mark.group()]
                 rest = name.split("/")[position + 1 :]
         # A function that was traced before holds no marks, only names of layers, which
         # TensorFlow numbers: Keras opens the first scope of a layer for its `build`.

@@ -112,9 +112,8 @@ def copied(model: keras.Model, *, instead: str) -> keras.Model:
         path = Path(folder, "model.keras")
         try:
             model.save(path)
-            return load_model(
-                path, custom_objects=classes, compile=False, safe_mode=False
-            )
+            how = {"custom_objects": classes, "compile": False, "safe_mode": False}
+            return load_model(path, **how)
         except (TypeError, ValueError, NotImplementedError) as error:
             try:
                 return saved_state.copied_in_memory(model)
@@ -131,9 +130,8 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     """Restores every variable of a built model, bit by bit, also after an error.
 
     The program's random generators too. Inside learning rates are 0 where they are
-    variables, so that many steps don't take the weights to where numbers are slow or
-    NaN. Not restored: what a model keeps outside of Keras variables, and variables that
-    only its train step makes.
+    variables, so that many steps don't take the weights to where numbers are NaN. Not
+    restored: what is no Keras variable, and variables that only the train step makes.
     """
     # Each replica's own, since a sum over them cannot be shared out again exactly.
     parts = [part for named in named_variables(model) for part in named.parts(model)]
