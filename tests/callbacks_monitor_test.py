@@ -25,15 +25,8 @@ ROWS = {
     "gradient_norm": [8**0.5] * 4,
     "overflow_rate": [250.0, 166.667, 200.0, 166.667],
 }
-KEYS = (
-    "loss_scale",
-    "applied_steps",
-    "skipped_steps",
-    "consecutive_skips",
-    "gradient_norm",
-    "overflow_rate",
-)
-HEADER = ["step", *KEYS]
+HEADER = [*ROWS]
+KEYS = HEADER[1:]
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 
@@ -128,11 +121,12 @@ def test_scalars_are_those_of_the_rows(tmp_path):
     )
 
 
-def test_progress_bar_shows_the_counters(capsys):
-    fit(compiled(), PrecisionMonitor(), verbose=1, epochs=1)
-    printed = capsys.readouterr().out
-    for text in ("loss_scale: 8.0000", "applied_steps: 5.0000", "skipped_steps: 1.0"):
-        assert text in printed.splitlines()[-1]
+def test_the_progress_bar_shows_two_of_the_numbers(capsys):
+    history = fit(compiled(), PrecisionMonitor(), verbose=1, epochs=1)
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "loss_scale: 8.0000" in line and "skipped_steps: 1.0" in line
+    assert not any(name in line for name in ("applied", "consecutive", "norm", "rate"))
+    assert {*KEYS} <= {*history}
 
 
 def test_steps_before_an_error_are_not_lost(tmp_path):

@@ -30,23 +30,20 @@ class TracedSlowly(keras.Model):
         return super().train_step(data)
 
 
-def functional(kind=keras.Model):
+def traced_slowly():
     inputs = keras.Input((2,))
-    return kind(inputs, keras.layers.Dense(3, use_bias=False)(inputs))
+    return TracedSlowly(inputs, keras.layers.Dense(3, use_bias=False)(inputs))
 
 
-def subclassed():
-    return Subclassed([keras.layers.Dense(3, use_bias=False)])
+MODELS = {
+    "Sequential": lambda: keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(3, use_bias=False)]
+    ),
+    "subclassed": lambda: Subclassed([keras.layers.Dense(3, use_bias=False)]),
+}
 
 
-def sequential():
-    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, use_bias=False)])
-
-
-MODELS = {"Sequential": sequential, "subclassed": subclassed}
-
-
-def compiled(make=sequential, **settings):
+def compiled(make=MODELS["Sequential"], **settings):
     keras.utils.set_random_seed(0)
     model = make()
     model.compile(settings.pop("optimizer", "sgd"), "mse", **settings)
@@ -86,14 +83,11 @@ def test_rates_of_each_epoch_are_in_the_history(make):
     assert history["first_step_seconds"] == [rate.first_step_seconds] == [STEP]
 
 
-def dataset(*, drop_remainder=False, kind=None):
-    made = tf.data.Dataset.from_tensor_slices(arrays())
-    made = made.batch(BATCH, drop_remainder=drop_remainder)
+def dataset(kind=None):
+    made = tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH)
     if kind == "dict":
         return made.map(lambda x, y: ({"a": x}, y))
-    if kind == "unknown length":
-        return made.filter(lambda x, y: True)
-    return made
+    return made.filter(lambda x, y: True) if kind == "unknown length" else made
 
 
 def by_name():
@@ -105,8 +99,8 @@ def by_name():
 @pytest.mark.parametrize("kind", ["dict", "unknown length"])
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_examples_are_counted_in_batches_of_every_form(kind):
-    model = compiled(by_name if kind == "dict" else sequential)
-    history = fit(model, Throughput(clock=Ticks()), data=dataset(kind=kind))
+    model = compiled(by_name if kind == "dict" else MODELS["Sequential"])
+    history = fit(model, Throughput(clock=Ticks()), data=dataset(kind))
     expected = EXPECTED["examples_per_second"]
     assert history["examples_per_second"] == pytest.approx(expected)
 
@@ -146,7 +140,7 @@ def test_examples_of_all_replicas_are_counted_together(steps):
 
 
 def test_tracing_is_told_apart_and_left_out_of_the_rates_now_and_later():
-    model = compiled(lambda: functional(TracedSlowly))
+    model = compiled(traced_slowly)
     model.clock = clock = Ticks()
 
     class Forget(keras.callbacks.Callback):
@@ -185,5 +179,5 @@ def test_the_second_of_two_rests_and_says_so():
     first, second = Throughput(clock=Ticks()), Throughput(clock=Ticks())
     history = fit(compiled(), first, second)
     assert history["examples_per_second"] == pytest.approx(PER_SECOND)
-    text = "No rates, since another Throughput measures the same `fit`: use one."
+    text = "A second Throughput in the same `fit` does nothing: use one."
     assert (text in first.notes, text in second.notes) == (False, True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.loops import OwnStep
 from tests.replicas import two_replicas
 from tfamp.callbacks import NanRecovery
 
@@ -21,24 +21,15 @@ layers = keras.layers
 
 
 @keras.saving.register_keras_serializable("failure_bundles_test")
-class OwnStep(keras.Model):
+class Own(OwnStep):
     """A subclassed model with a train step of its own."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.hidden, self.head = layers.Dense(2), layers.Dense(1)
-        self.drop = layers.Dropout(0.5)
 
-    def call(self, x, training=False):
-        return self.head(self.drop(self.hidden(x), training=training))
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
+    def call(self, x):
+        return self.head(self.hidden(x))
 
 
 def unbuilt():
@@ -47,17 +38,9 @@ def unbuilt():
     )
 
 
-def small():
-    return keras.Sequential([keras.Input((3,)), layers.Dropout(0.5), layers.Dense(1)])
-
-
-def compiled(make=small, *, on_replicas=False, **settings):
-    keras.utils.set_random_seed(1)
-    scope = two_replicas().scope() if on_replicas else contextlib.nullcontext()
-    with scope:
-        model = make()
-        model.compile(keras.optimizers.Adam(0.01), "mse", **settings)
-    return model
+def small(*more):
+    parts = [layers.Dropout(0.5), *more, layers.Dense(1)]
+    return keras.Sequential([keras.Input((3,)), *parts])
 
 
 def arrays(bad=BAD_STEP):
@@ -68,28 +51,27 @@ def arrays(bad=BAD_STEP):
     return x, y
 
 
-def keeping(folder, **options):
-    """Mends nothing: training ends with the first failure."""
-    return NanRecovery(folder, max_recoveries=0, on_exhausted="stop", **options)
-
-
-def fit(model, *callbacks, data=None, **settings):
-    x, y = arrays() if data is None else data
-    settings = {"batch_size": BATCH, "shuffle": False, "verbose": 0} | settings
-    return model.fit(x, y, callbacks=list(callbacks), **settings)
+def failed(folder, make=small, *callbacks, on_replicas=False, bad=BAD_STEP, **settings):
+    """Returns a model whose training ended with its first failure, and the bundle."""
+    keras.utils.set_random_seed(1)
+    with two_replicas().scope() if on_replicas else contextlib.nullcontext():
+        model = make()
+        model.compile(keras.optimizers.Adam(0.01), "mse", **settings)
+    recovery = NanRecovery(
+        folder, max_recoveries=0, on_exhausted="stop", every_seconds=0
+    )
+    how = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    model.fit(*arrays(bad), callbacks=[*callbacks, recovery], **how)
+    (path,) = recovery.bundles
+    return model, Path(path)
 
 
 def record_of(path):
-    return json.loads((Path(path) / "bundle.json").read_text())
-
-
-def batch_of(path):
-    """The batch in a bundle, as any program reads it."""
-    return next(iter(tf.data.Dataset.load(f"{path}/batch")))
+    return json.loads((path / "bundle.json").read_text())
 
 
 WAYS = {
-    "a train_step of its own": (OwnStep, {}),
+    "a train_step of its own": (Own, {}),
     "three eager steps": (unbuilt, {"steps_per_execution": 3, "run_eagerly": True}),
     "two replicas": (small, {"on_replicas": True}),
     "XLA": (small, {"jit_compile": True}),
@@ -99,14 +81,15 @@ WAYS = {
 @pytest.mark.quick("a train_step of its own", "three eager steps")
 @pytest.mark.parametrize("make, settings", WAYS.values(), ids=WAYS)
 def test_the_failing_step_is_kept_and_explained(tmp_path, make, settings):
-    model, recovery = compiled(make, **settings), keeping(tmp_path)
-    fit(model, recovery)
-    (path,) = recovery.bundles
-    assert os.path.dirname(path) == str(tmp_path)
-    assert os.path.basename(path).startswith(f"failure-{BAD_STEP:08d}-")
+    (tmp_path / ".writing-123").mkdir()  # half of another, of a killed process
+    model, path = failed(tmp_path, make, **settings)
+    assert [path] == list(tmp_path.glob("failure-*"))
+    assert not list(tmp_path.glob(".writing*"))
+    assert path.name.startswith(f"failure-{BAD_STEP:08d}-")
     assert (record_of(path)["epoch"], record_of(path)["step"]) == (0, BAD_STEP)
     rows = slice(BATCH * (BAD_STEP - 1), BATCH * BAD_STEP)
-    for kept, expected in zip(batch_of(path), arrays(), strict=True):
+    batch = next(iter(tf.data.Dataset.load(f"{path}/batch")))
+    for kept, expected in zip(batch, arrays(), strict=True):
         np.testing.assert_array_equal(kept, expected[rows])
     before = model.get_weights()
     found = tfamp.triage(model, path)
@@ -124,10 +107,8 @@ class Spoils(keras.callbacks.Callback):
 
 
 def test_what_no_step_makes_again_is_told(tmp_path):
-    recovery = keeping(tmp_path, every_seconds=0)
-    model = compiled(unbuilt, run_eagerly=True)
-    fit(model, Spoils(), recovery, data=arrays(None))
-    record = record_of(recovery.bundles[0])
+    _, path = failed(tmp_path, unbuilt, Spoils(), bad=None, run_eagerly=True)
+    record = record_of(path)
     assert record["cause"] == "weights" and "moving_mean" in record["message"]
     assert record["notes"][0].startswith("No step since the last good state failed")
 
@@ -141,24 +122,15 @@ class Secret(layers.Layer):
 
 
 def test_a_model_that_cannot_be_saved_leaves_the_rest(tmp_path):
-    layers_of = [keras.Input((3,)), Secret(), layers.Dense(1)]
-    recovery, model = keeping(tmp_path), compiled(lambda: keras.Sequential(layers_of))
-    fit(model, recovery)
-    (path,) = recovery.bundles
+    model, path = failed(tmp_path, lambda: small(Secret()))
     assert "not for saving" in record_of(path)["no_model"]
-    assert not (Path(path) / "model.keras").exists()
+    assert not (path / "model.keras").exists()
     assert tfamp.triage(model, path).cause == "data"
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    """A bundle, in whose folder a killed process had left half of another."""
-    folder = tmp_path_factory.mktemp("kept")
-    (folder / ".writing-123").mkdir()
-    recovery = keeping(folder)
-    fit(compiled(), recovery)
-    assert not list(folder.glob(".writing*"))
-    return Path(recovery.bundles[0])
+    return failed(tmp_path_factory.mktemp("kept"))
 
 
 DAMAGES = {
@@ -170,7 +142,8 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name, kind, text", DAMAGES.values(), ids=DAMAGES)
 def test_a_bundle_that_is_not_whole_is_refused(bundle, tmp_path, name, kind, text):
-    folder = shutil.copytree(bundle, tmp_path / "copy")
+    model, whole = bundle
+    folder = shutil.copytree(whole, tmp_path / "copy")
     (path,) = folder.glob(name)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x40
@@ -178,4 +151,4 @@ def test_a_bundle_that_is_not_whole_is_refused(bundle, tmp_path, name, kind, tex
     if "*" in name:
         path.write_bytes(content)
     with pytest.raises(kind, match=text):
-        tfamp.triage(compiled(), folder)
+        tfamp.triage(model, folder)

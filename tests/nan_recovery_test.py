@@ -133,6 +133,15 @@ def test_the_model_goes_back_bit_by_bit_and_on_with_the_next_batch(tmp_path):
         assert mine.numpy().tobytes() == other.numpy().tobytes()
 
 
+def test_the_second_of_two_rests_and_says_so(tmp_path):
+    first, second = often(tmp_path / "a"), often(tmp_path / "b")
+    fit(linear(), data(5), first, second, epochs=1)
+    assert sorted(len(x.recoveries) for x in (first, second)) == [0, 1]
+    assert [*first.notes, *second.notes] == [
+        "A second NanRecovery in the same `fit` does nothing: use one."
+    ]
+
+
 def test_an_epoch_without_a_finite_step_does_not_read_zero(tmp_path):
     run = fit(linear(), data(1), often(tmp_path), steps_per_epoch=1, epochs=3)
     assert run.history["loss"][1] == run.history["loss"][0] > 0

@@ -1,8 +1,6 @@
 """`tfamp.callbacks.Resume`: what is trained after a kill is what would have been."""
 
-import collections
 import errno
-import functools
 import random
 import re
 import shutil
@@ -18,10 +16,10 @@ import tensorflow as tf
 
 import tfamp
 from tests.loops import same_bits
+from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tests.resume_program import EVERY_STEPS, final_digest, newest_step
-from tfamp.callbacks import Resume, _fit_callback
-from tfamp.callbacks import resume as resume_module
+from tfamp.callbacks import Resume
 from tfamp.stepping import snapshot_files, snapshots
 from tfamp.stepping.snapshots import optimizers_of
 
@@ -235,20 +233,7 @@ def wanted():
     return snapshots.take(train(model_of, arrays))
 
 
-@pytest.fixture
-def lines(monkeypatch):
-    """What is logged, by level."""
-    found = collections.defaultdict(list)
-    add = lambda level, text, *args: found[level].append(text % args)  # noqa: E731
-    for module in (_fit_callback, snapshot_files, resume_module):
-        for level in ("info", "warning"):
-            monkeypatch.setattr(module.logging, level, functools.partial(add, level))
-    monkeypatch.setattr(_fit_callback.logging, "log", lambda _, *a: add("warning", *a))
-    monkeypatch.setattr(resume_module.console, "say", found["info"].append)
-    return found
-
-
-def test_a_half_written_file_is_passed_over_with_one_warning(copied, wanted, lines):
+def test_a_half_written_file_is_passed_over_with_one_warning(copied, wanted, caplog):
     newest = max(copied.glob("*.npz"))
     content = newest.read_bytes()
     newest.write_bytes(content[: len(content) // 2])
@@ -257,24 +242,23 @@ def test_a_half_written_file_is_passed_over_with_one_warning(copied, wanted, lin
     found = train(model_of, arrays, resume)
     assert resume.resumed_at == (0, 4)
     assert same_bits(snapshots.take(found), wanted)
-    (line,) = lines["warning"]
-    assert newest.name in line
-    assert "which is not whole" in line
+    (line,) = [each for each in caplog.messages if "Passed over" in each]
+    assert newest.name in line and "which is not whole" in line
     assert not list(copied.glob("*.writing"))
-    assert any("going on behind step 4 of epoch 0" in each for each in lines["info"])
 
 
-def test_a_full_disk_ends_no_training(copied, wanted, lines, monkeypatch):
+def test_a_full_disk_ends_no_training(copied, wanted, monkeypatch):
     before = {path: path.read_bytes() for path in copied.iterdir()}
 
     def full(state):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(snapshot_files, "archive", full)
-    found = train(model_of, arrays, Resume(copied, every_steps=1))
+    resume = Resume(copied, every_steps=1)
+    found = train(model_of, arrays, resume)
     assert same_bits(snapshots.take(found), wanted)
     assert {path: path.read_bytes() for path in copied.iterdir()} == before
-    (line,) = lines["warning"]
+    (line,) = resume.notes
     assert re.search("could not be written to .*No space left on device.*goes on", line)
 
 
@@ -338,22 +322,11 @@ def test_another_training_is_refused_before_a_step(begun, build, data, message):
     assert sorted(begun.iterdir()) == before
 
 
-def test_a_training_of_more_workers_is_refused(copied):
-    for path in list(copied.glob("*-of-1.npz")):
-        for place in (0, 1):
-            name = path.name.replace("worker-0-of-1", f"worker-{place}-of-2")
-            shutil.copy(path, copied / name)
-        path.unlink()
-    message = "had workers 2, and now 1; expected the same program as before"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        train(model_of, arrays, Resume(copied))
-
-
-def test_arguments_are_checked():
-    with pytest.raises(TypeError, match=re.escape("`directory` is None, of type")):
-        Resume(None)
-    with pytest.raises(ValueError, match=re.escape("`every_steps` is 0; expected")):
-        Resume("folder", every_steps=0)
+test_arguments_are_checked = refused_arguments(
+    lambda **given: Resume(**{"directory": "folder", **given}),
+    ("directory", None, ", of type", TypeError),
+    ("every_steps", 0, "; expected"),
+)
 
 
 @pytest.mark.slow

@@ -36,12 +36,9 @@ def is_above_one(x, y):
 
 PIPELINES = {
     "noise": lambda: rows().augment(noisy, ramp_epochs=8, seed=4),
-    "noise on a stream": lambda: stream().augment(noisy, seed=4),
-    "small buffer": lambda: stream().shuffle(buffer_size=10, seed=3),
     "balance on a stream": lambda: (
         stream().balance(is_above_one, seed=2).shuffle(seed=3)
     ),
-    "balance": lambda: rows().balance(is_above_one, seed=2),
     "weights": lambda: rows().weights(np.arange(1.0, 73.0), seed=5),
     "filter, shuffle": lambda: stream().filter(lambda x, y: y[0] < 2).shuffle(seed=7),
     "everything": lambda: (

@@ -49,13 +49,19 @@ def plain(logs: Any) -> Any:
     return {name: plain(value) for name, value in logs.items()}
 
 
+def is_finite(leaf: Any) -> bool:
+    """States whether numbers are finite, or something is none."""
+    with contextlib.suppress(TypeError, ValueError):  # ragged, or no numbers
+        return bool(np.all(np.isfinite(np.asarray(leaf, np.float64))))
+    return True
+
+
 def of_logs(logs: Any) -> Sign | None:
     """Returns the sign where a loss or metric is NaN or inf."""
     for name, value in logs.items() if isinstance(logs, Mapping) else ():
         for leaf in tf.nest.flatten(value):
-            with contextlib.suppress(TypeError, ValueError):  # ragged, or no numbers
-                if not np.all(np.isfinite(np.asarray(leaf, np.float64))):
-                    return Sign("loss", f"{name} is {leaf}"[:80])
+            if not is_finite(leaf):
+                return Sign("loss", f"{name} is {leaf}"[:80])
     return None
 
 
@@ -162,24 +168,23 @@ def move_scale(model: keras.Model, verdict: Any) -> str:
 
 def keep_in_float32(model: keras.Model, verdict: Any) -> str:
     """Has the layers that a triage names compute in float32; returns their paths."""
-    known = {site.path: site.layer for site in sites(model)}
-    wanted = verdict.layers or (verdict.layer,)
-    return ", ".join(repr(p) for p in wanted if p in known and _keep(model, known[p]))
-
-
-def _keep(model: keras.Model, layer: Any) -> bool:
-    is_layer = isinstance(layer, keras.layers.Layer)
-    dtypes = structure.compute_dtypes(layer if is_layer else model) & {*HALF}
-    if not dtypes or layer is model:
-        return False
+    known, kept = {site.path: site.layer for site in sites(model)}, []
     rule = Rule("NanRecovery", "a failed step was traced to it")
-    if not is_layer:
-        return exact_values.keep(layer, min(dtypes), rule.name, rule.reason)
-    if (policy := policy_of(layer)) is not None:
-        policy.settings.keep(layer, rule)
-        layer_dtypes.propagate_to_sublayers(layer)
-        return True
-    for _, inner, _ in structure.walk(layer):
-        if inner.compute_dtype in HALF:
-            inner.dtype_policy = keras.DTypePolicy("float32")
-    return True
+    for path in verdict.layers or (verdict.layer,):
+        layer = known.get(path, model)
+        is_layer = isinstance(layer, keras.layers.Layer)
+        dtypes = structure.compute_dtypes(layer if is_layer else model) & {*HALF}
+        if not dtypes or layer is model:
+            continue
+        if not is_layer:
+            if not exact_values.keep(layer, min(dtypes), rule.name, rule.reason):
+                continue
+        elif (policy := policy_of(layer)) is not None:
+            policy.settings.keep(layer, rule)
+            layer_dtypes.propagate_to_sublayers(layer)
+        else:
+            for _, inner, _ in structure.walk(layer):
+                if inner.compute_dtype in HALF:
+                    inner.dtype_policy = keras.DTypePolicy("float32")
+        kept.append(repr(path))
+    return ", ".join(kept)

@@ -8,10 +8,25 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.keras_hooks import around_training
+from tfamp.keras_hooks.patches import Function, Patch, PatchSet, wrapper
 from tfamp.loss_scale.fit_hooks import FIT_HOOKS
 
+Logs = dict[str, Any] | None
 # Older progress bars average over an epoch what batches log, counters too.
 BAR_AVERAGES = not hasattr(keras.utils.Progbar(1, verbose=0), "stateless_metrics")
+
+
+class Quiet(str):
+    """The name of a figure that logs hold and progress bars leave out."""
+
+
+@wrapper
+def _wrap_end(original: Function, self: Any, epoch: int, logs: Logs = None) -> Any:
+    shown = {k: v for k, v in (logs or {}).items() if not isinstance(k, Quiet)}
+    return original(self, epoch, shown)
+
+
+_BAR = PatchSet([Patch(keras.callbacks.ProgbarLogger, "on_epoch_end", _wrap_end)])
 
 
 class FitCallback(keras.callbacks.Callback):
@@ -22,8 +37,9 @@ class FitCallback(keras.callbacks.Callback):
         self.notes: tuple[str, ...] = ()
         self._member: around_training.Member | None = None
         FIT_HOOKS.install()
+        _BAR.install()
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         """Leaves `fit`: gives the training function back and closes what is open."""
         if self._member is not None:
             self._member.leave()
@@ -33,6 +49,9 @@ class FitCallback(keras.callbacks.Callback):
         if self._member is not None:
             self._member.leave()
         self._member = around_training.join(self.model, self._end, **part)
+        if part and not self._member.has_place:
+            kind = type(self).__name__
+            self._note(f"A second {kind} in the same `fit` does nothing: use one.")
         return self._member.has_place
 
     def _end(self, error: BaseException | None) -> None:

@@ -4,21 +4,18 @@ import statistics
 import threading
 from typing import Any
 
-from tfamp.callbacks._fit_callback import FitCallback
-from tfamp.machine.nvml import Nvml, visible_gpus
+from tfamp.callbacks._fit_callback import FitCallback, Logs, Quiet
+from tfamp.machine.memory import Nvml, visible_gpus
 from tfamp.records import checks
 
 _SECONDS = 1.0  # between two samples
 # The end of the name of a figure that adds up.
 _ENERGY = "_energy_joules"
-# Of a reading of a GPU, what is shown, by the name it has there.
-_GPU_FIGURES = {
-    "utilisation": "utilisation",
-    "memory_bytes": "memory_used_bytes",
-    "temperature_celsius": "temperature_celsius",
-    "power_watts": "power_watts",
-    "energy_joules": "energy_joules",
-}
+# Of a reading of a GPU, what is shown.
+_FIGURES = (
+    *("utilisation", "memory_used_bytes", "temperature_celsius"),
+    *("power_watts", "energy_joules"),
+)
 
 
 class DeviceStats(FitCallback):
@@ -29,11 +26,9 @@ class DeviceStats(FitCallback):
     part of the last moments in which a kernel ran, in [0, 1]), `gpu0_memory_bytes` (in
     use by all; TensorFlow reserves most of it at once unless memory growth is on),
     `gpu0_temperature_celsius`, `gpu0_power_watts` and `gpu0_energy_joules`. On a MIG
-    slice memory is the slice's and the others are those of the whole GPU.
-
-    `History` gets the mean and the most of an epoch, as `cpu_percent_mean` and
-    `cpu_percent_max`, and the energy that it took. It never ends training: `notes` has
-    a line for what cannot be read. The thread ends with `fit`, however that ends.
+    slice memory is the slice's and the others are those of the whole GPU. `History`
+    gets the mean and the most of an epoch, as `cpu_percent_mean` and `cpu_percent_max`,
+    and the energy that it took. `notes` has a line for what cannot be read.
 
     Example:
         >>> import keras, numpy as np
@@ -49,13 +44,11 @@ class DeviceStats(FitCallback):
         super().__init__()
         self._lock = threading.RLock()
         self._ended = threading.Event()
-        self._thread = threading.current_thread()
-        self._is_reading = False
         self._samples: list[dict[str, float]] = []
         self._process: Any = None
         self._nvml: Nvml | None = None
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Opens what is read, and begins to take samples."""
         self._join()
         try:
@@ -70,47 +63,46 @@ class DeviceStats(FitCallback):
             self._process.cpu_percent()  # the first call has nothing to compare with
         except ImportError as error:
             self._note(str(error))
-        self._samples, self._is_reading = [], True
-        if self._sample():
-            ended = self._ended = threading.Event()
-            self._thread = threading.Thread(
-                target=self._run, args=(ended,), daemon=True, name="tfamp-device-stats"
-            )
-            self._thread.start()
+        self._samples, self._ended = [], threading.Event()
+        name = "tfamp-device-stats"
+        threading.Thread(
+            target=self._run, args=(self._ended,), daemon=True, name=name
+        ).start()
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Begins to sum an epoch up, in which energy counts from the sample before."""
         with self._lock:
+            self._sample()
             self._samples = self._samples[-1:]
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Takes a last sample of the epoch and puts its summary into the logs."""
-        if not self._sample() or logs is None:
-            return
         with self._lock:
+            self._sample()
+            if self._ended.is_set() or logs is None:
+                return
             before, *samples = self._samples
             for name in self._samples[-1]:
                 values = [sample[name] for sample in samples if name in sample]
                 if values and name.endswith(_ENERGY):
-                    logs[name] = values[-1] - before.get(name, values[0])
+                    logs[Quiet(name)] = values[-1] - before.get(name, values[0])
                 elif values:
-                    logs[f"{name}_mean"] = statistics.fmean(values)
-                    logs[f"{name}_max"] = max(values)
+                    logs[Quiet(f"{name}_mean")] = statistics.fmean(values)
+                    logs[Quiet(f"{name}_max")] = max(values)
 
     def _run(self, ended: threading.Event) -> None:
-        while not ended.is_set() and self._sample():
-            ended.wait(_SECONDS)
+        while not ended.wait(_SECONDS):
+            self._sample()
 
-    def _sample(self) -> bool:
-        """Takes a sample; returns whether more are to come."""
+    def _sample(self) -> None:
+        """Takes a sample, or ends them all where it cannot."""
         with self._lock:
             try:
-                if self._is_reading:
+                if not self._ended.is_set():
                     self._samples.append(self._read())
             except Exception as error:  # whatever it is, training goes on
                 self._note(f"DeviceStats is off, since reading failed: {error!r}.")
                 self._close(error)
-            return self._is_reading
 
     def _read(self) -> dict[str, float]:
         """Returns the figures now, by name, without those that are not told."""
@@ -119,7 +111,7 @@ class DeviceStats(FitCallback):
             found["cpu_percent"] = float(self._process.cpu_percent())
             found["process_bytes"] = float(self._process.memory_info().rss)
         for gpu in self._nvml.read() if self._nvml is not None else ():
-            told = {name: getattr(gpu, field) for name, field in _GPU_FIGURES.items()}
+            told = {x.replace("_used", ""): getattr(gpu, x) for x in _FIGURES}
             missing = [name for name, value in told.items() if value is None]
             for name in told.keys() - missing:
                 found[f"gpu{gpu.index}_{name}"] = float(told[name])
@@ -132,10 +124,8 @@ class DeviceStats(FitCallback):
         return found
 
     def _close(self, error: BaseException | None) -> None:
-        self._ended.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(5.0)  # or it finds nothing to read, and ends
         with self._lock:
+            self._ended.set()
             if self._nvml is not None:
                 self._nvml.close()
-            self._is_reading, self._nvml, self._process = False, None, None
+            self._nvml = self._process = None

@@ -8,21 +8,15 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfamp.callbacks._fit_callback import BAR_AVERAGES, FitCallback
+from tfamp.callbacks._fit_callback import BAR_AVERAGES, FitCallback, Logs, Quiet
 from tfamp.dtypes.resolution import settings_of
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 
 _EVERY, _MAX_NAMES = 100, 8
-_RATE_STEPS = 1000  # that a rate of overflows looks back at least
 _IN_THE_BAR = ("loss_scale", "skipped_steps")
 _FIELDS = (
     *("step", "loss_scale", "applied_steps", "skipped_steps", "consecutive_skips"),
     *("gradient_norm", "overflow_rate"),
-)
-# As `tf.summary.scalar` marks them, which needs TensorBoard; 1 is DATA_CLASS_SCALAR.
-_SCALAR = tf.compat.v1.SummaryMetadata(
-    plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars"),
-    data_class=1,
 )
 
 
@@ -31,18 +25,15 @@ class PrecisionMonitor(FitCallback):
 
     `History` gets `loss_scale`, `applied_steps`, `skipped_steps`, `consecutive_skips`,
     `gradient_norm` (unscaled, of the last finite step) and `overflow_rate` (skipped
-    steps per 1,000, over the last 1,000 or a few more); the progress bar the first and
-    the third, under Keras 3.10 at an epoch's end only. A warning names the variables
-    whose gradients were not finite, once for each set of them. Where an error or Ctrl-C
-    ends `fit`, what was counted up to it is written too. Where tfamp's policy computes
-    in bfloat16 or float32 no loss is scaled, and one line says so. Every 100 batches,
-    and at the end of an epoch, some numbers are read from the device, half a
-    millisecond on a CPU.
+    steps per 1,000); the progress bar the first and the third, under Keras 3.10 at an
+    epoch's end only. A warning names the variables whose gradients were not finite,
+    once for each set of them. Under bfloat16 and float32 no loss is scaled, and one
+    line says so. Every 100 batches, at the end of an epoch, and where an error or
+    Ctrl-C ends `fit`, some numbers are read from the device, half a millisecond.
 
     Args:
         log_dir: Folder for TensorBoard scalars of every reading, made if need be.
-        csv_path: File for a row for every reading, appended to. Steps that are trained
-            again after a restart stand there again.
+        csv_path: File for a row for every reading, appended to.
 
     Raises:
         TypeError: When training begins, the optimizer is no
@@ -70,12 +61,12 @@ class PrecisionMonitor(FitCallback):
         self.log_dir = None if log_dir is None else os.fspath(log_dir)
         self.csv_path = None if csv_path is None else os.fspath(csv_path)
         self._reader: Any = None  # the optimizer whose steps and skips were read
-        self._readings: list[tuple[int, int]] = []
+        self._counted = 0, 0
         self._files: _Files | None = None
         self._latest: dict[str, float | int] = {}
         self._warned: set[frozenset[str]] = set()
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Checks the optimizer and opens the files."""
         self._latest = {}
         optimizer, settings = self.model.optimizer, settings_of(self.model)
@@ -101,89 +92,70 @@ class PrecisionMonitor(FitCallback):
         self._files = _Files(self.model, self.csv_path, self.log_dir)
         self._next_reading = 0
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Begins to count batches anew, with a reading before the first of all."""
         # Not in `on_train_begin`: another callback may load a checkpoint there.
         if self._files is not None and not self._next_reading:
-            self._read()
+            self._read(self._files)
         self._next_reading = _EVERY
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Reads the counters if it is time, and puts the last reading into the logs."""
         if self._files is not None and batch + 1 >= self._next_reading:
-            self._read()
+            self._read(self._files)
             self._next_reading = batch + 1 + _EVERY
         if logs is not None and not BAR_AVERAGES:
             logs.update({k: v for k, v in self._latest.items() if k in _IN_THE_BAR})
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Reads the counters and puts them into the logs."""
         if self._files is not None:
-            self._read()
+            self._read(self._files)
             if logs is not None:
-                logs.update(self._latest)
+                for name, value in self._latest.items():
+                    logs[name if name in _IN_THE_BAR else Quiet(name)] = value
 
-    def _read(self) -> None:
+    def _close(self, error: BaseException | None) -> None:
+        """Closes the files, with the last steps before an error in them."""
+        files, self._files = self._files, None
+        if error is not None and files is not None and self._next_reading:
+            self._read(files)
+
+    def _read(self, files: "_Files") -> None:
         """Reads the counters and writes what they are now."""
         optimizer = self.model.optimizer
         now = optimizer.scale_variables.numbers()
-        read = self._readings
-        if self._reader is not optimizer or now.judged < read[-1][0]:
+        if self._reader is not optimizer or now.judged < self._counted[0]:
             # At first, or where older weights were loaded.
-            is_young = now.judged <= _RATE_STEPS
-            self._reader, read = optimizer, [(0, 0)] if is_young else []
-            read.append((now.judged, now.skipped))
-        before, skipped = read[-1]
-        self._readings = read = [*read, (now.judged, now.skipped)]
-        while len(read) > 1 and now.judged - read[1][0] >= _RATE_STEPS:
-            del read[0]
-        num_steps = now.judged - read[0][0]
-        rate = 1000 * (now.skipped - read[0][1]) / max(num_steps, 1)
+            self._reader, self._counted = optimizer, (now.judged, now.skipped)
+        before, skipped = self._counted
+        self._counted = now.judged, now.skipped
         self._latest = {
             "loss_scale": now.scale,
             "applied_steps": now.applied,
             "skipped_steps": now.skipped,
             "consecutive_skips": now.streak,
             "gradient_norm": now.finite_norm,
-            "overflow_rate": round(rate, 3),
+            "overflow_rate": round(1000 * now.skipped / max(now.judged, 1), 3),
         }
-        if now.judged == before:
-            return
-        if self._files is not None:
-            self._files.write(now.judged, self._latest)
-        if now.skipped > skipped:
-            self._warn(
-                optimizer.nonfinite_variables,
-                *(now.skipped - skipped, now.judged - before, now.judged, now.scale),
-            )
-
-    def _close(self, error: BaseException | None) -> None:
-        """Closes the files, with the last steps before an error in them."""
-        try:
-            if error is not None and self._files is not None and self._next_reading:
-                self._read()
-        finally:
-            self._files = None
-
-    def _warn(self, names: tuple[str, ...], *facts: Any) -> None:
-        """Warns of skips: how many, of how many steps up to which, and the scale."""
-        if frozenset(names) in self._warned:
+        if now.judged > before:
+            files.write(now.judged, self._latest)
+        names = optimizer.nonfinite_variables if now.skipped > skipped else ()
+        if now.skipped == skipped or frozenset(names) in self._warned:
             return
         self._warned.add(frozenset(names))
         reason = "every gradient was finite, but the square of their norm was not"
         if names:
+            more = f" and {len(names) - _MAX_NAMES} more" * (len(names) > _MAX_NAMES)
             named = ", ".join(map(repr, names[:_MAX_NAMES]))
-            num_more = len(names) - _MAX_NAMES
-            more = f" and {num_more} more" if num_more > 0 else ""
             reason = f"gradients of {named}{more} were not finite"
         logging.warning(
             "Skipped %d of the %d steps up to step %d: %s. The loss scale is %g "
             "now. A few skips at the start, or after the scale has grown, are as it "
             "should be; if they go on, lower the learning rate, clip gradients, or "
             "keep the layer in float32.",
-            *(*facts[:3], reason, facts[3]),
+            *(now.skipped - skipped, now.judged - before, now.judged, reason),
+            now.scale,
         )
 
 
@@ -215,19 +187,18 @@ class _Files:
                 row = (step, *values.values())
                 csv.writer(file, lineterminator="\n").writerow(row)
         if self._writer is not None:
-            scalars = [
-                tf.compat.v1.Summary.Value(
-                    tag=tag,
-                    tensor=tf.make_tensor_proto(value, tf.float32),
-                    metadata=_SCALAR,
-                )
-                for tag, value in values.items()
-                if value is not None
-            ]
-            summary = tf.compat.v1.Summary(value=scalars).SerializeToString()
             with self._writer.as_default():
-                tf.summary.experimental.write_raw_pb(summary, step)
+                for tag, value in values.items():
+                    if value is not None:
+                        _write_scalar(tag, value, step)
             self._writer.flush()
+
+
+def _write_scalar(tag: str, value: float, step: int) -> None:
+    """Writes what `tf.summary.scalar` does, which needs TensorBoard to be installed."""
+    kind = tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
+    metadata = tf.compat.v1.SummaryMetadata(plugin_data=kind, data_class=1)  # a scalar
+    tf.summary.write(tag, tf.constant(value, tf.float32), step, metadata)
 
 
 def _begin_csv(path: str, header: str) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tfamp.callbacks import _failures
+from tfamp.callbacks import _fit_callback as base
 from tfamp.callbacks._failures import Sign
-from tfamp.callbacks._fit_callback import Draws, FitCallback, can_draw, has_workers
+from tfamp.callbacks._fit_callback import FitCallback, Logs
 from tfamp.keras_hooks import around_training, trainer
 from tfamp.keras_hooks.patches import replaced
 from tfamp.models import assignment
@@ -25,16 +25,8 @@ from tfamp.numerics.triage import triage
 from tfamp.records import checks
 from tfamp.records.record import Record
 from tfamp.records.versions import installed_versions
-from tfamp.stepping import snapshot_files
-from tfamp.stepping.snapshot_files import folder_path, make_folder
-from tfamp.stepping.snapshots import (
-    State,
-    built_from,
-    nonfinite,
-    put,
-    take,
-    was_skipped,
-)
+from tfamp.stepping import snapshot_files, snapshots
+from tfamp.stepping.snapshots import State
 
 # The part of the time that snapshots may take.
 _SHARE = 0.005
@@ -47,11 +39,7 @@ _MAX_KEPT, _MAX_BYTES = 1000, 2**28
 
 @dataclasses.dataclass(frozen=True)
 class Recovery(Record):
-    """One failure and what was done about it.
-
-    `sign` says what failed, `cause` and `layer` are the triage's; `remedy` is what was
-    done, or "stop", `bundle` the folder of the failing step, or "".
-    """
+    """One failure: its sign, what the triage found, and what was done about it."""
 
     number: int
     epoch: int
@@ -101,13 +89,8 @@ class NanRecovery(FitCallback):
     that are skipped without end under a loss scale, or the `tfamp.LossScaleError` that
     follows. No other callback sees it. The model goes back to its last good snapshot,
     bit by bit, the batches since are trained again until one fails, and by its triage
-    follows:
-
-    - "drop batch": nothing else; also where the triage finds nothing;
-    - "cut learning rate": by what the triage found to lower the loss, or by half;
-    - "move loss scale": to what the triage found to be finite, or by a factor of 16;
-    - "keep in float32": the layers that the triage named, optimizer state kept;
-    - "stop": where the triage says that the model is to blame, or none is left.
+    follows "drop batch", "cut learning rate", "move loss scale", "keep in float32" (the
+    layers that it named), or "stop", where the model is to blame or no remedy is left.
 
     The failing step is kept as a folder for `tfamp.triage(model, folder)`. `recoveries`
     in the logs is their number; `recoveries.jsonl` in the folder and
@@ -149,7 +132,7 @@ class NanRecovery(FitCallback):
         on_exhausted: str = "raise",
     ) -> None:
         super().__init__()
-        self.directory = folder_path(directory)
+        self.directory = snapshot_files.folder_path(directory)
         self.every_seconds = every_seconds
         if every_seconds:
             checks.positive("every_seconds", every_seconds)
@@ -159,30 +142,31 @@ class NanRecovery(FitCallback):
         self.on_exhausted = on_exhausted
         self.recoveries: tuple[Recovery, ...] = ()
         self._is_watching = False
+        # Batches that are held, each with how many were drawn before it.
+        self._kept: collections.deque[tuple[int, Any]] = collections.deque()
 
     @property
     def bundles(self) -> tuple[str, ...]:
         """Folders of the failing steps of the last `fit`."""
         return tuple(each.bundle for each in self.recoveries if each.bundle)
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Opens the folder and takes its place around the training function."""
-        if has_workers(self.model):
+        if base.has_workers(self.model):
             raise ValueError(
                 "NanRecovery was given a model on several workers, which nothing makes "
                 "go back together; expected one process. Train with `Resume` and "
                 "`tfamp.LossScaleOptimizer(optimizer)`, which skips a bad step on all."
             )
-        make_folder(self.directory)
+        snapshot_files.make_folder(self.directory)
         snapshot_files.remove_leftovers(Path(self.directory))
         place = around_training.Place.NAN_RECOVERY
         self._is_watching = self._join(place=place, call=self._call)
         if not self._is_watching:
-            self._note("A second NanRecovery in the same `fit` does nothing: use one.")
             return
         self._step = self._epoch = 0
         self._steps = int(self.model.steps_per_execution or 1)
-        self._draws = can_draw(self.model)
+        self._draws = base.can_draw(self.model)
         # Calls of this epoch: made, expected (-1 for unknown), and in the metrics.
         self._calls, self._num_calls, self._num_kept = 0, -1, 0
         # The state to go back to, and the one after it, which is not yet known to be
@@ -192,18 +176,17 @@ class NanRecovery(FitCallback):
         self._good_mark = self._fresh_mark = self._num_drawn = 0
         self._has_begun, self._last_logs = False, dict[str, Any]()
         self._next, self._reference, self._floor = 0.0, math.nan, math.nan
-        # Batches that are held, each with how many were drawn before it.
-        self._kept: collections.deque[tuple[int, Any]] = collections.deque()
+        self._kept.clear()
         self._list(())
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Begins to count an epoch's batches."""
         if self._is_watching:
             num_batches = (self.params or {}).get("steps")
             self._epoch, self._calls, self._num_kept = epoch, 0, 0
             self._num_calls = -(-num_batches // self._steps) if num_batches else -1
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Puts the number of recoveries into the logs."""
         if not self._is_watching or logs is None:
             return
@@ -226,11 +209,22 @@ class NanRecovery(FitCallback):
     def _call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
         """Stands for the training function: one call of it, judged."""
         if not self._has_begun:
-            self._begin(getattr(iterator, "element_spec", None))
+            self._has_begun = True
+            spec = getattr(iterator, "element_spec", None)
+            is_whole, state = snapshots.built_from(self.model, spec), self._snapshot({})
+            if bad := list(snapshots.nonfinite(state)):
+                raise ValueError(
+                    f"Training begins with {sum(count for _, count in bad)} numbers "
+                    f"that are not finite, the first in {bad[0][0]!r}; expected finite "
+                    "weights and optimizer values. Load a good checkpoint."
+                )
+            if is_whole:  # else the first step makes more variables
+                self._good = state
+                self._wait(0.0)
         source = iterator
         try:
             if self._draws:
-                source = Draws(lambda: self._hold(next(iterator)), iterator)
+                source = base.Draws(lambda: self._hold(next(iterator)), iterator)
             logs = _failures.plain(function(source))
             sign = _failures.of_logs(logs)
         except (StopIteration, tf.errors.OutOfRangeError):
@@ -252,21 +246,6 @@ class NanRecovery(FitCallback):
         self._num_kept += 1
         self._last_logs = known
         return logs
-
-    def _begin(self, element_spec: Any) -> None:
-        """Takes what training begins with as good, where all of it is built."""
-        self._has_begun = True
-        is_whole = built_from(self.model, element_spec)
-        state = self._snapshot({})
-        if bad := list(nonfinite(state)):
-            raise ValueError(
-                f"Training begins with {sum(count for _, count in bad)} numbers that "
-                f"are not finite, the first in {bad[0][0]!r}; expected finite weights "
-                "and optimizer values. Load a good checkpoint."
-            )
-        if is_whole:  # else the first step makes more variables
-            self._good = state
-            self._wait(0.0)
 
     def _hold(self, data: Any) -> Any:
         """Holds a batch on its way, without a copy; the newest at least stays."""
@@ -293,10 +272,10 @@ class NanRecovery(FitCallback):
         if sign is None and self._calls == self._num_calls:
             sign = _failures.of_weights(model)
         # After a step that was skipped the next one may be better.
-        if sign is not None or not is_due or was_skipped(model):
+        if sign is not None or not is_due or snapshots.was_skipped(model):
             return sign
         state = self._snapshot(logs)
-        for path, _ in nonfinite(state):
+        for path, _ in snapshots.nonfinite(state):
             return Sign("weights", f"{path} holds values that are not finite")
         if self._good is None or not loss > _RUNAWAY * self._reference:
             if self._fresh is not None:
@@ -315,7 +294,7 @@ class NanRecovery(FitCallback):
 
     def _snapshot(self, logs: dict[str, Any]) -> State:
         is_last = self._calls == self._num_calls
-        return take(self.model).with_counters(
+        return snapshots.take(self.model).with_counters(
             step=self._step,
             epoch=self._epoch + is_last,
             calls=0 if is_last else self._calls,
@@ -345,7 +324,8 @@ class NanRecovery(FitCallback):
                 if detail or each == _failures.DROP:
                     remedy = each
                     # What the remedy changed comes back with it.
-                    state = take(self.model).with_counters(**state.counters)
+                    now = snapshots.take(self.model)
+                    state = now.with_counters(**state.counters)
                     break
         self._good, self._fresh, self._good_mark = state, None, self._num_drawn
         self._num_kept = state.counters["calls"] * self._is_of_this_epoch(state)
@@ -353,11 +333,7 @@ class NanRecovery(FitCallback):
         self._kept.clear()
         self._wait(0.0)
         recovery = Recovery(
-            number=len(self.recoveries) + 1,
-            epoch=self._epoch,
-            step=self._step,
-            sign=sign.text,
-            cause=cause,
+            *(len(self.recoveries) + 1, self._epoch, self._step, sign.text, cause),
             layer=None if verdict is None else verdict.layer,
             remedy=remedy,
             detail=detail,
@@ -378,7 +354,8 @@ class NanRecovery(FitCallback):
         return bool(state.counters["epoch"] == self._epoch and state.counters["calls"])
 
     def _restore(self, state: State) -> None:
-        put(self.model, state, metrics=self._is_of_this_epoch(state))
+        is_of_this = self._is_of_this_epoch(state)
+        snapshots.put(self.model, state, metrics=is_of_this)
 
     def _search(self, state: State) -> _Found:
         """Trains on batches again, the oldest first, and returns the first that fails.
@@ -403,8 +380,11 @@ class NanRecovery(FitCallback):
                         break  # it fails otherwise here: nothing can be said
                 if sign is not None:
                     return _Found(before, number, batch, sign)
-        bad = [found for found in tried if _holds_nonfinite(found.batch)]
-        return [*bad, *tried[-1:], _Found(state)][0]
+        for found in tried:
+            leaves = tf.nest.flatten(found.batch, expand_composites=True)
+            if not all(_failures.is_finite(leaf) for leaf in leaves):
+                return found
+        return tried[-1] if tried else _Found(state)
 
     def _write_bundle(self, found: _Found, sign: Sign) -> str:
         """Writes what failed, with the state ahead of it; "" where that cannot be."""
@@ -478,14 +458,6 @@ class NanRecovery(FitCallback):
             raise RecoveryError(text, self.recoveries)
         logging.error("%s", text)
         self.model.stop_training = True
-
-
-def _holds_nonfinite(batch: Any) -> bool:
-    return any(
-        not np.all(np.isfinite(np.asarray(leaf)))
-        for leaf in tf.nest.flatten(batch, expand_composites=True)
-        if tf.is_tensor(leaf) and leaf.dtype.is_floating
-    )
 
 
 def _as_one(model: keras.Model, data: Any) -> Any:

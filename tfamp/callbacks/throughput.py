@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 from absl import logging
 
-from tfamp.callbacks._fit_callback import BAR_AVERAGES, Draws, FitCallback, can_draw
+from tfamp.callbacks import _fit_callback as base
+from tfamp.callbacks._fit_callback import FitCallback, Logs
 from tfamp.keras_hooks import around_training, trainer
 
 # Calls whose rates the bar shows.
@@ -35,10 +35,8 @@ class Throughput(FitCallback):
     the first step on each shape of batch, and other callbacks at the ends of epochs.
 
     With `steps_per_execution` above 1, and on several workers, the steps draw their
-    batches themselves, and there is no `input_wait`. Under Keras 3.10 the figures come
-    at an epoch's end only.
-
-    `clock` gives seconds; `notes` says what cannot be told and why, a line each.
+    batches themselves, and there is no `input_wait`; `notes` says so. `clock` gives
+    seconds.
 
     Example:
         >>> import keras, numpy as np
@@ -56,23 +54,21 @@ class Throughput(FitCallback):
         self._clock = clock
         self._is_measuring = False
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Takes its place around the training function."""
-        if not self._join(place=around_training.Place.THROUGHPUT, call=self._call):
-            self._note(
-                "No rates, since another Throughput measures the same `fit`: use one."
-            )
+        place = around_training.Place.THROUGHPUT
+        self._is_measuring = self._join(place=place, call=self._call)
+        if not self._is_measuring:
             return
-        self.first_step_seconds = None
-        self._is_measuring = self._is_first_epoch = True
+        self.first_step_seconds, self._is_first_epoch = None, True
         self._latest: dict[str, float] = {}
         self._steps = int(self.model.steps_per_execution or 1)
-        self._draws = self._steps == 1 and can_draw(self.model)
+        self._draws = self._steps == 1 and base.can_draw(self.model)
         self._function: Any = None
         self._shapes: set[tuple[str, ...]] = set()
         self.on_epoch_begin(0)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Begins to measure an epoch."""
         self._calls: list[_Call] = []
         # When the last call ended; None: the time until the next is left out.
@@ -80,18 +76,16 @@ class Throughput(FitCallback):
         self._left = (self.params or {}).get("steps")
         self._counted = 0.0
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Puts the rates of the last window into the logs."""
-        if logs is not None and not BAR_AVERAGES and self._is_measuring:
+        if logs is not None and not base.BAR_AVERAGES and self._is_measuring:
             logs.update(self._latest)
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_test_begin(self, logs: Logs = None) -> None:
         """Leaves the time of the validation inside `fit` out."""
         self._ended = None
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Puts the rates of the epoch into the logs."""
         if not self._is_measuring:
             return
@@ -118,7 +112,7 @@ class Throughput(FitCallback):
             self._shapes.clear()
         source, self._waited, self._examples = iterator, 0.0, 0
         if self._draws:
-            source = Draws(lambda: self._draw(iterator), iterator)
+            source = base.Draws(lambda: self._draw(iterator), iterator)
         logs = function(source)
         self._ended = self._clock()
         batches = self._steps
@@ -145,7 +139,14 @@ class Throughput(FitCallback):
         start = self._clock()
         data = next(iterator)
         self._waited = self._clock() - start
-        self._examples = _num_rows(self.model, data)
+        local = self.model.distribute_strategy.experimental_local_results
+        self._examples = 0
+        for leaf in tf.nest.flatten(data):  # of all replicas, by the first array
+            parts = local(leaf)
+            if all(getattr(getattr(part, "shape", None), "rank", 0) for part in parts):
+                rows = (part.shape[0] or tf.shape(part)[0] for part in parts)
+                self._examples = sum(map(int, rows))
+                break
         # A batch of a new shape may be traced anew, so its step tells nothing.
         leaves = tf.nest.flatten(data, expand_composites=True)
         shape = tuple(str(getattr(leaf, "shape", "")) for leaf in leaves)
@@ -170,13 +171,3 @@ class Throughput(FitCallback):
         if self._draws:
             rates["input_wait"] = min(1.0, sum(each.waited for each in calls) / seconds)
         return rates
-
-
-def _num_rows(model: keras.Model, data: Any) -> int:
-    """Returns the examples in a batch of all replicas, by its first array, or 0."""
-    local = model.distribute_strategy.experimental_local_results
-    for leaf in tf.nest.flatten(data):
-        parts = local(leaf)
-        if all(getattr(getattr(part, "shape", None), "rank", 0) for part in parts):
-            return sum(int(part.shape[0] or tf.shape(part)[0]) for part in parts)
-    return 0

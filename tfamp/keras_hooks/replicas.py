@@ -49,10 +49,6 @@ class Share:
     graph: Any  # the graph in which the step runs, None in eager code
     trackers: frozenset[int]  # identities of the metrics of losses
 
-    def of_batch(self, dtype: Any) -> tf.Tensor:
-        """Returns the share of the examples, in [0, 1]."""
-        return _quotient(self.count, self.total, dtype)
-
 
 class _Here(threading.local):
     """What this thread, that of a replica, is doing."""
@@ -169,8 +165,10 @@ def _wrap_scale(original: Function, value: Any) -> Any:
     share = _HERE.share
     if share is None:
         return original(value)
-    dtype = value.dtype
-    part = (_HERE.of_weights or share.of_batch)(dtype)
+    if _HERE.of_weights is None:
+        part = _quotient(share.count, share.total, value.dtype)
+    else:
+        part = _HERE.of_weights(value.dtype)
     if share.may_be_empty:
         value = tf.where(tf.equal(share.count, 0.0), tf.zeros_like(value), value)
     return value * part
@@ -189,8 +187,19 @@ def _wrap_reduce(
     share = _HERE.share
     if share is None:
         return original(values, sample_weight, mask, reduction, dtype)
-    weights, of_weights = _weights(sample_weight, mask, reduction), _HERE.of_weights
-    if weights is not None and _can_reduce(share):
+    of_weights, weights = _HERE.of_weights, None
+    # In float32, what Keras divides by the sum of.
+    if reduction in _MEANS and mask is not None:
+        weights = tf.cast(mask, tf.float32)
+    elif reduction == _BY_WEIGHTS and (sample_weight is not None or mask is not None):
+        given = None if sample_weight is None else tf.cast(sample_weight, tf.float32)
+        held = None if mask is None else tf.convert_to_tensor(mask)
+        options = {"dtype": "float32", "reduction": reduction}
+        weights = losses.apply_mask(given, held, **options)
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    # Replicas cannot meet in a branch, a loop or a function.
+    is_inside = tf.distribute.in_cross_replica_context() or graph is not share.graph
+    if weights is not None and not is_inside:
         part = tf.reduce_sum(weights)
         context = tf.distribute.get_replica_context()
         whole = context.all_reduce(tf.distribute.ReduceOp.SUM, part)
@@ -200,24 +209,6 @@ def _wrap_reduce(
     # Keras leaves no values, of shape (0,), as they are.
     is_left = reduction not in (None, "none") and tuple(loss.shape) == (0,)
     return tf.reduce_sum(loss) if is_left else loss
-
-
-def _weights(sample_weight: Any, mask: Any, reduction: Any) -> Any:
-    """Returns, in float32, what Keras divides by the sum of, or None."""
-    if reduction in _MEANS and mask is not None:
-        return tf.cast(mask, tf.float32)
-    if reduction != _BY_WEIGHTS or (sample_weight is None and mask is None):
-        return None
-    weights = None if sample_weight is None else tf.cast(sample_weight, tf.float32)
-    mask = None if mask is None else tf.convert_to_tensor(mask)
-    return losses.apply_mask(weights, mask, dtype="float32", reduction=reduction)
-
-
-def _can_reduce(share: Share) -> bool:
-    """Returns whether replicas can meet here: not in a branch, a loop or a function."""
-    eager = tf.executing_eagerly()
-    graph = None if eager else tf.compat.v1.get_default_graph()
-    return not tf.distribute.in_cross_replica_context() and graph is share.graph
 
 
 @wrapper
@@ -284,10 +275,8 @@ def warn_of_idle_distribution(*_: Any) -> None:
             f"`keras.distribution` is set to {type(found).__name__}, which Keras does "
             "not follow on TensorFlow: all stays on the first device. Take it away by "
             "`keras.distribution.set_distribution(None)`, and make the model in the "
-            "scope of `tfamp.distribute.strategy()`, which trains with the same "
-            "weights on all devices; for a model that is too large for one, use "
-            "`tfamp.remat`, accumulation, or Keras on JAX. "
-            f"{checks.see('scale')}",
+            "scope of `tfamp.distribute.strategy()`; for a model that is too large for "
+            f"one device use `tfamp.remat` or Keras on JAX. {checks.see('scale')}",
             UserWarning,
             stacklevel=2,
         )

@@ -148,12 +148,6 @@ def _wrap_iterator(
 def _wrap_dataset(original: Function, self: Any) -> Any:
     if _HERE.strategy is None or not self._shuffle:
         return original(self)
-    if self._shuffle == "batch":
-        raise ValueError(
-            "`shuffle` is 'batch' on several workers, which would shuffle each "
-            "batch in another order on each; expected True or False. Pass "
-            "`shuffle=True`."
-        )
     return _shuffled(self, *_chosen(_HERE.strategy))
 
 
