@@ -110,7 +110,7 @@ def answers(tmp_path_factory):
         capture_output=True,
         text=True,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
-        timeout=600,
+        timeout=1200,
         check=False,
     )
     assert "ANSWERS" in done.stdout, done.stderr[-3000:]

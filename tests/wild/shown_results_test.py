@@ -164,7 +164,7 @@ def test_a_script_that_enables_says_so_in_one_line():
         capture_output=True,
         text=True,
         env=environment,
-        timeout=200,
+        timeout=1200,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout == ""
