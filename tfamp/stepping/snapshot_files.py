@@ -54,12 +54,11 @@ def archive(state: State) -> bytes:
     """Returns the bytes of an `.npz` of a state."""
     dtypes = {name: array.dtype.name for name, array in state.arrays.items()}
     about = {"counters": state.counters, "paths": state.paths, "dtypes": dtypes}
-    members: dict[str, Any] = {
+    members: dict[str, Any] = {_ABOUT: np.frombuffer(json.dumps(about).encode(), "u1")}
+    for name, array in state.arrays.items():
         # NumPy itself knows no bfloat16: it is written by its bits.
-        name: array if array.dtype.isbuiltin == 1 else array.view(f"u{array.itemsize}")
-        for name, array in state.arrays.items()
-    }
-    members[_ABOUT] = np.frombuffer(json.dumps(about).encode(), np.uint8)
+        is_known = array.dtype.isbuiltin == 1
+        members[name] = array if is_known else array.view(f"u{array.itemsize}")
     content = io.BytesIO()
     np.savez(content, **members)
     return content.getvalue()
