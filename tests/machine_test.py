@@ -371,7 +371,7 @@ def test_the_doctor_shows_memory_and_judges_it():
     )
     found = MachineMemory(both, (gpu(15 * GIB, mig_slice="1g.5gb"),))
     diagnosis = diagnose(machine(T4, DOCTORS_CPU, memory=found))
-    assert [finding.severity for finding in diagnosis.findings] == ["advice"]
+    assert [finding.severity for finding in diagnosis.findings] == ["warning"]
     text = " ".join(diagnosis.table().split())
     for expected in (
         "GPU:0 (MIG 1g.5gb) 16.0 GiB 1.0 GiB",
