@@ -49,7 +49,7 @@ CASES = {
     "a metric that is NaN": (
         lambda: made_evidence.evidence({"float32": (1, 0.98), "auto": (2, math.nan)}),
         "less accurate",
-        "accuracy not a number against 0.981, 3 seeds; the metric is not a number",
+        "accuracy not a number against 0.981, 3 seeds; the metric, or a weight, is",
         "Stay with float32, or keep the layers",
     ),
     "a failed run": (

@@ -50,12 +50,11 @@ def _trimmed(hook: Any) -> Any:
         if isinstance(error, tfamp.LossScaleError):
             # It tells all by itself: no frame of Keras and tfamp below the program's.
             error.__suppress_context__, error.__cause__ = True, None
-            last = each = own
-            while each is not None:
-                is_ours = _LIBRARIES.search(each.tb_frame.f_code.co_filename)
-                last, each = last if is_ours else each, each.tb_next
-            if last is not None:
-                last.tb_next = None
+            last = own
+            while last is not None and last.tb_next is not None:
+                if _LIBRARIES.search(last.tb_next.tb_frame.f_code.co_filename):
+                    last.tb_next = None
+                last = last.tb_next
         hook(kind, error.with_traceback(own), own)
 
     return tell

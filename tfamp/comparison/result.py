@@ -415,6 +415,13 @@ def conclude(
         for run in first.finished(policy)[:1]
         if policy.startswith("auto")
     ]
+    notes += [
+        f"{first.label(run.policy)} diverged with seed {run.seed}: "
+        f"{run.num_nonfinite_weights:,} weights are not finite. `tfamp triage` names "
+        "the cause."
+        for run in first.runs
+        if run.num_nonfinite_weights
+    ]
     notes += first.notes
     for note in dict.fromkeys(note for run in runs for note in run.notes):
         whose = dict.fromkeys(first.label(r.policy) for r in runs if note in r.notes)

@@ -191,7 +191,11 @@ def verdict_on(
 ) -> Verdict:
     """Returns the verdict on a policy from pairs of runs, the reference's first."""
     sign, number = (1 if better == "max" else -1), len(pairs)
-    rows = [[run.final_metrics[metric] for run in pair] for pair in pairs]
+    # What an accuracy is worth of weights that are not finite nobody should know.
+    rows = [
+        [math.nan if r.num_nonfinite_weights else r.final_metrics[metric] for r in pair]
+        for pair in pairs
+    ]
     values = np.array(rows, np.float64).reshape(-1, 2)
     finite = np.isfinite(values)
     differences = (sign * (values[:, 1] - values[:, 0])).tolist()
@@ -209,21 +213,26 @@ def verdict_on(
         if before and not after
     ]
     if broken:
-        reason = "the metric is not a number after training with seeds "
+        reason = "the metric, or a weight, is not a number after training with seeds "
         reason += (
             f"{', '.join(broken)}, where the reference's is; `tfamp triage` names the "
             "layer or the learning rate"
         )
         return because("worse", reason, quality_effect="worse")
     if not finite.all():
-        reason = "the reference itself trains to a metric that is not a number"
+        reason = (
+            "the reference itself trains to a metric, or weights, that are no numbers"
+        )
         needs = "a reference that trains would decide; `tfamp triage` says why it fails"
         return because("undecided", reason, needs)
     if failures:
         first = failures[0]
         name = short_names([run.policy for run in failures])[first.policy]
         reason = f"the run under {name} with seed {first.seed} failed: {first.error}"
-        return because("undecided", reason, "runs that do not fail would decide")
+        needs = "runs that do not fail would decide"
+        is_stopped = "LossScaleError" in first.error
+        needs += "; `tfamp triage` names the cause" * is_stopped
+        return because("undecided", reason, needs)
     quality: Any = {"quality": statistics.interval(differences)}
     if pairs and all(are_same(*pair) for pair in pairs):
         reason = (
