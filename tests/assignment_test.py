@@ -188,3 +188,13 @@ def test_what_spectral_normalization_wraps_stays_in_half_precision():
         outputs = outer(X, training=True)
     dtypes = outer.compute_dtype, outer.layer.compute_dtype, outputs.dtype
     assert dtypes == ("float32", "float16", "float16")
+
+
+def test_integer_and_quantized_layers_are_left_alone():
+    lookup = layers.IntegerLookup(vocabulary=[1, 2, 3])
+    x = keras.Input((1,), dtype="int64")
+    h = layers.Flatten()(layers.Embedding(5, 2)(lookup(x)))
+    model = keras.Model(x, layers.Dense(1)(h))
+    before = lookup.compute_dtype
+    tfamp.apply(model, "mixed_bfloat16")
+    assert lookup.compute_dtype == before

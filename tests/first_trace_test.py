@@ -27,11 +27,25 @@ class Adam(keras.optimizers.Adam):
         return super().apply(*args, **kwargs)
 
 
-def model_of(metrics="names", **options):
+class OwnStep(keras.Model):
+    """Trains a part of its weights, by a step of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_variables[-2:]
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, weights), weights, strict=True)
+        )
+        return {"loss": loss}
+
+
+def model_of(kind=keras.Model, metrics="names", **options):
     inputs = keras.Input((6,))
     h = keras.layers.Dense(8, activation="relu")(inputs)
     h = keras.layers.BatchNormalization()(h)
-    model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Dropout(0.3)(h)))
+    model = kind(inputs, keras.layers.Dense(3)(keras.layers.Dropout(0.3)(h)))
     kind_of_metrics = "weighted_metrics" if metrics == "weighted" else "metrics"
     options[kind_of_metrics] = METRICS[metrics]
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -75,3 +89,10 @@ def test_it_learns_what_stock_learns_to_the_bit():
     (stock, stock_logs), (ours, our_logs) = results
     assert stock_logs == our_logs
     assert_close(stock, ours)
+
+
+def test_a_step_of_ones_own_builds_the_optimizer_for_what_it_trains():
+    with tfamp.scope("mixed_bfloat16"):
+        model = model_of(OwnStep, metrics="none")
+        model.fit(X, Y, batch_size=8, verbose=0)
+    assert len(model.optimizer._trainable_variables) == 2

@@ -268,3 +268,19 @@ def test_a_loss_object_sees_the_logits_of_half_probabilities(policy):
     assert probabilities.dtype == policy.removeprefix("mixed_")
     assert float(loss) == pytest.approx(20.0, rel=RELATIVE)
     np.testing.assert_allclose(gradient, [1, -1, 0], atol=1e-6)
+
+
+def test_all_layers_that_an_output_is_made_of_are_heads():
+    class Sum(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.parts = [layers.Dense(3, name="left"), layers.Dense(3, name="right")]
+
+        def call(self, x):
+            return self.parts[0](x) + self.parts[1](x)
+
+    with tfamp.scope("mixed_bfloat16"):
+        model = Sum()
+    assert model(np.ones((2, 3), "float32")).dtype == tf.float32
+    rows = tfamp.assignment(model)
+    assert rows["left"].rule == rows["right"].rule == "default: heads"

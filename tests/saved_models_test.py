@@ -311,3 +311,9 @@ def test_a_file_that_describes_something_else(tmp_path, change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         tfamp.load_model(path)
     assert not tfamp.status().enabled
+
+
+def test_an_unzipped_archive(tmp_path):
+    model = trained("functional")
+    keras.saving.save_model(model, tmp_path / "model", zipped=False)
+    assert rows_of(tfamp.load_model(tmp_path / "model")) == rows_of(model)

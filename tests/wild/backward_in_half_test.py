@@ -294,3 +294,13 @@ def test_a_gradient_that_only_training_has():
 
     for train in (fitted, by_own_loop):
         check_trains(build, "mixed_bfloat16", train)
+
+
+def test_an_error_that_float32_has_too_comes_through_as_it_is():
+    with tfamp.scope("mixed_bfloat16"):
+        inputs = keras.Input((6,))
+        hidden = Raises(name="raises")(layers.Dense(6)(inputs))
+        model = keras.Model(inputs, layers.Dense(1)(hidden))
+        with pytest.raises(ValueError, match="no gradient here"):
+            fitted(model)
+    assert tfamp.assignment(model)["raises"].compute_dtype == "bfloat16"

@@ -79,3 +79,29 @@ def test_the_sequential_inside_stays_in_half_precision(style, between, policy):
     half = policy.removeprefix("mixed_")
     assert {layer.compute_dtype for layer in block.ffn.layers} == {half}
     assert model.predict(x, verbose=0).dtype == "float32"
+
+
+class BuiltByACall(layers.Layer):
+    """Builds what it holds by calling it, as code from before Keras 3 does."""
+
+    def __init__(self):
+        super().__init__()
+        parts = [layers.Dense(32, activation="relu"), layers.Dense(WIDTH)]
+        self.ffn = keras.Sequential(parts)
+
+    def build(self, input_shape):
+        self.ffn(keras.ops.zeros((1, *input_shape[1:])))
+        self.built = True
+
+    def call(self, x):
+        return x + self.ffn(x)
+
+
+def test_a_sequential_that_build_calls_is_no_model_of_its_own():
+    with tfamp.scope("mixed_float16"):
+        block = BuiltByACall()
+        model = functional(block)
+        model.compile("adam", "sparse_categorical_crossentropy")
+    x = np.random.default_rng(0).integers(0, VOCABULARY, (32, LENGTH))
+    model.fit(x, x[:, 0] % 2, verbose=0)
+    assert [layer.compute_dtype for layer in block.ffn.layers] == ["float16"] * 2

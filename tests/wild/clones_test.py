@@ -114,3 +114,25 @@ def test_a_copy_with_lora_or_int8_is_the_same(make, policy, is_compiled, way, tm
     np.testing.assert_array_equal(same(tokens), model(tokens))
     assert facts(same) == facts(model)
     assert same(tokens).dtype == "float32"
+
+
+@pytest.mark.filterwarnings(NO_QUANTIZE)
+@pytest.mark.parametrize("when", ["before its first use", "compiled"])
+def test_a_quantized_head_is_read_as_quantized(when):
+    tokens = np.arange(12).reshape(2, 6) % 9
+    with tfamp.scope("mixed_bfloat16"):
+        model = keras.Sequential([keras.Input((6,)), layers.Embedding(9, 8)])
+        model.add(layers.Dense(3))
+        if when == "compiled":
+            model.compile("sgd", "mse")
+    plain = keras.models.clone_model(model)
+    plain.set_weights(model.get_weights())
+    expected = plain(tokens)
+    model.quantize("int8")
+    head = model.layers[-1]
+    # int8 has 127 steps, and bfloat16 in between rounds to 1 of 256.
+    np.testing.assert_allclose(
+        model(tokens), expected, atol=0.02 * np.abs(expected).max()
+    )
+    assert head.quantization_mode == "int8"
+    assert head.compute_dtype == "float32"

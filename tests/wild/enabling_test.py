@@ -1,6 +1,7 @@
 """Enabling by several threads, by the environment, onto built models, and failing."""
 
 import concurrent.futures
+import json
 import re
 
 import keras
@@ -188,3 +189,32 @@ def test_a_wrong_variable_is_named(monkeypatch):
             put(stock)
         assert set(dtypes(stock).values()) == {"float32"}
     assert seen() == STOCK
+
+
+X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+
+
+Y = X[:, :1]
+
+
+def measured(put):
+    """Returns what was measured for a model that `put` makes, in its first `fit`."""
+    model = put(regression())
+    assert set(dtypes(model).values()) == {"float32"}
+    model.compile("sgd", "mse")
+    history = model.fit(X, Y, batch_size=32, verbose=0).history
+    assert np.isfinite(history["loss"][0])
+    return tfamp.PrecisionPlan.from_model(model).evidence.get("measured")
+
+
+@pytest.mark.quick("enabled")
+@pytest.mark.parametrize("put", [enabled, applied, compiled_and_applied])
+def test_the_environment_asks_every_entry_to_measure(put, monkeypatch):
+    monkeypatch.setenv("TFAMP_POLICY", "measure")
+    assert "mixed_bfloat16" in json.dumps(measured(put))
+
+
+def test_apply_measures_where_that_is_enabled():
+    stock = regression()
+    tfamp.enable("measure")
+    assert measured(lambda _: (tfamp.apply(stock), stock)[1]) is not None

@@ -270,6 +270,41 @@ def test_products_beside_the_ids_are_still_computed_in_half_precision(policy):
     assert rows[model.hidden.name].compute_dtype == policy.removeprefix("mixed_")
 
 
+@pytest.mark.quick("mixed_float16")
+def test_tape_inside_a_call_sees_what_is_made_of_a_slice(policy):
+    class Energy(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm = layers.BatchNormalization(epsilon=0.0)
+
+        def call(self, x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                energy = tf.reduce_sum(self.norm(x[:, :1]))
+            return tape.gradient(energy, x)
+
+    slope = Energy().predict(matrix(IDS[policy]), verbose=0)
+    assert slope.tolist() == [[1.0, 0.0]] * 5
+
+
+@pytest.mark.quick("mixed_float16")
+def test_tape_inside_a_call_sees_what_it_watches(policy):
+    class Energy(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm = layers.BatchNormalization(epsilon=0.0)
+
+        def call(self, x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                energy = tf.reduce_sum(self.norm(x))
+            return tape.gradient(energy, x)
+
+    x = np.ones((5, 2), "float32")
+    for slope in (Energy()(x), Energy().predict(x, verbose=0)):
+        assert np.asarray(slope).tolist() == [[1.0, 1.0]] * 5
+
+
 def test_users_code_is_called_as_often_as_in_keras():
     counts = {}
     for name in (None, *IDS):
@@ -299,3 +334,16 @@ def test_users_code_is_called_as_often_as_in_keras():
         counts[name] = (built, eager - first, len(calls) - eager)
         tfamp.disable()
     assert counts["mixed_float16"] == counts["mixed_bfloat16"] == counts[None]
+
+
+@pytest.mark.quick("mixed_float16")
+def test_branch_of_a_call_looks_up_the_ids(policy):
+    def to_ids(x):
+        return tf.cond(
+            tf.shape(x)[0] > 0,
+            lambda: tf.cast(x[:, 1], tf.int32),
+            lambda: tf.zeros([tf.shape(x)[0]], tf.int32),
+        )
+
+    ids = IDS[policy]
+    check_rows(OwnModel(to_ids), matrix(ids), ids)

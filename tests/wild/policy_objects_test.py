@@ -113,3 +113,30 @@ def test_quantized_layers_are_loaded_as_they_were(load, tmp_path):
     assert names[0] == f"int8_from_{HALF}"
     assert [layer.dtype_policy.name for layer in loaded.layers] == names
     np.testing.assert_array_equal(loaded(X), model(X))
+
+
+def test_a_kept_layer_hands_float32_on():
+    with tfamp.scope(HALF, keep_float32=["Block"]):
+        block = Block()
+        assert block(X).dtype == "bfloat16"
+    assert {part.compute_dtype for part in (block.widen, block.norm)} == {"float32"}
+
+
+def test_a_map_of_policies_is_left_to_keras():
+    policies = keras.dtype_policies.DTypePolicyMap()
+    policies["mapped/wide"] = keras.DTypePolicy("float32")
+
+    class Mapped(keras.Model):
+        def __init__(self):
+            super().__init__(name="mapped", dtype=policies)
+            self.wide = layers.Dense(4, name="wide", dtype=policies)
+            self.rest = layers.Dense(2, name="rest", dtype=policies)
+
+        def call(self, x):
+            return self.rest(self.wide(x))
+
+    model = Mapped()
+    model(X)
+    assert (model.wide.compute_dtype, model.rest.compute_dtype) == (
+        *("float32", "bfloat16"),
+    )

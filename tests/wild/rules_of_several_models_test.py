@@ -140,3 +140,10 @@ def test_other_ways_to_a_policy_ask_no_model_for_the_rules_of_another(way):
     judge.compile("sgd", "mse")
     made.fit(NOISE, IMAGES, verbose=0)
     judge.fit(IMAGES, ONES, verbose=0)
+
+
+def test_a_typo_is_said_at_compile_where_no_other_model_can_follow():
+    with tfamp.scope("mixed_bfloat16", keep_float32=["upp_1"]):
+        made = generator()
+    with pytest.warns(UserWarning, match="Pattern 'upp_1'"):
+        made.compile("sgd", "mse")

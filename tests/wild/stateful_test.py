@@ -37,3 +37,32 @@ def test_a_bad_batch_leaves_the_state_as_it_was(kind, way):
     assert model.optimizer.skipped_steps == 1
     assert np.any(before[0])
     assert_close(before, after)
+
+
+class Recalibrating(keras.Sequential):
+    """Lets the statistics follow the data in steps that train no weight."""
+
+    only_looks = False
+
+    def train_step(self, data):
+        if self.only_looks:
+            self(data[0], training=True)
+            return {"loss": 0.0}
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("way", ["graph", "eager", "xla"])
+@pytest.mark.quick("eager")
+def test_statistics_move_in_a_step_without_an_update_after_a_bad_batch(way):
+    norm = layers.BatchNormalization(momentum=0.5)
+    model = Recalibrating([keras.Input((1,)), norm, layers.Dense(1)])
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    options = {"run_eagerly": way == "eager", "jit_compile": way == "xla"}
+    model.compile(optimizer, "mse", **options)
+    x, y = np.full((4, 1), 8.0, "float32"), np.zeros((4, 1), "float32")
+    model.fit(np.full_like(x, np.nan), y, verbose=0)
+    assert (optimizer.skipped_steps, norm.moving_mean.numpy()) == (1, 0)
+    model.only_looks = True
+    model.compile(optimizer, "mse", **options)  # the step is traced anew
+    model.fit(x, y, verbose=0)
+    assert norm.moving_mean.numpy() == 4

@@ -73,3 +73,28 @@ def test_a_regularizer_has_its_attributes_inside_a_call():
     layer(np.full((1, 2), 2.0, "float32"))
     # Half of the two squares of 2, by the layer and by its regularizer.
     assert [float(loss) for loss in layer.losses] == [4.0, 4.0]
+
+
+def vectorization():
+    layer = layers.TextVectorization(output_mode="multi_hot")
+    layer.adapt(["a cat", "a dog"])
+    return layer
+
+
+LOOKUPS = {
+    "TextVectorization": vectorization,
+    "StringLookup": lambda: layers.StringLookup(
+        vocabulary=["a", "cat"], output_mode="multi_hot"
+    ),
+}
+
+
+@pytest.mark.parametrize("make", LOOKUPS.values(), ids=LOOKUPS)
+def test_a_model_over_texts_is_loaded(make, tmp_path):
+    with tfamp.scope("mixed_bfloat16"):
+        inputs = keras.Input((1,), dtype="string")
+        model = keras.Model(inputs, layers.Dense(1)(make()(inputs)))
+    model.save(tmp_path / "model.keras")
+    loaded = tfamp.load_model(tmp_path / "model.keras")
+    texts = tf.constant([["a"], ["cat"]])
+    np.testing.assert_array_equal(loaded(texts), model(texts))

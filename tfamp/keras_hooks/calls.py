@@ -132,7 +132,9 @@ def _inner_call(
         graph = structure.graph_of(self)
         is_wide = graph is not None and all(x.dtype == "float32" for x in graph.inputs)
         if policy.exact_inputs or is_wide:
-            args, kwargs = structure.map_structure(source_of, (args, kwargs))
+            is_data = isinstance(self, trials.DATA_LAYER)
+            exact = functools.partial(source_of, through_cast=is_data)
+            args, kwargs = structure.map_structure(exact, (args, kwargs))
         if not CALLS.stack and policy.settings.compute_dtype == "float16":
             CALLS.note_float16(self)
         CALLS.stack.append(policy)

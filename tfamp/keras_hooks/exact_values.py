@@ -26,15 +26,17 @@ from tfamp.keras_hooks.structure import (
 _KEPT = "_tfamp_kept_in_float32"
 
 
-def source_of(x: Any) -> Any:
+def source_of(x: Any, *, through_cast: bool = False) -> Any:
     """Returns what `x` was rounded from, in float32, or `x` itself.
 
-    In graphs preprocessing layers cast ahead of their own call: that is seen through.
+    `through_cast` looks past a cast to float32, which preprocessing layers make ahead
+    of their own call in graphs.
     """
     if not isinstance(x, tf.Tensor):
         return x
     source: Any = getattr(x, SOURCE, None)
-    made_by: Any = getattr(x, "op", None) if x.dtype == tf.float32 else None
+    is_wide = through_cast and x.dtype == tf.float32
+    made_by: Any = getattr(x, "op", None) if is_wide else None
     if source is None and made_by is not None and made_by.type == "Cast":
         source = getattr(made_by.inputs[0], SOURCE, None)
     if source is None:

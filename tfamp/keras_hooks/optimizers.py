@@ -21,7 +21,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
-from tfamp.keras_hooks.layers import FLOAT16
+from tfamp.keras_hooks.layers import FLOAT16, SOURCE
 from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
 
 _ONCE, _WATCHES = "_tfamp_asked_once", "_tfamp_watches_in"  # of a tape
@@ -227,6 +227,9 @@ def tape_patches(wrap_gradient: Callable[[Callable[..., Any]], Any]) -> list[Pat
             setattr(self, _ONCE, True)
             self._push_tape()
         setattr(self, _WATCHES, _graph())
+        for each in tf.nest.flatten(tensor):  # which exact layers take as it is, then
+            if hasattr(each, SOURCE):
+                delattr(each, SOURCE)
         original(self, tensor)
 
     return [

@@ -43,12 +43,12 @@ from tfamp.keras_hooks.structure import Layer
 
 EXACT = "default: exact inputs"  # the rule of layers that make whole numbers
 # The base class of preprocessing layers, whose name has changed.
-_DATA_LAYER = next(
+DATA_LAYER = next(
     cls for cls in keras.layers.Normalization.__mro__[1:] if "__call__" in vars(cls)
 )
 _TABLES = (
     *(keras.layers.Embedding, keras.layers.IntegerLookup, keras.layers.Hashing),
-    _DATA_LAYER,
+    DATA_LAYER,
 )
 _MOVES = frozenset(
     "BroadcastTo ExpandDims GatherNd GatherV2 Identity PreventGradient Reshape "
