@@ -271,7 +271,7 @@ class Resume(FitCallback):
         try:
             snapshots.put(model, state)
         except ValueError as error:
-            why = f"is of another model than {model.name!r}: {checks.first_line(error)}"
+            why = str(error).removeprefix("`state` ").partition(". Expected ")[0]
             raise self._refusal(why) from error
         for before, now in zip(held["dtypes"], _dtypes_of(model), strict=False):
             if before != now:
