@@ -160,17 +160,6 @@ def test_fit_applies_what_is_left_at_the_end_of_an_epoch():
     )
 
 
-@pytest.mark.slow
-def test_fit_weighs_a_smaller_last_microbatch_by_its_size():
-    parts = model_of(unscaled(keras.optimizers.SGD(0.1), 4))
-    whole = model_of(keras.optimizers.SGD(0.1))
-    parts.fit(X[:10], Y[:10], batch_size=4, verbose=0, shuffle=False)  # 4, 4 and 2
-    whole.train_on_batch(X[:10], Y[:10])
-    np.testing.assert_allclose(
-        weights_of(parts), weights_of(whole), rtol=0, atol=FLOAT32
-    )
-
-
 def test_nothing_leaks_out_of_a_fit_that_was_broken_off():
     class Break(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

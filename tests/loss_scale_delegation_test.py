@@ -99,23 +99,6 @@ def test_accumulation_of_the_inner_optimizer_is_taken_over():
     assert variable.numpy() == -2
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 2])
-def test_variables_begin_with_keras_and_the_inner_optimizer(accumulation_steps):
-    variable = keras.Variable([1.0])
-    stock = optimizers.LossScaleOptimizer(optimizers.Adam())
-    ours = wrapped(optimizers.Adam(), accumulation_steps=accumulation_steps)
-    for optimizer in (stock, ours):
-        optimizer.build([variable])
-    named = [v.path.split("/")[-1] for v in stock.variables]
-    assert [v.path.split("/")[-1] for v in ours.variables][: len(named)] == named
-    assert [tuple(v.shape) for v in ours.variables][: len(named)] == [
-        tuple(v.shape) for v in stock.variables
-    ]
-    inner = ours.inner_optimizer.variables
-    assert [id(v) for v in ours.variables[4:][: len(inner)]] == [id(v) for v in inner]
-    assert len({id(v) for v in ours.variables}) == len(ours.variables)
-
-
 X = np.random.default_rng(0).normal(size=(8, 2)).astype("float32")
 Y = X.sum(-1, keepdims=True)
 

@@ -170,39 +170,6 @@ def test_training_goes_on_bit_by_bit(case, way, tmp_path):
     assert_same(facts_of(half), at_save)
 
 
-class Crash(keras.callbacks.Callback):
-    """Raises as a machine that goes away does, in the second epoch."""
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if (self.epoch, batch) == (1, 4):
-            raise KeyboardInterrupt
-
-
-@pytest.mark.quick("float16 dynamic")
-@pytest.mark.parametrize(
-    "case", ["float16 dynamic", "float32 accumulation, hysteresis"]
-)
-def test_backup_and_restore_after_a_crash(case, tmp_path):
-    x, y = (np.concatenate(parts) for parts in zip(*BATCHES[:HALF_WAY], strict=True))
-
-    def fit(*callbacks):
-        model = model_of(*CASES[case], inner=keras.optimizers.SGD(0.5, momentum=0.5))
-        callbacks = [keras.callbacks.BackupAndRestore(tmp_path / "backup"), *callbacks]
-        options = dict(batch_size=4, epochs=2, shuffle=False, verbose=0)
-        try:
-            model.fit(x, y, callbacks=callbacks, **options)
-        except KeyboardInterrupt:
-            assert type(callbacks[-1]) is Crash
-        return facts_of(model)
-
-    straight = fit()
-    assert fit(Crash()) != straight
-    assert_same(fit(), straight)
-
-
 def stock_model(policy, *, is_wrapped=True):
     """Returns a model trained by Keras alone, on finite batches."""
     with stock_policy(policy):

@@ -140,12 +140,3 @@ def test_a_model_that_gives_nan_is_skipped_as_before():
     assert (model.optimizer.applied_steps, model.optimizer.skipped_steps) == (0, 4)
     assert model.optimizer.scale == 2**11
     assert np.isnan(logs["loss"]).all()
-
-
-def test_a_static_scale_stays_and_skips():
-    with tfamp.scope("mixed_float16", loss_scale=2.0**15):
-        model, loss, x, y = priced()
-        model.compile(keras.optimizers.SGD(1e-6), loss)
-    model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
-    assert (model.optimizer.applied_steps, model.optimizer.skipped_steps) == (0, 4)
-    assert model.optimizer.scale == 2**15

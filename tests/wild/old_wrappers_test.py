@@ -116,12 +116,8 @@ class Gan(keras.Model):
                 d_loss, g_loss = self.losses_of(inputs, targets)
                 d_scaled = scale(self.d_optimizer, d_loss)
                 g_scaled = g_loss
-        if self.tapes == "generator first":
-            g_gradients = g_tape.gradient(g_scaled, g_weights)
-            d_gradients = d_tape.gradient(d_scaled, d_weights)
-        else:
-            d_gradients = d_tape.gradient(d_scaled, d_weights)
-            g_gradients = g_tape.gradient(g_scaled, g_weights)
+        d_gradients = d_tape.gradient(d_scaled, d_weights)
+        g_gradients = g_tape.gradient(g_scaled, g_weights)
         self.d_optimizer.apply_gradients(zip(d_gradients, d_weights, strict=True))
         self.g_optimizer.apply_gradients(zip(g_gradients, g_weights, strict=True))
         return {"critic": d_loss / TINY, "generator": g_loss / TINY}
@@ -147,7 +143,7 @@ def played(policy, d_optimizer, g_optimizer, scaled, tapes, way):
     return [*steps["critic"], *steps["generator"]]
 
 
-TAPES = ("two tapes", "generator first", "one tape")
+TAPES = ("two tapes", "one tape")
 OTHERS = {
     "plain": sgd,
     "ours": lambda rate: tfamp.LossScaleOptimizer(sgd(rate)),

@@ -69,25 +69,6 @@ def test_gradients_divided_by_hand_go_to_the_inner_optimizer(wrap, decorate):
     half_as_good_as_float32(train)
 
 
-@pytest.mark.quick("ours-eager")
-@in_each_way
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_a_scaled_loss_gives_scaled_gradients(wrap, decorate):
-    model, optimizer = network("mixed_float16"), wrap(keras.optimizers.SGD(), 2.0**10)
-    optimizer.build(model.trainable_variables)
-
-    @decorate
-    def norms():
-        with tf.GradientTape(persistent=True) as tape:
-            plain = error(model)
-            scaled = optimizer.scale_loss(plain)
-        bias = model.trainable_variables[-1]
-        return tape.gradient(scaled, bias), tape.gradient(plain, bias)
-
-    scaled, plain = norms()
-    np.testing.assert_allclose(scaled, 2.0**10 * np.asarray(plain), rtol=1e-3)
-
-
 def test_a_loss_is_scaled_inside_a_function_that_a_tape_records():
     def train(model):
         optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.2))

@@ -1,7 +1,5 @@
 """Training code that knows nothing of loss scales: the tape scales and unscales."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import keras
 import numpy as np
 import pytest
@@ -288,20 +286,3 @@ def test_a_loop_without_any_scale_is_told_once():
     plain_loop(model, optimizer)
     assert len(caught) == 1
     assert caught[0].filename == __file__
-
-
-def test_who_needs_no_scale_or_has_one_is_not_told():
-    sgd = keras.optimizers.SGD
-    plain_loop(network("mixed_bfloat16"), sgd())
-    plain_loop(network("mixed_float16", loss_scale=None), sgd())
-    plain_loop(network("mixed_float16"), tfamp.LossScaleOptimizer(sgd()))
-    other = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
-    network("mixed_float16")(x)
-    plain_loop(other, sgd())
-
-    def in_a_thread_of_its_own():
-        stock = keras.optimizers.LossScaleOptimizer(sgd())
-        plain_loop(network("mixed_float16"), stock, scaled=True)
-
-    with ThreadPoolExecutor() as pool:
-        pool.submit(in_a_thread_of_its_own).result()

@@ -179,21 +179,21 @@ def _wrap_init(original: Function, self: Any, *args: Any, **kwargs: Any) -> None
 EPOCH_HOOKS = PatchSet([Patch(EpochIterator, "__init__", _wrap_init)])
 
 
-@wrapper
-def _wrap_shuffle(original: Function, self: Any, tensors: Any) -> Any:
-    if getattr(self, "_num_data_shards", 1) > 1:  # each worker needs the same
-        return original(self, tensors)
-    return tf.random.shuffle(tensors)
-
-
 def order_patches() -> list[Patch]:
     """Returns the patch that gives each epoch over arrays an order of its own.
 
     Keras 3.16 draws the order from a number of the epoch that the trace freezes
     (keras#23046). Up to 3.15 TensorFlow draws it, as here.
     """
+
+    @wrapper
+    def wrap_shuffle(original: Function, self: Any, tensors: Any) -> Any:
+        if getattr(self, "_num_data_shards", 1) > 1:  # each worker needs the same
+            return original(self, tensors)
+        return tf.random.shuffle(tensors)
+
     is_due = "_tf_shuffle" in vars(ArrayDataAdapter)
-    return [Patch(ArrayDataAdapter, "_tf_shuffle", _wrap_shuffle)] * is_due
+    return [Patch(ArrayDataAdapter, "_tf_shuffle", wrap_shuffle)] * is_due
 
 
 def built_by_fit(kind: Kind) -> Kind:

@@ -73,17 +73,17 @@ def run_patches(
         return evaluate
 
     def wrap_run(original: Function) -> Function:
-        signature = inspect.signature(original)
+        name, signature = original.__name__, inspect.signature(original)
 
         @like(original)
-        def run(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            bound, own = signature.bind(self, *args, **kwargs), {}
-            if original.__name__ == "predict" and xla_replicas.parts_compiled(self):
+        def run(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            model, own = bound.args[0], {}
+            if name == "predict" and xla_replicas.parts_compiled(model):
                 # TensorFlow 2.19 compiles one function for all replicas, and fails.
                 own["_jit_compile"] = False
-            with around_run(self, original.__name__, bound.arguments):
-                with replaced(self, **own):
-                    return original(*bound.args, **bound.kwargs)
+            with around_run(model, name, bound.arguments), replaced(model, **own):
+                return original(*bound.args, **bound.kwargs)
 
         return run
 
@@ -108,10 +108,10 @@ def compile_patches(
         signature = inspect.signature(original)
 
         @like(original)
-        def compile(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(self, *args, **kwargs)
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            before_compile(self, bound.arguments)
+            before_compile(bound.args[0], bound.arguments)
             return original(*bound.args, **bound.kwargs)
 
         return compile
@@ -146,8 +146,7 @@ def _built_ahead(model: keras.Model, function: Function) -> Function:
     """Returns a training function that builds optimizer and metrics before its trace.
 
     Stock Keras makes them inside of it, and so traces the step a second time. A step of
-    the user's own may train other variables, and is left to build what it uses, and so
-    are models that are not managed.
+    the user's own may train other variables, and is left to build what it uses.
     """
     is_own = type(model).train_step is not TensorFlowTrainer.train_step
     if is_own or model.run_eagerly or policy_of(model) is None or not graph_of(model):

@@ -80,7 +80,7 @@ def _values_of(variables: Iterable[Any]) -> _Values:
 
 
 def _put_back(values: _Values) -> None:
-    """Gives variables their values back, on this replica alone."""
+    """Gives variables their values back; inside of a replica, on it alone."""
     for variable, value in values:
         variable.value.assign(value)
 
@@ -274,13 +274,11 @@ def _repeating(batch: Any, iterator: Any) -> Any:
 def _is_unproven(model: keras.Model) -> bool:
     """Returns whether a scale that nobody has chosen has yet to be proved by steps."""
     ours = ours_of(model)
-    states = [(o, o.scale_variables.numbers()) for o in ours]
     return len(ours) == len(optimizers_of(model)) and any(
-        optimizer.dynamic
-        and optimizer.initial_scale == DEFAULT_SCALE
-        and not now.is_frozen
-        and now.judged < _STEPS_THAT_PROVE_A_SCALE
-        for optimizer, now in states
+        optimizer.initial_scale == DEFAULT_SCALE
+        and not optimizer.is_frozen  # nor static
+        and optimizer.scale_variables.numbers().judged < _STEPS_THAT_PROVE_A_SCALE
+        for optimizer in ours
     )
 
 
@@ -309,8 +307,7 @@ def _until_applied(model: keras.Model, run: Callable[[], Any], batch: Any) -> An
         return logs
     after, scale = _values_of(variables), _LOWER * max(b.scale for b in before)
     while scale >= max(1.0, *(o.rule.min_scale for o in ours)):  # below is no remedy
-        for variable, value in held:
-            variable.assign(value)
+        _put_back(held)
         for optimizer, then in zip(ours, before, strict=True):
             optimizer.put(then._replace(scale=min(scale, then.scale)))
         logs_then = run()
@@ -322,8 +319,7 @@ def _until_applied(model: keras.Model, run: Callable[[], Any], batch: Any) -> An
             )
             return logs_then
         scale *= _LOWER
-    for variable, value in after:
-        variable.assign(value)
+    _put_back(after)
     return logs
 
 
@@ -349,11 +345,6 @@ class _EndOfEpoch(keras.callbacks.Callback):
     """
 
     _average: Any = None
-    _moved = False
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that weights move."""
-        self._moved = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Brings weights up to date, and raises what XLA could not."""
@@ -365,10 +356,8 @@ class _EndOfEpoch(keras.callbacks.Callback):
         """Brings weights up to date before the validation inside `fit`."""
         for optimizer in ours_of(self.model):
             optimizer.flush()
-        if self._moved:
-            self._moved = False
-            self._average = self._average or replicas.averaging(self.model)
-            self._average()
+        self._average = self._average or replicas.averaging(self.model)
+        self._average()
 
 
 @contextlib.contextmanager

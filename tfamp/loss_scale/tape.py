@@ -62,12 +62,12 @@ class _Here(threading.local):
 HERE = _Here()
 
 
-@dataclasses.dataclass
 class _TapeCall:
     """One call of a tape, while it computes gradients."""
 
-    is_scaled: bool  # whether its target is multiplied by a scale
-    by_hand: list[Any] = dataclasses.field(default_factory=list)  # scales, of losses
+    def __init__(self, is_scaled: bool) -> None:
+        self.is_scaled = is_scaled  # whether its target is multiplied by a scale
+        self.by_hand: Any = None  # the scale of a loss that code has multiplied
 
 
 @dataclasses.dataclass
@@ -86,16 +86,12 @@ class Unclaimed:
         self.dynamic_scale = keras.Variable(scale, trainable=False, dtype="float32")
 
 
+@dataclasses.dataclass
 class FixedScale:
-    """A scale that holds in a block, whatever the optimizers' own.
+    """A scale that holds in a block, whatever the optimizers' own."""
 
-    `is_by_hand` is for the one who multiplies the loss to set; the tape then does
-    nothing.
-    """
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-        self.is_by_hand = False
+    factor: float
+    is_by_hand: bool = False  # for code to set that multiplies the loss itself
 
 
 @contextlib.contextmanager
@@ -162,7 +158,7 @@ def scaled_by_hand(loss: tf.Tensor, scale: Any, *, is_ours: bool) -> tf.Tensor:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             call = HERE.call
             if call is not None:
-                call.by_hand.append(scale)
+                call.by_hand = scale
             will_scale = is_ours and hooks.is_recording()
             if will_scale if call is None else call.is_scaled:
                 return upstream
@@ -290,7 +286,7 @@ def _place() -> Any:
 
 def _note(variables: Sequence[Any], gradients: list[Any], call: _TapeCall) -> None:
     """Notes at variables how a tape gave their gradients."""
-    by_hand: Any = call.by_hand[0] if call.by_hand else None
+    by_hand = call.by_hand
     by_hand = by_hand if by_hand is None or isinstance(by_hand, float) else True
     given = [g for g in gradients if g is not None and call.is_scaled]
     HERE.latest = Note(_place(), by_hand, given)
@@ -410,19 +406,16 @@ def _scaled(
         for each, seed in zip(targets, given, strict=True)
     ]
     found = compute(scaled_seeds)
-    divided = (call.by_hand[0] if call.by_hand else 1) / factor
+    divided = (1 if call.by_hand is None else call.by_hand) / factor
     return [_like(s, g, divided) for s, g in zip(sources, found, strict=True)]
 
 
 def _like(source: Any, gradient: Any, factor: Any) -> Any:
     """Returns a gradient times a factor, in the dtype that the code expects."""
-    if gradient is None:
-        return None
-    true = multiplied(gradient, factor)
-    if isinstance(source, keras.Variable | tf.Variable) or true.dtype == gradient.dtype:
-        return true
-    # The code around it may combine it with the source, as without a scale.
-    return tf.cast(true, gradient.dtype)
+    is_variable = isinstance(source, keras.Variable | tf.Variable)
+    # Else the code around it may combine it with the source, as without a scale.
+    dtype = None if is_variable or gradient is None else gradient.dtype
+    return None if gradient is None else multiplied(gradient, factor, dtype)
 
 
 def _or_plain(
