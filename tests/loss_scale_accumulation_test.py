@@ -131,21 +131,6 @@ def test_finite_parts_whose_sum_is_not(decorate):
     assert (optimizer.applied_steps, optimizer.skipped_steps) == (1, 1)
 
 
-def test_sparse_gradients_are_added_up():
-    table = keras.Variable([[0.0], [0.0], [0.0]])
-    optimizer = unscaled(keras.optimizers.SGD(1.0), 2)
-    optimizer.build([table])
-
-    @tf.function
-    def step(rows):
-        values = tf.constant([[2.0], [4.0]])
-        optimizer.apply([tf.IndexedSlices(values, rows, (3, 1))], [table])
-
-    step(tf.constant([0, 1]))
-    step(tf.constant([1, 1]))
-    np.testing.assert_array_equal(table, [[-1.0], [-5.0], [0.0]])
-
-
 def test_fit_applies_what_is_left_at_the_end_of_an_epoch():
     # Five microbatches: a window of four, and one of one.
     parts = model_of(unscaled(keras.optimizers.SGD(0.1), 4), run_eagerly=True)

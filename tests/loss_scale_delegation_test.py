@@ -110,37 +110,6 @@ def regression(optimizer):
     return model
 
 
-def trained_with(optimizer, *callbacks, x=X, validation=None):
-    model = regression(optimizer)
-    fit = model.fit(
-        x,
-        Y,
-        batch_size=2,
-        epochs=2,
-        shuffle=False,
-        verbose=0,
-        callbacks=list(callbacks),
-        validation_data=validation,
-    )
-    return model.get_weights(), fit.history
-
-
-def averaging(**options):
-    return optimizers.SGD(0.125, use_ema=True, ema_momentum=0.5, **options)
-
-
-@pytest.mark.quick("None")
-@pytest.mark.parametrize("frequency", [None, 3])
-def test_averaged_weights_are_taken_over_at_the_end_of_fit(frequency):
-    settings = {"ema_overwrite_frequency": frequency}
-    expected, _ = trained_with(averaging(**settings))
-    plain, _ = trained_with(optimizers.SGD(0.125))
-    found, _ = trained_with(wrapped(averaging(**settings)))
-    for mine, theirs, without in zip(found, expected, plain, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
-        assert np.abs(mine - without).max() > 1e-3
-
-
 def split_optimizer():
     """Returns one optimizer for the kernel and another for the rest."""
     chosen = optimizers.OptimizerMap(optimizers.SGD(0.0625, momentum=0.5))

@@ -45,52 +45,29 @@ class Training:
     Steps are run eagerly, which takes a tenth of the time, or traced as `fit` does.
     """
 
-    def __init__(
-        self, strategy, make_optimizer, *starts, dtype="float32", is_traced=False
-    ):
+    def __init__(self, strategy, make_optimizer, *starts, is_traced=False):
         self.strategy = strategy
         with strategy.scope():
-            self.variables = [keras.Variable(s, dtype=dtype) for s in starts]
+            self.variables = [keras.Variable(s, dtype="float32") for s in starts]
             self.optimizer = make_optimizer()
-        self.functions = {}
-        self.decorate = tf.function if is_traced else lambda step: step
+        run = lambda parts: strategy.run(self.on_replica, args=(parts,))  # noqa: E731
+        self.run = tf.function(run) if is_traced else run
 
-    def step(self, first, second):
-        """Takes a step whose unscaled gradients are `first` and `second`."""
-        dtype = self.variables[0].dtype
-        first, second = (
-            [np.asarray(g, dtype) for g in part] for part in (first, second)
+    def on_replica(self, factors):
+        """Takes a step of a linear loss, whose gradients are `factors`."""
+        values = [variable.value for variable in self.variables]
+        with tf.GradientTape() as tape:
+            terms = [tf.reduce_sum(f * v) for f, v in zip(factors, values, strict=True)]
+            scaled = self.optimizer.scale_loss(tf.add_n(terms))
+        self.optimizer.apply(tape.gradient(scaled, values), self.variables)
+
+    def step(self, *gradients):
+        """Takes a step with the first unscaled gradients on one replica, and so on."""
+        parts = [[np.asarray(g, "float32") for g in part] for part in gradients]
+        given = self.strategy.experimental_distribute_values_from_function(
+            lambda context: parts[context.replica_id_in_sync_group]
         )
-        self.run(self.linear_loss, first, second)
-
-    def linear_loss(self, factors):
-        """Returns the loss with the gradients `factors`."""
-        pairs = zip(factors, self.variables, strict=True)
-        return tf.add_n([tf.reduce_sum(factor * v.value) for factor, v in pairs])
-
-    def run(self, loss_of, first, second):
-        """Takes a step with the loss of `first` on one replica, `second` on the other.
-
-        Args:
-            loss_of: Takes one of the two and returns a scalar.
-            first: Structure of arrays.
-            second: The same structure.
-        """
-        parts = self.strategy.experimental_distribute_values_from_function(
-            lambda context: (first, second)[context.replica_id_in_sync_group]
-        )
-
-        def on_replica(part):
-            with tf.GradientTape() as tape:
-                scaled = self.optimizer.scale_loss(loss_of(part))
-            gradients = tape.gradient(scaled, [v.value for v in self.variables])
-            self.optimizer.apply(gradients, self.variables)
-
-        if loss_of not in self.functions:
-            self.functions[loss_of] = self.decorate(
-                lambda parts: self.strategy.run(on_replica, args=(parts,))
-            )
-        self.functions[loss_of](parts)
+        self.run(given)
 
     def values(self):
         """Returns the value of each variable, which all replicas have."""

@@ -3,7 +3,6 @@
 import copy
 import functools
 import pickle
-import re
 
 import keras
 import numpy as np
@@ -193,16 +192,6 @@ def stock_values(variables):
     return [v.numpy().tolist() for v in variables]
 
 
-def from_stock(inner, scale, path):
-    """Returns a trained model of stock Keras, and one with its saved weights."""
-    stock = stock_model("float32")
-    train(stock, BATCHES[3:5])
-    ours = stock_model("float32", is_wrapped=False)
-    optimizer = tfamp.LossScaleOptimizer(inner, scale)
-    ours.compile(optimizer, "sparse_categorical_crossentropy", run_eagerly=True)
-    return stock, into(ours, stock, path)
-
-
 # Keras's own class is saved without slots when it is not trained.
 @pytest.mark.quick("untrained")
 @pytest.mark.filterwarnings("ignore:Skipping variable loading", "ignore:A total of")
@@ -224,16 +213,6 @@ def test_a_model_saved_by_stock_keras_loads(num_steps, tmp_path):
     train(loaded, BATCHES[3:5])
     assert loaded.optimizer.iterations == num_steps + 2
     assert_close(loaded, model, rtol=1e-3, atol=1e-4)
-
-
-def test_slots_of_another_optimizer_are_left_out_with_a_warning(tmp_path):
-    message = re.escape("14 variables that do not fit the 6 of 'loss_scale_optimizer")
-    with pytest.warns(UserWarning, match=message):
-        _, ours = from_stock(keras.optimizers.SGD(0.5), 16.0, tmp_path)
-        ours.optimizer.build(ours.trainable_variables)
-    optimizer = ours.optimizer
-    assert optimizer.scale == 1024
-    assert float(optimizer.learning_rate) == 0.5
 
 
 OTHER = {

@@ -103,20 +103,6 @@ def test_a_static_scale_and_no_scale_are_obeyed():
     np.testing.assert_array_equal(before, model.get_weights()[0])  # gradients are 0
 
 
-@pytest.mark.quick("eager-mixed_bfloat16", "graph-mixed_bfloat16")
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-@in_each_way
-def test_other_policies_are_left_alone(policy, decorate):
-    model, optimizer = network(policy), keras.optimizers.SGD(0.1)
-    with tfamp.scope("mixed_float16"):
-        elsewhere = layers.Dense(1)
-    trainer(model, optimizer, decorate)(np.inf)
-    assert companion_of(optimizer) is None
-    assert int(optimizer.iterations) == 1
-    assert np.isnan(model.get_weights()[0]).any()
-    assert not elsewhere.built
-
-
 def test_gradients_added_up_by_hand():
     def train(policy):
         model, optimizer = network(policy), sgd()

@@ -212,23 +212,6 @@ def test_clipping_by_value_hides_no_overflow(decorate):
     np.testing.assert_allclose(weight, [0.5, 1.5])
 
 
-def test_gradients_that_the_code_makes_finite_are_taken_in_the_end():
-    weight, optimizer = pair(4.0)
-    optimizer.build([weight])
-
-    def step():
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.sqrt(0.0 * weight.value)) + sum_of_squares(weight)
-        (gradient,) = tape.gradient(loss, [weight])
-        gradient = tf.where(tf.math.is_nan(gradient), 1.0, gradient)
-        optimizer.apply([gradient], [weight])
-
-    for _ in range(3):
-        step()
-    assert (optimizer.skipped_steps, optimizer.applied_steps) == (2, 1)
-    np.testing.assert_allclose(weight, [0.5, 1.5])
-
-
 @pytest.mark.quick("scaled by hand")
 @pytest.mark.parametrize("by_hand", [True, False], ids=["scaled by hand", "true"])
 def test_tools_that_run_a_step_scale_it_once(by_hand):

@@ -380,9 +380,7 @@ def _guarded_fit(model: keras.Model, arguments: dict[str, Any]) -> Iterator[None
         yield
     except BaseException:
         for optimizer in ours_of(model):
-            on_window(
-                optimizer, applies=False
-            )  # nothing of this `fit` leaks into the next
+            on_window(optimizer, applies=False)  # nothing leaks into the next `fit`
         raise
     finally:
         if given is not None:

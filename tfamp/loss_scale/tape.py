@@ -313,6 +313,8 @@ def take_notes(variables: Iterable[Any], *, keep: bool = False) -> list[Note]:
             found[id(note)] = note
             if note.place is _place() and not keep:
                 del held[_NOTE]
+    if not keep:
+        HERE.latest = None  # nothing holds the gradients any longer
     return list(found.values())
 
 
