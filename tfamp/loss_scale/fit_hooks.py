@@ -288,9 +288,8 @@ def _until_applied(model: keras.Model, run: Callable[[], Any], batch: Any) -> An
     A skipped step has changed no weight. A batch for which no scale is low enough is
     skipped at the first one, as any later batch is.
     """
-    ours = ours_of(model)
-    _build(model, ours, batch)
-    ours = [optimizer for optimizer in ours if optimizer.built]
+    _build(model, ours_of(model), batch)
+    ours = [optimizer for optimizer in ours_of(model) if optimizer.built]
     before = [o.scale_variables.numbers() for o in ours]
 
     def is_lost() -> bool:
@@ -303,31 +302,29 @@ def _until_applied(model: keras.Model, run: Callable[[], Any], batch: Any) -> An
     variables += [v for o in ours for v in o.own_variables]
     held = _values_of(variables)
     logs = run()
-    if not is_lost() or not _is_finite(batch):
+    parts = tf.nest.flatten(batch, expand_composites=True)
+    floats = [x for x in parts if tf.is_tensor(x) and x.dtype.is_floating]
+    # No scale helps where the batch itself is not finite.
+    if not is_lost() or not all(
+        bool(tf.reduce_all(tf.math.is_finite(x))) for x in floats
+    ):
         return logs
     after, scale = _values_of(variables), _LOWER * max(b.scale for b in before)
     while scale >= max(1.0, *(o.rule.min_scale for o in ours)):  # below is no remedy
         _put_back(held)
         for optimizer, then in zip(ours, before, strict=True):
             optimizer.put(then._replace(scale=min(scale, then.scale)))
-        logs_then = run()
+        lower = run()
         if not is_lost():
             logging.info(
                 "The loss scale of model %r begins at %g, as the gradients of its "
                 "first batches overflow at %g.",
                 *(model.name, scale, before[0].scale),
             )
-            return logs_then
+            return lower
         scale *= _LOWER
     _put_back(after)
     return logs
-
-
-def _is_finite(batch: Any) -> bool:
-    """Returns whether the numbers of a batch are finite: else no scale helps."""
-    parts = tf.nest.flatten(batch, expand_composites=True)
-    floats = [p for p in parts if tf.is_tensor(p) and p.dtype.is_floating]
-    return all(bool(tf.reduce_all(tf.math.is_finite(each))) for each in floats)
 
 
 def _raise_if_stopped(model: keras.Model) -> None:
@@ -362,18 +359,12 @@ class _EndOfEpoch(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def _guarded_fit(model: keras.Model, arguments: dict[str, Any]) -> Iterator[None]:
-    callbacks, optimizers = arguments.get("callbacks"), ours_of(model)
-    if not optimizers and not _weights_replicas(model):
-        yield
-        return
-    ours = _EndOfEpoch()
-    given = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
-    if given is None:
-        others = tf.nest.flatten(callbacks) if callbacks else []
-        arguments["callbacks"] = [ours, *others]
-    else:
-        ours.set_model(model)
-        given.callbacks.insert(0, ours)
+    optimizers = ours_of(model)
+    if optimizers or _weights_replicas(model):
+        given = arguments.get("callbacks")
+        given = getattr(given, "callbacks", given)  # of a list of Keras's own
+        others = tf.nest.flatten(given) if given else []
+        arguments["callbacks"] = [_EndOfEpoch(), *others]
     for optimizer in optimizers:
         optimizer.num_stops_seen = optimizer.num_stops
     try:
@@ -382,9 +373,6 @@ def _guarded_fit(model: keras.Model, arguments: dict[str, Any]) -> Iterator[None
         for optimizer in ours_of(model):
             on_window(optimizer, applies=False)  # nothing leaks into the next `fit`
         raise
-    finally:
-        if given is not None:
-            given.callbacks.remove(ours)
 
 
 @contextlib.contextmanager

@@ -306,12 +306,14 @@ def take_notes(variables: Iterable[Any], *, keep: bool = False) -> list[Note]:
     Empty where they come from no tape. What left its function holds each time.
     """
     found: dict[int, Note] = {}
+    # Replicas share variables, and each of them asks.
+    is_one = tf.distribute.get_strategy().num_replicas_in_sync == 1
     for variable in variables:
         held = vars(stored(variable))
         note = held.get(_NOTE)
         if note is not None:
             found[id(note)] = note
-            if note.place is _place() and not keep:
+            if note.place is _place() and is_one and not keep:
                 del held[_NOTE]
     if not keep:
         HERE.latest = None  # nothing holds the gradients any longer
