@@ -210,7 +210,6 @@ def test_graph_of_layers_looks_up_the_ids_that_were_given(policy, build):
     check_rows(build(), matrix(ids), ids)
 
 
-@pytest.mark.quick("lambda to ids")
 @pytest.mark.parametrize(
     "build", [lambda_to_ids, operations_after_reshape], ids=name_of
 )

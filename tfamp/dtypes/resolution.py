@@ -232,9 +232,12 @@ def _keep_exact_operations(model: Layer, settings: PolicySettings) -> None:
                 if made is not None and not isinstance(made[0], keras.layers.Layer):
                     keep_way_to(made[0], "float32")
 
+    own = policy_of(model)
+    # A graph tells the dtypes that it was built in.
+    built_in = {*HALF, *(("float32",) if own and own.made_in == "float32" else ())}
     for _, operation in exact_values.operations_in(model):
         inputs, outputs = structure.tensors_of(operation)
-        if any(x.dtype in HALF for x in inputs):
+        if any(x.dtype in built_in for x in inputs):
             reads = not any(backend.is_float_dtype(y.dtype) for y in outputs)
             if reads or any(map(takes_ids, structure.users_of(operation))):
                 keep_way_to(operation, settings.compute_dtype)
