@@ -1,6 +1,8 @@
 """`tfamp.data.Pipeline`: order, contents, shuffling, lengths, forms of use, errors."""
 
+import gc
 import re
+import weakref
 
 import keras
 import numpy as np
@@ -173,6 +175,17 @@ def test_fit_evaluate_and_predict_take_a_pipeline_as_it_is():
     np.testing.assert_allclose(
         model.predict(inputs, verbose=0), model.predict(x, verbose=0), rtol=1e-6
     )
+
+
+def test_a_build_that_nobody_holds_any_more_is_let_go():
+    # A search over settings builds a dataset for each trial.
+    pipeline = numbers(50).subset(0.5).map(double).shuffle(seed=1).batch(4)
+    builds = [pipeline.build() for _ in range(2)]
+    assert [len(list(each.take(2))) for each in builds] == [2, 2]
+    left = [weakref.ref(each) for each in builds]
+    del builds
+    gc.collect()
+    assert [reference() for reference in left] == [None, None]
 
 
 WRONG = {

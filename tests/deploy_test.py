@@ -1,6 +1,5 @@
 """Scripts and manifests of `deploy/`: linted, and read as tfamp reads what they set."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -72,21 +71,6 @@ def test_scripts_pass_shellcheck():
 def manifests(name):
     yaml = pytest.importorskip("yaml", reason="of the extra `dev`")
     return list(yaml.safe_load_all((FOLDER / name).read_text()))
-
-
-def test_machines_of_vertex_read_their_cluster():
-    (job,) = manifests("vertex.yaml")
-    chief, workers = [pool["replicaCount"] for pool in job["workerPoolSpecs"]]
-    assert chief == 1
-    # What Vertex AI sets, by its page on distributed training.
-    hosts = {"chief": ["job-workerpool0-0:2222"], "worker": []}
-    hosts["worker"] = [f"job-workerpool1-{i}:2222" for i in range(workers)]
-    for place in range(1 + workers):
-        task = {"type": "worker", "index": place - 1}
-        task = task if place else {"type": "chief", "index": 0}
-        config = {"cluster": hosts, "task": task, "environment": "cloud"}
-        cluster = cluster_of({"TF_CONFIG": json.dumps(config)})
-        assert (cluster.num_workers, cluster.index) == (1 + workers, place)
 
 
 def test_pods_of_the_indexed_job_read_their_cluster():

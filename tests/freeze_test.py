@@ -106,15 +106,6 @@ def test_a_saved_one_loads_as_it_was(tmp_path):
     check_same(loaded, frozen)
 
 
-def test_in_place_the_model_loses_what_compile_gave_it():
-    model = mixed(assembled(parts(), "sequential", (8,)), "bfloat16")
-    model.compile("adam", "mse")
-    assert tfamp.freeze(model, in_place=True) is model
-    assert not model.trainable_weights
-    with pytest.raises(ValueError, match="compile"):
-        model.fit(X, X[:, :3], verbose=0)
-
-
 def test_inputs_that_cannot_be_told_are_asked_for():
     model = mixed(OfWords(), "bfloat16", IDS)
     with pytest.raises(ValueError, match="Pass some .*`sample="):
