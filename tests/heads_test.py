@@ -234,6 +234,20 @@ def test_a_dear_head_gives_float32_after_a_half_product(style):
     assert loss_dtypes == {"float32"}
 
 
+def test_a_product_at_many_places_counts_as_often():
+    # Of 19 million multiplications an image, 0.3 are the head's, as its weights are.
+    parts = [
+        layers.Conv2D(64, 3, padding="same", name="trunk"),
+        layers.GlobalAveragePooling2D(),
+        layers.Dense(512),
+        layers.Dense(600, name="logits"),
+    ]
+    with tfamp.scope("mixed_bfloat16"):
+        model = assembled(parts, "functional", (32, 32, 32))
+        model.compile("sgd", "mse")
+    assert tfamp.assignment(model)["logits"].compute_dtype == "float32"
+
+
 def test_the_head_moves_when_a_sequential_model_grows():
     with tfamp.scope("mixed_bfloat16"):
         model = keras.Sequential([keras.Input((4,)), layers.Dense(8, name="first")])

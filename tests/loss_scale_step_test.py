@@ -174,6 +174,14 @@ def test_clipping_acts_on_unscaled_gradients(clipping, expected, mode):
     assert_close(variables, expected, rtol=4 * 2**-23)
 
 
+def test_a_variable_that_takes_its_gradient_as_its_value_takes_it_as_it_is():
+    scaled, overwritten = keras.Variable([1.0]), keras.Variable([1.0])
+    overwritten.overwrite_with_gradient = True
+    step = steps_of(make(optimizers.SGD(1.0), 8.0), [scaled, overwritten], "eager")
+    step(tf.constant([8.0]), tf.constant([5.0]))
+    assert (float(scaled[0]), float(overwritten[0])) == (0.0, 5.0)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_freezing_reaches_functions_that_are_traced_already(mode):
     weight = keras.Variable(4.0)

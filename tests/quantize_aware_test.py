@@ -139,6 +139,17 @@ def test_it_trains_alike_in_every_way():
         np.testing.assert_allclose(each, losses[0], rtol=1e-3)
 
 
+def test_a_recurrent_layer_rounds_its_inputs_and_its_state():
+    model = keras.Sequential([keras.Input((8, 8)), layers.LSTM(3)])
+    x = X[..., 0]
+    before = model(x)
+    tfamp.quantize_aware(model)
+    model(x, training=True)
+    assert 0 < np.abs(model(x) - before).max() < 0.1
+    ranges = [v for v in model.non_trainable_variables if "input_range" in v.path]
+    assert len(ranges) == 6  # low, high and a count, of the inputs and of the state
+
+
 def test_it_trains_in_half_precision_on_replicas_that_share_one_range():
     with two_replicas().scope(), tfamp.scope("mixed_bfloat16"):
         model = compiled(tfamp.quantize_aware(cnn()), jit_compile=False)
