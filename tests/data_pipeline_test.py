@@ -140,6 +140,14 @@ def test_behind_a_cache_balance_repeats_what_was_cached(tmp_path, is_cached):
     assert sorted(int(y) for _, y in dataset) == [0] * 4 + [1] * 4
 
 
+def test_rows_that_nothing_looks_at_come_in_whole_batches_of_a_known_number(tmp_path):
+    (tmp_path / "table.csv").write_text("a\n" + "1\n" * 9)
+    pipeline = Pipeline.from_csv(tmp_path / "table.csv").batch(4)
+    assert "from chunks" in pipeline.describe()
+    assert len(pipeline) == 3
+    assert [len(x["a"]) for x in pipeline] == [4, 4, 1]
+
+
 COUNT = {
     "elements": (lambda p: p.take(7).batch(4), [[0, 1, 2, 3], [4, 5, 6]]),
     "batches": (lambda p: p.batch(4).take(2), [[0, 1, 2, 3], [4, 5, 6, 7]]),
