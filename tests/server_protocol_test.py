@@ -186,3 +186,18 @@ def test_metrics_count_answers_and_no_name_that_a_client_made_up(app):
     assert found['tfamp_queue_requests{model="m"}'] == 0
     assert found["process_resident_memory_bytes"] > 1e6
     assert b"made-up" not in text
+
+
+def test_servers_of_others_start_and_stop_it_whether_or_not_it_has_a_token(tmp_path):
+    app = served(tmp_path, Scaled(), token="secret")
+    messages = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
+    sent = []
+
+    async def receive():
+        return next(messages)
+
+    async def send(message):
+        sent.append(message["type"])
+
+    asyncio.run(app({"type": "lifespan", "state": {}}, receive, send))
+    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]

@@ -131,10 +131,7 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
 
 
 def unrolled(model: keras.Model, sample: Any) -> Traced:
-    """Traces a model with the steps of its recurrent layers written out.
-
-    LiteRT and OpenVINO have no loops.
-    """
+    """Traces a model for runtimes without loops: recurrent steps one by one."""
     found = [(p, x) for p, x, _ in structure.walk(model) if isinstance(x, _RNN)]
     layers = [(path, layer) for path, layer in found if not layer.unroll]
     for path, layer in layers:
