@@ -7,6 +7,7 @@ import json
 import random
 import signal
 import socket
+import subprocess
 import sys
 
 import numpy as np
@@ -148,3 +149,14 @@ def test_what_cannot_be_listened_to_is_told(tmp_path):
         for message, how in wrong.items():
             with pytest.raises((OSError, ValueError), match=message):
                 serve([str(folder)], load=served_models.load, **{"port": 0, **how})
+
+
+def test_the_command_starts_without_tensorflow_for_a_model_that_needs_none():
+    code = (
+        "import sys; from tfamp.cli.main import main; "
+        "from tfamp.serving.server import main as server; "
+        "server.serve = lambda *_, **__: print('tensorflow' in sys.modules); "
+        "main(['serve', '.'])"
+    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, text=True).split() == ["False"]

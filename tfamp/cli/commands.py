@@ -211,16 +211,3 @@ def export(read: argparse.Namespace) -> int:
     out = read.out or Path(read.target).with_suffix("")
     show(read, tfamp.export(_saved(read.target), out, **given))
     return 0
-
-
-def serve(read: argparse.Namespace) -> int:
-    """Serves exported models until SIGTERM or Ctrl-C."""
-    from tfamp.serving.server.main import serve
-
-    def say(address: str) -> None:
-        print(f"Serving at {address}; Ctrl-C or SIGTERM ends it.", flush=True)
-
-    own = ("paths", "argv", "complain")
-    given = {name: value for name, value in vars(read).items() if name not in own}
-    serve(read.paths, on_start=say, **given)
-    return 0

@@ -158,7 +158,7 @@ as it is, of losses relative to float32
     ),
     "serve": Command(
         "answer for exported models over HTTP, by the Open Inference Protocol",
-        *("tfamp serve exported/ --port=8000", "commands:serve"),
+        *("tfamp serve exported/ --port=8000", "serving:serve"),
         """PATH path - an exported folder, or several; name=path names the model
         --host text 127.0.0.1 address to listen at
         --port n>=0 8000 port to listen at; 0 takes a free one
