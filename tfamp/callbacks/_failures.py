@@ -28,8 +28,7 @@ REMEDIES: dict[str, tuple[str, ...]] = {
     "precision": (FLOAT32, SCALE, RATE),
     "model": (),
 }
-# A scale at its floor is at fault no more after so many skips; Keras's has no floor.
-_STALLED_SKIPS, _STOCK_MIN_SCALE = 8, 2.0**-14
+_STALLED_SKIPS = 8  # a scale at its floor is at fault no more after so many
 _SCALE_FACTOR = 16.0  # four steps of a scale that halves
 # How `tf.debugging.enable_check_numerics` words its error.
 _CHECKED = ("Tensor had NaN", "Tensor had Inf", "!!! Detected Infinity or NaN")
@@ -103,10 +102,6 @@ def of_scale(model: keras.Model) -> Sign | None:
                     f"the loss scale stands at {now.scale:g} after "
                     f"{now.streak} skipped steps in a row",
                 )
-        elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            scale = float(optimizer.dynamic_scale.numpy())
-            if scale < _STOCK_MIN_SCALE:
-                return Sign("skip", f"the loss scale has fallen to {scale:g}")
     return None
 
 

@@ -71,9 +71,8 @@ class FitCallback(keras.callbacks.Callback):
 class Draws:
     """An iterator over what a function draws, for one call of a training function.
 
-    From any but an iterator of TensorFlow Keras draws in Python, ahead of each step,
-    where batches can be timed and kept. The first is drawn at once, so that the end of
-    the data shows ahead of the step. `source` is what the function draws from.
+    Keras draws from it in Python, ahead of each step, where batches can be timed and
+    kept; the first at once, so that the end of the data shows ahead of the step.
     """
 
     def __init__(self, draw: Callable[[], Any], source: Any) -> None:

@@ -23,8 +23,7 @@ class DeviceStats(FitCallback):
 
     A thread reads every second `cpu_percent` (of one core: 200 is two at work),
     `process_bytes`, and of each NVIDIA GPU that TensorFlow uses `gpu0_utilisation` (the
-    part of the last moments in which a kernel ran, in [0, 1]), `gpu0_memory_bytes` (in
-    use by all; TensorFlow reserves most of it at once unless memory growth is on),
+    part of the last moments in which a kernel ran, in [0, 1]), `gpu0_memory_bytes`,
     `gpu0_temperature_celsius`, `gpu0_power_watts` and `gpu0_energy_joules`. On a MIG
     slice memory is the slice's and the others are those of the whole GPU. `History`
     gets the mean and the most of an epoch, as `cpu_percent_mean` and `cpu_percent_max`,

@@ -36,9 +36,7 @@ class PrecisionMonitor(FitCallback):
         csv_path: File for a row for every reading, appended to.
 
     Raises:
-        TypeError: When training begins, the optimizer is no
-            `tfamp.LossScaleOptimizer`, though its policy is float16's or none of
-            tfamp's.
+        TypeError: When training begins in float16 without `tfamp.LossScaleOptimizer`.
         ValueError: When training begins, a file cannot be written.
 
     Example:
@@ -78,15 +76,13 @@ class PrecisionMonitor(FitCallback):
             if settings and settings.compute_dtype != "float16":
                 self._note(
                     f"PrecisionMonitor shows and writes nothing: {self.model.name} "
-                    f"computes in {settings.compute_dtype}, which needs no loss scale. "
-                    f"For norms of gradients {remedy}"
+                    f"computes in {settings.compute_dtype}. For its gradients {remedy}"
                 )
                 return
             raise TypeError(
                 f"The model's optimizer is {optimizer!r}; expected a "
                 "`tfamp.LossScaleOptimizer`, whose counters a PrecisionMonitor shows. "
-                "For float16 call `tfamp.enable` before the model is built; under "
-                f"bfloat16 and float32 {remedy}"
+                f"Call `tfamp.enable` before the model is built, or {remedy}"
             )
         self._join()
         self._files = _Files(self.model, self.csv_path, self.log_dir)

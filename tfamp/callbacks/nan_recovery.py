@@ -94,14 +94,12 @@ class NanRecovery(FitCallback):
 
     The failing step is kept as a folder for `tfamp.triage(model, folder)`. `recoveries`
     in the logs is their number; `recoveries.jsonl` in the folder and
-    `model.history.recoveries` have each as a `Recovery`. Cost: three copies of weights
-    and optimizer state in the host's memory, the last 256 MiB of batches, half a
-    percent of the time.
+    `model.history.recoveries` have each as a `Recovery`. Cost: three copies of its
+    state in the host's memory, the last 256 MiB of batches, half a percent of the time.
 
     Args:
         directory: Folder for bundles and the journal, made if need be.
-        every_seconds: Time between snapshots; 0 takes one at every step. None waits
-            two hundred times as long as the last one took.
+        every_seconds: Between snapshots; None waits 200 times as long as one took.
         max_recoveries: Recoveries in one `fit` after which the next failure stops it.
         on_exhausted: "raise" a `RecoveryError`, or "stop" training and log the report.
 
@@ -169,8 +167,7 @@ class NanRecovery(FitCallback):
         self._draws = base.can_draw(self.model)
         # Calls of this epoch: made, expected (-1 for unknown), and in the metrics.
         self._calls, self._num_calls, self._num_kept = 0, -1, 0
-        # The state to go back to, and the one after it, which is not yet known to be
-        # good, None before they are whole; the batches drawn before each.
+        # The state to go back to, and the one after it, not yet known to be good.
         self._good: State | None = None
         self._fresh: State | None = None
         self._good_mark = self._fresh_mark = self._num_drawn = 0

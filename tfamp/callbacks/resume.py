@@ -43,15 +43,13 @@ class Resume(FitCallback):
 
     With several workers each writes to a folder that all see, and all go on at the
     newest step that all have. When one dies the others end within half a minute. Not
-    kept: `tf.random` operations inside of the step (`keras.random` with a
-    `SeedGenerator` is), state of generators and `PyDataset`s, and, as with
-    `BackupAndRestore`, of other callbacks.
+    kept: `tf.random` operations inside of the step (`keras.random` is), state of
+    generators, `PyDataset`s, and, as with `BackupAndRestore`, of other callbacks.
 
     Args:
         directory: A folder, one for each training: local, or any path that
             `tf.io.gfile` opens, such as "gs://...".
-        every_steps: Batches between two states, which are written while training
-            waits. The last step of all is kept too.
+        every_steps: Batches between two states; the last step is kept too.
 
     Raises:
         ValueError: A value is out of range; or, before any training, the folder cannot

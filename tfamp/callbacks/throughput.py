@@ -35,8 +35,7 @@ class Throughput(FitCallback):
     the first step on each shape of batch, and other callbacks at the ends of epochs.
 
     With `steps_per_execution` above 1, and on several workers, the steps draw their
-    batches themselves, and there is no `input_wait`; `notes` says so. `clock` gives
-    seconds.
+    batches themselves, and there is no `input_wait`; `notes` says so.
 
     Example:
         >>> import keras, numpy as np

@@ -114,7 +114,7 @@ def diagnose(probes: Probes) -> Diagnosis:
         found += _of_cpu(environ, devices)
         try:
             memory = probes.memory(environ)
-            found += [_advice(each.message, each.remedy) for each in advice(memory)]
+            found += [_advice(*each) for each in advice(memory)]
         except Exception as error:
             text = f"Memory cannot be read: {checks.first_line(error)}"
             found.append(_advice(text, "The rest of this report is right without it."))

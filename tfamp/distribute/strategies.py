@@ -68,11 +68,10 @@ def strategy(cluster: Cluster | str | None = "auto") -> tf.distribute.Strategy:
 def _of_workers(cluster: Cluster, num_gpus: int) -> tf.distribute.Strategy:
     kind = tf.distribute.experimental.CommunicationImplementation
     implementation = kind.NCCL if num_gpus else kind.RING
-    config = cluster.to_tf_config()
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(config["cluster"]),
-        task_type=config["task"]["type"],
-        task_id=config["task"]["index"],
+        tf.train.ClusterSpec({"worker": [*cluster.workers]}),
+        task_type="worker",
+        task_id=cluster.index,
         num_accelerators={"GPU": num_gpus},
         rpc_layer="grpc",
     )

@@ -27,9 +27,8 @@ _ADDRESS = re.compile(r"(\[[^\]]+\]|[^:\s]+):\d{1,5}")
 class Cluster(TableRecord):
     """The workers that train together, and which of them this process is.
 
-    `source` is what told: "TF_CONFIG" (of Ray, Vertex AI, TFJob, or set by hand),
-    "Slurm", or "none"; `workers` are addresses "host:port", the chief's first, and
-    `index` is the place of this process among them, from 0.
+    `source` is what told, "TF_CONFIG", "Slurm" or "none"; `workers` are addresses
+    "host:port", the chief's first, and `index` is the place of this process, from 0.
 
     Example:
         >>> print(Cluster("Slurm", ("n1:15000", "n2:15000"), index=1))

@@ -1,6 +1,5 @@
 """The devices here, what each computes fast, and the policy that suits them."""
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,7 @@ import tensorflow as tf
 
 from tfamp.machine.cpus import BROKEN_AMX, instruction_sets, is_amx_broken
 from tfamp.machine.limits import system_bytes
-from tfamp.machine.memory import Nvml, details_of, number_of
+from tfamp.machine.memory import details_of
 from tfamp.machine.speeds import Device, Recommendation, Speed, speed
 from tfamp.records import formats
 
@@ -74,21 +73,17 @@ def devices() -> tuple[Device, ...]:
     """Returns the devices that TensorFlow may use here: TPUs, GPUs, the CPU."""
     tpus = tf.config.list_physical_devices("TPU")
     gpus = tf.config.get_visible_devices("GPU")
-    nvml = Nvml.open() if gpus else None
-    with nvml or contextlib.nullcontext():
-        read = () if nvml is None else nvml.read()
-    memory = {each.index: each.memory_total_bytes for each in read}
     return (
         *(Device("tpu", details_of(tpu).get("device_name", "TPU")) for tpu in tpus),
-        *(_gpu(gpu, memory.get(number_of(gpu))) for gpu in gpus),
+        *map(_gpu, gpus),
         _cpu(),
     )
 
 
-def _gpu(gpu: Any, memory_bytes: int | None) -> Device:
+def _gpu(gpu: Any) -> Device:
     details = details_of(gpu)
     capability = tuple(details.get("compute_capability") or ()) or None
-    return Device("gpu", details.get("device_name", "GPU"), capability, memory_bytes)
+    return Device("gpu", details.get("device_name", "GPU"), capability)
 
 
 @functools.cache

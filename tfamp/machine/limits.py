@@ -26,9 +26,8 @@ class MemoryLimit(Record):
 class GpuReading(Record):
     """Figures of a GPU at one moment; None where the driver does not tell.
 
-    On a MIG slice memory is its own, and the rest the whole GPU's. `index` is as in
-    "GPU:0"; `utilisation`, in [0, 1], says how long a kernel ran. `energy_joules`
-    counts from some moment in the past: subtract two readings.
+    On a MIG slice memory is its own, and the rest the whole GPU's. `utilisation`, in
+    [0, 1], says how long a kernel ran; `energy_joules` counts from some moment.
     """
 
     index: int

@@ -7,7 +7,7 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -38,8 +38,6 @@ class Nvml:
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         gpus = visible_gpus() if gpus is None else gpus
-        if not gpus:
-            raise RuntimeError("TensorFlow sees no GPU, so NVML has nothing to read.")
         self._pynvml: Any = pynvml or checks.require(
             "pynvml", extra="gpu", purpose="Figures of the GPU"
         )
@@ -213,17 +211,10 @@ def machine_memory(
     return MachineMemory(limits.memory_limits(root), gpus)
 
 
-class Advice(NamedTuple):
-    """Something about memory that could be better, and what to do."""
-
-    message: str
-    remedy: str
-
-
-def advice(memory: MachineMemory) -> tuple[Advice, ...]:
-    """Returns what could be better about memory, ahead of any work of this process."""
+def advice(memory: MachineMemory) -> tuple[tuple[str, str], ...]:
+    """Returns what could be better about memory, and what to do, in pairs."""
     found = [
-        Advice(
+        (
             f"Other processes hold {format_bytes(gpu.memory_used_bytes or 0)} of "
             f"{format_bytes(gpu.memory_total_bytes or 0)} on GPU:{gpu.index}.",
             "End them (`nvidia-smi` lists them), choose another GPU by "
@@ -233,7 +224,7 @@ def advice(memory: MachineMemory) -> tuple[Advice, ...]:
         if (gpu.memory_used_bytes or 0) >= _NOTICEABLE * (gpu.memory_total_bytes or 1)
     ]
     found += [
-        Advice(
+        (
             f"{format_bytes(limit.free_bytes)} of {format_bytes(limit.bytes)} "
             f"({limit.source}) is free.",
             "End other processes, or raise the container's limit.",

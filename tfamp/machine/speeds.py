@@ -99,9 +99,9 @@ def _of_cpu(features: set[str], onednn: bool) -> tuple[bool, str]:
         )
     # avx512_fp16 came together with AMX, which is hidden or switched off here.
     if {"avx512_bf16", "avx512_fp16"} <= features:
-        return False, (
-            "has avx512_bf16 but not amx_bf16, and on chips of its generation bfloat16 "
-            "without amx_bf16 is slower than float32"
+        return (
+            False,
+            "has no amx_bf16, without which bfloat16 is slower than float32",
         )
     if "avx512_bf16" in features:
         return True, "has bfloat16 instructions (avx512_bf16)"

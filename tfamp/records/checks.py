@@ -76,11 +76,10 @@ def require(module: str, *, extra: str | None, purpose: str) -> types.ModuleType
     except ModuleNotFoundError as error:
         lacking = error.name or module
         line = f"pip install 'tfamp[{extra}]'" if extra else f"pip install {name}"
-        what = "which is not installed"
         if lacking.split(".")[0] != package:  # it is there, and not what it needs
-            what = f"which is installed but lacks {lacking!r}"
-            line = f"pip install {_PIP_NAMES.get(lacking, lacking)}"
-        text = f"{purpose} needs {name}, {what}. Run `{line}`."
+            name = _PIP_NAMES.get(lacking, lacking)
+            line = f"pip install {name}"
+        text = f"{purpose} needs {name}, which is not installed. Run `{line}`."
         raise ImportError(text, name=lacking) from error
 
 

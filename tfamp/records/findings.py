@@ -16,9 +16,8 @@ SEVERITIES = ("error", "warning", "note")
 class Finding(Record):
     """One thing that is wrong, or good to know.
 
-    `rule` is stable, for filters; an "error" spoils the result or stops training, a
-    "warning" is likely to harm it. `figure` decided; `details` has more numbers, and
-    "documentation", the address of a page.
+    `rule` is stable, for filters; an "error" spoils the result or stops training.
+    `figure` decided; `details` has more, and "documentation", the address of a page.
     """
 
     rule: str

@@ -26,7 +26,6 @@ VARIABLES = {
     "ONEDNN_DEFAULT_FPMATH_MODE": "lets oneDNN round float32 products to fewer bits",
     "TF_XLA_FLAGS": "--tf_xla_auto_jit=2 compiles all graphs with XLA",
     "XLA_FLAGS": "options of the XLA compiler",
-    "NVIDIA_TF32_OVERRIDE": "0 turns off TF32 in NVIDIA's libraries",
     "TF_ENABLE_AUTO_MIXED_PRECISION": "1 has TensorFlow lower precision on its own",
     "TF_GPU_ALLOCATOR": "cuda_malloc_async lessens fragmentation of GPU memory",
     "TF_FORCE_GPU_ALLOW_GROWTH": "true takes GPU memory as needed, not all at once",

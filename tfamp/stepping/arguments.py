@@ -55,7 +55,7 @@ def dataset_of(
     """Returns a dataset of batches from anything that `fit` takes as data.
 
     Of arrays x alone will do unless it `needs_targets`. Each pass of a generator begins
-    with the two batches that told its shapes, as in Keras, and goes on where it is.
+    with the two batches that told its shapes, as in Keras.
     """
     is_pipeline = callable(getattr(data, "build", None))
     if is_pipeline and not isinstance(data, keras.layers.Layer):

@@ -102,9 +102,8 @@ def bottleneck(
 ) -> Bottleneck:
     """Returns what holds training up, how much there is to gain, and what to change.
 
-    Three things are timed in turns: the model's train step with the real pipeline, the
-    same step with a few batches from memory, and the pipeline alone. Afterwards the
-    model is what it was, bit by bit; what is not built is built.
+    Timed in turns are the train step with the real pipeline, the step with batches from
+    memory, and the pipeline alone. Afterwards the model is what it was, bit by bit.
 
     Args:
         model: A compiled model.

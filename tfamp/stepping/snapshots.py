@@ -38,10 +38,9 @@ class Named(NamedTuple):
 def named_variables(model: keras.Model) -> list[Named]:
     """Returns every variable that a train step may write, each of them once.
 
-    Weights, moving statistics and the states of seed generators are "weights/..."; all
-    of each optimizer is "optimizer/..."; metrics are "metrics/...". What a
-    `tfamp.LossScaleOptimizer` only reports is "record/...": it may be non-finite while
-    nothing is wrong.
+    "weights/..." are moving statistics and states of seed generators too, "optimizer/"
+    is all of each optimizer. What a `tfamp.LossScaleOptimizer` only reports is
+    "record/...": it may be non-finite while nothing is wrong.
     """
     found: dict[int, Named] = {}
 

@@ -49,7 +49,7 @@ _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 class Marks:
     """Knows the layer of each operation of a model by a mark in its name.
 
-    A name alone does not tell: layers of a class get names alike. The gradient of an
+    A name alone does not tell, as layers of a class get names alike; the gradient of an
     operation carries its name. `scope` is a name scope that no other trace has.
     """
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.keras_hooks import backend, epochs, saved_state, structure
+from tfamp.keras_hooks import backend, epochs, saved_state
 from tfamp.keras_hooks.patches import replaced
 from tfamp.models import load_model
 from tfamp.records.checks import first_line
@@ -55,10 +55,7 @@ def same_draws() -> Iterator[None]:
 
 
 def take_random() -> dict[str, Any]:
-    """Returns the states of Python's, NumPy's, Keras's and TensorFlow's generators.
-
-    Not those of operations such as `tf.random.normal`, which cannot be read.
-    """
+    """Returns the states of generators of Python, NumPy, Keras and TensorFlow."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     held: dict[str, Any] = {
         "python": random.getstate(),
@@ -103,17 +100,11 @@ def seeds_put_back() -> Iterator[None]:
 
 def copied(model: keras.Model, *, instead: str) -> keras.Model:
     """Returns an uncompiled copy, through a file or in memory, or names `instead`."""
-    classes = {
-        type(layer).__name__: type(layer)
-        for _, layer, _ in structure.walk(model)
-        if not type(layer).__module__.startswith("keras.")
-    }
     with seeds_put_back(), tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.keras")
         try:
             model.save(path)
-            how = {"custom_objects": classes, "compile": False, "safe_mode": False}
-            return load_model(path, **how)
+            return load_model(path, compile=False, safe_mode=False)
         except (TypeError, ValueError, NotImplementedError) as error:
             try:
                 return saved_state.copied_in_memory(model)
@@ -130,8 +121,7 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     """Restores every variable of a built model, bit by bit, also after an error.
 
     The program's random generators too. Inside learning rates are 0 where they are
-    variables, so that many steps don't take the weights to where numbers are NaN. Not
-    restored: what is no Keras variable, and variables that only the train step makes.
+    variables. Not restored: variables that only the train step makes.
     """
     # Each replica's own, since a sum over them cannot be shared out again exactly.
     parts = [part for named in named_variables(model) for part in named.parts(model)]
