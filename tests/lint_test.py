@@ -268,28 +268,6 @@ def test_what_cannot_be_checked_is_listed_with_the_reason():
     assert "cannot be traced (" in reason and "no such thing" in reason
 
 
-def test_ragged_inputs_and_texts_are_taken():
-    class Ragged(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.table = L.Embedding(16, 8)
-            self.last = L.Dense(8, name="last")
-
-        def call(self, x):
-            return self.last(tf.reduce_mean(self.table(x.to_tensor()), 1))
-
-    with stock_policy("mixed_bfloat16"):
-        model = Ragged()
-        text = keras.Input((), dtype="string")
-        words = L.TextVectorization(output_sequence_length=4, vocabulary=["a", "b"])
-        h = L.Embedding(8, 8, mask_zero=True)(words(text))
-        reader = keras.Model(text, L.Dense(8, name="last")(L.LSTM(8)(h)))
-    rows = tf.ragged.constant([[1, 2], [3]])
-    for each, x in ((model, rows), (reader, tf.constant(["a b", "b"]))):
-        data = tf.data.Dataset.from_tensors((x, tf.zeros((2, 8))))
-        assert places(each, "half-head", data=data) == [("warning", "last")]
-
-
 WRONG = {
     "model": (
         lambda model: lint("model"),

@@ -141,7 +141,7 @@ WRONG = {
     ),
     "no such metric": (
         lambda: tuned(made(), metric=3),
-        "expected the name of a metric",
+        "the name of a metric of Keras that is a mean",
     ),
     "a metric of the batch": (
         lambda: tuned(made(), metric=lambda y, p: tf.reduce_mean(p)),

@@ -253,31 +253,6 @@ def test_arithmetic_of_a_train_step_accuses_no_layer(loss, policy):
     assert found.source == f"{inspect.getsourcefile(Custom)}:{line}"
 
 
-class Distances(keras.Model):
-    """Computes between its layers, in its own `call`."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = layers.Dense(8, name="encoder")
-        self.head = layers.Dense(1, name="head")
-
-    def call(self, pair):
-        a, b = (self.encoder(each) for each in pair)
-        return self.head(tf.sqrt(tf.reduce_sum((a - b) ** 2, 1, keepdims=True)))
-
-
-def test_arithmetic_between_the_layers_of_a_model_accuses_the_model():
-    """Twins in a batch, whose distance is 0 and has no slope."""
-    model = Distances()
-    model.compile("adam", "mse")
-    left, right = features()[0], features()[0]
-    right[9] = left[9]
-    found = tfamp.triage(model, ((left, right), np.ones((32, 1), "float32")))
-    assert (found.cause, found.layer) == ("model", model.name)
-    _, line = inspect.getsourcelines(Distances.call)
-    assert found.source == f"{inspect.getsourcefile(Distances)}:{line}"
-
-
 def test_ids_are_asked_for_by_a_gpu_that_raises_nothing(monkeypatch):
     """There a row of zeros comes back, and the step is finite."""
     model = keras.Sequential(
