@@ -236,15 +236,16 @@ def test_a_dear_head_gives_float32_after_a_half_product(style):
 
 def test_a_product_at_many_places_counts_as_often():
     # Of 19 million multiplications an image, 0.3 are the head's, as its weights are.
-    parts = [
-        layers.Conv2D(64, 3, padding="same", name="trunk"),
-        layers.GlobalAveragePooling2D(),
-        layers.Dense(512),
-        layers.Dense(600, name="logits"),
-    ]
     with tfamp.scope("mixed_bfloat16"):
+        parts = [
+            layers.Conv2D(64, 3, padding="same"),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(512),
+            layers.Dense(600, name="logits"),
+        ]
         model = assembled(parts, "functional", (32, 32, 32))
         model.compile("sgd", "mse")
+    assert tfamp.assignment(model)["logits"].rule == "default: heads"
     assert tfamp.assignment(model)["logits"].compute_dtype == "float32"
 
 

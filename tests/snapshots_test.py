@@ -91,6 +91,18 @@ def test_replicas_get_back_what_each_of_them_held():
     assert same_bits(snapshots.take(model), state)
 
 
+def test_metrics_that_a_state_lacks_and_that_nobody_asks_for_start_anew():
+    model = compiled()
+    train(model)
+    state = snapshots.take(model)
+    model.compile(model.optimizer, "mse", metrics=["mae", "mse"], run_eagerly=True)
+    train(model)
+    for metrics in (True, False):
+        snapshots.put(model, state, metrics=metrics)
+        assert model.metrics[1].metrics[1].result() == 0
+        assert (model.metrics[0].result() != 0) == metrics
+
+
 def test_a_state_of_another_model_is_refused_and_changes_nothing():
     model = compiled()
     train(model)
