@@ -247,3 +247,27 @@ def test_on_replicas(decorate):
     _, optimizer = train("mixed_float16", loss_at=2)
     assert companion_of(optimizer).skipped_steps == 1
     assert optimizer.iterations.numpy() == 4
+
+
+class Whole(keras.optimizers.Optimizer):
+    """An optimizer that makes the whole step itself."""
+
+    def apply(self, grads, trainable_variables=None):
+        for gradient, variable in zip(grads, trainable_variables, strict=True):
+            variable.assign(variable - 0.01 * tf.cast(gradient, variable.dtype))
+
+
+def test_an_optimizer_whose_step_nobody_can_judge_trains_as_in_stock():
+    def train(policy):
+        model = network(policy)
+        optimizer = Whole(learning_rate=0.01)
+        for _ in range(3):
+            with tf.GradientTape() as tape:
+                loss = 1000 * tf.reduce_mean((model(x) - 1) ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
+        return float(loss)
+
+    with pytest.warns(UserWarning, match="no loss scale"):
+        found = train("mixed_float16")
+    assert found == pytest.approx(train("float32"), rel=0.02)

@@ -140,9 +140,19 @@ def may_be_judged(optimizer: Any) -> bool:
     is_one = strategy.num_replicas_in_sync == 1
     return (
         (is_one or hooks.strategy_of(optimizer) is strategy)
+        and not _does_all(type(optimizer))
         and vars(optimizer).get(_JUDGE, lambda: None)() is not False
         and getattr(optimizer, "loss_scale_factor", None) is None
     )
+
+
+def _does_all(kind: type) -> bool:
+    """Returns whether a class makes whole steps, with no `apply` that is Keras's."""
+    home = next(one for one in kind.__mro__ if "apply" in vars(one))
+    if home.__module__.startswith(("keras.", "tfamp.")):
+        return False
+    code = getattr(vars(home)["apply"], "__code__", None)
+    return code is not None and "apply" not in code.co_names
 
 
 def scaled_by_hand(loss: tf.Tensor, scale: Any, *, is_ours: bool) -> tf.Tensor:
