@@ -10,6 +10,7 @@ import tensorflow as tf
 import tfamp
 from tests.styles import assembled
 from tfamp.trials import scores
+from tfamp.trials.run_records import Run, file_name
 from tfamp.tuning.search import Judge
 
 layers = keras.layers
@@ -187,3 +188,21 @@ def test_a_metric_is_taken_of_each_example(case):
     outputs, targets = tf.constant(outputs), tf.constant(targets)
     score = scores.score_of(made(), metric, outputs, targets)
     np.testing.assert_allclose(scores.values_of(score, targets, outputs), expected)
+
+
+def test_examples_are_paired_where_both_runs_saw_the_same_in_one_order(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    x, y = np.arange(8, dtype="float32").reshape(4, 2), np.ones((4, 1), "float32")
+    final = model.evaluate(x, y, verbose=0, return_dict=True)
+    runs = Run(policy="float32", seed=0), Run(policy="mixed_float16", seed=0)
+
+    def differences(second):
+        for run, data in zip(runs, ((x, y), second), strict=True):
+            path = tmp_path / file_name(run.policy, run.seed)
+            assert scores.write_examples(path, model, data, final, 2) == 4
+        return scores.differences(tmp_path, [runs], "mae")
+
+    np.testing.assert_array_equal(differences((x, y)), np.zeros((1, 4)))
+    assert differences((x[::-1], y)) is None
+    assert differences((x, y + 1)) is None
