@@ -65,8 +65,8 @@ FAMILIES = (mlp, cnn, transformer, lstm, resnet50)
 @pytest.mark.parametrize("build", FAMILIES, ids=lambda build: build.__name__)
 def test_a_line_through_two_sizes_tells_the_process_at_eight_times_the_larger(build):
     model = build()
-    traced = tfamp.estimate_memory(model, 64)
-    each = (traced.bytes_at(128) - traced.bytes_at(64)) / 64
+    traced = tfamp.estimate_memory(model, 4096)  # where the batch outweighs weights
+    each = (traced.bytes_at(8192) - traced.bytes_at(4096)) / 4096
     size = 8 * math.ceil(2**28 / each)
     found = tfamp.estimate_memory(build, size, measure=True)
     _, larger = re.findall(r"[\d,]*\d", found.notes[-1])
