@@ -32,6 +32,7 @@ def machine(
     versions=None,
     nvidia_gpus=0,
     memory=MEMORY,
+    built_for=(),
     **environ,
 ):
     """Describes a machine; nothing of the real one is looked at."""
@@ -41,6 +42,7 @@ def machine(
         problems=lambda **_: (),
         devices=lambda: devices,
         nvidia_gpus=lambda: nvidia_gpus,
+        built_for=lambda: built_for,
         memory=lambda environ: memory,
     )
 
@@ -231,3 +233,39 @@ def test_without_tensorflow_no_device_is_looked_for():
     text = text_of(diagnosis)
     assert "missing" in text
     assert "TensorFlow does not run here" in text
+
+
+# What `tf.sysconfig.get_build_info` tells of the wheels of TensorFlow 2.21 and of
+# others; a card, its capability, and what the doctor has to say of its kernels.
+WHEEL = ("sm_60", "sm_70", "sm_80", "sm_89", "compute_90")
+OLD_WHEEL = ("sm_35", "sm_50", "sm_60", "sm_70", "sm_75", "compute_80")
+CARDS = [
+    ("Tesla P100", (6, 0), WHEEL, None),
+    ("GTX 1080", (6, 1), WHEEL, None),  # code for 6.0 runs on all of 6.x
+    ("Tesla T4", (7, 5), WHEEL, None),
+    ("RTX 3090", (8, 6), WHEEL, None),
+    ("H100", (9, 0), WHEEL, None),
+    ("RTX 5090", (12, 0), WHEEL, "compiles every kernel at the first step"),
+    ("B200", (10, 0), WHEEL, "compiles every kernel at the first step"),
+    ("GTX 980", (5, 2), WHEEL, "no kernel runs on it"),
+    ("A100", (8, 0), OLD_WHEEL, None),
+    ("RTX 4090", (8, 9), OLD_WHEEL, "compiles every kernel at the first step"),
+    ("Tesla T4", (7, 5), ("sm_80", "sm_90"), "no kernel runs on it"),
+    ("RTX 5090", (12, 0), ("sm_90", "sm_120a"), None),
+]
+
+
+@pytest.mark.parametrize(
+    "name, capability, built_for, told",
+    CARDS,
+    ids=[f"{c[0]}-{i}" for i, c in enumerate(CARDS)],
+)
+def test_a_gpu_without_kernels_in_the_wheel_is_told(name, capability, built_for, told):
+    card = Device("gpu", name, capability, 2**34)
+    found = diagnose(machine(card, CPU, nvidia_gpus=1, built_for=built_for)).findings
+    named = [each for each in found if "compute capability" in each.message]
+    assert len(named) == (told is not None)
+    for each in named:
+        assert told in each.message and name in each.message
+        assert each.severity == ("error" if "no kernel" in told else "warning")
+        assert "tf-nightly" in each.remedy or "was built for it" in each.remedy

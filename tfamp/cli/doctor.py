@@ -9,8 +9,9 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import tfamp
@@ -68,15 +69,22 @@ def _nvidia_gpus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
     return count
 
 
+def _built_for() -> tuple[str, ...]:
+    import tensorflow as tf
+
+    return tuple(tf.sysconfig.get_build_info().get("cuda_compute_capabilities", ()))
+
+
 @dataclasses.dataclass(frozen=True)
 class Probes:
-    """The looks at the machine; tests pass their own. Two import TensorFlow."""
+    """The looks at the machine; tests pass their own. Three import TensorFlow."""
 
     environ: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
     versions: Callable[[], Mapping[str, str | None]] = _versions.installed_versions
     problems: Callable[..., tuple[_versions.Problem, ...]] = _versions.find_problems
     devices: Callable[[], tuple[Device, ...]] = _devices
     nvidia_gpus: Callable[[], int] = _nvidia_gpus
+    built_for: Callable[[], Sequence[str]] = _built_for
     memory: Callable[[Mapping[str, str]], MachineMemory] = _memory
 
 
@@ -111,6 +119,7 @@ def diagnose(probes: Probes) -> Diagnosis:
         )
         recommendation = recommend(devices, onednn=onednn)
         found += _of_gpus(environ, devices, probes.nvidia_gpus())
+        found += _of_kernels(devices, probes.built_for())
         found += _of_cpu(environ, devices)
         try:
             memory = probes.memory(environ)
@@ -184,6 +193,51 @@ def _of_gpus(
     if environ.get(_AMP) in ("1", "true"):
         message = f"{_AMP} has TensorFlow rewrite graphs that tfamp has set dtypes in."
         yield _advice(message, "Unset it.")
+
+
+def _of_kernels(
+    devices: tuple[Device, ...], built_for: Sequence[str]
+) -> Iterator[Finding]:
+    """Yields the GPUs for which the installed TensorFlow has no kernels ready.
+
+    `built_for` is what `tf.sysconfig.get_build_info` tells: "sm_80" is code for GPUs of
+    8.0 to 8.9, "compute_90" a text that the driver compiles for 9.0 and all later ones.
+
+    Source: NVIDIA, CUDA C++ Programming Guide, "Binary Compatibility" and "PTX
+    Compatibility"; for RTX 50 tensorflow#89272.
+    """
+    targets = [
+        (found[1], (int(found[2]), int(found[3])))
+        for each in built_for
+        if (found := re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", each))
+    ]
+    for device in dict.fromkeys(devices):
+        own = device.compute_capability
+        if not targets or device.kind != "gpu" or own is None:
+            continue
+        if any(
+            target == own
+            or (kind == "sm" and target[0] == own[0] and target[1] <= own[1])
+            for kind, target in targets
+        ):
+            continue
+        what = (
+            f"{device.name} has compute capability {own[0]}.{own[1]}, which this "
+            f"TensorFlow was not built for ({', '.join(built_for)})"
+        )
+        if any(kind == "compute" and target < own for kind, target in targets):
+            yield _advice(
+                f"{what}: the driver compiles every kernel at the first step, which "
+                "takes up to half an hour, and XLA may fail.",
+                "Set CUDA_CACHE_MAXSIZE=4294967296, so that it compiles once only, or "
+                "take a build for this GPU: `pip install 'tf-nightly[and-cuda]'`.",
+            )
+        else:
+            yield _error(
+                f"{what}, so no kernel runs on it.",
+                "Install a TensorFlow that was built for it, or hide it by "
+                "CUDA_VISIBLE_DEVICES.",
+            )
 
 
 def main(read: argparse.Namespace) -> int:
