@@ -45,7 +45,7 @@ WRONG = {
     "text": (ONE, np.array([["a", "b"]]), "expected float32"),
     "ragged": (ONE, [[1, 2], [3]], "Pass rows of one length"),
     "name": (ONE, {"z": ONES}, "Add ['x']. Leave out ['z']."),
-    "one": (TWO, ONES, "takes 2 inputs, ['a', 'b'], and got 1"),
+    "one": (TWO, ONES, "takes 2 inputs, ['a', 'b'], not 1"),
     "float": (TWO, [ONES, ONES], "expected int32"),
     "wide": (TWO, [ONES, np.array([[2**40]])], "expected int32"),
     "size": (TWO, [ONES, np.ones((2, 2), int)], "have batches of {'a': 1, 'b': 2}"),

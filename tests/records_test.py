@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import io
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from tests.refusals import refusals
 from tfamp.machine.speeds import Device, Recommendation
-from tfamp.records import checks, console, formats, units, versions
+from tfamp.records import checks, console, formats, record, units, versions
 from tfamp.records.findings import Finding, Findings
 from tfamp.records.record import Record
 
@@ -386,3 +387,18 @@ def test_work_shows_what_is_done_of_how_much(monkeypatch, capsys):
         update(2.5, "auto, seed 0")
     found = sys.stderr.getvalue()
     assert all(text in found for text in ("auto, seed 0", "2.5 of 4 runs"))
+
+
+def test_a_text_takes_the_place_of_the_one_before_whole_or_not_at_all(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "record.json"
+    record.write_whole(path, "before")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", None)
+        with pytest.raises(TypeError):
+            record.write_whole(path, "half of it")
+    assert path.read_text() == "before"
+    record.write_whole(path, "after")
+    assert path.read_text() == "after"
+    assert os.listdir(tmp_path) == ["record.json"]
