@@ -269,38 +269,31 @@ def test_products_beside_the_ids_are_still_computed_in_half_precision(policy):
     assert rows[model.hidden.name].compute_dtype == policy.removeprefix("mixed_")
 
 
+class Slope(keras.Model):
+    """The slope of the sum of a normalized part of its input."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.norm = part, layers.BatchNormalization(epsilon=0.0)
+
+    def call(self, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            energy = tf.reduce_sum(self.norm(self.part(x)))
+        return tape.gradient(energy, x)
+
+
 @pytest.mark.quick("mixed_float16")
 def test_tape_inside_a_call_sees_what_is_made_of_a_slice(policy):
-    class Energy(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.norm = layers.BatchNormalization(epsilon=0.0)
-
-        def call(self, x):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                energy = tf.reduce_sum(self.norm(x[:, :1]))
-            return tape.gradient(energy, x)
-
-    slope = Energy().predict(matrix(IDS[policy]), verbose=0)
+    slope = Slope(lambda x: x[:, :1]).predict(matrix(IDS[policy]), verbose=0)
     assert slope.tolist() == [[1.0, 0.0]] * 5
 
 
 @pytest.mark.quick("mixed_float16")
 def test_tape_inside_a_call_sees_what_it_watches(policy):
-    class Energy(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.norm = layers.BatchNormalization(epsilon=0.0)
-
-        def call(self, x):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                energy = tf.reduce_sum(self.norm(x))
-            return tape.gradient(energy, x)
-
     x = np.ones((5, 2), "float32")
-    for slope in (Energy()(x), Energy().predict(x, verbose=0)):
+    found = Slope(lambda x: x)(x), Slope(lambda x: x).predict(x, verbose=0)
+    for slope in found:
         assert np.asarray(slope).tolist() == [[1.0, 1.0]] * 5
 
 
