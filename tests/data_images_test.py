@@ -97,6 +97,8 @@ def test_what_cannot_be_read_ends_the_pass_or_is_named(damage, tmp_path):
     path = write(tmp_path / "1.jpg", damage(tf.io.encode_jpeg(noise(64, 64)).numpy()))
     pipeline = Pipeline.from_images(tmp_path, labels=None).decode((8, 8))
     named = f"{re.escape(path)}: .*Expected an image that can be read"
+    if damage is DAMAGE["cut"]:  # TensorFlow's own error, which names no file
+        named = "JPEG"
     with pytest.raises(tf.errors.InvalidArgumentError, match=named):
         list(pipeline.build())
     write(tmp_path / "0.jpg", tf.io.encode_jpeg(noise(64, 64)).numpy())

@@ -15,13 +15,15 @@ import tensorflow as tf
 from tfamp.data import _elements
 from tfamp.data.sources import RandomAccess, files_identity
 from tfamp.data.sources._files import listed, nearest
-from tfamp.data.stages import Map, Settings, map_in_order
+from tfamp.data.stages import Map, Settings
 from tfamp.records import checks
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
 # As Keras's `image_dataset_from_directory`, and no class has a larger number.
 LABEL_DTYPE = np.int32
 # No bitmaps: of those with a palette TensorFlow takes the numbers for colors.
+_NO_IMAGE = ": is no JPEG, PNG or GIF; bytes: "
+_ADVICE = ". Expected an image that can be read: repair it, or leave it out"
 _STARTS = (b"\xff\xd8\xff", b"\x89PN", b"GIF")
 
 
@@ -164,8 +166,9 @@ class ImageReader:
         start = tf.strings.substr(data, 0, 3)
         is_image = tf.reduce_any(start == tf.constant(_STARTS))
         # Not its first bytes: an error whose text is no UTF-8 is another error.
-        text = "is no JPEG, PNG or GIF; bytes: {}"
-        text = tf.strings.format(text, tf.strings.length(data))
+        what = given if self.reads_files else tf.constant("the bytes of an image")
+        size = tf.strings.as_string(tf.strings.length(data))
+        text = tf.strings.join([what, _NO_IMAGE, size, _ADVICE])
         check = tf.raw_ops.Assert(condition=is_image, data=[text])
         with tf.control_dependencies([check] if check is not None else []):
             data = tf.identity(data)
@@ -195,36 +198,7 @@ class Decode(Map):
                 "expected a path or the bytes of an image, by its `key` in a dict. "
                 "Leave it out where images are decoded already."
             )
-        if not self.function.reads_files:
-            return super().apply(dataset, settings)
-        return map_in_order(dataset, self._named(dataset), settings)
-
-    def _named(self, dataset: tf.data.Dataset) -> Any:
-        """Returns the function, which names the file where it fails."""
-        spec = dataset.map(self.function).element_spec
-        nothing = _elements.blank(spec, purpose="images are decoded")
-
-        def fail(path: tf.Tensor) -> None:
-            name = os.fsdecode(path.numpy())
-            try:
-                self.function(path)
-                message = "cannot be read at times"
-            except Exception as error:  # of the file system and TensorFlow
-                message = _elements.message_of(error)
-            raise ValueError(
-                f"{name}: {message}. Expected an image that can be read: repair it, or "
-                "leave out what is damaged with `.on_error('skip')`."
-            )
-
-        def call(*parts: Any) -> Any:
-            element = _elements.from_arguments(parts)
-            is_read, result = _elements.attempted(self.function, element, nothing)
-            given = _elements.inputs_of(element)
-            named = lambda: tf.group(tf.py_function(fail, [given], []))  # noqa: E731
-            with tf.control_dependencies([tf.cond(is_read, tf.no_op, named)]):
-                return tf.nest.map_structure(tf.identity, result)
-
-        return call
+        return super().apply(dataset, settings)
 
     @property
     def setting(self) -> str:

@@ -50,7 +50,9 @@ class TfrecordSource(ChunkedSource):
             raise ValueError(self.damage)
         kept = [path for path in self.paths if path not in self.left_out]
         at_once = max(1, min(FILES_AT_ONCE, len(kept)))
-        files = tf.constant([*map(self._file, kept)], tf.string, (len(kept), 3))
+        found = dict(zip(self.paths, self.compressions, strict=True))
+        rows = [_row(path, found[path]) for path in kept]
+        files = tf.constant(rows, tf.string, (len(kept), 3))
         chunks = tf.data.Dataset.from_tensor_slices(files).interleave(
             self._stock,
             cycle_length=at_once,
@@ -59,11 +61,6 @@ class TfrecordSource(ChunkedSource):
             deterministic=True,
         )
         return map_in_order(chunks, self._parse, settings)
-
-    def _file(self, path: str) -> list[str]:
-        """Returns path, compression and bytes of a file."""
-        compression = self.compressions[self.paths.index(path)]
-        return [path, compression, str(os.path.getsize(path))]
 
     # Nothing in these functions is for AutoGraph, whose look at them takes 0.5 s.
     @tf.autograph.experimental.do_not_convert
@@ -104,17 +101,17 @@ class TfrecordSource(ChunkedSource):
         bad = set()
         with progress("Checking files", len(self.paths), unit="files") as update:
             for number, path in enumerate(self.paths):
-                if message := self._damage_of(path):
+                if message := self._damage_of(path, self.compressions[number]):
                     log.add(path, message)
                     bad.add(path)
                 update(number + 1)
         log.finish(len(self.paths) - len(bad), "files")
         return dataclasses.replace(self, left_out=frozenset(bad))
 
-    def _damage_of(self, path: str) -> str:
+    def _damage_of(self, path: str, compression: str) -> str:
         """Returns why not all of a file can be read and parsed, "" if it can."""
         try:
-            stock = self._stock(tf.constant(self._file(path)))
+            stock = self._stock(tf.constant(_row(path, compression)))
             for _ in map_in_order(stock, self._parse, settings_of("auto")):
                 pass
         except tf.errors.OpError as error:
@@ -136,6 +133,11 @@ class TfrecordSource(ChunkedSource):
         features = sorted((key, repr(f)) for key, f in (self.features or {}).items())
         files = files_identity(self.paths)
         return ("tfrecord", features, self.chunk_size, sorted(self.left_out), files)
+
+
+def _row(path: str, compression: str) -> list[str]:
+    """Returns path, compression and bytes of a file, as texts."""
+    return [path, compression, str(os.path.getsize(path))]
 
 
 def tfrecord_source(paths: Any, features: Mapping[str, Any] | None) -> TfrecordSource:

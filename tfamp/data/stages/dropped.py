@@ -123,7 +123,8 @@ class Careful(Stage):
             where = self.locate(int(position))
             if where not in self.on_error.found:
                 again = tf.nest.pack_sequence_as(element, list(parts))
-                self.on_error.add(where, self._message(again))
+                message = self._message(again).removeprefix(f"{where}: ")
+                self.on_error.add(where, message)
             return False
 
         given = [position, *tf.nest.flatten(element)]
