@@ -84,6 +84,9 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, and counts the answer."""
+        if scope["type"] != "http":  # that the server starts and ends
+            await self._routes(scope, receive, send)
+            return
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -92,9 +95,8 @@ class App:
             await send(message)
 
         answer: Any = self._routes
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        path = scope.get("path", "/v2/health/")  # that the server starts has none
-        is_free = self._token is None or path.startswith("/v2/health/")
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        is_free = self._token is None or scope["path"].startswith("/v2/health/")
         if not is_free and not hmac.compare_digest(given, self._token or b""):
             text = "Authorization bears no valid token; send 'Bearer' and the server's."
             answer = await self._refused(Request(scope), Refusal(401, text))
