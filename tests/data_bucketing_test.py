@@ -84,3 +84,32 @@ def test_by_default_what_is_too_long_ends_the_pass():
     message = "A sequence is above the last boundary, of length"
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         list(dataset)
+
+
+BUCKETS = {
+    "boundaries that are chosen": {},
+    "boundaries of one's own": {"boundaries": [8, 16]},
+}
+
+
+@pytest.mark.parametrize("options", BUCKETS.values(), ids=BUCKETS)
+@pytest.mark.parametrize("is_known", [True, False], ids=["length", "no length"])
+def test_buckets_that_fill_no_batch_are_an_error(options, is_known):
+    lengths = [2, 10, 2, 10, 2, 10]
+    given = stream_of(lengths)
+    given = given if is_known else given.filter(lambda x, y: True)
+    pipeline = Pipeline.from_dataset(given).bucket(8, drop_remainder=True, **options)
+    errors = (ValueError, tf.errors.InvalidArgumentError)
+    with pytest.raises(errors, match="(?s)batch.*drop_remainder|drop_remainder.*batch"):
+        list(pipeline.build())
+    kept = Pipeline.from_dataset(given).bucket(8, **options)
+    assert sum(len(y) for _, y in kept.build()) == len(lengths)
+
+
+@pytest.mark.parametrize("options", BUCKETS.values(), ids=BUCKETS)
+def test_one_full_bucket_is_enough(options):
+    pipeline = bucketed([3] * 9 + [10], 8, drop_remainder=True, **options)
+    dataset = pipeline.build()
+    for _ in range(2):
+        assert [x.shape[0] for x, _ in dataset] == [8]
+    assert dataset.element_spec[0].shape[0] == 8, "XLA wants static sizes"

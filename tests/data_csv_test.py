@@ -49,11 +49,6 @@ ROWS = b'a,b\n1,x\n2,"y"\n'
 COLUMNS = {"a": [1, 2], "b": [b"x", b"y"]}
 # What a file holds, arguments, the columns that are read.
 READ = {
-    "gaps": (
-        "x,t\n1.5,a\n,\nNA,NA\n?,b\n",
-        {},
-        {"x": [1.5, NAN, NAN, NAN], "t": [b"a", b"", b"NA", b"b"]},
-    ),
     "delimiter": ('a\tb\n1\t"x\ty"\n', {}, {"a": [1], "b": [b"x\ty"]}),
     "text behind a quote": (
         'a,b\n1,"x"y\n2,x"y\n',

@@ -1,12 +1,20 @@
-"""What `Pipeline.build` gives loses and doubles nothing under `tf.distribute`."""
+"""What `Pipeline.build` gives loses and doubles nothing under `tf.distribute`.
 
+As a program, `python -m tests.data_distribute_test OUT` with `TF_CONFIG` set, it is one
+of two workers, and writes what came out as JSON.
+"""
+
+import collections
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.file_sources import write_records
+from tests.multi_worker_test import run_workers
 from tests.replicas import two_replicas
 from tfamp.data import Pipeline
 from tfamp.data.stages import workers
@@ -15,7 +23,6 @@ Policy = tf.data.experimental.AutoShardPolicy
 NUM = 27
 # Classes of unequal size: 0, 9 and 18 are of class 1, the others of class 0.
 LABELS = (np.arange(NUM) % 9 == 0).astype(np.int64)
-FEATURES = {"x": tf.io.FixedLenFeature([], tf.int64)}
 
 
 def arrays(folder=None):
@@ -25,14 +32,9 @@ def arrays(folder=None):
 def from_records(folder):
     """Reads files of unequal size which together hold 0, 1, 2 and so on."""
     for file, numbers in enumerate((range(5), range(5, 18), range(18, NUM))):
-        with tf.io.TFRecordWriter(str(folder / f"{file}.tfrecord")) as writer:
-            for number in numbers:
-                value = tf.train.Int64List(value=[number])
-                feature = {"x": tf.train.Feature(int64_list=value)}
-                example = tf.train.Example(features=tf.train.Features(feature=feature))
-                writer.write(example.SerializeToString())
-    pipeline = Pipeline.from_tfrecord(str(folder / "*.tfrecord"), features=FEATURES)
-    return pipeline.map(lambda example: example["x"])
+        write_records(folder / f"{file}.tfrecord", [b"%d" % n for n in numbers])
+    pipeline = Pipeline.from_tfrecord(str(folder / "*.tfrecord"))
+    return pipeline.map(lambda record: tf.strings.to_number(record, tf.int64))
 
 
 def from_csv(folder):
@@ -205,3 +207,77 @@ def test_other_workers_than_those_of_the_cluster_are_refused(join, described, tr
     with pytest.raises(ValueError, match=rf"makes {described} part.*{trained} worker"):
         arrays().shard("auto").build()
     arrays().shard("auto").describe()
+
+
+PIPELINES = {
+    "arrays": lambda: arrays().shuffle(seed=1),
+    "balance": lambda: arrays().balance(seed=1).shuffle(seed=2),
+    "by the cluster": lambda: arrays().shard("auto").shuffle(),
+}
+
+
+def failure_of(pipeline):
+    """Returns the text of what `build` raises."""
+    try:
+        pipeline.batch(8).build()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def main(out):
+    """Runs the cases in turn: a process can make the strategy once."""
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    results = {"errors": [failure_of(arrays().shuffle())]}
+    for name, make in PIPELINES.items():
+        dataset = make().batch(8).build()
+        distributed = strategy.experimental_distribute_dataset(dataset)
+        results[name] = [epoch_of(strategy, distributed) for _ in range(2)]
+    with open(out, "w") as file:
+        json.dump(results, file)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What each of the two workers wrote; they run once for all tests."""
+    return run_workers(tmp_path_factory.mktemp("workers"), "tests.data_distribute_test")
+
+
+def epochs(outcomes, case):
+    """Returns, epoch by epoch, the steps of both workers."""
+    return list(zip(*(outcome[case] for outcome in outcomes), strict=True))
+
+
+slow = pytest.mark.slow("test_by_the_cluster_... has the parts of each worker")
+
+
+@slow
+@pytest.mark.parametrize("case", ["arrays", "by the cluster"])
+def test_each_element_comes_once_on_one_of_the_workers(outcomes, case):
+    for first, second in epochs(outcomes, case):
+        assert sorted(flat(first) + flat(second)) == list(range(NUM))
+        assert len(first) == len(second)
+        for one, other in zip(sizes(first)[:3], sizes(second)[:3], strict=True):
+            assert sum(one) == sum(other) == 4
+
+
+@slow
+def test_both_workers_draw_the_same_balance(outcomes):
+    for first, second in epochs(outcomes, "balance"):
+        numbers = collections.Counter(flat(first) + flat(second))
+        rare = {n: many for n, many in numbers.items() if LABELS[n]}
+        assert sum(rare.values()) in (13, 14)  # half of 27
+        # Of 24 frequent ones 13 or 14 come, each once; 3 rare ones share their half.
+        assert all(many == 1 for n, many in numbers.items() if not LABELS[n])
+        assert max(rare.values()) - min(rare.values()) <= 1
+
+
+@slow
+def test_orders_of_their_own_are_refused(outcomes):
+    for outcome in outcomes:
+        (text,) = outcome["errors"]
+        assert text.startswith("`.shuffle` has no seed, and 2 worker processes train")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

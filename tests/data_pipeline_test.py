@@ -232,3 +232,14 @@ def test_a_length_is_that_of_batches_and_unknown_where_nobody_knows():
     assert len(numbers(10).batch(4)) == 3 and bool(numbers(1))
     with pytest.raises(TypeError, match=re.escape("`steps_per_epoch`")):
         len(made.batch(2))
+
+
+def test_a_batch_that_never_fills_is_an_error_where_the_length_shows_in_the_pass():
+    given = Pipeline.from_arrays(np.arange(100)).filter(lambda x: x < 5)
+    dataset = given.batch(8, drop_remainder=True).build()
+    message = "(?s)no batch.*drop_remainder|drop_remainder.*no batch"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        list(dataset)
+    full = given.batch(5, drop_remainder=True).build()
+    assert len(list(full)) == 1
+    assert tf.nest.flatten(full.element_spec)[0].shape[0] == 5

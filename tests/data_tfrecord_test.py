@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.file_sources import careful, elements, told
+from tests.file_sources import careful, elements, told, write_records
 from tfamp.data import Pipeline
 
 FEATURES = {
@@ -25,13 +25,6 @@ def example(number, with_y=True):
     return made.SerializeToString()
 
 
-def write(path, records, compression=""):
-    with tf.io.TFRecordWriter(str(path), compression) as writer:
-        for record in records:
-            writer.write(record)
-    return str(path)
-
-
 def labels(found):
     return [int(element["y"]) for element in found]
 
@@ -41,7 +34,7 @@ RAGGED = {"x": tf.io.RaggedFeature(tf.float32), "y": tf.io.VarLenFeature(tf.int6
 
 @pytest.mark.parametrize("features", [FEATURES, RAGGED], ids=["fixed", "ragged"])
 def test_features_are_parsed(tmp_path, features):
-    path = write(tmp_path / "a", [example(n) for n in range(3)])
+    path = write_records(tmp_path / "a", [example(n) for n in range(3)])
     dataset = begin(path, features=features).build()
     assert int(dataset.cardinality()) == 3
     found = [tf.nest.flatten(e, expand_composites=True) for e in dataset]
@@ -69,7 +62,7 @@ DAMAGE = {
 @pytest.mark.parametrize("features", [None, FEATURES], ids=["strings", "parsed"])
 def test_a_damaged_file_is_an_error_or_left_out_whole(tmp_path, features, damage, kind):
     for name in "abc":
-        path = write(tmp_path / name, [example(n) for n in range(4)])
+        path = write_records(tmp_path / name, [example(n) for n in range(4)])
     pipeline = begin(tmp_path, features=features)
     assert len(elements(pipeline)) == 12
     data = Path(path).read_bytes()
@@ -87,8 +80,8 @@ def test_a_damaged_file_is_an_error_or_left_out_whole(tmp_path, features, damage
 
 
 def test_compressed_files_are_told_by_their_bytes(tmp_path):
-    write(tmp_path / "a", [example(0)])
-    path = write(tmp_path / "b", [example(1), example(2)], "GZIP")
+    write_records(tmp_path / "a", [example(0)])
+    path = write_records(tmp_path / "b", [example(1), example(2)], "GZIP")
     pipeline = begin(tmp_path, features=FEATURES)
     assert labels(elements(pipeline)) == labels(careful(pipeline)[0]) == [0, 1, 2]
     assert "2 files, length unknown, GZIP" in told(pipeline)

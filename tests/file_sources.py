@@ -13,6 +13,13 @@ def write(path, data):
     return str(path)
 
 
+def write_records(path, records, compression=""):
+    with tf.io.TFRecordWriter(str(path), compression) as writer:
+        for record in records:
+            writer.write(record)
+    return str(path)
+
+
 def elements(pipeline):
     """Returns what a pipeline gives in a pass, as NumPy has it."""
     found = pipeline.build().as_numpy_iterator()
