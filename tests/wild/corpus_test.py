@@ -18,7 +18,9 @@ from tests.wild.programs_of_applications import FAMILIES, TRAINED, built
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CASES = checking.cases(
-    program for program in PROGRAMS.values() if program.field != "KerasHub"
+    program
+    for name, program in PROGRAMS.items()
+    if program.field != "KerasHub" and name not in FAMILIES.keys() - TRAINED
 )
 
 
@@ -79,8 +81,10 @@ def test_no_family_is_left_out():
 
 
 def test_every_program_has_a_row_that_is_marked_beyond_float32s_own_spread():
-    rows = table.rows_of(table.OUT.read_text(encoding="utf-8"))
-    assert set(PROGRAMS) <= set(rows)
+    page = table.OUT.read_text(encoding="utf-8")
+    rows = table.rows_of(page)
+    to_come = page.partition(table.AHEAD)[2].strip(" .\n").split(", ")
+    assert set(PROGRAMS) <= {*rows, *to_come}
     for row in rows.values():
         assert len(row) == len(table.COLUMNS)
         assert all(cell.strip() for cell in row)

@@ -1,4 +1,4 @@
-"""The families of `keras.applications`, of which three train in the corpus."""
+"""The families of `keras.applications`, of which three train in the suite."""
 
 import keras
 import numpy as np
@@ -51,5 +51,5 @@ def register(family):
     program("keras.applications", "Functional")(run)
 
 
-for _family in TRAINED:
+for _family in FAMILIES:
     register(_family)

@@ -31,6 +31,7 @@ EXTRA = ("tests.wild.programs_of_hub", "tests.wild.programs_of_applications")
 # TensorFlow lets go of little of what it traced.
 PER_PROCESS = 10
 SPREAD = "spread of float32"
+AHEAD = "Programs that are still to be run here:"
 LOSSES = ("stock mixed_float16", "tfamp mixed_float16", "tfamp mixed_bfloat16")
 COLUMNS = (
     *("program", "field", "manner", "float32", SPREAD, *LOSSES, "by apply"),
@@ -66,6 +67,7 @@ def row_of(program: Program, loader: corpus.Loader, folder: Path) -> tuple[str, 
             outcomes = [corpus.run(program, way, policy, s) for s in range(seeds)]
             if way in corpus.WAYS:
                 in_half.update(outcomes[0].in_half())
+            if way in corpus.WAYS and not program.unsaved:
                 name = f"{program.name}-{way}-{policy}"
                 said = loader.difference(corpus.save(outcomes[0], name, folder))
                 differences.extend([said[:60].replace("|", "/")] if said else [])
@@ -89,7 +91,7 @@ def row_of(program: Program, loader: corpus.Loader, folder: Path) -> tuple[str, 
     applied = ["no weights before `fit`"]
     if program.is_built:
         applied = [cell("apply", policy, 1) for policy in corpus.POLICIES]
-    said = applied, sorted(in_half), differences
+    said = applied, sorted(in_half), differences or [program.unsaved]
     told = (", ".join(dict.fromkeys(filter(None, each))) or "yes" for each in said)
     return (program.name, program.field, program.manner, *losses, *told)
 
@@ -126,6 +128,12 @@ def rendered(rows: dict[str, tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
+def without_row(rows: dict[str, tuple[str, ...]]) -> str:
+    """Returns what the page says of programs that have no row as yet."""
+    names = [name for name in PROGRAMS if name not in rows]
+    return f"\n{AHEAD} {', '.join(names)}.\n" if names else ""
+
+
 def rows_of(text: str) -> dict[str, tuple[str, ...]]:
     """Returns the rows of the written table by their program's name."""
     lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
@@ -135,7 +143,7 @@ def rows_of(text: str) -> dict[str, tuple[str, ...]]:
 
 @functools.cache
 def spreads() -> dict[str, float]:
-    """Returns the spread of float32 that the page has of each program."""
+    """Returns the spread of float32 of each program that has a row."""
     rows = rows_of(OUT.read_text(encoding="utf-8"))
     place = COLUMNS.index(SPREAD)
     return {n: float(row[place].partition("%")[0]) / 100 for n, row in rows.items()}
@@ -165,7 +173,8 @@ def main() -> None:
             known = rows_of(OUT.read_text(encoding="utf-8")) | {name: row}
             # Each row as it comes: a run that is cut short goes on with --only.
             rows = {name: known[name] for name in PROGRAMS if name in known}
-            OUT.write_text(heading() + rendered(rows), encoding="utf-8")
+            page = heading() + rendered(rows) + without_row(rows)
+            OUT.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ class Program:
     manner: str  # how it is written, such as "own train_step"
     run: Callable[[], Iterator[Any]]
     unsteady: str = ""  # why its loss tells nothing, so that nobody compares it
+    unsaved: str = ""  # why the saved model is not compared, by fault of stock Keras
     is_built: bool = True  # whether its models have their weights before training
 
     def __str__(self) -> str:

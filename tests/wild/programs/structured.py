@@ -45,6 +45,152 @@ def feature_columns():
     )
 
 
+@program("structured data", "Functional, wide and deep and cross")
+def wide_deep_cross():
+    x, y = data.rows(n=512)
+    inputs = keras.Input((6,))
+    wide = layers.BatchNormalization()(inputs)
+    deep = inputs
+    for units in (16, 8):
+        deep = layers.Dense(units)(deep)
+        deep = layers.BatchNormalization()(deep)
+        deep = layers.ReLU()(deep)
+        deep = layers.Dropout(0.1)(deep)
+    cross = inputs
+    for _ in range(2):
+        cross = inputs * layers.Dense(6)(cross) + cross
+    outputs = layers.Dense(1)(layers.concatenate([wide, deep, cross]))
+    model = keras.Model(inputs, outputs)
+    yield model
+    model.compile(keras.optimizers.Adam(0.02), keras.losses.MeanSquaredError())
+    history = model.fit(x, y, batch_size=32, epochs=12, verbose=0)
+    yield Trained(history.history["loss"], model, x[:4])
+
+
+@keras.saving.register_keras_serializable("wild")
+class GatedResidual(layers.Layer):
+    def __init__(self, units, dropout_rate=0.1, **kwargs):
+        super().__init__(**kwargs)
+        self.units, self.dropout_rate = units, dropout_rate
+        self.elu_dense = layers.Dense(units, activation="elu")
+        self.linear_dense = layers.Dense(units)
+        self.dropout = layers.Dropout(dropout_rate)
+        self.linear = layers.Dense(units)
+        self.sigmoid = layers.Dense(units, activation="sigmoid")
+        self.layer_norm = layers.LayerNormalization()
+        self.project = layers.Dense(units)
+
+    def call(self, inputs):
+        x = self.linear_dense(self.elu_dense(inputs))
+        x = self.dropout(x)
+        if inputs.shape[-1] != self.units:
+            inputs = self.project(inputs)
+        x = inputs + self.linear(x) * self.sigmoid(x)
+        return self.layer_norm(x)
+
+    def get_config(self):
+        options = {"units": self.units, "dropout_rate": self.dropout_rate}
+        return {**super().get_config(), **options}
+
+
+@keras.saving.register_keras_serializable("wild")
+class VariableSelection(layers.Layer):
+    def __init__(self, num_features, units, **kwargs):
+        super().__init__(**kwargs)
+        self.num_features, self.units = num_features, units
+        self.grns = [GatedResidual(units) for _ in range(num_features)]
+        self.grn_concat = GatedResidual(units)
+        self.softmax = layers.Dense(num_features, activation="softmax")
+
+    def call(self, inputs):
+        features = ops.split(inputs, self.num_features, axis=-1)
+        v = ops.expand_dims(self.softmax(self.grn_concat(inputs)), axis=-1)
+        x = [grn(part) for part, grn in zip(features, self.grns, strict=True)]
+        x = ops.stack(x, axis=1)
+        return ops.squeeze(tf.matmul(v, x, transpose_a=True), axis=1)
+
+    def get_config(self):
+        options = {"num_features": self.num_features, "units": self.units}
+        return {**super().get_config(), **options}
+
+
+@program("structured data", "Functional over layers of lists of layers")
+def variable_selection():
+    x, y = data.rows(n=512)
+    inputs = keras.Input((6,))
+    h = VariableSelection(6, 4)(inputs)
+    model = keras.Model(inputs, layers.Dense(1)(h))
+    yield model
+    model.compile(keras.optimizers.Adam(0.02), "mse")
+    history = model.fit(x, y, batch_size=32, epochs=16, verbose=0)
+    yield Trained(history.history["loss"], model, x[:4])
+
+
+@keras.saving.register_keras_serializable("wild")
+class RecommenderNet(keras.Model):
+    def __init__(self, num_users, num_movies, embedding_size, **kwargs):
+        super().__init__(**kwargs)
+        self.options = {"num_users": num_users, "num_movies": num_movies}
+        self.options["embedding_size"] = embedding_size
+        options = {
+            "embeddings_initializer": "he_normal",
+            "embeddings_regularizer": keras.regularizers.l2(1e-6),
+        }
+        self.user_embedding = layers.Embedding(num_users, embedding_size, **options)
+        self.user_bias = layers.Embedding(num_users, 1)
+        self.movie_embedding = layers.Embedding(num_movies, embedding_size, **options)
+        self.movie_bias = layers.Embedding(num_movies, 1)
+
+    def call(self, inputs):
+        users = self.user_embedding(inputs[:, 0])
+        movies = self.movie_embedding(inputs[:, 1])
+        dot = ops.sum(users * movies, axis=-1, keepdims=True)
+        x = dot + self.user_bias(inputs[:, 0]) + self.movie_bias(inputs[:, 1])
+        return ops.nn.sigmoid(x)
+
+    def get_config(self):
+        return self.options
+
+
+@program("structured data", "subclassed, built by fit, a product of embeddings")
+def collaborative_filtering():
+    random = np.random.RandomState(0)
+    x = random.randint(0, 12, (128, 2))
+    y = ((x.sum(axis=1) % 12) / 12).astype("float32")
+    model = RecommenderNet(12, 12, 4)
+    model(x[:1])
+    yield model
+    model.compile(
+        loss=keras.losses.BinaryCrossentropy(),
+        optimizer=keras.optimizers.Adam(learning_rate=0.01),
+    )
+    history = model.fit(x, y[:, None], batch_size=32, epochs=8, verbose=0)
+    yield Trained(history.history["loss"], model, x[:4])
+
+
+@program("structured data", "Sequential, class weights and metrics of imbalance")
+def imbalanced_classes():
+    x, y = data.rows(n=256)
+    y = (y > np.quantile(y, 0.9)).astype("uint8")
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(16, activation="relu"),
+            layers.Dropout(0.1),
+            layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+    yield model
+    model.compile(
+        optimizer=keras.optimizers.Adam(1e-2),
+        loss="binary_crossentropy",
+        metrics=[keras.metrics.Precision(name="precision"), keras.metrics.AUC()],
+    )
+    weights = {0: 0.5, 1: 5.0}
+    history = model.fit(x, y, 64, 8, class_weight=weights, verbose=0)
+    yield Trained(history.history["loss"], model, x[:4])
+
+
 @program("structured data", "Functional, several inputs and outputs, loss weights")
 def tickets():
     random = np.random.RandomState(0)
@@ -79,6 +225,31 @@ def tickets():
     }
     history = model.fit(inputs, targets, epochs=5, batch_size=16, verbose=0)
     yield Trained(history.history["loss"], model, {k: v[:4] for k, v in inputs.items()})
+
+
+@keras.saving.register_keras_serializable("wild")
+class BuiltInInit(keras.Model):
+    def __init__(self, hidden, **kwargs):
+        inputs = keras.Input((6,))
+        h = layers.Dense(hidden, activation="relu", name="up")(inputs)
+        h = h + layers.Dense(hidden, name="again")(layers.LayerNormalization()(h))
+        outputs = layers.Dense(1, name="out")(h)
+        super().__init__(inputs=inputs, outputs=outputs, **kwargs)
+        self.hidden = hidden
+
+    def get_config(self):
+        return {"hidden": self.hidden, "name": self.name}
+
+
+@program("structured data", "a Functional model built in its own __init__")
+def built_in_init():
+    x, y = data.rows(n=512)
+    model = BuiltInInit(16)
+    yield model
+    schedule = keras.optimizers.schedules.CosineDecay(0.01, 256)
+    model.compile(keras.optimizers.Adam(schedule), "mse")
+    history = model.fit(x, y, batch_size=32, epochs=16, verbose=0)
+    yield Trained(history.history["loss"], model, x[:4])
 
 
 @keras.saving.register_keras_serializable("wild")
