@@ -8,14 +8,15 @@ STYLES = ("sequential", "functional", "subclassed", "nested")
 
 
 class Own(keras.layers.Layer):
-    """A layer with a call from outside."""
+    """A layer with a call from outside, of what it holds, if anything, and inputs."""
 
-    def __init__(self, function, **options):
+    def __init__(self, function, held=None, **options):
         super().__init__(**options)
         self.function = function
+        self.held = held
 
     def call(self, x):
-        return self.function(x)
+        return self.function(x) if self.held is None else self.function(self.held, x)
 
 
 class Subclassed(keras.Model):
