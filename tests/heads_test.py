@@ -11,6 +11,7 @@ import tensorflow as tf
 import tfamp
 from tests.recorded_operations import recorded_operations
 from tests.styles import assembled
+from tests.wild.checking import made
 
 layers = keras.layers
 POLICIES = ("mixed_float16", "mixed_bfloat16")
@@ -19,8 +20,6 @@ WRONG_BY = (9.0, 12.0, 20.0)
 # head itself is float32, so only the float32 spacing is left over. The issue is
 # orders of magnitude: stock gives a gradient of 0 or NaN.
 RELATIVE = 1e-3
-
-pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 
 
 def final(kind, units):
@@ -195,15 +194,10 @@ def test_several_outputs_are_all_heads():
     with tfamp.scope("mixed_bfloat16"):
         x = keras.Input((4,))
         h = layers.Dense(4, activation="relu")(x)
-        model = keras.Model(
-            x,
-            {"a": layers.Dense(2)(h), "b": layers.Reshape((1, 3))(layers.Dense(3)(h))},
-        )
+        b = layers.Reshape((1, 3))(layers.Dense(3)(h))
+        model = keras.Model(x, {"a": layers.Dense(2)(h), "b": b})
     outputs = model(np.ones((2, 4)))
-    assert {name: y.dtype for name, y in outputs.items()} == {
-        "a": tf.float32,
-        "b": tf.float32,
-    }
+    assert {y.dtype for y in outputs.values()} == {tf.float32}
     assert [tensor.dtype for tensor in model.outputs] == ["float32", "float32"]
 
 
@@ -299,3 +293,108 @@ def test_all_layers_that_an_output_is_made_of_are_heads():
     assert model(np.ones((2, 3), "float32")).dtype == tf.float32
     rows = tfamp.assignment(model)
     assert rows["left"].rule == rows["right"].rule == "default: heads"
+
+
+class Tied(keras.Model):
+    """Its logits are products with the table of its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = layers.Embedding(20, 8)
+        self.dense = layers.Dense(8)
+
+    def call(self, ids):
+        hidden = self.dense(self.table(ids))
+        return keras.ops.matmul(hidden, keras.ops.transpose(self.table.embeddings))
+
+
+IDS = np.arange(12).reshape(3, 4)
+
+
+def tied():
+    model = Tied()
+    model(IDS)
+    return model
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", ["enable", "apply"])
+def test_a_product_of_the_models_own_that_ends_it_is_float32(way, policy):
+    keras.utils.set_random_seed(0)
+    model = made(tied, way, policy)
+    logits = model(IDS)
+    hidden = tf.cast(model.dense(model.table(IDS)), tf.float64)
+    table = tf.cast(model.table.embeddings.value, tf.float64)
+    expected = tf.matmul(hidden, tf.tile(table[None], (3, 1, 1)), transpose_b=True)
+    assert logits.dtype == tf.float32
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-7)
+    rows = {row.class_name: row for row in tfamp.assignment(model).layers}
+    assert rows["Tied"].rule == "default: heads"
+    assert rows["Dense"].compute_dtype == policy.removeprefix("mixed_")
+
+
+class Embedded(layers.Layer):
+    """Tokens and their positions, added up by a plain sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = layers.Embedding(12, 8)
+        self.positions = layers.Embedding(4, 8)
+
+    def call(self, ids):
+        return self.tokens(ids) + self.positions(np.arange(4))[None]
+
+
+class MaskedHead(layers.Layer):
+    """Holds the embedding of another layer for its last product."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.dense = layers.Dense(8, "gelu")
+        self.embedding = embedding
+
+    def call(self, hidden):
+        table = keras.ops.transpose(self.embedding.embeddings)
+        return keras.ops.matmul(self.dense(hidden), table)
+
+
+def masked_language_model():
+    ids = keras.Input((4,), dtype="int32")
+    embedded = Embedded()
+    backbone = keras.Model(ids, layers.Dense(8)(embedded(ids)))
+    return keras.Model(ids, MaskedHead(embedded.tokens)(backbone(ids)))
+
+
+@pytest.mark.quick("mixed_bfloat16-apply")
+@pytest.mark.parametrize("way", ["enable", "apply"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_head_that_holds_the_embedding_of_another_layer(way, policy):
+    model = made(masked_language_model, way, policy)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, jit_compile=False)
+    assert np.isfinite(model.fit(IDS, IDS, verbose=0).history["loss"]).all()
+    assert model.predict(IDS, verbose=0).dtype == "float32"
+    rows = {row.class_name: row for row in tfamp.assignment(model).layers}
+    assert rows["MaskedHead"].compute_dtype == "float32"
+    assert rows["Embedded"].compute_dtype == policy.removeprefix("mixed_")
+    # No error had to be caught for it.
+    rules = [row.rule for row in rows.values()]
+    assert "default: cannot run in half precision" not in rules
+
+
+def test_looking_at_a_backbone_makes_it_no_model_with_a_head():
+    with tfamp.scope("mixed_bfloat16"):
+        x = keras.Input((8,))
+        features = layers.Dense(8, name="features")(x)
+        backbone = keras.Model(x, features, name="backbone")
+        shown = tfamp.assignment(backbone)
+        assert shown["features"].compute_dtype == "float32"  # a head, on its own
+        assert backbone.get_layer("features").compute_dtype == "bfloat16"
+        h = layers.Dense(8, name="stem")(x)
+        model = keras.Model(x, layers.Dense(1, name="head")(h + backbone(h)))
+        model.compile("sgd", "mse")
+    dtypes = {row.path: row.compute_dtype for row in tfamp.assignment(model)}
+    assert dtypes["backbone/features"] == "bfloat16"
+    assert dtypes["head"] == "float32"
+    loss = model.fit(np.ones((4, 8)), np.ones((4, 1)), verbose=0).history["loss"]
+    assert np.isfinite(loss).all()

@@ -16,8 +16,6 @@ layers = keras.layers
 X = np.random.default_rng(0).normal(size=(8, 6, 4)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 8)
 
-pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
-
 
 def made(style="functional", *, units=5, compiled=True, fitted=True, **options):
     """Returns a model with layers that rules keep, and one that names itself anew."""

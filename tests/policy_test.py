@@ -1,6 +1,12 @@
-"""Enabling, disabling, scopes and status; what they leave behind, and the errors."""
+"""Enabling, disabling, scopes and status, in one thread and in several.
 
+What they leave behind, and the errors.
+"""
+
+import asyncio
+import concurrent.futures
 import re
+import threading
 import warnings
 
 import keras
@@ -17,6 +23,7 @@ layers = keras.layers
 def disabled_afterwards():
     yield
     tfamp.disable()
+    keras.config.set_dtype_policy("float32")
 
 
 def dense():
@@ -50,16 +57,113 @@ def test_a_rule_may_read_the_dtype_it_decides_on():
     assert dense() == "float32"
 
 
-def test_disable_gives_back_the_very_same_policy_object():
-    keras.config.set_dtype_policy("float64")
+def elsewhere(function, *args):
+    """Returns what a function gives in a thread of its own."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
+
+
+def seen():
+    """What a program sees of a policy: the global one, and two new layers."""
+    kept = layers.LayerNormalization().compute_dtype
+    return keras.config.dtype_policy().name, dense(), kept
+
+
+STOCK = ("float32",) * 3
+HALF = ("mixed_bfloat16", "bfloat16", "float32")
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["here", "elsewhere"])
+@pytest.mark.parametrize("stock", ["float32", "float64"])
+def test_disable_gives_back_the_users_policy_in_every_thread(stock, in_thread):
+    keras.config.set_dtype_policy(stock)
     before = keras.config.dtype_policy()
-    try:
-        tfamp.enable("mixed_bfloat16")
+    tfamp.enable("mixed_bfloat16")
+    elsewhere(tfamp.disable) if in_thread else tfamp.disable()
+    assert keras.config.dtype_policy() == before
+    assert in_thread or keras.config.dtype_policy() is before
+    assert seen() == (stock,) * 3
+    assert not tfamp.status().enabled
+    keras.config.set_dtype_policy("float32")
+    assert seen() == elsewhere(seen) == STOCK
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(2, "softmax")])
+    assert model(np.ones((1, 2))).dtype == "float32"
+
+
+def test_a_thread_that_built_a_layer_hears_of_disable():
+    tfamp.enable("mixed_bfloat16")
+    built, disabled = threading.Event(), threading.Event()
+
+    def build():
+        before = seen()
+        built.set()
+        disabled.wait()
+        return before, seen()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        found = pool.submit(build)
+        built.wait()
         tfamp.disable()
-        assert keras.config.dtype_policy() is before
-    finally:
-        keras.config.set_dtype_policy("float32")
-    assert dense() == "float32"
+        disabled.set()
+        assert found.result() == (HALF, STOCK)
+
+
+def test_each_of_two_threads_has_its_own_scope():
+    inside, outside = threading.Barrier(2), threading.Barrier(2)
+    init = keras.layers.Layer.__init__
+
+    def build(policy):
+        with tfamp.scope(policy):
+            inside.wait()
+            found = seen()
+            outside.wait()
+        return found, seen()
+
+    policies = ("mixed_float16", "mixed_bfloat16")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(build, policies))
+    halves = [(policy, policy.removeprefix("mixed_"), "float32") for policy in policies]
+    assert found == [(half, STOCK) for half in halves]
+    assert keras.layers.Layer.__init__ is init
+    assert not tfamp.status().enabled
+
+
+def test_what_is_enabled_holds_in_threads_and_in_scopes_of_tasks():
+    async def build(policy):
+        with tfamp.scope(policy):
+            await asyncio.sleep(0)
+            found = dense()
+            await asyncio.sleep(0)
+        return found
+
+    async def both():
+        return await asyncio.gather(build("mixed_float16"), build("mixed_bfloat16"))
+
+    tfamp.enable("mixed_bfloat16")
+    assert elsewhere(seen) == HALF
+    assert asyncio.run(both()) == ["float16", "bfloat16"]
+    assert seen() == HALF
+
+
+def test_loading_in_two_threads_leaves_tfamp_enabled(tmp_path):
+    with tfamp.scope("mixed_bfloat16"):
+        keras.Sequential([keras.Input((2,)), layers.Dense(1)]).save(
+            tmp_path / "m.keras"
+        )
+    tfamp.enable("mixed_bfloat16")
+    start = threading.Barrier(3)
+
+    def load(_):
+        start.wait()
+        return tfamp.load_model(tmp_path / "m.keras")
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        loaded = pool.map(load, range(2))
+        start.wait()
+        found = {seen() for _ in range(200)}
+        assert len(list(loaded)) == 2
+    assert found == {HALF} == {seen()}
+    assert tfamp.status().enabled
 
 
 def test_scopes_nest_and_restore():

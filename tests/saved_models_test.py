@@ -23,8 +23,6 @@ layers = keras.layers
 X = np.random.default_rng(0).normal(size=(8, 6, 4)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 8)
 
-pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
-
 
 @keras.saving.register_keras_serializable("tfamp_tests")
 class Classifier(keras.Model):

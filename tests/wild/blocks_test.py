@@ -6,10 +6,9 @@ import pytest
 from keras import layers
 
 import tfamp
+from tests.styles import assembled
 
 VOCABULARY, LENGTH, WIDTH = 50, 12, 16
-
-pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 
 
 class Tokens(layers.Layer):
@@ -26,8 +25,7 @@ class Encoder(layers.Layer):
     def __init__(self, between):
         super().__init__()
         self.attention = layers.MultiHeadAttention(2, WIDTH)
-        parts = [layers.Dense(32, activation="relu"), layers.Dense(WIDTH)]
-        self.ffn = keras.Sequential(parts)
+        self.ffn = feed_forward()
         self.between = between
         self.norm1 = layers.LayerNormalization(epsilon=1e-6)
         self.norm2 = layers.LayerNormalization(epsilon=1e-6)
@@ -41,53 +39,12 @@ class Encoder(layers.Layer):
         return self.norm2(x + y)
 
 
-def functional(block):
-    inputs = keras.Input((LENGTH,))
-    x = layers.GlobalAveragePooling1D()(block(Tokens()(inputs)))
-    return keras.Model(inputs, layers.Dense(2, activation="softmax")(x))
-
-
-def sequential(block):
-    head = layers.Dense(2, activation="softmax")
-    return keras.Sequential([Tokens(), block, layers.GlobalAveragePooling1D(), head])
-
-
-class Classifier(keras.Model):
-    def __init__(self, block):
-        super().__init__()
-        self.tokens = Tokens()
-        self.block = block
-        self.pool = layers.GlobalAveragePooling1D()
-        self.head = layers.Dense(2, activation="softmax")
-
-    def call(self, x):
-        return self.head(self.pool(self.block(self.tokens(x))))
-
-
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("between", ["nothing", "dropout"])
-@pytest.mark.parametrize("style", [functional, sequential, Classifier])
-@pytest.mark.quick("functional-nothing-mixed_float16")
-def test_the_sequential_inside_stays_in_half_precision(style, between, policy):
-    with tfamp.scope(policy):
-        block = Encoder(between)
-        model = style(block)
-        model.compile("adam", "sparse_categorical_crossentropy")
-    x = np.random.default_rng(0).integers(0, VOCABULARY, (32, LENGTH))
-    history = model.fit(x, x[:, 0] % 2, verbose=0).history
-    assert np.isfinite(history["loss"]).all()
-    half = policy.removeprefix("mixed_")
-    assert {layer.compute_dtype for layer in block.ffn.layers} == {half}
-    assert model.predict(x, verbose=0).dtype == "float32"
-
-
 class BuiltByACall(layers.Layer):
     """Builds what it holds by calling it, as code from before Keras 3 does."""
 
     def __init__(self):
         super().__init__()
-        parts = [layers.Dense(32, activation="relu"), layers.Dense(WIDTH)]
-        self.ffn = keras.Sequential(parts)
+        self.ffn = feed_forward()
 
     def build(self, input_shape):
         self.ffn(keras.ops.zeros((1, *input_shape[1:])))
@@ -97,11 +54,34 @@ class BuiltByACall(layers.Layer):
         return x + self.ffn(x)
 
 
-def test_a_sequential_that_build_calls_is_no_model_of_its_own():
-    with tfamp.scope("mixed_float16"):
-        block = BuiltByACall()
-        model = functional(block)
+def feed_forward():
+    return keras.Sequential([layers.Dense(32, activation="relu"), layers.Dense(WIDTH)])
+
+
+CASES = [
+    (style, between, policy)
+    for style in ("functional", "sequential", "subclassed")
+    for between in ("nothing", "dropout")
+    for policy in ("mixed_float16", "mixed_bfloat16")
+]
+
+
+@pytest.mark.parametrize(
+    ("style", "between", "policy"),
+    [*CASES, ("functional", "a call in build", "mixed_float16")],
+)
+@pytest.mark.quick("functional-nothing-mixed_float16", "functional-a call in build-*")
+def test_the_sequential_inside_stays_in_half_precision(style, between, policy):
+    with tfamp.scope(policy):
+        is_built = between == "a call in build"
+        block = BuiltByACall() if is_built else Encoder(between)
+        head = layers.Dense(2, activation="softmax")
+        parts = [Tokens(), block, layers.GlobalAveragePooling1D(), head]
+        model = assembled(parts, style, (LENGTH,))
         model.compile("adam", "sparse_categorical_crossentropy")
     x = np.random.default_rng(0).integers(0, VOCABULARY, (32, LENGTH))
-    model.fit(x, x[:, 0] % 2, verbose=0)
-    assert [layer.compute_dtype for layer in block.ffn.layers] == ["float16"] * 2
+    history = model.fit(x, x[:, 0] % 2, verbose=0).history
+    assert np.isfinite(history["loss"]).all()
+    half = policy.removeprefix("mixed_")
+    assert {layer.compute_dtype for layer in block.ffn.layers} == {half}
+    assert model.predict(x, verbose=0).dtype == "float32"

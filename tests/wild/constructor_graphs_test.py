@@ -10,9 +10,8 @@ import pytest
 from keras import layers, ops
 
 import tfamp
-from tests.wild.checking import by_file
+from tests.wild.checking import by_file, by_stock_file
 
-pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 TOKENS = np.arange(24).reshape(4, 6) % 17
 
 
@@ -87,20 +86,19 @@ MODELS = {
     "tied head": lambda: LanguageModel(Backbone()),
     "inside a subclass": lambda: Classifier(Backbone()),
 }
-WAYS = ("enable", "apply", "apply to enabled")
 POLICIES = ("mixed_float16", "mixed_bfloat16")
+MADE_UNDER = {
+    "enable": lambda policy: policy,
+    "apply": lambda _: "float32",
+    "apply to enabled": lambda policy: POLICIES[policy == POLICIES[0]],
+}
 
 
 def made(name, way, policy):
-    if way == "enable":
-        with tfamp.scope(policy):
-            model = MODELS[name]()
-            model(TOKENS)
-    else:
-        other = POLICIES[policy == POLICIES[0]]
-        with tfamp.scope("float32" if way == "apply" else other):
-            model = MODELS[name]()
-            model(TOKENS)
+    with tfamp.scope(MADE_UNDER[way](policy)):
+        model = MODELS[name]()
+        model(TOKENS)
+    if way != "enable":
         tfamp.apply(model, policy)
     model.compile("sgd", "mse")
     return model
@@ -117,7 +115,7 @@ def assert_same(loaded, model):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MADE_UNDER)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.quick("tied head-*")
 def test_predictions_are_the_same_after_loading(name, way, policy, tmp_path):
@@ -134,6 +132,5 @@ def test_predictions_are_the_same_after_loading(name, way, policy, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_keras_own_loading_under_the_same_policy_gives_the_same(name, policy, tmp_path):
     model = made(name, "enable", policy)
-    model.save(tmp_path / "model.keras")
     with tfamp.scope(policy):
-        assert_same(keras.saving.load_model(tmp_path / "model.keras"), model)
+        assert_same(by_stock_file(model, tmp_path), model)

@@ -1,67 +1,29 @@
-"""Enabling by several threads, by the environment, onto built models, and failing."""
+"""`apply` onto built models under `enable`, and enabling by the environment."""
 
-import concurrent.futures
 import json
 import re
 
-import keras
 import numpy as np
 import pytest
 from keras import layers
 
 import tfamp
-
-pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+from tests.styles import assembled
 
 
 @pytest.fixture(autouse=True)
 def disabled_afterwards():
     yield
     tfamp.disable()
-    keras.config.set_dtype_policy("float32")
 
 
-def elsewhere(function, *args, **kwargs):
-    """Returns what a function gives in a thread of its own."""
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(function, *args, **kwargs).result()
-
-
-def seen():
-    """What a program sees of a policy: the global one, and two new layers."""
-    return (
-        keras.config.dtype_policy().name,
-        layers.Dense(2).compute_dtype,
-        layers.LayerNormalization().compute_dtype,
-    )
-
-
-STOCK = ("float32", "float32", "float32")
-
-
-def test_disable_in_another_thread_ends_it_in_this_one():
-    tfamp.enable("mixed_bfloat16")
-    elsewhere(tfamp.disable)
-    assert seen() == elsewhere(seen) == STOCK
-    assert not tfamp.status().enabled
-    model = keras.Sequential([keras.Input((2,)), layers.Dense(2, "softmax")])
-    assert model(np.ones((1, 2))).dtype == "float32"
-
-
-def test_disable_in_another_thread_gives_back_the_users_policy():
-    keras.config.set_dtype_policy("float64")
-    before = keras.config.dtype_policy()
-    tfamp.enable("mixed_bfloat16")
-    elsewhere(tfamp.disable)
-    assert keras.config.dtype_policy() == before
-    assert seen() == ("float64", "float64", "float64")
-
-
-def regression(name="regression"):
-    x = keras.Input((4,), name="x")
-    h = layers.Dense(8, activation="relu", name="sensitive")(x)
-    h = layers.Dense(8, activation="relu", name="plain")(h)
-    return keras.Model(x, layers.Dense(1, name="out")(h), name=name)
+def regression():
+    parts = [
+        layers.Dense(8, activation="relu", name="sensitive"),
+        layers.Dense(8, activation="relu", name="plain"),
+        layers.Dense(1, name="out"),
+    ]
+    return assembled(parts, "functional", (4,))
 
 
 def dtypes(model):
@@ -188,13 +150,11 @@ def test_a_wrong_variable_is_named(monkeypatch):
         with pytest.raises(ValueError, match="Unknown `TFAMP_POLICY` 'fp16'"):
             put(stock)
         assert set(dtypes(stock).values()) == {"float32"}
-    assert seen() == STOCK
+    assert layers.Dense(2).compute_dtype == "float32"
+    assert not tfamp.status().enabled
 
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
-
-
-Y = X[:, :1]
 
 
 def measured(put):
@@ -202,7 +162,7 @@ def measured(put):
     model = put(regression())
     assert set(dtypes(model).values()) == {"float32"}
     model.compile("sgd", "mse")
-    history = model.fit(X, Y, batch_size=32, verbose=0).history
+    history = model.fit(X, X[:, :1], batch_size=32, verbose=0).history
     assert np.isfinite(history["loss"][0])
     return tfamp.PrecisionPlan.from_model(model).evidence.get("measured")
 

@@ -8,7 +8,6 @@ import pytest
 
 import tfamp
 
-pytestmark = pytest.mark.filterwarnings("ignore:'mixed_.*float16' will be slow")
 X, Y = np.zeros((8, 2), "float32"), np.zeros((8, 1), "float32")
 
 

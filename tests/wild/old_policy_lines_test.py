@@ -13,10 +13,10 @@ import tensorflow as tf
 from keras import layers
 
 import tfamp
+from tests.wild.checking import facts
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:'mixed_float16' will be slow", "ignore:'bfloat16' stores the weights"
-)
+POLICY = "mixed_bfloat16"
+pytestmark = pytest.mark.filterwarnings("ignore:'bfloat16' stores the weights")
 
 
 @pytest.fixture(autouse=True)
@@ -26,15 +26,18 @@ def disabled_afterwards():
     keras.config.set_dtype_policy("float32")
 
 
-def reviews():
+def reviews(dtype=lambda: None):
     """A classifier of texts, with one layer of each kind that half would spoil."""
     words = keras.Input((12,), dtype="int32")
-    x = layers.Embedding(50, 8)(words)
-    x = layers.Bidirectional(layers.LSTM(4, return_sequences=True))(x)
-    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
-    x = layers.Dense(8, activation="relu")(x)
-    x = layers.GlobalAveragePooling1D()(x)
-    return keras.Model(words, layers.Dense(3, activation="softmax")(x))
+    x = layers.Embedding(50, 8, dtype=dtype())(words)
+    x = layers.Bidirectional(
+        layers.LSTM(4, return_sequences=True, dtype=dtype()), dtype=dtype()
+    )(x)
+    attended = layers.MultiHeadAttention(2, 4, dtype=dtype())(x, x)
+    x = layers.LayerNormalization(dtype=dtype())(x + attended)
+    x = layers.Dense(8, activation="relu", dtype=dtype())(x)
+    x = layers.GlobalAveragePooling1D(dtype=dtype())(x)
+    return keras.Model(words, layers.Dense(3, activation="softmax", dtype=dtype())(x))
 
 
 @keras.saving.register_keras_serializable("old_policy_lines")
@@ -57,16 +60,8 @@ def tower():
     return model
 
 
-def facts(model):
-    return [
-        (row.class_name, row.compute_dtype, row.variable_dtype, row.output_dtype)
-        + (row.rule.split("'")[0],)  # without the names that Keras numbers
-        for row in tfamp.assignment(model)
-    ]
-
-
-def without_old_lines(build, policy, **settings):
-    with tfamp.scope(policy, **settings):
+def without_old_lines(build, policy=POLICY):
+    with tfamp.scope(policy):
         return facts(build())
 
 
@@ -90,107 +85,80 @@ OLD_LINES = {
 @pytest.mark.quick("config, name")
 @pytest.mark.parametrize("old_line", OLD_LINES.values(), ids=OLD_LINES)
 def test_the_same_policy_set_after_enable_changes_nothing(old_line):
-    policy = "bfloat16" if old_line is tf_keras else "mixed_bfloat16"
+    policy = "bfloat16" if old_line is tf_keras else POLICY
     expected = without_old_lines(reviews, policy)
     tfamp.enable(policy)
     old_line(policy)
     assert facts(reviews()) == expected
     assert keras.config.dtype_policy().name == policy
-    kept = {row[0] for row in expected if row[1] == "float32"}
+    kept = {row[1] for row in expected if row[2] == "float32"}
     assert {"LayerNormalization", "GlobalAveragePooling1D"} <= kept
 
 
-def twice(policy):
-    keras.config.set_dtype_policy(policy)
-    tfamp.enable(policy)
-    keras.config.set_dtype_policy(policy)
+def twice():
+    keras.config.set_dtype_policy(POLICY)
+    tfamp.enable(POLICY)
+    keras.config.set_dtype_policy(POLICY)
 
 
-def before_each_session(policy):
-    tfamp.enable(policy)
+def before_each_session():
+    tfamp.enable(POLICY)
     for _ in range(2):
         keras.backend.clear_session()
-        keras.mixed_precision.set_global_policy(policy)
+        keras.mixed_precision.set_global_policy(POLICY)
         reviews()
 
 
-def there_and_back(policy):
-    tfamp.enable(policy)
+def there_and_back():
+    tfamp.enable(POLICY)
     keras.config.set_dtype_policy("float32")
     with pytest.warns(UserWarning, match="set to 'float32' by other code"):
         assert layers.Dense(2).compute_dtype == "float32"
-    keras.config.set_dtype_policy(policy)
-
-
-def in_a_scope(policy):
-    tfamp.enable("float32")
-    scope = tfamp.scope(policy)
-    scope.__enter__()
-    keras.config.set_dtype_policy(policy)
-    return scope
-
-
-TIMES = [twice, before_each_session, there_and_back, in_a_scope]
+    keras.config.set_dtype_policy(POLICY)
 
 
 @pytest.mark.quick("reviews-twice")
-@pytest.mark.parametrize("begin", TIMES)
+@pytest.mark.parametrize("begin", [twice, before_each_session, there_and_back])
 @pytest.mark.parametrize("build", [reviews, tower])
 def test_the_line_may_stand_anywhere(begin, build):
-    policy = "mixed_bfloat16"
-    expected = without_old_lines(build, policy)
-    scope = begin(policy)
-    try:
+    expected = without_old_lines(build)
+    begin()
+    assert facts(build()) == expected
+
+
+@pytest.mark.slow("test_the_line_may_stand_anywhere, out of a scope")
+@pytest.mark.parametrize("build", [reviews, tower])
+def test_the_line_in_a_scope_ends_with_it(build):
+    expected = without_old_lines(build)
+    tfamp.enable("float32")
+    with tfamp.scope(POLICY):
+        keras.config.set_dtype_policy(POLICY)
         assert facts(build()) == expected
-    finally:
-        if scope is not None:
-            scope.__exit__(None, None, None)
-            assert keras.config.dtype_policy().name == "float32"
+    assert keras.config.dtype_policy().name == "float32"
 
 
-def with_policy_in_hand(policy):
-    mine = keras.DTypePolicy(policy)
-    return lambda: mine
+MINE = keras.DTypePolicy(POLICY)
 
 
-IN_HAND = {
-    "the global one": lambda policy: keras.config.dtype_policy,
-    "a Policy": with_policy_in_hand,
-}
-
-
-@pytest.mark.quick("the global one-before")
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("in_hand", IN_HAND.values(), ids=IN_HAND)
-def test_layers_that_are_handed_the_same_policy_object_inherit_it(in_hand, when):
-    policy = "mixed_bfloat16"
-
-    def build(dtype):
-        x = keras.Input((6, 8))
-        h = layers.LayerNormalization(dtype=dtype())(x)
-        h = layers.Bidirectional(layers.GRU(4, dtype=dtype()), dtype=dtype())(h)
-        h = layers.Dense(8, dtype=dtype())(h)
-        y = layers.Dense(3, activation="softmax", dtype=dtype())(h)
-        return keras.Model(x, y)
-
-    expected = without_old_lines(lambda: build(lambda: None), policy)
-    if when == "before":
-        given = in_hand(policy) if in_hand is not IN_HAND["the global one"] else None
-        keras.config.set_dtype_policy(policy)
-        before = keras.config.dtype_policy()
-        given = given or (lambda: before)
-        tfamp.enable(policy)
+@pytest.mark.quick("before")
+@pytest.mark.parametrize("in_hand", ["before", "after", "its own"])
+def test_layers_that_are_handed_the_same_policy_object_inherit_it(in_hand):
+    expected = without_old_lines(reviews)
+    if in_hand == "before":
+        keras.config.set_dtype_policy(POLICY)
+        given = keras.config.dtype_policy()
+        tfamp.enable(POLICY)
     else:
-        tfamp.enable(policy)
-        keras.config.set_dtype_policy(policy)
-        given = in_hand(policy)
-    assert facts(build(given)) == expected
+        tfamp.enable(POLICY)
+        keras.config.set_dtype_policy(POLICY)
+        given = keras.config.dtype_policy() if in_hand == "after" else MINE
+    assert facts(reviews(lambda: given)) == expected
 
 
 def test_what_a_layer_is_told_by_name_stays_its_own():
-    tfamp.enable("mixed_bfloat16")
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    told = layers.LayerNormalization(dtype="mixed_bfloat16")
+    tfamp.enable(POLICY)
+    keras.config.set_dtype_policy(POLICY)
+    told = layers.LayerNormalization(dtype=POLICY)
     assert (told.compute_dtype, told.variable_dtype) == ("bfloat16", "float32")
     assert layers.Dense(2, dtype="bfloat16").variable_dtype == "bfloat16"
     head = layers.Activation("softmax", dtype="float32")  # as Keras's guide has it
@@ -204,7 +172,7 @@ def test_what_a_layer_is_told_by_name_stays_its_own():
 @pytest.mark.quick("float32")
 @pytest.mark.parametrize("other", ["float32", "mixed_float16", "bfloat16"])
 def test_another_policy_is_obeyed_and_the_warning_names_both_remedies(other):
-    tfamp.enable("mixed_bfloat16")
+    tfamp.enable(POLICY)
     keras.config.set_dtype_policy(other)
     with pytest.warns(UserWarning, match=f"tfamp.enable\\('{other}'\\)") as caught:
         layer = layers.LayerNormalization()
@@ -212,15 +180,15 @@ def test_another_policy_is_obeyed_and_the_warning_names_both_remedies(other):
     assert [Path(each.filename).name for each in caught] == [Path(__file__).name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        mine = layers.LayerNormalization(dtype=keras.DTypePolicy("mixed_bfloat16"))
+        mine = layers.LayerNormalization(dtype=MINE)
     assert mine.compute_dtype == "float32"
 
 
-WAYS = {
+READ = {
     "clone_model": lambda model, _: keras.models.clone_model(model),
     "json": lambda model, _: keras.models.model_from_json(model.to_json()),
-    "file": lambda model, path: model.save(path) or tfamp.load_model(path),
-    "stock file": lambda model, path: model.save(path) or keras.saving.load_model(path),
+    "file": lambda _, path: tfamp.load_model(path),
+    "stock file": lambda _, path: keras.saving.load_model(path),
 }
 
 
@@ -228,18 +196,17 @@ WAYS = {
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
 @pytest.mark.parametrize(
     "way, build",
-    [*((way, reviews) for way in WAYS), ("stock file", tower), ("file", tower)],
+    [*((way, reviews) for way in READ), ("file", tower), ("stock file", tower)],
 )
 def test_a_model_that_stock_keras_made_is_read_as_one_of_now(way, build, tmp_path):
-    expected = without_old_lines(build, "mixed_bfloat16")
-    keras.config.set_dtype_policy("mixed_bfloat16")
+    expected = without_old_lines(build)
+    keras.config.set_dtype_policy(POLICY)
     stock = build()
     stock.compile("adam", "sparse_categorical_crossentropy")
-    path = str(tmp_path / "model.keras")
-    stock.save(path)
-    tfamp.enable("mixed_bfloat16")
+    stock.save(tmp_path / "model.keras")
+    tfamp.enable(POLICY)
     x = np.ones((2, 12 if build is reviews else 4), "float32")
-    read = WAYS[way](stock, path)
+    read = READ[way](stock, tmp_path / "model.keras")
     read.compile("adam", "sparse_categorical_crossentropy")
     read.fit(x, np.zeros(2), verbose=0)
     assert facts(read) == expected

@@ -7,18 +7,9 @@ that it is given; the README of none of them says a word of precision.
 import keras
 import numpy as np
 
+from tests.styles import Own
+
 ops = keras.ops
-
-
-class Own(keras.layers.Layer):
-    """A layer of somebody's own."""
-
-    def __init__(self, function, **kwargs):
-        super().__init__(**kwargs)
-        self.function = function
-
-    def call(self, x):
-        return self.function(x)
 
 
 def numbers(scale=1.0, shift=0.0, shape=(16,), count=64):
@@ -35,17 +26,9 @@ def rms_norm(x):
     return x * ops.rsqrt(total(x, 2) / x.shape[-1] + 1e-6)
 
 
-def tiny_norm(x):
-    return x * ops.rsqrt(total(x, 2) / x.shape[-1] + 1e-10)
-
-
 def layer_norm(x):
     x = x - total(x, 1) / x.shape[-1]
     return x / ops.sqrt(total(x, 2) / x.shape[-1] + 1e-5)
-
-
-def unit_norm(x):
-    return x / ops.sqrt(total(x, 2) + 1e-12)
 
 
 def batch_norm(x):
@@ -64,14 +47,6 @@ def cold_softmax(x):
     return e / ops.sum(e, axis=-1, keepdims=True)
 
 
-def log_sum_exp(x):
-    return x - ops.log(ops.sum(ops.exp(x), axis=-1, keepdims=True))
-
-
-def soft_plus(x):
-    return ops.log(1.0 + ops.exp(x))
-
-
 def masked_attention(x):
     mask = ops.cast(ops.arange(x.shape[-1]) < 12, x.dtype)
     return ops.softmax(x + (1.0 - mask) * -1e9)
@@ -81,10 +56,6 @@ def masked_mean(x):
     mask = ops.cast(x > 0, x.dtype)
     count = ops.sum(mask * 1e-8, -1, keepdims=True)
     return 1e-8 * ops.sum(x * mask, -1, keepdims=True) / (count + 1e-9)
-
-
-def squared_distances(x):
-    return ops.sqrt(ops.sum((x[:, :8] - x[:, 8:]) ** 2, axis=-1, keepdims=True))
 
 
 def expanded_distances(x):
@@ -102,43 +73,15 @@ def rotary(x):
     return x * ops.cos(angle) + ops.roll(x, 1, -1) * ops.sin(angle)
 
 
-def fourier(x):
-    return ops.sin(6.2832 * 300.0 * x)
-
-
-def polynomial(x):
-    return ops.concatenate([x, x**2, x**4 / 1e6], axis=-1)
-
-
-def generalized_mean(x):
-    return (ops.sum(x**3, axis=1) / x.shape[1]) ** (1 / 3)
-
-
-def sum_pool(x):
-    return ops.sum(x, axis=1) / 1000.0
-
-
 def deviation_pool(x):
     mean = ops.mean(x, axis=-1, keepdims=True)
     square = ops.mean(x * x, axis=-1, keepdims=True)
     return ops.sqrt(ops.maximum(square - mean**2, 0.0) + 1e-3)
 
 
-def gram(x):
-    return ops.einsum("bpi,bpj->bij", x, x) / x.shape[1]
-
-
-def signed_root(x):
-    return ops.sign(x) * ops.sqrt(ops.abs(x) + 1e-10)
-
-
 def entropy(x):
     p = ops.softmax(x * 20.0)
     return -ops.sum(p * ops.log(p + 1e-10), -1, keepdims=True)
-
-
-def log_chance(x):
-    return ops.log(ops.softmax(x) + 1e-12)
 
 
 def gaussian_likelihood(x):
@@ -151,34 +94,6 @@ def squash(x):
     return size**2 / (1 + size**2) * x / (size + 1e-9)
 
 
-def scaled_features(x):
-    return (x - 100000.0) / 1000.0
-
-
-def seconds_of_a_day(x):
-    return ops.sin(x * (6.2832 / 86400.0))
-
-
-def temperature(x):
-    return ops.tanh((x * 1000.0) ** 2 / 1e6)
-
-
-def long_dot(x):
-    return ops.matmul(x * x, ops.ones((x.shape[-1], 1), x.dtype)) / x.shape[-1]
-
-
-def product_of_chances(x):
-    return ops.log(ops.prod(ops.sigmoid(x), axis=-1, keepdims=True) + 1e-30)
-
-
-def harmonic_mean(x):
-    return x.shape[-1] / ops.sum(1.0 / (x + 1e-8), -1, keepdims=True)
-
-
-def power_law(x):
-    return ops.sqrt(ops.sqrt(ops.abs(x) ** 5 + 1e-12))
-
-
 def logit(x):
     p = ops.sigmoid(x)
     return ops.log(p / (1.0 - p))
@@ -187,14 +102,6 @@ def logit(x):
 def contrast(x):
     low, high = ops.min(x, -1, keepdims=True), ops.max(x, -1, keepdims=True)
     return (x - low) / (high - low + 1e-8)
-
-
-def log_scale(x):
-    return ops.log(x * 1e4 + 1.0)
-
-
-def mixture(x):
-    return ops.log(ops.sum(ops.exp(-0.5 * x**2), -1, keepdims=True) + 1e-20)
 
 
 def decay(x):
@@ -248,66 +155,104 @@ class StepCounter(keras.layers.Layer):
 # Layer -> what it is given.
 SPOILT = {
     "rms norm": (rms_norm, numbers(300.0)),
-    "rms norm of little": (tiny_norm, numbers(1e-4)),
+    "rms norm of little": (
+        lambda x: x * ops.rsqrt(total(x, 2) / x.shape[-1] + 1e-10),
+        numbers(1e-4),
+    ),
     "layer norm": (layer_norm, numbers(300.0, 500.0)),
-    "unit norm": (unit_norm, numbers(1e-4)),
+    "unit norm": (lambda x: x / ops.sqrt(total(x, 2) + 1e-12), numbers(1e-4)),
     "batch norm": (batch_norm, numbers(1.0, 300.0)),
     "softmax": (softmax, numbers(6.0)),
     "cold softmax": (cold_softmax, numbers(1.0)),
-    "log-sum-exp": (log_sum_exp, numbers(6.0)),
-    "softplus": (soft_plus, numbers(6.0)),
+    "log-sum-exp": (
+        lambda x: x - ops.log(ops.sum(ops.exp(x), axis=-1, keepdims=True)),
+        numbers(6.0),
+    ),
+    "softplus": (lambda x: ops.log(1.0 + ops.exp(x)), numbers(6.0)),
     "masked attention": (masked_attention, numbers()),
     "masked mean": (masked_mean, numbers()),
-    "squared distances": (squared_distances, numbers(200.0)),
+    "squared distances": (
+        lambda x: ops.sqrt(ops.sum((x[:, :8] - x[:, 8:]) ** 2, axis=-1, keepdims=True)),
+        numbers(200.0),
+    ),
     "expanded distances": (expanded_distances, numbers(1.0, 30.0)),
     "radial basis": (radial_basis, numbers(0.3, 300.0)),
     "rotary embedding": (rotary, numbers()),
-    "fourier features": (fourier, numbers()),
-    "polynomial": (polynomial, numbers(20.0)),
-    "generalized mean": (generalized_mean, np.abs(numbers(50.0, 5.0, (12, 8)))),
-    "sum pooling": (sum_pool, np.abs(numbers(300.0, 0.0, (512, 4)))),
+    "fourier features": (lambda x: ops.sin(6.2832 * 300.0 * x), numbers()),
+    "polynomial": (
+        lambda x: ops.concatenate([x, x**2, x**4 / 1e6], axis=-1),
+        numbers(20.0),
+    ),
+    "generalized mean": (
+        lambda x: (ops.sum(x**3, axis=1) / x.shape[1]) ** (1 / 3),
+        np.abs(numbers(50.0, 5.0, (12, 8))),
+    ),
+    "sum pooling": (
+        lambda x: ops.sum(x, axis=1) / 1000.0,
+        np.abs(numbers(300.0, 0.0, (512, 4))),
+    ),
     "deviation pooling": (deviation_pool, numbers(1.0, 100.0)),
-    "gram matrix": (gram, numbers(60.0, 0.0, (64, 6))),
-    "signed root": (signed_root, numbers(1e-9)),
+    "gram matrix": (
+        lambda x: ops.einsum("bpi,bpj->bij", x, x) / x.shape[1],
+        numbers(60.0, 0.0, (64, 6)),
+    ),
+    "signed root": (
+        lambda x: ops.sign(x) * ops.sqrt(ops.abs(x) + 1e-10),
+        numbers(1e-9),
+    ),
     "entropy": (entropy, numbers(2.0)),
-    "log of a chance": (log_chance, numbers(15.0)),
+    "log of a chance": (lambda x: ops.log(ops.softmax(x) + 1e-12), numbers(15.0)),
     "gaussian likelihood": (gaussian_likelihood, numbers(8.0)),
     "squash": (squash, numbers(150.0)),
-    "scaled features": (scaled_features, numbers(500.0, 100000.0)),
-    "seconds of a day": (seconds_of_a_day, numbers(20000.0, 43200.0)),
-    "temperature": (temperature, numbers()),
-    "long dot product": (long_dot, numbers(8.0, 0.0, (2048,))),
-    "product of chances": (product_of_chances, numbers(2.0)),
-    "harmonic mean": (harmonic_mean, np.abs(numbers(1e-8))),
-    "power law": (power_law, numbers(20.0)),
+    "scaled features": (lambda x: (x - 100000.0) / 1000.0, numbers(500.0, 100000.0)),
+    "seconds of a day": (
+        lambda x: ops.sin(x * (6.2832 / 86400.0)),
+        numbers(20000.0, 43200.0),
+    ),
+    "temperature": (lambda x: ops.tanh((x * 1000.0) ** 2 / 1e6), numbers()),
+    "long dot product": (
+        lambda x: ops.matmul(x * x, ops.ones((x.shape[-1], 1), x.dtype)) / x.shape[-1],
+        numbers(8.0, 0.0, (2048,)),
+    ),
+    "product of chances": (
+        lambda x: ops.log(ops.prod(ops.sigmoid(x), axis=-1, keepdims=True) + 1e-30),
+        numbers(2.0),
+    ),
+    "harmonic mean": (
+        lambda x: x.shape[-1] / ops.sum(1.0 / (x + 1e-8), -1, keepdims=True),
+        np.abs(numbers(1e-8)),
+    ),
+    "power law": (lambda x: ops.sqrt(ops.sqrt(ops.abs(x) ** 5 + 1e-12)), numbers(20.0)),
     "logit": (logit, np.clip(numbers(6.0), -12.0, 12.0)),
     "contrast": (contrast, numbers(1e-9)),
-    "log scale": (log_scale, np.abs(numbers(10.0))),
-    "mixture": (mixture, numbers(1.0, 9.0)),
+    "log scale": (lambda x: ops.log(x * 1e4 + 1.0), np.abs(numbers(10.0))),
+    "mixture": (
+        lambda x: ops.log(ops.sum(ops.exp(-0.5 * x**2), -1, keepdims=True) + 1e-20),
+        numbers(1.0, 9.0),
+    ),
     "decay": (decay, numbers(1.0, 0.0, (1400, 2))),
     "running squares": (RunningSquares, numbers(1e-4)),
     "step counter": (StepCounter, numbers()),
 }
 HEALTHY = {
+    name: (SPOILT[name][0], numbers())
+    for name in (
+        *(
+            "rms norm",
+            "layer norm",
+            "unit norm",
+            "batch norm",
+            "softmax",
+            "log-sum-exp",
+        ),
+        *("softplus", "squared distances", "expanded distances", "polynomial"),
+        *("deviation pooling", "gaussian likelihood", "squash", "contrast", "mixture"),
+    )
+} | {
     name: (function, numbers(*scale))
     for name, function, *scale in (
         ("running mean", RunningMean),
-        ("rms norm", rms_norm),
-        ("layer norm", layer_norm),
-        ("unit norm", unit_norm),
-        ("batch norm", batch_norm),
-        ("softmax", softmax),
-        ("log-sum-exp", log_sum_exp),
-        ("softplus", soft_plus),
-        ("squared distances", squared_distances),
-        ("expanded distances", expanded_distances),
-        ("polynomial", polynomial),
-        ("deviation pooling", deviation_pool),
-        ("signed root", signed_root, 1.0, 3.0),
-        ("gaussian likelihood", gaussian_likelihood),
-        ("squash", squash),
-        ("contrast", contrast),
-        ("mixture", mixture),
+        ("signed root", SPOILT["signed root"][0], 1.0, 3.0),
         ("gelu by hand", lambda x: 0.5 * x * (1 + ops.tanh(0.8 * (x + 0.04 * x**3)))),
         ("swish", lambda x: x * ops.sigmoid(x)),
         ("residual", lambda x: x + ops.relu(x)),

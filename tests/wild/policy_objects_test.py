@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tfamp
+from tests.wild.checking import by_file, by_stock_file
 
 layers = keras.layers
 HALF = "mixed_bfloat16"
@@ -24,12 +25,6 @@ def network(*inside):
     return keras.Sequential([keras.Input((8,)), *inside, layers.Dense(2)])
 
 
-def fit(model):
-    model.compile("adam", "mse")
-    model.fit(X, X[:, :2], verbose=0)
-    return model
-
-
 def test_a_policy_equals_copies_and_serializes_as_keras_own():
     policy, stock = layers.Dense(3).dtype_policy, keras.DTypePolicy(HALF)
     assert policy == stock and stock == policy
@@ -38,9 +33,8 @@ def test_a_policy_equals_copies_and_serializes_as_keras_own():
     for made in (copy.copy(policy), copy.deepcopy(policy)):
         assert (made.name, made.compute_dtype) == (HALF, "bfloat16")
     assert pickle.loads(pickle.dumps(policy)) == stock
-    assert keras.dtype_policies.serialize(policy) == {
-        **keras.dtype_policies.serialize(stock)
-    }
+    serialize = keras.dtype_policies.serialize
+    assert serialize(policy) == serialize(stock)
     assert keras.dtype_policies.get(policy) is policy
     assert repr(policy) == repr(stock) == repr(keras.config.dtype_policy())
 
@@ -78,41 +72,21 @@ def test_a_layer_hands_its_policy_on(options, computes_in):
 def test_a_policy_set_on_a_finished_layer_is_saved(tmp_path):
     model = network(layers.Dense(8))
     model.layers[0].dtype_policy = "float32"
-    fit(model).save(tmp_path / "model.keras")
-    for load in (keras.saving.load_model, tfamp.load_model):
-        loaded = load(tmp_path / "model.keras")
+    model.compile("adam", "mse")
+    model.fit(X, X[:, :2], verbose=0)
+    for load in (by_file, by_stock_file):
+        loaded = load(model, tmp_path)
         assert loaded.layers[0].compute_dtype == "float32"
         np.testing.assert_array_equal(loaded(X), model(X))
 
 
-def test_configurations_are_made_again_in_and_out_of_tfamp():
+def test_a_configuration_is_made_again_out_of_tfamp():
     model = network(layers.Dense(8, "relu"), layers.LayerNormalization())
     text = model.to_json()
-    for made in (
-        keras.models.model_from_json(text),
-        keras.Sequential.from_config(model.get_config()),
-        keras.models.clone_model(model),
-    ):
-        made.set_weights(model.get_weights())
-        np.testing.assert_array_equal(made(X), model(X))
     tfamp.disable()
     stock = keras.models.model_from_json(text)
-    assert [layer.compute_dtype for layer in stock.layers[:2]] == [
-        *("bfloat16", "float32")
-    ]
-
-
-@pytest.mark.quick("load_model0")
-@pytest.mark.parametrize("load", [keras.saving.load_model, tfamp.load_model])
-def test_quantized_layers_are_loaded_as_they_were(load, tmp_path):
-    model = network(layers.Dense(16, name="quantized"), layers.LayerNormalization())
-    model.layers[0].quantize("int8")
-    model.save(tmp_path / "model.keras")
-    loaded = load(tmp_path / "model.keras")
-    names = [layer.dtype_policy.name for layer in model.layers]
-    assert names[0] == f"int8_from_{HALF}"
-    assert [layer.dtype_policy.name for layer in loaded.layers] == names
-    np.testing.assert_array_equal(loaded(X), model(X))
+    dtypes = [layer.compute_dtype for layer in stock.layers[:2]]
+    assert dtypes == ["bfloat16", "float32"]
 
 
 def test_a_kept_layer_hands_float32_on():
@@ -137,6 +111,5 @@ def test_a_map_of_policies_is_left_to_keras():
 
     model = Mapped()
     model(X)
-    assert (model.wide.compute_dtype, model.rest.compute_dtype) == (
-        *("float32", "bfloat16"),
-    )
+    assert model.wide.compute_dtype == "float32"
+    assert model.rest.compute_dtype == "bfloat16"
