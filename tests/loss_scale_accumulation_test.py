@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.loops import COMPILED, in_each_way
+from tests.replicas import two_replicas
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(48, 4)).astype("float32")
@@ -15,7 +16,9 @@ NAN = float("nan")
 # The mean over microbatches is rounded once more than the mean over the batch.
 FLOAT32 = 1e-6
 
-pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:'mixed_float16' will be slow", "ignore:Gradients do not exist"
+)
 
 
 def model_of(optimizer, *, jit_compile=False, **options):
@@ -164,14 +167,80 @@ def test_nothing_leaks_out_of_a_fit_that_was_broken_off():
     )
 
 
-def test_stock_keras_advances_the_schedule_by_microbatches_and_drops_the_rest():
-    options = {"gradient_accumulation_steps": 4, "weight_decay": None}
-    stock = keras.optimizers.SGD(schedule(), **options)
-    ours = unscaled(keras.optimizers.SGD(schedule()), 4)
-    for optimizer in (stock, ours):
-        model = model_of(optimizer, run_eagerly=True)
-        model.fit(X[:20], Y[:20], batch_size=4, verbose=0, shuffle=False)
-    # Rate 0.1, halved every 2 steps: 5 microbatches, or 2 updates.
-    assert float(stock.learning_rate) == pytest.approx(0.1 * 0.5**2.5)
-    assert float(ours.learning_rate) == pytest.approx(0.1 * 0.5)
-    assert (int(stock.iterations), int(ours.iterations)) == (1, 2)
+# --- loops that train one part of a model in one microbatch, another in the next ---
+
+
+def steps_of(optimizer, variables, decorate):
+    """Returns for each variable a step that trains it alone."""
+
+    def step_on(variable):
+        return decorate(lambda g: optimizer.apply([g], [variable]))
+
+    optimizer.build(variables)
+    return [step_on(v) for v in variables]
+
+
+@pytest.mark.quick("eager")
+@in_each_way
+def test_each_part_of_a_window_counts(decorate):
+    variables = [keras.Variable(0.0) for _ in range(2)]
+    optimizer = unscaled(keras.optimizers.SGD(1.0), 2)
+    first, second = steps_of(optimizer, variables, decorate)
+    for _ in range(2):
+        first(tf.constant(2.0))
+        second(tf.constant(6.0))
+    # Each gradient is one of two in its window.
+    assert [float(v) for v in variables] == [-2, -6]
+    assert optimizer.applied_steps == int(optimizer.iterations) == 2
+
+
+@pytest.mark.quick("eager")
+@in_each_way
+def test_what_a_window_did_not_train_does_not_move(decorate):
+    inner = keras.optimizers.SGD(1.0, momentum=0.5, weight_decay=0.25)
+    variables = [keras.Variable(1.0) for _ in range(3)]
+    optimizer = unscaled(inner, 2)
+    steps = steps_of(optimizer, variables, decorate)
+    for step in (0, 1, 0, 2, 2, 2):
+        steps[step](tf.constant(2.0))
+    by_hand = [keras.Variable(1.0) for _ in range(3)]
+    plain = keras.optimizers.SGD(1.0, momentum=0.5, weight_decay=0.25)
+    plain.build(by_hand)
+    for means in ([1.0, 1.0, None], [1.0, None, 1.0], [None, None, 2.0]):
+        plain.apply([g if g is None else tf.constant(g) for g in means], by_hand)
+    np.testing.assert_allclose(variables, by_hand, rtol=FLOAT32)
+
+
+@pytest.mark.quick("eager")
+@in_each_way
+def test_flush_applies_what_other_calls_added(decorate):
+    variables = [keras.Variable(1.0) for _ in range(3)]
+    optimizer = unscaled(keras.optimizers.SGD(1.0, weight_decay=0.5), 4)
+    first, second, _ = steps_of(optimizer, variables, decorate)
+    first(tf.constant(2.0))
+    second(tf.constant(6.0))
+    decorate(optimizer.flush)()
+    # Each is half of the window, and half of each weight decays.
+    assert [float(v) for v in variables] == [-0.5, -2.5, 1.0]
+
+
+@pytest.mark.quick("eager")
+@pytest.mark.parametrize("jit", [None, tf.function], ids=["eager", "graph"])
+def test_parts_that_alternate_on_two_replicas(jit):
+    strategy = two_replicas()
+    with strategy.scope():
+        variables = [keras.Variable(0.0) for _ in range(3)]
+        optimizer = unscaled(keras.optimizers.SGD(1.0, momentum=0.5), 2)
+        optimizer.build(variables)
+
+    def step_on(variable):
+        def step(x):
+            strategy.run(lambda x: optimizer.apply([x * x], [variable]), args=(x,))
+
+        return jit(step) if jit else step
+
+    steps = [step_on(v) for v in variables]
+    for step in (0, 1, 0, 2):
+        steps[step](tf.constant(1.0))
+    # Replicas are summed; the second time the first adds half of what it moved.
+    assert [float(v.numpy()) for v in variables] == [-2.5, -1, -1]

@@ -58,19 +58,13 @@ def test_attributes_are_those_of_the_inner_optimizer(cls, name, value):
 def test_variables_are_excluded_from_weight_decay(how):
     kernel = keras.Variable([1.0], name="kernel")
     bias = keras.Variable([1.0], name="bias")
-    after = {}
-    for name, cls in (("ours", tfamp.LossScaleOptimizer), ("stock", None)):
-        kernel.assign([1.0])
-        bias.assign([1.0])
-        cls = cls or optimizers.LossScaleOptimizer
-        optimizer = cls(optimizers.SGD(0.5, weight_decay=0.5))
-        chosen = {"var_list": [bias], "var_names": ["bias"]}[how]
-        optimizer.exclude_from_weight_decay(**{how: chosen})
-        optimizer.build([kernel, bias])
-        optimizer.apply([tf.zeros(1), tf.zeros(1)], [kernel, bias])
-        after[name] = [kernel.numpy()[0], bias.numpy()[0]]
-    # Decay takes 0.5 * 0.5 of a weight. Stock Keras notes the exclusion on the wrapper.
-    assert after == {"ours": [0.75, 1.0], "stock": [0.75, 0.75]}
+    optimizer = wrapped(optimizers.SGD(0.5, weight_decay=0.5))
+    chosen = {"var_list": [bias], "var_names": ["bias"]}[how]
+    optimizer.exclude_from_weight_decay(**{how: chosen})
+    optimizer.build([kernel, bias])
+    step(optimizer, [kernel, bias], [[0.0], [0.0]])
+    # Decay takes 0.5 * 0.5 of a weight.
+    assert [float(kernel[0]), float(bias[0])] == [0.75, 1.0]
 
 
 @pytest.mark.parametrize("of_inner", [True, False], ids=["inner", "wrapper"])

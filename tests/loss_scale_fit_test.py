@@ -1,15 +1,18 @@
 """`fit` with a loss scale: what a skipped step leaves behind, and how training ends."""
 
 import functools
+import logging
 import re
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfamp
 from tests.loops import COMPILED, OwnStep
-from tests.styles import STYLES, Subclassed, assembled, stock_policy
+from tests.replicas import two_replicas
+from tests.styles import STYLES, Subclassed, assembled
 
 layers = keras.layers
 OURS = tfamp.LossScaleOptimizer
@@ -147,9 +150,6 @@ def test_compile_wraps_with_our_class_wherever_a_layer_is_float16():
         model = functional()
         model.compile("adam", "mse")
     assert type(model.optimizer) is keras.optimizers.Adam
-    stock = one_layer_in_float16()
-    stock.compile("adam", "mse")
-    assert type(stock.optimizer) is keras.optimizers.Adam  # no scale: silent zeros
 
 
 def test_all_options_reach_the_optimizer_and_wrong_ones_are_told_at_once():
@@ -181,8 +181,53 @@ def test_a_loss_scale_factor_becomes_a_static_scale():
         model = functional()
         model.compile(keras.optimizers.Adam(loss_scale_factor=32.0), "mse")
     assert (model.optimizer.scale, model.optimizer.dynamic) == (32, False)
-    with stock_policy("mixed_float16"):
-        stock = functional()
-        stock.compile(keras.optimizers.Adam(loss_scale_factor=32.0), "mse")
-    assert stock.optimizer.inner_optimizer.loss_scale_factor is None  # wiped
-    assert stock.optimizer.scale_loss(1.0) == 2.0**15
+
+
+# --- epochs of which no step is applied, as callbacks that compare epochs see them ---
+
+WAYS = {**MODES, "two replicas": {}}
+
+
+def small_model(way="graph"):
+    strategy = two_replicas() if way == "two replicas" else tf.distribute.get_strategy()
+    with tfamp.scope("mixed_float16"), strategy.scope():
+        model = linear()
+        model.compile(SGD(0.1), "mse", metrics=["mae"], **WAYS[way])
+    return model
+
+
+@pytest.mark.quick("graph")
+@pytest.mark.parametrize("way", WAYS)
+def test_an_epoch_without_an_applied_step_reports_nan(way):
+    model = small_model(way)
+    history = model.fit(BAD, Y, batch_size=8, epochs=2, verbose=0).history
+    assert np.isnan(history["loss"]).all() and np.isnan(history["mae"]).all()
+    good = model.fit(X, Y, batch_size=8, epochs=1, verbose=0).history
+    assert np.isfinite(good["loss"]).all() and good["loss"][0] > 0
+
+
+@pytest.mark.slow
+def test_callbacks_take_no_such_epoch_for_the_best_and_it_is_said_once(
+    tmp_path, caplog
+):
+    x, y = np.concatenate([X, BAD, X, BAD]), np.concatenate([Y, Y, Y, Y])
+    stop = keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
+    best = keras.callbacks.ModelCheckpoint(
+        tmp_path / "best.keras", monitor="loss", save_best_only=True
+    )
+    with caplog.at_level(logging.WARNING, "absl"):
+        history = (
+            small_model()
+            .fit(
+                tf.data.Dataset.from_tensor_slices((x, y)).batch(8),
+                steps_per_epoch=4,
+                epochs=4,
+                verbose=0,
+                callbacks=[stop, best],
+            )
+            .history["loss"]
+        )
+    assert np.isnan(history).tolist() == [False, True, False, True]
+    assert best.best == stop.best == min(history[0], history[2]) > 0
+    told = [r.getMessage() for r in caplog.records if "No step of" in r.getMessage()]
+    assert len(told) == 1 and "tfamp.triage" in told[0]

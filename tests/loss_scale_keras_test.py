@@ -3,9 +3,7 @@
 import unittest
 
 import keras
-import numpy as np
 import pytest
-import tensorflow as tf
 from keras.src import testing
 
 import tfamp
@@ -46,22 +44,6 @@ def test_keras_takes_name_as_the_fourth_argument():
     optimizer = tfamp.LossScaleOptimizer(inner, 8.0, 5, "mine")
     assert optimizer.name == "mine"
     assert (optimizer.initial_scale, optimizer.dynamic_growth_steps) == (8.0, 5)
-
-
-def test_attributes_of_kerass_class():
-    weight = keras.Variable([1.0])
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.25), 8.0)
-    optimizer.build([weight])
-    assert int(optimizer.step_counter) == 0
-    assert float(optimizer.dynamic_scale) == 8
-    optimizer.apply([tf.constant([8.0])], [weight])
-    assert int(optimizer.step_counter) == 1
-    assert float(optimizer.learning_rate) == 0.25
-    optimizer.learning_rate = 0.5
-    assert float(optimizer.inner_optimizer.learning_rate) == 0.5
-    optimizer.apply([tf.constant([np.inf])], [weight])
-    assert int(optimizer.step_counter) == 0
-    assert float(optimizer.dynamic_scale) == 4
 
 
 def test_unknown_and_misplaced_arguments_are_refused_as_by_keras():

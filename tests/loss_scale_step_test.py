@@ -11,7 +11,6 @@ import tfamp
 from tests.arrays import assert_close
 
 optimizers = keras.optimizers
-STOCK, OURS = keras.optimizers.LossScaleOptimizer, tfamp.LossScaleOptimizer
 INF, NAN = float("inf"), float("nan")
 
 
@@ -28,9 +27,9 @@ def steps_of(optimizer, variables, mode="graph"):
     return traced(mode)(lambda *gradients: optimizer.apply(gradients, variables))
 
 
-def make(inner, *args, cls=OURS, **kwargs):
+def make(inner, *args, **kwargs):
     """Returns an optimizer whose loss counts as scaled: gradients are made by hand."""
-    optimizer = cls(inner, *args, **kwargs)
+    optimizer = tfamp.LossScaleOptimizer(inner, *args, **kwargs)
     optimizer.has_scaled_loss = True
     return optimizer
 
@@ -135,14 +134,16 @@ def slices(values, indices):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_finite_slices_are_applied_and_measured(mode):
+def test_slices_are_judged_by_the_sums_of_their_rows(mode):
     weight = keras.Variable([[1.0], [2.0], [3.0]])
     optimizer = make(optimizers.SGD(1.0), 2.0)
     optimizer.build([weight])
-    rows = slices([[2.0], [4.0], [8.0]], [1, 1, 2])
-    traced(mode)(lambda: optimizer.apply([rows], [weight]))()
+    step = lambda rows: traced(mode)(lambda: optimizer.apply([rows], [weight]))()  # noqa: E731
+    step(slices([[2.0], [4.0], [8.0]], [1, 1, 2]))
     np.testing.assert_array_equal(weight, [[1.0], [-1.0], [-1.0]])
-    assert optimizer.gradient_norm == 5.0  # (3, 4), where rows are added up first
+    assert optimizer.gradient_norm == 5.0  # of (3, 4)
+    step(slices([[3e38], [3e38], [1.0]], [1, 1, 2]))  # each of them is finite
+    np.testing.assert_array_equal(weight, [[1.0], [-1.0], [-1.0]])
 
 
 @pytest.mark.quick(
@@ -247,30 +248,9 @@ def test_under_xla_a_user_reads_the_stops():
         optimizer.raise_if_due()
 
 
-@pytest.mark.quick("graph")
-@pytest.mark.parametrize("mode", MODES)
-def test_a_thousand_bad_steps(mode):
-    num_steps = 50 if mode == "eager" else 1000
-    weight = keras.Variable(4.0)
-    optimizer = make(optimizers.Adam(0.1), max_consecutive_skips=None)
-    optimizer.build([weight])
-
-    @traced(mode)
-    def step(gradient):
-        optimizer.apply([optimizer.scale_loss(gradient)], [weight])
-
-    for _ in range(num_steps):
-        step(tf.constant(NAN))
-    for _ in range(40):
-        step(tf.constant(1.0))
-    assert float(weight) < 1
-    assert int(optimizer.iterations) == 40
-
-
 def test_a_float16_loss_is_scaled_in_float32_before_anything_is_built():
     loss = tf.constant(100.0, tf.float16)
-    assert np.isinf(STOCK(optimizers.SGD()).scale_loss(loss))
-    scaled = OURS(optimizers.SGD()).scale_loss(loss)
+    scaled = tfamp.LossScaleOptimizer(optimizers.SGD()).scale_loss(loss)
     assert (scaled.dtype, float(scaled)) == (tf.float32, 100 * 2.0**15)
 
 
@@ -287,37 +267,3 @@ def test_gradients_that_do_not_fit():
     with pytest.raises(ValueError, match="Unknown variable"):
         optimizer.apply([tf.constant(1.0)], [keras.Variable(1.0)])
     assert optimizer.apply([], []) is None
-
-
-@pytest.mark.quick("*-graph")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("cls", [STOCK, OURS], ids=["stock", "ours"])
-def test_slices_of_one_row_that_add_up_to_inf(cls, mode):
-    weight = keras.Variable([[1.0], [2.0], [3.0]])
-    optimizer = make(optimizers.SGD(1.0), 1.0, cls=cls)
-    optimizer.build([weight])
-    rows = slices([[3e38], [3e38], [1.0]], [1, 1, 2])
-    traced(mode)(lambda: optimizer.apply([rows], [weight]))()
-    finite = np.isfinite(weight).all()
-    assert finite == (cls is OURS)
-
-
-def test_zero_gradients_for_long_do_not_lift_the_scale_to_infinity():
-    def after_growing(optimizer):
-        weight = keras.Variable(4.0)
-        optimizer.build([weight])
-
-        @tf.function
-        def step(gradient):
-            optimizer.apply([gradient], [weight])
-
-        for _ in range(300):
-            step(tf.constant(0.0))
-        step(tf.constant(2.0**24))
-        return float(optimizer.dynamic_scale), float(weight)
-
-    stock = STOCK(optimizers.SGD(1.0), dynamic_growth_steps=1)
-    assert after_growing(stock) == (INF, 4.0)
-    ours = make(optimizers.SGD(1.0), dynamic_growth_steps=1)
-    scale, weight = after_growing(ours)
-    assert (scale, weight) == (2.0**24, 3.0)

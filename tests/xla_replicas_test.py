@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.loops import TrueStep
 from tests.replicas import two_replicas
 
 layers = keras.layers
@@ -14,18 +15,7 @@ X = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int32")
 
 
-class OwnStep(keras.Model):
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        weights = self.trainable_variables
-        gradients = tape.gradient(loss, weights)
-        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
-        return {"loss": loss}
-
-
-class Twice(OwnStep):
+class Twice(TrueStep):
     def train_step(self, data):
         super().train_step(data)
         return super().train_step(data)
@@ -64,7 +54,7 @@ WAYS = {
     "stock": (keras.Model, "float32", {}),
     "bfloat16": (keras.Model, "mixed_bfloat16", {}),
     "two steps a call": (keras.Model, "float32", {"steps_per_execution": 2}),
-    "own step": (OwnStep, "mixed_float16", {}),
+    "own step": (TrueStep, "mixed_float16", {}),
     "two updates a step": (Twice, "float32", {}),
 }
 

@@ -1,69 +1,40 @@
-"""Programs that hold a `keras.optimizers.LossScaleOptimizer`, alone or in a GAN."""
+"""GANs with two optimizers, and programs that hold Keras's own wrapper."""
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.loops import DECORATORS, in_each_way
+from tests.arrays import assert_close
+from tests.loops import COMPILED, DECORATORS, in_each_way
 from tests.replicas import two_replicas
+from tests.wild.tiny_losses import (
+    TINY,
+    TOLERANCE,
+    error_of,
+    gradients_of,
+    network,
+    nothing_of_other_tests,  # noqa: F401 - a fixture of every test
+    sgd,
+    trainer,
+    x,
+    y,
+)
 
-layers, sgd = keras.layers, keras.optimizers.SGD
+layers = keras.layers
 wrapped = keras.optimizers.LossScaleOptimizer
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
-# The gradients of such a loss are 0 in float16, were they not scaled.
-TINY = 1e-6
-TOLERANCE = 0.02  # of float16 in a few steps
-x = np.random.default_rng(5).normal(size=(64, 4)).astype("float32")
-y = np.tanh(x @ np.array([[0.4], [0.8], [-0.4], [0.2]], "float32"))
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_enabled():
-    yield
-    tfamp.disable()
-    keras.config.set_dtype_policy("float32")
-
-
-def network(seed=2, inputs=4, outputs=1, policy="mixed_float16"):
-    keras.utils.set_random_seed(seed)
-    with tfamp.scope(policy):
-        return keras.Sequential(
-            [
-                keras.Input((inputs,)),
-                layers.Dense(8, activation="tanh"),
-                layers.Dense(outputs),
-            ]
-        )
-
-
-def error_of(model):
-    return float(np.mean((y - model(x).numpy().astype("float64")) ** 2))
-
-
-def loss_of(model, factor=TINY, inputs=x, targets=y):
-    outputs = tf.cast(model(inputs, training=True), "float32")
-    return factor * tf.reduce_mean(tf.square(outputs - targets))
-
-
-def trained(optimizer, policy="mixed_float16", scale=lambda loss: loss, steps=5):
-    """Trains a model by an eager loop; returns it with the error that is left."""
-    model = network(policy=policy)
-    for _ in range(steps):
-        with tf.GradientTape() as tape:
-            loss = scale(loss_of(model))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply(gradients, model.trainable_variables)
-    return model, error_of(model)
 
 
 @pytest.fixture(scope="module")
 def exact():
     """The error that float32 leaves, well below that of the start."""
-    left = trained(sgd(0.1 / TINY), "float32")[1]
-    assert left < error_of(network()) / 4
-    return left
+    model = network("float32")
+    before, step = error_of(model), trainer(model, sgd())
+    for _ in range(5):
+        step()
+    assert error_of(model) < before / 4
+    return error_of(model)
 
 
 # --- two optimizers, one of them Keras's wrapper ----------------------------------
@@ -85,6 +56,10 @@ class Gan(keras.Model):
     def compile(self, d_optimizer, g_optimizer, **options):
         super().compile(**options)
         self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+    @property
+    def both(self):
+        return self.d_optimizer, self.g_optimizer
 
     def call(self, inputs):
         return self.critic(self.generator(inputs))
@@ -109,26 +84,48 @@ class Gan(keras.Model):
         if self.tapes == "one tape":
             with tf.GradientTape(persistent=True) as d_tape:
                 d_loss, g_loss = self.losses_of(inputs, targets)
-                d_scaled = scale(self.d_optimizer, d_loss)
+                d_scaled = scale(self.both[0], d_loss)
             g_tape, g_scaled = d_tape, g_loss
         else:
             with tf.GradientTape() as d_tape, tf.GradientTape() as g_tape:
                 d_loss, g_loss = self.losses_of(inputs, targets)
-                d_scaled = scale(self.d_optimizer, d_loss)
+                d_scaled = scale(self.both[0], d_loss)
                 g_scaled = g_loss
         d_gradients = d_tape.gradient(d_scaled, d_weights)
         g_gradients = g_tape.gradient(g_scaled, g_weights)
-        self.d_optimizer.apply_gradients(zip(d_gradients, d_weights, strict=True))
-        self.g_optimizer.apply_gradients(zip(g_gradients, g_weights, strict=True))
+        d_optimizer, g_optimizer = self.both
+        d_optimizer.apply_gradients(zip(d_gradients, d_weights, strict=True))
+        g_optimizer.apply_gradients(zip(g_gradients, g_weights, strict=True))
         return {"critic": d_loss / TINY, "generator": g_loss / TINY}
 
 
-def played(policy, d_optimizer, g_optimizer, scaled, tapes, way):
-    """Lets two players play; returns the losses of both, step by step."""
+class InAList(Gan):
+    """Holds its optimizers where `compile` does not look either."""
+
+    def compile(self, d_optimizer, g_optimizer, **options):
+        super().compile(None, None, **options)
+        self.optimizers = [d_optimizer, g_optimizer]
+
+    @property
+    def both(self):
+        return self.optimizers
+
+
+def played(
+    policy,
+    d_optimizer,
+    g_optimizer,
+    scaled="true",
+    tapes="two tapes",
+    way="fit",
+    cls=Gan,
+    **how,
+):
+    """Lets two players play; returns the losses of both, step by step, and the game."""
     keras.utils.set_random_seed(4)
     with tfamp.scope(policy):
-        gan = Gan(scaled, tapes)
-    gan.compile(d_optimizer, g_optimizer, jit_compile=False)
+        gan = cls(scaled, tapes)
+    gan.compile(d_optimizer, g_optimizer, **{"jit_compile": False, **how})
     if way == "fit":
         logs = gan.fit(x, y, batch_size=64, epochs=5, shuffle=False, verbose=0)
         steps = logs.history
@@ -140,21 +137,19 @@ def played(policy, d_optimizer, g_optimizer, scaled, tapes, way):
             g_optimizer.build(gan.generator.trainable_variables)
         found = [step((tf.constant(x), tf.constant(y))) for _ in range(5)]
         steps = {k: [float(each[k]) for each in found] for k in found[0]}
-    return [*steps["critic"], *steps["generator"]]
+    return [*steps["critic"], *steps["generator"]], gan
 
 
 TAPES = ("two tapes", "one tape")
 OTHERS = {
     "plain": sgd,
-    "ours": lambda rate: tfamp.LossScaleOptimizer(sgd(rate)),
-    "stock": lambda rate: wrapped(sgd(rate)),
+    "ours": lambda: tfamp.LossScaleOptimizer(sgd()),
 }
 
 
 @pytest.fixture(scope="module")
 def float32_game():
-    one, other = sgd(0.1 / TINY), sgd(0.1 / TINY)
-    found = played("float32", one, other, "true", TAPES[0], "eager loop")
+    found, _ = played("float32", sgd(), sgd(), way="eager loop")
     assert found[4] < 0.9 * found[0]
     return found
 
@@ -163,29 +158,40 @@ def float32_game():
 @pytest.mark.parametrize("way", ["fit", "eager loop", "graph loop"])
 @pytest.mark.parametrize("tapes", TAPES)
 @pytest.mark.parametrize("scaled", ["scale_loss", "true"])
-@pytest.mark.parametrize("other", ["plain", "ours"])
+@pytest.mark.parametrize("other", OTHERS)
 def test_a_gan_of_which_one_player_has_the_wrapper_of_keras(
     other, scaled, tapes, way, float32_game
 ):
-    stock, second = wrapped(sgd(0.1 / TINY)), OTHERS[other](0.1 / TINY)
-    found = played("mixed_float16", stock, second, scaled, tapes, way)
+    stock, second = wrapped(sgd()), OTHERS[other]()
+    found, _ = played("mixed_float16", stock, second, scaled, tapes, way)
     assert found == pytest.approx(float32_game, rel=TOLERANCE)
+
+
+@pytest.mark.quick("Gan-graph", "InAList-graph")
+@pytest.mark.parametrize("mode", COMPILED)
+@pytest.mark.parametrize("cls", [Gan, InAList])
+def test_each_player_gets_a_scale_of_its_own(cls, mode, float32_game):
+    found, gan = played("mixed_float16", sgd(), sgd(), cls=cls, **COMPILED[mode])
+    assert found == pytest.approx(float32_game, rel=TOLERANCE)
+    one, other = gan.both
+    assert one is not other
+    for each in (one, other):
+        assert isinstance(each, tfamp.LossScaleOptimizer)
+        assert isinstance(each.inner_optimizer, keras.optimizers.SGD)
+        assert each.applied_steps == 5
 
 
 # --- the same optimizer under two names -------------------------------------------
 
 
 def test_the_wrapper_given_to_compile_scales_and_applies_as_the_models_own(exact):
-    optimizer = wrapped(sgd(0.1 / TINY))
-    model = network()
+    model, optimizer = network(), wrapped(sgd())
     model.compile(optimizer, "mse")
     for step in range(5):
         first, second = optimizer, model.optimizer
         if step % 2:
             first, second = second, first
-        with tf.GradientTape() as tape:
-            loss = first.scale_loss(loss_of(model))
-        gradients = tape.gradient(loss, model.trainable_variables)
+        _, gradients = gradients_of(model, scale=first.scale_loss)
         second.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
     assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)
     assert model.optimizer.applied_steps == 5
@@ -208,27 +214,14 @@ LOSSES = {
 def test_an_overflow_skips_its_step_and_halves_the_scale(decorate, name):
     model, optimizer = network(), wrapped(keras.optimizers.Adam(0.01), 1024.0)
     optimizer.build(model.trainable_variables)
-    scale = LOSSES[name](optimizer)
-
-    @decorate
-    def step(factor):
-        with tf.GradientTape() as tape:
-            loss = scale(loss_of(model, factor))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply(gradients, model.trainable_variables)
-
-    step(tf.constant(1.0))
-    before = [
-        v.numpy() for v in (*model.variables, *optimizer.inner_optimizer.variables)
-    ]
-    step(tf.constant(1e30))
-    after = [
-        v.numpy() for v in (*model.variables, *optimizer.inner_optimizer.variables)
-    ]
-    for one, other in zip(before, after, strict=True):
-        np.testing.assert_array_equal(one, other)
+    step = trainer(model, optimizer, decorate, LOSSES[name](optimizer))
+    step(1.0)
+    state = [*model.variables, *optimizer.inner_optimizer.variables]
+    before = [v.numpy() for v in state]
+    step(1e30)
+    assert_close(state, before)
     assert float(optimizer.dynamic_scale) == 512.0
-    step(tf.constant(1.0))
+    step(1.0)
     assert int(optimizer.iterations) == 2
 
 
@@ -238,14 +231,12 @@ def test_an_overflow_skips_its_step_and_halves_the_scale(decorate, name):
 def test_on_replicas(decorate, name, exact):
     strategy = two_replicas()
     with strategy.scope():
-        model, optimizer = network(), wrapped(sgd(0.1 / TINY))
+        model, optimizer = network(), wrapped(sgd())
         optimizer.build(model.trainable_variables)
     scale = LOSSES[name](optimizer)
 
     def on_replica():
-        with tf.GradientTape() as tape:
-            loss = scale(loss_of(model, TINY / 2))
-        gradients = tape.gradient(loss, model.trainable_variables)
+        _, gradients = gradients_of(model, factor=TINY / 2, scale=scale)
         optimizer.apply(gradients, model.trainable_variables)
 
     @decorate
@@ -264,7 +255,7 @@ def test_a_program_without_tfamp_is_left_alone_beside_a_managed_model(other):
     for beside in (None, other):
         kept = network() if beside else None
         if kept is not None:
-            kept.compile(sgd(0.1), "mse")
+            kept.compile("sgd", "mse")
         if beside == "has trained":
             kept.fit(x, y, batch_size=32, verbose=0)
         keras.config.set_dtype_policy("mixed_float16")
@@ -272,13 +263,10 @@ def test_a_program_without_tfamp_is_left_alone_beside_a_managed_model(other):
         model = keras.Sequential(
             [keras.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(1)]
         )
-        optimizer = wrapped(sgd(0.1 / TINY))
+        optimizer = wrapped(sgd())
         for scale in (optimizer.scale_loss, lambda loss: loss) * 2:
-            with tf.GradientTape() as tape:
-                loss = scale(loss_of(model))
-            gradients = tape.gradient(loss, model.trainable_variables)
+            _, gradients = gradients_of(model, scale=scale)
             optimizer.apply(gradients, model.trainable_variables)
         found.append(model.get_weights())
         keras.config.set_dtype_policy("float32")
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_close(*found)

@@ -12,6 +12,7 @@ from tests.replicas import two_replicas
 from tests.wild.tiny_losses import (
     TINY,
     TOLERANCE,
+    error_of,
     gradients_of,
     network,
     nothing_of_other_tests,  # noqa: F401 - a fixture of every test
@@ -26,11 +27,9 @@ layers = keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 
 
-def losses(policy, make=sgd, decorate=DECORATORS["eager"], num_steps=5, **how):
-    model = network(policy)
-    optimizer = make()
-    step = trainer(model, optimizer, decorate, **how)
-    return [step() for _ in range(num_steps)]
+def losses(policy, make=sgd, decorate=DECORATORS["eager"]):
+    step = trainer(network(policy), make(), decorate)
+    return [step() for _ in range(5)]
 
 
 def companion_of(optimizer):
@@ -113,7 +112,7 @@ def test_gradients_added_up_by_hand():
                 total = [a + g / 2 for a, g in zip(total, gradients, strict=True)]
             optimizer.apply(total, model.trainable_variables)
         assert int(optimizer.iterations) == 3
-        return float(tf.reduce_mean(tf.square(y - model(x))))
+        return error_of(model)
 
     assert train("mixed_float16") == pytest.approx(train("float32"), rel=TOLERANCE)
 

@@ -1,4 +1,7 @@
-"""Loops that scale, divide and differentiate by hand, as code for Keras does."""
+"""Loops that scale, divide and differentiate by hand, and steps that log the scale."""
+
+import functools
+import operator
 
 import keras
 import numpy as np
@@ -6,25 +9,23 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.loops import in_each_way
+from tests.loops import COMPILED, OwnStep, in_each_way
+from tests.wild.tiny_losses import (
+    TOLERANCE,
+    network,
+    nothing_of_other_tests,  # noqa: F401 - a fixture of every test
+    sgd,
+    trainer,
+    x,
+    y,
+)
 
-layers = keras.layers
-TOLERANCE = 0.02
-x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
-y = np.tanh(x @ np.array([[1.0], [2.0], [-1.0], [0.5]], "float32"))
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
-
-
-def network(policy):
-    keras.utils.set_random_seed(2)
-    with tfamp.scope(policy):
-        return keras.Sequential(
-            [keras.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(1)]
-        )
+Y = np.tanh(y)
 
 
 def error(model):
-    return tf.reduce_mean(tf.square(y - tf.cast(model(x, training=True), "float32")))
+    return tf.reduce_mean(tf.square(Y - tf.cast(model(x, training=True), "float32")))
 
 
 def half_as_good_as_float32(train):
@@ -40,15 +41,15 @@ def half_as_good_as_float32(train):
 
 
 WRAPPERS = {
-    "ours": tfamp.LossScaleOptimizer,
-    "Keras's": keras.optimizers.LossScaleOptimizer,
+    "ours": (tfamp.LossScaleOptimizer, "scale"),
+    "Keras's": (keras.optimizers.LossScaleOptimizer, "dynamic_scale"),
 }
 
 
 @pytest.mark.quick("ours-eager")
 @in_each_way
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_gradients_divided_by_hand_go_to_the_inner_optimizer(wrap, decorate):
+@pytest.mark.parametrize("wrap, _", WRAPPERS.values(), ids=WRAPPERS)
+def test_gradients_divided_by_hand_go_to_the_inner_optimizer(wrap, _, decorate):
     def train(model):
         optimizer = wrap(keras.optimizers.SGD(0.2), 2.0**10)
         optimizer.build(model.trainable_variables)
@@ -102,10 +103,72 @@ def test_an_update_inside_an_update(decorate):
                     for v, g in zip(variables, slopes, strict=True)
                 )
                 moved = tf.tanh(x @ first + offset) @ last + end
-                loss = tf.reduce_mean(tf.square(y - moved))
+                loss = tf.reduce_mean(tf.square(Y - moved))
             optimizer.apply(outer.gradient(loss, variables), variables)
 
         for _ in range(5):
             step()
 
     half_as_good_as_float32(train)
+
+
+# --- logging what an optimizer knows changes nothing of the training ---
+
+READ = (
+    *("scale", "skipped_steps", "gradient_norm", "is_frozen", "dynamic_scale"),
+    *("learning_rate", "variables", "clipnorm"),
+)
+
+
+class Logging(OwnStep):
+    """Reads something of its optimizer while a tape records, as to log it."""
+
+    reads = None
+
+    def scaled(self, loss):
+        seen = getattr(self.optimizer, self.reads) if self.reads else 0.0
+        self.seen = tf.cast(seen if self.reads in READ[:4] else 0.0, "float32")
+        return loss
+
+    def train_step(self, data):
+        return {**super().train_step(data), "seen": self.seen}
+
+
+@functools.cache
+def fitted(reads, mode):
+    keras.utils.set_random_seed(3)
+    with tfamp.scope("mixed_float16"):
+        inputs = keras.Input((4,))
+        hidden = keras.layers.Dense(8, activation="tanh")(inputs)
+        model = Logging(inputs, keras.layers.Dense(1)(hidden))
+        model.compile(keras.optimizers.SGD(0.1), "mse", **COMPILED[mode])
+    model.reads = reads
+    logs = model.fit(x, Y, batch_size=16, epochs=3, shuffle=False, verbose=0)
+    return logs.history["own_loss"], model.get_weights()
+
+
+@pytest.mark.quick("scale-*", "gradient_norm-graph", "learning_rate-graph")
+@pytest.mark.parametrize("mode", COMPILED)
+@pytest.mark.parametrize("name", READ)
+def test_a_step_of_the_models_own_may_log_anything(name, mode):
+    errors, weights = fitted(name, mode)
+    expected, kept = fitted(None, mode)
+    assert errors == expected
+    assert expected[-1] < expected[0] / 2
+    for one, other in zip(weights, kept, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@in_each_way
+@pytest.mark.parametrize(("wrap", "name"), WRAPPERS.values(), ids=WRAPPERS)
+def test_a_loop_may_log_the_scale(wrap, name, decorate):
+    def losses(read):
+        model, optimizer = network(), wrap(sgd())
+        optimizer.build(model.trainable_variables)
+        logged = lambda loss: (loss, read(optimizer))[0]  # noqa: E731
+        step = trainer(model, optimizer, decorate, logged)
+        return [step() for _ in range(4)]
+
+    found = losses(operator.attrgetter(name))
+    assert found == losses(lambda optimizer: None)
+    assert found[-1] < found[0] / 1.5

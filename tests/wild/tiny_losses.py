@@ -37,6 +37,11 @@ def sgd(**options):
     return keras.optimizers.SGD(0.1 / TINY, **options)
 
 
+def error_of(model):
+    """Returns what training leaves."""
+    return float(tf.reduce_mean(tf.square(y - model(x))))
+
+
 def gradients_of(model, inputs=x, targets=y, factor=TINY, scale=lambda loss: loss):
     """Returns a model's loss times a factor, and the gradients of what is scaled."""
     with tf.GradientTape() as tape:
@@ -46,14 +51,14 @@ def gradients_of(model, inputs=x, targets=y, factor=TINY, scale=lambda loss: los
     return loss, tape.gradient(scaled, model.trainable_variables)
 
 
-def trainer(model, optimizer, decorate=DECORATORS["eager"], change=lambda g: g):
-    """Returns a step of a loop that knows nothing of loss scales."""
+def trainer(model, optimizer, decorate=DECORATORS["eager"], scale=lambda loss: loss):
+    """Returns a step of a loop; it knows nothing of loss scales, or scales by hand."""
 
     @decorate
     def step(inputs, targets, factor):
-        loss, gradients = gradients_of(model, inputs, targets, factor)
+        loss, gradients = gradients_of(model, inputs, targets, factor, scale)
         optimizer.apply_gradients(
-            zip(change(gradients), model.trainable_variables, strict=True)
+            zip(gradients, model.trainable_variables, strict=True)
         )
         return loss / factor
 

@@ -65,6 +65,26 @@ def strategy_of(optimizer: Any) -> tf.distribute.Strategy:
     return optimizer._distribution_strategy
 
 
+def scope_of(strategy: tf.distribute.Strategy) -> Any:
+    """Returns where what is made or assigned arrives on all replicas of a strategy."""
+    is_here = strategy is tf.distribute.get_strategy()
+    is_one = strategy.num_replicas_in_sync == 1
+    return contextlib.nullcontext() if is_here or is_one else strategy.scope()
+
+
+def where_replicas_are_one(do: Callable[..., None], *values: Any) -> None:
+    """Runs `do(*values)` once for all replicas, from wherever it is called.
+
+    Where a strategy cannot merge its replicas, it runs on each of them.
+    """
+    if tf.distribute.in_cross_replica_context():
+        do(*values)
+    else:
+        tf.__internal__.distribute.interim.maybe_merge_call(
+            lambda _, *merged: do(*merged), tf.distribute.get_strategy(), *values
+        )
+
+
 def count_updates(optimizer: Any) -> None:
     """Has an optimizer that accumulates count updates: Keras counts microbatches."""
     counter = optimizer._iterations

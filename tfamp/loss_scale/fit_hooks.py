@@ -29,11 +29,11 @@ from tfamp.keras_hooks import (
     trials,
 )
 from tfamp.keras_hooks.layers import CALLS, policy_of
-from tfamp.keras_hooks.optimizers import optimizers_of
+from tfamp.keras_hooks.optimizers import optimizers_of, where_replicas_are_one
 from tfamp.keras_hooks.patches import PatchSet, replaced
 from tfamp.loss_scale import stops
 from tfamp.loss_scale.rule import DEFAULT_SCALE
-from tfamp.loss_scale.step import either, first_of, on_window, where_replicas_are_one
+from tfamp.loss_scale.step import either, first_of, on_window
 from tfamp.loss_scale.tape import HERE
 from tfamp.machine.out_of_memory import is_out_of_memory
 
@@ -109,7 +109,7 @@ def _around_step(
                 v for v in _moving_state(model) if v.aggregation in (None, "none")
             )
             logs = train_step(data)
-            either(empty, lambda: _put_back(held), lambda: None)
+            either(empty, lambda: _put_back(held))
             return logs
 
     def undoing(optimizers: list[Any], data: Any) -> Any:
@@ -149,30 +149,27 @@ def _undo_if_skipped(
         finite = [tf.reduce_all(tf.math.is_finite(v.value)) for v in floating]
         is_bad = ~tf.reduce_all(tf.stack(finite))
         # On this replica, whose part of the metrics is its own.
-        either(is_bad & any_skipped(skips), lambda: _put_back(metrics), lambda: None)
+        either(is_bad & any_skipped(skips), lambda: _put_back(metrics))
     variables = [variable.value for variable, _ in held]
 
     def merged(skips: Any, values: Any) -> None:
         def restore() -> None:
-            pairs = zip(variables, values, strict=True)
-            done = [_write(variable, value) for variable, value in pairs]
+            done = list(map(write, variables, values))
             after = [each for each in done if isinstance(each, tf.Operation)]
             for optimizer in optimizers:
                 if optimizer.built:  # it has stepped
                     stops.stop_if_due(optimizer, after)
 
-        skips = [first_of(skip) for skip in skips]
-        either(any_skipped(skips), restore, lambda: None)
+        either(any_skipped([first_of(skip) for skip in skips]), restore)
+
+    def write(variable: Any, value: Any) -> Any:
+        if tf.distribute.in_cross_replica_context():
+            return tf.distribute.get_strategy().extended.update(
+                variable, lambda v, x: v.assign(x, read_value=False), args=(value,)
+            )
+        return variable.assign(value, read_value=False)
 
     where_replicas_are_one(merged, list(skips), [value for _, value in held])
-
-
-def _write(variable: Any, value: Any) -> Any:
-    if tf.distribute.in_cross_replica_context():
-        return tf.distribute.get_strategy().extended.update(
-            variable, lambda v, x: v.assign(x, read_value=False), args=(value,)
-        )
-    return variable.assign(value, read_value=False)
 
 
 def _moving_state(model: keras.Model) -> list[Any]:
@@ -222,13 +219,19 @@ def _around_function(
         looks = [look for is_due, look in due if is_due(model)]
         is_proven = is_proven or not _is_unproven(model)
         calls += 1
-        if not looks and is_proven:
-            logs = function(iterator)
-        elif isinstance(iterator, tf.data.Iterator | types.GeneratorType):
-            logs = _one_by_one(model, function, iterator, looks, is_proven)
-        else:
-            for look in looks:
-                look(model, None)
+        logs, is_seen = (
+            None,
+            isinstance(iterator, tf.data.Iterator | types.GeneratorType),
+        )
+        if is_seen and (looks or not is_proven):  # the steps of a call one by one
+            for batch in itertools.islice(iterator, model.steps_per_execution):
+                while looks:
+                    looks.pop(0)(model, batch)
+                run = functools.partial(_on_one, function, batch, iterator)
+                logs = run() if is_proven else _until_applied(model, run, batch)
+        for look in () if is_seen else looks:
+            look(model, None)
+        if logs is None:  # where there is no batch, the function says so itself
             logs = function(iterator)
         if model.jit_compile and calls % _CALLS_BETWEEN_READINGS == 0:
             _raise_if_stopped(model)
@@ -237,38 +240,13 @@ def _around_function(
     return call
 
 
-def _one_by_one(
-    model: keras.Model,
-    function: Callable[..., Any],
-    iterator: Any,
-    looks: Sequence[_Look],
-    is_proven: bool,
-) -> Any:
-    """Takes the steps of a call one by one, where somebody looks at their batches."""
-    logs = None
-    for number, batch in enumerate(
-        itertools.islice(iterator, model.steps_per_execution)
-    ):
-        for look in looks if number == 0 else ():
-            look(model, batch)
-
-        def run(batch: Any = batch) -> Any:
-            return function(_repeating(batch, iterator))
-
-        logs = run() if is_proven else _until_applied(model, run, batch)
-    # Where there is no batch, the training function says so itself.
-    return function(iterator) if logs is None else logs
-
-
-def _repeating(batch: Any, iterator: Any) -> Any:
-    """Returns an iterator over one batch, of the type of another one."""
+def _on_one(function: Callable[..., Any], batch: Any, iterator: Any) -> Any:
+    """Calls a training function on one batch, by an iterator of the same type."""
     if not isinstance(iterator, tf.data.Iterator):
-        return (each for each in [batch])
+        return function(each for each in [batch])
     made = iter(tf.data.Dataset.from_tensors(batch))
     parts = tf.nest.flatten(made, expand_composites=True)
-    like = tf.nest.pack_sequence_as(iterator, parts, expand_composites=True)
-    like.kept = made  # which its resource goes with
-    return like
+    return function(tf.nest.pack_sequence_as(iterator, parts, expand_composites=True))
 
 
 def _is_unproven(model: keras.Model) -> bool:

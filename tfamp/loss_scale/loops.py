@@ -103,15 +103,15 @@ def _wrap_apply(
         variables = list(hooks.trained_by(self) if variables is None else variables)
         noted = tape.may_be_judged(self) and tape.take_notes(variables, keep=True)
         settings = tape.settings_of(variables) if noted else None
-        if settings is not None and tape.is_wrapper(self):
+        if settings is not None and isinstance(self, _STOCK):
             judge = exact(self)
             tape.once(hooks.strategy_of(self), lambda: judge.build(variables))
         elif settings is not None and settings.loss_scale is not None:
             _companion(self, settings)
             judge = judge_of(self)
-    if judge is None:
+    if not judge:
         return original(self, grads, trainable_variables)
-    if tape.is_wrapper(self):
+    if isinstance(self, _STOCK):
         return judge.apply(grads, variables)
     # Nobody hands scaled gradients to an optimizer that does not divide them.
     judge.was_unscaled = True

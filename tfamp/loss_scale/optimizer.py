@@ -203,7 +203,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def put(self, values: ScaleState) -> None:
         """Stores plain numbers on every replica."""
-        with step.scope_of(self):
+        with hooks.scope_of(hooks.strategy_of(self)):
             self.scale_variables.write(values)
 
     def raise_if_due(self) -> None:
@@ -235,7 +235,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         The next `apply` or `apply_gradients` takes them as they are, as legacy Keras.
         """
         self.was_unscaled = True
-        tape.note_unscaled()
         factor = 1 / tf.convert_to_tensor(self.dynamic_scale.value)
         return [None if g is None else multiplied(g, factor) for g in grads]
 
@@ -449,7 +448,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def assign_all(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         """Assigns values on every replica."""
-        with step.scope_of(self):
+        with hooks.scope_of(hooks.strategy_of(self)):
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
 
@@ -484,7 +483,7 @@ def _check_inner(inner: Any) -> None:
             f"`inner_optimizer` is {inner!r}, of type {type(inner).__name__}; expected "
             "a Keras optimizer. Pass `keras.optimizers.Adam()`, or its name."
         )
-    if tape.is_wrapper(inner):
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             f"`inner_optimizer` is {inner!r}, which scales the loss already; expected "
             "a plain optimizer. Pass its `inner_optimizer`."

@@ -1,11 +1,7 @@
-"""How the loss scale moves: a pure rule, and the settings that it goes by.
-
-The rule is written once over a `select`: on plain numbers that is `if`, on tensors
-`tf.where`.
-"""
+"""How the loss scale moves: a pure rule on scalars, and the settings it goes by."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -23,7 +19,7 @@ _OF_STEPS = (
 
 
 class ScaleState(NamedTuple):
-    """All that a step reads and writes; numbers or scalar tensors."""
+    """All that a step reads and writes: scalar tensors, or numbers outside of it."""
 
     scale: Any
     good_steps: Any = 0  # finite steps since the scale last changed
@@ -47,16 +43,12 @@ class ScaleState(NamedTuple):
 EMPTY_WINDOW: dict[str, Any] = {"microbatches": 0, "weight": 0.0}
 
 
-def select(condition: Any, yes: Any, no: Any) -> tf.Tensor:
+def _select(condition: Any, yes: Any, no: Any) -> tf.Tensor:
     """Returns `tf.where`, with a plain number taking the dtype of the other value."""
     dtypes = [x.dtype for x in (yes, no) if tf.is_tensor(x)]
     if dtypes:
         yes, no = (tf.convert_to_tensor(x, dtypes[0]) for x in (yes, no))
     return tf.where(condition, yes, no)
-
-
-def _choose(condition: Any, yes: Any, no: Any) -> Any:
-    return yes if condition else no
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +59,7 @@ class ScaleRule:
     raises ValueError, one that is no number TypeError.
 
     Example:
-        >>> ScaleRule(8.0).after(ScaleState(8.0), is_finite=False).scale
+        >>> float(ScaleRule(8.0).after_non_finite(ScaleState(8.0)).scale)
         4.0
     """
 
@@ -108,64 +100,48 @@ class ScaleRule:
         if self.reduce_dtype is not None:
             checks.choice("reduce_dtype", self.reduce_dtype, ("float16", "bfloat16"))
 
-    def after(self, state: ScaleState, *, is_finite: bool) -> ScaleState:
-        """Returns the state after one step whose gradients were finite or not."""
-        return (self.after_finite if is_finite else self.after_non_finite)(state)
-
-    def after_finite(
-        self, state: ScaleState, select: Callable[..., Any] = _choose
-    ) -> ScaleState:
-        """Returns the state after a step that was applied.
-
-        `select` takes a condition and two values and returns the first where it holds.
-        """
+    def after_finite(self, state: ScaleState) -> ScaleState:
+        """Returns the state after a step whose gradients were finite."""
         scale, limit = state.scale, self.max_scale
         is_due = state.good_steps + 1 >= self.dynamic_growth_steps
         grows = (state.is_frozen <= 0) & is_due
         grown = scale * self.growth_factor
         # A scale above the ceiling, put there by hand, stays.
-        grown = select(grown > limit, select(scale < limit, limit, scale), grown)
+        grown = _select(grown > limit, _select(scale < limit, limit, scale), grown)
         return state._replace(
-            scale=select(grows, grown, scale),
-            good_steps=select(grows, 0, state.good_steps + 1),
+            scale=_select(grows, grown, scale),
+            good_steps=_select(grows, 0, state.good_steps + 1),
             judged=state.judged + 1,
             streak=0,
-            overflows=select(grows, 0, state.overflows),
+            overflows=_select(grows, 0, state.overflows),
         )
 
-    def after_non_finite(
-        self, state: ScaleState, select: Callable[..., Any] = _choose
-    ) -> ScaleState:
-        """Returns the state after a step that was skipped; as `after_finite`."""
+    def after_non_finite(self, state: ScaleState) -> ScaleState:
+        """Returns the state after a step that was skipped."""
         most = self.max_consecutive_skips
         is_new = state.streak == 0
         if most is not None:
             is_new = is_new | (state.streak >= most)
-        streak = select(is_new, 1, state.streak + 1)
-        before = select(is_new, state.scale, state.scale_before)
+        streak = _select(is_new, 1, state.streak + 1)
+        before = _select(is_new, state.scale, state.scale_before)
         overflows = state.overflows + 1
         is_moving = state.is_frozen <= 0
         backs_off = is_moving & (overflows >= self.hysteresis)
+        # A scale below the floor, put there by hand, stays.
+        floor = _select(state.scale < self.min_scale, state.scale, self.min_scale)
         lowered = state.scale * self.backoff_factor
-        floor = select(state.scale < self.min_scale, state.scale, self.min_scale)
-        lowered = select(lowered < floor, floor, lowered)
-        scale = select(backs_off, lowered, state.scale)
-        after = state._replace(
-            scale=scale,
+        lowered = _select(lowered < floor, floor, lowered)
+        stops = streak >= most if most is not None else tf.constant(False)
+        scale = _select(backs_off, lowered, state.scale)
+        return state._replace(
+            scale=_select(stops & is_moving, before, scale),
             good_steps=0,
             judged=state.judged + 1,
             skipped=state.skipped + 1,
             streak=streak,
-            overflows=select(backs_off, 0, overflows),
+            overflows=_select(stops | backs_off, 0, overflows),
+            num_stops=_select(stops, state.num_stops + 1, state.num_stops),
             scale_before=before,
-        )
-        if most is None:
-            return after
-        stops = streak >= most
-        return after._replace(
-            scale=select(stops & is_moving, before, scale),
-            overflows=select(stops, 0, after.overflows),
-            num_stops=select(stops, state.num_stops + 1, state.num_stops),
         )
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -35,12 +36,8 @@ class ScaleVariables:
         first = ScaleState(start, is_frozen=0 if rule.dynamic else STATIC)
 
         def add(name: str, dtype: str, value: Any, shape: tuple[int, ...] = ()) -> Any:
-            def initializer(shape: Any, dtype: Any) -> tf.Tensor:
-                return tf.broadcast_to(tf.constant(value, dtype), shape)
-
-            return add_variable(
-                shape=shape, dtype=dtype, name=name, initializer=initializer
-            )
+            start = keras.initializers.Constant(value)
+            return add_variable(shape, initializer=start, dtype=dtype, name=name)
 
         self.step_counter = add("step_counter", "int", 0)
         self.dynamic_scale = add("dynamic_scale", "float32", start)

@@ -5,7 +5,6 @@ way and nothing is written before it is decided. Where a strategy cannot merge i
 replicas (on GPUs under XLA) each of them does it alike.
 """
 
-import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from tfamp.keras_hooks import replicas
 from tfamp.keras_hooks.patches import replaced
 from tfamp.keras_hooks.workers import summed
 from tfamp.loss_scale.gradients import multiplied, sums_of_squares
-from tfamp.loss_scale.rule import EMPTY_WINDOW, ScaleState, select
+from tfamp.loss_scale.rule import EMPTY_WINDOW, ScaleState
 from tfamp.loss_scale.stops import stop_if_due
 from tfamp.loss_scale.tape import HERE, take_notes, verdict_on
 from tfamp.records import checks
@@ -28,45 +27,21 @@ _EAGER_STEPS = 10
 
 
 def either(
-    condition: tf.Tensor, yes: Callable[[], None], no: Callable[[], None]
+    condition: tf.Tensor, yes: Callable[[], None], no: Callable[[], None] | None = None
 ) -> None:
-    """Runs one of two functions that write to variables."""
+    """Runs one of two functions that write to variables, or none without a second."""
 
-    def branch(write: Callable[[], None]) -> Callable[[], tf.Tensor]:
-        def run() -> tf.Tensor:
+    def run(write: Callable[[], None] | None) -> tf.Tensor:
+        if write is not None:
             write()
-            return tf.constant(0)  # `tf.cond` wants a value of both
+        return tf.constant(0)  # `tf.cond` wants a value of both
 
-        return run
-
-    tf.cond(condition, branch(yes), branch(no))
+    tf.cond(condition, lambda: run(yes), lambda: run(no))
 
 
 def first_of(value: Any) -> Any:
     """Returns the part of a value that this process's first replica holds."""
     return tf.distribute.get_strategy().experimental_local_results(value)[0]
-
-
-def where_replicas_are_one(do: Callable[..., None], *values: Any) -> None:
-    """Runs `do(*values)` once for all replicas, from wherever it is called.
-
-    Where a strategy cannot merge its replicas, it runs on each of them.
-    """
-    strategy = tf.distribute.get_strategy()
-    if tf.distribute.in_cross_replica_context():
-        do(*values)
-    else:
-        tf.__internal__.distribute.interim.maybe_merge_call(
-            lambda _, *merged: do(*merged), strategy, *values
-        )
-
-
-def scope_of(optimizer: Any) -> contextlib.AbstractContextManager[Any]:
-    """Returns where what is assigned arrives on every replica of an optimizer."""
-    strategy = hooks.strategy_of(optimizer)
-    has_others = strategy.num_replicas_in_sync > 1
-    is_outside = strategy is not tf.distribute.get_strategy()
-    return strategy.scope() if has_others and is_outside else contextlib.nullcontext()
 
 
 def _on_each_replica(do: Callable[[Any], None], values: Any = ()) -> None:
@@ -126,7 +101,7 @@ def take(
         step = Step(optimizer, gradients, variables, update)
         step.judge(first_of(weight), was_finite, held)
 
-    where_replicas_are_one(merged, gradients, weight, num_spoilt)
+    hooks.where_replicas_are_one(merged, gradients, weight, num_spoilt)
 
 
 def _summed(
@@ -134,21 +109,21 @@ def _summed(
 ) -> tuple[Any, ...]:
     """Returns sums over all replicas; gradients in float32 are sent as it is asked."""
     narrow = tf.as_dtype(optimizer.reduce_dtype or "float32")
-    places = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    found = {
+        i: gradient for i, gradient in enumerate(gradients) if gradient is not None
+    }
     narrowed = [
-        narrow != tf.float32 == gradients[i].dtype
+        i
+        for i, gradient in found.items()
+        if narrow != tf.float32 == gradient.dtype
         and not optimizer.is_overwritten(variables[i])
-        for i in places
     ]
-    sent = [
-        multiplied(gradients[i], factor, narrow) if is_narrowed else gradients[i]
-        for i, is_narrowed in zip(places, narrowed, strict=True)
-    ]
-    *sums, weight, num = summed(tf.distribute.get_replica_context(), [*sent, *others])
-    found = list(gradients)
-    for i, total, is_narrowed in zip(places, sums, narrowed, strict=True):
-        found[i] = multiplied(total, 1 / factor) if is_narrowed else total
-    return found, weight, num
+    found |= {i: multiplied(found[i], factor, narrow) for i in narrowed}
+    given = [*found.values(), *others]
+    *sums, weight, num = summed(tf.distribute.get_replica_context(), given)
+    found = dict(zip(found, sums, strict=True))
+    found |= {i: multiplied(found[i], 1 / factor) for i in narrowed}
+    return [found.get(i) for i in range(len(gradients))], weight, num
 
 
 @tf.autograph.experimental.do_not_convert
@@ -160,14 +135,13 @@ def on_window(optimizer: Any, *, applies: bool) -> None:
     def work() -> None:
         before, step = optimizer.scale_variables.read(), Step(optimizer)
         if applies:
-            is_open = before.microbatches > 0
-            either(is_open, lambda: step.close(before), lambda: None)
+            either(before.microbatches > 0, lambda: step.close(before))
         else:
             step.begin_window()
             optimizer.scale_variables.write(before._replace(**EMPTY_WINDOW))
 
-    with scope_of(optimizer):
-        where_replicas_are_one(work)
+    with hooks.scope_of(hooks.strategy_of(optimizer)):
+        hooks.where_replicas_are_one(work)
 
 
 def _warn_of_unscaled_loss(optimizer: Any) -> None:
@@ -228,7 +202,7 @@ class Step:
         norm = tf.sqrt(tf.reduce_sum(squares)) / scale
 
         def go_on() -> None:
-            after = rule.after_finite(before, select)
+            after = rule.after_finite(before)
             after = after._replace(norm=norm, finite_norm=norm)
             if not optimizer.accumulates:
                 self._apply(self.gradients, self.variables, 1 / scale, norm)
@@ -242,7 +216,7 @@ class Step:
             either(is_full, lambda: self.close(after), lambda: self._write(after))
 
         def skip() -> None:
-            self._write(rule.after_non_finite(before, select), norm=norm)
+            self._write(rule.after_non_finite(before), norm=norm)
             self._blame(list(self.given), squares)
 
         either(is_finite, go_on, skip)
@@ -267,12 +241,9 @@ class Step:
                     total.assign_add(tf.cast(part, total.dtype))
 
         now = tf.constant([i in self.given for i in range(len(totals))])
-        self.optimizer.has_gradient.assign(self._flags() | now)
+        flags = self.optimizer.has_gradient
+        flags.assign(tf.convert_to_tensor(flags.value) | now)
         _on_each_replica(add, self.given)
-
-    def _flags(self) -> tf.Tensor:
-        """Returns for each variable whether the window has a gradient of it."""
-        return tf.convert_to_tensor(self.optimizer.has_gradient.value)
 
     def begin_window(self) -> None:
         """Empties the accumulators."""
@@ -281,7 +252,8 @@ class Step:
             for variable in self.optimizer.accumulators:
                 variable.value.assign(tf.zeros_like(variable.value))
 
-        self.optimizer.has_gradient.assign(tf.zeros_like(self._flags()))
+        flags = self.optimizer.has_gradient
+        flags.assign(tf.zeros(flags.shape, tf.bool))
         _on_each_replica(reset)
 
     def close(self, values: ScaleState) -> None:
@@ -291,7 +263,8 @@ class Step:
         are is known of the present call alone while a graph is traced; what earlier
         calls have trained is told by flags.
         """
-        optimizer, flags = self.optimizer, self._flags()
+        optimizer = self.optimizer
+        flags = tf.convert_to_tensor(optimizer.has_gradient.value)
         totals = [variable.value for variable in optimizer.accumulators]
         squares = sums_of_squares([first_of(total) for total in totals])
         norm = tf.sqrt(tf.reduce_sum(squares)) / values.weight
@@ -315,7 +288,7 @@ class Step:
         def drop() -> None:  # finite parts whose sum is not
             # Its microbatches ended the streak; windows in a row make their own.
             before = values._replace(judged=values.judged - 1, streak=values.dropped)
-            after = optimizer.rule.after_non_finite(before, select)
+            after = optimizer.rule.after_non_finite(before)
             self._write(after, norm=norm, dropped=after.streak, **EMPTY_WINDOW)
             self.begin_window()
             self._blame(range(len(totals)), squares)

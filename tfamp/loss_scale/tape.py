@@ -16,7 +16,7 @@ import dataclasses
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -41,9 +41,9 @@ _NESTED_SCALE = 2.0**8
 _OWNER, _NOTE, _TOLD = "_tfamp_owner", "_tfamp_note", "_tfamp_told"
 _JUDGE = "_tfamp_judge"  # of an optimizer: the wrapper that applies for it, or False
 
-# Optimizers made under the hooks, and the scales that graphs read.
-_KNOWN: weakref.WeakSet[Any] = weakref.WeakSet()
-_READ_IN: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+_READ = "_tfamp_scales"  # of a function: the scales that it reads, which it holds
+
+_KNOWN: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers made under the hooks
 _LOCK = threading.Lock()
 
 
@@ -53,8 +53,7 @@ class _Here(threading.local):
     in_step = False  # of a model whose optimizers have scales
     weight: Any = None  # of the batch that it trains on: its examples
     call: "_TapeCall | None" = None  # of a tape that computes gradients
-    latest: "Note | None" = None
-    fixed: "FixedScale | None" = None
+    fixed: tuple[float, ...] | None = None  # the scales of `scaled_by`
     is_updating = False  # an inner optimizer makes its update
     update: Any = None  # by which of its methods
 
@@ -86,25 +85,9 @@ class Unclaimed:
         self.dynamic_scale = keras.Variable(scale, trainable=False, dtype="float32")
 
 
-@dataclasses.dataclass
-class FixedScale:
-    """A scale that holds in a block, whatever the optimizers' own."""
-
-    factor: float
-    is_by_hand: bool = False  # for code to set that multiplies the loss itself
-
-
-@contextlib.contextmanager
-def scaled_by(factor: float) -> Iterator[FixedScale]:
-    """Has the tapes of this thread scale by a number, and tell no optimizer."""
-    fixed = FixedScale(factor)
-    with replaced(HERE, fixed=fixed):
-        yield fixed
-
-
-def is_wrapper(optimizer: Any) -> bool:
-    """Returns whether an optimizer scales losses for another one."""
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+def scaled_by(*factor: float) -> contextlib.AbstractContextManager[None]:
+    """Has the tapes of this thread scale by a number, or not, and tell no optimizer."""
+    return replaced(HERE, fixed=factor)
 
 
 def know(optimizer: Any) -> None:
@@ -124,13 +107,13 @@ def set_judge(optimizer: Any, judge: Any) -> None:
 
 
 def judge_of(optimizer: Any) -> Any:
-    """Returns the wrapper that judges for an optimizer, None where nobody does."""
-    return vars(optimizer).get(_JUDGE, lambda: None)() or None
+    """Returns what judges for an optimizer: None for nobody yet, False for never."""
+    return vars(optimizer).get(_JUDGE, lambda: None)()
 
 
 def leave_alone(optimizer: Any) -> None:
     """Notes that an optimizer shall have no loss scale."""
-    if not is_wrapper(optimizer):
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         set_judge(optimizer, False)
 
 
@@ -138,21 +121,19 @@ def may_be_judged(optimizer: Any) -> bool:
     """Returns whether an optimizer's steps can be judged here, and it wants that."""
     strategy = tf.distribute.get_strategy()
     is_one = strategy.num_replicas_in_sync == 1
+    # A class that makes whole steps has no `apply` of Keras's to be judged.
+    home = next(one for one in type(optimizer).__mro__ if "apply" in vars(one))
+    names = getattr(vars(home)["apply"], "__code__", None)
     return (
         (is_one or hooks.strategy_of(optimizer) is strategy)
-        and not _does_all(type(optimizer))
-        and vars(optimizer).get(_JUDGE, lambda: None)() is not False
+        and judge_of(optimizer) is not False
         and getattr(optimizer, "loss_scale_factor", None) is None
+        and (
+            home.__module__.startswith(("keras.", "tfamp."))
+            or names is None
+            or "apply" in names.co_names
+        )
     )
-
-
-def _does_all(kind: type) -> bool:
-    """Returns whether a class makes whole steps, with no `apply` that is Keras's."""
-    home = next(one for one in kind.__mro__ if "apply" in vars(one))
-    if home.__module__.startswith(("keras.", "tfamp.")):
-        return False
-    code = getattr(vars(home)["apply"], "__code__", None)
-    return code is not None and "apply" not in code.co_names
 
 
 def scaled_by_hand(loss: tf.Tensor, scale: Any, *, is_ours: bool) -> tf.Tensor:
@@ -179,16 +160,12 @@ def scaled_by_hand(loss: tf.Tensor, scale: Any, *, is_ours: bool) -> tf.Tensor:
     return multiply(loss)
 
 
-def own(optimizer: Any, variables: Iterable[Any]) -> list[Unclaimed]:
+def own(optimizer: Any, variables: Sequence[Any]) -> list[Unclaimed]:
     """Has tapes take an optimizer's scale for variables; returns what it claims."""
-    claimed = dict[int, Unclaimed]()
+    owners = {id(owner): owner for owner in map(owner_of, variables)}
     for variable in variables:
-        owner = owner_of(variable)
-        if isinstance(owner, Unclaimed):
-            claimed[id(owner)] = owner
-        if owner is not optimizer:
-            vars(stored(variable))[_OWNER] = weakref.ref(optimizer)
-    return list(claimed.values())
+        vars(stored(variable))[_OWNER] = weakref.ref(optimizer)
+    return [owner for owner in owners.values() if isinstance(owner, Unclaimed)]
 
 
 def owner_of(variable: Any) -> Any:
@@ -199,14 +176,12 @@ def owner_of(variable: Any) -> Any:
 
 def _scales_of(variables: list[Any]) -> list[Any]:
     """Returns the scales that gradients of variables may be applied under."""
-    left = [variable for variable in variables if owner_of(variable) is None]
-    if left and (HERE.in_step or not CALLS.is_training):
-        _make_unclaimed(left)
-    owners = [owner_of(variable) for variable in variables]
-    known = {id(owner): owner for owner in owners if owner is not None}
-    scales = [owner.dynamic_scale.value for owner in known.values()]
-    if (graph := outermost_graph()) is not None:  # the function holds what it reads
-        _READ_IN.setdefault(graph, []).extend(scales)
+    if HERE.in_step or not CALLS.is_training:
+        _make_unclaimed([v for v in variables if owner_of(v) is None])
+    owners = {id(owner): owner for owner in map(owner_of, variables) if owner}
+    scales = [owner.dynamic_scale.value for owner in owners.values()]
+    if (graph := outermost_graph()) is not None:
+        setattr(graph, _READ, [*getattr(graph, _READ, ()), *scales])
     return scales
 
 
@@ -216,14 +191,10 @@ def _make_unclaimed(variables: list[Any]) -> None:
     if settings is None or settings.loss_scale is None:
         return
     ids = {id(stored(variable)) for variable in variables}
-
-    def may_come(optimizer: Any) -> bool:
-        trained = hooks.trained_by(optimizer) if optimizer.built else variables
-        return not ids.isdisjoint(id(stored(v)) for v in trained)
-
     with _LOCK:
-        known = list(_KNOWN)
-    if not any(may_be_judged(each) and may_come(each) for each in known):
+        known = list(filter(may_be_judged, _KNOWN))
+    trained = [hooks.trained_by(o) if o.built else variables for o in known]
+    if all(ids.isdisjoint(id(stored(v)) for v in each) for each in trained):
         _warn_of_no_scale(variables[0])
         return
     start = settings.loss_scale
@@ -241,17 +212,12 @@ def _make_unclaimed(variables: list[Any]) -> None:
 
 def once(strategy: tf.distribute.Strategy, make: Callable[[], None]) -> None:
     """Makes variables that outlive the function being traced, once for all replicas."""
-    present = tf.distribute.get_strategy()
 
-    def merged(_: Any = None) -> None:
-        scope = contextlib.nullcontext() if strategy is present else strategy.scope()
-        with tf.init_scope(), scope:
+    def merged() -> None:
+        with tf.init_scope(), hooks.scope_of(strategy):
             make()
 
-    if tf.distribute.in_cross_replica_context():
-        merged()
-    else:
-        tf.__internal__.distribute.interim.maybe_merge_call(merged, present)
+    hooks.where_replicas_are_one(merged)
 
 
 def settings_of(variables: Sequence[Any]) -> Any:
@@ -294,22 +260,6 @@ def _place() -> Any:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-def _note(variables: Sequence[Any], gradients: list[Any], call: _TapeCall) -> None:
-    """Notes at variables how a tape gave their gradients."""
-    by_hand = call.by_hand
-    by_hand = by_hand if by_hand is None or isinstance(by_hand, float) else True
-    given = [g for g in gradients if g is not None and call.is_scaled]
-    HERE.latest = Note(_place(), by_hand, given)
-    for variable in variables:
-        vars(stored(variable))[_NOTE] = HERE.latest
-
-
-def note_unscaled() -> None:
-    """Notes that the code divides gradients by the scale that it has put in."""
-    if HERE.latest is not None:
-        HERE.latest.by_hand = None
-
-
 def take_notes(variables: Iterable[Any], *, keep: bool = False) -> list[Note]:
     """Returns what was noted of gradients at hand, and forgets what is used up.
 
@@ -325,8 +275,6 @@ def take_notes(variables: Iterable[Any], *, keep: bool = False) -> list[Note]:
             found[id(note)] = note
             if note.place is _place() and is_one and not keep:
                 del held[_NOTE]
-    if not keep:
-        HERE.latest = None  # nothing holds the gradients any longer
     return list(found.values())
 
 
@@ -365,24 +313,21 @@ def _wrap_gradient(
     def compute(seeds: Any) -> list[Any]:
         return original(self, targets, flat, seeds, unconnected_gradients)
 
+    fixed, scales, is_tried = HERE.fixed, list[Any](), False
     with hooks.asked(self) as can_be_asked_again:
-        fixed, scales = HERE.fixed, list[Any]()
-        # Of inputs, as for a saliency map. Nobody lowers that scale: where it makes
-        # gradients overflow they are computed without. A branch of one replica cannot
-        # wait for the others.
-        is_tried = (
-            not variables
-            and fixed is None
-            and (can_be_scaled and can_be_asked_again and bool(CALLS.float16_layers))
-            and tf.distribute.get_strategy().num_replicas_in_sync == 1
-        )
-        if is_tried:
-            nested = hooks.is_recording()
-            scales = [_NESTED_SCALE if nested else _MAX_HALF_SCALE]
-        elif variables and can_be_scaled and fixed is None:
+        if not can_be_scaled:
+            pass
+        elif fixed is not None:
+            scales = [*fixed] if variables else []
+        elif variables:
             scales = _scales_of(variables)
-        elif variables and can_be_scaled and fixed and not fixed.is_by_hand:
-            scales = [fixed.factor]
+        elif can_be_asked_again and CALLS.float16_layers:
+            # Of inputs, as for a saliency map. Nobody lowers that scale: where it makes
+            # gradients overflow they are computed without. A branch of one replica
+            # cannot wait for the others.
+            is_tried = tf.distribute.get_strategy().num_replicas_in_sync == 1
+            scale = _NESTED_SCALE if hooks.is_recording() else _MAX_HALF_SCALE
+            scales = [scale] * is_tried
         call = _TapeCall(is_scaled=bool(scales))
         with replaced(HERE, call=call):
             if scales:
@@ -392,7 +337,12 @@ def _wrap_gradient(
             if is_tried:
                 found = _or_plain(found, flat, lambda: compute(output_gradients))
     if variables and fixed is None:
-        _note(variables, found, call)
+        by_hand = call.by_hand
+        by_hand = by_hand if by_hand is None or isinstance(by_hand, float) else True
+        given = [g for g in found if g is not None and call.is_scaled]
+        note = Note(_place(), by_hand, given)
+        for variable in variables:
+            vars(stored(variable))[_NOTE] = note
     return tf.nest.pack_sequence_as(sources, found)
 
 

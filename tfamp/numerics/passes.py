@@ -336,8 +336,7 @@ def rerun(
     sources = [*inputs, *handed_over, *weights]
     found: list[Any] = [None] * len(sources)
     if pairs:
-        with scaled_by(loss_scale) as scale:
-            scale.is_by_hand = True
+        with scaled_by():
             targets, seeds = zip(*pairs, strict=True)
             found = tape.gradient([*targets], sources, output_gradients=[*seeds])
     unscaled = [None if each is None else array_of(each) / loss_scale for each in found]

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers, structure
 from tfamp.keras_hooks.patches import like, replaced
-from tfamp.loss_scale.tape import FixedScale, scaled_by
+from tfamp.loss_scale.tape import scaled_by, scaled_by_hand
 from tfamp.stepping import ALONE
 from tfamp.stepping.snapshots import optimizers_of
 
@@ -42,7 +42,8 @@ def run_step(model: keras.Model, batch: Any, *, loss_scale: float = 1.0) -> Step
     """Runs `model.train_step` eagerly, inside `unchanged`; nothing is updated."""
     with ALONE, contextlib.ExitStack() as stack:
         before = tf.config.functions_run_eagerly()
-        taken = _Taken(stack.enter_context(scaled_by(loss_scale)))
+        stack.enter_context(scaled_by(loss_scale))
+        taken = _Taken(loss_scale)
         # Functions that a user compiled run eagerly too.
         stack.callback(tf.config.run_functions_eagerly, before)
         tf.config.run_functions_eagerly(True)
@@ -55,8 +56,8 @@ def run_step(model: keras.Model, batch: Any, *, loss_scale: float = 1.0) -> Step
 class _Taken:
     """Stands in for optimizers under a loss scale, and keeps what they are given."""
 
-    def __init__(self, scale: FixedScale) -> None:
-        self._scale, self._factor = scale, scale.factor
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
         self.loss: tf.Tensor | None = None
         self.gradients: list[tuple[Any, tf.Tensor | None]] = []
         # Whether gradients come with the scale in them.
@@ -88,10 +89,11 @@ class _Taken:
         )
 
     def _scale_loss(self, loss: Any) -> Any:
-        self._is_scaled = self._scale.is_by_hand = True
+        self._is_scaled = True
         value = tf.cast(tf.reduce_sum(loss), tf.float32)
         self.loss = value if self.loss is None else self.loss + value
-        return loss * tf.cast(self._factor, loss.dtype)
+        loss = tf.convert_to_tensor(loss)
+        return scaled_by_hand(loss, self._factor, is_ours=True)
 
     def _unscale(self, gradients: Any) -> Any:
         self._is_scaled = False
