@@ -15,6 +15,7 @@ from tests.wild.tiny_losses import (
     gradients_of,
     network,
     nothing_of_other_tests,  # noqa: F401 - a fixture of every test
+    replica_trainer,
     sgd,
     trainer,
     x,
@@ -233,16 +234,9 @@ def test_on_replicas(decorate, name, exact):
     with strategy.scope():
         model, optimizer = network(), wrapped(sgd())
         optimizer.build(model.trainable_variables)
-    scale = LOSSES[name](optimizer)
-
-    def on_replica():
-        _, gradients = gradients_of(model, factor=TINY / 2, scale=scale)
-        optimizer.apply(gradients, model.trainable_variables)
-
-    @decorate
-    def step():
-        strategy.run(on_replica)
-
+    step = replica_trainer(
+        strategy, model, optimizer, decorate, LOSSES[name](optimizer)
+    )
     for _ in range(5):
         step()
     assert error_of(model) == pytest.approx(exact, rel=TOLERANCE)

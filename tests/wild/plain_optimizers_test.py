@@ -16,6 +16,7 @@ from tests.wild.tiny_losses import (
     gradients_of,
     network,
     nothing_of_other_tests,  # noqa: F401 - a fixture of every test
+    replica_trainer,
     sgd,
     trainer,
     x,
@@ -213,39 +214,24 @@ def test_the_optimizer_is_the_one_it_was(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("decorate", [DECORATORS["eager"], DECORATORS["graph"]])
 def test_on_replicas(decorate):
-    def train(policy, loss_at=None):
-        strategy = two_replicas()
-        with strategy.scope():
-            model, optimizer = network(policy), keras.optimizers.SGD(0.05 / TINY)
-
-        def replica_step(inputs, targets, factor):
-            loss, gradients = gradients_of(model, inputs, targets, factor)
-            optimizer.apply(gradients, model.trainable_variables)
-            return loss / factor
-
-        @decorate
-        def step(inputs, targets, factor):
-            each = strategy.run(replica_step, args=(inputs, targets, factor))
-            return strategy.reduce("MEAN", each, axis=None)
-
-        data = tf.data.Dataset.from_tensors((x, y)).unbatch().batch(64).repeat()
-        batches = iter(strategy.experimental_distribute_dataset(data))
-        values = []
-        for number in range(5):
-            before = everything(model, optimizer)
-            factor = 1e30 if number == loss_at else TINY
-            values.append(float(step(*next(batches), tf.constant(factor))))
-            if number == loss_at:
-                assert_close(before, everything(model, optimizer))
-        return values, optimizer
-
-    exact, _ = train("float32")
-    half, optimizer = train("mixed_float16")
-    assert half == pytest.approx(exact, rel=TOLERANCE)
-    assert companion_of(optimizer).applied_steps == 5
-    _, optimizer = train("mixed_float16", loss_at=2)
-    assert companion_of(optimizer).skipped_steps == 1
-    assert optimizer.iterations.numpy() == 4
+    exact = network("float32")
+    alone = trainer(exact, sgd())
+    strategy = two_replicas()
+    with strategy.scope():
+        model, optimizer = network(), sgd()
+    step = replica_trainer(strategy, model, optimizer, decorate)
+    for number in range(6):
+        before = everything(model, optimizer)
+        if number == 2:
+            step(1e30)
+            assert_close(before, everything(model, optimizer))
+        else:
+            alone()
+            step()
+    assert error_of(model) == pytest.approx(error_of(exact), rel=TOLERANCE)
+    judge = companion_of(optimizer)
+    assert (judge.applied_steps, judge.skipped_steps) == (5, 1)
+    assert optimizer.iterations.numpy() == 5
 
 
 class Whole(keras.optimizers.Optimizer):

@@ -63,3 +63,14 @@ def trainer(model, optimizer, decorate=DECORATORS["eager"], scale=lambda loss: l
         return loss / factor
 
     return lambda factor=TINY: float(step(x, y, tf.constant(factor)))
+
+
+def replica_trainer(strategy, model, optimizer, decorate, scale=lambda loss: loss):
+    """Returns a step of two replicas, each with half of the loss."""
+
+    def on_replica(factor):
+        _, gradients = gradients_of(model, factor=factor / 2, scale=scale)
+        optimizer.apply(gradients, model.trainable_variables)
+
+    step = decorate(lambda factor: strategy.run(on_replica, args=(factor,)))
+    return lambda factor=TINY: step(tf.constant(factor))
