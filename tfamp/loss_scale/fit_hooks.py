@@ -219,10 +219,8 @@ def _around_function(
         looks = [look for is_due, look in due if is_due(model)]
         is_proven = is_proven or not _is_unproven(model)
         calls += 1
-        logs, is_seen = (
-            None,
-            isinstance(iterator, tf.data.Iterator | types.GeneratorType),
-        )
+        logs = None
+        is_seen = isinstance(iterator, tf.data.Iterator | types.GeneratorType)
         if is_seen and (looks or not is_proven):  # the steps of a call one by one
             for batch in itertools.islice(iterator, model.steps_per_execution):
                 while looks:

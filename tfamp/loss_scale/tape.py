@@ -40,7 +40,6 @@ _NESTED_SCALE = 2.0**8
 # told that nobody scales.
 _OWNER, _NOTE, _TOLD = "_tfamp_owner", "_tfamp_note", "_tfamp_told"
 _JUDGE = "_tfamp_judge"  # of an optimizer: the wrapper that applies for it, or False
-
 _READ = "_tfamp_scales"  # of a function: the scales that it reads, which it holds
 
 _KNOWN: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers made under the hooks
