@@ -17,20 +17,19 @@ X = np.random.default_rng(0).normal(size=(8, 6, 4)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 8)
 
 
-def made(style="functional", *, units=5, compiled=True, fitted=True, **options):
+def made(style="functional", *, fitted=True, **options):
     """Returns a model with layers that rules keep, and one that names itself anew."""
     parts = [
-        layers.Dense(units, activation="relu"),
+        layers.Dense(5, activation="relu"),
         layers.LayerNormalization(),
         layers.Bidirectional(layers.SimpleRNN(2)),
         layers.Dense(3),
     ]
     model = assembled(parts, style, (6, 4))
-    if compiled:
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("sgd", loss, **options)
-        if fitted:
-            model.fit(X, Y, verbose=0)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, **options)
+    if fitted:
+        model.fit(X, Y, verbose=0)
     return model
 
 
@@ -51,14 +50,10 @@ def dtypes_of(model_or_plan):
 def with_dense_kept(plan):
     """Returns a plan in which the first Dense layer is in float32 as well."""
     changes = {"compute_dtype": "float32", "dtype_policy": "float32"}
-    changes |= {
-        "kind": "float32 inside",
-        "rule": "measured",
-        "output_dtype": "bfloat16",
-    }
+    changes |= {"kind": "float32 inside", "output_dtype": "bfloat16"}
     place = next(i for i, r in enumerate(plan.rows) if r.class_name == "Dense")
     rows = list(plan.rows)
-    rows[place] = dataclasses.replace(rows[place], **changes)
+    rows[place] = dataclasses.replace(rows[place], rule="measured", **changes)
     return plan.replace(rows=tuple(rows))
 
 
@@ -92,57 +87,53 @@ def test_a_trained_model_is_put_under_a_plan_with_its_weights(style):
     assert int(model.optimizer.applied_steps) == 1
 
 
+def stack(*names):
+    """Returns a model of Dense layers of these names (None: Keras's), or a ReLU."""
+    keras.backend.clear_session()
+    parts = [n() if n is layers.ReLU else layers.Dense(3, name=n) for n in names]
+    return assembled(parts, "sequential", (4,))
+
+
 DIFFERENT = {
     "class": (
-        lambda: assembled([layers.ReLU(), layers.Dense(3)], "sequential", (4,)),
+        [layers.ReLU, None],
         "layer 1 is 're_lu', a ReLU, where the plan has 'dense', a Dense",
     ),
-    "fewer": (
-        lambda: assembled([layers.Dense(3)], "sequential", (4,)),
-        "layer 2 is nothing, where the plan has 'dense_1', a Dense",
-    ),
-    "more": (
-        lambda: assembled([layers.Dense(3) for _ in range(3)], "sequential", (4,)),
-        "layer 3 is 'dense_2', a Dense, where the plan has nothing",
-    ),
+    "fewer": ([None], "layer 2 is nothing, where the plan has 'dense_1', a Dense"),
+    "more": ([None] * 3, "layer 3 is 'dense_2', a Dense, where the plan has nothing"),
     "name": (
-        lambda: assembled(
-            [layers.Dense(3, name="a"), layers.Dense(3)], "sequential", (4,)
-        ),
+        ["a", None],
         "layer 1 is 'a', a Dense, where the plan has 'dense', a Dense",
     ),
 }
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_a_plan_refuses_another_model_by_the_first_difference(case):
-    keras.backend.clear_session()
+@pytest.mark.parametrize(("names", "text"), DIFFERENT.values(), ids=DIFFERENT)
+def test_a_plan_refuses_another_model_by_the_first_difference(names, text):
     with tfamp.scope("mixed_bfloat16"):
-        own = assembled([layers.Dense(3), layers.Dense(3)], "sequential", (4,))
-    plan = tfamp.PrecisionPlan.from_model(own)
-    keras.backend.clear_session()
-    build, text = DIFFERENT[case]
-    model = build()
+        plan = tfamp.PrecisionPlan.from_model(stack(None, None))
+    model = stack(*names)
     with pytest.raises(ValueError, match=re.escape(text)):
         plan.apply(model)
     assert {layer.compute_dtype for layer in model.layers} == {"float32"}
     with tfamp.scope(plan), pytest.raises(ValueError, match=re.escape(text)):
-        keras.backend.clear_session()
-        build().compile("sgd", "mse")
+        stack(*names).compile("sgd", "mse")
 
 
 def test_a_loaded_model_is_under_its_plan_with_evidence_and_operations(tmp_path):
+    def build():
+        parts = [layers.Dense(3), keras.ops.exp, layers.Dense(2)]
+        return assembled(parts, "functional", (4,))
+
     with tfamp.scope("mixed_bfloat16"):
-        x = keras.Input((4,))
-        model = keras.Model(x, layers.Dense(2)(keras.ops.exp(layers.Dense(3)(x))))
+        model = build()
     (operation,) = [o for _, o in exact_values.operations_in(model)]
     exact_values.keep(operation, "bfloat16", "measured", "it overflows")
     plan = tfamp.PrecisionPlan.from_model(model, evidence={"ratio": 1.5})
     assert [(o.class_name, o.rule) for o in plan.operations] == [("Exp", "measured")]
     plan = plan.replace(jit_compile=False)
     with tfamp.scope(plan):
-        x = keras.Input((4,))
-        again = keras.Model(x, layers.Dense(2)(keras.ops.exp(layers.Dense(3)(x))))
+        again = build()
         again.compile("sgd", "mse")
     again.save(tmp_path / "m.keras")
     loaded = tfamp.load_model(tmp_path / "m.keras")

@@ -167,7 +167,7 @@ def measured(put):
     return tfamp.PrecisionPlan.from_model(model).evidence.get("measured")
 
 
-@pytest.mark.quick("enabled")
+@pytest.mark.quick("applied")
 @pytest.mark.parametrize("put", [enabled, applied, compiled_and_applied])
 def test_the_environment_asks_every_entry_to_measure(put, monkeypatch):
     monkeypatch.setenv("TFAMP_POLICY", "measure")

@@ -1,23 +1,19 @@
 """Naming a layer in `keep_float32` never takes the others' safety away."""
 
+import contextlib
+
 import keras
 import pytest
 from keras import layers
 
 import tfamp
+from tests.styles import assembled
 
 
-def model_of(name="odd.(name)"):
-    hidden = layers.Dense(8, name=name)
-    return keras.Sequential(
-        [
-            keras.Input((8,)),
-            hidden,
-            layers.Dense(8, name="plain"),
-            layers.UnitNormalization(name="norm"),
-            layers.Dense(1, activation="sigmoid", name="head"),
-        ]
-    )
+def model_of():
+    parts = [layers.Dense(8, name=name) for name in ("odd.(name)", "plain")]
+    parts += [layers.UnitNormalization(name="norm"), layers.Dense(1, name="head")]
+    return assembled(parts, "sequential", (8,))
 
 
 def in_float32(model):
@@ -50,26 +46,18 @@ def test_a_layer_and_a_name_with_odd_characters_are_taken_as_they_are():
         keep = [entry or model.layers[0]]
         tfamp.apply(model, "mixed_bfloat16", keep_float32=keep)
         assert in_float32(model) == {"odd.(name)", "norm", "head"}
-        rule = tfamp.assignment(model)["odd.(name)"].rule
-        assert rule == (
-            "keep_float32: 'odd.(name)'"
-            if entry
-            else "keep_float32: layer 'odd.(name)'"
-        )
+        told = "'odd.(name)'" if entry else "layer 'odd.(name)'"
+        assert tfamp.assignment(model)["odd.(name)"].rule == f"keep_float32: {told}"
 
 
 def dotted():
-    inner = [keras.Input((8,)), layers.Dense(8, name="conv_1")]
-    return keras.Sequential(
-        [
-            keras.Input((8,)),
-            layers.Dense(8, name="conv_1"),
-            keras.Sequential(inner, name="blockx"),
-            layers.Dense(8, name="conv.1"),
-            keras.Sequential(inner[:1] + [layers.Dense(8, name="b")], name="block."),
-            layers.Dense(1, name="head"),
-        ]
-    )
+    def block(name, of):
+        parts = [keras.Input((8,)), layers.Dense(8, name=of)]
+        return keras.Sequential(parts, name=name)
+
+    parts = [layers.Dense(8, name="conv_1"), block("blockx", "conv_1")]
+    parts += [layers.Dense(8, name="conv.1"), block("block.", "b")]
+    return assembled([*parts, layers.Dense(1, name="head")], "sequential", (8,))
 
 
 @pytest.mark.parametrize("way", ["enable", "apply"])
@@ -84,14 +72,12 @@ def dotted():
     ],
 )
 def test_an_exact_name_is_no_pattern_for_others(name, expected, way):
-    keep = ["none", name]
-    if way == "enable":
-        with tfamp.scope("mixed_bfloat16", keep_float32=keep):
-            model = dotted()
-            model.compile("sgd", "mse")
-    else:
+    settings = {"policy": "mixed_bfloat16", "keep_float32": ["none", name]}
+    with tfamp.scope(**settings) if way == "enable" else contextlib.nullcontext():
         model = dotted()
-        tfamp.apply(model, "mixed_bfloat16", keep_float32=keep)
+        model.compile("sgd", "mse")
+    if way == "apply":
+        tfamp.apply(model, **settings)
     assert in_float32(model) == expected
     rules = {row.rule for row in tfamp.assignment(model) if row.path not in expected}
     assert rules == {"policy mixed_bfloat16"}

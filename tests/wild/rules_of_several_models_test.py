@@ -3,13 +3,13 @@
 import warnings
 from pathlib import Path
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
 
 import tfamp
+from tests.styles import assembled
 
 NOISE = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 IMAGES = np.random.default_rng(1).normal(size=(8, 6)).astype("float32")
@@ -24,25 +24,17 @@ def disabled_afterwards():
 
 def generator():
     parts = [layers.Dense(8, name="up_1"), layers.Dense(6, name="up_2")]
-    return keras.Sequential([keras.Input((4,)), *parts], name="generator")
+    return assembled(parts, "sequential", (4,))
 
 
-def critic():
-    x = keras.Input((6,))
-    h = layers.Dense(8, name="critic_features")(x)
-    h = layers.ELU(name="critic_bend")(h)
-    return keras.Model(x, layers.Dense(1, name="critic_out")(h), name="critic")
+def critic(style="functional"):
+    parts = [layers.Dense(8, name="features"), layers.ELU(name="bend")]
+    return assembled([*parts, layers.Dense(1, name="score")], style, (6,))
 
 
-class Critic(keras.Model):
-    def __init__(self):
-        super().__init__(name="critic")
-        self.features = layers.Dense(8, name="critic_features")
-        self.bend = layers.ELU(name="critic_bend")
-        self.score = layers.Dense(1, name="critic_out")
-
-    def call(self, x):
-        return self.score(self.bend(self.features(x)))
+def fit(made):
+    made.compile("sgd", "mse")
+    made.fit(NOISE, IMAGES, verbose=0)
 
 
 def kept(model):
@@ -51,27 +43,27 @@ def kept(model):
 
 
 RULES = {
-    "pattern": ("critic_f.*", {"critic_features"}),
-    "class name": ("ELU", {"critic_bend"}),
-    "class": (layers.ELU, {"critic_bend"}),
-    "callable": (lambda layer: isinstance(layer, layers.ELU), {"critic_bend"}),
+    "pattern": ("feat.*", {"features"}),
+    "class name": ("ELU", {"bend"}),
+    "class": (layers.ELU, {"bend"}),
+    "callable": (lambda layer: isinstance(layer, layers.ELU), {"bend"}),
 }
 
 
-def one_after_the_other(make_critic):
+def one_after_the_other(style):
     made = generator()
     made.compile("sgd", "mse")
-    judge = make_critic()
+    judge = critic(style)
     judge.compile("sgd", "mse")
     made.fit(NOISE, IMAGES, verbose=0)
     judge.fit(IMAGES, ONES, verbose=0)
     return judge
 
 
-def as_the_tutorial_of_dcgan(make_critic):
+def as_the_tutorial_of_dcgan(style):
     made = generator()
     images = made(NOISE, training=False)  # to look at one before the critic is made
-    judge = make_critic()
+    judge = critic(style)
     judge(images)
 
     @tf.function
@@ -89,20 +81,15 @@ def as_the_tutorial_of_dcgan(make_critic):
 PROGRAMS = [one_after_the_other, as_the_tutorial_of_dcgan]
 
 
-@pytest.mark.parametrize("make_critic", [critic, Critic])
+@pytest.mark.parametrize("style", ["functional", "subclassed"])
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("rule, expected", RULES.values(), ids=RULES)
 @pytest.mark.quick("pattern-*", "callable-one_after_the_other-*")
 def test_a_rule_for_the_second_model_acts_without_a_warning(
-    rule, expected, program, make_critic
+    rule, expected, program, style
 ):
     tfamp.enable("mixed_bfloat16", keep_float32=[rule])
-    assert kept(program(make_critic)) == expected  # warnings are errors
-
-
-def fit(model):
-    model.compile("sgd", "mse")
-    model.fit(NOISE, IMAGES, verbose=0)
+    assert kept(program(style)) == expected  # warnings are errors
 
 
 def test_a_typo_is_said_once_when_the_model_is_put_to_work():
@@ -118,12 +105,12 @@ def test_a_typo_is_said_once_when_the_model_is_put_to_work():
 
 
 def test_a_model_that_trains_alone_is_told_what_to_do_about_a_rule_for_a_later_one():
-    tfamp.enable("mixed_bfloat16", keep_float32=["critic_out"])
+    tfamp.enable("mixed_bfloat16", keep_float32=["score"])
     made = generator()
     made.compile("sgd", "mse")
     with pytest.warns(UserWarning, match="make that one first, or in a `tfamp.scope`"):
         made.fit(NOISE, IMAGES, verbose=0)
-    assert kept(critic()) == {"critic_out"}
+    assert kept(critic()) == {"score"}
 
 
 @pytest.mark.quick("measure")
@@ -131,7 +118,7 @@ def test_a_model_that_trains_alone_is_told_what_to_do_about_a_rule_for_a_later_o
 def test_other_ways_to_a_policy_ask_no_model_for_the_rules_of_another(way):
     early = generator()
     policy = "measure" if way == "measure" else "mixed_bfloat16"
-    tfamp.enable(policy, keep_float32=["critic_out"])
+    tfamp.enable(policy, keep_float32=["score"])
     made = early if way == "apply" else generator()
     if way == "apply":
         tfamp.apply(made)
