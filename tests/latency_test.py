@@ -13,36 +13,34 @@ import pytest
 import tfamp
 
 X = np.ones((2, 3), np.float32)
-INPUT = {"name": "x", "datatype": "FP32", "shape": [-1, 3]}
-METADATA = {"name": "m", "inputs": [INPUT]}
+METADATA = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}]}
+
+
+class Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # all may come at once
 
 
 @contextlib.contextmanager
 def answering(reply):
-    """Yields the address of a server that calls `reply` with each body."""
+    """Yields the address of a server that answers the status that `reply` gives."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
 
         def log_message(self, *arguments):
             pass
 
-        def answer(self, status, content):
-            body = json.dumps(content).encode()
+        def answer(self, status, body=b"{}"):
             head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\n\r\n"
             self.wfile.write(head.encode() + body)
 
         def do_GET(self):
-            self.answer(200, METADATA)
+            self.answer(200, json.dumps(METADATA).encode())
 
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            self.answer(*reply(self.headers, body))
-
-    class Server(http.server.ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 128  # all may come at once
+            self.answer(reply(self.headers, body))
 
     server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -64,7 +62,7 @@ def test_a_stall_counts_for_all_that_were_due_in_it():
             served.append(body)
             if len(served) == 40:  # ten to warm up, and thirty more
                 time.sleep(0.3)
-        return 200, {}
+        return 200
 
     with answering(reply) as url:
         found = tfamp.latency_check(url, X, rate=200, seconds=0.5)
@@ -81,7 +79,7 @@ def test_errors_are_counted_by_what_they_are_and_are_no_answers():
 
     def reply(headers, body):
         asked.append(body)
-        return (503 if len(asked) > 10 and len(asked) % 2 else 200), {}
+        return 503 if len(asked) > 10 and len(asked) % 2 else 200
 
     with answering(reply) as url:
         found = tfamp.latency_check(url, X, rate=100, seconds=0.3)
@@ -94,7 +92,7 @@ def test_tensors_go_as_the_protocol_has_it_with_a_token():
 
     def reply(headers, body):
         asked.append((headers, body))
-        return 200, {}
+        return 200
 
     with answering(reply) as url:
         tfamp.latency_check(url, X, seconds=0.05, token="secret")
@@ -120,7 +118,7 @@ def test_a_keras_model_and_an_export_are_measured_as_a_server_is(tmp_path):
 def test_what_cannot_be_asked_is_told(tmp_path):
     with pytest.raises(OSError, match="cannot be reached"):
         tfamp.latency_check("http://127.0.0.1:9/v2/models/m", X)
-    with answering(lambda headers, body: (400, {})) as url:
+    with answering(lambda headers, body: 400) as url:
         with pytest.raises(ValueError, match="answers 400 to `x`"):
             tfamp.latency_check(url, X)
         with pytest.raises(ValueError, match="is of shape"):

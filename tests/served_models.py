@@ -1,7 +1,7 @@
 """Models that are served in tests, and a client of the ASGI application itself.
 
-Run as a program, `python -m tests.served_models PATH... --max_queue=8` serves folders
-of small models of its own, without any runtime.
+Run as a program, `python -m tests.served_models PATH --max_queue=8` serves `Means`,
+without any runtime.
 """
 
 import asyncio
@@ -26,35 +26,47 @@ Y = TensorSpec("y", (None, 3), "float32")
 class Scaled(LoadedModel):
     """Answers its input times a factor, and notes the batches that it was run on."""
 
-    def __init__(self, factor=2.0, *, inputs=(X,), outputs=(Y,), seconds=0.0):
-        super().__init__(
-            "onnx", Path("."), Signature(tuple(inputs), tuple(outputs)), None
-        )
-        self.factor, self.seconds = factor, seconds
-        self.batches = []
+    def __init__(self, factor=2.0, *, inputs=(X,), outputs=(Y,), **options):
+        signature = Signature(tuple(inputs), tuple(outputs))
+        super().__init__("onnx", None, signature, None, **options)
+        self.factor, self.batches = factor, []
 
     def run(self, inputs):
         first = next(iter(inputs.values()))
         self.batches.append(len(first))
-        if self.seconds and (first != 1).any():  # not at the start
-            time.sleep(self.seconds)
         if (first == -1e6).any():
             raise RuntimeError("minus a million is more than this model takes")
         return {spec.name: first * self.factor for spec in self.signature.outputs}
 
 
-def write(folder, factor, **options):
-    """Writes a model as `load` reads it; the folder appears whole."""
-    folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / "beside"
-    beside.write_text(json.dumps({"factor": factor, **options}))
-    beside.rename(folder / "export.json")
-    return folder
+class Means(LoadedModel):
+    """Answers the mean of each channel of photos, as long as its folder lets it."""
+
+    def __init__(self, folder):
+        photos = TensorSpec("photos", (None, None, None, 3), "float32")
+        means = TensorSpec("means", (None, 3), "float32")
+        super().__init__("onnx", folder, Signature((photos,), (means,)), None)
+
+    @staticmethod
+    def written(folder):
+        folder.mkdir()
+        (folder / "export.json").touch()
+        return folder
+
+    def run(self, inputs):
+        if (self.path / "lost").exists():
+            raise RuntimeError("the device is lost")
+        while (self.path / "stuck").exists():
+            time.sleep(0.1)
+        return {"means": inputs["photos"].mean((1, 2))}
 
 
-def load(folder):
-    """Reads what `write` wrote."""
-    return Scaled(**json.loads((folder / "export.json").read_text()))
+def served(tmp_path, model, **options):
+    """Returns an application that serves one model as "m"."""
+    from tfamp.serving.server.main import application
+
+    folder = Means.written(tmp_path / "m")
+    return application([str(folder)], load=lambda _: model, **options)
 
 
 @contextlib.contextmanager
@@ -125,11 +137,11 @@ def numbers(text):
 if __name__ == "__main__":
     from tfamp.serving.server.main import serve
 
-    flags = [word[2:].split("=") for word in sys.argv[1:] if word.startswith("--")]
+    (path, *flags) = sys.argv[1:]
+    options = dict(word.removeprefix("--").split("=") for word in flags)
     serve(
-        [word for word in sys.argv[1:] if not word.startswith("--")],
-        load=load,
+        [path],
+        load=Means,
         on_start=lambda address: print(address, flush=True),
-        **{"port": 0, **{name: json.loads(value) for name, value in flags}},
+        **{"port": 0, **{name: json.loads(value) for name, value in options.items()}},
     )
-    print("tensorflow" in sys.modules, flush=True)

@@ -24,28 +24,20 @@ PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
 
 
-def dependent():
-    model = Scaled()
-    model.is_by_example = False
-    return model
-
-
 TEXTS = TensorSpec("y", (None, None), "string")
+ONE, EACH = [("x", "FP32", [3])], [("x", "FP32", [-1, 3])]
 CONFIGS = {
-    "joins": (Scaled(), [64, [("x", "FP32", [3])], [("y", "FP32", [3])]]),
+    "joins": ({}, [64, ONE, [("y", "FP32", [3])]]),
     "depends on its batch": (
-        dependent(),
-        [0, [("x", "FP32", [-1, 3])], [("y", "FP32", [-1, 3])]],
+        {"is_by_example": False},
+        [0, EACH, [("y", "FP32", [-1, 3])]],
     ),
-    "texts": (
-        Scaled(outputs=(TEXTS,)),
-        [64, [("x", "FP32", [3])], [("y", "STRING", [-1])]],
-    ),
+    "texts": ({"outputs": [TEXTS]}, [64, ONE, [("y", "STRING", [-1])]]),
 }
 
 
-@pytest.mark.parametrize("model, expected", CONFIGS.values(), ids=CONFIGS)
-def test_triton_reads_names_dtypes_and_shapes_of_the_signature(model, expected):
+@pytest.mark.parametrize("how, expected", CONFIGS.values(), ids=CONFIGS)
+def test_triton_reads_names_dtypes_and_shapes_of_the_signature(how, expected):
     pytest.importorskip("starlette", reason="needs tfamp[serve]")
     pytest.importorskip("tritonclient.grpc", reason="needs tritonclient[grpc]")
     from google.protobuf import text_format
@@ -55,7 +47,7 @@ def test_triton_reads_names_dtypes_and_shapes_of_the_signature(model, expected):
     spec = importlib.util.spec_from_file_location("triton", FOLDER / "triton.py")
     triton = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(triton)
-    text = triton.config(model, "m")
+    text = triton.config(Scaled(**how), "m")
     found = text_format.Parse(text, model_config_pb2.ModelConfig())
     dtype = model_config_pb2.DataType.Name
 
@@ -114,7 +106,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.slow("tests/server_protocol_test.py holds the application that it runs")
+@pytest.mark.slow("tests/server_test.py holds the application that it runs")
 def test_ray_serve_answers_as_the_server_does(tmp_path):
     pytest.importorskip("ray.serve", reason="needs ray[serve]")
     pytest.importorskip("tf2onnx", reason="needs tfamp[onnx]")

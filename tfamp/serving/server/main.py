@@ -71,6 +71,9 @@ def serve(
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
+        # asyncio sets it where a socket says TCP, which this one leaves to the system:
+        # the body of an answer would wait for the client to acknowledge the head.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, UnicodeError) as error:
         told = f"`port` {port} of `host` {host!r} cannot be had: {error}. Pass another."
         raise OSError(told) from error
