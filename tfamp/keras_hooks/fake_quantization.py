@@ -13,6 +13,7 @@ Integer-Arithmetic-Only Inference, 2018, section 3.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from keras.src.backend.common.global_state import get_global_attribute
 from tensorflow.python.eager import record
 
 from tfamp.keras_hooks import backend, structure
-from tfamp.keras_hooks.patches import like
+from tfamp.keras_hooks.patches import like, replaced
 
 _ATTRIBUTE = "tfamp_fake_quantized"
 _BEFORE = "_tfamp_call_before"
@@ -41,36 +42,43 @@ class InputRange(keras.layers.Layer):
     """The moving range of a layer's input; `num_seen` counts the batches in it."""
 
     is_no_part = True  # of a model's structure, as people see it
+    ahead: Any = None  # its state ahead of the sequences whose steps it gets now
 
     def __init__(self) -> None:
         super().__init__(dtype="float32", trainable=False, name="input_range")
-        options: dict[str, Any] = {
-            "shape": (),
-            "initializer": "zeros",
-            "trainable": False,
-            "autocast": False,
-            "aggregation": "mean",
-        }
-        self.low = self.add_weight(name="low", **options)
-        self.high = self.add_weight(name="high", **options)
-        self.num_seen = self.add_weight(name="num_seen", **options)
+        options: dict[str, Any] = {"trainable": False, "autocast": False}
+        self.low, self.high, self.num_seen = (
+            self.add_weight((), "zeros", name=name, aggregation="mean", **options)
+            for name in ("low", "high", "num_seen")
+        )
         self.built = True
+
+    def state(self) -> tuple[Any, Any, Any]:
+        """Returns the values of low, high and num_seen."""
+        low, high = tf.convert_to_tensor(self.low), tf.convert_to_tensor(self.high)
+        return low, high, tf.convert_to_tensor(self.num_seen)
 
     def rounded(self, x: Any, *, training: bool) -> Any:
         """Returns `x` in 256 steps of the range; in training the range moves first.
 
-        It begins as that of the first batch. A batch that is not finite moves nothing,
-        and as long as none was seen an input is rounded to its own range.
+        It begins as that of the first batch, of a cell as that of all steps of the
+        first sequences. A batch that is not finite moves nothing, and as long as none
+        was seen an input is rounded to its own range.
         """
         value = tf.cast(x, tf.float32)
         least, most = tf.reduce_min(value), tf.reduce_max(value)
-        low, high = tf.convert_to_tensor(self.low), tf.convert_to_tensor(self.high)
-        seen = tf.convert_to_tensor(self.num_seen)
+        low, high, seen = self.state()
         if training:
-            kept = tf.where(seen > 0, _MOMENTUM, 0.0)
+            from_low, from_high, from_seen = self.ahead or (low, high, seen)
+            kept = tf.where(from_seen > 0, _MOMENTUM, 0.0)
+            lower = kept * from_low + (1 - kept) * least
+            higher = kept * from_high + (1 - kept) * most
+            is_later = seen > from_seen  # a step of sequences of which some were seen
+            lower = tf.where(is_later, tf.minimum(low, lower), lower)
+            higher = tf.where(is_later, tf.maximum(high, higher), higher)
             is_finite = tf.math.is_finite(least) & tf.math.is_finite(most)
-            low = tf.where(is_finite, kept * low + (1 - kept) * least, low)
-            high = tf.where(is_finite, kept * high + (1 - kept) * most, high)
+            low = tf.where(is_finite, lower, low)
+            high = tf.where(is_finite, higher, high)
             seen += tf.where(is_finite, 1.0, 0.0)
             self.low.assign(low)
             self.high.assign(high)
@@ -143,27 +151,22 @@ def kernels_of(layer: keras.layers.Layer) -> Mapping[str, tuple[int, ...]]:
     return {"_kernel": (-1,)} if isinstance(layer, _PLAIN) else {}
 
 
-def attach(
-    layer: keras.layers.Layer,
-    *,
-    has_range: bool = True,
-    ranges: Sequence[Sequence[float]] = (),
-) -> None:
+def attach(layer: keras.layers.Layer, ranges: Sequence[Sequence[float]]) -> None:
     """Has a built layer compute with rounded kernels, and a rounded input.
 
-    `ranges` are those to begin with, as `ranges_of` gives them. One that is rounded
-    already keeps its range. Of a recurrent cell the first state is rounded, too.
+    `ranges` are those to begin with, as `ranges_of` gives them; without any no input is
+    rounded. A layer that is rounded already keeps its own. Of a recurrent cell the
+    first state is rounded, too.
     """
     present = vars(layer).get(_ATTRIBUTE)
-    if present is not None and bool(present) is has_range:
+    if present is not None and bool(present) is bool(ranges):
         return
     detach(layer)
-    num_inputs = 2 if isinstance(layer, _CELLS) else 1
-    made = [InputRange() for _ in range(num_inputs if has_range else 0)]
-    for each, (low, high, num_seen) in zip(made, ranges, strict=False):
-        each.low.assign(low)
-        each.high.assign(high)
-        each.num_seen.assign(num_seen)
+    made = []
+    for values in ranges[: 2 if isinstance(layer, _CELLS) else 1]:
+        made.append(InputRange())
+        for variable, value in zip(made[-1].weights, values, strict=True):
+            variable.assign(value)
     with _unlocked(layer):
         setattr(layer, _ATTRIBUTE, made)
     call, kernels = layer.call, kernels_of(layer)
@@ -227,10 +230,30 @@ def _rounded(args: Any, ranges: list[InputRange], *, training: bool) -> Any:
     return (inputs, *rest)
 
 
+def _join_steps(layer: keras.layers.RNN) -> None:
+    """Has ranges in a recurrent layer move once for all steps of its sequences.
+
+    Step by step they would begin with a state of zeros, and follow its mean over time.
+    """
+    call = layer.call
+    vars(layer)[_BEFORE] = vars(layer).get("call")
+
+    @like(call)
+    def joined_call(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            inner = [] if backend.in_symbolic_scope() else structure.layers_of(layer)
+            for each in itertools.chain(*(vars(x).get(_ATTRIBUTE, ()) for x in inner)):
+                stack.enter_context(replaced(each, ahead=each.state()))
+            return call(*args, **kwargs)
+
+    structure.replace_call(layer, joined_call)
+
+
 def detach(layer: keras.layers.Layer) -> None:
     """Has a layer compute again as it did."""
-    if is_attached(layer):
+    if _BEFORE in vars(layer):
         structure.replace_call(layer, vars(layer).pop(_BEFORE))
+    if is_attached(layer):
         with _unlocked(layer):
             delattr(layer, _ATTRIBUTE)
 
@@ -242,19 +265,13 @@ def is_attached(layer: keras.layers.Layer) -> bool:
 
 def ranges_in(layer: keras.layers.Layer) -> list[list[float]]:
     """Returns the ranges of a rounded layer's inputs: low, high, batches seen."""
-    return [
-        [float(x.numpy()) for x in (each.low, each.high, each.num_seen)]
-        for each in vars(layer)[_ATTRIBUTE]
-    ]
+    return [[float(x) for x in each.state()] for each in vars(layer)[_ATTRIBUTE]]
 
 
 def ranges_of(model: keras.layers.Layer) -> dict[str, list[list[float]]]:
     """Returns `ranges_in` of each rounded layer, by path."""
-    return {
-        path: ranges_in(layer)
-        for path, layer, _ in structure.walk(model)
-        if is_attached(layer)
-    }
+    walked = structure.walk(model)
+    return {path: ranges_in(each) for path, each, _ in walked if is_attached(each)}
 
 
 def attach_all(
@@ -264,7 +281,9 @@ def attach_all(
     with getattr(model, "distribute_strategy", tf.distribute.get_strategy()).scope():
         for path, layer, _ in structure.walk(model):
             if path in ranges:
-                attach(layer, has_range=bool(ranges[path]), ranges=ranges[path])
+                attach(layer, ranges[path])
+            if isinstance(layer, keras.layers.RNN) and _BEFORE not in vars(layer):
+                _join_steps(layer)
             if isinstance(layer, keras.layers.LSTM | keras.layers.GRU):
                 # Kernels of GPUs would pass the cell by.
                 layer.use_cudnn = not is_attached(layer.cell) and layer.use_cudnn

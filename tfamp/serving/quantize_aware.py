@@ -54,6 +54,8 @@ def quantize_aware(
     Notes:
         `tfamp.load_model` gives the model back as it was. Stock Keras loads the file
         without the rounding, as a clone is without it: call `quantize_aware` again.
+        Where the x86 processor that exports has no VNNI, ONNX and OpenVINO get weights
+        of 7 bits, coarser than those of training: sums of 8 would be cut off.
 
     Source: B. Jacob et al., Quantization and Training of Neural Networks for Efficient
     Integer-Arithmetic-Only Inference, 2018.
