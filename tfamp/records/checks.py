@@ -105,10 +105,8 @@ def choice(argument: str, value: object, options: Iterable[str]) -> str:
     names = list(options)
     expected = join_words([repr(name) for name in names], "or")
     if not isinstance(value, str):
-        raise TypeError(
-            f"`{argument}` is {value!r}, of type {type(value).__name__}; expected a "
-            f"string: {expected}. Pass one of these names."
-        )
+        told = f"a string: {expected}. Pass one of these names."
+        raise _wrong(argument, value, told, TypeError)
     if value in names:
         return value
     guess = did_you_mean(value, names)
@@ -118,19 +116,13 @@ def choice(argument: str, value: object, options: Iterable[str]) -> str:
 
 def positive_int(argument: str, value: object, *, minimum: int = 1) -> int:
     """Returns `value` as an int of at least `minimum`, or raises."""
+    expected = f"an integer of at least {minimum}. Pass a"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(
-            f"`{argument}` is {value!r}, of type {type(value).__name__}; expected an "
-            f"integer of at least {minimum}. Pass a whole number, as in "
-            f"`{argument}={max(minimum, 1)}`."
-        )
-    number = int(value)
-    if number < minimum:
-        raise ValueError(
-            f"`{argument}` is {number!r}; expected an integer of at least {minimum}. "
-            f"Pass a larger number."
-        )
-    return number
+        told = f"{expected} whole number, as in `{argument}={max(minimum, 1)}`."
+        raise _wrong(argument, value, told, TypeError)
+    if int(value) < minimum:
+        raise _wrong(argument, int(value), f"{expected} larger number.")
+    return int(value)
 
 
 def fraction(argument: str, value: object, *, closed: bool = True) -> float:
@@ -138,10 +130,7 @@ def fraction(argument: str, value: object, *, closed: bool = True) -> float:
     number = _number(argument, value)
     if not (0 <= number <= 1 if closed else 0 < number < 1):
         interval = "in [0, 1]" if closed else "above 0 and below 1"
-        raise ValueError(
-            f"`{argument}` is {number!r}; expected a number {interval}. Pass a part of "
-            "one."
-        )
+        raise _wrong(argument, number, f"a number {interval}. Pass a part of one.")
     return number
 
 
@@ -149,10 +138,8 @@ def positive(argument: str, value: object) -> float:
     """Returns `value` as a finite float above 0, or raises."""
     number = _number(argument, value)
     if not (number > 0 and math.isfinite(number)):
-        raise ValueError(
-            f"`{argument}` is {number!r}; expected a finite number above 0. "
-            f"Pass a positive number."
-        )
+        told = "a finite number above 0. Pass a positive number."
+        raise _wrong(argument, number, told)
     return number
 
 
@@ -160,10 +147,15 @@ def _number(argument: str, value: object) -> float:
     """Returns `value` as a float; text, booleans and arrays are type errors."""
     if not isinstance(value, bool) and isinstance(value, numbers.Real):
         return float(value)
-    raise TypeError(
-        f"`{argument}` is {value!r}, of type {type(value).__name__}; expected a "
-        f"number. Pass a float, as in `{argument}=0.5`."
-    )
+    told = f"a number. Pass a float, as in `{argument}=0.5`."
+    raise _wrong(argument, value, told, TypeError)
+
+
+def _wrong(
+    argument: str, value: object, expected: str, kind: type[Exception] = ValueError
+) -> Exception:
+    of_type = f", of type {type(value).__name__}" if kind is TypeError else ""
+    return kind(f"`{argument}` is {value!r}{of_type}; expected {expected}")
 
 
 def first_line(error: BaseException) -> str:
