@@ -27,6 +27,8 @@ _COLORS: dict[Kind, str] = {
 }
 # The powers of two of float32's numbers, and the scales of a loss-scale optimizer.
 _LOWEST, _HIGHEST = -149, 127
+# The lowest of those with all digits; the bits of a number without its sign.
+_NORMAL, _MAGNITUDE = -126, np.uint32(0x7FFFFFFF)
 _SCALES = range(-14, 25)
 # Scales are as good where they spoil this much more of the gradients at most.
 _AS_GOOD = 1e-4
@@ -76,18 +78,30 @@ class LayerRange(Record):
 
     def and_of(self, tensor: Any) -> "LayerRange":
         """Returns the record with the numbers of one more tensor."""
-        values = np.abs(np.asarray(tf.cast(tensor, tf.float32)).ravel())
-        finite = values[np.isfinite(values)]
-        usable = finite[finite > 0]
+        values = np.asarray(tf.cast(tensor, tf.float32)).ravel()
+        # Bits of magnitudes are as large as those, and begin with the exponent.
+        bits = values.view(np.uint32) & _MAGNITUDE
+        found = np.bincount(bits >> 23, minlength=256)
+        nonfinite, zeros = int(found[255]), int(values.size - np.count_nonzero(bits))
         bins = _bins([self])
-        bins += np.bincount(np.frexp(usable)[1] - 1 - _LOWEST, minlength=len(bins))
+        bins[_NORMAL - _LOWEST :] += found[1:255]
+        if found[0] > zeros:  # numbers with fewer digits
+            small = values[(bits > 0) & (bits < 1 << 23)]
+            bins += np.bincount(np.frexp(small)[1] - 1 - _LOWEST, minlength=len(bins))
+        if nonfinite:
+            bits = bits[bits < 255 << 23]
+        smallest, largest = self.smallest, self.largest
+        if values.size > zeros + nonfinite:
+            least = np.uint32((bits - np.uint32(1)).min() + 1)  # 0 comes round to last
+            smallest = min(smallest, float(least.view(np.float32)))
+            largest = max(largest, float(bits.max().view(np.float32)))
         return dataclasses.replace(
             self,
             count=self.count + values.size,
-            zeros=self.zeros + finite.size - usable.size,
-            nonfinite=self.nonfinite + values.size - finite.size,
-            smallest=min(self.smallest, float(usable.min(initial=math.inf))),
-            largest=max(self.largest, float(usable.max(initial=0.0))),
+            zeros=self.zeros + zeros,
+            nonfinite=self.nonfinite + nonfinite,
+            smallest=smallest,
+            largest=largest,
             exponents={str(i + _LOWEST): int(bins[i]) for i in np.flatnonzero(bins)},
         )
 

@@ -198,11 +198,12 @@ def forward_error(low: np.ndarray, exact: np.ndarray) -> float:
     inf where a number is not finite that is so in float32, 0 where nothing is wrong;
     numbers that are not finite in float32 either are left out.
     """
-    low, exact = low.astype(np.float64), exact.astype(np.float64)
-    usable = np.isfinite(exact)
-    if not np.isfinite(low[usable]).all():
+    unusable = ~np.isfinite(exact)
+    if not (np.isfinite(low) | unusable).all():
         return math.inf
-    low, exact = np.where(usable, low, 0.0), np.where(usable, exact, 0.0)
+    low, exact = low.astype(np.float64), exact.astype(np.float64)
+    if unusable.any():
+        low, exact = np.where(unusable, 0.0, low), np.where(unusable, 0.0, exact)
     scale = deviation(exact)
     # Against outputs that are all 0 nothing can be said to be large.
     return _rms(low - exact) / scale if scale else 0.0
@@ -216,19 +217,23 @@ def gradient_error(
     One that is 0 by its nature is noise on both sides and counts for nothing.
     """
     pairs = [
-        (a.astype(np.float64), b.astype(np.float64))
+        (a, b)
         for a, b in zip(low, exact, strict=True)
         if a is not None and b is not None and np.isfinite(b).all()
     ]
     if not all(np.isfinite(a).all() for a, _ in pairs):
         return math.inf
-    error = sum(float(np.square(a - b).sum()) for a, b in pairs)
-    size = sum(float(np.square(b).sum()) for _, b in pairs)
+    error = sum(_total(np.subtract(a, b, dtype=np.float64)) for a, b in pairs)
+    size = sum(_total(b.astype(np.float64)) for _, b in pairs)
     return math.sqrt(error / size) if size else 0.0
 
 
+def _total(values: np.ndarray) -> float:
+    return float(np.vdot(values, values))  # of squares
+
+
 def _rms(values: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
+    return math.sqrt(_total(values) / values.size) if values.size else 0.0
 
 
 class Rerun(NamedTuple):
@@ -251,18 +256,19 @@ def rerun(
     recorded: Recorded,
     dtype: str,
     *,
-    loss_scale: float = 1.0,
+    loss_scales: Sequence[float] = (1.0,),
     changed: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
     is_managed: bool = False,
     given_exact: Collection[int] = (),
-) -> Rerun:
+) -> list[Rerun]:
     """Runs a recorded call again, with inputs in a dtype and the layer in it, too.
 
-    A layer that `is_managed` computes as its own policy has it. Gradients are scaled on
-    their way; `changed` is made of those that are sent back, such as their magnitudes.
+    A layer that `is_managed` computes as its own policy has it. Gradients go back once
+    with each loss scale, all on the same way forward; `changed` is made of those that
+    are sent back, such as their magnitudes.
     Inputs whose ids are `given_exact` are handed over as they are, without gradients.
     """
-    layer, tape = recorded.site.layer, tf.GradientTape()
+    layer, tape = recorded.site.layer, tf.GradientTape(persistent=len(loss_scales) > 1)
     # What inner layers are given, with the gradients by it, and what they hand over.
     given: list[tf.Tensor] = []
     sent: list[tf.Tensor | None] = []
@@ -327,28 +333,31 @@ def rerun(
     # A loss counts as much as the model's.
     ones = map(tf.ones_like, recorded.losses)
     gradients = [*recorded.output_gradients, *ones, *sent]
+    pairs = [
+        (result, changed(gradient))
+        for result, gradient in zip(results, gradients, strict=True)
+        if gradient is not None
+    ]
     with tape:  # of numbers in float32, as a loss is
-        pairs = [
-            (tf.cast(result, tf.float32), changed(gradient) * loss_scale)
-            for result, gradient in zip(results, gradients, strict=True)
-            if gradient is not None
-        ]
+        targets = [tf.cast(result, tf.float32) for result, _ in pairs]
     sources = [*inputs, *handed_over, *weights]
-    found: list[Any] = [None] * len(sources)
-    if pairs:
-        with scaled_by():
-            targets, seeds = zip(*pairs, strict=True)
-            found = tape.gradient([*targets], sources, output_gradients=[*seeds])
-    unscaled = [None if each is None else array_of(each) / loss_scale for each in found]
     num_inputs = len(sources) - len(weights)
-    return Rerun(
+    forward = (
         [array_of(each) for each in results],
         [array_of(each) for each in sources[:num_inputs]],
         [num_inputs] * len(outputs) + num_before,
-        unscaled[:num_inputs],
-        unscaled[num_inputs:],
-        states,
     )
+    reruns = []
+    for loss_scale in loss_scales:
+        found: list[Any] = [None] * len(sources)
+        if pairs:
+            seeds = [gradient * loss_scale for _, gradient in pairs]
+            with scaled_by():
+                found = tape.gradient(targets, sources, output_gradients=seeds)
+        unscaled = [None if g is None else array_of(g) / loss_scale for g in found]
+        backward = unscaled[:num_inputs], unscaled[num_inputs:]
+        reruns.append(Rerun(*forward, *backward, states))
+    return reruns
 
 
 def array_of(tensor: Any) -> np.ndarray:
@@ -399,31 +408,35 @@ class Suspect:
         def exactly(**how: Any) -> Rerun:
             layer = self.site.layer
             with in_float32(layer) if is_managed else contextlib.nullcontext():
-                return rerun(recorded, "float32", given_exact=given_exact, **how)
+                how["given_exact"] = given_exact
+                return rerun(recorded, "float32", **how)[0]
 
         exact = exactly()
         then = map(array_of, [*floats(recorded.outputs), *recorded.losses])
         pairs = zip(exact.outputs, then, strict=False)
-        if not all(forward_error(a, b) <= _REPEATED for a, b in pairs):
+        if not all(
+            np.array_equal(a, b) or forward_error(a, b) <= _REPEATED for a, b in pairs
+        ):
             self.is_random = True
             return
         kept: Rerun | None = None
         how: Any = {"is_managed": is_managed, "given_exact": given_exact}
-        for loss_scale in loss_scales:
-            try:
-                low = rerun(recorded, dtype, loss_scale=loss_scale, **how)
-            except CANNOT_RUN as error:
-                self.failure = first_line(error)
-                return
-            forward, backward = _forward(low, exact), _backward(low, exact)
+        try:
+            reruns = rerun(recorded, dtype, loss_scales=loss_scales, **how)
+        except CANNOT_RUN as error:
+            self.failure = first_line(error)
+            return
+        forward = _forward(reruns[0], exact)
+        if self.worst is None or forward > self.forward:
+            self.forward, self.worst = forward, recorded
+        self.state = max(self.state, _state(reruns[0], exact, recorded))
+        for loss_scale, low in zip(loss_scales, reruns, strict=True):
+            backward = _backward(low, exact)
             if backward > _WORTH_A_LOOK:
                 kept = kept or _without_cancelled(exact, exactly, dtype)
                 backward = _backward(low, kept)
-            if self.worst is None or forward > self.forward:
-                self.forward, self.worst = forward, recorded
             known = self.backward.get(loss_scale, 0.0)
             self.backward[loss_scale] = max(known, backward)
-            self.state = max(self.state, _state(low, exact, recorded))
 
 
 def _forward(low: Rerun, exact: Rerun) -> float:

@@ -393,7 +393,7 @@ def _reason(suspect: Suspect, format: Format, scale: float) -> tuple[str, str]:
     holds = f"{name} holds {format.max:.6g}"
     # The smallest number that is rounded to inf.
     too_large = format.max * (1 + format.epsilon / 4)
-    exact, low = (rerun(recorded, each).outputs for each in ("float32", name))
+    exact, low = (rerun(recorded, each)[0].outputs for each in ("float32", name))
     largest_in = _largest([np.asarray(x, np.float32) for x in recorded.float_inputs])
     largest_out = _largest(exact)
     if largest_in >= too_large:
