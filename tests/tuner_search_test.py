@@ -8,10 +8,8 @@ from tfamp.tuning.search import Evaluation, Search, Suspect
 
 
 def suspects(errors, guilty, savings=None):
-    return [
-        Suspect(str(i), e, 0.1 if savings is None else savings[i], i in guilty)
-        for i, e in enumerate(errors)
-    ]
+    savings = savings if savings is not None else [0.1] * len(errors)
+    return [Suspect(str(i), e, savings[i], i in guilty) for i, e in enumerate(errors)]
 
 
 class World:
@@ -66,12 +64,10 @@ def test_random_models_keep_most_of_the_best_saving_in_few_evaluations():
     generator = np.random.default_rng(0)
     shares, counts = [], []
     for _ in range(60):
-        needed = set(
-            generator.choice(8, size=generator.integers(0, 4), replace=False).tolist()
-        )
-        errors = np.where(
-            [i in needed for i in range(8)], 1.0, 0.01
-        ) * generator.lognormal(0, 1, 8)
+        number = generator.integers(0, 4)
+        needed = {*generator.choice(8, size=number, replace=False).tolist()}
+        errors = np.where([i in needed for i in range(8)], 1.0, 0.01)
+        errors *= generator.lognormal(0, 1, 8)
         guilty = {i for i in range(8) if (i in needed) != (generator.random() < 0.1)}
         savings = generator.uniform(0.02, 0.2, 8)
         world = World(needed)

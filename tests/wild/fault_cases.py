@@ -6,6 +6,7 @@ are those of tests/wild/own_layers.py.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
+from tests.styles import Subclassed
 from tests.wild import own_layers
 from tests.wild.own_layers import Own
 
@@ -22,8 +24,7 @@ SHAPES = {"image": (6, 6, 3), "sequence": (12, 16), "dense": (16,), "residual": 
 HALF, BOTH = ("float16",), ("float16", "bfloat16")
 
 
-def through(parts: Sequence[Any], x: Any) -> Any:
-    """Returns what the last of some layers gives, one after the other."""
+def through(parts, x):
     for part in parts:
         x = part(x)
     return x
@@ -32,25 +33,12 @@ def through(parts: Sequence[Any], x: Any) -> Any:
 class Stage(layers.Layer):
     """A user's layer: layers one after the other, their input added at the end."""
 
-    def __init__(self, parts: Sequence[Any], **kwargs: Any) -> None:
+    def __init__(self, parts, **kwargs):
         super().__init__(**kwargs)
         self.parts = list(parts)
 
-    def call(self, inputs: Any) -> Any:
-        """Returns the sum of the inputs and of what the last layer gives."""
+    def call(self, inputs):
         return ops.add(inputs, through(self.parts, inputs))
-
-
-class Chain(keras.Model):
-    """A user's model made of layers, one after the other."""
-
-    def __init__(self, parts: Sequence[Any], **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.parts = list(parts)
-
-    def call(self, inputs: Any) -> Any:
-        """Returns what the last layer gives."""
-        return through(self.parts, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +56,7 @@ class Residual:
     parts: Sequence[Any]
 
 
-def extend(x: Any, elements: Sequence[Any]) -> Any:
+def extend(x, elements):
     """Returns the symbolic tensor after the elements of a chain."""
     for element in elements:
         if isinstance(element, Branch):
@@ -81,9 +69,7 @@ def extend(x: Any, elements: Sequence[Any]) -> Any:
     return x
 
 
-def assemble(
-    style: str, shape: Sequence[int], before: list, middle: list, after: list
-) -> keras.Model:
+def assemble(style, shape, before, middle, after):
     """Returns a model of three parts of a chain, in one of `STYLES`.
 
     In "nested" the middle is a Functional model "inner".
@@ -95,7 +81,7 @@ def assemble(
         ]
         if style == "sequential":
             return keras.Sequential([keras.Input(shape), *parts])
-        model = Chain(parts, name="chain")
+        model = Subclassed(parts)
         model(np.zeros((2, *shape), "float32"))
         return model
     inputs = keras.Input(shape)
@@ -107,7 +93,7 @@ def assemble(
     return keras.Model(inputs, extend(x, [*middle, *after]))
 
 
-def group(kind: str, i: int, width: int) -> list[Any]:
+def group(kind, i, width):
     """Returns healthy layers, of which the last one normalizes."""
     if kind == "image":
         return [
@@ -126,26 +112,16 @@ def group(kind: str, i: int, width: int) -> list[Any]:
     return [first, second, norm]
 
 
-def head(kind: str, units: int = 3, **options: Any) -> list[Any]:
+def head(kind, units=3, **options):
     """Returns the layers that end a model of a kind."""
-    pools = {
-        "image": [layers.GlobalAveragePooling2D(name="pool")],
-        "sequence": [layers.Flatten(name="flat")],
-    }
+    pools = {"image": [layers.GlobalAveragePooling2D(name="pool")]}
+    pools["sequence"] = [layers.Flatten(name="flat")]
     return [*pools.get(kind, []), layers.Dense(units, name="head", **options)]
 
 
 def in_trunk(
-    part: Callable[[], list[Any]],
-    style: str,
-    *,
-    kind: str = "dense",
-    groups: int = 2,
-    width: int = 16,
-    shape: Sequence[int] | None = None,
-    weight: float = 0.0,
-    units: int = 3,
-) -> Callable[[int], tuple[keras.Model, list[Any]]]:
+    part, style, *, kind="dense", groups=2, width=16, shape=None, weight=0.0, units=3
+):
     """Returns a builder of a healthy chain that has a part at a place of the seed.
 
     What the part gets is normalized, and so is what it gives. The loss counts by
@@ -153,7 +129,7 @@ def in_trunk(
     """
     given = tuple(shape or SHAPES[kind])
 
-    def build(seed: int) -> tuple[keras.Model, list[Any]]:
+    def build(seed):
         keras.utils.set_random_seed(seed)
         rng = np.random.default_rng([seed, groups, width])
         own = [group(kind, i, width) for i in range(groups)]
@@ -163,11 +139,9 @@ def in_trunk(
         after = [*after, *head(kind, units)]
         model = compiled(assemble(style, given, before, middle, after))
         size = 8 if kind == "image" else 16
+        shapes = ((size, *given), (size, units))
         batches = [
-            tuple(
-                rng.normal(size=(size, *each)).astype("float32")
-                for each in (given, (units,))
-            )
+            tuple(rng.normal(size=each).astype("float32") for each in shapes)
             for _ in range(2)
         ]
         if weight:
@@ -178,22 +152,21 @@ def in_trunk(
     return build
 
 
-def compiled(model: keras.Model, loss: Any = "mse") -> keras.Model:
-    """Returns the model, compiled with Adam."""
-    model.compile(optimizer=keras.optimizers.Adam(1e-3), loss=loss)
+def compiled(model):
+    model.compile(optimizer=keras.optimizers.Adam(1e-3), loss="mse")
     return model
 
 
 # Parts that are spoilt. What they get is of size one.
 
 
-def attend(x: Any, factor: float = 80.0) -> Any:
+def attend(x, factor=80.0):
     """Attends by scores that nobody divided."""
     q = x * factor
     return ops.matmul(ops.softmax(ops.matmul(q, ops.swapaxes(q, 1, 2))), x)
 
 
-def masked(x: Any) -> Any:
+def masked(x):
     """Attends with a mask times -1e9, which is 0 times infinity in float16."""
     seen = ops.cast(ops.tri(x.shape[1], x.shape[1]), x.dtype)
     scores = ops.matmul(x, ops.swapaxes(x, 1, 2)) / math.sqrt(x.shape[-1])
@@ -202,19 +175,19 @@ def masked(x: Any) -> Any:
     return x + ops.matmul(ops.softmax(scores + (1.0 - seen) * far), x)
 
 
-def length(x: Any) -> Any:
+def length(x):
     """Divides by a norm whose squares pass 65504."""
     h = x * 300.0
     return h / ops.sqrt(ops.sum(ops.square(h), axis=-1, keepdims=True))
 
 
-def likelihood(x: Any) -> Any:
+def likelihood(x):
     """Takes the logarithm of a mean of exponentials near e-20."""
     mean = ops.mean(ops.exp(x - 20.0), axis=-1, keepdims=True)
     return x - 2.0 * (ops.log(mean) + 20.0)
 
 
-def joint(x: Any) -> Any:
+def joint(x):
     """Takes the logarithm of the product of 16 probabilities near 0.1."""
     p = 0.2 * ops.sigmoid(x)
     total = p[..., 0:1]
@@ -223,7 +196,7 @@ def joint(x: Any) -> Any:
     return x + ops.log(total) / 10.0
 
 
-def moments(x: Any) -> Any:
+def moments(x):
     """Has the variance as mean of squares less square of the mean."""
     # Of every second channel: of all, a normalized row has the same variance.
     h = 100.0 + 3.0 * x[..., ::2]
@@ -232,14 +205,14 @@ def moments(x: Any) -> Any:
     return ops.tanh(x + 18.0 / (9.0 + ops.maximum(variance, 0.0)) - 1.0)
 
 
-def positions(x: Any) -> Any:
+def positions(x):
     """Adds sines of positions of some thousand."""
     position = ops.cast(ops.arange(x.shape[1]), x.dtype) * 97.0
     pace = 1.0 - ops.cast(ops.arange(x.shape[2]), x.dtype) * 0.1
     return x + 2.0 * ops.sin(position[:, None] * pace)
 
 
-def average(x: Any) -> Any:
+def average(x):
     """Follows a moving average whose steps are below the spacing of its value."""
     mean = ops.ones_like(x)
     for _ in range(64):
@@ -247,19 +220,19 @@ def average(x: Any) -> Any:
     return (mean - 1.0) * 80.0
 
 
-def shares(x: Any) -> Any:
+def shares(x):
     """Divides by 1e-8 and rows of zeros."""
     above = ops.relu(x - 1.5)
     return x + 3.0 * above / (ops.sum(above, axis=-1, keepdims=True) + 1e-8)
 
 
-def levels(x: Any) -> Any:
+def levels(x):
     """Takes the logarithm of zeros and 1e-10."""
     used = ops.cast(ops.arange(x.shape[-1]) % 2, x.dtype)
     return x + 0.1 * ops.log(used * (1.5 + ops.tanh(x)) + 1e-10)
 
 
-def cosine(x: Any) -> Any:
+def cosine(x):
     """Takes Dot(normalize=True) of two branches of large values."""
     sides = [
         layers.Rescaling(1000.0, name=f"{name}_large")(layers.Dense(16, name=name)(x))
@@ -293,30 +266,38 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...], str]] = {
 }
 
 
-def _widening() -> list[Any]:
+def _widening():
     kernel = keras.initializers.RandomNormal(stddev=3e4, seed=1)
     wide = layers.Dense(16, kernel_initializer=kernel, name="widen")
     return [wide, layers.Rescaling(1e-5, name="shrink")]
 
 
-def _center() -> list[Any]:
-    offset = layers.Rescaling(1.0, offset=3000.0, name="offset")
-    return [offset, Own(lambda x: x - ops.mean(x, -1, keepdims=True), name="center")]
+def _offset():
+    return layers.Rescaling(1.0, offset=3000.0, name="offset")
 
 
-def _small() -> list[Any]:
+def _center():
+    return [_offset(), Own(lambda x: x - ops.mean(x, -1, keepdims=True), name="center")]
+
+
+def _small():
     scales = {"small": 1e-4, "smaller": 1e-5, "back": 3e4, "again": 3e4}
     return [layers.Rescaling(scale, name=name) for name, scale in scales.items()]
 
 
-def _far() -> list[Any]:
-    offset = layers.Rescaling(1.0, offset=3000.0, name="offset")
-    return [offset, layers.BatchNormalization(name="batch_norm")]
+def _far():
+    return [_offset(), layers.BatchNormalization(name="batch_norm")]
 
 
-def _unit(scale: float) -> list[Any]:
+def _unit(scale):
     large = layers.Rescaling(scale, name="scaled")
     return [large, layers.UnitNormalization(name="unit")]
+
+
+def _two():
+    between = layers.LayerNormalization(name="between")
+    cube = Own(FUNCTIONS["cube"][0], name="cube")
+    return [cube, between, Own(length, name="length")]
 
 
 # Part -> its layers, those that are guilty, where, and in which styles.
@@ -328,16 +309,7 @@ PARTS: dict[str, tuple[Callable[[], list[Any]], tuple[str, ...], tuple, tuple]] 
     "unit": (lambda: _unit(1500.0), ("unit",), HALF, STYLES),
     "little unit": (lambda: _unit(1e-4), ("unit",), HALF, STYLES[:2]),
     "cosine": (lambda: [Branch(cosine)], ("cosine",), HALF, ("functional", "nested")),
-    "two": (
-        lambda: [
-            Own(FUNCTIONS["cube"][0], name="cube"),
-            layers.LayerNormalization(name="between"),
-            Own(length, name="length"),
-        ],
-        ("cube", "length"),
-        HALF,
-        STYLES,
-    ),
+    "two": (_two, ("cube", "length"), HALF, STYLES),
 }
 
 
@@ -354,56 +326,51 @@ class Case:
     verdict: str = "safe"
 
     @property
-    def is_healthy(self) -> bool:
+    def is_healthy(self):
         """Whether no dtype spoils anything in it."""
         return self.verdict == "safe" and not any(self.guilty.values())
 
-    def verdict_in(self, dtype: str) -> str:
+    def verdict_in(self, dtype):
         """Returns what `sensitivity` has to say."""
         if self.guilty[dtype]:
             return "layers"
-        return (
-            "safe"
-            if (self.verdict, dtype) == ("loss scale", BOTH[1])
-            else (self.verdict)
-        )
+        is_scale = (self.verdict, dtype) == ("loss scale", "bfloat16")
+        return "safe" if is_scale else self.verdict
 
 
-def _guilty(names: Sequence[str], dtypes: Sequence[str], style: str) -> Any:
+NOBODY: Any = {dtype: frozenset() for dtype in BOTH}
+
+
+def _guilty(names, dtypes, style):
     prefix = "inner/" if style == "nested" else ""
     paths = frozenset(prefix + name for name in names)
     return {dtype: paths if dtype in dtypes else frozenset() for dtype in BOTH}
 
 
-def _own(table: Mapping[str, Any], guilty: frozenset[str], kind: str) -> list[Case]:
+def _own(table, guilty, kind):
     """Returns the models of layers that stand alone, known in float16."""
 
-    def builder(function: Any, x: np.ndarray) -> Callable[[int], Any]:
-        def build(seed: int) -> Any:
+    def builder(function, x):
+        def build(seed):
             model, y = own_layers.model_of(function, x)
             return model, [(x[at : at + 32], y[at : at + 32]) for at in (0, 32)]
 
         return build
 
-    return [
-        Case(f"{kind} {name}", builder(*given), {"float16": guilty})
-        for name, given in table.items()
-    ]
+    known = {"float16": guilty}
+    return [Case(f"{kind} {n}", builder(*given), known) for n, given in table.items()]
 
 
-def _faulty() -> list[Case]:
+def _faulty():
     found = []
     for number, (name, (function, dtypes, kind)) in enumerate(FUNCTIONS.items()):
+        long = {"shape": (64, 8), "width": 8} if name == "positions" else {}
+        how = {"kind": kind, "groups": 2 + 3 * (number % 2), **long}
+        part = functools.partial(
+            lambda *given: [Own(given[1], name=given[0])], name, function
+        )
         for style in (STYLES[number % 4], STYLES[(number + 1) % 4]):
-            long = {"shape": (64, 8), "width": 8} if name == "positions" else {}
-            build = in_trunk(
-                lambda name=name, function=function: [Own(function, name=name)],
-                style,
-                kind=kind,
-                groups=2 + 3 * (number % 2),
-                **long,
-            )
-            guilty = _guilty([name], dtypes, style)
+            build, guilty = in_trunk(part, style, **how), _guilty([name], dtypes, style)
             found.append(Case(f"{name}, {style}", build, guilty))
     for name, (part, names, dtypes, styles) in PARTS.items():
         for number, style in enumerate(styles):
@@ -412,35 +379,28 @@ def _faulty() -> list[Case]:
     return found
 
 
-def _whole() -> list[Case]:
+def _whole():
     """Models of which no layer is guilty by itself."""
-    nobody: dict[str, frozenset[str]] = {dtype: frozenset() for dtype in BOTH}
-    weak = [
-        Case(
-            f"weak loss, {style}",
-            in_trunk(list, style, kind=kind, weight=1e-6),
-            nobody,
-            "loss scale",
-        )
-        for style, kind in zip(STYLES[:3], ("dense", "residual", "image"), strict=True)
-    ]
 
-    def maps() -> list[Any]:
+    def weak(style, kind):
+        build = in_trunk(list, style, kind=kind, weight=1e-6)
+        return Case(f"weak loss, {style}", build, NOBODY, "loss scale")
+
+    def maps():
         grow = [Own(lambda x: 1.0 - 1.9 * x**2, name=f"map_{i}") for i in range(20)]
         return [layers.Activation("tanh", name="start"), *grow]
 
-    chaos = [
-        Case(f"maps, {style}", in_trunk(maps, style), nobody, "amplification")
-        for style in STYLES[:2]
-    ]
-    return [*weak, *chaos]
+    def chaos(style):
+        return Case(f"maps, {style}", in_trunk(maps, style), NOBODY, "amplification")
+
+    kinds = ("dense", "residual", "image")
+    return [*map(weak, STYLES, kinds), *map(chaos, STYLES[:2])]
 
 
 # Healthy networks.
 
 
-def _convolutions(x: Any) -> Any:
-    """Convolutions before BatchNormalization, around shortcuts."""
+def _convolutions(x):
     x = layers.Conv2D(8, 3, padding="same")(x)
     for _ in range(2):
         h = layers.BatchNormalization()(layers.Conv2D(8, 3, padding="same")(x))
@@ -449,14 +409,14 @@ def _convolutions(x: Any) -> Any:
     return layers.GlobalAveragePooling2D()(x)
 
 
-def _unet(x: Any) -> Any:
+def _unet(x):
     first = layers.Conv2D(8, 3, padding="same", activation="gelu")(x)
     low = layers.Conv2D(8, 3, padding="same")(layers.MaxPooling2D()(first))
     joined = layers.Concatenate()([first, layers.UpSampling2D()(low)])
     return layers.Flatten()(layers.Conv2D(8, 3, padding="same")(joined))
 
 
-def _transformer(x: Any) -> Any:
+def _transformer(x):
     x = layers.Dense(16)(x)
     for _ in range(2):
         h = layers.LayerNormalization()(x)
@@ -466,7 +426,7 @@ def _transformer(x: Any) -> Any:
     return layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
 
 
-def _gated(x: Any) -> Any:
+def _gated(x):
     x = layers.Dense(16)(x)
     gate = ops.sigmoid(layers.Dense(16)(x))
     x = x * gate + ops.tanh(x)
@@ -493,11 +453,9 @@ NETWORKS: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
 }
 
 
-def _healthy() -> list[Case]:
-    nobody: dict[str, frozenset[str]] = {dtype: frozenset() for dtype in BOTH}
-
-    def network(name: str) -> Callable[[int], Any]:
-        def build(seed: int) -> Any:
+def _healthy():
+    def network(name):
+        def build(seed):
             keras.utils.set_random_seed(seed)
             shape, body = NETWORKS[name]
             if isinstance(body, layers.Layer):
@@ -505,46 +463,33 @@ def _healthy() -> list[Case]:
             inputs = keras.Input(shape)
             model = keras.Model(inputs, layers.Dense(3, name="head")(body(inputs)))
             rng = np.random.default_rng([seed, 3])
-            scale = 255.0 if name == "pixels" else 1.0
-            x = (
-                rng.uniform(0, scale, (2, 32, *shape))
-                if scale > 1
-                else (rng.normal(size=(2, 32, *shape)))
-            )
+            draw = rng.uniform if name == "pixels" else rng.normal
+            x = draw(0, 255.0 if name == "pixels" else 1.0, (2, 32, *shape))
             y = rng.normal(2.0, 1.0, (2, 32, 3)).astype("float32")
             return compiled(model), list(zip(x.astype("float32"), y, strict=True))
 
-        return build
+        return Case(name, build, NOBODY)
 
-    networks = [Case(name, network(name), nobody) for name in NETWORKS]
+    def trunk(kind, style, groups):
+        how = {"kind": kind, "groups": groups, "width": 8 if kind == "image" else 16}
+        build = in_trunk(lambda: [layers.ReLU(name="above")], style, **how)
+        return Case(f"{kind}, {style}, {groups} groups", build, NOBODY)
+
     trunks = [
-        Case(
-            f"{kind}, {style}, {groups} groups",
-            in_trunk(
-                lambda: [layers.ReLU(name="above")],
-                style,
-                kind=kind,
-                groups=groups,
-                width=8 if kind == "image" else 16,
-            ),
-            nobody,
-        )
+        trunk(kind, style, groups)
         for kind in SHAPES
         for style in STYLES
         for groups in (2, 5)
         if kind != "image" or groups == 2
     ]
-    return [*networks, *trunks]
+    return [*map(network, NETWORKS), *trunks]
 
 
+_SPOILT = {k: v for k, v in own_layers.SPOILT.items() if k != "harmonic mean"}
 CASES: tuple[Case, ...] = (
     *_faulty(),
     *_whole(),
-    *_own(
-        {k: v for k, v in own_layers.SPOILT.items() if k != "harmonic mean"},
-        frozenset({"own"}),
-        "spoilt",
-    ),
+    *_own(_SPOILT, frozenset({"own"}), "spoilt"),
     *_healthy(),
     *_own(own_layers.HEALTHY, frozenset(), "healthy"),
 )

@@ -12,16 +12,8 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfamp
-from tests.wild.fault_cases import (
-    FUNCTIONS,
-    SHAPES,
-    STYLES,
-    assemble,
-    attend,
-    group,
-    head,
-    masked,
-)
+from tests.wild import fault_cases
+from tests.wild.fault_cases import FUNCTIONS, SHAPES, STYLES, group, head
 from tests.wild.own_layers import Own
 
 
@@ -39,7 +31,7 @@ class Failure:
     layer: str = ""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def build(self, seed: int) -> tuple[Any, Any]:
+    def build(self, seed):
         """Returns a compiled model in its policy, and the failing batch."""
         keras.utils.set_random_seed(seed)
         rng = np.random.default_rng([seed, 11])
@@ -52,39 +44,35 @@ class Failure:
 
 
 def _with(
-    middle: Callable[[], list[Any]] = list,
-    damage: Callable[[Any, Any], Any] = lambda x, y: (x, y),
+    middle=list,
+    damage=lambda x, y: (x, y),
     *,
-    style: str = "functional",
-    kind: str = "dense",
-    classes: int = 0,
-    optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(1e-3),
-) -> Callable[[np.random.Generator], Any]:
+    style="functional",
+    kind="dense",
+    classes=0,
+):
     """Returns a maker of a healthy chain with layers in it, and a batch, damaged."""
 
-    def make(rng: np.random.Generator) -> Any:
-        shape = SHAPES[kind]
-        end = head(kind, classes, activation="softmax") if classes else head(kind, 1)
-        model = assemble(
-            style,
-            shape,
-            group(kind, 0, 16),
-            [*middle(), layers.LayerNormalization(name="settle")],
-            [*group(kind, 1, 16), *end],
-        )
+    def make(rng):
+        end = head(kind, 1)
+        if classes:
+            end = head(kind, classes, activation="softmax")
+        middle_ = [*middle(), layers.LayerNormalization(name="settle")]
+        parts = (group(kind, 0, 16), middle_, [*group(kind, 1, 16), *end])
+        model = fault_cases.assemble(style, SHAPES[kind], *parts)
         loss = "sparse_categorical_crossentropy" if classes else "mse"
-        model.compile(optimizer=optimizer(), loss=loss)
-        x = rng.normal(size=(16, *shape)).astype("float32")
+        model.compile(keras.optimizers.Adam(1e-3), loss)
+        x = rng.normal(size=(16, *SHAPES[kind])).astype("float32")
         y = rng.normal(size=(16, 1)).astype("float32")
         return model, damage(x, rng.integers(0, classes, 16) if classes else y)
 
     return make
 
 
-def _set(name: str, value: float) -> Callable[[Any, Any], Any]:
+def _set(name, value):
     """Returns what damages a row of the inputs, the targets or the weights."""
 
-    def damage(x: Any, y: Any) -> Any:
+    def damage(x, y):
         arrays = {"x": x, "y": y, "weight": np.ones(len(x), "float32")}
         arrays[name][3] = value
         return tuple(arrays.values()) if name == "weight" else (x, y)
@@ -92,11 +80,11 @@ def _set(name: str, value: float) -> Callable[[Any, Any], Any]:
     return damage
 
 
-def _raw(name: str, function: Callable[[Any], Any]) -> Callable[[], list[Any]]:
+def _raw(name, function):
     return lambda: [Own(function, name=name)]
 
 
-def _spoilt_weight(rng: np.random.Generator) -> Any:
+def _spoilt_weight(rng):
     """A weight is NaN; on CPUs in graph mode the ReLU makes 0 of it."""
     hidden = layers.Dense(16, activation="relu", name="hidden")
     model, batch = _with(lambda: [hidden])(rng)
@@ -106,10 +94,10 @@ def _spoilt_weight(rng: np.random.Generator) -> Any:
     return model, batch
 
 
-def _exploded(optimizer: Callable[[], Any]) -> Callable[[np.random.Generator], Any]:
+def _exploded(optimizer):
     """Returns a maker of a model that was trained until a step was not finite."""
 
-    def make(rng: np.random.Generator) -> Any:
+    def make(rng):
         hidden = [layers.Dense(8, "relu", name=f"dense_{i}") for i in range(4)]
         end = layers.Dense(1, name="head")
         model = keras.Sequential([keras.Input((8,)), *hidden, end])
@@ -126,7 +114,7 @@ def _exploded(optimizer: Callable[[], Any]) -> Callable[[np.random.Generator], A
     return make
 
 
-def _spoilt_slot(rng: np.random.Generator) -> Any:
+def _spoilt_slot(rng):
     """The optimizer's state of one kernel holds a NaN."""
     model, batch = _with()(rng)
     step(model, batch)
@@ -138,7 +126,7 @@ def _spoilt_slot(rng: np.random.Generator) -> Any:
     return model, batch
 
 
-def step(model: keras.Model, given: Any) -> bool:
+def step(model, given):
     """Takes one training step, eagerly; returns whether everything stayed finite.
 
     A step whose gradients are not finite writes nothing, as under a loss scale.
@@ -159,14 +147,14 @@ def step(model: keras.Model, given: Any) -> bool:
     return all(np.isfinite(v.numpy()).all() for v in variables)
 
 
-def _deviation(x: Any) -> Any:
+def _deviation(x):
     """A root of a variance that rounding makes negative or zero."""
     h = 300.0 + x
     mean = ops.mean(h, axis=-1, keepdims=True)
     return x / ops.sqrt(ops.mean(ops.square(h), -1, keepdims=True) - ops.square(mean))
 
 
-def _nothing(x: Any) -> Any:
+def _nothing(x):
     above = ops.relu(x - 100.0)
     return x + above / ops.sum(above, axis=-1, keepdims=True)
 
@@ -191,69 +179,49 @@ _MODELS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 _PRECISION: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
     "cube": (FUNCTIONS["cube"][0], "functional", "dense", F16),
-    "attend": (lambda x: attend(x, 200.0), "subclassed", "sequence", F16),
+    "attend": (lambda x: fault_cases.attend(x, 200.0), "subclassed", "sequence", F16),
     "soft": (FUNCTIONS["soft"][0], "nested", "dense", F16),
-    "masked": (masked, "sequential", "sequence", F16),
+    "masked": (fault_cases.masked, "sequential", "sequence", F16),
     "inverse": (FUNCTIONS["inverse"][0], "functional", "dense", F16),
     "deviation": (_deviation, "functional", "dense", BF16),
 }
 
 
-def _path(name: str, style: str) -> str:
+def _path(name, style):
     return f"inner/{name}" if style == "nested" else name
 
 
-FAILURES: tuple[Failure, ...] = (
-    *(
-        Failure(
-            f"{name}, {policy}", "data", _with(damage=_set(*own), style=style), policy
-        )
-        for name, (*own, style) in _BATCHES.items()
-        for policy in ("float32", BF16)
-    ),
-    Failure("a label out of range", "data", _with(damage=_set("y", 99), classes=4)),
-    *(
-        Failure(
-            name,
-            "model",
-            _with(_raw(name, function), style=style),
-            layer=_path(name, style),
-        )
-        for name, (function, style) in _MODELS.items()
-    ),
-    Failure("a NaN weight", "model", _spoilt_weight, layer="hidden"),
-    Failure("SGD explodes", "learning rate", _exploded(lambda: SGD(100.0))),
-    Failure("Adam explodes", "learning rate", _exploded(lambda: ADAM(1e6))),
-    Failure(
-        "SGD explodes, bfloat16", "learning rate", _exploded(lambda: SGD(100.0)), BF16
-    ),
-    Failure("NaN in a slot", "optimizer", _spoilt_slot, layer="dense_1a"),
-    *(
-        Failure(
-            f"a large scale, {style}",
-            "loss scale",
-            _with(style=style),
-            F16,
-            options={"loss_scale": 2.0**24},
-        )
-        for style in STYLES
-    ),
-    *(
-        Failure(
-            name,
-            "precision",
-            _with(_raw(name, function), style=style, kind=kind),
-            policy,
-            _path(name, style),
-        )
-        for name, (function, style, kind, policy) in _PRECISION.items()
-    ),
-    *(
-        Failure(f"healthy, {policy}", "none", _with(style=style), policy)
-        for policy, style in (
-            ("float32", "nested"),
-            (BF16, "subclassed"),
-            (F16, "sequential"),
-        )
-    ),
-)
+def _failures():
+    for name, (*own, style) in _BATCHES.items():
+        for policy in ("float32", BF16):
+            make = _with(damage=_set(*own), style=style)
+            yield Failure(f"{name}, {policy}", "data", make, policy)
+    labels = _with(damage=_set("y", 99), classes=4)
+    yield Failure("a label out of range", "data", labels)
+    for name, (function, style) in _MODELS.items():
+        make = _with(_raw(name, function), style=style)
+        yield Failure(name, "model", make, layer=_path(name, style))
+    yield Failure("a NaN weight", "model", _spoilt_weight, layer="hidden")
+    for name, optimizer, policy in (
+        ("SGD explodes", lambda: SGD(100.0), "float32"),
+        ("Adam explodes", lambda: ADAM(1e6), "float32"),
+        ("SGD explodes, bfloat16", lambda: SGD(100.0), BF16),
+    ):
+        yield Failure(name, "learning rate", _exploded(optimizer), policy)
+    yield Failure("NaN in a slot", "optimizer", _spoilt_slot, layer="dense_1a")
+    for style in STYLES:
+        how = {"options": {"loss_scale": 2.0**24}}
+        make = _with(style=style)
+        yield Failure(f"a large scale, {style}", "loss scale", make, F16, **how)
+    for name, (function, style, kind, policy) in _PRECISION.items():
+        make = _with(_raw(name, function), style=style, kind=kind)
+        yield Failure(name, "precision", make, policy, _path(name, style))
+    for policy, style in {
+        "float32": "nested",
+        BF16: "subclassed",
+        F16: STYLES[1],
+    }.items():
+        yield Failure(f"healthy, {policy}", "none", _with(style=style), policy)
+
+
+FAILURES = tuple(_failures())

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.styles import Subclassed
 from tests.wild import own_layers
 from tests.wild.own_layers import HEALTHY, SPOILT, Own, model_of, numbers, rms_norm
 
@@ -51,15 +52,12 @@ def test_a_healthy_layer_stays_in_half_precision(name):
     assert row_of(fitted(layer, x)).compute_dtype == "float16"
 
 
-def test_the_line_names_the_layer_the_figure_and_the_way_back(caplog):
-    fitted(*SPOILT["rms norm"])
+def test_it_says_which_layer_and_the_way_back_or_warns_or_is_left_out(caplog):
+    layer, x = SPOILT["rms norm"]
+    fitted(layer, x)
     (line,) = [text for text in caplog.messages if "'own'" in text]
     assert line.startswith("Layer 'own' computes in float32: in float16 its outputs")
     assert "off by" in line and "check=None" in line
-
-
-def test_it_can_warn_or_be_left_out():
-    layer, x = SPOILT["rms norm"]
     with pytest.warns(UserWarning, match=r"keep_float32=\['own'\]"):
         model = fitted(layer, x, check="warn")
     assert row_of(model).compute_dtype == "float16"
@@ -85,9 +83,7 @@ def test_a_dataset_is_drawn_from_as_ever():
             pairs = pairs.map(
                 lambda a, b: tf.numpy_function(noted, [a, b], [tf.float32] * 2)
             )
-            pairs = pairs.map(
-                lambda a, b: (tf.ensure_shape(a, [16]), tf.ensure_shape(b, [1]))
-            )
+            pairs = pairs.map(lambda *ab: tuple(map(tf.ensure_shape, ab, ([16], [1]))))
             model.fit(pairs.batch(32), epochs=2, verbose=0)
         drawn.append(len(orders[-1]))
     assert row_of(model).rule == "check"
@@ -109,18 +105,12 @@ class Block(keras.layers.Layer):
         return self.second(rms_norm(self.first(x) * 300.0))
 
 
-class Net(keras.Model):
+def net():
     """Blocks in a subclassed model that nobody has built."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = Block(name="block")
-        self.head = keras.layers.Dense(1)
-
-    def call(self, x):
-        return self.head(self.block(x))
+    return Subclassed([Block(name="block"), keras.layers.Dense(1)])
 
 
+@pytest.mark.quick("fit", "eager")
 @pytest.mark.parametrize("way", ["fit", "train_on_batch", "xla", "eager"])
 def test_a_blocks_own_operations_are_kept_and_its_products_stay(way, capsys):
     x = numbers()
@@ -128,14 +118,16 @@ def test_a_blocks_own_operations_are_kept_and_its_products_stay(way, capsys):
     for check in (None, "keep"):
         keras.utils.set_random_seed(0)
         with tfamp.scope("mixed_float16", check=check):
-            model = Net()
+            model = net()
             options = {"jit_compile": way == "xla", "run_eagerly": way == "eager"}
             model.compile("sgd", "mse", **options)
             if way == "train_on_batch":
                 model.train_on_batch(x, x[:, :1])
             else:
                 model.fit(x, x[:, :1], verbose=0)
-        counts.append((model.block.num_calls, capsys.readouterr().out.count("called")))
+        counts.append(
+            (model.parts[0].num_calls, capsys.readouterr().out.count("called"))
+        )
     assert row_of(model, "block").rule == "check"
     assert row_of(model, "block/first").compute_dtype == "float16"
     assert counts[1] <= counts[0]
@@ -147,14 +139,10 @@ def test_nothing_else_of_the_model_moves():
     def weights(check):
         keras.utils.set_random_seed(0)
         with tfamp.scope("mixed_bfloat16", check=check):
-            layers = [
-                keras.layers.Dense(16),
-                Own(lambda x: x * keras.ops.sigmoid(x), name="own"),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dropout(0.5),
-                keras.layers.Dense(1),
-            ]
-            model = keras.Sequential(layers)
+            swish = Own(lambda x: x * keras.ops.sigmoid(x), name="own")
+            regular = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+            parts = [keras.layers.Dense(16), swish, *regular, keras.layers.Dense(1)]
+            model = keras.Sequential(parts)
             model.compile("adam", "mse")
             model.fit(x, x[:, :1], epochs=2, verbose=0)
         return model.get_weights()
@@ -166,10 +154,8 @@ def test_nothing_else_of_the_model_moves():
 def test_the_file_holds_what_was_kept(tmp_path):
     model = fitted(own_layers.RunningSquares, numbers(1e-4))
     model.save(tmp_path / "model.keras")
-    loaded = tfamp.load_model(
-        tmp_path / "model.keras",
-        custom_objects={"RunningSquares": own_layers.RunningSquares},
-    )
+    known = {"RunningSquares": own_layers.RunningSquares}
+    loaded = tfamp.load_model(tmp_path / "model.keras", custom_objects=known)
     assert row_of(loaded).rule == "check"
     assert row_of(loaded).compute_dtype == "float32"
 
@@ -178,9 +164,8 @@ def test_a_model_that_cannot_be_called_so_trains_as_ever(caplog):
     class Gan(keras.Model):
         def __init__(self):
             super().__init__()
-            self.maker = keras.Sequential(
-                [Own(lambda z: z * 2.0), keras.layers.Dense(1)]
-            )
+            double = Own(lambda z: z * 2.0)
+            self.maker = keras.Sequential([double, keras.layers.Dense(1)])
 
         def train_step(self, data):
             with tf.GradientTape() as tape:

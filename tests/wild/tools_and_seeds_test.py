@@ -15,6 +15,7 @@ import tfamp
 
 X = np.random.default_rng(0).normal(size=(512, 12)).astype("float32")
 Y = (X[:, :1] > 0).astype("float32")
+ONES = np.ones((1, 64))
 SEED = 0  # what most programs take, and tools that seed by themselves too
 
 
@@ -30,24 +31,16 @@ class Jitter(keras.layers.Layer):
         return x * (1 + 0.01 * random.random()) * (1 + 0.01 * float(np.random.rand()))
 
 
-def build():
-    model = keras.Sequential(
-        [
-            keras.Input((12,)),
-            Jitter(),
-            keras.layers.Dense(8, activation="relu"),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.3),
-            keras.layers.Dense(1, activation="sigmoid"),
-        ]
-    )
+def build(own_seed=None):
+    if own_seed is not None:
+        keras.utils.set_random_seed(own_seed)
+    hidden = keras.layers.Dense(8, activation="relu")
+    norm, drop = keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)
+    head = keras.layers.Dense(1, activation="sigmoid")
+    layers = [keras.Input((12,)), Jitter(), hidden, norm, drop, head]
+    model = keras.Sequential(layers)
     model.compile("adam", "binary_crossentropy", metrics=["accuracy"])
     return model
-
-
-def build_with_a_seed_of_its_own():
-    keras.utils.set_random_seed(SEED)
-    return build()
 
 
 def drawn():
@@ -62,9 +55,7 @@ def drawn():
         "keras": float(keras.random.uniform([])),
         "weights": float(np.asarray(kernel.kernel)[0, 0]),
         "shuffle": int(next(iter(tf.data.Dataset.range(1000).shuffle(1000)))),
-        "dropout": float(
-            keras.layers.Dropout(0.5)(np.ones((1, 64)), training=True)[0, 3]
-        ),
+        "dropout": float(keras.layers.Dropout(0.5)(ONES, training=True)[0, 3]),
     }
 
 
@@ -75,7 +66,12 @@ def state_of(model):
 
 def dtypes_of(model):
     names = [layer.dtype_policy.name for layer in model.layers]
-    return names, model.jit_compile, keras.config.dtype_policy().name
+    return (
+        names,
+        type(model.optimizer),
+        model.jit_compile,
+        keras.config.dtype_policy().name,
+    )
 
 
 def program(tool):
@@ -98,8 +94,20 @@ def program(tool):
 BATCHES = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(512).batch(32)
 
 
+def measured(subject):
+    how = {"policies": ["float32", "mixed_bfloat16"], "jit_compile": False}
+    return tfamp.measure_policies(subject, (X, Y), budget_seconds=2.0, **how)
+
+
+def tuned(subject, **how):
+    how |= {"policy": "mixed_bfloat16", "max_evaluations": 2}
+    return tfamp.tune(subject, (X, Y), **how)
+
+
 QUICK = {
     "lint": lambda model: tfamp.lint(model, data=(X, Y)),
+    "check": lambda model: tfamp.check(model, (X, Y), policy="mixed_float16"),
+    "check in float32": lambda model: tfamp.check(model, (X, Y), policy="float32"),
     "ranges": lambda model: tfamp.ranges(model, BATCHES),
     "sensitivity": lambda model: tfamp.sensitivity(model, (X, Y), num_batches=1),
     "prove": lambda model: tfamp.prove(model, (X, Y)),
@@ -108,32 +116,13 @@ QUICK = {
     "estimate_memory": lambda model: tfamp.estimate_memory(model, 32, data=(X, Y)),
     "bottleneck": lambda model: tfamp.data.bottleneck(model, BATCHES, seconds=0.3),
     "freeze": tfamp.freeze,
-    "measure_policies": lambda model: measured(model),
+    "measure_policies": measured,
     "measure_policies of a function that seeds": lambda model: measured(
-        build_with_a_seed_of_its_own
+        lambda: build(SEED)
     ),
-    "tune": lambda model: tfamp.tune(
-        model, (X, Y), policy="mixed_bfloat16", tolerance=0.1, max_evaluations=2
-    ),
-    "tune of a function": lambda model: tfamp.tune(
-        build,
-        (X, Y),
-        policy="mixed_bfloat16",
-        tolerance=0.9,
-        num_steps=1,
-        max_evaluations=2,
-    ),
+    "tune": lambda model: tuned(model, tolerance=0.1),
+    "tune of a function": lambda model: tuned(build, tolerance=0.9, num_steps=1),
 }
-
-
-def measured(subject):
-    return tfamp.measure_policies(
-        subject,
-        (X, Y),
-        policies=["float32", "mixed_bfloat16"],
-        jit_compile=False,
-        budget_seconds=2.0,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +139,7 @@ def generators_of_the_suite():
     np.random.set_state(held[1])
 
 
-@pytest.mark.quick("lint", "prove")
+@pytest.mark.quick("lint", "check", "ranges")
 @pytest.mark.filterwarnings("ignore:.*retracing.*")
 @pytest.mark.parametrize("name", QUICK)
 def test_a_program_draws_the_same_with_a_tool_and_without(name, without):
