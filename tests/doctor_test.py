@@ -28,12 +28,7 @@ A100 = Device("gpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0))
 
 
 def machine(
-    *devices,
-    versions=None,
-    nvidia_gpus=0,
-    memory=MEMORY,
-    built_for=(),
-    **environ,
+    *devices, versions=None, nvidia_gpus=0, memory=MEMORY, built_for=(), **environ
 ):
     """Describes a machine; nothing of the real one is looked at."""
     return Probes(
@@ -47,18 +42,6 @@ def machine(
     )
 
 
-def text_of(diagnosis):
-    """Returns what the doctor prints for a diagnosis, in a pipe."""
-    return diagnosis.table()
-
-
-def run(probes, *argv):
-    """Runs the command on a described machine and returns its status."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(doctor, "Probes", lambda: probes)
-        return main(["doctor", *argv])
-
-
 def test_a_sound_machine_has_no_findings():
     diagnosis = diagnose(machine(T4, CPU, nvidia_gpus=1))
     assert diagnosis.findings == ()
@@ -68,7 +51,7 @@ def test_a_sound_machine_has_no_findings():
     assert [report.fast_dtypes for report in diagnosis.devices] == [("float16",), ()]
     assert diagnosis.versions["tensorflow"] == "2.20.0"
     assert "tfamp" in diagnosis.versions
-    assert text_of(diagnosis).endswith("No problems found.")
+    assert diagnosis.table().endswith("No problems found.")
 
 
 AMX_ENDS = (
@@ -148,54 +131,42 @@ def test_the_tables_fit_and_say_it_all():
     environ = {"TFAMP_POLICY": "mixed_bfloat16", "CUDA_VISIBLE_DEVICES": ""}
     environ["XLA_FLAGS"] = "[red]x[/red]"  # no markup
     environ["TF_ENABLE_AUTO_MIXED_PRECISION"] = "1"
-    text = text_of(diagnose(machine(A100, T4, CPU, **environ)))
+    text = diagnose(machine(A100, T4, CPU, **environ)).table()
     assert max(len(line) for line in text.splitlines()) <= 110
     assert "\x1b" not in text
     words = " ".join(text.split())
     for expected in (
-        "Recommended policy: mixed_float16",
-        "tensor cores for float16",
-        "capability 7.5",
-        "MIG",
-        "15.0 GiB",
-        "2.19 to 2.21",
-        "CUDA_VISIBLE_DEVICES",
-        "warning",
-        "[red]x[/red]",
+        *("Recommended policy: mixed_float16", "tensor cores for float16", "MIG"),
+        *("capability 7.5", "15.0 GiB", "2.19 to 2.21", "CUDA_VISIBLE_DEVICES"),
+        *("warning", "[red]x[/red]"),
     ):
         assert expected in words
     assert "''" in text, "a variable that is set to nothing is not unset"
 
 
-def test_what_tensorflow_prints_stays_out_of_the_document(capfd):
+def test_what_tensorflow_prints_stays_out_of_the_document(capfd, monkeypatch):
     def devices():
         print("a package prints to the output")
         os.write(2, b"C++ writes to the error stream\n")
         return (CPU,)
 
     sound = dataclasses.replace(machine(), devices=devices)
-    assert run(sound, "--json=-") == 0
-    out, err = capfd.readouterr()
-    json.loads(out)
-    assert "C++" not in err
     # Where something is broken, the notices may say why.
     broken = dataclasses.replace(sound, nvidia_gpus=lambda: 1)
-    assert run(broken, "--json=-") == 1
-    out, err = capfd.readouterr()
-    json.loads(out)
-    assert "C++ writes to the error stream" in err
+    for status, probes in enumerate((sound, broken)):
+        monkeypatch.setattr(doctor, "Probes", lambda found=probes: found)
+        assert main(["doctor", "--json=-"]) == status
+        out, err = capfd.readouterr()
+        json.loads(out)
+        assert ("C++ writes to the error stream" in err) == bool(status)
 
 
 @pytest.mark.slow
 def test_the_real_machine_is_told_in_a_broken_environment(tmp_path):
     environ = {**os.environ, "KERAS_BACKEND": "jax", "HOME": str(tmp_path)}
-    completed = subprocess.run(
-        [sys.executable, "-m", "tfamp", "doctor", "--json=-"],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "tfamp", "doctor", "--json=-"]
+    how = {"cwd": ROOT, "env": environ, "capture_output": True, "text": True}
+    completed = subprocess.run(command, **how)
     assert completed.returncode == 1, completed.stderr
     diagnosis = Diagnosis.from_dict(json.loads(completed.stdout))
     assert "KERAS_BACKEND is 'jax'" in diagnosis.findings[0].message
@@ -214,25 +185,19 @@ def test_the_diagnosis_survives_json():
     assert Diagnosis.from_json(diagnosis.to_json()) == diagnosis
 
 
-def refuse():
-    raise AssertionError("TensorFlow is not there to be asked")
-
-
 def test_without_tensorflow_no_device_is_looked_for():
-    probes = dataclasses.replace(
-        machine(versions={"tensorflow": None}, nvidia_gpus=1),
-        problems=found_problems,
-        devices=refuse,
-    )
-    diagnosis = diagnose(probes)
+    def refuse():
+        raise AssertionError("TensorFlow is not there to be asked")
+
+    probes = machine(versions={"tensorflow": None}, nvidia_gpus=1)
+    given = {"problems": found_problems, "devices": refuse}
+    diagnosis = diagnose(dataclasses.replace(probes, **given))
     assert [finding.message for finding in diagnosis.findings] == [
         "TensorFlow is not installed; tfamp supports TensorFlow 2.19 to 2.21."
     ]
-    assert diagnosis.devices == ()
-    assert diagnosis.recommendation is None
-    text = text_of(diagnosis)
-    assert "missing" in text
-    assert "TensorFlow does not run here" in text
+    assert (diagnosis.devices, diagnosis.recommendation) == ((), None)
+    text = diagnosis.table()
+    assert "missing" in text and "TensorFlow does not run here" in text
 
 
 # What `tf.sysconfig.get_build_info` tells of the wheels of TensorFlow 2.21 and of
@@ -255,11 +220,7 @@ CARDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name, capability, built_for, told",
-    CARDS,
-    ids=[f"{c[0]}-{i}" for i, c in enumerate(CARDS)],
-)
+@pytest.mark.parametrize("name, capability, built_for, told", CARDS)
 def test_a_gpu_without_kernels_in_the_wheel_is_told(name, capability, built_for, told):
     card = Device("gpu", name, capability, 2**34)
     found = diagnose(machine(card, CPU, nvidia_gpus=1, built_for=built_for)).findings

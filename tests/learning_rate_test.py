@@ -36,9 +36,8 @@ def test_rules_scale_numbers_and_schedules(rule, factor):
     cosine = keras.optimizers.schedules.CosineDecay(0.1, 100)
     scaled = tfamp.training.scale_learning_rate(cosine, **sizes)
     for step in (0, 30, 100):
-        assert float(scaled(step)) == pytest.approx(
-            float(cosine(step)) * factor, abs=1e-9
-        )
+        expected = float(cosine(step)) * factor
+        assert float(scaled(step)) == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.slow
@@ -50,46 +49,33 @@ def test_a_model_trains_with_it_and_a_file_keeps_it(tmp_path):
     with tfamp.scope("mixed_float16"):
         model = model_of("sequential", keras.optimizers.Adam(rate))
     model.fit(DATA, verbose=0)
-    assert float(model.optimizer.learning_rate) == pytest.approx(
-        2 * float(decay(8)), rel=1e-5
-    )
+    now = float(model.optimizer.learning_rate)
+    assert now == pytest.approx(2 * float(decay(8)), rel=1e-5)
     model.save(tmp_path / "model.keras")
-    loaded = tfamp.load_model(tmp_path / "model.keras")
-    inner = loaded.optimizer.inner_optimizer
-    assert inner._learning_rate.get_config() == rate.get_config()
-    assert float(loaded.optimizer.learning_rate) == pytest.approx(
-        float(model.optimizer.learning_rate)
-    )
+    loaded = tfamp.load_model(tmp_path / "model.keras").optimizer
+    kept = loaded.inner_optimizer._learning_rate.get_config()
+    assert kept == rate.get_config()
+    assert float(loaded.learning_rate) == pytest.approx(now)
 
 
-@pytest.mark.quick("functional")
+COSINE = keras.optimizers.schedules.CosineDecay(0.01, 100)
+
+
+# That it leaves no trace is in wild/tools_and_seeds_test.py.
+@pytest.mark.quick("schedule-mixed_float16-sequential")
 @pytest.mark.parametrize("style", STYLES)
-def test_the_range_test_finds_a_rate_and_leaves_no_trace(style):
-    model = model_of(style, keras.optimizers.SGD(0.05, momentum=0.9))
-    model.fit(DATA, verbose=0)
-    before = bits(model)
-    found = tfamp.training.lr_find(model, DATA, num_steps=60)
-    for ours, was in zip(bits(model), before, strict=True):
-        np.testing.assert_array_equal(ours, was)
-    assert float(model.optimizer.learning_rate) == pytest.approx(0.05)
-    assert found.rates == tuple(sorted(found.rates))
-    assert len(found.rates) == len(found.losses) == len(found.smoothed)
-    model.fit(DATA, verbose=0)
-    assert not np.array_equal(bits(model)[0], before[0])
-
-
-@pytest.mark.quick("schedule-mixed_float16")
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
-@pytest.mark.parametrize("optimizer", ["sgd", "schedule"])
-def test_the_suggestion_trains_and_is_below_a_tenth_of_the_best_rate(optimizer, policy):
-    rate = 0.01
-    if optimizer == "schedule":
-        rate = keras.optimizers.schedules.CosineDecay(0.01, 100)
+@pytest.mark.parametrize("rate", [0.01, COSINE], ids=["number", "schedule"])
+def test_the_suggestion_trains_and_is_below_a_tenth_of_the_best_rate(
+    rate, policy, style
+):
     with tfamp.scope(policy):
-        model = model_of("sequential", keras.optimizers.SGD(rate))
+        model = model_of(style, keras.optimizers.SGD(rate))
     found = tfamp.training.lr_find(model, DATA)
     assert found.why_it_ended in ("it diverged", "a loss is not finite")
     assert 1e-3 < found.suggestion <= found.highest < 1
+    assert found.rates == tuple(sorted(found.rates))
+    assert len(found.rates) == len(found.losses) == len(found.smoothed)
     lowest = found.rates[int(np.argmin(found.smoothed))]
     assert found.highest == pytest.approx(lowest / 10)
     assert f"{found.highest:.3g}, is about the highest" in found.why
@@ -100,16 +86,15 @@ def test_the_suggestion_trains_and_is_below_a_tenth_of_the_best_rate(optimizer, 
 
 
 def test_what_cannot_be_tried_is_told():
-    model = model_of()
+    model, find = model_of(), tfamp.training.lr_find
     with pytest.raises(ValueError, match="Exchange them"):
-        tfamp.training.lr_find(model, DATA, min_rate=1.0, max_rate=0.1)
+        find(model, DATA, min_rate=1.0, max_rate=0.1)
     with pytest.raises(ValueError, match="num_steps"):
-        tfamp.training.lr_find(model, DATA, num_steps=3)
+        find(model, DATA, num_steps=3)
     with pytest.raises(ValueError, match="not compiled"):
-        tfamp.training.lr_find(keras.Sequential([keras.Input((8,)), L.Dense(1)]), DATA)
+        find(keras.Sequential([keras.Input((8,)), L.Dense(1)]), DATA)
     with pytest.raises(TypeError, match="expected what"):
-        tfamp.training.lr_find(model, X)
-    bad = DATA.map(lambda x, y: (x, y * np.nan))
+        find(model, X)
     with pytest.raises(ValueError, match="first loss of .* is not finite"):
-        tfamp.training.lr_find(model, bad)
+        find(model, DATA.map(lambda x, y: (x, y * np.nan)))
     assert np.isfinite(bits(model)[0]).all()
