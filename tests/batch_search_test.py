@@ -4,6 +4,9 @@ Most trials are made up, as of a machine whose steps have a fixed and a growing 
 some are real processes.
 """
 
+import os
+import signal
+
 import keras
 import numpy as np
 import pytest
@@ -44,19 +47,12 @@ def machine(monkeypatch):
             size = possible_size(task.batch_size, self.replicas, self.examples)
             self.tried.append(size)
             speed = self.speeds.get(size, size / (self.fixed + size))
-            return Run(
-                task.policy,
-                0,
-                model=self.model,
-                replicas=self.replicas,
-                batch_size=size,
-                data_batch_size=32,
-                num_examples=self.examples,
-                examples_per_second=speed,
-                step_seconds=size / speed,
-                memory=Memory(0, size),
-                outcome="fits" if size <= self.most else self.outcome,
-            )
+            figures = {"examples_per_second": speed, "step_seconds": size / speed}
+            sizes = {"batch_size": size, "data_batch_size": 32}
+            fits = {"outcome": "fits" if size <= self.most else self.outcome}
+            known = {"model": self.model, "replicas": self.replicas}
+            known |= {"num_examples": self.examples, "memory": Memory(0, size)}
+            return Run(task.policy, 0, **figures, **sizes, **fits, **known)
 
     made = Machine()
     made.tried, made.tasks = [], []
@@ -90,13 +86,6 @@ def test_a_start_that_does_not_fit_is_halved(machine, most):
     assert found.batch_size == most
 
 
-def test_a_model_that_does_not_even_build_is_tried_once(machine):
-    machine.most, machine.model = 0, ""
-    with pytest.raises(MemoryError, match="is not even built"):
-        tfamp.find_batch_size(linear, lambda: (X, Y))
-    assert machine.tried == [8]
-
-
 def test_where_nothing_fits_it_says_what_to_do(machine):
     machine.most = 0
     with pytest.raises(MemoryError, match="Not even batch size 1 .*tfamp.remat"):
@@ -104,22 +93,21 @@ def test_where_nothing_fits_it_says_what_to_do(machine):
     machine.outcome = "too slow"
     with pytest.raises(TimeoutError, match="expected a few steps to end within 600 s"):
         tfamp.find_batch_size(linear, lambda: (X, Y))
+    machine.outcome, machine.model = "killed", ""
+    machine.tried.clear()
+    with pytest.raises(MemoryError, match="is not even built"):
+        tfamp.find_batch_size(linear, lambda: (X, Y))
+    assert machine.tried == [8]
 
 
-CAPS = {
-    "max_batch_size": ({"max_batch_size": 100}, 0, 96),
-    "target_batch_size": ({"target_batch_size": 100}, 0, 100),
-    "data": ({}, 200, 96),
-}
-
-
-@pytest.mark.parametrize("options, examples, most", CAPS.values(), ids=CAPS)
-def test_nothing_above_a_cap_is_tried(machine, request, options, examples, most):
-    machine.fixed = 10**6
-    machine.examples = examples
+@pytest.mark.parametrize("stop", ["max_batch_size", "target_batch_size", "data"])
+def test_nothing_above_a_cap_is_tried(machine, stop):
+    machine.fixed, machine.examples = 10**6, 200 * (stop == "data")
+    options = {stop: 100} if stop != "data" else {}
     found = tfamp.find_batch_size(linear, lambda: (X, Y), **options)
+    most = 100 if stop == "target_batch_size" else 96
     assert (max(machine.tried), found.batch_size) == (most, most)
-    assert found.stopped_by in request.node.name
+    assert found.stopped_by in stop
 
 
 @pytest.mark.parametrize("most", [4, 203])
@@ -131,10 +119,7 @@ def test_sizes_are_multiples_of_the_replicas(machine, most, replicas=3):
     assert f"on each of {replicas} replicas" in str(found)
 
 
-SPLITS = {"evenly": (100, 256, 64), "alone": (1000, 256, 256)}
-
-
-@pytest.mark.parametrize("most, target, size", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("most, target, size", [(100, 256, 64), (1000, 256, 256)])
 def test_a_target_is_kept_by_steps_of_a_tried_size(machine, most, target, size):
     machine.most, machine.fixed = most, 10**6
     found = tfamp.find_batch_size(linear, lambda: (X, Y), target_batch_size=target)
@@ -166,9 +151,8 @@ def test_a_search_prints_and_comes_back_from_json(machine, tmp_path):
     text = str(found)
     assert max(map(len, text.splitlines())) <= 110
     assert "fits, chosen" in text and "physical memory" in text
-    assert f"batch_size={found.batch_size}, base_batch_size=32" in " ".join(
-        text.split()
-    )
+    told = f"batch_size={found.batch_size}, base_batch_size=32"
+    assert told in " ".join(text.split())
 
 
 REFUSED = {
@@ -217,16 +201,13 @@ def test_the_answer_fits_and_the_next_size_does_not():
 @pytest.mark.slow
 def test_a_process_that_the_system_kills_did_not_fit():
     def killed_above_16():
+        def end(size):
+            if size > 16:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return size
+
         class Deadly(keras.layers.Layer):
             def call(self, inputs):
-                def end(size):
-                    import os
-                    import signal
-
-                    if size > 16:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return size
-
                 tf.py_function(end, [tf.shape(inputs)[0]], tf.int32)
                 return inputs
 

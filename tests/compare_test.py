@@ -1,6 +1,8 @@
 """`tfamp.compare`: what it refuses, measures, tells and leaves, by real trainings."""
 
+import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -12,7 +14,9 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.trials import worker
+from tests.refusals import refusals
+from tfamp.trials import runner, worker
+from tfamp.trials.run_records import Run
 
 pytest.importorskip("cloudpickle", reason="needs the extra `report`")
 pytest.importorskip("psutil", reason="needs the extra `report`")
@@ -40,28 +44,24 @@ def refuse():
     raise RuntimeError("the data are lost")
 
 
+ENDLESS = tf.data.Dataset.from_tensors((X, Y)).repeat()
 REFUSED = {
-    "one policy": ({"policies": ("auto",)}, ValueError, "at least two different ones"),
-    "plan that is not there": (
-        {"policies": ("float32", "p.json")},
-        *(ValueError, "there is none"),
-    ),
-    "seeds": ({"seeds": [1, 1]}, ValueError, "or different ones"),
-    "direction": ({"metric": "gain"}, ValueError, "expected 'max' or 'min'"),
-    "model": ({"build_model": build()}, TypeError, "Pass the function, not what"),
-    "read once": ({"train": iter([(X, Y)])}, TypeError, "can be read once only"),
-    "endless": (
-        {"train": tf.data.Dataset.from_tensors((X, Y)).repeat()},
-        *(ValueError, "has no end"),
-    ),
+    "one policy": ({"policies": ("auto",)}, "at least two different ones"),
+    "no such plan": ({"policies": ("float32", "p.json")}, "there is none"),
+    "seeds": ({"seeds": [1, 1]}, "or different ones"),
+    "direction": ({"metric": "gain"}, "expected 'max' or 'min'"),
+    "model": ({"build_model": build()}, "Pass the function, not what", TypeError),
+    "read once": ({"train": iter([(X, Y)])}, "can be read once only", TypeError),
+    "endless": ({"train": ENDLESS}, "has no end"),
 }
 
 
-@pytest.mark.parametrize("given, kind, message", REFUSED.values(), ids=REFUSED)
-def test_arguments_are_checked_before_any_run(given, kind, message):
-    given = {"build_model": build, "train": (X, Y), **given}
-    with pytest.raises(kind, match=message):
-        tfamp.compare(**given, on_run=refuse)
+def compare(changes):
+    given = {"build_model": build, "train": (X, Y), "on_run": refuse}
+    return tfamp.compare(**{**given, **changes})
+
+
+test_arguments_are_checked_before_any_run = refusals(REFUSED, compare)
 
 
 def test_a_first_run_that_fails_ends_it_with_its_log(tmp_path):
@@ -80,49 +80,49 @@ def test_a_folder_with_runs_is_not_taken_by_mistake(compared):
         tfamp.compare(build, shuffled, **{**settings, "epochs": 2}, resume=True)
 
 
+SETTINGS = {"policies": POLICIES, "seeds": 2, "epochs": 3, "tolerance": 0.2}
+
+
 def test_a_comparison_goes_on_with_the_runs_that_are_there(compared):
     found, folder, told = compared
-    again = tfamp.compare(
-        *(build, shuffled, (X[:96], Y[:96])),
-        **{"policies": POLICIES, "seeds": 2, "epochs": 3, "tolerance": 0.2},
-        directory=folder,
-        resume=True,
-        on_run=refuse,
-    )
+    given = {"directory": folder, "resume": True, "on_run": refuse, **SETTINGS}
+    again = tfamp.compare(build, shuffled, (X[:96], Y[:96]), **given)
     assert again.runs == found.runs and again.verdicts == found.verdicts
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """A comparison of two policies from two seeds, its folder and what was told."""
+    """A comparison of two policies from two seeds, its folder and what was told.
+
+    The second seed's runs are the first one's, told anew: one process a policy will do.
+    """
     folder, told = tmp_path_factory.mktemp("runs"), []
-    found = tfamp.compare(
-        build,
-        shuffled,
-        (X[:96], Y[:96]),
-        policies=POLICIES,
-        seeds=2,
-        epochs=3,
-        tolerance=0.2,
-        directory=folder,
-        on_run=told.append,
-        command="the command",
-    )
+
+    def do(folder, task, **how):
+        if task.seed == 0:
+            return runner_do(folder, task, **how)
+        before = dataclasses.replace(task, seed=0)
+        for path in folder.glob(f"{before.name}.*"):
+            shutil.copy(path, folder / path.name.replace(before.name, task.name))
+        run = Run.from_json(folder / f"{before.name}.json")
+        run = dataclasses.replace(run, seed=task.seed)
+        run.to_json(folder / f"{task.name}.json")
+        return run
+
+    runner_do, given = runner.do, {"directory": folder, "command": "the command"}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(runner, "do", do)
+        given |= {"on_run": told.append, **SETTINGS}
+        found = tfamp.compare(build, shuffled, (X[:96], Y[:96]), **given)
     return found, folder, told
 
 
 def test_policies_take_turns_and_each_goes_first(compared):
-    found, _, told = compared
-    turns = [(run.policy, run.seed) for run in told]
-    assert turns == [
-        (POLICIES[0], 0),
-        (POLICIES[1], 0),
-        (POLICIES[1], 1),
-        (POLICIES[0], 1),
-    ]
-    assert [(r.policy, r.seed) for r in found.runs] == [
-        (policy, seed) for seed in (0, 1) for policy in POLICIES
-    ]
+    first, second = POLICIES
+    turns = [(run.policy, run.seed) for run in compared[2]]
+    assert turns == [(first, 0), (second, 0), (second, 1), (first, 1)]
+    pairs = [(run.policy, run.seed) for run in compared[0].runs]
+    assert pairs == [(policy, seed) for seed in (0, 1) for policy in POLICIES]
 
 
 def test_a_run_has_every_figure(compared):
@@ -144,11 +144,8 @@ def test_a_run_has_every_figure(compared):
 def test_the_answer_is_told_with_the_figures(compared):
     found, _, _ = compared
     verdict = found.verdicts["mixed_bfloat16"]
-    assert (found.reference, found.metric, found.better) == (
-        "float32",
-        "accuracy",
-        "max",
-    )
+    known = (found.reference, found.metric, found.better)
+    assert known == ("float32", "accuracy", "max")
     assert found.verdict == verdict.answer
     assert verdict.num_examples == 96
     low, high = (

@@ -21,14 +21,14 @@ def managed(monkeypatch, tmp_path):
         yield
 
 
-def built(units: int = 8) -> keras.Model:
+def built(units=8):
     layers = [keras.Input((4,)), keras.layers.Dense(units), keras.layers.Dense(1)]
     model = keras.Sequential(layers)
     model.compile(keras.optimizers.SGD(0.01), "mse")
     return model
 
 
-def is_mixed(model: keras.Model) -> bool:
+def is_mixed(model):
     """Whether the layers compute in float16, under a loss scale."""
     scaled = isinstance(model.optimizer, tfamp.LossScaleOptimizer)
     return scaled and model.layers[0].compute_dtype == "float16"
@@ -38,26 +38,21 @@ def test_callbacks_share_the_folder_of_tensorboard_while_training_runs(tmp_path)
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     from tensorboard.backend.event_processing import event_multiplexer
 
-    shown = event_multiplexer.EventMultiplexer()
-    steps: list[dict[str, int]] = []
+    shown, steps = event_multiplexer.EventMultiplexer(), []
 
-    class Looks(keras.callbacks.Callback):
+    def look(epoch, logs):
         """Looks as a TensorBoard that runs beside the training does."""
-
-        def on_epoch_end(self, epoch, logs=None):
-            shown.AddRunsFromDirectory(str(tmp_path))
-            shown.Reload()
-            last: dict[str, int] = {}
-            for run, found in shown.Runs().items():
-                for tag in found["tensors"]:
-                    last[tag] = max(event.step for event in shown.Tensors(run, tag))
-            steps.append(last)
+        shown.AddRunsFromDirectory(str(tmp_path))
+        shown.Reload()
+        runs = shown.Runs().items()
+        tags = [(run, tag) for run, found in runs for tag in found["tensors"]]
+        steps.append({tag: shown.Tensors(run, tag)[-1].step for run, tag in tags})
 
     callbacks = [
         tfamp.callbacks.PrecisionMonitor(tmp_path),
         tfamp.callbacks.Throughput(),
         keras.callbacks.TensorBoard(tmp_path),
-        Looks(),
+        keras.callbacks.LambdaCallback(on_epoch_end=look),
     ]
     built().fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
     assert [each["loss_scale"] for each in steps] == [4, 8, 12]
@@ -70,10 +65,8 @@ def test_mlflow_logs_what_the_monitor_shows(tmp_path):
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
     experiment = mlflow.create_experiment("e", artifact_location=f"file://{tmp_path}/a")
     with mlflow.start_run(experiment_id=experiment) as run:
-        callbacks = [
-            tfamp.callbacks.PrecisionMonitor(),
-            mlflow.keras.MlflowCallback(log_every_epoch=True),
-        ]
+        logging = mlflow.keras.MlflowCallback(log_every_epoch=True)
+        callbacks = [tfamp.callbacks.PrecisionMonitor(), logging]
         model = built()
         history = model.fit(X, Y, epochs=2, verbose=0, callbacks=callbacks).history
     logged = mlflow.get_run(run.info.run_id).data.metrics

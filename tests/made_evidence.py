@@ -6,12 +6,7 @@ import math
 import tfamp
 from tfamp.comparison.result import conclude
 from tfamp.machine.speeds import Device
-from tfamp.trials.run_records import (
-    Context,
-    Latency,
-    Memory,
-    Run,
-)
+from tfamp.trials.run_records import Context, Latency, Memory, Run
 
 CONTEXT = Context(
     devices=(Device("cpu", "Made Up Processor", features=("avx512_bf16",)),),

@@ -39,7 +39,6 @@ def dense_and_head(units=512, outputs=10, policy="mixed_bfloat16"):
 
 
 def batch_of(*shapes):
-    """Returns a batch (x, y) of zeros."""
     return tuple(tf.zeros((8, *shape)) for shape in shapes)
 
 
@@ -108,10 +107,8 @@ def nested():
     shared = L.Dense(8, name="shared")
     # A name as TensorFlow would give the second use of "shared".
     other = L.Dense(8, name="shared_1")
-    inner = keras.Sequential(
-        [keras.Input((8,)), L.Dense(8, name="dense"), L.Dense(8, name="out")],
-        name="inner",
-    )
+    parts = [L.Dense(8, name="dense"), L.Dense(8, name="out")]
+    inner = keras.Sequential([keras.Input((8,)), *parts], name="inner")
     inputs = keras.Input((8,))
     outputs = inner(other(shared(shared(inputs))))
     return keras.Model(inputs, L.Dense(8, name="dense")(outputs)), ((8,), (8,))
@@ -127,17 +124,9 @@ def recurrent():
 
 # Layer -> products forward and backward. The inputs need no gradient, so the first
 # layer that sees them has one backward where others have two.
+INSIDE = dict.fromkeys(("shared_1", "inner/dense", "inner/out", "dense"), (1, 2))
 ATTRIBUTED = {
-    "nested": (
-        nested,
-        {
-            "shared": (2, 3),
-            "shared_1": (1, 2),
-            "inner/dense": (1, 2),
-            "inner/out": (1, 2),
-            "dense": (1, 2),
-        },
-    ),
+    "nested": (nested, {"shared": (2, 3), **INSIDE}),
     # A step of the cell has two products; the inputs of the loop need no gradient.
     "recurrent": (recurrent, {"lstm/lstm_cell": (12, 18), "over/each": (6, 12)}),
 }
@@ -195,22 +184,14 @@ def test_a_proof_has_its_causes_and_goes_to_json_and_back():
     assert "'head' (default: heads: makes an output of the model" in told
 
 
-# Arguments in the place of good ones.
 WRONG = {
     "no model": (
-        {"model": "model"},
+        lambda: prove("model", ZEROS),
         "`model` is 'model', of type str; expected a compiled `keras.Model`.",
-        TypeError,
     ),
     "a number": (
-        {"data": 7},
+        lambda: prove(dense_and_head(), 7),
         "`data` is of type int; expected what `fit` takes: a `tf.data.Dataset` of",
-        TypeError,
     ),
 }
-
-
-test_wrong_arguments_are_named_with_a_remedy = refusals(
-    WRONG,
-    lambda given: prove(**{"model": dense_and_head(), "data": ZEROS, **given}),
-)
+test_wrong_arguments_are_named_with_a_remedy = refusals(WRONG, kind=TypeError)

@@ -23,10 +23,9 @@ def browser():
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     with api.sync_playwright() as playwright:
         for path in (None, found):
+            how = {"executable_path": path, "args": ARGUMENTS}
             try:
-                launched = playwright.chromium.launch(
-                    executable_path=path, args=ARGUMENTS
-                )
+                launched = playwright.chromium.launch(**how)
             except api.Error as error:
                 reason = str(error).splitlines()[0]
                 continue
@@ -52,9 +51,8 @@ def report(tmp_path_factory):
     failed = Run("mixed_float16", 1, status="failed", error=f"ValueError: {long}" * 4)
     found = made_evidence.evidence(policies, replaced=(failed,))
     path = tmp_path_factory.mktemp("report") / "report.html"
-    dataclasses.replace(
-        found, title=f"digits CNN {long}", notes=("A note.", long)
-    ).to_html(path)
+    told = {"title": f"digits CNN {long}", "notes": ("A note.", long)}
+    dataclasses.replace(found, **told).to_html(path)
     return path
 
 

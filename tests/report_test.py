@@ -23,12 +23,24 @@ def failed(policy="auto", seed=1, error="ValueError: no such layer\n  line 3"):
 
 
 def same_under_another_name():
+    run = made_evidence.run
     runs = [
-        replace(made_evidence.run(policy, seed), resolved_policy="float32")
+        replace(run(policy, seed), resolved_policy="float32")
         for policy in ("float32", "auto")
         for seed in range(3)
     ]
     return made_evidence.evidence(replaced=tuple(runs))
+
+
+def nothing_but_speed():
+    known = {"examples_per_second": 10.0, "final_metrics": {"accuracy": 0.5}}
+    pairs = [(p, s) for p in ("float32", "auto") for s in range(3)]
+    runs = tuple(Run(*pair, **known) for pair in pairs)
+    return made_evidence.evidence(replaced=runs, context=None, notes=())
+
+
+def pair(word, *figures):
+    return lambda: made_evidence.evidence({"float32": (1, 0.98), word: figures})
 
 
 # Name -> a comparison, its word in the table, parts of sentence and advice.
@@ -41,13 +53,13 @@ CASES = {
         "Use it: tfamp.enable('auto') before the model is built.",
     ),
     "worse": (
-        lambda: made_evidence.evidence({"float32": (1, 0.98), "auto": (1.9, 0.5)}),
+        pair("auto", 1.9, 0.5),
         "less accurate",
         "auto is less accurate than float32: accuracy 0.501 against 0.981",
         "keep the layers that lose it in float32 (keep_float32=).",
     ),
     "a metric that is NaN": (
-        lambda: made_evidence.evidence({"float32": (1, 0.98), "auto": (2, math.nan)}),
+        pair("auto", 2, math.nan),
         "less accurate",
         "accuracy not a number against 0.981, 3 seeds; the metric, or a weight, is",
         "Stay with float32, or keep the layers",
@@ -65,27 +77,14 @@ CASES = {
         "auto costs nothing here, and pays on machines that can do more.",
     ),
     "stock Keras, compiled": (
-        lambda: made_evidence.evidence({"float32": (1, 0.98), LONG: (1.9, 0.98)}),
+        pair(LONG, 1.9, 0.98),
         "use it",
         f"{LONG} is as accurate as float32 and faster",
         "keras.config.set_dtype_policy('mixed_bfloat16') before the model is built, "
         "compile(jit_compile=True).",
     ),
     "nothing but speed": (
-        lambda: made_evidence.evidence(
-            replaced=tuple(
-                Run(
-                    policy,
-                    seed,
-                    examples_per_second=10.0,
-                    final_metrics={"accuracy": 0.5},
-                )
-                for policy in ("float32", "auto")
-                for seed in range(3)
-            ),
-            context=None,
-            notes=(),
-        ),
+        nothing_but_speed,
         "not enough runs",
         "on how many examples accuracy was taken is not known",
         "Validation data whose examples can be counted would decide.",
@@ -154,10 +153,7 @@ def test_the_page_has_a_row_for_each_policy_and_plots():
     assert images[0].startswith("Training loss") and "accuracy" in images[1]
     for expected in (
         *("skipped steps", "peak memory", "Made Up Processor", "avx512_bf16"),
-        *(
-            "tfamp compare recipes.train_digits:build --seeds 3",
-            "12,345",
-        ),
+        *("tfamp compare recipes.train_digits:build --seeds 3", "12,345"),
         *("Figures are made up.", "tensorflow 2.21.0", "latency, batch 1"),
     ):
         assert expected in page.text, expected
@@ -167,10 +163,8 @@ def test_names_do_nothing_in_a_page():
     evil = "<script>alert(1)</script>\"'&"
     run = replace(made_evidence.run("auto", 0), notes=(evil,), reason=evil)
     context = replace(made_evidence.CONTEXT, command=evil, system=evil)
-    found = made_evidence.evidence(
-        replaced=(run, failed(error=evil)),
-        **{"title": evil, "notes": (evil,), "context": context},
-    )
+    given = {"title": evil, "notes": (evil,), "context": context}
+    found = made_evidence.evidence(replaced=(run, failed(error=evil)), **given)
     page = found.to_html()
     assert "<script" not in page and "alert(1)" in page
     assert evil in Page(page).text

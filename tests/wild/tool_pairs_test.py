@@ -68,9 +68,7 @@ def trained(pair, spoilt, folder):
 def plain(tmp_path_factory):
     """Weights of programs without any of the tools, by whether their data is spoilt."""
     folder = tmp_path_factory.mktemp("plain")
-    return {
-        spoilt: trained((), spoilt, folder)[0].get_weights() for spoilt in (False, True)
-    }
+    return {bad: trained((), bad, folder)[0].get_weights() for bad in (False, True)}
 
 
 @pytest.mark.quick(
