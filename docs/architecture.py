@@ -9,9 +9,15 @@ import collections
 import textwrap
 from pathlib import Path
 
-from tests.floors_test import FILES, FLOORS, module_name, own_modules, top
+import grimp
+import tomllib
 
-_SUBJECTS = {
+ROOT = Path(__file__).parents[1]
+# From the lowest up, as import-linter holds them.
+_SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+_LAYERS = _SETTINGS["tool"]["importlinter"]["contracts"][0]["layers"]
+FLOORS = [layer.split(" | ") for layer in reversed(_LAYERS)]
+SUBJECTS = {
     "records": "results, findings, formats, units, checks, files",
     "machine": "devices, speeds, memory, clusters, NVML, AMX",
     "keras_hooks": "every touch of Keras's private parts",
@@ -34,25 +40,31 @@ _SUBJECTS = {
     "distribute": "strategies of several devices",
     "cli": "one file a command",
 }
-_HIDDEN = {"__init__", "__main__"}
 _WIDTH, _HEIGHT, _GAP = 2.6, 0.92, 0.3
+
+
+def top(module: str) -> str:
+    """Returns the folder or file of the package that a module lies in."""
+    return module.split(".")[1]
 
 
 def edges() -> collections.Counter[tuple[str, str]]:
     """Returns how many files of one folder import from another, by both names."""
-    found: collections.Counter[tuple[str, str]] = collections.Counter()
-    for path in FILES:
-        importer = top(module_name(path))
-        for imported in {top(name) for name in own_modules(path)} - {importer}:
-            found[importer, imported] += 1
-    return found
+    graph = grimp.build_graph("tfamp", exclude_type_checking_imports=True)
+    pairs = {
+        (importer, top(imported))
+        for importer in graph.modules - {"tfamp"}
+        for imported in graph.find_modules_directly_imported_by(importer) - {"tfamp"}
+    }
+    return collections.Counter((top(file), folder) for file, folder in pairs)
 
 
 def sizes() -> dict[str, tuple[int, int]]:
     """Returns the number of files and of lines of each folder."""
     found: dict[str, tuple[int, int]] = collections.defaultdict(lambda: (0, 0))
-    for path in FILES:
-        name = top(module_name(path))
+    package = ROOT / "tfamp"
+    for path in package.rglob("*.py"):
+        name = path.relative_to(package).parts[0].removesuffix(".py")
         files, lines = found[name]
         found[name] = files + 1, lines + len(path.read_text().splitlines())
     return found
@@ -64,19 +76,18 @@ def draw(paths: list[Path]) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-    rows = [[name for name in names if name not in _HIDDEN] for names in FLOORS]
-    widest = max(map(len, rows))
+    widest = max(map(len, FLOORS))
     figure = Figure(figsize=(12.5, 12.5), layout="constrained")
     axes = figure.add_subplot()
     axes.set_axis_off()
     places = {}
-    for floor, names in enumerate(rows):
+    for floor, names in enumerate(FLOORS):
         start = (widest - len(names)) * (_WIDTH + _GAP) / 2
         for number, name in enumerate(names):
             places[name] = (start + number * (_WIDTH + _GAP), floor * 1.7)
         axes.text(-0.35, floor * 1.7 + _HEIGHT / 2, str(floor), ha="right", size=15)
     for (importer, imported), count in sorted(edges().items()):
-        if importer not in places or imported not in places:
+        if importer == imported or not {importer, imported} <= places.keys():
             continue
         (x, y), (to_x, to_y) = places[importer], places[imported]
         is_beside = y == to_y
@@ -113,10 +124,10 @@ def draw(paths: list[Path]) -> None:
         if files == 1:
             title = f"{name}   {lines:,} lines"
         axes.text(middle, y + 0.7, title, ha="center", weight="bold", size=8.5)
-        subject = "\n".join(textwrap.wrap(_SUBJECTS[name], 34))
+        subject = "\n".join(textwrap.wrap(SUBJECTS[name], 34))
         axes.text(middle, y + 0.31, subject, ha="center", va="center", size=8)
     axes.set_xlim(-0.8, widest * (_WIDTH + _GAP))
-    axes.set_ylim(-0.2, len(rows) * 1.7 - 0.6)
+    axes.set_ylim(-0.2, len(FLOORS) * 1.7 - 0.6)
     for path in paths:
         metadata = {"Date": None} if path.suffix == ".svg" else None
         # The same imports give the same file.
@@ -129,9 +140,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--png", type=Path, help="A file for a copy in pixels.")
     arguments = parser.parse_args()
-    missing = {name for names in FLOORS for name in names} - _HIDDEN - set(_SUBJECTS)
+    missing = {name for names in FLOORS for name in names} - set(SUBJECTS)
     if missing:
-        raise SystemExit(f"Say in _SUBJECTS what {sorted(missing)} hold.")
+        raise SystemExit(f"Say in SUBJECTS what {sorted(missing)} hold.")
     svg = Path(__file__).with_name("architecture.svg")
     draw([svg, *([arguments.png] if arguments.png else [])])
     print(f"Wrote {svg}")

@@ -24,7 +24,7 @@ export PYTHONPATH={ROOT}
 "$@"
 """
 SHOW = (
-    "import tfamp.distribute as d; c = d.cluster(); "
+    "import tfamp; c = tfamp.distribute.cluster(); "
     "print(c.source, c.num_workers, c.index)"
 )
 

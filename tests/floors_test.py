@@ -8,6 +8,8 @@ import functools
 import re
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[1] / "tfamp"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 600
@@ -80,3 +82,11 @@ def test_the_page_on_architecture_names_files_and_all_folders():
     assert [n for n in named if not any((home / n).is_file() for home in homes)] == []
     folders = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
     assert folders <= set(re.findall(r"`([a-z_]+)`", page))
+
+
+def test_the_picture_of_the_floors_draws_every_import():
+    architecture = pytest.importorskip("docs.architecture", reason="needs tomllib")
+    drawn = [name for names in architecture.FLOORS for name in names]
+    assert set(drawn) == architecture.SUBJECTS.keys()
+    assert set(drawn) == {name_of(path) for path in FILES} - {"__init__", "__main__"}
+    assert architecture.edges()["policy", "plan"] == 1

@@ -210,7 +210,7 @@ def _is_training() -> bool:
     A model without a `training` argument is not told of it.
     """
     context = get_global_attribute("current_call_ctx")
-    told = None if context is None else context.training
+    told = None if context is None else context.get_value("training")
     return bool(record.could_possibly_record() if told is None else told)
 
 
