@@ -70,7 +70,7 @@ LOWER = (
 
 
 @pytest.mark.parametrize("what", LOWER)
-@pytest.mark.quick("onnx int8 dynamic")
+@pytest.mark.quick("onnx int8 dynamic", "litert int8 dynamic")
 def test_lower_dtypes_are_smaller_and_nearly_the_same(what, tmp_path):
     format, dtype, scheme = (*what.split(), None)[:3]
     model = keras.Sequential(
