@@ -269,6 +269,35 @@ def test_layers_that_a_train_step_calls_give_it_float32(policy, eager):
     assert model.embed(X).dtype == model.embed.compute_dtype  # elsewhere as ever
 
 
+@loops.in_each_way
+@pytest.mark.parametrize(  # a scale at which no step is skipped
+    ("policy", "scale"), [("mixed_float16", 128.0), ("mixed_bfloat16", "dynamic")]
+)
+def test_in_a_loop_a_bare_layer_adds_to_a_model_and_to_targets(decorate, policy, scale):
+    def answer_after_training():
+        keras.utils.set_random_seed(1)
+        wide = layers.Dense(1)
+        deep = keras.Sequential([layers.Dense(4, "relu"), layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+
+        @decorate
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                answer = wide(x) + deep(x)
+                loss = tf.reduce_mean((answer - y) ** 2 + (y - wide(x)) ** 2)
+            variables = wide.trainable_variables + deep.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+            return answer
+
+        answers = [step(tf.constant(X), tf.constant(X[:, :1])) for _ in range(3)]
+        assert wide(X).dtype == wide.compute_dtype
+        return answers[-1]
+
+    expected = answer_after_training()
+    with tfamp.scope(policy, loss_scale=scale):
+        np.testing.assert_allclose(answer_after_training(), expected, atol=0.02)
+
+
 class Halved(keras.optimizers.SGD):
     """Takes half of each step, by a method that programs override."""
 

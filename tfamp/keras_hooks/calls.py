@@ -135,8 +135,10 @@ def _inner_call(
             is_data = isinstance(self, trials.DATA_LAYER)
             exact = functools.partial(source_of, through_cast=is_data)
             args, kwargs = structure.map_structure(exact, (args, kwargs))
-        if not CALLS.stack and policy.settings.compute_dtype == "float16":
-            CALLS.note_float16(self)
+        if not CALLS.stack and policy.settings.is_half:
+            CALLS.has_given_half = True
+            if policy.settings.compute_dtype == "float16":
+                CALLS.note_float16(self)
         CALLS.stack.append(policy)
         try:
             outputs = call(*args, **kwargs)

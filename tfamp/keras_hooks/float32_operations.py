@@ -3,13 +3,15 @@
 `OPERATIONS` is the table. An operation of TensorFlow is replaced inside of its public
 function, where that can be: `tf.nn.softmax`, `tf.math.softmax`, a name imported ahead
 and what Keras builds on it all end there. What Keras computes by formulas of its own is
-replaced in its backend. Losses and activity regularizers are given float32, too.
+replaced in its backend. Losses and activity regularizers are given float32, too, and
+operators in code outside of layers where the other operand is float32.
 
 Relies on: TensorFlow's decorators holding what they call in a closure; layers,
 activations and `keras.ops` looking up functions of the backend as attributes of its
 modules; losses recovering logits from the `_keras_logits` attribute of a prediction,
 which the cast in `Loss.__call__` loses; `Layer.__call__` reading
-`self.activity_regularizer` while a call context is open.
+`self.activity_regularizer` while a call context is open; operators of TensorFlow asking
+`maybe_promote_tensors` for their operands.
 """
 
 from collections.abc import Callable
@@ -18,10 +20,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import ops as keras_operations
+from tensorflow.python.framework import override_binary_operator as operators
 
 from tfamp.keras_hooks import backend, calls, structure
 from tfamp.keras_hooks.backend import HALF, operations
-from tfamp.keras_hooks.exact_values import cast_outputs
+from tfamp.keras_hooks.exact_values import cast_outputs, widened
 from tfamp.keras_hooks.layers import CALLS, Kind, policy_of
 from tfamp.keras_hooks.patches import Function, InnerPatch, Patch, like, wrapper
 from tfamp.keras_hooks.structure import Layer, map_structure
@@ -80,6 +83,7 @@ def patches() -> list[Patch]:
             if hasattr(module, name)  # not in every version of Keras
         ),
         Patch(keras.Loss, "__call__", _wrap_loss),
+        Patch(operators, "maybe_promote_tensors", _wrap_operands),
         Patch(
             Layer,
             _REGULARIZER,
@@ -142,6 +146,16 @@ def _wrap_loss(
         return cast_outputs(x, "float32") if hasattr(x, _EXACT) else x
 
     return original(self, y_true, map_structure(widened, y_pred), *args, **kwargs)
+
+
+@wrapper
+def _wrap_operands(original: Function, *operands: Any, **how: Any) -> Any:
+    """Widens what a layer gave a loop, beside what a model gave it, or a target."""
+    if CALLS.has_given_half and not CALLS.stack:
+        dtypes = {getattr(x, "dtype", None) for x in operands}
+        if tf.float32 in dtypes and not dtypes.isdisjoint(HALF):
+            operands = tuple(map(widened, operands))
+    return original(*operands, **how)
 
 
 class _InFloat32:

@@ -262,6 +262,7 @@ class _Calls(threading.local):
         self.depth = 0  # of calls, from before a layer is built
         self.is_looking = False  # whether a trace of tfamp's own runs
         self.looked: Any = None  # the call that it traced, with those inside
+        self.has_given_half = False  # whether code outside of layers got it from one
         self.float16_layers: list[Any] = []  # references to those called last
         self.is_training = False  # whether a managed model's `train_step` runs
         self.may_keep = True  # whether a layer that fails may be tried in float32
