@@ -170,7 +170,7 @@ WRONG = {
         lambda plan: tfamp.PrecisionPlan.from_dict({**plan.to_dict(), "schema": 99}),
         "update tfamp",
     ),
-    "no model": (lambda plan: plan.apply("model"), "expected a Keras model"),
+    "no model": (lambda plan: plan.apply("model"), "expected a Keras 3 model"),
     "an unbuilt model": (
         lambda plan: tfamp.PrecisionPlan.from_model(
             keras.Sequential([layers.Dense(2)])

@@ -10,19 +10,12 @@ from typing import Any
 import keras
 
 from tfamp.dtypes import hooks, layer_dtypes, resolution, rows
-from tfamp.dtypes.rules import KeepFloat32, on_top_of, parse
-from tfamp.dtypes.settings import (
-    IN_FORCE,
-    MEASURE,
-    PolicySettings,
-    choose_policy,
-    make_settings,
-    named_policy,
-)
+from tfamp.dtypes.rules import KeepFloat32, Rule
+from tfamp.dtypes.settings import IN_FORCE, PolicySettings, make_settings
 from tfamp.keras_hooks import exact_values, saved_state, structure, trainer
 from tfamp.keras_hooks.layers import Kind, policy_of
-from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
-from tfamp.policy import PolicyName, choose_at_fit
+from tfamp.plan import PrecisionPlan, check_model
+from tfamp.policy import PolicyName, settings_for
 from tfamp.records import checks
 from tfamp.records.formats import HALF
 from tfamp.records.record import Record
@@ -90,7 +83,7 @@ def assignment(model: keras.layers.Layer) -> Assignment:
         >>> assignment(model)["dense"].compute_dtype  # doctest: +SKIP
         'float32'
     """
-    _check_model(model)
+    check_model(model)
     # Which layers are heads is decided when a graph is compiled or used; until then it
     # may yet become a part of another model.
     with rows.restored(model):
@@ -139,47 +132,28 @@ def apply(
         >>> model.layers[0].compute_dtype
         'bfloat16'
     """
-    _check_model(model)
+    check_model(model)
     present = IN_FORCE.settings
-    rules, with_defaults = parse(keep_float32)
-    plan = None
-    if policy is None and present is not None:
-        plan, settings = present.plan, present
-        if rules or not with_defaults:
-            settings = _settings(present.policy.name, keep_float32, present)
-            settings.is_measured = present.is_measured
+    if policy is None and present is not None and keep_float32 == "default":
+        settings, given_rules = present, tuple[Rule, ...]()
     else:
-        given: Any = "auto" if policy is None else policy
-        plan = read_plan(named_policy(given))
-        if plan is None:
-            name = choose_policy(given)[0]
-            settings = _settings(name, keep_float32, present)
-            if named_policy(given) == MEASURE:
-                choose_at_fit(settings)
-    if plan is not None:
-        refuse_rules(keep_float32)
-        plan.apply(model)
+        make, given = make_settings, policy
+        if present is not None:
+            make = present.under
+            given = given or present.plan or present.policy.name
+        settings, *_ = settings_for(given or "auto", keep_float32, make)
+        if policy is None and present is not None:
+            settings.is_measured = present.is_measured
+        given_rules = settings.open_rules
+    if settings.plan is not None:
+        settings.plan.apply(model)
         return assignment(model)
-    for rule in rules if settings.is_half else ():
+    for rule in given_rules:
         known = structure.walk(model)
         if not any(rule.matches(layer, path=path) for path, layer, _ in known):
             raise ValueError(resolution.unmatched_message(model, rule))
     put_under(model, settings)
     return assignment(model)
-
-
-def _settings(
-    policy: str, keep_float32: KeepFloat32, present: PolicySettings | None
-) -> PolicySettings:
-    """Returns the settings of a model whose rules come on top of those in force."""
-    if present is None:
-        return make_settings(policy, keep_float32)
-    keep_float32 = on_top_of(keep_float32, present.keep_float32)
-    loss_scale, options = present.loss_scale, present.loss_scale_options
-    settings = make_settings(policy, keep_float32, loss_scale, options)
-    # Others say which of the enabled rules match nothing.
-    settings.matched.update(rule.name for rule in present.rules_of_user)
-    return settings
 
 
 def put_under(model: keras.layers.Layer, settings: PolicySettings) -> None:
@@ -230,14 +204,6 @@ def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         ) from error
     make = functools.partial(keras.saving.load_model, text, **kwargs)
     return hooks.load(entry, make)
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, keras.layers.Layer):
-        raise TypeError(
-            f"Cannot read the dtypes of {model!r}; expected a Keras 3 model or layer. "
-            "Pass what `keras.Model(...)` gave."
-        )
 
 
 def _row(path: str, layer: keras.layers.Layer) -> LayerAssignment:

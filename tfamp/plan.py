@@ -186,22 +186,17 @@ def read_plan(given: Any) -> PrecisionPlan | None:
     return None
 
 
-def refuse_rules(keep_float32: Any) -> None:
-    """Raises where rules are given beside a plan, which decides for every layer."""
-    if keep_float32 != "default":
-        raise ValueError(
-            f"`keep_float32` {keep_float32!r} stands beside a plan, which says of "
-            "every layer what it computes in; expected one of the two. Leave it out, "
-            "or make another plan of a model with `PrecisionPlan.from_model`."
+def check_model(model: Any) -> None:
+    """Raises TypeError for what is no model or layer of Keras 3."""
+    if not isinstance(model, keras.layers.Layer):
+        raise TypeError(
+            f"Cannot read the dtypes of {model!r}; expected a Keras 3 model or layer. "
+            "Pass what `keras.Model(...)` gave."
         )
 
 
 def _check_built(model: Any, purpose: str) -> None:
-    if not isinstance(model, keras.layers.Layer):
-        raise TypeError(
-            f"`model` is {model!r}, of type {type(model).__name__}; expected a "
-            "Keras model. Pass what `keras.Model(...)` gave."
-        )
+    check_model(model)
     unbuilt = [path for path, layer, _ in structure.walk(model) if not layer.built]
     if unbuilt:
         raise ValueError(

@@ -5,7 +5,7 @@ import dataclasses
 import importlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 import keras
@@ -24,7 +24,7 @@ from tfamp.keras_hooks.replicas import warn_of_idle_distribution
 from tfamp.loss_scale.rule import check_loss_scale
 from tfamp.machine import devices as hardware
 from tfamp.machine.speeds import Device
-from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
+from tfamp.plan import PrecisionPlan, read_plan
 from tfamp.records import checks, console
 from tfamp.records import versions as _versions
 from tfamp.records.record import Record
@@ -173,27 +173,20 @@ def _enable(
     _versions.check_environment()
     if check is not None:
         checks.choice("check", check, ("keep", "warn"))
-    named = named_policy(policy)
-    planned = read_plan(named)
-    if planned is not None:
-        refuse_rules(keep_float32)
-        settings = planned.settings()
-        # What is given of the loss scale takes the place of the plan's.
-        settings.loss_scale_options = loss_scale_options or settings.loss_scale_options
-        if loss_scale != "dynamic":
-            settings.loss_scale = loss_scale
-        name, reason, explicit = planned.policy, planned.why, True
-    else:
-        name, reason, explicit = choose_policy(policy)  # type: ignore[arg-type]
-        settings = make_settings(name, keep_float32, loss_scale, loss_scale_options)
-    options = settings.loss_scale_options
+    settings, reason, explicit = settings_for(policy, keep_float32, make_settings)
+    # What is given of the loss scale takes the place of a plan's.
+    settings.loss_scale_options = dict(
+        loss_scale_options or settings.loss_scale_options
+    )
+    if loss_scale != "dynamic":
+        settings.loss_scale = loss_scale
+    name, options = settings.policy.name, settings.loss_scale_options
     check_loss_scale(name, settings.loss_scale, options, explicit)
     objection = hardware.objection(name, hardware.devices()) if explicit else None
     if objection is not None:
         warnings.warn(objection, UserWarning, stacklevel=checks.level_of_user())
-    if named == MEASURE:
-        choose_at_fit(settings)
-    if check is not None and planned is None and (settings.is_half or named == MEASURE):
+    may_be_half = settings.is_half or settings.is_measured
+    if check is not None and settings.plan is None and may_be_half:
         settings.check = check
         # By name, as it stands above this file: it adds itself to what `fit` does.
         importlib.import_module("tfamp.numerics.first_check")
@@ -203,11 +196,30 @@ def _enable(
     return status()
 
 
-def choose_at_fit(settings: PolicySettings) -> None:
-    """Leaves the choice among policies to the first `fit` of each model."""
-    settings.is_measured = True
-    # By name, as it stands above this file: it adds itself to what `fit` does.
-    importlib.import_module("tfamp.tuning.first_fit")
+def settings_for(
+    policy: Any, keep_float32: KeepFloat32, make: Callable[..., PolicySettings]
+) -> tuple[PolicySettings, str, bool]:
+    """Returns the settings for a policy or plan, why, and whether a user named it.
+
+    `make` gives those of a policy's name and `keep_float32`.
+    """
+    named = named_policy(policy)
+    plan = read_plan(named)
+    if plan is not None:
+        if keep_float32 != "default":
+            raise ValueError(
+                f"`keep_float32` {keep_float32!r} stands beside a plan, which says of "
+                "every layer what it computes in; expected one of the two. Leave it "
+                "out, or make another plan with `PrecisionPlan.from_model`."
+            )
+        return plan.settings(), plan.why, True
+    name, why, is_named = choose_policy(policy)
+    settings = make(name, keep_float32)
+    if named == MEASURE:
+        settings.is_measured = True
+        # By name, as it stands above this file: it adds itself to what `fit` does.
+        importlib.import_module("tfamp.tuning.first_fit")
+    return settings, why, is_named
 
 
 def disable() -> None:

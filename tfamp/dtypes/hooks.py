@@ -262,12 +262,11 @@ def _before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
     resolution.before_call(layer, args, kwargs)
 
 
-_after_build = layer_dtypes.propagate_to_sublayers
 HOOKS = (
     PatchSet(
         [
             *layers.patches(layer_dtypes.on_created),
-            *calls.patches(_before_call, _after_build, remedy),
+            *calls.patches(_before_call, layer_dtypes.propagate_to_sublayers, remedy),
             *float32_operations.patches(),
             *trainer.compile_patches(before_compile),
             *saved_state.patches(

@@ -154,9 +154,9 @@ class Before:
 
 
 @contextlib.contextmanager
-def restored_on_error(of: Iterable[Layer]) -> Iterator[None]:
-    """Puts the dtypes of layers back where the block fails."""
-    before = Before(of)
+def restored_on_error(model: Layer) -> Iterator[None]:
+    """Puts the dtypes of a model's layers back where the block fails."""
+    before = Before(structure.layers_of(model))
     try:
         yield
     except BaseException:

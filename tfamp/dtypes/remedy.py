@@ -19,11 +19,10 @@ from absl import logging
 from tfamp.dtypes.layer_dtypes import begin_again, restored_on_error, take
 from tfamp.dtypes.rules import OWN_LOSS, Rule
 from tfamp.keras_hooks import structure, trials
-from tfamp.keras_hooks.layers import CALLS, IN_HALF, Policy, policy_of, update
+from tfamp.keras_hooks.layers import CALLS, Policy, policy_of, update
 from tfamp.keras_hooks.patches import replaced
 from tfamp.keras_hooks.structure import Layer
 from tfamp.records.checks import first_line, kind_and_line
-from tfamp.records.formats import HALF
 
 # What Keras and TensorFlow raise for want of a kernel, or where dtypes do not fit.
 _DTYPE_ERRORS = (TypeError, ValueError, NotImplementedError, tf.errors.OpError)
@@ -49,14 +48,13 @@ def remedy(
         return _taken_back(layer, policy, error, again)
     # Elsewhere a layer's own code has effects, and has been traced before.
     is_harmless = found is not None or trials.is_of_keras(layer)
-    if not (of_gradient or (is_harmless and _may_help(layer, policy, error))):
+    is_new = not (policy.fails_in_float32 or getattr(error, _TRIED, False))
+    may_help = is_harmless and is_new and isinstance(error, _DTYPE_ERRORS)
+    if not (of_gradient or (may_help and trials.runs_in_half(layer, policy))):
         raise error
     reason, how = _reason(layer, found or error, of_gradient)
     for applies_to in ("own", "all") if structure.children(layer) else ("own",):
-        with (
-            contextlib.suppress(Exception),
-            restored_on_error(structure.layers_of(layer)),
-        ):
+        with contextlib.suppress(Exception), restored_on_error(layer):
             take(layer, policy.settings, Rule(RULE, reason, applies_to=applies_to))
             with replaced(CALLS, **({"differentiated": layer} if of_gradient else {})):
                 outputs = again()
@@ -72,24 +70,11 @@ def remedy(
     raise error
 
 
-def _may_help(layer: Layer, policy: Policy, error: Exception) -> bool:
-    return (
-        policy.kind in IN_HALF
-        and not policy.fails_in_float32
-        and policy.settings.has_defaults
-        and layer.compute_dtype in HALF
-        and CALLS.may_keep
-        and not getattr(error, _TRIED, False)
-        and structure.graph_of(layer) is None
-        and isinstance(error, _DTYPE_ERRORS)
-    )
-
-
 def _taken_back(
     layer: Layer, policy: Policy, error: Exception, again: Callable[[], Any]
 ) -> Any:
     """Returns what a call gives in half precision, after a default rule broke it."""
-    with restored_on_error(structure.layers_of(layer)):
+    with restored_on_error(layer):
         policy.settings.taken_back.add(layer)
         begin_again(layer, policy.settings)
         outputs = again()
@@ -119,15 +104,13 @@ def _reason(layer: Layer, error: Exception, of_gradient: bool) -> tuple[str, str
 def _place(layer: Layer, error: BaseException | None) -> str:
     """Returns the line of the user's code that raised, as far as it is known."""
     file = inspect.unwrap(type(layer).call).__code__.co_filename
-    best: tuple[bool, traceback.FrameSummary] | None = None
+    frames: list[traceback.FrameSummary] = []
     while error is not None:  # and those that it was raised for
-        for frame in traceback.extract_tb(error.__traceback__):
-            is_call = frame.filename == file
-            is_own = is_call or not _LIBRARIES.search(frame.filename)
-            if is_own and (best is None or is_call >= best[0]):
-                best = is_call, frame
+        frames += traceback.extract_tb(error.__traceback__)
         error = error.__cause__ or error.__context__
-    if best is None:
+    own = [frame for frame in frames if frame.filename == file]
+    own = own or [each for each in frames if not _LIBRARIES.search(each.filename)]
+    if not own:
         return f"`{type(layer).__name__}.call`"
-    last = best[1]
+    last = own[-1]
     return f"`{(last.line or '').strip()}` ({Path(last.filename).name}:{last.lineno})"

@@ -1,10 +1,10 @@
 """Settles a whole model once, before its first use: rules by path, and heads."""
 
-import contextlib
 import math
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -105,22 +105,28 @@ def _resolve(model: Layer, settings: PolicySettings, args: Any, kwargs: Any) -> 
     if policy is not None and policy.kind is Kind.OUTPUT_CAST:  # after a failed trace
         rule = f"policy {settings.policy.name}"
         update(model, kind=Kind.FOLLOWS, rule=rule, reason="", output_dtype=None)
-    found = heads.graph_heads(model)
-    failure: Exception | None = None
+    found, failure = heads.graph_heads(model), ""
     if found is None and args is not None:
         try:
             found = heads.traced_heads(model, args, kwargs)
         except Exception as error:  # the user's own code, which may do anything
-            failure = error
+            failure = kind_and_line(error)
     _settle_layers(model, settings)
-    if found is None and failure is None:
+    if found is None and not failure:
         return False
     if IN_FORCE.settings is not settings:
         warn_of_open_rules(model)
     if not settings.has_defaults:
         return True
-    if found is None:
-        return _give_up(model, kind_and_line(failure))  # type: ignore[arg-type]
+    if found is None:  # it may also have been one bad call
+        _failures[model] = _failures.get(model, 0) + 1
+        is_final = _failures[model] >= MAX_TRACES
+        told = (
+            f"its `call` cannot be traced to find that layer ({failure}). Make the "
+            "model a Functional one, or give its last layer dtype='float32'."
+        )
+        _cast_output(model, "its `call` cannot be traced", told if is_final else "")
+        return is_final
     _keep_exact_operations(model, settings)
     of_graph = heads.graph_heads(model)
     if of_graph is not None:
@@ -157,50 +163,51 @@ def _settle_layers(model: Layer, settings: PolicySettings) -> None:
 def _keep_traced(
     model: Layer, found: heads.Heads, settings: PolicySettings, given: tuple[Any, Any]
 ) -> None:
-    """Keeps the heads of a model that is no graph, as far as its `call` allows it."""
-    wide = (Kind.HEAD, Kind.WIDE_OUTPUT)
-    try:
-        # The heads are tried, not the layers.
-        with restored_on_error(layers_of(model)), errors_left_alone():
-            heads.keep_heads(model, found, settings)
-            of_heads = [policy_of(head) for head in found.heads]
-            if of_heads and all(each and each.kind in wide for each in of_heads):
-                update(model, output_dtype="float32")
-            heads.traced_heads(model, *given)
-    except Exception as error:
-        _cast_output(
-            model,
-            "a float32 head would break the model's `call`",
-            f"with that layer in float32 its `call` raises {kind_and_line(error)}. "
-            "Cast what is combined with it to one dtype, for example with "
-            "`keras.ops.cast`.",
-        )
-        return
-    if not (found.is_complete or _take_product(model, found, settings, given)):
-        _cast_output(model, "no layer could be named that makes the output")
+    """Keeps the heads of a model that is no graph, as far as its `call` allows it.
 
-
-def _take_product(
-    model: Layer, found: heads.Heads, settings: PolicySettings, given: tuple[Any, Any]
-) -> bool:
-    """Takes a model's own operations into float32 where a product of its own ends it.
-
-    Returns whether they are: not where the product is large, or the call raises then.
+    The model's own operations follow where a small product of its own ends it.
     """
-    policy = policy_of(model)
-    if policy is not None and policy.applies_to == "own":  # by a rule
-        update(model, output_dtype="float32")
-        return True
+
+    def error_after(change: Callable[[], None]) -> str:
+        """Makes a change for good if the model can be traced then."""
+        try:
+            # The heads are tried, not the layers.
+            with restored_on_error(model), errors_left_alone():
+                change()
+                heads.traced_heads(model, *given)
+        except Exception as error:
+            return kind_and_line(error)
+        return ""
+
+    def keep_heads() -> None:
+        heads.keep_heads(model, found, settings)
+        known = [policy_of(head) for head in found.heads]
+        wide = (Kind.HEAD, Kind.WIDE_OUTPUT)
+        if known and all(each and each.kind in wide for each in known):
+            update(model, output_dtype="float32")
+
+    def take_product() -> None:
+        why = "its own product makes an output of the model, which feeds the loss"
+        layer_dtypes.take(model, settings, Rule(HEADS, why, applies_to="own"))
+
+    if error := error_after(keep_heads):
+        told = f"with that layer in float32 its `call` raises {error}. Cast what is "
+        told += "combined with it to one dtype, for example with `keras.ops.cast`."
+        _cast_output(model, "a float32 head would break the model's `call`", told)
+        return
     factors = [product.inputs[1].shape for product in found.own_products]
     weights = [math.prod(size or 1 for size in factor) for factor in factors]
-    if not weights or max(weights) >= heads.MIN_LARGE_HEAD_WEIGHTS:
-        return False
-    why = "its own product makes an output of the model, which feeds the loss"
-    with contextlib.suppress(Exception), restored_on_error(layers_of(model)):
-        layer_dtypes.take(model, settings, Rule(HEADS, why, applies_to="own"))
-        heads.traced_heads(model, *given)
-        return True
-    return False
+    policy = policy_of(model)
+    if found.is_complete:
+        return
+    if policy is not None and policy.applies_to == "own":  # by a rule
+        update(model, output_dtype="float32")
+    elif (
+        not weights
+        or max(weights) >= heads.MIN_LARGE_HEAD_WEIGHTS
+        or error_after(take_product)
+    ):
+        _cast_output(model, "no layer could be named that makes the output")
 
 
 def _narrow_around_tied_heads(
@@ -220,10 +227,6 @@ def _narrow_around_tied_heads(
 def _keep_exact_operations(model: Layer, settings: PolicySettings) -> None:
     """Has operations of graphs make whole numbers, such as ids, of exact values."""
 
-    def takes_ids(operation: Any) -> bool:
-        policy = policy_of(operation)
-        return policy is not None and trials.takes_ids(operation, policy)
-
     def keep_way_to(operation: Any, dtype: str) -> None:
         """Keeps an operation in float32, and those that its inputs come from."""
         rule = EXACT_RULE.name, EXACT_RULE.reason
@@ -239,23 +242,8 @@ def _keep_exact_operations(model: Layer, settings: PolicySettings) -> None:
         inputs, outputs = structure.tensors_of(operation)
         if any(x.dtype in built_in for x in inputs):
             reads = not any(backend.is_float_dtype(y.dtype) for y in outputs)
-            if reads or any(map(takes_ids, structure.users_of(operation))):
+            if reads or any(map(trials.takes_ids, structure.users_of(operation))):
                 keep_way_to(operation, settings.compute_dtype)
-
-
-def _give_up(model: Layer, failure: str) -> bool:
-    """Casts the output of a model whose `call` cannot be traced, only run.
-
-    The failure may also be that of one bad call. Returns whether enough were tried.
-    """
-    _failures[model] = _failures.get(model, 0) + 1
-    is_final = _failures[model] >= MAX_TRACES
-    told = (
-        f"its `call` cannot be traced to find that layer ({failure}). Make the model a "
-        "Functional one, or give its last layer dtype='float32'."
-    )
-    _cast_output(model, "its `call` cannot be traced", told if is_final else "")
-    return is_final
 
 
 def _cast_output(model: Layer, because: str, told: str = "") -> None:

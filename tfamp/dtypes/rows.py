@@ -22,7 +22,6 @@ from tfamp.keras_hooks import (
     structure,
     trainer,
 )
-from tfamp.keras_hooks.exact_values import Float32Operation
 from tfamp.keras_hooks.layers import FIELDS, KEPT, Kind, Policy, policy_of, put, update
 from tfamp.keras_hooks.structure import Layer
 from tfamp.records import console
@@ -141,7 +140,7 @@ def put_on(
     A ValueError says that a layer cannot compute as planned; all are as before.
     """
     layers = structure.layers_of(model)
-    with layer_dtypes.restored_on_error(layers):
+    with layer_dtypes.restored_on_error(model):
         for layer, row in zip(layers, rows, strict=True):
             _put(layer, row, settings)
     for layer in layers:
@@ -153,10 +152,7 @@ def put_on(
         for tensor in found.tensors:
             dtype = "float32" if is_wide else settings.compute_dtype
             structure.set_tensor_dtype(tensor, dtype)
-    kept = {
-        row.place: Float32Operation(row.output_dtype, row.rule, row.reason)
-        for row in operations
-    }
+    kept = {row.place: (row.output_dtype, row.rule, row.reason) for row in operations}
     exact_values.keep_only(model, kept)
 
 

@@ -21,7 +21,6 @@ KeepFloat32 = str | Sequence[Any]
 # 0.4 % for a 3x3 window in float16, but 12 % for 16x16.
 MIN_LARGE_WINDOW = 16
 _NAME = re.compile(r"[\w./-]+")
-_WORDS = ("none", "default")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,21 +212,6 @@ def parse(keep_float32: KeepFloat32) -> tuple[tuple[Rule, ...], bool]:
         >>> [rule.name for rule in rules], has_defaults
         (["keep_float32: 'Dense'", "keep_float32: 'encoder/.*'"], True)
     """
-    entries, has_defaults = _entries(keep_float32)
-    return tuple(map(_rule_of_user, entries)), has_defaults
-
-
-def on_top_of(keep_float32: KeepFloat32, others: KeepFloat32) -> KeepFloat32:
-    """Returns the argument of two: "none" in the first leaves out the others."""
-    entries, has_defaults = _entries(keep_float32)
-    if not has_defaults:
-        return ["none", *entries]
-    more, has_defaults = _entries(others)
-    return [*entries, *more, *(() if has_defaults else ("none",))]
-
-
-def _entries(keep_float32: KeepFloat32) -> tuple[list[Any], bool]:
-    """Returns what names layers, and whether "none" is not among it."""
     is_one = isinstance(keep_float32, str | keras.layers.Layer)
     if is_one or callable(keep_float32):
         keep_float32 = [keep_float32]
@@ -235,9 +219,9 @@ def _entries(keep_float32: KeepFloat32) -> tuple[list[Any], bool]:
         entries = list(keep_float32)
     except TypeError:
         raise TypeError(_wrong_entry(keep_float32)) from None
-    words = [e for e in entries if isinstance(e, str) and e in _WORDS]
-    named = [e for e in entries if not (isinstance(e, str) and e in _WORDS)]
-    return named, "none" not in words
+    words = {e for e in entries if isinstance(e, str)} & {"none", "default"}
+    named = [e for e in entries if not (isinstance(e, str) and e in words)]
+    return tuple(map(_rule_of_user, named)), "none" not in words
 
 
 def _wrong_entry(entry: Any) -> str:

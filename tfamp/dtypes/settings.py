@@ -34,7 +34,6 @@ class PolicySettings:
     loss_scale: str | float | None = "dynamic"  # or a static scale, or none
     # Further arguments of the loss-scale optimizer.
     loss_scale_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    keep_float32: KeepFloat32 = "default"  # the argument that the rules came from
     # The `PrecisionPlan` that decides in the place of the rules, if any.
     plan: Any = None
     # Whether `compile` uses XLA where it is not told; None leaves it.
@@ -100,12 +99,19 @@ class PolicySettings:
         if layer not in self.taken_back:
             self.keep(layer, EXACT_RULE)
 
-    def under(self, policy: str) -> "PolicySettings":
-        """Returns the settings that the same arguments make with another policy."""
-        made = make_settings(
-            policy, self.keep_float32, self.loss_scale, self.loss_scale_options
-        )
-        made.matched.update(rule.name for rule in made.rules_of_user)
+    def under(
+        self, policy: str, keep_float32: KeepFloat32 = "default"
+    ) -> "PolicySettings":
+        """Returns settings for another policy, with further rules on top of these.
+
+        "none" among those leaves these out. It is said elsewhere which match nothing.
+        """
+        rules, with_defaults = parse(keep_float32)
+        if with_defaults:
+            rules, with_defaults = (*rules, *self.rules_of_user), self.with_defaults
+        scale = self.loss_scale, self.loss_scale_options
+        made = PolicySettings(keras.DTypePolicy(policy), rules, with_defaults, *scale)
+        made.matched.update(rule.name for rule in self.rules_of_user)
         made.check = self.check
         return made
 
@@ -119,9 +125,10 @@ def make_settings(
 ) -> PolicySettings:
     """Returns the settings for a policy name and a `keep_float32` argument."""
     rules, with_defaults = parse(keep_float32)
-    fields |= {"loss_scale_options": dict(loss_scale_options or {})}
-    fields |= {"loss_scale": loss_scale, "keep_float32": keep_float32}
-    return PolicySettings(keras.DTypePolicy(policy), rules, with_defaults, **fields)
+    scale = loss_scale, dict(loss_scale_options or {})
+    return PolicySettings(
+        keras.DTypePolicy(policy), rules, with_defaults, *scale, **fields
+    )
 
 
 def named_policy(policy: Any) -> Any:

@@ -7,23 +7,19 @@ operations of Functional graphs, which have no dtype of their own, that are kept
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks import backend
+from tfamp.keras_hooks import backend, structure
 from tfamp.keras_hooks.layers import SOURCE
 from tfamp.keras_hooks.patches import like, replaced
-from tfamp.keras_hooks.structure import (
-    Layer,
-    map_structure,
-    operations_of,
-    walk,
-    with_mask_of,
-)
+from tfamp.keras_hooks.structure import Layer, map_structure
 
 _KEPT = "_tfamp_kept_in_float32"
+# Of a kept operation: what its outputs are cast to, what decided, and why.
+Kept = tuple[str, str, str]
 
 
 def source_of(x: Any, *, through_cast: bool = False) -> Any:
@@ -47,7 +43,7 @@ def source_of(x: Any, *, through_cast: bool = False) -> Any:
     has_own = backend.get_keras_mask(exact) is not None
     if backend.get_keras_mask(x) is None or has_own:
         return exact
-    return with_mask_of(x, tf.identity(exact))
+    return structure.with_mask_of(x, tf.identity(exact))
 
 
 def unrounded(x: tf.Tensor) -> tf.Tensor:
@@ -71,9 +67,8 @@ def cast_outputs(outputs: Any, dtype: str) -> Any:
         if isinstance(x, keras.KerasTensor):
             if not backend.is_float_dtype(x.dtype) or x.dtype == dtype:
                 return x
-            return keras.KerasTensor(
-                x.shape, dtype=dtype, sparse=x.sparse, ragged=x.ragged
-            )
+            kind = {"sparse": x.sparse, "ragged": x.ragged}
+            return keras.KerasTensor(x.shape, dtype=dtype, **kind)
         if not tf.is_tensor(x) or not x.dtype.is_floating:
             return x
         y = x if x.dtype == dtype else backend.cast(x, dtype)
@@ -89,26 +84,18 @@ def cast_outputs(outputs: Any, dtype: str) -> Any:
     return map_structure(cast, outputs)
 
 
-class Float32Operation(NamedTuple):
-    """How an operation is kept in float32."""
-
-    output_dtype: str  # what its floating-point outputs are cast to
-    rule: str = ""  # what decided
-    reason: str = ""  # why
-
-
 def operations_in(model: Layer) -> Iterator[tuple[str, Any]]:
     """Yields path and operation of all graphs in a model, each once, in their order."""
     seen: set[int] = set()
-    for path, layer, _ in walk(model):
+    for path, layer, _ in structure.walk(model):
         prefix = "" if layer is model else f"{path}/"
-        for operation in operations_of(layer):
+        for operation in structure.operations_of(layer):
             if id(operation) not in seen:
                 seen.add(id(operation))
                 yield f"{prefix}{operation.name}", operation
 
 
-def kept(operation: Any) -> Float32Operation | None:
+def kept(operation: Any) -> Kept | None:
     """Returns how an operation is kept in float32, None where it is not."""
     return vars(operation).get(_KEPT)
 
@@ -120,22 +107,18 @@ def keep(operation: Any, output_dtype: str, rule: str = "", reason: str = "") ->
     """
     if kept(operation) is not None:
         return False
-    vars(operation).update(
-        {
-            "call": _call_in_float32(operation, output_dtype),
-            _KEPT: Float32Operation(output_dtype, rule, reason),
-        }
-    )
+    vars(operation)["call"] = _call_in_float32(operation, output_dtype)
+    vars(operation)[_KEPT] = output_dtype, rule, reason
     return True
 
 
-def kept_in(model: Layer) -> dict[int, Float32Operation]:
+def kept_in(model: Layer) -> dict[int, Kept]:
     """Returns the operations kept in float32, by their place in `operations_in`."""
-    found = {place: kept(each) for place, (_, each) in enumerate(operations_in(model))}
-    return {place: each for place, each in found.items() if each is not None}
+    known = enumerate(operations_in(model))
+    return {place: how for place, (_, each) in known if (how := kept(each))}
 
 
-def keep_only(model: Layer, wanted: Mapping[int, Float32Operation]) -> None:
+def keep_only(model: Layer, wanted: Mapping[int, Kept]) -> None:
     """Keeps these operations in float32, by their place, and no others."""
     for place, (_, operation) in enumerate(operations_in(model)):
         if vars(operation).pop(_KEPT, None) is not None:

@@ -147,9 +147,8 @@ class InForce:
             before = known.before
         elif isinstance(before, GlobalPolicy):
             before = before.before
-        policy = None
-        if self.settings is not None:
-            policy = GlobalPolicy(before, self.present)
+        is_on = self.settings is not None
+        policy = GlobalPolicy(before, self.present) if is_on else None
         if policy is not None or known is not None:
             global_state.set_global_attribute(_GLOBAL, policy or before)
         global_state.set_global_attribute(_TOLD, policy)

@@ -166,11 +166,10 @@ def policy_of(layer: Any) -> Policy | None:
 
 
 def _attach(layer: Any, policy: Policy | None) -> None:
-    own: dict[str, Any] = {_ATTRIBUTE: policy, _UNPICKLE: Policy.unpickle}
-    for name, value in own.items():
-        vars(layer).pop(name, None)
-        if policy is not None:
-            vars(layer)[name] = value
+    for name, value in ((_ATTRIBUTE, policy), (_UNPICKLE, Policy.unpickle)):
+        vars(layer)[name] = value
+        if policy is None:
+            del vars(layer)[name]
 
 
 def update(layer: Any, **changes: Any) -> Policy:
@@ -189,9 +188,9 @@ def keep(
 
     One that is float32 inside gives the dtype that the layers around it compute in.
     """
-    half = vars(layer)[_ATTRIBUTE].settings.compute_dtype
+    policy: Policy = vars(layer)[_ATTRIBUTE]
+    half = policy.settings.compute_dtype
     gives = {Kind.FLOAT32_INSIDE: half, Kind.SUBLAYER: None, Kind.HEAD: None}
-    exact = {"exact_inputs": True} if kind in (Kind.FLOAT32_INSIDE, Kind.HEAD) else {}
     update(
         layer,
         kind=kind,
@@ -202,7 +201,7 @@ def keep(
         inner_dtype="float32" if applies_to == "own" else None,
         is_decided=kind is not Kind.FLOAT32_INSIDE,  # else sublayers are to follow
         is_propagated=False,
-        **exact,
+        exact_inputs=policy.exact_inputs or kind in (Kind.FLOAT32_INSIDE, Kind.HEAD),
     )
 
 
@@ -260,8 +259,8 @@ class _Calls(threading.local):
     def __init__(self) -> None:
         self.stack: list[Policy] = []
         self.depth = 0  # of calls, from before a layer is built
-        self.is_looking = False  # whether a trace of tfamp's own runs
-        self.looked: Any = None  # the call that it traced, with those inside
+        # What a trace of tfamp's own has seen of the outermost call, while one runs.
+        self.looked: list[Any] | None = None
         self.has_given_half = False  # whether code outside of layers got it from one
         self.float16_layers: list[Any] = []  # references to those called last
         self.is_training = False  # whether a managed model's `train_step` runs

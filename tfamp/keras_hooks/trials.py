@@ -121,7 +121,7 @@ def is_of_keras(layer: Layer) -> bool:
     return type(layer).__module__.startswith("keras.") and not is_lambda
 
 
-def _may_be_tried(layer: Layer, policy: Policy) -> bool:
+def runs_in_half(layer: Layer, policy: Policy) -> bool:
     """Returns whether a layer's own operations run in half precision by default."""
     return (
         policy.kind in IN_HALF
@@ -129,7 +129,6 @@ def _may_be_tried(layer: Layer, policy: Policy) -> bool:
         and CALLS.may_keep
         and layer.compute_dtype in ("float16", "bfloat16")
         and structure.graph_of(layer) is None
-        and not is_of_keras(layer)
     )
 
 
@@ -142,7 +141,7 @@ def is_untried(layer: Layer, policy: Policy, kwargs: Any) -> bool:
         return False
     if backend.in_symbolic_scope() or _phases(layer, kwargs) <= policy.tried:
         return False
-    return _may_be_tried(layer, policy)
+    return runs_in_half(layer, policy)  # none of Keras comes here
 
 
 def trace_ahead(layer: Layer, args: Any, kwargs: Any) -> None:
@@ -154,10 +153,10 @@ def trace_ahead(layer: Layer, args: Any, kwargs: Any) -> None:
 
 def look(layer: Layer, args: Any, kwargs: Any) -> Any:
     """Traces the call that is coming, without effects; returns what `_Trial` holds."""
-    own: dict[str, Any] = {"is_looking": True, "trial": None, "looked": None}
-    with replaced(CALLS, **own), without_python_effects(layer):
+    found: list[_Trial] = []
+    with replaced(CALLS, trial=None, looked=found), without_python_effects(layer):
         structure.trace_call(layer, args, kwargs)
-        return CALLS.looked
+    return found[-1]
 
 
 def note_tried(layer: Layer, kwargs: Any = None) -> None:
@@ -194,9 +193,9 @@ def checked(
     if not backend.in_symbolic_scope():
         return call()
     CALLS.failed = None
-    outer, is_tried = CALLS.trial, _may_be_tried(layer, policy)
-    is_tried |= CALLS.differentiated is layer
-    if outer is None and not (is_tried or CALLS.is_looking):
+    is_tried = runs_in_half(layer, policy) and not is_of_keras(layer)
+    is_tried, outer = is_tried or CALLS.differentiated is layer, CALLS.trial
+    if outer is None and CALLS.looked is None and not is_tried:
         return call()
     inner = _Trial(layer, policy, given, is_tried)
     with replaced(CALLS, trial=inner):
@@ -205,28 +204,31 @@ def checked(
             if is_tried:
                 inner.check(has_weights)
         except Exception as error:
-            if CALLS.failed is None or CALLS.failed[0] is not layer:
-                CALLS.failed = layer, error, False
+            is_known = CALLS.failed is not None and CALLS.failed[0] is layer
+            if inner.is_differentiated or not is_known:
+                CALLS.failed = layer, error, inner.is_differentiated
             raise
         finally:
             inner.end = inner.count()
     if outer is not None and outer.graph is inner.graph:
         outer.inside.append(inner)
-    elif outer is None and CALLS.is_looking:
-        CALLS.looked = inner
+    elif outer is None and CALLS.looked is not None:
+        CALLS.looked.append(inner)
     return inner.outputs
 
 
 def failure(layer: Layer) -> tuple[Exception | None, bool]:
     """Returns what a trace of this layer raised last, and whether of its gradient."""
-    failed, CALLS.failed = CALLS.failed, None
-    is_of_layer = failed is not None and failed[0] is layer
-    return failed[1:] if is_of_layer else (None, False)
+    failed, CALLS.failed = CALLS.failed or (None, None, False), None
+    return failed[1:] if failed[0] is layer else (None, False)
 
 
-def takes_ids(layer: Layer, policy: Policy) -> bool:
+def takes_ids(layer: Any) -> bool:
     """Returns whether a layer looks up, bins or encodes exact inputs."""
-    return policy.exact_inputs and (policy.rule == EXACT or isinstance(layer, _TABLES))
+    policy = policy_of(layer)
+    if policy is None or not policy.exact_inputs:
+        return False
+    return policy.rule == EXACT or isinstance(layer, _TABLES)
 
 
 class _Trial:
@@ -236,6 +238,7 @@ class _Trial:
         self.layer, self._policy, self._given = layer, policy, given
         self.graph, self._is_tried = tf.compat.v1.get_default_graph(), is_tried
         self.outputs: Any = None
+        self.is_differentiated = False  # whether what fails is its gradient
         self.inside: list[_Trial] = []
         self._start = self.end = self.count()
 
@@ -253,7 +256,7 @@ class _Trial:
         """Returns what is given to layers inside that look ids up."""
         found = []
         for each in self.inside:
-            if takes_ids(each.layer, each._policy):
+            if takes_ids(each.layer):
                 found += self.floats(each._given)
             elif not each._is_tried:
                 found += each.ids()
@@ -265,17 +268,13 @@ class _Trial:
         inside = {n for each in self.inside for n in range(each._start, each.end)}
         places = enumerate(whole, self._start)
         own = [operation for place, operation in places if place not in inside]
-        is_kept, of_gradient = CALLS.differentiated is self.layer, False
+        is_kept = CALLS.differentiated is self.layer
         is_known = _phases(self.layer, self._given[1]) <= self._policy.tried
-        try:
-            if not is_kept:
-                _check_kernels(own)
-            if has_weights and (is_kept or not is_known):
-                of_gradient = True
-                _check_kernels(self._differentiate(whole))
-        except Exception as error:
-            CALLS.failed = self.layer, error, of_gradient
-            raise
+        if not is_kept:
+            _check_kernels(own)
+        if has_weights and (is_kept or not is_known):
+            self.is_differentiated = True
+            _check_kernels(self._differentiate(whole))
         if not is_kept:
             self._note_exactness(own, whole)
 
