@@ -94,6 +94,17 @@ def test_a_spoilt_head_that_a_default_rule_keeps_is_a_note(is_operation):
     assert [each.severity for each in found.of(rule="guilty-layer")] == ["note"]
 
 
+def test_what_amplifies_rounding_is_a_note_before_the_first_step():
+    grow = [layers.Lambda(lambda x: 1 - 1.9 * ops.square(x)) for _ in range(20)]
+    model = shop(layers.Activation("tanh"), *grow)
+    for severity, remedy in (("note", "Check again after"), ("warning", "Each layer")):
+        found = tfamp.check(model, (SALES, RETURNED), policy="mixed_float16")
+        (told,) = found.of(rule="guilty-layer")
+        assert told.severity == severity and told.remedy.startswith(remedy)
+        assert "'amplification'" in told.message
+        model.fit(SALES, RETURNED, verbose=0)
+
+
 def test_it_tells_what_computes_in_float32_and_why():
     model = shop(layers.LayerNormalization(name="norm"))
     found = tfamp.check(model, policy="mixed_bfloat16")

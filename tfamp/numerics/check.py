@@ -175,6 +175,7 @@ def _of_numbers(
         skipped |= dict.fromkeys(_OF_NUMBERS, error)
         return
     kept, rate = _kept(model, rows), rate_of(model)
+    is_fresh = not int(getattr(model.optimizer, "iterations", 1))
     with exactly(model) as sites:
         recording = record(model, sites, batch)
         found = tallied(model.name, sites, [recording])
@@ -199,7 +200,7 @@ def _of_numbers(
                 yield Finding("learning-rate", "warning", text, remedy, figure=rate)
             if dtype:
                 search = Search(model, sites, [recording], dtype)
-                yield from _guilty_layers(search, sites, kept)
+                yield from _guilty_layers(search, sites, kept, is_fresh)
             else:
                 skipped["guilty-layer"] = (
                     "nothing computes in half precision; `policy=` judges it under "
@@ -230,7 +231,7 @@ def _kept(model: keras.Model, rows: Assignment) -> set[str]:
 
 
 def _guilty_layers(
-    search: Search, sites: list[Site], kept: set[str]
+    search: Search, sites: list[Site], kept: set[str], is_fresh: bool
 ) -> Iterator[Finding]:
     """Yields the layers that half precision spoils, kept ones as notes."""
     found, by_path = search.run(), {site.path: site for site in sites}
@@ -250,11 +251,20 @@ def _guilty_layers(
             figure=max(layer.forward_error, layer.backward_error),
         )
     if found.verdict not in ("layers", "safe"):
+        text, remedy = "", found.advice
+        # Of a fresh ResNet50 gradients are off by 1.3 times their size in bfloat16, and
+        # after 20 steps in float32 by 0.4.
+        is_early = found.verdict == "amplification" and is_fresh
+        if is_early:
+            text = (
+                " Before the first step deep models often are so, and not after some."
+            )
+            remedy = "Check again after some steps of training; that counts."
         yield Finding(
             "guilty-layer",
-            "note" if found.verdict == "loss scale" else "warning",
-            f"In {found.dtype} without rules the verdict is {found.verdict!r}.",
-            found.advice,
+            "note" if is_early or found.verdict == "loss scale" else "warning",
+            f"In {found.dtype} without rules the verdict is {found.verdict!r}.{text}",
+            remedy,
             figure=found.whole_error,
         )
 
