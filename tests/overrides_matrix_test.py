@@ -116,10 +116,10 @@ INSIDE = {
     ),
     "Dense inside TimeDistributed": Row(
         lambda: layers.TimeDistributed(
-            layers.Dense(WIDTH, activation="softsign", name="inner")
+            layers.Dense(WIDTH, activation="softsign", name="sharp")
         ),
         "Softsign",
-        "inner",
+        "sharp",
     ),
 }
 GROUPS = {
