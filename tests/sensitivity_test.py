@@ -112,12 +112,21 @@ def test_a_layer_that_is_wrong_backward_only_is_found():
         # 1e30 is a number of bfloat16 and not of float16.
         return tf.identity(x), lambda dy: dy * 1e30 * tf.cast(1e-30, dy.dtype)
 
-    model = made(stack(Own(twice_through_beyond_range, name="own")))
-    found = sensitivity(model, (X, Y))
-    assert list(found.guilty) == ["own"]
-    assert found.guilty["own"].startswith("backward: its gradients overflow")
-    # Its own arithmetic is that of one rounding.
-    assert found.layers[1].forward_error < 2.0**-10
+    class Shift(L.Layer):
+        """Spoils the gradient of its weight alone."""
+
+        def build(self, shape):
+            self.shift = self.add_weight(shape=shape[1:], initializer="zeros")
+
+        def call(self, x):
+            return x + twice_through_beyond_range(tf.convert_to_tensor(self.shift))
+
+    for layer in (Own(twice_through_beyond_range, name="own"), Shift(name="own")):
+        found = sensitivity(made(stack(layer)), (X, Y))
+        assert list(found.guilty) == ["own"]
+        assert found.guilty["own"].startswith("backward: its gradients overflow")
+        # Its own arithmetic is that of one rounding.
+        assert found.layers[1].forward_error < 2.0**-10
 
 
 def test_gradients_that_another_scale_cures_blame_no_layer():
