@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tfamp.keras_hooks.trainer import examples_recorded
 
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(640, 8)).astype("float32")
@@ -79,4 +80,11 @@ def test_no_call_goes_beyond_the_steps_that_were_asked_for():
             options = {"validation_steps": 8, name: steps, "verbose": 0}
             model.fit(X, Y, validation_data=endless, **options)
             assert model.steps_per_execution == size
-    assert int(model.optimizer.iterations) == 13 + 20 + 16
+        assert int(model.optimizer.iterations) == 13 + 20 + 16
+        joined = model.test_function
+        for steps in (13, 16):
+            model.evaluate(endless, steps=steps, verbose=0)
+            assert examples_recorded(model) == steps * 32
+            assert len(model.predict(endless, steps=steps, verbose=0)) == steps * 32
+        assert model.test_function is joined is not None, "traced once"
+        assert model.steps_per_execution == 8

@@ -3,11 +3,11 @@
 Relies on: `Trainer.compile` being what every model's `compile` ends in, and
 `_compile_config` being what is saved; `TensorFlowTrainer.make_train_function` making
 the training and the test function out of a step by `_make_function`; `fit`,
-`train_on_batch` and `predict` being methods of that class, and `fit` calling what its
-decorator wraps by way of a closure; `train_function`, `test_function` and
-`predict_function` being rebuilt where they are None; `_symbolic_build` building
-model, losses, metrics and optimizer from one batch; `_loss_tracker` being the mean of
-the losses.
+`train_on_batch`, `evaluate` and `predict` being methods of that class, and `fit`
+calling what its decorator wraps by way of a closure, and `evaluate`; `train_function`,
+`test_function` and `predict_function` being rebuilt where they are None;
+`_symbolic_build` building model, losses, metrics and optimizer from one batch;
+`_loss_tracker` being the mean of the losses.
 """
 
 import contextlib
@@ -63,14 +63,7 @@ def run_patches(
         if is_training:
             function = workers.one_by_one(self, _built_ahead(self, function))
             return around_training.surrounded(self, around_function(self, function))
-        made = workers.one_by_one(self, function)
-
-        @functools.wraps(made)
-        def evaluate(iterator: Any) -> Any:
-            with around_run(self, "evaluate", {}):
-                return made(iterator)
-
-        return evaluate
+        return workers.one_by_one(self, function)
 
     def wrap_run(original: Function) -> Function:
         name, signature = original.__name__, inspect.signature(original)
@@ -92,6 +85,7 @@ def run_patches(
         # It is looked up ahead of callbacks that are made inside the call.
         InnerPatch(TensorFlowTrainer, "fit", wrap_run),
         Patch(TensorFlowTrainer, "train_on_batch", wrap_run),
+        Patch(TensorFlowTrainer, "evaluate", wrap_run),
         Patch(TensorFlowTrainer, "predict", wrap_run),
     ]
 

@@ -47,10 +47,16 @@ _NOTED = "_tfamp_explained"
 # What `tfamp.distribute.strategy()` made: all models train there as on one device.
 STRATEGIES: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 # What parts above this one do ahead of a model's training; ahead of `evaluate` and
-# `predict` too; ahead of `fit` of a managed model, with its arguments by name.
+# `predict` too; ahead of `fit` of a managed model, with its arguments by name; and a
+# context around its `evaluate` or `predict`, by this name and with its arguments.
 BEFORE_TRAINING: list[Callable[[keras.Model], None]] = []
 BEFORE_RUN: list[Callable[[keras.Model], None]] = []
 BEFORE_FIT: list[Callable[[keras.Model, Mapping[str, Any]], None]] = []
+AROUND_PASS: list[
+    Callable[
+        [keras.Model, str, Mapping[str, Any]], contextlib.AbstractContextManager[None]
+    ]
+] = []
 # Whether a model's first batch is wanted, and what is called with the model and that
 # batch ahead of the first trace; with None where it cannot be had.
 _Look = Callable[[keras.Model, Any], None]
@@ -428,6 +434,8 @@ def _around_run(
         if is_fit and policy_of(model) is not None:
             for prepare_fit in BEFORE_FIT:
                 prepare_fit(model, arguments)
+        for around_pass in AROUND_PASS if name in ("evaluate", "predict") else ():
+            stack.enter_context(around_pass(model, name, arguments))
         if name != "train_on_batch":
             stack.enter_context(_explaining_memory(model, training=is_fit))
         if is_fit or name == "train_on_batch":

@@ -1,5 +1,6 @@
 """Chooses the policy of a model at its first `fit`, by timing."""
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +12,8 @@ from absl import logging
 from tfamp.dtypes.settings import IN_FORCE
 from tfamp.keras_hooks import trainer
 from tfamp.keras_hooks.layers import policy_of
-from tfamp.loss_scale.fit_hooks import BEFORE_FIT
+from tfamp.keras_hooks.patches import replaced
+from tfamp.loss_scale.fit_hooks import AROUND_PASS, BEFORE_FIT
 from tfamp.models import put_under
 from tfamp.records.checks import first_line
 from tfamp.tuning import joined_steps
@@ -79,7 +81,22 @@ def _join_or_part(model: keras.Model, arguments: Mapping[str, Any]) -> None:
         logging.info("Model %r runs %d steps in a call, as measured.", model.name, size)
 
 
+def _within_steps(
+    model: keras.Model, name: str, arguments: Mapping[str, Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Has the steps of a pass run one by one where joined ones would go beyond `steps`.
+
+    They are traced for each such pass: what is traced for joined steps stays as it is.
+    """
+    size = int(model.steps_per_execution or 1) if model in _JOINED else 1
+    if not (arguments.get("steps") or 0) % size:
+        return contextlib.nullcontext()
+    function = "test_function" if name == "evaluate" else "predict_function"
+    return replaced(model, steps_per_execution=1, **{function: None})
+
+
 BEFORE_FIT.append(choose)
+AROUND_PASS.append(_within_steps)
 
 
 def _measured(
