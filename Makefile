@@ -79,9 +79,9 @@ test: .venv/.installed  ## test every promise on the newest TensorFlow and Keras
 # The other files reach every line of keras_hooks that these reach, too;
 # test-whole runs these on the oldest as well.
 ANY_VERSION := benchmarks callbacks_device callbacks_monitor cli_ clusters
-ANY_VERSION += compare data_ deploy docs doctor evidence export failure_bundles faults floors
+ANY_VERSION += compare data_ deploy docs doctor evidence export faults floors
 ANY_VERSION += import joined_steps latency machine measure notebooks public_names recipes
-ANY_VERSION += records release report resume_workers security server tuner
+ANY_VERSION += records release report security server tuner
 ANY_VERSION += $(addprefix wild/,autograph export first_check lifetimes old_lines recovery_blame)
 ANY_VERSION += $(addprefix wild/,server shown_results spoilt tools_and_seeds verdicts)
 ANY_VERSION := $(ANY_VERSION:%=--ignore-glob='tests/%*')

@@ -58,6 +58,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.quick("parsed-*")
 @pytest.mark.parametrize("damage, kind", DAMAGE.values(), ids=DAMAGE)
 @pytest.mark.parametrize("features", [None, FEATURES], ids=["strings", "parsed"])
 def test_a_damaged_file_is_an_error_or_left_out_whole(tmp_path, features, damage, kind):

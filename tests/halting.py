@@ -3,14 +3,19 @@
 import keras
 
 
-class Halt(keras.callbacks.Callback):
-    """Ends the training after a step, as Ctrl-C does."""
+def interrupt():
+    """Ends the training as Ctrl-C does."""
+    raise KeyboardInterrupt
 
-    def __init__(self, step):
+
+class Halt(keras.callbacks.Callback):
+    """Ends the training behind so many calls of the step of its own."""
+
+    def __init__(self, step, end=interrupt):
         super().__init__()
-        self.left = step
+        self.left, self.end = step, end
 
     def on_train_batch_end(self, batch, logs=None):
         self.left -= 1
         if not self.left:
-            raise KeyboardInterrupt
+            self.end()

@@ -1,9 +1,15 @@
-"""`NanRecovery`: a failing fit goes back to its last good state, and on from there."""
+"""`NanRecovery`: a failing fit goes back to its last good state, and on from there.
 
+It keeps the failing step as a bundle, which triage takes.
+"""
+
+import contextlib
 import json
 import os
 import re
+import shutil
 import types
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -11,8 +17,10 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.arrays import assert_close
 from tests.loops import OwnStep
 from tests.refusals import refused_arguments
+from tests.replicas import two_replicas
 from tests.styles import Subclassed
 from tfamp.callbacks import NanRecovery, Recovery, RecoveryError, nan_recovery
 
@@ -334,3 +342,108 @@ test_arguments_are_checked = refused_arguments(
     ("max_recoveries", -1, ";"),
     ("directory", None, ", of type", TypeError),
 )
+
+
+BAD_STEP = 13
+
+
+def unbuilt(layers):
+    more = [keras.layers.Dropout(0.5), keras.layers.BatchNormalization()]
+    return keras.Sequential([*more, *layers])
+
+
+def failed(folder, *others, bad=(BAD_STEP - 1,), on_replicas=False, **options):
+    """Returns a model whose training ended with its first failure, and the bundle."""
+    with two_replicas().scope() if on_replicas else contextlib.nullcontext():
+        model = linear(keras.optimizers.Adam(0.01), **options)
+    recovery = often(folder, max_recoveries=0, on_exhausted="stop")
+    fit(model, data(*bad), recovery, *others, steps_per_epoch=None, epochs=1)
+    (path,) = recovery.bundles
+    return model, Path(path)
+
+
+def record_of(path):
+    return json.loads((path / "bundle.json").read_text())
+
+
+KEPT = {
+    "a train_step of its own": WAYS["own train_step in a graph"],
+    "three eager steps": dict(kind=unbuilt, steps_per_execution=3),
+    "two replicas": dict(on_replicas=True, run_eagerly=False),
+    "XLA": WAYS["jit"],
+}
+
+
+@pytest.mark.quick("a train_step of its own", "three eager steps")
+@pytest.mark.parametrize("settings", KEPT.values(), ids=KEPT)
+def test_the_failing_step_is_kept_and_explained(tmp_path, settings):
+    (tmp_path / ".writing-123").mkdir()  # half of another, of a killed process
+    model, path = failed(tmp_path, **settings)
+    assert [path] == list(tmp_path.glob("failure-*"))
+    assert not list(tmp_path.glob(".writing*"))
+    assert path.name.startswith(f"failure-{BAD_STEP:08d}-")
+    assert (record_of(path)["epoch"], record_of(path)["step"]) == (0, BAD_STEP)
+    rows = slice(BATCH * (BAD_STEP - 1), BATCH * BAD_STEP)
+    batch = next(iter(tf.data.Dataset.load(f"{path}/batch")))
+    assert np.isnan(batch[0][0]).all() and np.array_equal(batch[0][1:], X[rows][1:])
+    np.testing.assert_array_equal(batch[1], Y[rows])
+    before = model.get_weights()
+    found = tfamp.triage(model, path)
+    assert found.cause == "data" and "in 1 of 4" in found.evidence[0]
+    assert_close(model, before)
+
+
+class Spoils(keras.callbacks.Callback):
+    """Breaks the model from outside."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            self.model.layers[1].moving_mean.assign(np.full(3, np.nan))
+
+
+def test_what_no_step_makes_again_is_told(tmp_path):
+    _, path = failed(tmp_path, Spoils(), bad=(), kind=unbuilt)
+    record = record_of(path)
+    assert record["cause"] == "weights" and "moving_mean" in record["message"]
+    assert record["notes"][0].startswith("No step since the last good state failed")
+
+
+class Secret(keras.layers.Layer):
+    def get_config(self):
+        raise NotImplementedError("not for saving")
+
+    def call(self, x):
+        return x
+
+
+def test_a_model_that_cannot_be_saved_leaves_the_rest(tmp_path):
+    model, path = failed(tmp_path, hidden=Secret())
+    assert "not for saving" in record_of(path)["no_model"]
+    assert not (path / "model.keras").exists()
+    assert tfamp.triage(model, path).cause == "data"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return failed(tmp_path_factory.mktemp("kept"))
+
+
+DAMAGES = {
+    "no record": ("bundle.json", FileNotFoundError, "Found no bundle in"),
+    "no state": ("state.npz", ValueError, "is damaged: Found no file"),
+    "a changed batch": ("batch/*/*/*", ValueError, "is damaged"),
+}
+
+
+@pytest.mark.parametrize("name, kind, text", DAMAGES.values(), ids=DAMAGES)
+def test_a_bundle_that_is_not_whole_is_refused(bundle, tmp_path, name, kind, text):
+    model, whole = bundle
+    folder = shutil.copytree(whole, tmp_path / "copy")
+    (path,) = folder.glob(name)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    path.unlink()
+    if "*" in name:
+        path.write_bytes(content)
+    with pytest.raises(kind, match=text):
+        tfamp.triage(model, folder)

@@ -16,7 +16,7 @@ from tests.cluster_program import slurm_variables
 ROOT = Path(__file__).parents[1]
 # Everything that is waited for is an event; only a run that hangs meets the clock.
 HANGS_SECONDS = 1200
-pytestmark = pytest.mark.slow("resume_workers_test kills workers of its own program")
+pytestmark = pytest.mark.slow("resume_test kills workers of its own program")
 
 
 def environments(launcher):

@@ -2,7 +2,8 @@
 
 `python -m tests.resume_program EPOCHS FOLDER step 7` kills itself behind the 7th step
 that it trains; `save 2 900` in its second save, when 900 bytes of it are written;
-`rename 2 0` when the second save has been written, and does not have its name yet.
+`rename 2 0` when the second save has been written, and does not have its name yet;
+`worker 5`, as a task of a faked Slurm step, behind the 5th step of the second worker.
 """
 
 import os
@@ -14,6 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfamp
+from tests.halting import Halt
 from tests.loops import digest
 from tfamp.callbacks import Resume
 
@@ -23,19 +26,6 @@ X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
 
 def killed():
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-class KillBehind(keras.callbacks.Callback):
-    """Kills the process behind so many steps of its own."""
-
-    def __init__(self, num_steps):
-        super().__init__()
-        self.left = num_steps
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.left -= 1
-        if not self.left:
-            killed()
 
 
 def kill_in_save(number, num_bytes):
@@ -88,16 +78,35 @@ def newest_step(folder):
     return max([int(p.name[5:14]) for p in Path(folder).glob("step-*.npz")], default=0)
 
 
+def train_as_worker(epochs, folder, killed_at):
+    """Trains on two workers, of which the second is killed."""
+    strategy = tfamp.distribute.strategy()
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01))
+        model.compile(optimizer, "mse")
+    callbacks = [Resume(folder, every_steps=2)]
+    if strategy.cluster_resolver.task_id == 1:
+        callbacks.append(Halt(killed_at, killed))
+    x = np.ones((24, 4), "float32")
+    how = {"batch_size": 8, "shuffle": False, "epochs": epochs, "verbose": 0}
+    model.fit(x, x[:, :1], callbacks=callbacks, **how)
+
+
 def main(epochs, folder, kind, number, num_bytes="0"):
     """Trains until it is killed."""
-    callbacks = []
+    epochs, number, callbacks = int(epochs), int(number), []
+    if kind == "worker":
+        train_as_worker(epochs, folder, number)
+        return
     if kind == "step":
-        callbacks = [KillBehind(int(number))]
+        callbacks = [Halt(number, killed)]
     elif kind == "save":
-        kill_in_save(int(number), int(num_bytes))
+        kill_in_save(number, int(num_bytes))
     else:
-        kill_before_rename(int(number))
-    train(int(epochs), folder, *callbacks)
+        kill_before_rename(number)
+    train(epochs, folder, *callbacks)
 
 
 if __name__ == "__main__":

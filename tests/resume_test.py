@@ -1,12 +1,15 @@
 """`tfamp.callbacks.Resume`: what is trained after a kill is what would have been."""
 
 import errno
+import os
 import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import keras
@@ -15,35 +18,23 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.cluster_program import slurm_variables
+from tests.halting import Halt
 from tests.loops import same_bits
 from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tests.resume_program import EVERY_STEPS, final_digest, newest_step
 from tfamp.callbacks import Resume
 from tfamp.stepping import snapshot_files, snapshots
-from tfamp.stepping.snapshots import optimizers_of
 
 ROOT = Path(__file__).parents[1]
+PROGRAM = (sys.executable, "-m", "tests.resume_program")
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
 Y = X[:, :1].copy()
 MANY = 30  # epochs, for all kills to come in
-
-
-class Killed(Exception):
-    pass
-
-
-class Kill(keras.callbacks.Callback):
-    """Ends a training behind a step, as a crash would; nothing is told of it."""
-
-    def __init__(self, at):
-        super().__init__()
-        self.at = at
-
-    def on_train_batch_end(self, batch, logs=None):
-        steps = [int(o.iterations.numpy()) for o in optimizers_of(self.model)]
-        if max(steps) >= self.at:
-            raise Killed
+# What is waited for is an event: one worker is lost, then the other has ended. Only
+# where that never comes does a clock end the test.
+HANGS_SECONDS = 1200
 
 
 class Draws(keras.callbacks.Callback):
@@ -150,24 +141,66 @@ def two_players():
     return model
 
 
-def on_replicas():
+def on_replicas(steps=1):
     with two_replicas().scope():
-        return model_of(run_eagerly=False)
+        return model_of(run_eagerly=False, steps_per_execution=steps)
 
 
+def stream():
+    return tfamp.data.Pipeline.from_dataset(tf.data.Dataset.from_tensor_slices((X, Y)))
+
+
+def rows():
+    return tfamp.data.Pipeline.from_arrays(X, Y)
+
+
+def noisy(x, strength, seed):
+    return x + strength * tf.random.stateless_normal(tf.shape(x), seed)
+
+
+def is_large(x, y):
+    return y[0] > 0.5
+
+
+# Stages that draw at random or count epochs.
+PIPELINES = {
+    "noise": lambda: rows().augment(noisy, ramp_epochs=8, seed=4),
+    "balance on a stream": lambda: stream().balance(is_large, seed=2).shuffle(seed=3),
+    "weights": lambda: rows().weights(np.arange(1.0, 23.0), seed=5),
+    "filter, shuffle": lambda: stream().filter(lambda x, y: y[0] < 2).shuffle(seed=7),
+    "everything": lambda: (
+        rows()
+        .subset(0.9, seed=1)
+        .balance(is_large, seed=2)
+        .cache("memory")
+        .shuffle(seed=3)
+        .augment(noisy, ramp_epochs=8, seed=4)
+    ),
+}
+
+
+def piped(name):
+    return lambda: {"x": PIPELINES[name]().batch(4).build(), "epochs": 5}
+
+
+everything = piped("everything")
 CASES = {
     "dataset, first epoch": (model_of, dataset, 4),
     "a dataset of unknown length": (model_of, unknown_length),
     "one iterator": (model_of, one_iterator),
     "random numbers": (model_of, drawing, 9),
-    "accumulation": (accumulating, dataset, 2),
+    "accumulation": (accumulating, dataset),
     "three steps an execution": (
         lambda: model_of(run_eagerly=False, steps_per_execution=3),
-        dataset,
+        *(dataset, 3),
     ),
     "mixed_float16": (half, arrays),
     "two replicas": (on_replicas, dataset),
     "networks that a step builds": (two_players, arrays),
+    **{name: (model_of, piped(name), 17) for name in PIPELINES},
+    # In the first epoch, at the end of one, behind it, and in the last.
+    **{f"everything, {at}": (model_of, everything, at) for at in (2, 5, 6, 24)},
+    "everything on replicas": (lambda: on_replicas(3), everything, 5),
 }
 
 
@@ -183,21 +216,35 @@ def train(build, data, *callbacks, epochs=2):
     return model
 
 
+UNSEEDED = {
+    "shuffle": lambda: rows().shuffle(),
+    "balance": lambda: rows().balance(is_large),
+    "weights": lambda: rows().weights(np.arange(22.0)),
+    "augment": lambda: rows().augment(noisy),
+}
+
+
+@pytest.mark.quick("shuffle")
+@pytest.mark.parametrize("make", UNSEEDED.values(), ids=UNSEEDED)
+def test_a_stage_without_a_seed_is_said_not_to_be_to_the_bit(make, tmp_path):
+    resume = Resume(tmp_path)
+    model_of().fit(make().batch(8).build(), verbose=0, callbacks=[resume])
+    assert any("to the bit" in note for note in resume.notes)
+
+
 @pytest.mark.filterwarnings(
     "ignore:Your input ran out of data",
     "ignore:'mixed_float16' will be slow",
     "ignore:.*does not have a `build",
 )
-@pytest.mark.quick(
-    "dataset, first epoch", "random numbers", "networks that a step builds"
-)
+@pytest.mark.quick("random numbers", "networks that a step builds", "everything, 2")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_training_goes_on_to_the_bit(tmp_path, case):
     build, data, at = (*case, 8)[:3]
     wanted = train(build, data)
     resume = Resume(tmp_path, every_steps=2)
-    with pytest.raises(Killed):
-        train(build, data, resume, Kill(at))
+    with pytest.raises(KeyboardInterrupt):
+        train(build, data, resume, Halt(at))
     assert resume.resumed_at is None
     again = Resume(tmp_path, every_steps=2)
     found = train(build, data, again)
@@ -207,18 +254,14 @@ def test_a_training_goes_on_to_the_bit(tmp_path, case):
     assert drawn == getattr(wanted, "drawn", [])[-len(drawn) or 0 :][: len(drawn)]
     assert found.history.epoch == wanted.history.epoch
     assert found.history.history == wanted.history.history
-    # The training is over: once more, and its last step is trained again.
-    last = train(build, data, Resume(tmp_path))
-    assert same_bits(snapshots.take(last), snapshots.take(wanted))
-    assert last.history.history == wanted.history.history
 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """A folder with a training that was killed."""
     folder = tmp_path_factory.mktemp("begun")
-    with pytest.raises(Killed):
-        train(model_of, arrays, Resume(folder, every_steps=2), Kill(8))
+    with pytest.raises(KeyboardInterrupt):
+        train(model_of, arrays, Resume(folder, every_steps=2), Halt(8))
     return folder
 
 
@@ -231,6 +274,13 @@ def copied(begun, tmp_path):
 def wanted():
     """The state that the training would have come to."""
     return snapshots.take(train(model_of, arrays))
+
+
+def test_a_training_that_is_over_trains_its_last_step_again(copied, wanted):
+    first, again = (train(model_of, arrays, Resume(copied)) for _ in range(2))
+    for found in (first, again):
+        assert same_bits(snapshots.take(found), wanted)
+    assert again.history.history == first.history.history
 
 
 def test_a_half_written_file_is_passed_over_with_one_warning(copied, wanted, caplog):
@@ -273,57 +323,37 @@ def in_bfloat16():
         return model_of()
 
 
-def fewer():
-    return {**arrays(), "batch_size": 8}
-
-
-def backed_up():
-    backup = keras.callbacks.BackupAndRestore("/nowhere")
-    return {**arrays(), "callbacks": [backup]}
-
-
+BACKUP = keras.callbacks.BackupAndRestore("/nowhere")
+# What another training changes, and what is said of it.
 WRONG = {
-    "another model": (
-        wide,
-        arrays,
-        "is of another model than 'sequential': it has sequential/",
-    ),
-    "another policy": (
-        in_bfloat16,
-        arrays,
-        "was under another policy: a layer computed as",
-    ),
+    "another model": (wide, {}, "another model than 'sequential': it has sequential/"),
+    "another policy": (in_bfloat16, {}, "was under another policy: a layer computed"),
     "another batch size": (
-        model_of,
-        fewer,
+        *(model_of, {"batch_size": 8}),
         "had num_batches 6, and now 3, batch_size 4, and now 8",
     ),
     "fewer epochs": (
-        model_of,
-        lambda: {**arrays(), "epochs": 1},
+        *(model_of, {"epochs": 1}),
         "is in epoch 1 (from 0), and `epochs` is 1; expected the same program",
     ),
     "a backup beside it": (
-        model_of,
-        backed_up,
+        *(model_of, {"callbacks": [BACKUP]}),
         "Resume and BackupAndRestore are in the same `fit`; expected one",
     ),
 }
 
 
-@pytest.mark.quick(
-    "another model", "another batch size", "fewer epochs", "a backup beside it"
-)
+@pytest.mark.quick("another model", "another batch size", "fewer *", "a backup *")
 @pytest.mark.filterwarnings("ignore:'mixed_bfloat16' will be slow")
-@pytest.mark.parametrize("build, data, message", WRONG.values(), ids=WRONG)
-def test_another_training_is_refused_before_a_step(begun, build, data, message):
+@pytest.mark.parametrize("build, changed, message", WRONG.values(), ids=WRONG)
+def test_another_training_is_refused_before_a_step(begun, build, changed, message):
     steps = []
     count = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: steps.append(batch)
     )
     before = sorted(begun.iterdir())
     with pytest.raises(ValueError, match=re.escape(message)):
-        train(build, data, Resume(begun), count)
+        train(build, lambda: arrays() | changed, Resume(begun), count)
     assert steps == []
     assert sorted(begun.iterdir()) == before
 
@@ -354,6 +384,38 @@ def test_twenty_kills_at_random_moments_lose_at_most_every_steps_each(tmp_path):
 
 def kill(*arguments):
     """Runs the program until it kills itself."""
-    command = [sys.executable, "-m", "tests.resume_program", *map(str, arguments)]
+    command = [*PROGRAM, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+
+
+@pytest.mark.slow("it waits half a minute for TensorFlow to give the worker up")
+def test_a_worker_whose_other_is_killed_ends_and_says_how_to_go_on(tmp_path):
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("", 0))
+        other.bind(("", 0))
+        ports = ",".join(str(s.getsockname()[1]) for s in (one, other))
+    logs, workers = [tmp_path / f"{index}.log" for index in range(2)], []
+    command = [*PROGRAM, "3", str(tmp_path), "worker", "5"]
+    try:
+        for index, path in enumerate(logs):
+            with path.open("w") as log:
+                workers.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        env={**os.environ, **slurm_variables(index, 2, ports)},
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        hangs = time.monotonic() + HANGS_SECONDS
+        statuses = [each.wait(hangs - time.monotonic()) for each in workers[::-1]]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    log = logs[0].read_text()
+    assert statuses == [-signal.SIGKILL, 1], log[-3000:]
+    assert "Resume: another worker does not answer any more" in log
+    assert "Start all workers again: they go on at the newest step that all" in log
