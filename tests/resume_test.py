@@ -248,7 +248,8 @@ def test_a_training_goes_on_to_the_bit(tmp_path, case):
     assert resume.resumed_at is None
     again = Resume(tmp_path, every_steps=2)
     found = train(build, data, again)
-    assert again.resumed_at is not None
+    # What ended before anything was saved begins anew.
+    assert (again.resumed_at is not None) == (at > 2)
     assert same_bits(snapshots.take(found), snapshots.take(wanted))
     drawn = getattr(found, "drawn", [])
     assert drawn == getattr(wanted, "drawn", [])[-len(drawn) or 0 :][: len(drawn)]
