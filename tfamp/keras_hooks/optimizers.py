@@ -263,6 +263,22 @@ def is_recording() -> bool:
     return bool(record.could_possibly_record())
 
 
+def in_jacobian() -> bool:
+    """Returns whether what a tape computes here is vectorized, as in a jacobian."""
+    return "loop_body" in tf.get_current_name_scope().split("/")
+
+
+@contextlib.contextmanager
+def unseen_by_functions() -> Iterator[None]:
+    """Makes variables that functions being traced do not hear of, to trace once more.
+
+    The second trace would find a tape used up.
+    """
+    local = tf.compat.v1.get_default_graph()._thread_local
+    with replaced(local, _variable_creator_stack=[]):
+        yield
+
+
 @contextlib.contextmanager
 def asked(tape: tf.GradientTape) -> Iterator[bool]:
     """Uses a tape up, as one that is not persistent is by its first gradient.

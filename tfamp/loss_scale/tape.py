@@ -205,8 +205,13 @@ def _make_unclaimed(variables: list[Any]) -> None:
         for variable in variables:
             vars(stored(variable))[_OWNER] = scale
 
+    strategy = tf.distribute.get_strategy()
     with contextlib.suppress(RuntimeError):  # where replicas cannot meet
-        once(tf.distribute.get_strategy(), make)
+        if tf.distribute.has_strategy():
+            once(strategy, make)
+        else:
+            with tf.init_scope(), hooks.unseen_by_functions():
+                make()
 
 
 def once(strategy: tf.distribute.Strategy, make: Callable[[], None]) -> None:
@@ -320,10 +325,10 @@ def _wrap_gradient(
             scales = [*fixed] if variables else []
         elif variables:
             scales = _scales_of(variables)
-        elif can_be_asked_again and CALLS.float16_layers:
+        elif can_be_asked_again and CALLS.float16_layers and not hooks.in_jacobian():
             # Of inputs, as for a saliency map. Nobody lowers that scale: where it makes
             # gradients overflow they are computed without. A branch of one replica
-            # cannot wait for the others.
+            # cannot wait for the others, nor can one be vectorized.
             is_tried = tf.distribute.get_strategy().num_replicas_in_sync == 1
             scale = _NESTED_SCALE if hooks.is_recording() else _MAX_HALF_SCALE
             scales = [scale] * is_tried
