@@ -60,6 +60,7 @@ def exact(stock: Any) -> LossScaleOptimizer:
             ours.build(known or hooks.trained_by(stock.inner_optimizer))
             ours.set_weights([variable.numpy() for variable in stock.variables])
         tape.set_judge(stock, ours)
+        vars(stock).update(build=ours.build, scale_loss=ours.scale_loss)
         for name in ("dynamic_scale", "step_counter"):  # what programs log and save
             setattr(stock, name, getattr(ours, name))
 
@@ -121,9 +122,6 @@ def _wrap_apply(
 
 @wrapper
 def _wrap_scale_loss(original: Function, self: Any, loss: Any) -> Any:
-    ours = judge_of(self)
-    if ours is not None:
-        return ours.scale_loss(loss)
     loss = tf.convert_to_tensor(loss)
     if isinstance(self, LossScaleOptimizer) or not loss.dtype.is_floating:
         return original(self, loss)
@@ -133,19 +131,12 @@ def _wrap_scale_loss(original: Function, self: Any, loss: Any) -> Any:
     return tape.scaled_by_hand(loss, scale, is_ours=bool(CALLS.float16_layers))
 
 
-@wrapper
-def _wrap_build(original: Function, self: Any, var_list: Any) -> Any:
-    ours = judge_of(self)
-    return original(self, var_list) if ours is None else ours.build(var_list)
-
-
 # Held by the settings of managed layers.
 LOOP_HOOKS = PatchSet(
     [
         Patch(keras.optimizers.Optimizer, "__init__", followed_by(tape.know)),
         Patch(keras.optimizers.Optimizer, "apply", _wrap_apply),
         Patch(_STOCK, "scale_loss", _wrap_scale_loss),
-        Patch(_STOCK, "build", _wrap_build),
         Patch(_STOCK, "apply", _wrap_apply),
     ]
 )

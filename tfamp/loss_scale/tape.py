@@ -51,7 +51,7 @@ class _Here(threading.local):
 
     in_step = False  # of a model whose optimizers have scales
     weight: Any = None  # of the batch that it trains on: its examples
-    call: "_TapeCall | None" = None  # of a tape that computes gradients
+    call: "Note | None" = None  # of a tape that computes gradients
     fixed: tuple[float, ...] | None = None  # the scales of `scaled_by`
     is_updating = False  # an inner optimizer makes its update
     update: Any = None  # by which of its methods
@@ -60,21 +60,14 @@ class _Here(threading.local):
 HERE = _Here()
 
 
-class _TapeCall:
-    """One call of a tape, while it computes gradients."""
-
-    def __init__(self, is_scaled: bool) -> None:
-        self.is_scaled = is_scaled  # whether its target is multiplied by a scale
-        self.by_hand: Any = None  # the scale of a loss that code has multiplied
-
-
 @dataclasses.dataclass
 class Note:
-    """How a tape gave gradients of variables that are not applied yet."""
+    """One call of a tape, and how it gave gradients that are not applied yet."""
 
-    place: Any  # the function being traced; None in eager code
-    by_hand: Any  # what gradients are scaled by: None, a number, or True for a scale
-    gradients: list[Any]  # those that it scaled
+    is_scaled: bool  # whether its target is multiplied by a scale
+    by_hand: Any = None  # that of a loss that code scales; True for one, afterwards
+    place: Any = None  # the function being traced; None in eager code
+    gradients: Sequence[Any] = ()  # those that it scaled
 
 
 class Unclaimed:
@@ -332,7 +325,7 @@ def _wrap_gradient(
             is_tried = tf.distribute.get_strategy().num_replicas_in_sync == 1
             scale = _NESTED_SCALE if hooks.is_recording() else _MAX_HALF_SCALE
             scales = [scale] * is_tried
-        call = _TapeCall(is_scaled=bool(scales))
+        call = Note(bool(scales), place=_place())
         with replaced(HERE, call=call):
             if scales:
                 found = _scaled(call, scales, compute, targets, flat, output_gradients)
@@ -341,17 +334,17 @@ def _wrap_gradient(
             if is_tried:
                 found = _or_plain(found, flat, lambda: compute(output_gradients))
     if variables and fixed is None:
-        by_hand = call.by_hand
-        by_hand = by_hand if by_hand is None or isinstance(by_hand, float) else True
-        given = [g for g in found if g is not None and call.is_scaled]
-        note = Note(_place(), by_hand, given)
+        if not isinstance(call.by_hand, float | None):
+            call.by_hand = True
+        if call.is_scaled:
+            call.gradients = [gradient for gradient in found if gradient is not None]
         for variable in variables:
-            vars(stored(variable))[_NOTE] = note
+            vars(stored(variable))[_NOTE] = call
     return tf.nest.pack_sequence_as(sources, found)
 
 
 def _scaled(
-    call: _TapeCall,
+    call: Note,
     scales: Sequence[Any],
     compute: Callable[[Any], list[Any]],
     targets: Sequence[tf.Tensor],
