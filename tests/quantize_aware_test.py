@@ -246,8 +246,8 @@ def int8_export(model, path, format):
 @pytest.mark.quick("onnx")
 def test_an_export_answers_as_the_model_was_trained(tmp_path, format, monkeypatch):
     pytest.importorskip({"litert": "ai_edge_litert", "onnx": "onnx"}[format])
-    # Of older processors an export spares the eighth bit.
-    monkeypatch.setattr(writers, "_reduces_range", lambda: False)
+    if format == "onnx" and writers._reduces_range():  # it rounds to 7 bits here
+        monkeypatch.setattr(fake_quantization, "STEPS", 64)
     keras.utils.set_random_seed(5)
     model = trained()
     made = int8_export(model, tmp_path / "int8", format)

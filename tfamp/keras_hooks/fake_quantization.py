@@ -30,6 +30,7 @@ from tfamp.keras_hooks.patches import like, replaced
 _ATTRIBUTE = "tfamp_fake_quantized"
 _BEFORE = "_tfamp_call_before"
 _MOMENTUM = 0.99  # of the moving range
+STEPS = 127  # of a kernel to each side of 0
 _OWN = keras.layers
 _CELLS = (_OWN.SimpleRNNCell, _OWN.GRUCell, _OWN.LSTMCell)
 _DEPTHWISE = (_OWN.DepthwiseConv1D, _OWN.DepthwiseConv2D)
@@ -120,7 +121,7 @@ def round_channels(value: Any, channels: tuple[int, ...]) -> Any:
     rank = len(kernel.shape)
     others = [i for i in range(rank) if i not in {axis % rank for axis in channels}]
     most = tf.reduce_max(tf.abs(tf.stop_gradient(kernel)), axis=others, keepdims=True)
-    scale = tf.where(most > 0, most, 1.0) / 127
+    scale = tf.where(most > 0, most, 1.0) / STEPS
     # TensorFlow's own operation for channels takes several times as long.
     rounded = tf.round(kernel / scale) * scale
     return kernel + tf.stop_gradient(rounded - kernel)
