@@ -70,7 +70,7 @@ LOWER = (
 
 
 @pytest.mark.parametrize("what", LOWER)
-@pytest.mark.quick("onnx int8 dynamic", "litert int8 dynamic")
+@pytest.mark.quick("onnx int8 dynamic")
 def test_lower_dtypes_are_smaller_and_nearly_the_same(what, tmp_path):
     format, dtype, scheme = (*what.split(), None)[:3]
     model = keras.Sequential(
@@ -113,7 +113,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("how", SPOILT)
-@pytest.mark.quick("onnx static")
+@pytest.mark.quick("onnx static", "litert dynamic")
 def test_layers_that_int8_spoils_are_found_and_stay_in_float32(how, tmp_path):
     format, scheme = how.split()
     keras.utils.set_random_seed(1)
