@@ -195,11 +195,11 @@ def _keep_traced(
         told += "combined with it to one dtype, for example with `keras.ops.cast`."
         _cast_output(model, "a float32 head would break the model's `call`", told)
         return
+    if found.is_complete:
+        return
     factors = [product.inputs[1].shape for product in found.own_products]
     weights = [math.prod(size or 1 for size in factor) for factor in factors]
     policy = policy_of(model)
-    if found.is_complete:
-        return
     if policy is not None and policy.applies_to == "own":  # by a rule
         update(model, output_dtype="float32")
     elif (

@@ -91,13 +91,13 @@ def _inside_the_call(
 
     What `build` keeps must not be a tensor of a graph that is thrown away.
     """
-    own: dict[str, Any] = {}
-    if CALLS.looked is not None and not layer.built:
-        own["build"] = _outside_the_trace(layer.build)
     CALLS.depth += 1
     try:
-        with replaced(layer, **own):
+        if layer.built or CALLS.looked is None:
             outputs = trials.checked(layer, policy, call, given)
+        else:
+            with replaced(layer, build=_outside_the_trace(layer.build)):
+                outputs = trials.checked(layer, policy, call, given)
     finally:
         CALLS.depth -= 1
     losses = structure.own_losses(layer)

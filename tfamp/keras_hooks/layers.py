@@ -167,9 +167,9 @@ def policy_of(layer: Any) -> Policy | None:
 
 def _attach(layer: Any, policy: Policy | None) -> None:
     for name, value in ((_ATTRIBUTE, policy), (_UNPICKLE, Policy.unpickle)):
-        vars(layer)[name] = value
-        if policy is None:
-            del vars(layer)[name]
+        vars(layer).pop(name, None)
+        if policy is not None:
+            vars(layer)[name] = value
 
 
 def update(layer: Any, **changes: Any) -> Policy:
