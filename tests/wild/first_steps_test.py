@@ -101,6 +101,56 @@ def test_nor_does_it_however_steps_are_run(how):
     np.testing.assert_allclose(logs["loss"], trained(priced)[1]["loss"], rtol=1e-2)
 
 
+class Probed(keras.Model):
+    """Two optimizers, given to `compile`; the first one's gradients are large."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.probe = layers.Dense(16, "relu"), layers.Dense(1)
+        self.head, self.num_steps = layers.Dense(1), self.add_weight((), "zeros")
+
+    def compile(self, optimizer, probe_optimizer, **how):
+        super().compile(**how)
+        self.body_optimizer, self.probe_optimizer = optimizer, probe_optimizer
+
+    def train_step(self, data):
+        x, y = data
+        self.num_steps.assign_add(1.0)
+        with tf.GradientTape() as tape:
+            hidden = self.body(x)
+            loss = tf.reduce_sum(tf.square(self.head(hidden) - y))
+        weights = [*self.body.trainable_weights, *self.head.trainable_weights]
+        gradients = tape.gradient(loss, weights)
+        self.body_optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        with tf.GradientTape() as tape:
+            probed = tf.reduce_mean(tf.square(self.probe(tf.stop_gradient(hidden)) - 1))
+        weights = self.probe.trainable_weights
+        gradients = tape.gradient(probed, weights)
+        self.probe_optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss, "probed": probed}
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_nor_does_one_of_several_optimizers(how):
+    def trained(policy):
+        keras.utils.set_random_seed(1)
+        with tfamp.scope(policy):
+            model = Probed()
+            sgd = keras.optimizers.SGD(1e-7, momentum=0.5)
+            model.compile(sgd, keras.optimizers.Adam(0.01), **how)
+        fitted = model.fit(FLAT, PRICES, batch_size=16, epochs=2, shuffle=False)
+        return model, fitted.history
+
+    model, logs = trained("mixed_float16")
+    for optimizer in (model.body_optimizer, model.probe_optimizer):
+        assert (optimizer.applied_steps, optimizer.skipped_steps) == (8, 0)
+    assert model.body_optimizer.scale < 2**15
+    assert float(model.num_steps) == 8
+    expected = trained("float32")[1]
+    for name, values in expected.items():
+        np.testing.assert_allclose(logs[name], values, rtol=0.02, err_msg=name)
+
+
 def test_what_was_tried_leaves_no_trace():
     """Dropout, moving statistics, metrics: as with the right scale from the start."""
     tried, logs = trained(normalized)

@@ -29,7 +29,11 @@ from tfamp.keras_hooks import (
     trials,
 )
 from tfamp.keras_hooks.layers import CALLS, policy_of
-from tfamp.keras_hooks.optimizers import optimizers_of, where_replicas_are_one
+from tfamp.keras_hooks.optimizers import (
+    optimizers_of,
+    trained_by,
+    where_replicas_are_one,
+)
 from tfamp.keras_hooks.patches import PatchSet, replaced
 from tfamp.loss_scale import stops
 from tfamp.loss_scale.rule import DEFAULT_SCALE
@@ -191,8 +195,16 @@ def _moving_state(model: keras.Model) -> list[Any]:
     return list({id(v): v for v in held}.values())
 
 
-def _build(model: keras.Model, optimizers: Sequence[Any], data: Any) -> None:
-    """Builds what is not built, so that its variables can be held from the start."""
+def _build(
+    model: keras.Model,
+    optimizers: Sequence[Any],
+    data: Any,
+    run: Callable[..., Any] | None = None,
+) -> None:
+    """Builds what is not built, so that its variables can be held from the start.
+
+    What a step trains by several optimizers is only known of its trace, of `run`.
+    """
     if model.built and all(o.built for o in optimizers):
         return
     hidden: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -201,6 +213,9 @@ def _build(model: keras.Model, optimizers: Sequence[Any], data: Any) -> None:
     # A model that only runs on tensors is built by its first call.
     with contextlib.suppress(Exception), hidden:
         trainer.build_from(model, data)
+    if run is not None and not all(o.built for o in optimizers):
+        with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+            run(count=0)
 
 
 def _around_function(
@@ -232,6 +247,8 @@ def _around_function(
                 while looks:
                     looks.pop(0)(model, batch)
                 run = functools.partial(_on_one, function, batch, iterator)
+                if not is_proven:
+                    _build(model, ours_of(model), batch, run)
                 logs = run() if is_proven else _until_applied(model, run, batch)
         for look in () if is_seen else looks:
             look(model, None)
@@ -244,11 +261,16 @@ def _around_function(
     return call
 
 
-def _on_one(function: Callable[..., Any], batch: Any, iterator: Any) -> Any:
-    """Calls a training function on one batch, by an iterator of the same type."""
+def _on_one(
+    function: Callable[..., Any], batch: Any, iterator: Any, count: int = 1
+) -> Any:
+    """Calls a training function on one batch, by an iterator of the same type.
+
+    With `count` 0 it is traced for such a batch, and ends by the error of no data.
+    """
     if not isinstance(iterator, tf.data.Iterator):
-        return function(each for each in [batch])
-    made = iter(tf.data.Dataset.from_tensors(batch))
+        return function(each for each in [batch] * count)
+    made = iter(tf.data.Dataset.from_tensors(batch).take(count))
     parts = tf.nest.flatten(made, expand_composites=True)
     return function(tf.nest.pack_sequence_as(iterator, parts, expand_composites=True))
 
@@ -265,23 +287,28 @@ def _is_unproven(model: keras.Model) -> bool:
 
 
 def _until_applied(model: keras.Model, run: Callable[[], Any], batch: Any) -> Any:
-    """Takes a step, again at a lower scale if that was why it was skipped.
+    """Takes a step, again at a lower scale if that was why an optimizer skipped one.
 
     A skipped step has changed no weight. A batch for which no scale is low enough is
     skipped at the first one, as any later batch is.
     """
-    _build(model, ours_of(model), batch)
     ours = [optimizer for optimizer in ours_of(model) if optimizer.built]
     before = [o.scale_variables.numbers() for o in ours]
 
     def is_lost() -> bool:
         now = [o.scale_variables.numbers() for o in ours]
-        pairs = list(zip(now, before, strict=True))
-        skipped = sum(a.skipped - b.skipped for a, b in pairs)
-        return 0 < skipped == sum(a.judged - b.judged for a, b in pairs)
+        return any(
+            0 < after.skipped - then.skipped == after.judged - then.judged
+            for after, then in zip(now, before, strict=True)
+        )
 
     variables = [*model.non_trainable_variables, *model.metrics_variables]
     variables += [v for o in ours for v in o.own_variables]
+    if type(model).train_step is not keras.Model.train_step:
+        # It may assign weights itself, and take steps by other optimizers.
+        variables += model.trainable_variables
+        for optimizer in ours:
+            variables += trained_by(optimizer) + optimizer.inner_optimizer.variables
     held = _values_of(variables)
     logs = run()
     parts = tf.nest.flatten(batch, expand_composites=True)
