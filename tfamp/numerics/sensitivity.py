@@ -199,6 +199,8 @@ class Search:
         suspects = self._suspects.values()
         looking_bad = [s for s in suspects if self._spoils_outputs(s) or s in suffering]
         guilty, error = self._needed(looking_bad, scale)
+        if error > WHOLE_LIMIT[self._dtype] and suffering == looking_bad:
+            guilty = []  # their gradients grow on the way to them, whatever they are in
         verdict: Verdict = "loss scale" if unscaled else "safe"
         if guilty:
             verdict = "layers"
