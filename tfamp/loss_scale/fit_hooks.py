@@ -319,7 +319,7 @@ def _until_applied(model: keras.Model, run: Callable[[], Any], batch: Any) -> An
     ):
         return logs
     after, scale = _values_of(variables), _LOWER * max(b.scale for b in before)
-    while scale >= max(1.0, *(o.rule.min_scale for o in ours)):  # below is no remedy
+    while scale >= max(o.rule.min_scale for o in ours):
         _put_back(held)
         for optimizer, then in zip(ours, before, strict=True):
             optimizer.put(then._replace(scale=min(scale, then.scale)))
