@@ -318,9 +318,9 @@ class _Search:
         return self.trials[size]
 
 
-def try_size(folder: Path, task: Task) -> Run:
+def try_size(folder: Path, task: Task, **environment: str) -> Run:
     """Tries a size in a fresh process; without a model's name it was not even built."""
-    run = runner.do(folder, task, timeout_seconds=_TIMEOUT_SECONDS)
+    run = runner.do(folder, task, timeout_seconds=_TIMEOUT_SECONDS, **environment)
     log, outcome = folder / f"{task.name}.log", run.outcome
     if outcome.startswith("status "):
         # The kernel kills by SIGKILL. C++ ends a process by SIGABRT or SIGSEGV for many

@@ -172,6 +172,9 @@ _PARTS = (1 / 8, 1 / 2, 1, 2, 8, 32)
 # What a step holds where it is measured, and how many times the size that may take:
 # processes that do the same differ by some 20 MiB.
 _TELLING_BYTES, _MOST_TIMES = 2**28, 8
+# From this size on glibc gives every block back to the system; of smaller ones it keeps
+# more than is in use. Where a step is smaller its blocks are, too, and so is this.
+_BLOCKS_APART = 2**25
 # Steps that are trained at either size, of which the larger is four times the other.
 _STEPS, _TIMES = 3, 4
 
@@ -365,7 +368,8 @@ def _measured(
         for size in (small, large):
             # The rows of a batch are repeated, so that the data set no limit.
             task = Task(policy, steps=_STEPS, batch_size=size, data_batch_size=large)
-            trial = try_size(folder, task)
+            apart = min(size / asked, 1.0) * _BLOCKS_APART
+            trial = try_size(folder, task, MALLOC_MMAP_THRESHOLD_=f"{apart:.0f}")
             if trial.peak_bytes is None:
                 raise MemoryError(
                     f"A batch of {size} was to be measured, and its process ended by "

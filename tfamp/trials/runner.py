@@ -30,8 +30,11 @@ def do(
     *,
     timeout_seconds: float | None = None,
     on_progress: Callable[[float], None] = lambda part: None,
+    **environment: str,
 ) -> Run:
     """Does a task in a fresh process; returns what it recorded, or how it failed.
+
+    `environment` has defaults of variables of its environment.
 
     The exit status of a process without a record is in the outcome, as "status -9";
     one that took too long is "too slow", one that held more than it may "over the
@@ -49,7 +52,10 @@ def do(
             stdin=subprocess.PIPE,  # its end tells the process that this one is gone
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "PYTHONPATH": paths},
+            env={
+                **{"TF_CPP_MIN_LOG_LEVEL": "2", **environment},
+                **{**os.environ, "PYTHONPATH": paths},
+            },
             # Ctrl-C reaches this process only, which then ends the other.
             start_new_session=True,
         )
