@@ -57,7 +57,8 @@ functional = MODELS["functional"]
 
 
 def linear():
-    return keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    """A layer in half precision, and a head."""
+    return keras.Sequential([keras.Input((4,)), layers.Dense(4), layers.Dense(1)])
 
 
 def compiled(build, inner=None, *, mode=MODES["graph"], **options):

@@ -256,3 +256,14 @@ def test_an_optimizer_whose_step_nobody_can_judge_trains_as_in_stock():
     with pytest.warns(UserWarning, match="no loss scale"):
         found = train("mixed_float16")
     assert found == pytest.approx(train("float32"), rel=0.02)
+
+
+def test_a_model_of_heads_alone_needs_none():
+    with tfamp.scope("mixed_float16"):
+        model = keras.Sequential([keras.Input(x.shape[1:]), layers.Dense(1)])
+    optimizer = sgd()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - 1) ** 2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply(gradients, model.trainable_variables)
+    assert companion_of(optimizer) is None

@@ -27,6 +27,7 @@ from tfamp.keras_hooks import (
     layers,
     optimizers,
     saved_state,
+    structure,
     trainer,
 )
 from tfamp.keras_hooks.layers import Kind, Policy, policy_of
@@ -102,7 +103,7 @@ def _wrapped(optimizer: Any, model: keras.Model, settings: PolicySettings) -> An
         )
         return optimizer
     options, scale = dict(settings.loss_scale_options), settings.loss_scale
-    has_float16 = resolution.computes_in(model, "float16")
+    has_float16 = "float16" in structure.compute_dtypes(model)
     if not has_float16:
         options = without_float16(options) or {}
     if scale is None or not (has_float16 or options):
@@ -136,7 +137,7 @@ def follow_policy(model: keras.layers.Layer, settings: PolicySettings) -> None:
         is_ours = isinstance(optimizer, LossScaleOptimizer) and optimizer in _WRAPPED
         return optimizer.inner_optimizer if is_ours else optimizer
 
-    has_float16 = resolution.computes_in(model, "float16")
+    has_float16 = "float16" in structure.compute_dtypes(model)
     if not has_float16:
         optimizers.replace_optimizers(model, plain)
     present = model.optimizer if trainer.is_compiled(model) else None

@@ -334,13 +334,6 @@ def count_as_met(model: Layer) -> bool:
     return is_new
 
 
-def computes_in(model: Layer, dtype: str) -> bool:
-    """Returns whether any layer of `model` computes in `dtype`."""
-    # A graph of layers computes nothing itself.
-    own = layers_of(model)[structure.graph_of(model) is not None :]
-    return any(layer.compute_dtype == dtype for layer in own)
-
-
 def settings_of(model: Layer) -> PolicySettings | None:
     """Returns the settings of a model, or of the first managed layer in it."""
     found = (policy_of(layer) for _, layer, _ in walk(model))

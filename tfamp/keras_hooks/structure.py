@@ -70,7 +70,9 @@ def layers_of(root: Layer) -> list[Layer]:
 
 def compute_dtypes(model: Layer) -> set[str]:
     """Returns the dtypes that a model and the layers inside it compute in."""
-    return {layer.compute_dtype for layer in layers_of(model)}
+    # A graph of layers computes nothing itself.
+    own = layers_of(model)[graph_of(model) is not None :]
+    return {layer.compute_dtype for layer in own}
 
 
 def graph_of(model: Layer) -> Functional | None:

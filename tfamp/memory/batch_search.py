@@ -318,7 +318,7 @@ class _Search:
         return self.trials[size]
 
 
-def try_size(folder: Path, task: Task, **environment: str) -> Run:
+def try_size(folder: Path, task: Task, **environment: Any) -> Run:
     """Tries a size in a fresh process; without a model's name it was not even built."""
     run = runner.do(folder, task, timeout_seconds=_TIMEOUT_SECONDS, **environment)
     log, outcome = folder / f"{task.name}.log", run.outcome
