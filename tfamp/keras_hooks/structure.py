@@ -30,6 +30,8 @@ def children(layer: Layer) -> list[Layer]:
     Input layers are left out, and what keeps the range of an input.
     """
     tracked = list(layer.layers) if isinstance(layer, keras.Model) else []
+    if not (tracked or layer._layers):
+        return []  # as most, which a walk asks
     inner = vars(layer).get("_functional")
     return [
         child
