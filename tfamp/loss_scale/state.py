@@ -128,8 +128,9 @@ class SavedState(hooks.SavedBeside):
         optimizer = self._owner()
         self._stock = [np.asarray(store[str(i)]) for i in range(len(store.keys()))]
         self._before = now = optimizer.scale_variables.numbers()
-        if optimizer.dynamic and [v.shape for v in self._stock[2:4]] == [(), ()]:
+        if [v.shape for v in self._stock[2:4]] == [(), ()]:
             good_steps, scale = self._stock[2:4]
+            scale = scale if optimizer.dynamic else now.scale
             optimizer.put(now._replace(scale=scale, good_steps=good_steps))
         # The inner optimizer's variables come once more.
         inner = optimizer.inner_optimizer
@@ -150,7 +151,9 @@ class SavedState(hooks.SavedBeside):
             now = optimizer.scale_variables.numbers()
             found = ScaleState(*now[:2], *counters.tolist(), *levels.tolist())
             if STATIC in (before.is_frozen, found.is_frozen):
-                kept = ("scale", "good_steps", "is_frozen", "streak", "overflows")
+                kept = ["scale", "is_frozen"]
+                if before.is_frozen != found.is_frozen:  # they count another's steps
+                    kept += ["good_steps", "streak", "overflows"]
                 found = found._replace(**{k: getattr(before, k) for k in kept})
             if not (optimizer.accumulates and "accumulator_0" in values):
                 found = found._replace(**EMPTY_WINDOW)
