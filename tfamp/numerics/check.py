@@ -101,7 +101,8 @@ def check(
 
 def _found(model: keras.Model, batch: Any, why: str) -> Findings:
     """Returns what is found in a model that computes now as it is to be judged."""
-    halves = structure.compute_dtypes(model) & {*HALF}
+    # That of the model itself too, where rules keep all that it is made of.
+    halves = {layer.compute_dtype for layer in structure.layers_of(model)}
     dtype = next((each for each in HALF if each in halves), "")
     dataset = None if batch is None else tf.data.Dataset.from_tensors(batch)
     linted = lint(model, dataset)
