@@ -148,8 +148,11 @@ def test_nor_does_one_of_several_optimizers(how):
         return model, fitted.history
 
     model, logs = trained("mixed_float16")
+    # From 3.16 on Keras traces a step with the first batch that it trains on.
+    most = int(keras.__version__ >= "3.16" and "steps_per_execution" not in how)
     for optimizer in (model.body_optimizer, model.probe_optimizer):
-        assert (optimizer.applied_steps, optimizer.skipped_steps) == (8, 0)
+        assert optimizer.applied_steps + optimizer.skipped_steps == 8
+        assert optimizer.skipped_steps <= most
     assert model.body_optimizer.scale < 2**15
     assert float(model.num_steps) == 8
     expected = trained("float32")[1]
