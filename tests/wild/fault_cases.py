@@ -485,7 +485,7 @@ def _healthy():
     return [*map(network, NETWORKS), *trunks]
 
 
-# Of variables that a layer assigns, `tfamp` has it read float32.
+# Float16 leaves the first as it is; variables that a layer assigns are read in float32.
 _MENDED = ("harmonic mean", "running squares", "step counter")
 _SPOILT = {k: v for k, v in own_layers.SPOILT.items() if k not in _MENDED}
 CASES: tuple[Case, ...] = (

@@ -160,6 +160,24 @@ def test_nor_does_one_of_several_optimizers(how):
         np.testing.assert_allclose(logs[name], values, rtol=0.02, err_msg=name)
 
 
+def test_an_optimizer_that_never_steps_has_no_more_steps_tried(monkeypatch):
+    """Each is tried by a data set of its own."""
+    made, original = [], tf.data.Dataset.from_tensors
+
+    def from_tensors(*args, **kwargs):
+        made.append(1)
+        return original(*args, **kwargs)
+
+    with tfamp.scope("mixed_float16"):
+        model = Probed()
+        model.compile(keras.optimizers.SGD(1e-7), keras.optimizers.SGD(0.01))
+    monkeypatch.setattr(tf.data.Dataset, "from_tensors", from_tensors)
+    model.fit(FLAT, FLAT[:, :1], batch_size=2, epochs=1, shuffle=False, verbose=0)
+    assert model.optimizer.applied_steps == 0
+    assert model.probe_optimizer.applied_steps == 32
+    assert 10 <= len(made) < 20
+
+
 def test_what_was_tried_leaves_no_trace():
     """Dropout, moving statistics, metrics: as with the right scale from the start."""
     tried, logs = trained(normalized)

@@ -195,16 +195,8 @@ def _moving_state(model: keras.Model) -> list[Any]:
     return list({id(v): v for v in held}.values())
 
 
-def _build(
-    model: keras.Model,
-    optimizers: Sequence[Any],
-    data: Any,
-    run: Callable[..., Any] | None = None,
-) -> None:
-    """Builds what is not built, so that its variables can be held from the start.
-
-    What a step trains by several optimizers is only known of its trace, of `run`.
-    """
+def _build(model: keras.Model, optimizers: Sequence[Any], data: Any) -> None:
+    """Builds what is not built, so that its variables can be held from the start."""
     if model.built and all(o.built for o in optimizers):
         return
     hidden: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -213,9 +205,6 @@ def _build(
     # A model that only runs on tensors is built by its first call.
     with contextlib.suppress(Exception), hidden:
         trainer.build_from(model, data)
-    if run is not None and not all(o.built for o in optimizers):
-        with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
-            run(count=0)
 
 
 def _around_function(
@@ -238,6 +227,9 @@ def _around_function(
             return function(iterator)
         due = BEFORE_FIRST_BATCH if is_managed and calls == 0 else ()
         looks = [look for is_due, look in due if is_due(model)]
+        # An optimizer that never steps proves nothing.
+        steps = calls * model.steps_per_execution
+        is_proven = is_proven or steps >= _STEPS_THAT_PROVE_A_SCALE
         is_proven = is_proven or not _is_unproven(model)
         calls += 1
         logs = None
@@ -247,8 +239,6 @@ def _around_function(
                 while looks:
                     looks.pop(0)(model, batch)
                 run = functools.partial(_on_one, function, batch, iterator)
-                if not is_proven:
-                    _build(model, ours_of(model), batch, run)
                 logs = run() if is_proven else _until_applied(model, run, batch)
         for look in () if is_seen else looks:
             look(model, None)
@@ -286,12 +276,17 @@ def _is_unproven(model: keras.Model) -> bool:
     )
 
 
-def _until_applied(model: keras.Model, run: Callable[[], Any], batch: Any) -> Any:
+def _until_applied(model: keras.Model, run: Callable[..., Any], batch: Any) -> Any:
     """Takes a step, again at a lower scale if that was why an optimizer skipped one.
 
     A skipped step has changed no weight. A batch for which no scale is low enough is
     skipped at the first one, as any later batch is.
     """
+    _build(model, ours_of(model), batch)
+    if not all(optimizer.built for optimizer in ours_of(model)):
+        # What a step trains by several optimizers is only known of its trace.
+        with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+            run(count=0)
     ours = [optimizer for optimizer in ours_of(model) if optimizer.built]
     before = [o.scale_variables.numbers() for o in ours]
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -318,9 +318,13 @@ class _Search:
         return self.trials[size]
 
 
-def try_size(folder: Path, task: Task, **environment: Any) -> Run:
+def try_size(
+    folder: Path, task: Task, environment: Mapping[str, str] | None = None
+) -> Run:
     """Tries a size in a fresh process; without a model's name it was not even built."""
-    run = runner.do(folder, task, timeout_seconds=_TIMEOUT_SECONDS, **environment)
+    run = runner.do(
+        folder, task, timeout_seconds=_TIMEOUT_SECONDS, environment=environment
+    )
     log, outcome = folder / f"{task.name}.log", run.outcome
     if outcome.startswith("status "):
         # The kernel kills by SIGKILL. C++ ends a process by SIGABRT or SIGSEGV for many

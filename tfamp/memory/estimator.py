@@ -369,7 +369,7 @@ def _measured(
             # The rows of a batch are repeated, so that the data set no limit.
             task = Task(policy, steps=_STEPS, batch_size=size, data_batch_size=large)
             apart = min(size / asked, 1.0) * _BLOCKS_APART
-            trial = try_size(folder, task, MALLOC_MMAP_THRESHOLD_=f"{apart:.0f}")
+            trial = try_size(folder, task, {"MALLOC_MMAP_THRESHOLD_": f"{apart:.0f}"})
             if trial.peak_bytes is None:
                 raise MemoryError(
                     f"A batch of {size} was to be measured, and its process ended by "

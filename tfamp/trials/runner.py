@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import tensorflow as tf
@@ -30,7 +30,7 @@ def do(
     *,
     timeout_seconds: float | None = None,
     on_progress: Callable[[float], None] = lambda part: None,
-    **environment: str,
+    environment: Mapping[str, str] | None = None,
 ) -> Run:
     """Does a task in a fresh process; returns what it recorded, or how it failed.
 
@@ -46,16 +46,14 @@ def do(
     status, began = None, time.monotonic()
     # It finds the same modules as this process.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", **(environment or {})}
     with open(log, "wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "tfamp.trials.worker", folder, task.to_json()],
             stdin=subprocess.PIPE,  # its end tells the process that this one is gone
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={
-                **{"TF_CPP_MIN_LOG_LEVEL": "2", **environment},
-                **{**os.environ, "PYTHONPATH": paths},
-            },
+            env=defaults | os.environ | {"PYTHONPATH": paths},
             # Ctrl-C reaches this process only, which then ends the other.
             start_new_session=True,
         )
