@@ -20,11 +20,20 @@ pytestmark = [
 LEFT = {"harmonic mean"}
 
 
-def fitted(layer, x, policy="mixed_float16", **options):
+def fitted(layer, x, policy="mixed_float16", before=None, **options):
     with tfamp.scope(policy, **options):
         model, y = model_of(layer, x)
+        if before is not None:
+            before(model)
         model.fit(x, y, batch_size=32, verbose=0)
     return model
+
+
+def assert_predicts_as_in_float32(model, layer, x):
+    exact, _ = model_of(layer, x)
+    exact.set_weights(model.get_weights())
+    want, found = (m.predict(x, verbose=0) for m in (exact, model))
+    assert np.abs(found - want).max() < 0.1 * max(np.abs(want).max(), want.std())
 
 
 def row_of(model, path="own"):
@@ -39,10 +48,13 @@ def test_a_spoilt_layer_computes_in_float32_as_the_same_weights_do(name):
     model = fitted(layer, x)
     assert row_of(model).rule == "check"
     assert row_of(model).compute_dtype == "float32"
-    exact, _ = model_of(layer, x)
-    exact.set_weights(model.get_weights())
-    want, found = (m.predict(x, verbose=0) for m in (exact, model))
-    assert np.abs(found - want).max() < 0.1 * max(np.abs(want).max(), want.std())
+    assert_predicts_as_in_float32(model, layer, x)
+
+
+def test_what_was_traced_before_it_is_traced_anew():
+    layer, x = SPOILT["rms norm"]
+    model = fitted(layer, x, before=lambda model: model.predict(x, verbose=0))
+    assert_predicts_as_in_float32(model, layer, x)
 
 
 @pytest.mark.quick("rms norm", "softmax", "swish", "running mean")
