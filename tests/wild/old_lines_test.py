@@ -22,11 +22,17 @@ OTHERS = ("alone", "another compiled", "another trained")
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory):
-    """What stock Keras makes of every program, in one process without tfamp.
+def stock(request, tmp_path_factory):
+    """What stock Keras makes of the programs asked for, in a process without tfamp.
 
     The processes of the suite, which share this file, share what it found.
     """
+    cases = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path
+    ]
+    asked = sorted({(case["way"], old_lines.key_of(case["lines"])) for case in cases})
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -34,7 +40,7 @@ def stock(tmp_path_factory):
     with filelock.FileLock(f"{path}.lock"):
         if not path.exists():
             done = subprocess.run(
-                [sys.executable, "-m", "tests.wild.old_lines"],
+                [sys.executable, "-m", "tests.wild.old_lines", json.dumps(asked)],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 capture_output=True,
