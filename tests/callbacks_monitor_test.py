@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.callbacks import PrecisionMonitor, monitor
+from tfamp.callbacks._fit_callback import BAR_AVERAGES
 
 INF = float("inf")
 BAD_STEP = 3  # of the six steps in an epoch, counted from 1
@@ -127,6 +128,16 @@ def test_the_progress_bar_shows_two_of_the_numbers(capsys):
     assert "loss_scale: 8.0000" in line and "skipped_steps: 1.0" in line
     assert not any(name in line for name in ("applied", "consecutive", "norm", "rate"))
     assert {*KEYS} <= {*history}
+
+
+@pytest.mark.skipif(BAR_AVERAGES, reason="the bar would show means of them")
+def test_the_bar_shows_them_while_an_epoch_runs():
+    shown = []
+    after = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: shown.append(logs.get("loss_scale"))
+    )
+    fit(compiled(), PrecisionMonitor(), after, epochs=1)
+    assert shown == [8.0] * 6  # as it was read before the first step
 
 
 def test_steps_before_an_error_are_not_lost(tmp_path):

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.refusals import refusals
+from tfamp.keras_hooks.optimizers import in_xla
 from tfamp.trials import runner, worker
 from tfamp.trials.run_records import Run
 
@@ -22,16 +23,22 @@ pytest.importorskip("cloudpickle", reason="needs the extra `report`")
 pytest.importorskip("psutil", reason="needs the extra `report`")
 
 ROOT = Path(__file__).parents[1]
-POLICIES = ("float32", "mixed_bfloat16")
+POLICIES = ("float32", "mixed_bfloat16+xla")
 X = np.random.default_rng(0).normal(size=(192, 6)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int32")
+
+
+def compiled(y, outputs):
+    """A metric: 1 where XLA compiles it, 0 elsewhere."""
+    return tf.fill(tf.shape(outputs)[:1], float(in_xla()))
 
 
 def build(seed=0):
     model = keras.Sequential(
         [keras.layers.Dense(16, "relu"), keras.layers.Dense(2, "softmax")], name="net"
     )
-    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    metrics = ["accuracy", compiled]
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=metrics)
     return model
 
 
@@ -127,23 +134,25 @@ def test_policies_take_turns_and_each_goes_first(compared):
 
 def test_a_run_has_every_figure(compared):
     for run in compared[0].runs:
-        assert (run.status, run.resolved_policy) == ("finished", run.policy)
+        resolved = run.policy.removesuffix("+xla")
+        assert (run.status, run.resolved_policy) == ("finished", resolved)
         assert (run.batch_size, run.num_steps, run.num_epochs) == (16, 36, 3)
         assert run.num_parameters == 6 * 16 + 16 + 16 * 2 + 2
-        assert set(run.final_metrics) == {"loss", "accuracy"}
+        assert set(run.final_metrics) == {"loss", "accuracy", "compiled"}
+        assert run.final_metrics["compiled"] == run.policy.endswith("+xla")
         assert len(run.history["val_loss"]) == 3
         assert run.num_examples == 96
         assert run.losses[-1][0] == 36
         assert {each.batch_size for each in run.latencies} == {1, 16}
         assert run.step_seconds > 0 and run.first_step_seconds > 0
         assert (run.skipped_steps, run.num_nonfinite_weights) == (0, 0)
-        assert ("bfloat16" in run.layers.values()) == (run.policy == "mixed_bfloat16")
+        assert ("bfloat16" in run.layers.values()) == (run.policy != "float32")
         assert run.notes == ()
 
 
 def test_the_answer_is_told_with_the_figures(compared):
     found, _, _ = compared
-    verdict = found.verdicts["mixed_bfloat16"]
+    verdict = found.verdicts[POLICIES[1]]
     known = (found.reference, found.metric, found.better)
     assert known == ("float32", "accuracy", "max")
     assert found.verdict == verdict.answer
