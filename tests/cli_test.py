@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tfamp
+from tests import made_evidence
 from tfamp.cli.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -175,6 +176,24 @@ def test_compare_quick_times_a_script(capsys):
     assert "float32" in capsys.readouterr().out
     found = tfamp.Measurement.from_json("found.json")
     assert {"float32", "mixed_bfloat16"} == {each.policy for each in found.times}
+
+
+WORSE = {"float32": (1.0, 0.98), "mixed_bfloat16": (1.9, 0.5)}
+
+
+@pytest.mark.parametrize(
+    "policies, fail_on, status",
+    [(None, "worse,slower", 0), (WORSE, "worse", 1), (WORSE, "slower,failed", 0)],
+    ids=["faster", "worse", "worse, asked for others"],
+)
+def test_the_status_of_compare_tells_what_was_asked(
+    policies, fail_on, status, capsys, monkeypatch
+):
+    pytest.importorskip("jinja2")
+    found = made_evidence.evidence(policies)
+    monkeypatch.setattr(tfamp, "compare", lambda *args, **kwargs: found)
+    assert main(["compare", "train.py", f"--fail-on={fail_on}", "--out=."]) == status
+    assert ("is worse: worse" in capsys.readouterr().err) == bool(status)
 
 
 @pytest.mark.slow
