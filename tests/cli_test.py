@@ -170,6 +170,11 @@ def test_triage_takes_the_batch_that_is_named(capsys):
     assert out.index("cause is none") < out.index("cause is data")
 
 
+def test_triage_asks_for_data_where_there_are_none(capsys):
+    assert main(["triage", "small:model"]) == 1
+    assert "Name the data by --data=module:function." in capsys.readouterr().err
+
+
 def test_compare_quick_times_a_script(capsys):
     argv = ["compare", "train.py", "--quick", "--policies=float32,mixed_bfloat16"]
     assert main([*argv, "--json=found.json"]) == 0
