@@ -31,7 +31,6 @@ from tfamp.keras_hooks import (
 from tfamp.keras_hooks.layers import CALLS, policy_of
 from tfamp.keras_hooks.optimizers import (
     optimizers_of,
-    trained_by,
     where_replicas_are_one,
 )
 from tfamp.keras_hooks.patches import PatchSet, replaced
@@ -84,15 +83,15 @@ def _weights_replicas(model: keras.Model) -> bool:
     return strategy.num_replicas_in_sync > 1 and (is_known or bool(ours_of(model)))
 
 
-def _values_of(variables: Iterable[Any]) -> _Values:
-    """Returns variables, each with a copy of its present value."""
-    return [(v, tf.identity(v.value)) for v in variables]
+def _values_of(variables: Iterable[tf.Variable]) -> _Values:
+    """Returns TensorFlow's variables, each with a copy of its present value."""
+    return [(v, tf.identity(v)) for v in variables]
 
 
 def _put_back(values: _Values) -> None:
     """Gives variables their values back; inside of a replica, on it alone."""
     for variable, value in values:
-        variable.value.assign(value)
+        variable.assign(value)
 
 
 def _around_step(
@@ -116,7 +115,7 @@ def _around_step(
             # The moving statistics of no example are NaN. What replicas agree on is
             # not written by one of them.
             held = _values_of(
-                v for v in _moving_state(model) if v.aggregation in (None, "none")
+                v.value for v in _moving_state(model) if v.aggregation in (None, "none")
             )
             logs = train_step(data)
             either(empty, lambda: _put_back(held))
@@ -125,8 +124,8 @@ def _around_step(
     def undoing(optimizers: list[Any], data: Any) -> Any:
         _build(model, optimizers, data)
         skips = [o.scale_variables.read().skipped for o in optimizers]
-        held = _values_of(_moving_state(model))
-        metrics = _values_of(v for m in model.metrics for v in m.variables)
+        held = _values_of(v.value for v in _moving_state(model))
+        metrics = _values_of(v.value for m in model.metrics for v in m.variables)
         accumulates = any(o.accumulates for o in optimizers)
         weight = replicas.batch_size_of(data) if accumulates else None
         with contextlib.ExitStack() as stack:
@@ -156,11 +155,11 @@ def _undo_if_skipped(
 
     floating = [v for v, value in metrics if value.dtype.is_floating]
     if floating:
-        finite = [tf.reduce_all(tf.math.is_finite(v.value)) for v in floating]
+        finite = [tf.reduce_all(tf.math.is_finite(v)) for v in floating]
         is_bad = ~tf.reduce_all(tf.stack(finite))
         # On this replica, whose part of the metrics is its own.
         either(is_bad & any_skipped(skips), lambda: _put_back(metrics))
-    variables = [variable.value for variable, _ in held]
+    variables = [variable for variable, _ in held]
 
     def merged(skips: Any, values: Any) -> None:
         def restore() -> None:
@@ -219,10 +218,11 @@ def _around_function(
     if not ours_of(model) and not is_managed:
         return function
     calls, is_proven = 0, model.run_eagerly or tf.config.functions_run_eagerly()
+    touched: list[tf.Variable] = []
 
     @functools.wraps(function)
     def call(iterator: Any) -> Any:
-        nonlocal calls, is_proven
+        nonlocal calls, is_proven, touched
         if not tf.executing_eagerly():  # as a part of another function
             return function(iterator)
         due = BEFORE_FIRST_BATCH if is_managed and calls == 0 else ()
@@ -239,7 +239,12 @@ def _around_function(
                 while looks:
                     looks.pop(0)(model, batch)
                 run = functools.partial(_on_one, function, batch, iterator)
-                logs = run() if is_proven else _until_applied(model, run, batch)
+                if not is_proven and calls == 1 and not touched:
+                    _build(model, ours_of(model), batch)
+                    touched = _variables_of(function, batch, iterator)
+                logs = (
+                    run() if is_proven else _until_applied(model, run, batch, touched)
+                )
         for look in () if is_seen else looks:
             look(model, None)
         if logs is None:  # where there is no batch, the function says so itself
@@ -251,18 +256,38 @@ def _around_function(
     return call
 
 
-def _on_one(
-    function: Callable[..., Any], batch: Any, iterator: Any, count: int = 1
-) -> Any:
-    """Calls a training function on one batch, by an iterator of the same type.
+def _on_one(function: Callable[..., Any], batch: Any, iterator: Any) -> Any:
+    """Calls a training function on one batch, by an iterator of the same type."""
+    return function(_iterator_of(batch, iterator))
 
-    With `count` 0 it is traced for such a batch, and ends by the error of no data.
-    """
-    if not isinstance(iterator, tf.data.Iterator):
-        return function(each for each in [batch] * count)
-    made = iter(tf.data.Dataset.from_tensors(batch).take(count))
+
+def _iterator_of(batch: Any, like: Any) -> Any:
+    """Returns an iterator over one batch that a training function takes for `like`."""
+    if not isinstance(like, tf.data.Iterator):
+        return (each for each in [batch])
+    made = iter(tf.data.Dataset.from_tensors(batch))
     parts = tf.nest.flatten(made, expand_composites=True)
-    return function(tf.nest.pack_sequence_as(iterator, parts, expand_composites=True))
+    return tf.nest.pack_sequence_as(like, parts, expand_composites=True)
+
+
+def _variables_of(
+    function: Callable[..., Any], batch: Any, iterator: Any
+) -> list[tf.Variable]:
+    """Returns the variables that a training function reads or writes.
+
+    It is traced for such a batch, which makes what it uses, and nothing of it is run.
+    """
+
+    def traced(batches: Any) -> None:
+        with contextlib.suppress(Exception):  # Keras asks the result for its value
+            function(batches)
+
+    # From 3.16 on Keras asks an iterator for a value before it traces.
+    for batches in (_iterator_of(batch, iterator), [batch]):
+        ahead = tf.function(functools.partial(traced, batches), autograph=False)
+        if found := ahead.get_concrete_function().graph.variables:
+            return list(found)
+    return []
 
 
 def _is_unproven(model: keras.Model) -> bool:
@@ -276,17 +301,14 @@ def _is_unproven(model: keras.Model) -> bool:
     )
 
 
-def _until_applied(model: keras.Model, run: Callable[..., Any], batch: Any) -> Any:
+def _until_applied(
+    model: keras.Model, run: Callable[..., Any], batch: Any, touched: list[tf.Variable]
+) -> Any:
     """Takes a step, again at a lower scale if that was why an optimizer skipped one.
 
     A skipped step has changed no weight. A batch for which no scale is low enough is
     skipped at the first one, as any later batch is.
     """
-    _build(model, ours_of(model), batch)
-    if not all(optimizer.built for optimizer in ours_of(model)):
-        # What a step trains by several optimizers is only known of its trace.
-        with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
-            run(count=0)
     ours = [optimizer for optimizer in ours_of(model) if optimizer.built]
     before = [o.scale_variables.numbers() for o in ours]
 
@@ -297,13 +319,11 @@ def _until_applied(model: keras.Model, run: Callable[..., Any], batch: Any) -> A
             for after, then in zip(now, before, strict=True)
         )
 
-    variables = [*model.non_trainable_variables, *model.metrics_variables]
-    variables += [v for o in ours for v in o.own_variables]
-    if type(model).train_step is not keras.Model.train_step:
-        # It may assign weights itself, and take steps by other optimizers.
-        variables += model.trainable_variables
-        for optimizer in ours:
-            variables += trained_by(optimizer) + optimizer.inner_optimizer.variables
+    variables = touched
+    if type(model).train_step is keras.Model.train_step:  # a skipped step left them
+        inner = [v for o in ours for v in o.inner_optimizer.variables]
+        left = {id(v.value) for v in (*model.trainable_variables, *inner)}
+        variables = [v for v in touched if id(v) not in left]
     held = _values_of(variables)
     logs = run()
     parts = tf.nest.flatten(batch, expand_composites=True)
