@@ -43,6 +43,7 @@ class DeviceStats(FitCallback):
         super().__init__()
         self._lock = threading.RLock()
         self._ended = threading.Event()
+        self._thread: Any = None
         self._samples: list[dict[str, float]] = []
         self._process: Any = None
         self._nvml: Nvml | None = None
@@ -64,9 +65,10 @@ class DeviceStats(FitCallback):
             self._note(str(error))
         self._samples, self._ended = [], threading.Event()
         name = "tfamp-device-stats"
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._run, args=(self._ended,), daemon=True, name=name
-        ).start()
+        )
+        self._thread.start()
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Begins to sum an epoch up, in which energy counts from the sample before."""
@@ -128,3 +130,5 @@ class DeviceStats(FitCallback):
             if self._nvml is not None:
                 self._nvml.close()
             self._nvml = self._process = None
+        if self._thread not in (None, threading.current_thread()):
+            self._thread.join(_SECONDS)  # it may wait for a caller's lock
