@@ -183,6 +183,21 @@ def test_compare_quick_times_a_script(capsys):
     assert {"float32", "mixed_bfloat16"} == {each.policy for each in found.times}
 
 
+def test_memory_is_that_of_a_batch_of_the_data(capsys):
+    assert main(["memory", "small:build", "--json=found.json"]) == 0
+    assert main(["memory", "small:build", "--batch_size=64", "--json=other.json"]) == 0
+    first, other = (Path(f"{x}.json").read_text() for x in ("found", "other"))
+    assert json.loads(first)["batch_size"] == 32
+    assert json.loads(other)["batch_size"] == 64
+
+
+def test_what_a_report_lacks_is_said_before_anything_is_trained(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.setattr(tfamp, "compare", lambda *args, **kwargs: 1 / 0)
+    assert main(["compare", "train.py"]) == 1
+    assert "jinja2" in capsys.readouterr().err
+
+
 WORSE = {"float32": (1.0, 0.98), "mixed_bfloat16": (1.9, 0.5)}
 
 

@@ -171,6 +171,7 @@ REFUSED = {
     "begins with '1.5' and '2' and has more rows": ("1.5,2\n3,4\n",),
     "expected a feature": (AB, {"label": "a", "columns": ["a"]}),
     "is in UTF-16, or no text; expected text in UTF-8.": (AB.encode("utf-16"),),
+    "is in UTF-16, or no text": (AB.encode("utf-16-le"),),  # without a mark
 }
 test_wrong_files_and_arguments_are_refused_at_once = refused_files(
     Pipeline.from_csv,

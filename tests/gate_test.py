@@ -103,6 +103,18 @@ def test_without_labels_flipped_predictions_bound_the_drop():
     assert gate(*changed(losing(0)), x).verdict == "as good, not faster"
 
 
+def test_a_logit_changes_its_class_at_0():
+    def pushed(by):
+        return Fake(lambda given: {"y": given["x"] + by}, {"x": (1,)}, {"y": (1,)})
+
+    x = keras.Input((1,), name="x")
+    model = keras.Model(x, keras.layers.Identity(name="y")(x))
+    logits = np.repeat(np.array([-2.0, -0.05, 0.5, 2.0], "float32"), 150)[:, None]
+    data = (logits, (logits[:, 0] > 0).astype("int32"))
+    assert gate(model, pushed(0.01), data).metrics[0].flipped == 0
+    assert gate(model, pushed(0.1), data).metrics[0].flipped == 150
+
+
 def test_numbers_without_classes_are_compared_by_loss_or_by_outputs():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(500, CLASSES)).astype("float32")

@@ -23,6 +23,7 @@ from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tests.styles import Subclassed
 from tfamp.callbacks import NanRecovery, Recovery, RecoveryError, nan_recovery
+from tfamp.stepping import snapshot_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 STEPS, BATCH, EPOCHS = 8, 4, 4
@@ -421,6 +422,16 @@ def test_a_model_that_cannot_be_saved_leaves_the_rest(tmp_path):
     assert "not for saving" in record_of(path)["no_model"]
     assert not (path / "model.keras").exists()
     assert tfamp.triage(model, path).cause == "data"
+
+
+def test_a_bundle_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, caplog):
+    def full(*args):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(snapshot_files, "write_bundle", full)
+    (recovery,) = recoveries(tmp_path, 3)
+    assert recovery.cause == "data"
+    assert "No bundle of the failure could be written" in caplog.text
 
 
 @pytest.fixture(scope="module")

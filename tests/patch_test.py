@@ -1,10 +1,11 @@
 """Patches come off without a trace, together, and never over somebody else's."""
 
+import functools
 import re
 
 import pytest
 
-from tfamp.keras_hooks.patches import HookError, Patch, PatchSet
+from tfamp.keras_hooks.patches import HookError, InnerPatch, Patch, PatchSet
 
 
 class Base:
@@ -45,6 +46,27 @@ def test_an_inherited_attribute_is_inherited_again():
     assert (house().door(), Base().door()) == ("open", "shut")
     patch.remove()
     assert "door" not in vars(house)
+
+
+def test_what_decorators_of_others_call_is_replaced_inside_of_them():
+    calls = []
+
+    def noted(function):
+        @functools.wraps(function)
+        def around(self):
+            calls.append(1)
+            return function(self)
+
+        return around
+
+    house = make_house()
+    decorated = house.window = noted(noted(house.window))
+    patch = InnerPatch(house, "window", opened)
+    patch.install()
+    assert house.window is decorated
+    assert (house().window(), len(calls)) == ("open", 2)
+    patch.remove()
+    assert (house().window(), len(calls)) == ("shut", 4)
 
 
 def test_a_missing_attribute_is_an_error_before_any_change():

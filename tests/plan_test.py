@@ -149,12 +149,15 @@ def test_a_loaded_model_is_under_its_plan_with_evidence_and_operations(tmp_path)
 
 
 @pytest.mark.parametrize(("told", "expected"), [("auto", True), (False, False)])
-def test_compile_uses_xla_as_planned_unless_it_is_told(told, expected):
+def test_compile_uses_xla_as_planned_unless_it_is_told(told, expected, tmp_path):
     plan = plan_of(fitted=False).replace(jit_compile=True)
     with tfamp.scope(plan):
         model = made(fitted=False, jit_compile=told)
     assert model.jit_compile is expected
-    assert plan.apply(made(fitted=False, jit_compile=False)).jit_compile is True
+    applied = plan.apply(made(fitted=False, jit_compile=False))
+    assert applied.jit_compile is True
+    applied.save(tmp_path / "model.keras")
+    assert keras.saving.load_model(tmp_path / "model.keras").jit_compile is True
 
 
 WRONG = {

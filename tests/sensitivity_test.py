@@ -98,6 +98,13 @@ def test_a_layer_is_guilty_for_the_reason(function, reasons, dtype):
     assert found.verdict == ("layers" if reason else "safe")
 
 
+def test_a_number_beyond_range_on_the_way_is_told():
+    found = sensitivity(made(stack(Own(root_of_square, name="own"))), (X, Y))
+    assert "a number on the way is beyond range, while its out" in found.guilty["own"]
+    (row,) = [row for row in found.table().splitlines() if "not finite" in row]
+    assert "own" in row
+
+
 def test_a_layer_that_looks_bad_and_does_no_harm_is_no_alarm():
     # The same in each column, so the normalization takes it away with its error.
     model = made(stack(Own(lambda x: x + 1e-3 * many_ones(x), name="own")))
