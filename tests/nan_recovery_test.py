@@ -98,11 +98,14 @@ def recoveries(folder, *bad, model=None, value=np.nan, epochs=1, **options):
     return recovery.recoveries
 
 
-class Own(OwnStep, Subclassed):
-    """Makes its weights late, and has logs of its own."""
+class Own(Subclassed):
+    """Makes its weights late, and has a step and logs of its own."""
+
+    # Not inherited: Keras changes the bases of what is made of inputs and outputs.
+    scaled = OwnStep.scaled
 
     def train_step(self, batch):
-        return {"loss": super().train_step(batch)["own_loss"]}
+        return {"loss": OwnStep.train_step(self, batch)["own_loss"]}
 
 
 WAYS = {
