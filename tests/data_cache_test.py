@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import importlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import tensorflow as tf
 
 from tests.data_pipeline_test import double, numbers, rows
 from tfamp.data import Pipeline
+from tfamp.data.fingerprints import fingerprint
 
 ROOT = Path(__file__).parents[1]
 
@@ -247,6 +249,26 @@ def scaled(x):
 pipeline = Pipeline.from_arrays(np.arange(1, 4)).map(scaled).cache("cache")
 print(next(pipeline.build().as_numpy_iterator()))
 """
+
+
+def test_what_a_function_uses_of_a_module_is_part_of_its_fingerprint(
+    tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    prints = []
+    for factor in (1, 1, 2):
+        sys.modules.pop("theirs", None)
+        text = f"import json\n\ndef scale(x):\n    return x * {factor}\n"
+        (tmp_path / "theirs.py").write_text(text)
+        (tmp_path / "theirs_too.py").write_text("import theirs\n\nSIZE = 3\n")
+        sys.modules.pop("theirs_too", None)
+        importlib.invalidate_caches()
+        module = importlib.import_module("theirs_too")
+        prints.append(
+            fingerprint([lambda module=module: module.SIZE], [], tf.TensorSpec(()))
+        )
+    assert prints[0] == prints[1] != prints[2]
+    assert not prints[0].unseen
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Proofs: dtypes, layers, casts and causes of a step by hand; nothing changes."""
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -139,6 +140,14 @@ def test_every_product_is_attributed_to_its_layer(make, expected):
         found = num_products(prove(compiled(model), batch_of(*shapes)))
     assert found == expected
     assert set(found) <= {row.path for row in tfamp.assignment(model)}
+
+
+def test_a_step_of_training_needs_what_compile_is_told():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    data = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+    with pytest.raises(ValueError, match="is not compiled"):
+        tfamp.prove(model, data)
+    assert tfamp.prove(model, data, training=False).operations
 
 
 def test_a_train_step_of_the_user_is_the_one_that_is_traced():
