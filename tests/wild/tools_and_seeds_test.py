@@ -21,11 +21,18 @@ SEED = 0  # what most programs take, and tools that seed by themselves too
 
 @keras.saving.register_keras_serializable("tools_and_seeds")
 class Jitter(keras.layers.Layer):
-    """Noise from every generator that a layer may reach for."""
+    """Noise from every generator that a layer may reach for; counts its calls."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.own = {"num_calls": tf.Variable(0)}  # Keras knows nothing of it
+        self.generator = tf.random.Generator.from_seed(1)
 
     def call(self, x, training=False):
+        self.own["num_calls"].assign_add(1)
         if not training:
             return x
+        x = x + 0.01 * self.generator.normal(tf.shape(x), dtype=x.dtype)
         x = x + 0.01 * keras.random.normal(keras.ops.shape(x), dtype=x.dtype)
         x = x + 0.01 * tf.random.normal(tf.shape(x), dtype=x.dtype)
         return x * (1 + 0.01 * random.random()) * (1 + 0.01 * float(np.random.rand()))
@@ -61,6 +68,8 @@ def drawn():
 
 def state_of(model):
     parts = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    (jitter,) = [layer for layer in model.layers if isinstance(layer, Jitter)]
+    parts += [jitter.own["num_calls"], jitter.generator.state]
     return [np.array(part) for part in parts]
 
 
@@ -116,6 +125,7 @@ QUICK = {
     "estimate_memory": lambda model: tfamp.estimate_memory(model, 32, data=(X, Y)),
     "bottleneck": lambda model: tfamp.data.bottleneck(model, BATCHES, seconds=0.3),
     "freeze": tfamp.freeze,
+    "latency_check": lambda model: tfamp.latency_check(model, X[:1], seconds=0.2),
     "measure_policies": measured,
     "measure_policies of a function that seeds": lambda model: measured(
         lambda: build(SEED)

@@ -14,11 +14,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.keras_hooks import trainer
+from tfamp.keras_hooks import structure, trainer
 from tfamp.loss_scale.state import ScaleVariables
 
 # What a name begins with, by what the variable holds.
 WEIGHTS, OPTIMIZER, METRICS, RECORD = "weights", "optimizer", "metrics", "record"
+PLAIN = "plain"  # TensorFlow's own, which Keras knows nothing of
 
 
 class Named(NamedTuple):
@@ -32,7 +33,9 @@ class Named(NamedTuple):
     def parts(self, model: keras.Model) -> tuple[Any, ...]:
         """Returns the variable of each replica in this process."""
         local: Any = model.distribute_strategy.experimental_local_results
-        return tuple(local(self.variable.value))
+        variable = self.variable
+        is_plain = isinstance(variable, tf.Variable)
+        return tuple(local(variable if is_plain else variable.value))
 
 
 def named_variables(model: keras.Model) -> list[Named]:
@@ -40,12 +43,14 @@ def named_variables(model: keras.Model) -> list[Named]:
 
     "weights/..." are moving statistics and states of seed generators too, "optimizer/"
     is all of each optimizer. What a `tfamp.LossScaleOptimizer` only reports is
-    "record/...": it may be non-finite while nothing is wrong.
+    "record/...": it may be non-finite while nothing is wrong. "plain/..." are
+    `tf.Variable`s and generators of random numbers in attributes of its layers.
     """
     found: dict[int, Named] = {}
 
     def add(name: str, variable: Any, is_shared: bool) -> None:
-        each = Named(name, variable.path, variable, is_shared)
+        path = getattr(variable, "path", name)
+        each = Named(name, path, variable, is_shared)
         found.setdefault(id(variable), each)
 
     trained = {id(variable) for variable in model.trainable_variables}
@@ -60,7 +65,32 @@ def named_variables(model: keras.Model) -> list[Named]:
             add(f"{kind}/{number}/{type(optimizer).__name__}/{i}", variable, True)
     for i, variable in enumerate(model.metrics_variables):
         add(f"{METRICS}/{i}/{bare_name(variable.name)}", variable, False)
+    for i, layer in enumerate(structure.layers_of(model)):
+        for name, variable in _plain_variables(layer):
+            add(f"{PLAIN}/{i}/{name}", variable, False)
     return list(found.values())
+
+
+def _plain_variables(layer: keras.layers.Layer) -> Iterator[tuple[str, tf.Variable]]:
+    """Yields TensorFlow's own variables in the attributes of a layer, by name."""
+    for name, value in vars(layer).items():
+        if name.startswith("_self_"):  # where TensorFlow lists all of them anew
+            continue
+        for i, each in enumerate(_inside(value)):
+            each = each.state if isinstance(each, tf.random.Generator) else each
+            held = each.variables if isinstance(each, tf.Module) else [each]
+            for j, variable in enumerate(held):
+                if isinstance(variable, tf.Variable) and variable.dtype != tf.string:
+                    yield f"{name}/{i}/{j}", variable
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """Yields what a value holds in lists and dicts, whatever their keys are."""
+    if isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _inside(each)
+    else:
+        yield value
 
 
 def bare_name(name: str) -> str:
@@ -123,7 +153,7 @@ class State:
 
 
 def take(model: keras.Model) -> State:
-    """Copies every Keras variable that training writes, to the memory of the host."""
+    """Copies every variable that training writes, to the memory of the host."""
     arrays, paths = {}, {}
     for each in named_variables(model):
         # A look at the variable's own memory on a CPU, which the copy lets go at once.
@@ -146,12 +176,13 @@ def put(model: keras.Model, state: State, *, metrics: bool = True) -> None:
     for name, each in variables.items():
         front = () if each.is_shared or num_replicas == 1 else (num_replicas,)
         shape = (*front, *each.variable.shape)
-        expected[name] = f"{each.path} of shape {shape} in {each.variable.dtype}"
+        dtype = tf.as_dtype(each.variable.dtype).name
+        expected[name] = f"{each.path} of shape {shape} in {dtype}"
     for name, array in state.arrays.items():
         path = variables[name].path if name in variables else state.paths.get(name)
         given[name] = f"{path} of shape {array.shape} in {array.dtype.name}"
     wrong = [n for n in {**expected, **given} if expected.get(n) != given.get(n)]
-    problems = [n for n in wrong if not n.startswith(f"{METRICS}/")]
+    problems = [n for n in wrong if not n.startswith((f"{METRICS}/", f"{PLAIN}/"))]
     for first in problems[:1]:
         raise ValueError(
             f"`state` is of another model than {model.name!r}: it has "

@@ -176,7 +176,7 @@ class Judge:
 
     def worsening(self, plan: PrecisionPlan, half: int) -> np.ndarray:
         """Returns by how much each example is worse under a plan."""
-        with put_back(self._model):
+        with unchanged(self._model), put_back(self._model):
             plan.apply(self._model)
             outputs = scores.predict(self._model, self._halves[half])
         return self.score.worsening(self._values(outputs, half), self._exact[half])
