@@ -7,6 +7,7 @@ import keras
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfamp
 from tests.loops import same_bits
