@@ -239,12 +239,13 @@ def _around_function(
                 while looks:
                     looks.pop(0)(model, batch)
                 run = functools.partial(_on_one, function, batch, iterator)
-                if not is_proven and calls == 1 and not touched:
+                if is_proven:
+                    logs = run()
+                    continue
+                if calls == 1 and not touched:
                     _build(model, ours_of(model), batch)
                     touched = _variables_of(function, batch, iterator)
-                logs = (
-                    run() if is_proven else _until_applied(model, run, batch, touched)
-                )
+                logs = _until_applied(model, run, batch, touched)
         for look in () if is_seen else looks:
             look(model, None)
         if logs is None:  # where there is no batch, the function says so itself
@@ -282,12 +283,13 @@ def _variables_of(
         with contextlib.suppress(Exception):  # Keras asks the result for its value
             function(batches)
 
-    # From 3.16 on Keras asks an iterator for a value before it traces.
     for batches in (_iterator_of(batch, iterator), [batch]):
         ahead = tf.function(functools.partial(traced, batches), autograph=False)
-        if found := ahead.get_concrete_function().graph.variables:
-            return list(found)
-    return []
+        graph = ahead.get_concrete_function().graph
+        # From 3.16 on Keras asks an iterator for a value before it traces.
+        if graph.variables or not graph.get_operations():
+            break
+    return list(graph.variables)
 
 
 def _is_unproven(model: keras.Model) -> bool:

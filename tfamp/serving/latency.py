@@ -90,12 +90,13 @@ def latency_check(
             ask = _asking(model_or_url, x, token, timeout_seconds, stack)
         else:
             model: Any = model_or_url
-            if not isinstance(model, (LoadedModel, str, os.PathLike)):
-                from tfamp.stepping.unchanged import unchanged
-
-                stack.enter_context(unchanged(model))  # layers may count their calls
             if not isinstance(model, LoadedModel):
                 model = load_exported(model)
+                if not isinstance(model_or_url, (str, os.PathLike)):
+                    from tfamp.stepping.unchanged import unchanged
+
+                    # Layers may count their calls.
+                    stack.enter_context(unchanged(model_or_url))
             inputs = model.prepared(x)
 
             def ask() -> str:

@@ -84,13 +84,17 @@ def _plain_variables(layer: keras.layers.Layer) -> Iterator[tuple[str, tf.Variab
                     yield f"{name}/{i}/{j}", variable
 
 
-def _inside(value: Any) -> Iterator[Any]:
-    """Yields what a value holds in lists and dicts, whatever their keys are."""
-    if isinstance(value, (Mapping, list, tuple)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _inside(each)
-    else:
-        yield value
+def _inside(value: Any) -> list[Any]:
+    """Returns what a value holds in lists and dicts, which may hold themselves."""
+    found: dict[int, Any] = {}
+    left = [value]
+    while left:
+        each = left.pop()
+        if id(each) not in found:
+            found[id(each)] = each
+            inside = each.values() if isinstance(each, Mapping) else each
+            left += inside if isinstance(each, (Mapping, list, tuple)) else ()
+    return list(found.values())
 
 
 def bare_name(name: str) -> str:
