@@ -29,10 +29,7 @@ from tfamp.keras_hooks import (
     trials,
 )
 from tfamp.keras_hooks.layers import CALLS, policy_of
-from tfamp.keras_hooks.optimizers import (
-    optimizers_of,
-    where_replicas_are_one,
-)
+from tfamp.keras_hooks.optimizers import optimizers_of, where_replicas_are_one
 from tfamp.keras_hooks.patches import PatchSet, replaced
 from tfamp.loss_scale import stops
 from tfamp.loss_scale.rule import DEFAULT_SCALE
@@ -304,7 +301,7 @@ def _is_unproven(model: keras.Model) -> bool:
 
 
 def _until_applied(
-    model: keras.Model, run: Callable[..., Any], batch: Any, touched: list[tf.Variable]
+    model: keras.Model, run: Callable[[], Any], batch: Any, touched: list[tf.Variable]
 ) -> Any:
     """Takes a step, again at a lower scale if that was why an optimizer skipped one.
 
