@@ -11,5 +11,8 @@ from tfamp.callbacks.resume import Resume as Resume
 from tfamp.callbacks.throughput import Throughput as Throughput
 from tfamp.records import lazy_attributes
 
+__all__ = ["DeviceStats", "NanRecovery", "PrecisionMonitor", "Recovery"]
+__all__ += ["RecoveryError", "Resume", "Throughput"]
+
 if not TYPE_CHECKING:
-    __getattr__ = lazy_attributes(__name__, {})[0]
+    __getattr__, __dir__ = lazy_attributes(__name__, {})

@@ -23,6 +23,8 @@ def lazy_attributes(
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes})
+        module = vars(sys.modules[package])
+        dunders = {name for name in module if name.startswith("__")}
+        return sorted(dunders.union(homes, module.get("__all__", ())))
 
     return __getattr__, __dir__

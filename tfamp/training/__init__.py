@@ -18,6 +18,8 @@ from tfamp.records.record import Record
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
 from tfamp.stepping.unchanged import seeds_put_back, unchanged
 
+__all__ = ["LearningRates", "ScaledSchedule", "lr_find", "scale_learning_rate"]
+
 _MEMORY = 0.9  # of the average over steps, as is usual for this test
 _DIVERGED = 4.0  # so many times as high as the lowest smoothed loss
 _FIRST_STEPS = 5  # that no suggestion rests on: their average is of few
@@ -244,4 +246,4 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy_attributes(__name__, {})[0]
+    __getattr__, __dir__ = lazy_attributes(__name__, {})
