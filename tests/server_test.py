@@ -161,6 +161,15 @@ def test_a_body_is_held_to_its_limit(tmp_path):
     assert said(app, INFER, tensor())[0] == 200
 
 
+@pytest.mark.parametrize("over", [0, 1])
+def test_json_is_held_to_a_limit_of_its_own(tmp_path, over):
+    size = len(json.dumps(tensor()))
+    app = served(tmp_path, Scaled(), max_json=size - over)
+    status, answer = said(app, INFER, tensor())
+    assert status == (413 if over else 200), answer
+    assert f"has {size} bytes" in str(answer) or not over
+
+
 def test_a_slow_body_is_given_up(tmp_path):
     app = served(tmp_path, Scaled(), timeout_seconds=0.01)
     status, answer = said(app, INFER, parts=[b"{", None])

@@ -1,5 +1,7 @@
 """Backbones and tasks of KerasHub train, generate, are saved and loaded."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,13 +22,18 @@ def loader():
         yield loader
 
 
+@functools.cache
+def in_float32(program):
+    return corpus.run(program, "float32", "float32").trained
+
+
 @pytest.mark.slow("tests/integrations_test.py trains none, and saves and loads one")
 @pytest.mark.parametrize(("program", "way", "policy"), CASES)
 def test_it_trains_as_in_float32_generates_and_is_loaded(
     program, way, policy, loader, tmp_path
 ):
     outcome = checking.check(program, way, policy, loader, tmp_path)
-    expected = corpus.float32(program).trained
+    expected = in_float32(program)
     for name, answer in outcome.trained.answers.items():
         for text, exact in zip(answer, expected.answers[name], strict=True):
             for place in np.flatnonzero(text != exact)[:1]:  # those after follow it

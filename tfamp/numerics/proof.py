@@ -54,7 +54,7 @@ class Product(Record):
     shapes: tuple[Shape, ...]
     output_shape: Shape
     flops: int | None
-    count: int = 1
+    count: int
 
     @property
     def step_flops(self) -> int:
