@@ -110,7 +110,9 @@ test-clients: .venv-clients/.installed  ## ask the server by Triton's client, an
 # It knows the tests that reach a line from `make check`, which has to run before.
 mutants: .venv/.installed  ## break what differs from BASE, a line at a time; do tests notice?
 	@mkdir -p build && rm -f build/mutants.sqlite
-	@sed 's/^branch = .*/branch = "$(BASE)"/' .ci/cosmic-ray.toml > build/cosmic-ray.toml
+	@files=$$(git diff --name-only --diff-filter=d $(BASE) -- 'tfamp/*.py' | sed 's/.*/"&",/'); \
+	sed -e 's/^branch = .*/branch = "$(BASE)"/' -e "s|^module-path = .*|module-path = [$${files//$$'\n'/ }]|" \
+	  .ci/cosmic-ray.toml > build/cosmic-ray.toml
 	@$(BIN)/cosmic-ray init build/cosmic-ray.toml build/mutants.sqlite
 	@$(BIN)/cr-filter-git --config build/cosmic-ray.toml build/mutants.sqlite
 	@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/cosmic-ray exec build/cosmic-ray.toml build/mutants.sqlite
