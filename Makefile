@@ -65,7 +65,7 @@ TRAIN := $(if $(wildcard .venv/.installed),.venv,.venv-train)
 	  -e ".[report]" scikit-learn "keras==3.15.1"
 
 train: $(TRAIN)/.installed  ## train a small CNN on digits in float32, with XLA, in half precision
-	@echo "Training on scikit-learn's digits under three policies: 3 to 5 minutes."
+	@echo "Training on scikit-learn's digits under three policies: 3 to 10 minutes, by the CPU."
 	@$(TRAIN)/bin/python recipes/compare_digits.py $(ARGS)
 
 check: lint  ## lint, and the tests that reach what changed since its last run

@@ -6,7 +6,7 @@ Data: scikit-learn's 1,797 digits (8x8, uint8), a fifth for test; no network nee
 Command: python recipes/compare_digits.py
          python recipes/compare_digits.py --policies=float32,keras:mixed_bfloat16
          tfamp compare recipes.train_digits:build --epochs=20   (the same by a command)
-Time: 3 to 5 minutes on 2 CPU cores.
+Time: 3 to 5 minutes on 2 CPU cores; 10 if they have no bfloat16 instructions.
 Expect: the same accuracy everywhere, a verdict, report.html, and the picture speed.png.
 """
 

@@ -37,12 +37,16 @@ flags.DEFINE_boolean("smoke", False, "Two steps, to see that it runs.")
 def load(batch_size: int):
     """Returns training data, of which each worker has its part, and test arrays."""
     from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
 
     images, labels = load_digits(return_X_y=True)
     images = np.rint(images.reshape(-1, 8, 8, 1) * (255 / 16)).astype("uint8")
-    train = tfamp.data.Pipeline.from_arrays(images[:1440], labels[:1440])
+    x, x_test, y, y_test = train_test_split(
+        images, labels, test_size=0.2, stratify=labels, random_state=0
+    )
+    train = tfamp.data.Pipeline.from_arrays(x, y)
     train = train.shard("auto").shuffle(seed=0).batch(batch_size, drop_remainder=True)
-    return train.build(), (images[1440:], labels[1440:])
+    return train.build(), (x_test, y_test)
 
 
 def build_model() -> keras.Model:
