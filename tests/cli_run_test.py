@@ -78,7 +78,7 @@ def test_a_program_ends_as_under_plain_python(tmp_path, text):
 
 STOPPED = """
 import keras, numpy as np
-model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model = keras.Sequential([keras.Input((2,)), *map(keras.layers.Dense, (4, 1))])
 model.compile("sgd", "mse")
 
 def main():
