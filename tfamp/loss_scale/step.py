@@ -6,7 +6,7 @@ replicas (on GPUs under XLA) each of them does it alike.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -112,17 +112,19 @@ def _summed(
     found = {
         i: gradient for i, gradient in enumerate(gradients) if gradient is not None
     }
+    new = [i for i in found if optimizer.is_overwritten(variables[i])]
     narrowed = [
         i
         for i, gradient in found.items()
-        if narrow != tf.float32 == gradient.dtype
-        and not optimizer.is_overwritten(variables[i])
+        if narrow != tf.float32 == gradient.dtype and i not in new
     ]
     found |= {i: multiplied(found[i], factor, narrow) for i in narrowed}
     given = [*found.values(), *others]
     *sums, weight, num = summed(tf.distribute.get_replica_context(), given)
     found = dict(zip(found, sums, strict=True))
     found |= {i: multiplied(found[i], 1 / factor) for i in narrowed}
+    share = 1 / tf.distribute.get_strategy().num_replicas_in_sync
+    found |= {i: multiplied(found[i], share) for i in new}
     return [found.get(i) for i in range(len(gradients))], weight, num
 
 
@@ -179,6 +181,9 @@ class Step:
         self.update = update or optimizer.inner_optimizer.apply
         pairs = zip(gradients, map(optimizer.position_of, variables), strict=True)
         self.given = {position: g for g, position in pairs if g is not None}
+        # What takes its gradient as its value, such as the scales of float8.
+        trained = enumerate(hooks.trained_by(optimizer))
+        self.overwritten = {i for i, v in trained if optimizer.is_overwritten(v)}
 
     def judge(self, weight: Any, was_finite: Any, scale: tf.Tensor) -> None:
         """Judges the gradients, and applies them, adds them up or skips the step.
@@ -199,7 +204,7 @@ class Step:
             # there does so in float32 too.
             lowest = max(1.0, rule.min_scale)
             is_finite &= was_finite | (optimizer.dynamic & (before.scale <= lowest))
-        norm = tf.sqrt(tf.reduce_sum(squares)) / scale
+        norm = self._norm(squares, self.given) / scale
 
         def go_on() -> None:
             after = rule.after_finite(before)
@@ -221,6 +226,13 @@ class Step:
 
         either(is_finite, go_on, skip)
 
+    def _norm(self, squares: tf.Tensor, positions: Iterable[int]) -> tf.Tensor:
+        """Returns the norm of gradients; new values are judged, and have no length."""
+        if self.overwritten:
+            own = [i for i, x in enumerate(positions) if x not in self.overwritten]
+            squares = tf.gather(squares, own)
+        return tf.sqrt(tf.reduce_sum(squares))
+
     def _write(self, state: ScaleState, **changes: Any) -> None:
         self.stored.write(state._replace(**changes))
 
@@ -229,13 +241,18 @@ class Step:
         stop_if_due(self.optimizer)
 
     def _add_up(self, factor: tf.Tensor) -> None:
-        """Adds gradients times `factor` to the accumulators, in float32."""
+        """Adds gradients times `factor` to the accumulators, in float32.
+
+        Of what takes its gradient as its value they hold the maximum, as in Keras.
+        """
         totals = self.optimizer.accumulators
 
         def add(gradients: Any) -> None:
             for position, gradient in gradients.items():
                 total, part = totals[position].value, multiplied(gradient, factor)
-                if isinstance(part, tf.IndexedSlices):
+                if position in self.overwritten:
+                    total.assign(tf.maximum(total, gradient))
+                elif isinstance(part, tf.IndexedSlices):
                     total.scatter_add(part)
                 else:
                     total.assign_add(tf.cast(part, total.dtype))
@@ -267,7 +284,7 @@ class Step:
         flags = tf.convert_to_tensor(optimizer.has_gradient.value)
         totals = [variable.value for variable in optimizer.accumulators]
         squares = sums_of_squares([first_of(total) for total in totals])
-        norm = tf.sqrt(tf.reduce_sum(squares)) / values.weight
+        norm = self._norm(squares, range(len(totals))) / values.weight
 
         def update() -> None:
             chosen = dict(enumerate(hooks.trained_by(optimizer)))

@@ -368,7 +368,11 @@ def _scaled(
     ]
     found = compute(scaled_seeds)
     divided = (1 if call.by_hand is None else call.by_hand) / factor
-    return [_like(s, g, divided) for s, g in zip(sources, found, strict=True)]
+    return [
+        # The scales of float8 take theirs as a new value.
+        g if getattr(s, "overwrite_with_gradient", False) else _like(s, g, divided)
+        for s, g in zip(sources, found, strict=True)
+    ]
 
 
 def _like(source: Any, gradient: Any, factor: Any) -> Any:

@@ -1,0 +1,70 @@
+"""`model.quantize("float8")` under a loss scale trains as in float32.
+
+Its scales and histories take what a tape gives them as their new values.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.replicas import two_replicas
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow"),
+    pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize`"),
+]
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(128, 16)).astype("float32")
+Y = (X[:, :1] > 0).astype("float32")
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_variables, strict=True)
+        )
+        return {"loss": loss}
+
+
+WAYS = {  # class of the model, options of its optimizer, replicas
+    "fit": (keras.Model, {}, 1),
+    "own step": (OwnStep, {}, 1),
+    "accumulation": (keras.Model, {"gradient_accumulation_steps": 2}, 1),
+    "clipped": (keras.Model, {"global_clipnorm": 0.05}, 1),
+    "two replicas": (keras.Model, {}, 2),
+}
+
+
+def trained(cls, options, replicas):
+    """Returns the losses of epochs, and what float8 keeps of them."""
+    keras.utils.set_random_seed(0)
+    strategy = two_replicas() if replicas > 1 else tf.distribute.get_strategy()
+    with strategy.scope():
+        inputs = keras.Input((16,))
+        hidden = keras.layers.Dense(32, activation="relu")(inputs)
+        outputs = keras.layers.Dense(1, activation="sigmoid")(hidden)
+        model = cls(inputs, outputs)
+        model.quantize("float8")
+        model.compile(keras.optimizers.SGD(0.1, **options), "binary_crossentropy")
+    losses = model.fit(X, Y, 16, 3, shuffle=False, verbose=0).history["loss"]
+    kept = [v for v in model.trainable_variables if v.overwrite_with_gradient]
+    # Those of gradients are at the loss scale.
+    return losses, [np.asarray(v) for v in kept if "outputs_grad" not in v.path]
+
+
+@pytest.mark.parametrize(("cls", "options", "replicas"), WAYS.values(), ids=WAYS)
+def test_it_trains_as_in_float32(cls, options, replicas):
+    exact, values = trained(cls, options, replicas)
+    with tfamp.scope("mixed_float16"):
+        losses, kept = trained(cls, options, replicas)
+    np.testing.assert_allclose(losses, exact, rtol=0.02)
+    # Replicas keep the mean of theirs; in Keras the first one keeps its own.
+    for value, other in zip(kept, values, strict=True) if replicas == 1 else ():
+        np.testing.assert_allclose(value, other, atol=0.02 * np.abs(other).max())
