@@ -207,6 +207,43 @@ def test_an_epoch_without_an_applied_step_reports_nan(way):
     assert np.isfinite(good["loss"]).all() and good["loss"][0] > 0
 
 
+class Tracked(keras.Model):
+    """Has a step and a metric of its own, as the examples of keras.io."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_variables, strict=True)
+        )
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_one_skipped_step_of_an_own_one_leaves_the_epoch_its_loss(eager, caplog):
+    inputs = keras.Input(X.shape[1:])
+    with tfamp.scope("mixed_float16"):
+        hidden = keras.layers.Dense(4)(inputs)
+        model = Tracked(inputs, keras.layers.Dense(Y.shape[-1])(hidden))
+    model.compile(SGD(0.01), run_eagerly=eager)
+    x, y = np.concatenate([X, BAD[:8]]), np.concatenate([Y, Y[:8]])
+    history = model.fit(x, y, 8, 2, shuffle=False, verbose=0).history
+    assert model.optimizer.applied_steps and model.optimizer.consecutive_skips == 1
+    assert np.isfinite(history["loss"]).all()
+    assert "No step of this epoch" not in caplog.text
+
+
 @pytest.mark.slow
 def test_callbacks_take_no_such_epoch_for_the_best_and_it_is_said_once(
     tmp_path, caplog

@@ -175,6 +175,27 @@ def test_an_optimizer_that_never_steps_has_no_more_steps_tried(monkeypatch):
     assert 10 <= len(made) < 20
 
 
+def test_an_error_of_the_first_step_is_that_of_the_program():
+    class Wrong(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head = layers.Dense(1)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                outputs = self.head(x)
+                loss = keras.losses.binary_crossentropy(y[:, 0], outputs)
+            tape.gradient(loss, self.trainable_variables)
+            return {}
+
+    with tfamp.scope("mixed_float16"):
+        model = Wrong()
+        model.compile("adam")
+    with pytest.raises(ValueError, match="must have the same rank"):
+        model.fit(FLAT, FLAT[:, :1], verbose=0)
+
+
 def test_what_was_tried_leaves_no_trace():
     """Dropout, moving statistics, metrics: as with the right scale from the start."""
     tried, logs = trained(normalized)

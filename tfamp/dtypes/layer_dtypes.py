@@ -47,6 +47,11 @@ def on_created(layer: Layer, dtype: Any) -> None:
     if not inherits and dtype is None:
         IN_FORCE.warn_of_foreign(given)
     begin(layer, settings, is_explicit=not inherits)
+    around = CALLS.stack[-1] if CALLS.stack else None
+    if around is not None and inherits:
+        made = update(layer, made_in_call=True)
+        if around.is_kept and around.applies_to == "all" and made.kind is Kind.FOLLOWS:
+            _put_inside(layer, "a kept layer")
 
 
 def begin(

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import re
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ _DTYPE_ERRORS = (TypeError, ValueError, NotImplementedError, tf.errors.OpError)
 _TRIED = "_tfamp_tried_in_float32"
 _LIBRARIES = re.compile(r"[\\/](keras|tensorflow|tfamp)[\\/]")
 RULE = "default: cannot run in half precision"
+# Why layers of a class are in float32: of those that each call makes one is told of.
+_TOLD = weakref.WeakKeyDictionary[type, set[str]]()
 
 
 def remedy(
@@ -59,7 +62,10 @@ def remedy(
             with replaced(CALLS, **({"differentiated": layer} if of_gradient else {})):
                 outputs = again()
             told = layer.name, reason, how
-            logging.warning("Layer %r computes in float32: %s. %s", *told)
+            known = _TOLD.setdefault(type(layer), set())
+            if not (policy.made_in_call and reason in known):
+                logging.warning("Layer %r computes in float32: %s. %s", *told)
+            known.add(reason)
             return outputs
     if of_gradient:  # nobody may ask it, and it has none in float32, either
         trials.note_tried(layer)

@@ -75,6 +75,7 @@ class Policy(LikeStock):
     made_in = "float32"  # the policy under which the layer was made
     tried: frozenset[bool] = frozenset()  # in training (True), and not (False)
     fails_in_float32 = False  # whether it was tried there in vain
+    made_in_call = False  # of another layer: by each call anew, or by the first one
     _is_asking = False
 
     def __init__(self, name: str, settings: Any = None, **decided: Any) -> None:

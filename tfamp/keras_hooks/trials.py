@@ -126,7 +126,8 @@ def runs_in_half(layer: Layer, policy: Policy) -> bool:
     return (
         policy.kind in IN_HALF
         and policy.settings.has_defaults
-        and CALLS.may_keep
+        # What the call makes that is tried was not there before.
+        and (CALLS.may_keep or policy.made_in_call)
         and layer.compute_dtype in ("float16", "bfloat16")
         and structure.graph_of(layer) is None
     )

@@ -274,10 +274,13 @@ def _variables_of(
     """Returns the variables that a training function reads or writes.
 
     It is traced for such a batch, which makes what it uses, and nothing of it is run.
+    What is wrong with it is said here: TensorFlow makes a function that has raised as
+    it made variables one that does nothing.
     """
 
     def traced(batches: Any) -> None:
-        with contextlib.suppress(Exception):  # Keras asks the result for its value
+        # Keras asks the result for its value.
+        with contextlib.suppress(tf.errors.OperatorNotAllowedInGraphError):
             function(batches)
 
     for batches in (_iterator_of(batch, iterator), [batch]):
@@ -417,15 +420,27 @@ def _nan_without_a_step(model: keras.Model) -> Iterator[None]:
     What a skipped step added to the metrics is taken back, so nothing is left in them,
     and they would give 0, the best loss there is, to callbacks that compare epochs.
     """
-    original = model.get_metrics_result
+    original, reset = model.get_metrics_result, model.reset_metrics
     is_told = False
+
+    def applied() -> list[int]:
+        return [int(optimizer.applied_steps) for optimizer in ours_of(model)]
+
+    before = applied()
+
+    def reset_metrics() -> None:  # as an epoch begins
+        nonlocal before
+        before = applied()
+        reset()
 
     def get_metrics_result() -> Any:
         nonlocal is_told
         results = original()
         # A step that is traced asks too, where nothing can be known.
         is_asked = tf.executing_eagerly() and trainer.examples_recorded(model) == 0
-        if not is_asked or not any(int(o.consecutive_skips) for o in ours_of(model)):
+        has_skipped = is_asked and any(int(o.consecutive_skips) for o in ours_of(model))
+        # A `train_step` of one's own may count no examples here.
+        if not has_skipped or applied() != before:
             return results
         if not is_told:
             is_told = True
@@ -439,7 +454,8 @@ def _nan_without_a_step(model: keras.Model) -> Iterator[None]:
             )
         return keras.tree.map_structure(lambda _: float("nan"), results)
 
-    with replaced(model, get_metrics_result=get_metrics_result):
+    own = {"get_metrics_result": get_metrics_result, "reset_metrics": reset_metrics}
+    with replaced(model, **own):
         yield
 
 
