@@ -13,6 +13,7 @@ import tfamp
 from tests import loops
 from tests.arrays import assert_close
 from tests.recorded_operations import recorded_operations
+from tests.styles import Own
 
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
@@ -373,3 +374,46 @@ def test_an_overridden_method_of_an_optimizer_acts_as_in_float32(make, cls):
         np.testing.assert_allclose(one, other, rtol=0.02, atol=2e-3)
     whole, _ = trained("float32", Halved, cls)
     assert not np.allclose(whole[0], exact[0], rtol=0.02, atol=2e-3)
+
+
+class Joining(keras.Model):
+    """Joins what a Functional model and a layer of the user's give, in both steps."""
+
+    def __init__(self):
+        super().__init__()
+        inputs = keras.Input((4,))
+        self.patch = Own(lambda d, x: d(x), keras.layers.Dense(4))
+        self.encoder = keras.Model(inputs, keras.layers.Dense(4)(inputs))
+        self.decoder = keras.layers.Dense(1)
+
+    def loss_of(self, data):
+        x, y = data
+        patches = self.patch(x)
+        both = tf.concat([self.encoder(patches), patches], axis=1)
+        return self.compute_loss(y=y, y_pred=self.decoder(both))
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(data)
+        weights = self.trainable_weights
+        gradients = tape.gradient(loss, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss}
+
+    def test_step(self, data):
+        return {"loss": self.loss_of(data)}
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_own_test_step_is_given_what_the_train_step_is(eager):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(16, 4)).astype("float32"), np.ones((16, 1), "float32")
+    losses = []
+    for policy in ("float32", "mixed_float16"):
+        keras.utils.set_random_seed(0)
+        with tfamp.scope(policy):
+            model = Joining()
+        model.compile("sgd", "mse", run_eagerly=eager)
+        model.fit(x, y, verbose=0)
+        losses.append(model.evaluate(x, y, verbose=0))
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)

@@ -253,6 +253,48 @@ def test_one_line_names_the_layer_and_the_expression(caplog):
     assert "inputs * tf.cast(tf.reduce_mean(inputs), " in record.getMessage()
 
 
+class Spectrum(layers.Layer):
+    def call(self, x):
+        return keras.ops.rfft(x)[0]
+
+
+ADVICE = {  # a layer, what its line quotes, and what it advises
+    "own": (CastByHand, "inputs * tf.cast", "Cast to `self.compute_dtype` there"),
+    "function": (lambda: layers.Lambda(constant), "x * tf.math.sqrt", "its inputs"),
+    "activation": (lambda: layers.Activation(constant), "tf.math.sqrt", "its inputs"),
+    "wide alone": (Spectrum, "keras.ops.rfft(x)", "Name it in `keep_float32`"),
+}
+
+
+@pytest.mark.parametrize(("make", "quoted", "advice"), ADVICE.values(), ids=ADVICE)
+def test_the_line_and_the_remedy_are_those_of_the_users_code(
+    make, quoted, advice, caplog
+):
+    with tfamp.scope("mixed_float16"):
+        make()(X)
+    (told,) = [r.getMessage() for r in caplog.records if "float32" in r.getMessage()]
+    assert quoted in told and advice in told and "cannot_run_in_half_test" in told
+
+
+def hue(x):
+    return tf.image.adjust_hue(x, 0.1)  # has no kernel in float16
+
+
+INSIDE = {
+    "tf.function": tf.function(hue),
+    "tf.cond": lambda x: tf.cond(tf.reduce_sum(x) < 1e3, lambda: hue(x), lambda: x),
+    "both": tf.function(lambda x: tf.cond(tf.size(x) > 0, lambda: hue(x), lambda: x)),
+}
+
+
+@pytest.mark.parametrize("function", INSIDE.values(), ids=INSIDE)
+def test_a_kernel_that_is_missing_in_a_function_inside_is_seen(function):
+    images = np.random.default_rng(1).uniform(size=(4, 8, 8, 3)).astype("float32")
+    with tfamp.scope("mixed_float16"):
+        found = Own(function)(images)
+    np.testing.assert_allclose(found, hue(images), atol=2e-3)
+
+
 def whitened(x):
     gram = tf.matmul(x, x, transpose_a=True)
     return x @ tf.linalg.cholesky(gram + tf.eye(6, dtype=x.dtype))

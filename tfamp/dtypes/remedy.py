@@ -27,6 +27,8 @@ from tfamp.records.checks import first_line, kind_and_line
 
 # What Keras and TensorFlow raise for want of a kernel, or where dtypes do not fit.
 _DTYPE_ERRORS = (TypeError, ValueError, NotImplementedError, tf.errors.OpError)
+# Operations say so that take float32 and float64 alone.
+_WIDE_ONLY = re.compile("list of allowed values|requires tf.float32")
 _TRIED = "_tfamp_tried_in_float32"
 _LIBRARIES = re.compile(r"[\\/](keras|tensorflow|tfamp)[\\/]")
 RULE = "default: cannot run in half precision"
@@ -101,9 +103,13 @@ def _reason(layer: Layer, error: Exception, of_gradient: bool) -> tuple[str, str
         how = "Return tensors and gradients in the dtype of the inputs to run it in "
         how += "half precision, or name it in `keep_float32`."
         return f"its gradient cannot be built in {dtype} ({told})", how
+    how = "Name it in `keep_float32` to say that it is meant to be so."
     if is_kernel:
-        return told, "Name it in `keep_float32` to say that it is meant to be so."
-    how = "Cast to `self.compute_dtype` there to run it in half precision."
+        return told, how
+    if not _WIDE_ONLY.search(str(error)):
+        is_own = not type(layer).__module__.startswith("keras.")
+        one = "`self.compute_dtype`" if is_own else "the dtype of its inputs"
+        how = f"Cast to {one} there to run it in half precision."
     return f"its `call` raises {kind} in {dtype} at {_place(layer, error)}", how
 
 
@@ -114,8 +120,9 @@ def _place(layer: Layer, error: BaseException | None) -> str:
     while error is not None:  # and those that it was raised for
         frames += traceback.extract_tb(error.__traceback__)
         error = error.__cause__ or error.__context__
-    own = [frame for frame in frames if frame.filename == file]
-    own = own or [each for each in frames if not _LIBRARIES.search(each.filename)]
+    # Not lines of Keras, where it calls a function of the user's.
+    outside = [each for each in frames if not _LIBRARIES.search(each.filename)]
+    own = [each for each in outside if each.filename == file] or outside
     if not own:
         return f"`{type(layer).__name__}.call`"
     last = own[-1]

@@ -156,8 +156,9 @@ def _output_dtype(policy: Policy) -> str | None:
     """Returns what outputs of a call that ends here are cast to, None to leave them."""
     outer = CALLS.stack[-1] if CALLS.stack else None
     is_outermost = outer is None and CALLS.depth <= 1
-    if CALLS.is_training and is_outermost and policy.settings.has_defaults:
-        return "float32"  # for the code of a `train_step`, as a model's output is
+    in_step = CALLS.is_training or CALLS.is_evaluating
+    if in_step and is_outermost and policy.settings.has_defaults:
+        return "float32"  # for the code of the step, as a model's output is
     if outer is not None and outer.inner_dtype is not None:
         # But what the user made in a dtype of its own, beside a head.
         if policy.kind is not Kind.EXPLICIT or outer.inner_dtype == "float32":

@@ -265,6 +265,7 @@ class _Calls(threading.local):
         self.has_given_half = False  # whether code outside of layers got it from one
         self.float16_layers: list[Any] = []  # references to those called last
         self.is_training = False  # whether a managed model's `train_step` runs
+        self.is_evaluating = False  # or a `test_step` of its own
         self.may_keep = True  # whether a layer that fails may be tried in float32
         self.trial: Any = None  # of the layer in a trace that is called now
         self.differentiated: Any = None  # a kept layer whose gradient is tried

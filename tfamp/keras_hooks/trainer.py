@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import around_training, workers, xla_replicas
 from tfamp.keras_hooks.backend import SharedTrainer, TensorFlowTrainer
-from tfamp.keras_hooks.layers import policy_of
+from tfamp.keras_hooks.layers import CALLS, policy_of
 from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.keras_hooks.patches import (
     Function,
@@ -54,6 +54,9 @@ def run_patches(
     @wrapper
     def wrap_make(original: Function, self: keras.Model, step: Function) -> Any:
         is_training, own = step == self.train_step, {}
+        is_stock = type(self).test_step is TensorFlowTrainer.test_step
+        if not is_stock and step == self.test_step:
+            step = _evaluating(self, step)
         if xla_replicas.parts_compiled(self):
             optimizers = optimizers_of(self) if is_training else []
             step = xla_replicas.compiled(self, step, optimizers)
@@ -134,6 +137,17 @@ def build_metrics(model: keras.Model, data: Any) -> None:
         # The first step says what is wrong.
         with contextlib.suppress(Exception), model.distribute_strategy.scope():
             build_from(model, data)
+
+
+def _evaluating(model: keras.Model, step: Function) -> Function:
+    """Returns a `test_step` whose code is given the dtypes that a `train_step` is."""
+
+    @functools.wraps(step)
+    def evaluate(data: Any) -> Any:
+        with replaced(CALLS, is_evaluating=policy_of(model) is not None):
+            return step(data)
+
+    return evaluate
 
 
 def _built_ahead(model: keras.Model, function: Function) -> Function:

@@ -9,7 +9,8 @@ code are looked at, between the sublayers that it calls.
 Relies on: Keras calling the backend's `compute_output_spec` with a layer's `call`; the
 call context keeping `training` for layers that are called inside; `Layer.built` being
 set ahead of the layer's own trace, and not before the trace that builds it;
-uninitialized variables having no `_value`; the registry of kernels in TensorFlow.
+uninitialized variables having no `_value`; the registry of kernels in TensorFlow, and
+`_functions` of its graphs, by name.
 """
 
 import contextlib
@@ -355,8 +356,22 @@ def _reads(operation: tf.Operation, takes: Iterable[tf.Tensor]) -> bool:
     )
 
 
-def _check_kernels(operations: Iterable[tf.Operation]) -> None:
+def _with_inner(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
+    """Yields operations, and those of the functions that they call."""
     for each in operations:
+        yield each
+        kinds = {a.name: a.type for a in each.op_def.attr if "func" in a.type}
+        for name, kind in kinds.items():
+            given = each.get_attr(name)
+            for called in given if kind == "list(func)" else [given]:
+                function = each.graph._functions.get(called.name)
+                graph = getattr(function, "graph", None)
+                if graph is not None:
+                    yield from _with_inner(graph.get_operations())
+
+
+def _check_kernels(operations: Iterable[tf.Operation]) -> None:
+    for each in _with_inner(operations):
         for name in (a.name for a in each.op_def.attr if a.type == "type"):
             dtype = each.get_attr(name)
             if dtype in HALF and not _has_kernel(each.type, name, dtype):
