@@ -172,6 +172,34 @@ def test_the_file_holds_what_was_kept(tmp_path):
     assert row_of(loaded).compute_dtype == "float32"
 
 
+class Players(keras.Model):
+    """Has no `call`, and a step that trains a model inside, as a GAN."""
+
+    def __init__(self, critic):
+        super().__init__()
+        self.critic = critic
+        self.generator = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.critic.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.critic(x, training=True) - y))
+        gradients = tape.gradient(loss, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss}
+
+
+def test_of_a_gan_the_models_that_take_the_batch_are_looked_at():
+    layer, x = SPOILT["rms norm"]
+    with tfamp.scope("mixed_float16"):
+        critic, y = model_of(layer, x)
+        model = Players(critic)
+        model.compile("sgd")
+    model.fit(x, y, batch_size=32, verbose=0)
+    assert row_of(critic).rule == "check"
+
+
 def test_a_model_that_cannot_be_called_so_trains_as_ever(caplog):
     class Gan(keras.Model):
         def __init__(self):

@@ -173,7 +173,8 @@ def replace_optimizers(
         new = {key: wanted.get(id(each), each) for key, each in old.items()}
         if all(new[key] is old[key] for key in old):
             continue
-        names.append(name)
+        if not name.startswith("_self_"):  # of TensorFlow's, for checkpoints
+            names.append(name)
         if isinstance(value, list | dict):
             for key, each in new.items():
                 value[key] = each

@@ -96,7 +96,8 @@ def check_first(model: keras.Model, batch: Any) -> None:
             warnings.simplefilter("ignore")
             try:
                 x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-                guilty = _guilty_layers(model, x, settings)
+                for part in _models_of(model, x):
+                    guilty |= _guilty_layers(part, x, settings)
             except Exception as error:  # a `call` that is never called so, for one
                 failure = kind_and_line(error).rstrip(".")
     if failure:
@@ -118,6 +119,28 @@ def check_first(model: keras.Model, batch: Any) -> None:
 
 
 BEFORE_FIRST_BATCH.append((is_due, check_first))
+
+
+def _models_of(model: keras.Model, x: Any) -> list[keras.Model]:
+    """Returns the model; of one without a `call`, as a GAN, those that take `x`."""
+    if type(model).call is not keras.Model.call:
+        return [model]
+    shapes = [part.shape for part in tf.nest.flatten(x)]
+
+    def takes_it(part: Any) -> bool:
+        graph = structure.graph_of(part) if isinstance(part, keras.Model) else None
+        asked = [] if graph is None else [tf.TensorShape(t.shape) for t in graph.inputs]
+        pairs = zip(asked, shapes, strict=False)
+        return len(asked) == len(shapes) and all(
+            a.is_compatible_with(b) for a, b in pairs
+        )
+
+    found = [part for part in structure.children(model) if takes_it(part)]
+    if not found:
+        raise NotImplementedError(
+            "it has no `call`, and no model in it takes its batches"
+        )
+    return found
 
 
 def _is_own(layer: Any) -> bool:
