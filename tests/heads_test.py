@@ -140,9 +140,9 @@ def test_where_no_layer_can_be_the_head_the_output_alone_is_cast(
 class NeedsValues(keras.Model):
     """Looks at values, so it runs eagerly only."""
 
-    def __init__(self):
+    def __init__(self, dense):
         super().__init__()
-        self.dense = layers.Dense(2)
+        self.dense = dense
         self.num_calls = 0
 
     def call(self, x):
@@ -150,16 +150,22 @@ class NeedsValues(keras.Model):
         return self.dense(x / float(tf.reduce_max(x)))
 
 
-def test_a_model_that_cannot_be_traced_runs_and_is_said(caplog):
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_model_that_cannot_be_traced_runs_and_is_said(has_head, caplog):
+    """Not of one whose Functional model inside has a head of its own in float32."""
     with tfamp.scope("mixed_bfloat16"):
-        model = NeedsValues()
+        dense = layers.Dense(2)
+        if has_head:
+            dense = keras.Sequential([keras.Input((2,)), dense])
+        model = NeedsValues(dense)
     x = np.ones((2, 2), "float32")
     model.dense.build((None, 2))
     model.built = True
     with caplog.at_level("WARNING"):
         outputs = [model(x) for _ in range(5)]
     assert {y.dtype for y in outputs} == {tf.float32}
-    assert caplog.text.count("cannot be traced to find that layer") == 1
+    told = caplog.text.count("cannot be traced to find that layer")
+    assert told == (0 if has_head else 1)
     assert "the output alone is cast" in tfamp.assignment(model).layers[0].note
     assert model.num_calls <= 5 + 3 + 2  # three traces, the first in float32 as well
 

@@ -125,7 +125,11 @@ def _resolve(model: Layer, settings: PolicySettings, args: Any, kwargs: Any) -> 
             f"its `call` cannot be traced to find that layer ({failure}). Make the "
             "model a Functional one, or give its last layer dtype='float32'."
         )
-        _cast_output(model, "its `call` cannot be traced", told if is_final else "")
+        # Functional models inside have heads of their own in float32.
+        parts = [part for part in structure.children(model) if part.weights]
+        is_open = not parts or any(structure.graph_of(part) is None for part in parts)
+        told = told if is_final and is_open else ""
+        _cast_output(model, "its `call` cannot be traced", told)
         return is_final
     _keep_exact_operations(model, settings)
     of_graph = heads.graph_heads(model)
