@@ -113,6 +113,8 @@ def test_small_parameters_leave_a_program_of_public_names(script):
 @pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
 def test_notebook_runs_in_a_real_kernel(script, tmp_path):
     pytest.importorskip("nbclient")
+    if script.stem == "09_inference":
+        pytest.importorskip("onnxruntime", reason="needs tfamp[onnx]")
     content = build.small(build.without_outputs(script), SMALL[script.stem])
     executed = build.execute(content, tmp_path)
     cells = build.code_cells(executed)
