@@ -230,7 +230,7 @@ class Step:
         """Returns the norm of gradients; new values are judged, and have no length."""
         if self.overwritten:
             own = [i for i, x in enumerate(positions) if x not in self.overwritten]
-            squares = tf.gather(squares, own)
+            squares = tf.gather(squares, tf.constant(own, tf.int32))
         return tf.sqrt(tf.reduce_sum(squares))
 
     def _write(self, state: ScaleState, **changes: Any) -> None:
