@@ -58,22 +58,12 @@ def named(name):
 
 def signature(name, value):
     """Returns a line that says how a public function or class is called."""
-
-    def shown(parameter):
-        text = repr(parameter.default)
-        if " at 0x" in text or callable(parameter.default):
-            text = "..."
-        given = parameter.default is not parameter.empty
-        return f"{parameter.name}={text}" if given else parameter.name
-
-    parts, kind = [], inspect.Parameter
-    for parameter in inspect.signature(value).parameters.values():
-        star = {kind.VAR_POSITIONAL: "*", kind.VAR_KEYWORD: "**"}.get(parameter.kind)
-        is_first = not any(part.startswith("*") for part in parts)
-        if parameter.kind is kind.KEYWORD_ONLY and is_first:
-            parts.append("*")
-        parts.append((star or "") + shown(parameter))
-    return f"{name}({', '.join(parts)})"
+    found = inspect.signature(value)
+    plain = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+    text = str(found.replace(parameters=plain, return_annotation=found.empty))
+    # Functions as defaults hold an address.
+    text = re.sub("=<(?:function|built-in function) [^=,]*>(?=[,)])", "=...", text)
+    return name + text
 
 
 def signatures():

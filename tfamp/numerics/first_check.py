@@ -96,8 +96,11 @@ def check_first(model: keras.Model, batch: Any) -> None:
             warnings.simplefilter("ignore")
             try:
                 x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-                for part in _models_of(model, x):
+                parts = _models_of(model, x)
+                for part in parts:
                     guilty |= _guilty_layers(part, x, settings)
+                if not parts:
+                    failure = "it has no `call`, and no model in it takes its batches"
             except Exception as error:  # a `call` that is never called so, for one
                 failure = kind_and_line(error).rstrip(".")
     if failure:
@@ -130,17 +133,10 @@ def _models_of(model: keras.Model, x: Any) -> list[keras.Model]:
     def takes_it(part: Any) -> bool:
         graph = structure.graph_of(part) if isinstance(part, keras.Model) else None
         asked = [] if graph is None else [tf.TensorShape(t.shape) for t in graph.inputs]
-        pairs = zip(asked, shapes, strict=False)
-        return len(asked) == len(shapes) and all(
-            a.is_compatible_with(b) for a, b in pairs
-        )
+        fits = map(tf.TensorShape.is_compatible_with, asked, shapes)
+        return len(asked) == len(shapes) and all(fits)
 
-    found = [part for part in structure.children(model) if takes_it(part)]
-    if not found:
-        raise NotImplementedError(
-            "it has no `call`, and no model in it takes its batches"
-        )
-    return found
+    return [part for part in structure.children(model) if takes_it(part)]
 
 
 def _is_own(layer: Any) -> bool:
