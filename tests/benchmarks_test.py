@@ -15,7 +15,10 @@ from benchmarks.__main__ import names
 ROOT = Path(__file__).parents[1]
 MEASURING = [name for name in names() if name not in ("readme_figure", "write_results")]
 # Benchmark -> packages that are of no extra of the tests.
-NEEDED = {"serving": ("fastapi", "starlette", "tf2onnx", "onnxruntime", "uvicorn")}
+NEEDED = {
+    "beyond": ("onnx", "onnxruntime", "tf2onnx"),
+    "serving": ("fastapi", "starlette", "tf2onnx", "onnxruntime", "uvicorn"),
+}
 
 
 @pytest.mark.slow

@@ -322,12 +322,13 @@ def test_peak_memory_of_compare_is_the_models_however_large_the_data():
     def build():
         return mlp((4000, 1), 1000)
 
-    x = np.random.default_rng(0).random((25_000, 1000), dtype=np.float32)
+    x = np.random.default_rng(0).random((60_000, 1000), dtype=np.float32)
     y = (x[:, :1] > 0.5).astype("float32")
     how = {"policies": ("float32", "keras:float32"), "seeds": 1, "batch_size": 500}
     for run in tfamp.compare(build, (x, y), (x[:200], y[:200]), **how).runs:
         held = (run.memory.training_bytes - run.memory.start_bytes) / MIB
-        # Weights, gradients, two of Adam's; and as much again for what is on the way.
-        # The data alone are 95 MiB, as NumPy has them and as TensorFlow does.
+        # Weights, gradients, two of Adam's; as much again for what is on the way; and
+        # up to 200 for TensorFlow's own, by the machine. The data alone are 229 MiB,
+        # as NumPy has them and as TensorFlow does.
         weights = 4000 * 1000 * 4 / MIB
-        assert 4 * weights < held < 8 * weights + 100
+        assert 4 * weights < held < 8 * weights + 200

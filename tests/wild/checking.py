@@ -77,6 +77,21 @@ def cases(programs: Iterable[Program]) -> list:
     ]
 
 
+def losses_apart(
+    program: Program, way: str, policy: str, losses: list[float], seeds: int
+) -> tuple[float, float]:
+    """Returns how far a loss is from float32's, and how far it may be.
+
+    Both are medians of so many seeds; `losses` holds the policy's that are known.
+    """
+    others = range(len(losses), seeds)
+    losses += [corpus.run(program, way, policy, seed).last_loss for seed in others]
+    exact = [corpus.float32(program, seed) for seed in range(seeds)]
+    far = corpus.distance(statistics.median(losses), statistics.median(exact))
+    known = table.spreads().get(program.name, 0.0)
+    return far, limit(known if seeds == 1 else corpus.spread(exact), 0.1)
+
+
 def check(
     program: Program,
     way: str,
@@ -96,12 +111,10 @@ def check(
     losses = [outcome.last_loss]
     assert np.isfinite(losses[0])
     if not program.unsteady:
-        others = range(1, seeds)
-        losses += [corpus.run(program, way, policy, s).last_loss for s in others]
-        exact = [corpus.float32(program, seed) for seed in range(seeds)]
-        far = corpus.distance(statistics.median(losses), statistics.median(exact))
-        known = table.spreads().get(program.name, 0.0)
-        assert far <= limit(known if seeds == 1 else corpus.spread(exact), 0.1)
+        far, most = losses_apart(program, way, policy, losses, seeds)
+        if far > most and seeds == 1:  # which may be chance: its median tells
+            far, most = losses_apart(program, way, policy, losses, corpus.SEEDS)
+        assert far <= most
     assert outcome.in_half() == set()
     if not program.unsaved:
         path = corpus.save(outcome, program.name, folder)
