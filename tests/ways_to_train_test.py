@@ -37,8 +37,11 @@ class Residual(keras.Model):
         return self.head(h)
 
 
-class ScalesByHand(loops.OwnStep, Residual):
+class ScalesByHand(Residual):
     """Writes its training step itself."""
+
+    # No base: Keras puts Functional under a class that another test makes of layers.
+    scaled, train_step = loops.OwnStep.scaled, loops.OwnStep.train_step
 
 
 @pytest.mark.quick("mixed_float16-Residual")
