@@ -24,7 +24,7 @@ in_each_way = pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECOR
 
 
 class OwnStep(keras.Model):
-    """Has a `train_step` that scales its loss by hand; comes ahead of other models."""
+    """Has a `train_step` that scales its loss by hand; others take it by name."""
 
     def scaled(self, loss: Any) -> Any:
         """Returns what the tape is asked for; a tape records the call."""
