@@ -12,10 +12,11 @@ from tfamp.dtypes import layer_dtypes
 from tfamp.dtypes.rules import Rule
 from tfamp.keras_hooks import exact_values, optimizers, structure
 from tfamp.keras_hooks.layers import policy_of
+from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.loss_scale import stops
 from tfamp.records.formats import HALF
 from tfamp.stepping.eager_step import sites
-from tfamp.stepping.snapshots import optimizers_of, tally_of
+from tfamp.stepping.snapshots import tally_of
 
 DROP, RATE = "drop batch", "cut learning rate"
 SCALE, FLOAT32 = "move loss scale", "keep in float32"

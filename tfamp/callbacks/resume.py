@@ -15,11 +15,12 @@ from tfamp.data.stages.augment import EpochCounter
 from tfamp.dtypes import resolution
 from tfamp.keras_hooks import around_training, epochs, structure, trainer
 from tfamp.keras_hooks.epochs import EPOCH_HOOKS, Execution, Feed, Place
+from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.keras_hooks.workers import part_of
 from tfamp.records import checks, console
 from tfamp.stepping import snapshots
 from tfamp.stepping.snapshot_files import Folder, Kept, folder_path
-from tfamp.stepping.snapshots import State, optimizers_of
+from tfamp.stepping.snapshots import State
 from tfamp.stepping.unchanged import put_random, take_random
 
 # The name of this record among the counters of a state.

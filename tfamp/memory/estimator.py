@@ -18,6 +18,7 @@ from rich import box
 from tfamp.graph.bodies import is_backward
 from tfamp.graph.schedules import Peak, Schedule, find_peak, read_schedule, scaled
 from tfamp.keras_hooks import structure, trainer
+from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.keras_hooks.structure import bytes_of, num_bytes
 from tfamp.memory.batch_search import policy_in_force, try_size
 from tfamp.models import apply, assignment
@@ -25,7 +26,6 @@ from tfamp.records import checks, console
 from tfamp.records.record import TableRecord
 from tfamp.records.units import format_bytes
 from tfamp.stepping.arguments import build, dataset_of
-from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.step_traces import Marks, plain_name, trace_specs
 from tfamp.stepping.unchanged import copied, seeds_put_back
 from tfamp.trials import parcel

@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.exact_values import unrounded
+from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.keras_hooks.patches import replaced
 from tfamp.stepping.eager_step import Call, Step, floats, run_step, tapped
 from tfamp.stepping.layer_calls import Recorded, Recorder, in_float32
-from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.unchanged import unchanged
 
 # A layer whose weights are so many times as large as initializers make them, which is

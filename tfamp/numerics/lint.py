@@ -11,12 +11,12 @@ import tensorflow as tf
 from tfamp.dtypes.settings import IN_FORCE
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layers import policy_of
+from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.numerics.passes import build_by_call, check_is_model, name_layers
 from tfamp.records import checks
 from tfamp.records.findings import Finding, Findings, Severity
 from tfamp.records.formats import FORMATS, HALF
 from tfamp.stepping.arguments import dataset_of, first_batch
-from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.step_traces import Marks
 from tfamp.stepping.unchanged import seeds_put_back
 

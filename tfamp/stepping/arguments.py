@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.records import checks
-from tfamp.stepping.snapshots import optimizers_of
 
 # Batches that are read for shapes, as in Keras: sizes that differ stay open.
 _NUM_PEEKED = 2

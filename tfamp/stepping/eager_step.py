@@ -12,10 +12,10 @@ import keras
 import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers, structure
+from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.keras_hooks.patches import like, replaced
 from tfamp.loss_scale.tape import scaled_by, scaled_by_hand
 from tfamp.stepping import ALONE
-from tfamp.stepping.snapshots import optimizers_of
 
 _LOGITS = "_keras_logits"
 

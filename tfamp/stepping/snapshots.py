@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure, trainer
+from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.loss_scale.state import ScaleVariables
 
 # What a name begins with, by what the variable holds.
@@ -100,17 +101,6 @@ def _inside(value: Any) -> list[Any]:
 def bare_name(name: str) -> str:
     """Returns a name without the number that makes it unique: "variable_12"."""
     return re.sub(r"_\d+$", "", name)
-
-
-def optimizers_of(model: keras.Model) -> list[Any]:
-    """Returns the optimizers of a model: in attributes, and in lists or dicts there."""
-    found = [getattr(model, "optimizer", None)]
-    for value in vars(model).values():
-        values = value.values() if isinstance(value, Mapping) else value
-        found += values if isinstance(value, (Mapping, list, tuple)) else [value]
-    # By identity: a model may hold one under several names.
-    kind = keras.optimizers.Optimizer
-    return list({id(each): each for each in found if isinstance(each, kind)}.values())
 
 
 def tally_of(optimizer: Any) -> ScaleVariables | None:

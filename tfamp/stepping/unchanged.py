@@ -14,12 +14,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import backend, epochs, saved_state
+from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.keras_hooks.patches import replaced
 from tfamp.models import load_model
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
 from tfamp.stepping import ALONE
-from tfamp.stepping.snapshots import named_variables, optimizers_of
+from tfamp.stepping.snapshots import named_variables
 
 _BY_DTYPE = ("normal", "truncated_normal", "uniform", "gamma", "beta", "binomial")
 

@@ -22,6 +22,7 @@ import tfamp
 from tfamp.dtypes import resolution, rows
 from tfamp.dtypes.settings import make_settings
 from tfamp.keras_hooks import around_training, structure, trainer
+from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.machine import cpus, devices
 from tfamp.models import put_under
@@ -29,7 +30,6 @@ from tfamp.records import checks, console, units
 from tfamp.records.record import Record, TableRecord
 from tfamp.records.versions import installed_versions
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
-from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.unchanged import seeds_put_back, unchanged
 from tfamp.trials.statistics import MIN_GAIN, student_quantile
 from tfamp.tuning import joined_steps
