@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tfamp.data import _examples
 from tfamp.stepping.arguments import dataset_of
 from tfamp.trials.parcel import as_fit_takes_it
 from tfamp.trials.parcel import batch_of as tried_batch
@@ -96,3 +97,13 @@ def test_what_fit_does_not_take_is_refused(data):
     message = f"`data` is of type {type(data).__name__}; expected what `fit` takes"
     with pytest.raises(TypeError, match=re.escape(message)):
         dataset_of(data)
+
+
+@pytest.mark.parametrize("form", [np.asarray, tf.data.Dataset.from_tensor_slices])
+@pytest.mark.parametrize(("megabytes", "rows"), [(0, 10_000), (1, 40), (20, 2)])
+def test_data_are_read_in_parts_of_at_most_16_megabytes(form, megabytes, rows):
+    width = megabytes * 2**20 // 4 or 1
+    data = form(np.ones((rows, width), np.float32))
+    lengths = [len(part["x"]) for part in _examples.read("data", data).read()]
+    assert sum(lengths) == rows
+    assert max(lengths) == {0: 4096, 1: 16, 20: 1}[megabytes]
