@@ -15,6 +15,7 @@ import zipfile
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfamp
 from tests import loss_scale_state_test as state
@@ -315,3 +316,27 @@ def test_an_unzipped_archive(tmp_path):
     model = trained("functional")
     keras.saving.save_model(model, tmp_path / "model", zipped=False)
     assert rows_of(tfamp.load_model(tmp_path / "model")) == rows_of(model)
+
+
+class TwoInputs(keras.Model):
+    def __init__(self, dtype=None):
+        super().__init__(dtype=dtype)
+        self.hidden, self.head = keras.layers.Dense(8), keras.layers.Dense(2)
+
+    def call(self, inputs):
+        return self.head(self.hidden(inputs["first"] + inputs["second"]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "taken"), [(None, "float32"), ("float16", "float16")]
+)
+def test_keras_own_export_takes_float32_as_the_model_did(dtype, taken, tmp_path):
+    """In stock Keras it takes float16, and a client's float32 is refused."""
+    x = {name: tf.fill((4, 3), 1.0 + 2**-7) for name in ("first", "second")}
+    with tfamp.scope("mixed_float16"):
+        model = TwoInputs(dtype)
+        wanted = model(x)
+    model.export(tmp_path / "exported", verbose=False)
+    exported = tf.saved_model.load(tmp_path / "exported")
+    given = {name: tf.cast(part, taken) for name, part in x.items()}
+    np.testing.assert_array_equal(exported.serve(given), wanted)

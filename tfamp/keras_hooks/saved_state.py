@@ -8,7 +8,9 @@ Relies on: `_serialize_model_as_json` giving configuration and metadata of an ar
 JSON; Keras passing over metadata and entries of a dtype that it does not know;
 `KerasSaveable.__reduce__` giving the instance's `_unpickle_model` and an archive in
 memory; `Layer.get_config` serializing the policy under "dtype"; layers being made by
-`Operation.from_config`, or by one of their own that hands that on. For copies in
+`Operation.from_config`, or by one of their own that hands that on;
+`_infer_input_signature_from_model` giving an `InputSpec` for each input, in the dtype
+that the model computes in, where the model has no graph of layers. For copies in
 memory: `Layer.__new__` putting wrappers of `build` and `quantize` on each instance, and
 lists of layers noting what they get unless a `DotNotTrackScope` is open.
 """
@@ -22,6 +24,8 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
+from keras.src.export import export_utils
 from keras.src.saving import saving_lib
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils.tracking import DotNotTrackScope
@@ -75,6 +79,14 @@ def patches(
             config["dtype"] = {**dtype, _INHERITED: name}
         return config
 
+    @wrapper
+    def wrap_signature(original: Function, model: Any) -> Any:
+        """Lets an exported model of the user's class take float32, as it was called."""
+        signature, policy = original(model), policy_of(model)
+        if not signature or policy is None or policy.kind is Kind.EXPLICIT:
+            return signature
+        return tf.nest.map_structure(_in_float32, signature)
+
     def wrap_from_config(original: Any) -> Any:
         def from_config(cls: type, config: dict[str, Any]) -> Any:
             dtype, make = config.get("dtype"), original.__func__
@@ -92,9 +104,14 @@ def patches(
     return [
         Patch(saving_lib, "_load_model_from_fileobj", wrap_load),
         Patch(saving_lib, "_serialize_model_as_json", wrap_serialize),
+        Patch(export_utils, "_infer_input_signature_from_model", wrap_signature),
         Patch(Layer, "get_config", wrap_config),
         Patch(keras.Operation, "from_config", wrap_from_config),
     ]
+
+
+def _in_float32(spec: keras.layers.InputSpec) -> keras.layers.InputSpec:
+    return keras.layers.InputSpec("float32", spec.shape, name=spec.name)
 
 
 def unpickled(archive: Any) -> Any:
