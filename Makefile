@@ -73,7 +73,7 @@ check: lint  ## lint, and the tests that reach what changed since its last run
 	@$(BIN)/python -m pytest -q --testmon --testmon-forceselect -m "not slow" $(ARGS) $(NO_NOTICES)
 
 test: .venv/.installed  ## test every promise on the newest TensorFlow and Keras
-	@echo "Running the tests in $(JOBS) processes: about ten minutes on two cores."
+	@echo "Running the tests in $(JOBS) processes: 10 to 15 minutes on two cores."
 	@$(BIN)/python $(PYTEST) -m "not slow" --durations=10 --durations-min=1 $(ARGS) $(NO_NOTICES)
 
 # The other files reach every line of keras_hooks that these reach, too;
