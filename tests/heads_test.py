@@ -404,3 +404,35 @@ def test_looking_at_a_backbone_makes_it_no_model_with_a_head():
     assert dtypes["head"] == "float32"
     loss = model.fit(np.ones((4, 8)), np.ones((4, 1)), verbose=0).history["loss"]
     assert np.isfinite(loss).all()
+
+
+class Cast(layers.Layer):
+    """A layer that was written for float16 alone."""
+
+    def build(self, shape):
+        self.inner = layers.Dense(4)
+        self.kernel = self.add_weight(shape=(4, 2))
+
+    def call(self, inputs):
+        return tf.matmul(self.inner(inputs), tf.cast(self.kernel, tf.float16))
+
+
+class Saved(tf.Module):
+    @tf.function(input_signature=[tf.TensorSpec((None, 4), tf.float16)])
+    def serve(self, x):
+        return x[:, :2]
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_last_layer_that_takes_half_precision_alone_is_given_it(is_saved, tmp_path):
+    tf.saved_model.save(Saved(), str(tmp_path))
+    with tfamp.scope("mixed_float16"):
+        last = Cast(name="last")
+        if is_saved:
+            last = layers.TFSMLayer(str(tmp_path), call_endpoint="serve", name="last")
+        model = keras.Sequential([layers.Dense(4), last])
+        model.compile("sgd", "mse")
+        x = np.ones((8, 4), "float32")
+        model.fit(x, np.zeros((8, 2)), verbose=0)
+    assert model.predict(x, verbose=0).dtype == "float32"
+    assert tfamp.assignment(model)["last"].compute_dtype == "float16"

@@ -406,17 +406,23 @@ class Joining(keras.Model):
     def test_step(self, data):
         return {"loss": self.loss_of(data)}
 
+    def predict_step(self, data):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return self.decoder(tf.concat([self.encoder(x), x], axis=1))
+
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_an_own_test_step_is_given_what_the_train_step_is(eager):
+def test_own_steps_of_a_model_are_given_what_the_train_step_is(eager):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(16, 4)).astype("float32"), np.ones((16, 1), "float32")
-    losses = []
+    losses, predictions = [], []
     for policy in ("float32", "mixed_float16"):
         keras.utils.set_random_seed(0)
         with tfamp.scope(policy):
             model = Joining()
         model.compile("sgd", "mse", run_eagerly=eager)
+        predictions.append(model.predict(x, verbose=0))
         model.fit(x, y, verbose=0)
         losses.append(model.evaluate(x, y, verbose=0))
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    np.testing.assert_allclose(*predictions, atol=0.01)

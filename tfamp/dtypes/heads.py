@@ -160,6 +160,9 @@ def keep_heads(model: Layer, found: Heads, settings: PolicySettings) -> None:
             )
             keep(layer, Kind.WIDE_OUTPUT, HEADS, reason)
             continue
+        if layer in settings.taken_back:
+            keep(layer, Kind.WIDE_OUTPUT, HEADS, "its `call` raises in float32")
+            continue
         rule = policy.rule if policy.rule.startswith("keep_float32") else HEADS
         reason = "makes an output of the model, which feeds the loss"
         keep(layer, Kind.HEAD, rule, reason)

@@ -18,9 +18,9 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.dtypes.layer_dtypes import begin_again, restored_on_error, take
-from tfamp.dtypes.rules import OWN_LOSS, Rule
+from tfamp.dtypes.rules import HEADS, OWN_LOSS, Rule
 from tfamp.keras_hooks import structure, trials
-from tfamp.keras_hooks.layers import CALLS, Policy, policy_of, update
+from tfamp.keras_hooks.layers import CALLS, Kind, Policy, keep, policy_of, update
 from tfamp.keras_hooks.patches import replaced
 from tfamp.keras_hooks.structure import Layer
 from tfamp.records.checks import first_line, kind_and_line
@@ -49,12 +49,15 @@ def remedy(
     found, of_gradient = trials.failure(layer)
     if policy is None or CALLS.differentiated is layer:  # as it is tried in float32
         raise error
-    if policy.rule in (OWN_LOSS, trials.EXACT) and isinstance(error, _DTYPE_ERRORS):
+    is_of_memory = isinstance(error, tf.errors.ResourceExhaustedError)
+    is_of_dtypes = isinstance(error, _DTYPE_ERRORS) and not is_of_memory
+    broke_it = policy.is_kept and policy.rule in (OWN_LOSS, trials.EXACT, HEADS)
+    if broke_it and is_of_dtypes:
         return _taken_back(layer, policy, error, again)
     # Elsewhere a layer's own code has effects, and has been traced before.
     is_harmless = found is not None or trials.is_of_keras(layer)
     is_new = not (policy.fails_in_float32 or getattr(error, _TRIED, False))
-    may_help = is_harmless and is_new and isinstance(error, _DTYPE_ERRORS)
+    may_help = is_harmless and is_new and is_of_dtypes
     if not (of_gradient or (may_help and trials.runs_in_half(layer, policy))):
         raise error
     reason, how = _reason(layer, found or error, of_gradient)
@@ -82,16 +85,25 @@ def _taken_back(
     layer: Layer, policy: Policy, error: Exception, again: Callable[[], Any]
 ) -> Any:
     """Returns what a call gives in half precision, after a default rule broke it."""
-    with restored_on_error(layer):
-        policy.settings.taken_back.add(layer)
-        begin_again(layer, policy.settings)
+    settings, rule = policy.settings, policy.rule
+    told = kind_and_line(error).rstrip(".")
+    how = "" if trials.is_of_keras(layer) else " Cast to `self.compute_dtype` there."
+    with contextlib.suppress(Exception), restored_on_error(layer):
+        settings.taken_back.add(layer)
+        for each in structure.layers_of(layer):
+            inside = policy_of(each)
+            if inside and (each is layer or inside.kind is Kind.SUBLAYER):
+                begin_again(each, settings)
+        if rule == HEADS:
+            keep(layer, Kind.WIDE_OUTPUT, HEADS, f"in float32 it raises {told}")
         outputs = again()
-    logging.warning(
-        "Layer %r computes in %s: in float32, for rule %r, its `call` raises %s. Cast "
-        "to `self.compute_dtype` there.",
-        *(layer.name, policy.settings.compute_dtype, policy.rule, kind_and_line(error)),
-    )
-    return outputs
+        logging.warning(
+            "Layer %r computes in %s: in float32, for rule %r, its `call` raises %s.%s",
+            *(layer.name, settings.compute_dtype, rule, told, how),
+        )
+        return outputs
+    settings.taken_back.discard(layer)
+    raise error
 
 
 def _reason(layer: Layer, error: Exception, of_gradient: bool) -> tuple[str, str]:

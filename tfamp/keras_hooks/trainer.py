@@ -2,7 +2,8 @@
 
 Relies on: `Trainer.compile` being what every model's `compile` ends in, and
 `_compile_config` being what is saved; `TensorFlowTrainer.make_train_function` making
-the training and the test function out of a step by `_make_function`; `fit`,
+the training and the test function out of a step by `_make_function`, and
+`make_predict_function` asking the model for its `predict_step` in a trace; `fit`,
 `train_on_batch`, `evaluate` and `predict` being methods of that class, and `fit`
 calling what its decorator wraps by way of a closure, and `evaluate`; `train_function`,
 `test_function` and `predict_function` being rebuilt where they are None;
@@ -68,6 +69,13 @@ def run_patches(
             return around_training.surrounded(self, around_function(self, function))
         return workers.one_by_one(self, function)
 
+    @wrapper
+    def wrap_make_predict(
+        original: Function, self: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        is_stock = type(self).predict_step is TensorFlowTrainer.predict_step
+        return original(self if is_stock else _Predicting(self), *args, **kwargs)
+
     def wrap_run(original: Function) -> Function:
         name, signature = original.__name__, inspect.signature(original)
 
@@ -85,6 +93,7 @@ def run_patches(
 
     return [
         Patch(TensorFlowTrainer, "_make_function", wrap_make),
+        Patch(TensorFlowTrainer, "make_predict_function", wrap_make_predict),
         # It is looked up ahead of callbacks that are made inside the call.
         InnerPatch(TensorFlowTrainer, "fit", wrap_run),
         Patch(TensorFlowTrainer, "train_on_batch", wrap_run),
@@ -140,7 +149,7 @@ def build_metrics(model: keras.Model, data: Any) -> None:
 
 
 def _evaluating(model: keras.Model, step: Function) -> Function:
-    """Returns a `test_step` whose code is given the dtypes that a `train_step` is."""
+    """Returns a step whose own code is given the dtypes that a `train_step` is."""
 
     @functools.wraps(step)
     def evaluate(data: Any) -> Any:
@@ -148,6 +157,20 @@ def _evaluating(model: keras.Model, step: Function) -> Function:
             return step(data)
 
     return evaluate
+
+
+class _Predicting:
+    """A model whose `predict_step` is given the dtypes that a `train_step` is."""
+
+    def __init__(self, model: keras.Model) -> None:
+        vars(self)["_model"] = model
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(vars(self)["_model"], name)
+        return _evaluating(self._model, value) if name == "predict_step" else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._model, name, value)
 
 
 def _built_ahead(model: keras.Model, function: Function) -> Function:
