@@ -235,3 +235,59 @@ def test_a_model_that_gives_nan_is_skipped_as_before():
     assert (model.optimizer.applied_steps, model.optimizer.skipped_steps) == (0, 4)
     assert model.optimizer.scale == 2**11
     assert np.isnan(logs["loss"]).all()
+
+
+class Doubled(keras.layers.Layer):
+    """A layer of the user's, at which a first batch is looked at."""
+
+    def call(self, inputs):
+        return 2 * inputs
+
+
+def built_by_fit(policy, **options):
+    """Returns a model that was built by the first batch of a `fit`."""
+    with tfamp.scope(policy):
+        model = keras.Sequential([Doubled(), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        x, y = np.ones((7, 4)), np.ones((7, 2))
+        model.fit(x, y, shuffle=False, verbose=0, **options)
+    return model
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_model_that_fit_builds_is_built_for_any_number_of_examples(policy):
+    assert built_by_fit(policy).input_shape == (None, 4)
+
+
+def test_so_is_one_that_goes_on(tmp_path):
+    def resume():
+        return tfamp.callbacks.Resume(tmp_path, every_steps=1)
+
+    stop = keras.callbacks.TerminateOnNaN()
+    stop.on_epoch_begin = lambda epoch, logs=None: 1 // (1 - epoch)
+    with pytest.raises(ZeroDivisionError):
+        built_by_fit(
+            "mixed_float16", epochs=2, batch_size=2, callbacks=[resume(), stop]
+        )
+    last = resume()
+    model = built_by_fit("mixed_float16", epochs=2, batch_size=2, callbacks=[last])
+    assert last.resumed_at is not None
+    assert model.input_shape == (None, 4)
+
+
+class Mistaken(keras.layers.Layer):
+    """A layer whose dtypes do not fit."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 2))
+
+    def call(self, inputs):
+        return tf.matmul(inputs, tf.cast(self.kernel, "float64"))
+
+
+def test_an_error_of_a_layer_in_a_model_that_fit_builds_is_what_one_sees():
+    with tfamp.scope("mixed_float16"):
+        model = keras.Sequential([Mistaken()])
+        model.compile("sgd", "mse")
+        with pytest.raises(TypeError, match="type float64 that does not match"):
+            model.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0)

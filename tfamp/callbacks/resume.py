@@ -258,8 +258,9 @@ class Resume(FitCallback):
         """Gives the model, built from a batch if need be, what a state holds."""
         model, held = self.model, state.counters[_KEY]
         batch = part_of(batches, model.distribute_strategy)
+        spec = self._feed.spec if self._feed and not model.run_eagerly else None
         with model.distribute_strategy.scope():
-            trainer.build_from(model, batch)
+            trainer.build_from(model, batch if spec is None else spec)
         for _, part, _ in structure.walk(model):
             # Networks that a train step of the user's calls, as its first step would.
             if isinstance(part, keras.Model) and part.built:

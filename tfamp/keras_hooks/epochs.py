@@ -89,6 +89,12 @@ class Feed:
         found = self._epochs.num_batches
         return None if found is None else int(found)
 
+    @property
+    def spec(self) -> Any:
+        """What a trace knows of a batch, None where several replicas share it."""
+        dataset = getattr(self._epochs, "_distributed_dataset", None)
+        return dataset.element_spec if isinstance(dataset, tf.data.Dataset) else None
+
     def place(self) -> Place:
         """Returns where the epoch that comes next begins."""
         epochs, used = self._epochs, tuple(self.used)

@@ -57,9 +57,9 @@ AROUND_PASS: list[
         [keras.Model, str, Mapping[str, Any]], contextlib.AbstractContextManager[None]
     ]
 ] = []
-# Whether a model's first batch is wanted, and what is called with the model and that
-# batch ahead of the first trace; with None where it cannot be had.
-_Look = Callable[[keras.Model, Any], None]
+# Whether a model's first batch is wanted, and what is called ahead of the first trace
+# with the model, that batch and what the trace knows of it; None where it is not had.
+_Look = Callable[[keras.Model, Any, Any], None]
 BEFORE_FIRST_BATCH: list[tuple[Callable[[keras.Model], bool], _Look]] = []
 _Values = list[tuple[Any, tf.Tensor]]
 
@@ -231,20 +231,22 @@ def _around_function(
         calls += 1
         logs = None
         is_seen = isinstance(iterator, tf.data.Iterator | types.GeneratorType)
+        # A model is built for any number of examples, where its trace will be.
+        spec = getattr(iterator, "element_spec", None)
         if is_seen and (looks or not is_proven):  # the steps of a call one by one
             for batch in itertools.islice(iterator, model.steps_per_execution):
                 while looks:
-                    looks.pop(0)(model, batch)
+                    looks.pop(0)(model, batch, batch if spec is None else spec)
                 run = functools.partial(_on_one, function, batch, iterator)
                 if is_proven:
                     logs = run()
                     continue
                 if calls == 1 and not touched:
-                    _build(model, ours_of(model), batch)
+                    _build(model, ours_of(model), batch if spec is None else spec)
                     touched = _variables_of(function, batch, iterator)
                 logs = _until_applied(model, run, batch, touched)
         for look in () if is_seen else looks:
-            look(model, None)
+            look(model, None, None)
         if logs is None:  # where there is no batch, the function says so itself
             logs = function(iterator)
         if model.jit_compile and calls % _CALLS_BETWEEN_READINGS == 0:

@@ -72,10 +72,11 @@ def is_due(model: keras.Model) -> bool:
     )
 
 
-def check_first(model: keras.Model, batch: Any) -> None:
+def check_first(model: keras.Model, batch: Any, spec: Any) -> None:
     """Keeps layers in float32, or warns of them, ahead of a model's first step.
 
-    `batch` is as `train_step` is given it, None where it cannot be had.
+    `batch` is as `train_step` is given it, None where it cannot be had; `spec` has the
+    shapes and dtypes that it is traced for.
     """
     policy = policy_of(model)
     if policy is None:
@@ -96,8 +97,11 @@ def check_first(model: keras.Model, batch: Any) -> None:
             warnings.simplefilter("ignore")
             try:
                 x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+                traced, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
                 parts = _models_of(model, x)
                 for part in parts:
+                    if not part.built:
+                        trials.trace_ahead(part, (traced,), {"training": True})
                     guilty |= _guilty_layers(part, x, settings)
                 if not parts:
                     failure = "it has no `call`, and no model in it takes its batches"
@@ -158,8 +162,6 @@ def _guilty_layers(
     x = tf.nest.map_structure(
         lambda part: backend.convert_to_tensor(part[:_NUM_EXAMPLES]), x
     )
-    if not model.built:
-        trials.trace_ahead(model, (x,), {"training": True})
     with layer_dtypes.errors_left_alone(), _variables_put_back(model, x):
         chosen = [site for site in units(model) if _is_own(site.layer)]
         calls = _recorded(model, x, chosen) if chosen else {}
