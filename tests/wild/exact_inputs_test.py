@@ -161,6 +161,47 @@ def test_graph_of_layers_looks_up_the_ids_that_were_given(policy, build):
     check_rows(build(), IDS[policy])
 
 
+STACKS = {
+    "stack": lambda: keras.Sequential([table(), layers.Reshape((2,)), head()]),
+    "stack in own model": lambda: assembled(
+        [keras.Sequential([table(), layers.Reshape((2,))]), head()], "subclassed", None
+    ),
+}
+
+
+@pytest.mark.quick("mixed_float16-stack-int64")
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint16", "float32"])
+@pytest.mark.parametrize("name", STACKS)
+def test_stack_without_input_looks_up_the_ids_that_were_given(
+    policy, name, dtype, tmp_path
+):
+    model, ids = STACKS[name](), IDS[policy]
+    x = np.array(ids, dtype)[:, None]
+    for outputs in (model.predict(x, verbose=0), model(x)):
+        digits = np.asarray(outputs, "float64")
+        assert (digits[:, 0] + RADIX * digits[:, 1]).tolist() == ids
+    model.export(str(tmp_path), verbose=False)
+    serve = tf.saved_model.load(str(tmp_path)).signatures["serving_default"]
+    (served,) = serve(tf.constant(ids, tf.float32)[:, None]).values()
+    np.testing.assert_array_equal(served, outputs)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float32"])
+def test_stack_of_stock_keras_looks_up_the_ids_that_were_given(dtype, tmp_path):
+    """Its file says that it takes float16."""
+    keras.config.set_dtype_policy("mixed_float16")
+    stock, ids = STACKS["stack"](), IDS["mixed_float16"]
+    x = np.array(ids, dtype)[:, None]
+    stock(x)
+    keras.config.set_dtype_policy("float32")
+    stock.layers[0].embeddings_initializer = None
+    stock.save(tmp_path / "stock.keras")
+    with tfamp.scope("mixed_float16"):
+        model = keras.saving.load_model(tmp_path / "stock.keras")
+    digits = np.asarray(model.predict(x, verbose=0), "float64")
+    assert (digits[:, 0] + RADIX * digits[:, 1]).tolist() == ids
+
+
 @pytest.mark.quick("mixed_float16-Lambda")
 @pytest.mark.parametrize("name", ["Lambda", "operations after Reshape", "own model"])
 def test_step_of_a_graph_moves_the_rows_of_the_ids(policy, name):

@@ -23,6 +23,7 @@ from tfamp.dtypes.remedy import remedy
 from tfamp.dtypes.settings import IN_FORCE, PolicySettings, make_settings
 from tfamp.keras_hooks import (
     calls,
+    exact_values,
     float32_operations,
     layers,
     optimizers,
@@ -269,6 +270,7 @@ HOOKS = (
             *layers.patches(layer_dtypes.on_created),
             *calls.patches(_before_call, layer_dtypes.propagate_to_sublayers, remedy),
             *float32_operations.patches(),
+            *exact_values.patches(),
             *trainer.compile_patches(before_compile),
             *saved_state.patches(
                 rows.describe,

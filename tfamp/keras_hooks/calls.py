@@ -16,7 +16,12 @@ from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.layer import TFLayer
 
 from tfamp.keras_hooks import backend, structure, trials
-from tfamp.keras_hooks.exact_values import cast_outputs, source_of, widened
+from tfamp.keras_hooks.exact_values import (
+    cast_outputs,
+    known_integers,
+    source_of,
+    widened,
+)
 from tfamp.keras_hooks.layers import CALLS, Kind, Policy, policy_of
 from tfamp.keras_hooks.patches import Function, Patch, like, replaced, wrapper
 from tfamp.keras_hooks.structure import Layer
@@ -132,6 +137,8 @@ def _inner_call(
         # A graph casts its inputs to float32 ahead of those that ask.
         graph = structure.graph_of(self)
         is_wide = graph is not None and all(x.dtype == "float32" for x in graph.inputs)
+        if graph is not None:
+            args, kwargs = known_integers(graph, (args, kwargs))
         if policy.exact_inputs or is_wide:
             is_data = isinstance(self, trials.DATA_LAYER)
             exact = functools.partial(source_of, through_cast=is_data)

@@ -3,6 +3,10 @@
 A tensor that Keras's casting of inputs rounded, or that a layer in float32 gave,
 knows its source. Layers in float32, and those that ask for exact inputs, take it; so do
 operations of Functional graphs, which have no dtype of their own, that are kept so.
+
+Relies on: `Sequential.build` making an `InputLayer` of its first layer's dtype, but
+where there is one of that shape; graphs casting what they are given to the dtypes of
+their inputs.
 """
 
 import contextlib
@@ -11,15 +15,61 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import standardize_shape
 
 from tfamp.keras_hooks import backend, structure
-from tfamp.keras_hooks.layers import SOURCE
-from tfamp.keras_hooks.patches import like, replaced
+from tfamp.keras_hooks.layers import SOURCE, policy_of
+from tfamp.keras_hooks.patches import Function, Patch, like, replaced
 from tfamp.keras_hooks.structure import Layer, map_structure
+from tfamp.records.formats import HALF
 
 _KEPT = "_tfamp_kept_in_float32"
 # Of a kept operation: what its outputs are cast to, what decided, and why.
 Kept = tuple[str, str, str]
+
+
+def patches() -> list[Patch]:
+    """Returns the patch by which a Sequential model without `Input` takes float32.
+
+    Stock Keras has it take half precision, which rounds the ids it is given, and have
+    a SavedModel's clients send it.
+    """
+
+    def wrap(original: Function) -> Function:
+        # Keras reads its signature; of what bears that of another it would be wrong.
+        def build(self: Any, input_shape: Any = None) -> Any:
+            first = next(iter(self._layers), None)
+            is_open = not isinstance(first, keras.layers.InputLayer | None)
+            if is_open and policy_of(self) and first.compute_dtype in HALF:
+                # Keras knows what to do with another shape.
+                with contextlib.suppress(Exception):
+                    shape = standardize_shape(input_shape)
+                    made = keras.layers.InputLayer(batch_shape=shape, dtype="float32")
+                    self._layers = [made, *self._layers]
+            return original(self, input_shape)
+
+        return build
+
+    return [Patch(keras.Sequential, "build", wrap)]
+
+
+def known_integers(graph: Any, given: Any) -> Any:
+    """Rounds integers for a graph whose inputs are all half precision, as it would.
+
+    Files of stock Keras have such graphs. What was rounded knows its source.
+    """
+    dtypes = {x.dtype for x in graph.inputs}
+    if len(dtypes) != 1 or not dtypes <= {*HALF}:
+        return given
+
+    def rounded(x: Any) -> Any:
+        if not isinstance(x, tf.Tensor) or not x.dtype.is_integer:
+            return x
+        y = structure.with_mask_of(x, backend.cast(x, *dtypes))
+        setattr(y, SOURCE, x)
+        return y
+
+    return map_structure(rounded, given)
 
 
 def source_of(x: Any, *, through_cast: bool = False) -> Any:
