@@ -275,7 +275,8 @@ def restore(model: Layer, entry: dict[str, Any]) -> None:
     put_on(model, settings_from(entry, entry["policy"]), rows, operations)
     paths = [path for path, *_ in structure.walk(model)]
     ranges = {paths[int(n)]: each for n, each in entry["fake_quantized"].items()}
-    fake_quantization.attach_all(model, ranges)
+    if ranges:
+        fake_quantization.attach_all(model, ranges)
     for place in entry["unresolved"]:
         update(layers[place], is_resolved=False)
     for place, dtypes in entry["stored"].items():

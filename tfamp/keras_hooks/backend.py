@@ -68,6 +68,20 @@ def global_attributes(**values: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def numbers_of_tensors_kept() -> Iterator[None]:
+    """Has graph tensors after the block be named as if it had made none."""
+    known = global_state.get_global_attribute("object_name_uids") or {}
+    before = known.get("keras_tensor")
+    try:
+        yield
+    finally:
+        made = global_state.get_global_attribute("object_name_uids") or {}
+        made.pop("keras_tensor", None)
+        if before is not None:
+            made["keras_tensor"] = before
+
+
+@contextlib.contextmanager
 def global_seeds() -> Iterator[None]:
     """Puts the global seeds of Keras and TensorFlow back to what they were before."""
     of_tensorflow: Any = context.context()

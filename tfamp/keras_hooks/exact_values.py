@@ -38,7 +38,7 @@ def patches() -> list[Patch]:
     def wrap(original: Function) -> Function:
         # Keras reads its signature; of what bears that of another it would be wrong.
         def build(self: Any, input_shape: Any = None) -> Any:
-            first = next(iter(self._layers), None)
+            first: Any = next(iter(self._layers), None)
             is_open = not isinstance(first, keras.layers.InputLayer | None)
             if is_open and policy_of(self) and first.compute_dtype in HALF:
                 # Keras knows what to do with another shape.

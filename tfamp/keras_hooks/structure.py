@@ -188,7 +188,9 @@ def trace_call(layer: Layer, args: Any, kwargs: Any) -> Any:
 
     def specification(x: Any) -> Any:
         if hasattr(x, "shape") and hasattr(x, "dtype") and not hasattr(x, "assign"):
-            return keras.KerasTensor(x.shape, backend.standardize_dtype(x.dtype))
+            dtype = backend.standardize_dtype(x.dtype)
+            # With a name, as later models number theirs.
+            return keras.KerasTensor(x.shape, dtype, name="keras_tensor")
         return x
 
     args, kwargs = tree.map_structure(specification, (args, kwargs))

@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks import around_training, workers, xla_replicas
+from tfamp.keras_hooks import around_training, backend, workers, xla_replicas
 from tfamp.keras_hooks.backend import SharedTrainer, TensorFlowTrainer
 from tfamp.keras_hooks.layers import CALLS, policy_of
 from tfamp.keras_hooks.optimizers import optimizers_of
@@ -128,10 +128,17 @@ def compile_patches(
 def build_from(model: keras.Model, data: Any) -> None:
     """Builds a model, its losses and its optimizer outside the graph being traced.
 
-    Of `data`, a batch as `train_step` gets it, only shapes and dtypes count.
+    Of `data`, a batch as `train_step` gets it, only shapes and dtypes count. The inputs
+    of a Sequential model, and so of a SavedModel, get the names that the first step
+    would have given.
     """
     with tf.init_scope():
-        model._symbolic_build(data_batch=data)
+        if isinstance(model, keras.Sequential) and not model.built:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+            model.build(getattr(x, "shape", None))
+        kept, free = backend.numbers_of_tensors_kept, contextlib.nullcontext
+        with kept() if model.built else free():
+            model._symbolic_build(data_batch=data)
 
 
 def build_metrics(model: keras.Model, data: Any) -> None:
