@@ -61,6 +61,8 @@ AROUND_PASS: list[
 # with the model, that batch and what the trace knows of it; None where it is not had.
 _Look = Callable[[keras.Model, Any, Any], None]
 BEFORE_FIRST_BATCH: list[tuple[Callable[[keras.Model], bool], _Look]] = []
+# More skipped steps of an epoch than these, and than this share of it, are told.
+_SKIPS_THAT_ARE_FEW, _SKIPS_THAT_FIND_A_SCALE, _FEW = 2, 10, 0.1
 _Values = list[tuple[Any, tf.Tensor]]
 
 
@@ -362,6 +364,12 @@ def _raise_if_stopped(model: keras.Model) -> None:
             raise error
 
 
+def _steps_of(optimizer: Any) -> tuple[int, int]:
+    """Returns the steps that an optimizer has judged, and those that it skipped."""
+    numbers = optimizer.scale_variables.numbers() if optimizer.built else None
+    return (0, 0) if numbers is None else (int(numbers.judged), int(numbers.skipped))
+
+
 class _EndOfEpoch(keras.callbacks.Callback):
     """Brings weights up to date before anything looks at them.
 
@@ -370,12 +378,37 @@ class _EndOfEpoch(keras.callbacks.Callback):
     """
 
     _average: Any = None
+    _before: Sequence[Any] = ()  # the counters of each optimizer as the epoch began
+    _is_told = False
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes how many steps were skipped before."""
+        self._before = [_steps_of(optimizer) for optimizer in ours_of(self.model)]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Brings weights up to date, and raises what XLA could not."""
         self.on_test_begin()
+        self._tell_of_skips()
         if self.model.jit_compile:
             _raise_if_stopped(self.model)
+
+    def _tell_of_skips(self) -> None:
+        """Says once that many steps of an epoch were skipped, as no metric shows."""
+        now = [_steps_of(optimizer) for optimizer in ours_of(self.model)]
+        for (judged, skipped), before in zip(now, self._before, strict=False):
+            steps, lost = judged - before[0], skipped - before[1]
+            # A scale that is found at the beginning may cost some steps.
+            few = _SKIPS_THAT_ARE_FEW if before[0] else _SKIPS_THAT_FIND_A_SCALE
+            if not self._is_told and few < lost < steps and lost > _FEW * steps:
+                self._is_told = True
+                logging.warning(
+                    "%d of the %d steps of this epoch of model %r were skipped, as "
+                    "their gradients are not finite, and count in no metric. "
+                    "`tfamp.triage(model, batch)` finds the cause: data with NaN, or "
+                    "values beyond float16's 65504, which to scale or to give "
+                    "'mixed_bfloat16'.",
+                    *(lost, steps, self.model.name),
+                )
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Brings weights up to date before the validation inside `fit`."""

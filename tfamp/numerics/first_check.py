@@ -2,7 +2,8 @@
 
 Rules know Keras's layers; what a layer of the user's computes itself can only be tried.
 On some examples of the first batch the model runs eagerly in float32, then each such
-layer again, as it is managed. Nothing of it is left but the layers that are kept.
+layer again, as it is managed. Where a feature goes beyond float16, so do layers of
+Keras's that are given it. Nothing of it is left but the layers that are kept.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from absl import logging
 from tfamp.dtypes import layer_dtypes
 from tfamp.dtypes.rules import Rule
 from tfamp.dtypes.settings import PolicySettings
-from tfamp.keras_hooks import backend, structure, trainer, trials
+from tfamp.keras_hooks import backend, exact_values, structure, trainer, trials
 from tfamp.keras_hooks.layers import Kind, policy_of
 from tfamp.loss_scale.fit_hooks import BEFORE_FIRST_BATCH
 from tfamp.loss_scale.tape import scaled_by
@@ -34,6 +35,7 @@ from tfamp.stepping.layer_calls import (
     Recorded,
     Recorder,
     in_float32,
+    is_layer,
     units,
     watched_sites,
 )
@@ -42,6 +44,9 @@ from tfamp.stepping.unchanged import same_draws, seeds_put_back
 RULE = "check"
 _NUM_EXAMPLES = 16
 _NUM_CALLS = 2  # of each layer
+_LARGEST = float(np.finfo("float16").max)
+# What such a feature becomes inside grows in training.
+_MARGIN = 1 / 16
 # Error of what a layer assigns, relative to how far the variable moves.
 _STATE_LIMIT = 0.5
 # Largest gradients that are sent back: a layer may stand one and not the other.
@@ -68,8 +73,12 @@ def is_due(model: keras.Model) -> bool:
         and policy.settings.check is not None
         and policy.settings.has_defaults
         and _ASKED.get(model) != policy.settings.number
-        and any(_is_own(layer) for _, layer, _ in structure.walk(model))
+        and (policy.settings.compute_dtype == "float16" or _has_own(model))
     )
+
+
+def _has_own(model: keras.Model) -> bool:
+    return any(_is_own(layer) for _, layer, _ in structure.walk(model))
 
 
 def check_first(model: keras.Model, batch: Any, spec: Any) -> None:
@@ -84,8 +93,13 @@ def check_first(model: keras.Model, batch: Any, spec: Any) -> None:
     settings = policy.settings
     _ASKED[model] = settings.number
     guilty: dict[keras.layers.Layer, str] = {}
-    failure = "its batches are on several replicas" if batch is None else ""
-    if batch is not None:
+    told: list[str] = []
+    failure, beyond = "", _beyond(batch) if settings.compute_dtype == "float16" else {}
+    if not (beyond or _has_own(model)):
+        return
+    if batch is None:
+        failure = "its batches are on several replicas"
+    else:
         # What running a model's layers changes is put back, what they print dropped.
         with (
             model.distribute_strategy.scope(),
@@ -103,10 +117,23 @@ def check_first(model: keras.Model, batch: Any, spec: Any) -> None:
                     if not part.built:
                         trials.trace_ahead(part, (traced,), {"training": True})
                     guilty |= _guilty_layers(part, x, settings)
+                    if beyond:
+                        found, lost = _given_too_much(part, x, settings)
+                        guilty |= found
+                        told += [f"{k} up to {v:g}" for k, v in beyond.items()] * lost
                 if not parts:
                     failure = "it has no `call`, and no model in it takes its batches"
             except Exception as error:  # a `call` that is never called so, for one
                 failure = kind_and_line(error).rstrip(".")
+    if told:
+        warnings.warn(
+            f"Model {model.name!r} is given {', '.join(told)} in its first batch, and "
+            f"float16 ends at {_LARGEST:g}: its outputs are not finite, and such steps "
+            "are skipped. Scale these features, as by `keras.layers.Normalization`, or "
+            "use 'mixed_bfloat16'.",
+            UserWarning,
+            stacklevel=2,
+        )
     if failure:
         text = "The layers of model %r are not checked at its first training: %s. Call "
         logging.info(f"{text}`tfamp.check(model, data)`.", model.name, failure)
@@ -159,9 +186,7 @@ def _guilty_layers(
     model: keras.Model, x: Any, settings: PolicySettings
 ) -> dict[keras.layers.Layer, str]:
     """Returns the layers that are spoiled, with what is wrong; it keeps them."""
-    x = tf.nest.map_structure(
-        lambda part: backend.convert_to_tensor(part[:_NUM_EXAMPLES]), x
-    )
+    x = _examples(x)
     with layer_dtypes.errors_left_alone(), _variables_put_back(model, x):
         chosen = [site for site in units(model) if _is_own(site.layer)]
         calls = _recorded(model, x, chosen) if chosen else {}
@@ -186,6 +211,66 @@ def _guilty_layers(
             if is_cured:
                 guilty[layer] = reason
         return guilty
+
+
+def _beyond(batch: Any) -> dict[str, float]:
+    """Returns the largest values of features that float16 has not, by their names."""
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    found = {}
+    for path, leaf in keras.tree.flatten_with_path(x):
+        if isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating:
+            sizes = np.abs(leaf.numpy().astype("float32"))
+            largest = np.max(sizes, where=np.isfinite(sizes), initial=0.0)
+            if largest > _LARGEST:
+                found["/".join(map(repr, path)) or "inputs"] = float(largest)
+    return found
+
+
+def _examples(x: Any) -> Any:
+    """Returns some examples: the first, and those whose numbers are beyond float16."""
+    rows = {*range(_NUM_EXAMPLES)}
+    for leaf in tf.nest.flatten(x):
+        if isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating and leaf.shape.rank:
+            flat = tf.abs(tf.reshape(leaf, (len(leaf), -1)))
+            large = np.flatnonzero(tf.reduce_any(flat > _LARGEST, 1))
+            rows.update(large[:_NUM_EXAMPLES].tolist())
+
+    def chosen(part: Any) -> Any:
+        part = backend.convert_to_tensor(part)
+        return tf.gather(part, sorted(row for row in rows if row < len(part)))
+
+    return tf.nest.map_structure(chosen, x)
+
+
+def _given_too_much(
+    model: keras.Model, x: Any, settings: PolicySettings
+) -> tuple[dict[keras.layers.Layer, str], bool]:
+    """Returns the layers that are given what float16 has not, now in float32.
+
+    And whether the outputs are not finite all the same: then all is left as it was.
+    """
+    x = _examples(x)
+    with layer_dtypes.errors_left_alone(), _variables_put_back(model, x):
+        if all(map(_is_finite, floats(model(x, training=False)))):
+            return {}, False
+        before = layer_dtypes.Before(layer for _, layer, _ in structure.walk(model))
+        kept, guilty = exact_values.kept_in(model), {}
+        for each, calls in _recorded(model, x, units(model)).items():
+            given = [tf.abs(value) for call in calls for value in call.float_inputs]
+            largest = max((float(tf.reduce_max(value)) for value in given), default=0.0)
+            if largest <= _LARGEST * _MARGIN:
+                continue
+            reason = f"it is given values up to {largest:g}, and float16 ends at 65504"
+            if not is_layer(each):
+                exact_values.keep(each, "float16", RULE, reason)
+            elif each.compute_dtype == "float16":
+                layer_dtypes.take(each, settings, Rule(RULE, reason))
+                guilty[each] = reason
+        is_cured = all(map(_is_finite, floats(model(x, training=False))))
+        if not (is_cured and settings.check == "keep"):
+            before.put_back()
+            exact_values.keep_only(model, kept)
+        return (guilty, False) if is_cured else ({}, True)
 
 
 @contextlib.contextmanager
