@@ -221,3 +221,62 @@ def test_a_model_that_cannot_be_called_so_trains_as_ever(caplog):
         history = model.fit(numbers(), numbers(shape=(1,)), verbose=0)
     assert np.isfinite(history.history["loss"]).all()
     assert "not checked at its first training" in caplog.text
+
+
+def incomes():
+    """A column of which some values are beyond float16, and what hangs on it."""
+    x = np.random.default_rng(0).integers(0, 9000, (64, 1)).astype("float32")
+    x[20::8] = 99999  # none among the first examples
+    return x, (x > 5000).astype("float32")
+
+
+def of_columns(first):
+    """Returns a model that adds what two layers make of a column."""
+    x = keras.Input((1,), name="income")
+    both = first(x) + keras.layers.Dense(8)(x)
+    out = keras.layers.Dense(1)(keras.layers.LayerNormalization()(both))
+    model = keras.Model({"income": x}, out)
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_what_is_given_more_than_float16_has_computes_in_float32(caplog):
+    x, y = incomes()
+    with tfamp.scope("mixed_float16"):
+        model = of_columns(keras.layers.Dense(8, name="wide"))
+        history = model.fit({"income": x}, y, epochs=3, shuffle=False, verbose=0)
+    assert np.isfinite(model.predict({"income": x}, verbose=0)).all()
+    assert np.isfinite(history.history["loss"]).all()
+    assert int(model.optimizer.skipped_steps) == 0
+    assert "'wide' computes in float32: it is given values up to 99999" in caplog.text
+
+
+def test_where_that_does_not_help_the_feature_is_named():
+    x, y = incomes()
+    with tfamp.scope("mixed_float16"):
+        first = Own(lambda x: tf.cast(tf.cast(x, "float16"), x.dtype))
+        model = of_columns(first)
+        with pytest.warns(UserWarning, match="income.* up to 99999.*Scale"):
+            model.fit({"income": x}, y, shuffle=False, verbose=0)
+
+
+def test_ids_beyond_float16_are_no_such_feature(caplog):
+    with tfamp.scope("mixed_float16"):
+        model = keras.Sequential(
+            [keras.layers.Embedding(2**17, 4), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+        model.fit(np.full((8, 1), 99999.0), np.ones((8, 1, 1)), verbose=0)
+    assert "beyond" not in caplog.text
+
+
+def test_steps_that_are_lost_now_and_then_are_told(caplog):
+    x = np.ones((64, 4), "float32")
+    with tfamp.scope("mixed_float16"):
+        model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(x, x[:, :1], batch_size=2, verbose=0)
+        assert "were skipped" not in caplog.text
+        x[40:50:2] = np.nan
+        model.fit(x, x[:, 1:2], batch_size=2, shuffle=False, verbose=0, epochs=2)
+    assert caplog.text.count("5 of the 32 steps of this epoch of model") == 1
