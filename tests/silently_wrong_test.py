@@ -9,9 +9,11 @@ from collections.abc import Callable
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfamp
 from tests.styles import Own, assembled, stock_policy
+from tfamp.dtypes import remedy
 
 layers = keras.layers
 POLICIES = ("mixed_float16", "mixed_bfloat16")
@@ -198,3 +200,54 @@ def test_pooling_in_three_dimensions_runs_in_float16_on_a_cpu(name):
     x = np.arange(8.0).reshape(1, 2, 2, 2, 1)
     expected = x.mean() if name.startswith("Average") else x.max()
     assert float(keras.ops.squeeze(layer(x))) == expected
+
+
+@pytest.mark.quick("RandomRotation")
+@pytest.mark.parametrize(
+    "name", ["RandomRotation", "RandomZoom", "RandomShear", "RandomPerspective"]
+)
+def test_random_transforms_pass_gradients_on_in_bfloat16(name):
+    x = np.random.default_rng(0).random((4, 8, 8, 3)).astype("float32")
+    with tfamp.scope("mixed_bfloat16"):
+        made = getattr(layers, name)(0.1)
+        parts = [layers.Conv2D(3, 3, padding="same"), made, layers.Flatten()]
+        model = keras.Sequential([*parts, layers.Dense(1)])
+    model.compile("sgd", "mse")
+    before = model.fit(x, np.ones((4, 1)), verbose=0).history["loss"]
+    assert model.fit(x, np.ones((4, 1)), verbose=0, epochs=9).history["loss"] < before
+
+
+class Summing(layers.Layer):
+    """Adds up what it is given, as in Keras's guide to layers of one's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.left = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs):
+        self.total.assign_add(keras.ops.sum(inputs))
+        self.left.assign_sub(keras.ops.sum(inputs))
+        return self.total + 0.0
+
+
+@pytest.mark.quick("mixed_bfloat16-eager")
+@pytest.mark.parametrize("way", [lambda f: f, tf.function], ids=["eager", "graph"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_layer_adds_to_its_weights_as_they_are_stored(way, policy):
+    with tfamp.scope(policy):
+        layer = Summing()
+    run = way(layer)
+    for count in [2048] + [1] * 4:
+        run(np.ones((count, 1), "float32"))
+    assert (float(layer.total), float(layer.left)) == (2052.0, -2052.0)
+
+
+def test_a_layer_of_kerass_that_fails_is_told_of_once(caplog):
+    remedy._TOLD.clear()  # what other tests were told
+    with tfamp.scope("mixed_bfloat16"):
+        for _ in range(2):
+            layer = layers.STFTSpectrogram(frame_length=16, frame_step=8, fft_length=16)
+            layer(np.ones((2, 64, 1), "float32"))
+    assert caplog.text.count("computes in float32") == 1
+    assert "Cast to" not in caplog.text

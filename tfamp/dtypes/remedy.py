@@ -30,9 +30,10 @@ _DTYPE_ERRORS = (TypeError, ValueError, NotImplementedError, tf.errors.OpError)
 # Operations say so that take float32 and float64 alone.
 _WIDE_ONLY = re.compile("list of allowed values|requires tf.float32")
 _TRIED = "_tfamp_tried_in_float32"
-_LIBRARIES = re.compile(r"[\\/](keras|tensorflow|tfamp)[\\/]")
+_LIBRARIES = re.compile(r"[\\/](keras|tensorflow|tfamp)[\\/]|[\\/]contextlib\.py$")
 RULE = "default: cannot run in half precision"
-# Why layers of a class are in float32: of those that each call makes one is told of.
+# Why layers of a class are in float32: of Keras's, and those that each call makes, one
+# is told of.
 _TOLD = weakref.WeakKeyDictionary[type, set[str]]()
 
 
@@ -68,7 +69,8 @@ def remedy(
                 outputs = again()
             told = layer.name, reason, how
             known = _TOLD.setdefault(type(layer), set())
-            if not (policy.made_in_call and reason in known):
+            is_told = policy.made_in_call or trials.is_of_keras(layer)
+            if not (is_told and reason in known):
                 logging.warning("Layer %r computes in float32: %s. %s", *told)
             known.add(reason)
             return outputs
@@ -118,7 +120,7 @@ def _reason(layer: Layer, error: Exception, of_gradient: bool) -> tuple[str, str
     how = "Name it in `keep_float32` to say that it is meant to be so."
     if is_kernel:
         return told, how
-    if not _WIDE_ONLY.search(str(error)):
+    if not (_WIDE_ONLY.search(str(error)) or trials.is_of_keras(layer)):
         is_own = not type(layer).__module__.startswith("keras.")
         one = "`self.compute_dtype`" if is_own else "the dtype of its inputs"
         how = f"Cast to {one} there to run it in half precision."

@@ -128,6 +128,7 @@ _REASONS = {
     "(keras#20931)",
     "own loss": "its `call` adds a loss, which would be summed in half precision",
     "3-D pooling without a GPU": "TensorFlow has no float16 kernel for it on a CPU",
+    "random transforms": "TensorFlow has no gradient for them in bfloat16",
 }
 _CLASSES = {
     "preprocessing": "Discretization Hashing IntegerLookup CategoryEncoding",
@@ -140,6 +141,8 @@ _CLASSES = {
     "bilinear UpSampling2D": "UpSampling2D",
     "own loss": "Layer",
     "3-D pooling without a GPU": "AveragePooling3D MaxPooling3D",
+    "random transforms": "RandomTranslation RandomRotation RandomZoom RandomShear "
+    "RandomPerspective",
 }
 _PREDICATES: dict[str, Callable[[Any], Any]] = {
     "cosine Dot": lambda layer: layer.normalize,
@@ -149,7 +152,11 @@ _PREDICATES: dict[str, Callable[[Any], Any]] = {
     "own loss": lambda layer: _adds_a_loss(layer.__class__),
     "3-D pooling without a GPU": lambda _: not tf.config.list_physical_devices("GPU"),
 }
-_IN_FLOAT16_ALONE = ("unscaled Attention", "3-D pooling without a GPU")
+_DTYPES = {
+    "unscaled Attention": ("float16",),
+    "3-D pooling without a GPU": ("float16",),
+    "random transforms": ("bfloat16",),
+}
 _NOT_WITHIN = ("SpectralNormalization", "own loss")
 # Without the rules for layers that this version of Keras lacks.
 DEFAULT_RULES: tuple[Rule, ...] = tuple(
@@ -159,7 +166,7 @@ DEFAULT_RULES: tuple[Rule, ...] = tuple(
         _classes(_CLASSES.get(name, name)),
         predicate=_PREDICATES.get(name),
         applies_to="own" if name in _NOT_WITHIN else "all",
-        dtypes=("float16",) if name in _IN_FLOAT16_ALONE else HALF,
+        dtypes=_DTYPES.get(name, HALF),
     )
     for name, reason in _REASONS.items()
     if _classes(_CLASSES.get(name, name))

@@ -4,14 +4,16 @@
 function, where that can be: `tf.nn.softmax`, `tf.math.softmax`, a name imported ahead
 and what Keras builds on it all end there. What Keras computes by formulas of its own is
 replaced in its backend. Losses and activity regularizers are given float32, too, and
-operators in code outside of layers where the other operand is float32.
+operators in code outside of layers where the other operand is float32; variables add to
+themselves as they are stored.
 
 Relies on: TensorFlow's decorators holding what they call in a closure; layers,
 activations and `keras.ops` looking up functions of the backend as attributes of its
 modules; losses recovering logits from the `_keras_logits` attribute of a prediction,
 which the cast in `Loss.__call__` loses; `Layer.__call__` reading
 `self.activity_regularizer` while a call context is open; operators of TensorFlow asking
-`maybe_promote_tensors` for their operands.
+`maybe_promote_tensors` for their operands; `assign_add` of a Keras variable reading it
+within the autocast scope.
 """
 
 from collections.abc import Callable
@@ -68,6 +70,7 @@ OPERATIONS: dict[str, tuple[str, dict[Any, str]]] = {
         },
     ),
 }
+_VARIABLE = next(c for c in keras.Variable.__mro__ if "assign_add" in vars(c))
 _EXACT = "_tfamp_exact"  # marks what an operation of the table has made
 _REGULARIZER = "activity_regularizer"
 
@@ -83,6 +86,7 @@ def patches() -> list[Patch]:
             if hasattr(module, name)  # not in every version of Keras
         ),
         Patch(keras.Loss, "__call__", _wrap_loss),
+        *(Patch(_VARIABLE, f"assign_{name}", _as_stored) for name in ("add", "sub")),
         Patch(operators, "maybe_promote_tensors", _wrap_operands),
         Patch(
             Layer,
@@ -91,6 +95,16 @@ def patches() -> list[Patch]:
             optional=True,
         ),
     ]
+
+
+@wrapper
+def _as_stored(original: Function, self: Any, value: Any) -> Any:
+    """Adds to a variable, whose layer reads it in half precision: a count of 256."""
+    policy = CALLS.stack[-1] if CALLS.stack else None
+    if policy is None or not policy.settings.has_defaults:
+        return original(self, value)
+    with backend.global_attributes(autocast_scope=None):
+        return original(self, value)
 
 
 def _in_float32(original: Function) -> Function:
