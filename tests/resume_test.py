@@ -24,6 +24,7 @@ from tests.loops import same_bits
 from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tests.resume_program import EVERY_STEPS, final_digest, newest_step
+from tests.styles import assembled
 from tfamp.callbacks import Resume
 from tfamp.stepping import snapshot_files, snapshots
 
@@ -94,6 +95,15 @@ def accumulating():
 def half():
     with tfamp.scope("mixed_float16"):
         return model_of()
+
+
+def own_class():
+    """A model that its first batch builds, and whose head its first call tells."""
+    parts = [keras.layers.Dense(3), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    with tfamp.scope("mixed_float16"):
+        model = assembled(parts, "subclassed", None)
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return model
 
 
 def drawing():
@@ -195,6 +205,7 @@ CASES = {
         *(dataset, 3),
     ),
     "mixed_float16": (half, arrays),
+    "a class of its own": (own_class, arrays),
     "two replicas": (on_replicas, dataset),
     "networks that a step builds": (two_players, arrays),
     **{name: (model_of, piped(name), 17) for name in PIPELINES},
@@ -237,7 +248,7 @@ def test_a_stage_without_a_seed_is_said_not_to_be_to_the_bit(make, tmp_path):
     "ignore:'mixed_float16' will be slow",
     "ignore:.*does not have a `build",
 )
-@pytest.mark.quick("random numbers", "networks that a step builds", "everything, 2")
+@pytest.mark.quick("random numbers", "a class of *", "networks that *", "everything, 2")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_training_goes_on_to_the_bit(tmp_path, case):
     build, data, at = (*case, 8)[:3]

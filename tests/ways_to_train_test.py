@@ -426,3 +426,53 @@ def test_own_steps_of_a_model_are_given_what_the_train_step_is(eager):
         losses.append(model.evaluate(x, y, verbose=0))
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
     np.testing.assert_allclose(*predictions, atol=0.01)
+
+
+class OneHot(keras.Model):
+    """Gives its metrics labels that its step has made, as mixing of labels does."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = keras.layers.Dense(8), keras.layers.Dense(5)
+
+    def call(self, x):
+        hidden = self.hidden(x)
+        return self.out(hidden), hidden
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs, _ = self(x, training=True)
+            y = tf.one_hot(y, 5)
+            losses = keras.losses.categorical_crossentropy(y, outputs, from_logits=True)
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(losses, weights), weights)
+        return self.compute_metrics(x, y, outputs)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_metrics_are_of_what_an_own_step_gives_them(is_resumed, tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 4)).astype("float32"), rng.integers(0, 5, 40)
+    seen = []
+    for policy in ("float32", "mixed_float16"):
+        for epochs in (1, 2) if is_resumed else (2,):
+            keras.utils.set_random_seed(0)
+            resume = tfamp.callbacks.Resume(tmp_path / policy, every_steps=1)
+            with tfamp.scope(policy):
+                model = OneHot()
+            model.compile(
+                "sgd", metrics=["accuracy", keras.metrics.TopKCategoricalAccuracy(2)]
+            )
+            logs = model.fit(
+                *(x, y),
+                epochs=epochs,
+                batch_size=10,
+                shuffle=False,
+                verbose=0,
+                callbacks=[resume] * is_resumed,
+            ).history
+        assert (resume.resumed_at is not None) == is_resumed
+        seen.append({name: values[-1] for name, values in logs.items()})
+    assert {*seen[0]} >= {"accuracy", "top_k_categorical_accuracy"}
+    assert seen[1] == pytest.approx(seen[0], abs=0.051)  # two of forty

@@ -259,8 +259,10 @@ class Resume(FitCallback):
         model, held = self.model, state.counters[_KEY]
         batch = part_of(batches, model.distribute_strategy)
         spec = self._feed.spec if self._feed and not model.run_eagerly else None
+        seen = batch if spec is None else spec
         with model.distribute_strategy.scope():
-            trainer.build_from(model, batch if spec is None else spec)
+            trainer.build_from(model, seen)
+            trainer.call_ahead(model, seen, resolution.resolve)
         for _, part, _ in structure.walk(model):
             # Networks that a train step of the user's calls, as its first step would.
             if isinstance(part, keras.Model) and part.built:

@@ -28,7 +28,9 @@ from tfamp.records.checks import first_line, kind_and_line
 # What Keras and TensorFlow raise for want of a kernel, or where dtypes do not fit.
 _DTYPE_ERRORS = (TypeError, ValueError, NotImplementedError, tf.errors.OpError)
 # Operations say so that take float32 and float64 alone.
-_WIDE_ONLY = re.compile("list of allowed values|requires tf.float32")
+_WIDE_ONLY = re.compile(
+    "list of allowed values|requires tf.float32|components have incorrect types"
+)
 _TRIED = "_tfamp_tried_in_float32"
 _LIBRARIES = re.compile(r"[\\/](keras|tensorflow|tfamp)[\\/]|[\\/]contextlib\.py$")
 RULE = "default: cannot run in half precision"

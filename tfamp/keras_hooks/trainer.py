@@ -130,15 +130,28 @@ def build_from(model: keras.Model, data: Any) -> None:
 
     Of `data`, a batch as `train_step` gets it, only shapes and dtypes count. The inputs
     of a Sequential model, and so of a SavedModel, get the names that the first step
-    would have given.
+    would have given. Metrics follow what they are first given, which a step of the
+    user's own decides, so there it makes them.
     """
+    is_own = type(model).train_step is not TensorFlowTrainer.train_step
+    left = {"_compile_metrics": None, "_compile_loss": None} if is_own else {}
     with tf.init_scope():
         if isinstance(model, keras.Sequential) and not model.built:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
             model.build(getattr(x, "shape", None))
         kept, free = backend.numbers_of_tensors_kept, contextlib.nullcontext
-        with kept() if model.built else free():
+        with kept() if model.built else free(), replaced(model, **left):
             model._symbolic_build(data_batch=data)
+
+
+def call_ahead(model: keras.Model, data: Any, look: Callable[..., Any]) -> None:
+    """Hands a model to `look`, with the arguments of its first step's call.
+
+    Only a model with a `call` of its own, which no graph tells of.
+    """
+    if type(model).call is not keras.Model.call and graph_of(model) is None:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        look(model, (x,), {"training": True} if model._call_has_training_arg else {})
 
 
 def build_metrics(model: keras.Model, data: Any) -> None:
