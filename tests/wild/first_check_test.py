@@ -280,3 +280,16 @@ def test_steps_that_are_lost_now_and_then_are_told(caplog):
         x[40:50:2] = np.nan
         model.fit(x, x[:, 1:2], batch_size=2, shuffle=False, verbose=0, epochs=2)
     assert caplog.text.count("5 of the 32 steps of this epoch of model") == 1
+
+
+def drop_path(x):
+    """Leaves out whole examples, few of them, as a path of a network that is deep."""
+    kept = tf.floor(0.98 + tf.random.uniform((tf.shape(x)[0], 1), dtype=x.dtype))
+    return x / tf.cast(0.98, x.dtype) * kept
+
+
+def test_what_a_layer_draws_seldom_is_no_error_of_its():
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+    for seed in range(8):
+        model = fitted(drop_path, x, before=lambda _, n=seed: tf.random.set_seed(n))
+        assert row_of(model).rule != "check"
