@@ -524,3 +524,27 @@ def test_saved_and_loaded(policy, tmp_path):
     np.testing.assert_array_equal(
         model.predict(X, verbose=0), again.predict(X, verbose=0)
     )
+
+
+class Corrected(keras.Model):
+    """Mixes what a model inside gives with its own inputs, as zero-DCE does."""
+
+    def __init__(self):
+        super().__init__()
+        inputs = keras.Input((6,))
+        self.inner = keras.Model(inputs, layers.Dense(6)(inputs))
+
+    def call(self, x):
+        return x + self.inner(x) * (x**2 - x)
+
+
+@pytest.mark.parametrize("inner_is_first", [False, True])
+def test_a_model_inside_may_be_called_alone_at_any_time(inner_is_first):
+    with tfamp.scope("mixed_float16"):
+        model = Corrected()
+    calls = [model, model.inner, model]
+    for call in calls[inner_is_first:]:
+        outputs = call(X)
+    exact = X + (X @ model.inner.get_weights()[0]) * (X**2 - X)
+    np.testing.assert_allclose(outputs, exact, atol=0.05)
+    np.testing.assert_allclose(model.predict(X, verbose=0), exact, atol=0.05)

@@ -69,6 +69,7 @@ def resolve(model: Layer, args: Any = None, kwargs: Any = None) -> bool:
             _release_heads(model, settings)
         if follow_plan(model, settings):
             return True
+        gave = _given_by(model)
         # The trace below comes here again.
         update(model, is_resolved=True, graph_key=key)
         try:
@@ -79,7 +80,15 @@ def resolve(model: Layer, args: Any = None, kwargs: Any = None) -> bool:
             update(model, is_resolved=False)
             raise
         update(model, is_resolved=done, graph_key=structure.graph_key(model))
+        if _given_by(model) != gave:
+            trials.try_around(model)
         return done
+
+
+def _given_by(model: Layer) -> list[Any]:
+    """Returns what the layers of a model are said to compute in, and to give."""
+    policies = filter(None, map(policy_of, layers_of(model)))
+    return [(each.present_name, each.output_dtype) for each in policies]
 
 
 def follow_plan(model: Layer, settings: PolicySettings, *, must: bool = False) -> bool:

@@ -18,6 +18,7 @@ import functools
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -63,6 +64,8 @@ _READS = frozenset(
     "UpperBound".split()
 )
 _COMPARES = frozenset("Equal Greater GreaterEqual Less LessEqual NotEqual".split())
+# Layers of the user's around others that were tried.
+_TRIED: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _Given = tuple[Any, dict[str, Any]]  # arguments by position and by name
 
 
@@ -166,6 +169,20 @@ def note_tried(layer: Layer, kwargs: Any = None) -> None:
     policy = policy_of(layer)
     if policy is not None:
         policy.tried |= {False, True} if kwargs is None else _phases(layer, kwargs)
+        if structure.children(layer) and not is_of_keras(layer):
+            _TRIED.add(layer)
+
+
+def try_around(model: Layer) -> None:
+    """Has layers around a model be tried anew, as what it gives has changed."""
+    tried: list[Layer] = []
+    with contextlib.suppress(RuntimeError):  # where another thread tries one
+        tried += _TRIED
+    for layer in tried:
+        policy = policy_of(layer)
+        inside = any(each is model for each in structure.layers_of(layer))
+        if policy is not None and inside and layer is not model:
+            policy.tried = frozenset()
 
 
 def _phases(layer: Layer, kwargs: Any) -> set[bool]:
