@@ -293,3 +293,23 @@ def test_what_a_layer_draws_seldom_is_no_error_of_its():
     for seed in range(8):
         model = fitted(drop_path, x, before=lambda _, n=seed: tf.random.set_seed(n))
         assert row_of(model).rule != "check"
+
+
+class FourParts(Subclassed):
+    """Takes its data in a form of its own."""
+
+    def train_step(self, data):
+        a, b, y, weights = data
+        return super().train_step((a + b, y, weights))
+
+
+def test_data_of_a_form_of_ones_own_are_left_to_the_step(tmp_path):
+    x, y = numbers()[:32], np.ones((32, 1), "float32")
+    for epochs in (1, 2):
+        resume = tfamp.callbacks.Resume(tmp_path, every_steps=1)
+        with tfamp.scope("mixed_float16"):
+            model = FourParts([keras.layers.Dense(4), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            data = tf.data.Dataset.from_tensor_slices((x, x, y, y)).batch(8)
+            model.fit(data, epochs=epochs, verbose=0, callbacks=[resume])
+    assert resume.resumed_at is not None

