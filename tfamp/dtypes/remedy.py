@@ -122,11 +122,13 @@ def _reason(layer: Layer, error: Exception, of_gradient: bool) -> tuple[str, str
     how = "Name it in `keep_float32` to say that it is meant to be so."
     if is_kernel:
         return told, how
-    if not (_WIDE_ONLY.search(str(error)) or trials.is_of_keras(layer)):
+    place = _place(layer, error)
+    is_theirs = trials.is_of_keras(layer) and place.endswith(".call`")
+    if not (_WIDE_ONLY.search(str(error)) or is_theirs):
         is_own = not type(layer).__module__.startswith("keras.")
         one = "`self.compute_dtype`" if is_own else "the dtype of its inputs"
         how = f"Cast to {one} there to run it in half precision."
-    return f"its `call` raises {kind} in {dtype} at {_place(layer, error)}", how
+    return f"its `call` raises {kind} in {dtype} at {place}", how
 
 
 def _place(layer: Layer, error: BaseException | None) -> str:
