@@ -287,9 +287,13 @@ def _variables_of(
         with contextlib.suppress(tf.errors.OperatorNotAllowedInGraphError):
             function(batches)
 
-    for batches in (_iterator_of(batch, iterator), [batch]):
-        ahead = tf.function(functools.partial(traced, batches), autograph=False)
-        graph = ahead.get_concrete_function().graph
+    spec = getattr(iterator, "element_spec", batch)
+    for run, given in (
+        (lambda: traced(_iterator_of(batch, iterator)), ()),
+        (lambda data: traced([data]), (spec,)),
+    ):
+        ahead = tf.function(run, autograph=False)
+        graph = ahead.get_concrete_function(*given).graph
         # From 3.16 on Keras asks an iterator for a value before it traces.
         if graph.variables or not graph.get_operations():
             break
