@@ -25,6 +25,7 @@ from tfamp.keras_hooks.exact_values import (
 from tfamp.keras_hooks.layers import CALLS, Kind, Policy, policy_of
 from tfamp.keras_hooks.patches import Function, Patch, like, replaced, wrapper
 from tfamp.keras_hooks.structure import Layer
+from tfamp.records.formats import HALF
 
 
 def patches(
@@ -134,11 +135,12 @@ def _inner_call(
             return call(*args, **kwargs)
         if policy.is_kept and not policy.is_propagated:
             after_build(self)
-        # A graph casts its inputs to float32 ahead of those that ask.
+        # A graph casts its inputs ahead of those that ask.
         graph = structure.graph_of(self)
-        is_wide = graph is not None and all(x.dtype == "float32" for x in graph.inputs)
-        if graph is not None:
-            args, kwargs = known_integers(graph, (args, kwargs))
+        dtypes = [] if graph is None else [x.dtype for x in graph.inputs]
+        is_wide = graph is not None and all(dtype == "float32" for dtype in dtypes)
+        if dtypes and dtypes[0] in HALF and len({*dtypes}) == 1:
+            args, kwargs = known_integers((args, kwargs), dtypes[0])
         if policy.exact_inputs or is_wide:
             is_data = isinstance(self, trials.DATA_LAYER)
             exact = functools.partial(source_of, through_cast=is_data)

@@ -53,19 +53,16 @@ def patches() -> list[Patch]:
     return [Patch(keras.Sequential, "build", wrap)]
 
 
-def known_integers(graph: Any, given: Any) -> Any:
-    """Rounds integers for a graph whose inputs are all half precision, as it would.
+def known_integers(given: Any, dtype: str) -> Any:
+    """Rounds integers as a graph would whose inputs are all half precision.
 
     Files of stock Keras have such graphs. What was rounded knows its source.
     """
-    dtypes = {x.dtype for x in graph.inputs}
-    if len(dtypes) != 1 or not dtypes <= {*HALF}:
-        return given
 
     def rounded(x: Any) -> Any:
         if not isinstance(x, tf.Tensor) or not x.dtype.is_integer:
             return x
-        y = structure.with_mask_of(x, backend.cast(x, *dtypes))
+        y = structure.with_mask_of(x, backend.cast(x, dtype))
         setattr(y, SOURCE, x)
         return y
 

@@ -140,8 +140,10 @@ def build_from(model: keras.Model, data: Any) -> None:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
             if hasattr(x, "shape"):
                 model.build(x.shape)
-        kept, free = backend.numbers_of_tensors_kept, contextlib.nullcontext
-        with kept() if model.built else free(), replaced(model, **left):
+        with contextlib.ExitStack() as stack:
+            if model.built:  # else what is made now has to have a number
+                stack.enter_context(backend.numbers_of_tensors_kept())
+            stack.enter_context(replaced(model, **left))
             model._symbolic_build(data_batch=data)
 
 

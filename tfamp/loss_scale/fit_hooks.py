@@ -233,19 +233,19 @@ def _around_function(
         calls += 1
         logs = None
         is_seen = isinstance(iterator, tf.data.Iterator | types.GeneratorType)
-        # A model is built for any number of examples, where its trace will be.
-        spec = getattr(iterator, "element_spec", None)
         if is_seen and (looks or not is_proven):  # the steps of a call one by one
             for batch in itertools.islice(iterator, model.steps_per_execution):
+                # A model is built for any number of examples, where its trace will be.
+                spec = getattr(iterator, "element_spec", batch)
                 while looks:
-                    looks.pop(0)(model, batch, batch if spec is None else spec)
+                    looks.pop(0)(model, batch, spec)
                 run = functools.partial(_on_one, function, batch, iterator)
                 if is_proven:
                     logs = run()
                     continue
                 if calls == 1 and not touched:
-                    _build(model, ours_of(model), batch if spec is None else spec)
-                    touched = _variables_of(function, batch, iterator)
+                    _build(model, ours_of(model), spec)
+                    touched = _variables_of(function, batch, iterator, spec)
                 logs = _until_applied(model, run, batch, touched)
         for look in () if is_seen else looks:
             look(model, None, None)
@@ -273,11 +273,11 @@ def _iterator_of(batch: Any, like: Any) -> Any:
 
 
 def _variables_of(
-    function: Callable[..., Any], batch: Any, iterator: Any
+    function: Callable[..., Any], batch: Any, iterator: Any, spec: Any
 ) -> list[tf.Variable]:
     """Returns the variables that a training function reads or writes.
 
-    It is traced for such a batch, which makes what it uses, and nothing of it is run.
+    It is traced for such batches, which makes what it uses, and nothing of it is run.
     What is wrong with it is said here: TensorFlow makes a function that has raised as
     it made variables one that does nothing.
     """
@@ -287,7 +287,6 @@ def _variables_of(
         with contextlib.suppress(tf.errors.OperatorNotAllowedInGraphError):
             function(batches)
 
-    spec = getattr(iterator, "element_spec", batch)
     for run, given in (
         (lambda: traced(_iterator_of(batch, iterator)), ()),
         (lambda data: traced([data]), (spec,)),
@@ -368,12 +367,6 @@ def _raise_if_stopped(model: keras.Model) -> None:
             raise error
 
 
-def _steps_of(optimizer: Any) -> tuple[int, int]:
-    """Returns the steps that an optimizer has judged, and those that it skipped."""
-    numbers = optimizer.scale_variables.numbers() if optimizer.built else None
-    return (0, 0) if numbers is None else (int(numbers.judged), int(numbers.skipped))
-
-
 class _EndOfEpoch(keras.callbacks.Callback):
     """Brings weights up to date before anything looks at them.
 
@@ -387,7 +380,7 @@ class _EndOfEpoch(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes how many steps were skipped before."""
-        self._before = [_steps_of(optimizer) for optimizer in ours_of(self.model)]
+        self._before = [o.scale_variables.numbers() for o in ours_of(self.model)]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Brings weights up to date, and raises what XLA could not."""
@@ -398,11 +391,11 @@ class _EndOfEpoch(keras.callbacks.Callback):
 
     def _tell_of_skips(self) -> None:
         """Says once that many steps of an epoch were skipped, as no metric shows."""
-        now = [_steps_of(optimizer) for optimizer in ours_of(self.model)]
-        for (judged, skipped), before in zip(now, self._before, strict=False):
-            steps, lost = judged - before[0], skipped - before[1]
+        now = [o.scale_variables.numbers() for o in ours_of(self.model)]
+        for after, then in zip(now, self._before, strict=False):
+            steps, lost = after.judged - then.judged, after.skipped - then.skipped
             # A scale that is found at the beginning may cost some steps.
-            few = _SKIPS_THAT_ARE_FEW if before[0] else _SKIPS_THAT_FIND_A_SCALE
+            few = _SKIPS_THAT_ARE_FEW if then.judged else _SKIPS_THAT_FIND_A_SCALE
             if not self._is_told and few < lost < steps and lost > _FEW * steps:
                 self._is_told = True
                 logging.warning(
