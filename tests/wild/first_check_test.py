@@ -260,6 +260,39 @@ def test_where_that_does_not_help_the_feature_is_named():
             model.fit({"income": x}, y, shuffle=False, verbose=0)
 
 
+def test_what_a_user_has_given_a_dtype_keeps_it_and_the_feature_is_named():
+    x, y = incomes()
+    with tfamp.scope("mixed_float16"):
+        model = of_columns(keras.layers.Dense(8, dtype="float16", name="wide"))
+        with pytest.warns(UserWarning, match="income.* up to 99999.*Scale"):
+            model.fit({"income": x}, y, shuffle=False, verbose=0)
+    assert model.get_layer("wide").compute_dtype == "float16"
+
+
+class Squeezing(keras.layers.Layer):
+    """Brings large numbers down between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.deep = keras.layers.Dense(8), keras.layers.Dense(8)
+
+    def call(self, x):
+        wide = self.wide(x)
+        return self.deep(wide / (1.0 + tf.abs(wide)))
+
+
+def test_of_a_users_block_only_what_is_given_too_much_computes_in_float32():
+    x, y = incomes()
+    with tfamp.scope("mixed_float16"):
+        block = Squeezing()
+        model = keras.Sequential([block, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(x, y, shuffle=False, verbose=0)
+    assert np.isfinite(model.predict(x, verbose=0)).all()
+    dtypes = [layer.compute_dtype for layer in (block, block.wide, block.deep)]
+    assert dtypes == ["float32", "float32", "float16"]
+
+
 def test_ids_beyond_float16_are_no_such_feature(caplog):
     with tfamp.scope("mixed_float16"):
         model = keras.Sequential(

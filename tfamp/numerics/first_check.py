@@ -23,7 +23,7 @@ from tfamp.dtypes import layer_dtypes
 from tfamp.dtypes.rules import Rule
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import backend, exact_values, structure, trainer, trials
-from tfamp.keras_hooks.layers import Kind, policy_of
+from tfamp.keras_hooks.layers import IN_HALF, policy_of
 from tfamp.loss_scale.fit_hooks import BEFORE_FIRST_BATCH
 from tfamp.loss_scale.tape import scaled_by
 from tfamp.numerics.passes import Suspect
@@ -112,13 +112,13 @@ def check_first(model: keras.Model, batch: Any, spec: Any) -> None:
             try:
                 x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
                 traced, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
-                parts = _models_of(model, x)
+                parts, some = _models_of(model, x), _examples(x)
                 for part in parts:
                     if not part.built:
                         trials.trace_ahead(part, (traced,), {"training": True})
-                    guilty |= _guilty_layers(part, x, settings)
+                    guilty |= _guilty_layers(part, some, settings)
                     if beyond:
-                        found, lost = _given_too_much(part, x, settings)
+                        found, lost = _given_too_much(part, some, settings)
                         guilty |= found
                         told += [f"{k} up to {v:g}" for k, v in beyond.items()] * lost
                 if not parts:
@@ -170,15 +170,18 @@ def _models_of(model: keras.Model, x: Any) -> list[keras.Model]:
     return [part for part in structure.children(model) if takes_it(part)]
 
 
+def _is_in_half(layer: Any) -> bool:
+    """States whether a layer runs in half precision, and the user has not said so."""
+    policy = policy_of(layer) if is_layer(layer) else None
+    return policy is not None and policy.kind in IN_HALF and layer.compute_dtype in HALF
+
+
 def _is_own(layer: Any) -> bool:
     """States whether a layer runs code of the user's in half precision."""
-    policy = policy_of(layer) if isinstance(layer, keras.layers.Layer) else None
     return (
-        policy is not None
+        _is_in_half(layer)
         and not trials.is_of_keras(layer)
         and not structure.only_calls_others(layer)
-        and policy.kind in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
-        and layer.compute_dtype in HALF
     )
 
 
@@ -186,7 +189,6 @@ def _guilty_layers(
     model: keras.Model, x: Any, settings: PolicySettings
 ) -> dict[keras.layers.Layer, str]:
     """Returns the layers that are spoiled, with what is wrong; it keeps them."""
-    x = _examples(x)
     with layer_dtypes.errors_left_alone(), _variables_put_back(model, x):
         chosen = [site for site in units(model) if _is_own(site.layer)]
         calls = _recorded(model, x, chosen) if chosen else {}
@@ -252,7 +254,6 @@ def _given_too_much(
 
     And whether the outputs are not finite all the same: then all is left as it was.
     """
-    x = _examples(x)
     with layer_dtypes.errors_left_alone(), _variables_put_back(model, x):
         if all(map(_is_finite, floats(model(x, training=False)))):
             return {}, False
@@ -266,8 +267,11 @@ def _given_too_much(
             reason = f"it is given values up to {largest:g}, and float16 ends at 65504"
             if not is_layer(each):
                 exact_values.keep(each, "float16", RULE, reason)
-            elif each.compute_dtype == "float16":
-                layer_dtypes.take(each, settings, Rule(RULE, reason))
+            elif _is_in_half(each):
+                # What a user's layer calls is in this list itself.
+                how = "own" if _is_own(each) else "all"
+                rule = Rule(RULE, reason, applies_to=how)
+                layer_dtypes.take(each, settings, rule)
                 guilty[each] = reason
         is_cured = all(map(_is_finite, floats(model(x, training=False))))
         if not (is_cured and settings.check == "keep"):
