@@ -419,6 +419,30 @@ def test_an_error_of_the_code_leaves_the_layer_as_it_was(error, always, caplog):
     assert "computes in float32" not in caplog.text
 
 
+class Masking(layers.Layer):
+    """Drops whole paths as papers write it: by float32 noise."""
+
+    def call(self, x, training=False):
+        if training:
+            x = x * tf.floor(0.9 + tf.random.uniform([tf.shape(x)[0], 1]))
+        return x
+
+
+def test_layers_of_a_class_that_fail_alike_are_told_of_in_two_lines(caplog):
+    with tfamp.scope("mixed_float16"):
+        blocks = [[layers.Dense(6), Masking()] for _ in range(4)]
+        model = keras.Sequential([*sum(blocks, []), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(X, Y, verbose=0)
+    told = [r.getMessage() for r in caplog.records if "masking" in r.getMessage()]
+    first, second = told
+    assert "'masking' computes in float32: its `call` raises" in first
+    assert "'masking_1'" in second
+    assert "tfamp.assignment" in second
+    rows = [row for row in tfamp.assignment(model) if row.class_name == "Masking"]
+    assert [row.compute_dtype for row in rows] == ["float32"] * 4
+
+
 class Counting(layers.Layer):
     """Counts its calls in a variable, in TensorFlow's own, on itself, and in print."""
 

@@ -9,7 +9,6 @@ import contextlib
 import inspect
 import re
 import traceback
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,6 @@ _WIDE_ONLY = re.compile(
 _TRIED = "_tfamp_tried_in_float32"
 _LIBRARIES = re.compile(r"[\\/](keras|tensorflow|tfamp)[\\/]|[\\/]contextlib\.py$")
 RULE = "default: cannot run in half precision"
-# Why layers of a class are in float32: of Keras's, and those that each call makes, one
-# is told of.
-_TOLD = weakref.WeakKeyDictionary[type, set[str]]()
 
 
 def remedy(
@@ -69,12 +65,7 @@ def remedy(
             take(layer, policy.settings, Rule(RULE, reason, applies_to=applies_to))
             with replaced(CALLS, **({"differentiated": layer} if of_gradient else {})):
                 outputs = again()
-            told = layer.name, reason, how
-            known = _TOLD.setdefault(type(layer), set())
-            is_told = policy.made_in_call or trials.is_of_keras(layer)
-            if not (is_told and reason in known):
-                logging.warning("Layer %r computes in float32: %s. %s", *told)
-            known.add(reason)
+            _tell(layer, policy, reason, how)
             return outputs
     if of_gradient:  # nobody may ask it, and it has none in float32, either
         trials.note_tried(layer)
@@ -83,6 +74,22 @@ def remedy(
     with contextlib.suppress(AttributeError):
         setattr(error, _TRIED, True)  # layers around need not be tried
     raise error
+
+
+def _tell(layer: Layer, policy: Policy, reason: str, how: str) -> None:
+    """Tells why a layer is in float32, of a class in two lines under one policy."""
+    known = policy.settings.told
+    known[type(layer), reason] += 1
+    if known[type(layer), reason] == 1:
+        told = layer.name, reason, how
+        logging.warning("Layer %r computes in float32: %s. %s", *told)
+    elif known[type(layer), reason] == 2 and not (
+        policy.made_in_call or trials.is_of_keras(layer)
+    ):
+        logging.warning(
+            "So does %r, as others of %s may; `tfamp.assignment(model)` lists them.",
+            *(layer.name, type(layer).__name__),
+        )
 
 
 def _taken_back(

@@ -1,5 +1,6 @@
 """The settings under which layers are made: policy, rules, loss scale."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -50,6 +51,8 @@ class PolicySettings:
     # whose `call` cannot run with what a default rule decided.
     made: Any = dataclasses.field(default_factory=weakref.WeakSet)
     taken_back: Any = dataclasses.field(default_factory=weakref.WeakSet)
+    # The layers that could not run in half precision, by class and reason.
+    told: Any = dataclasses.field(default_factory=collections.Counter)
     # Tells settings apart when they are gone.
     number: int = dataclasses.field(default_factory=itertools.count(1).__next__)
 
