@@ -79,11 +79,14 @@ test: .venv/.installed  ## test every promise on the newest TensorFlow and Keras
 # The other files reach every line of keras_hooks that these reach, too;
 # test-whole runs these on the oldest as well.
 ANY_VERSION := benchmarks callbacks_device callbacks_monitor cli_ clusters
-ANY_VERSION += compare data_ deploy docs doctor evidence export faults floors
-ANY_VERSION += import joined_steps latency machine measure notebooks public_names recipes
-ANY_VERSION += records release report security server tuner
-ANY_VERSION += $(addprefix wild/,autograph export first_check lifetimes old_lines recovery_blame)
-ANY_VERSION += $(addprefix wild/,server shown_results spoilt tools_and_seeds verdicts)
+ANY_VERSION += compare data_ deploy docs doctor evidence export failure_to faults floors
+ANY_VERSION += import joined_steps latency learning_rate lint machine measure memory
+ANY_VERSION += multi_worker notebooks out_of_memory overrides plan_ public_names
+ANY_VERSION += ranges recipes records release report security sensitivity server
+ANY_VERSION += triage tuner
+ANY_VERSION += $(addprefix wild/,autograph corpus export first_check first_steps lifetimes)
+ANY_VERSION += $(addprefix wild/,old_lines order_of recovery_blame scaled_by_hand server)
+ANY_VERSION += $(addprefix wild/,shown_results spoilt tool_pairs tools_and_seeds verdicts)
 ANY_VERSION := $(ANY_VERSION:%=--ignore-glob='tests/%*')
 test-oldest: .venv-oldest/.installed  ## what hangs on a version, on the oldest
 	@echo "Running the tests on TensorFlow 2.19 and Keras 3.10."
