@@ -572,3 +572,34 @@ def test_a_model_inside_may_be_called_alone_at_any_time(inner_is_first):
     exact = X + (X @ model.inner.get_weights()[0]) * (X**2 - X)
     np.testing.assert_allclose(outputs, exact, atol=0.05)
     np.testing.assert_allclose(model.predict(X, verbose=0), exact, atol=0.05)
+
+
+class Flow(layers.Layer):
+    """Maps forth in half precision, and back by a step in float32, as solvers do."""
+
+    def build(self, shape):
+        self.dense = layers.Dense(shape[-1])
+        self.dense.build(shape)
+
+    def call(self, x, inverse=False, context=None):
+        if context is not None:
+            return self.dense(x) + tf.cast(context, "float32")
+        if inverse:
+            return x - tf.constant(0.5) * self.dense(x)
+        return self.dense(x)
+
+
+@pytest.mark.parametrize("way", [lambda f: f, tf.function], ids=["eager", "graph"])
+@pytest.mark.parametrize("options", [{"inverse": True}, {"context": 1.0}], ids=str)
+def test_a_branch_first_taken_after_training_is_taken_into_float32(options, way):
+    with tfamp.scope("mixed_float16"):
+        flow = Flow()
+        model = keras.Sequential([flow, layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(X, Y, verbose=0)
+    assert flow.compute_dtype == "float16"
+    found = way(lambda x: flow(x, **options))(X)
+    kernel, bias = (weight.numpy() for weight in flow.dense.weights)
+    dense = X @ kernel + bias
+    expected = dense + 1.0 if "context" in options else X - 0.5 * dense
+    np.testing.assert_allclose(tf.cast(found, "float32"), expected, atol=2e-2)

@@ -109,21 +109,6 @@ def decay(x):
     return ops.sum(x * 1.01 ** steps[:, None], axis=1) / 1e4
 
 
-class RunningMean(keras.layers.Layer):
-    """Follows the mean of its inputs by a thousandth each step."""
-
-    def build(self, shape):
-        self.mean = self.add_weight(
-            shape=(shape[-1],), initializer="ones", trainable=False
-        )
-
-    def call(self, x, training=False):
-        if training:
-            moved = self.mean * 0.999 + ops.mean(x, 0) * 0.001
-            self.mean.assign(moved)
-        return x - ops.cast(self.mean, x.dtype)
-
-
 class RunningSquares(keras.layers.Layer):
     """Divides by the root of squares that it follows."""
 
@@ -251,7 +236,6 @@ HEALTHY = {
 } | {
     name: (function, numbers(*scale))
     for name, function, *scale in (
-        ("running mean", RunningMean),
         ("signed root", SPOILT["signed root"][0], 1.0, 3.0),
         ("gelu by hand", lambda x: 0.5 * x * (1 + ops.tanh(0.8 * (x + 0.04 * x**3)))),
         ("swish", lambda x: x * ops.sigmoid(x)),

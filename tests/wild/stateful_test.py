@@ -66,3 +66,49 @@ def test_statistics_move_in_a_step_without_an_update_after_a_bad_batch(way):
     model.compile(optimizer, "mse", **options)  # the step is traced anew
     model.fit(x, y, verbose=0)
     assert norm.moving_mean.numpy() == 4
+
+
+class Centre(layers.Layer):
+    """Takes off a running mean, and counts the steps that it saw."""
+
+    def build(self, shape):
+        how = {"initializer": "zeros", "trainable": False}
+        self.mean = self.add_weight(shape=(shape[-1],), name="mean", **how)
+        self.seen = self.add_weight(shape=(), name="seen", **how)
+
+    def call(self, x, training=False):
+        if training:
+            mean = keras.ops.mean(x, axis=0)
+            self.mean.assign(self.mean * 0.999 + mean * 0.001)
+            self.seen.assign(self.seen + 1)
+        return x - self.mean
+
+
+class Around(layers.Layer):
+    """Holds a layer beside a running mean."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.centre, self.dense = Centre(), layers.Dense(4)
+
+    def call(self, x, training=False):
+        return self.dense(self.centre(x, training=training))
+
+
+@pytest.mark.parametrize("layer", [Centre, Around])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_running_state_that_a_layer_assigns_is_computed_in_float32(layer, policy):
+    steps, x = 300, np.full((8 * 300, 4), 3.0, "float32")
+    with tfamp.scope(policy):
+        own = layer()
+        model = keras.Sequential([own, layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-4), "mse")
+        model.fit(x, np.ones((len(x), 1)), batch_size=8, verbose=0)
+    centre = getattr(own, "centre", own)
+    assert float(centre.seen) == steps
+    np.testing.assert_allclose(centre.mean, 3 * (1 - 0.999**steps), rtol=1e-4)
+    rows = {row.class_name: row for row in tfamp.assignment(model)}
+    assert rows["Centre"].rule == "default: running state"
+    assert rows["Centre"].compute_dtype == "float32"
+    if layer is Around:
+        assert rows["Around"].compute_dtype == policy.removeprefix("mixed_")

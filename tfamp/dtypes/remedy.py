@@ -50,7 +50,8 @@ def remedy(
         raise error
     is_of_memory = isinstance(error, tf.errors.ResourceExhaustedError)
     is_of_dtypes = isinstance(error, _DTYPE_ERRORS) and not is_of_memory
-    broke_it = policy.is_kept and policy.rule in (OWN_LOSS, trials.EXACT, HEADS)
+    known = OWN_LOSS, trials.EXACT, trials.STATE, HEADS
+    broke_it = policy.is_kept and policy.rule in known
     if broke_it and is_of_dtypes:
         return _taken_back(layer, policy, error, again)
     # Elsewhere a layer's own code has effects, and has been traced before.

@@ -45,8 +45,9 @@ def before_call(layer: Layer, args: Any, kwargs: Any) -> None:
     if is_first and is_outermost and is_real:
         resolve(layer, args, kwargs)
         if policy.settings.plan is None:
-            trials.note_tried(layer, kwargs)  # the trace for heads has tried it
-    if is_real and trials.is_untried(layer, policy_of(layer) or policy, kwargs):
+            trials.note_tried(layer, (args, kwargs))  # the trace for heads has tried it
+    policy = policy_of(layer) or policy
+    if is_real and trials.is_untried(layer, policy, (args, kwargs)):
         trials.trace_ahead(layer, args, kwargs)
     is_training = kwargs.get("training") is True and isinstance(layer, keras.Model)
     if policy.settings.open_rules and is_training and is_outermost:

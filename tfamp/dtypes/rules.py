@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks.float32_operations import OPERATIONS
-from tfamp.keras_hooks.trials import EXACT
+from tfamp.keras_hooks.trials import EXACT, STATE
 from tfamp.records.formats import HALF
 
 KeepFloat32 = str | Sequence[Any]
@@ -177,6 +177,12 @@ EXACT_RULE = Rule(
     "others of what was rounded",
     applies_to="own",
 )
+STATE_RULE = Rule(
+    STATE,
+    "its `call` assigns to a weight what it computes, where half precision would round "
+    "the small steps of an average or a count away",
+    applies_to="own",
+)
 HEADS = "default: heads"
 # What the default rules do where there is no layer to name.
 DEFAULT_OPERATIONS: tuple[tuple[str, str], ...] = (
@@ -191,6 +197,7 @@ DEFAULT_OPERATIONS: tuple[tuple[str, str], ...] = (
         "normalization and embedding layers that come first get their input before it "
         "is rounded, and so does what makes whole numbers of inputs, such as ids",
     ),
+    (STATE, STATE_RULE.reason),
 )
 # Layers that take inputs as they were before they were rounded; the second kind only
 # moves or compares them, and hands on what it was given.

@@ -50,7 +50,7 @@ def patches(
                 policy is None
                 or not (policy.is_decided and policy.is_resolved)
                 or (kwargs.get("training") is True and policy.settings.open_rules)
-                or trials.is_untried(self, policy, kwargs)
+                or trials.is_untried(self, policy, (args, kwargs))
             ):
                 before_call(self, args, kwargs)
                 policy = policy_of(self)

@@ -73,7 +73,7 @@ class Policy(LikeStock):
     is_resolved = False  # for a model: whether its heads have been found
     graph_key: Any = None  # in which graph; it changes with each `add`
     made_in = "float32"  # the policy under which the layer was made
-    tried: frozenset[bool] = frozenset()  # in training (True), and not (False)
+    tried: frozenset[Any] = frozenset()  # the ways in which it has been called
     fails_in_float32 = False  # whether it was tried there in vain
     made_in_call = False  # of another layer: by each call anew, or by the first one
     _is_asking = False

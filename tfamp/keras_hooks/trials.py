@@ -43,7 +43,8 @@ from tfamp.keras_hooks.layers import (
 from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
 from tfamp.keras_hooks.structure import Layer
 
-EXACT = "default: exact inputs"  # the rule of layers that make whole numbers
+# The rules of layers that make whole numbers, and that assign weights what they make.
+EXACT, STATE = "default: exact inputs", "default: running state"
 # The base class of preprocessing layers, whose name has changed.
 DATA_LAYER = next(
     cls for cls in keras.layers.Normalization.__mro__[1:] if "__call__" in vars(cls)
@@ -64,6 +65,9 @@ _READS = frozenset(
     "UpperBound".split()
 )
 _COMPARES = frozenset("Equal Greater GreaterEqual Less LessEqual NotEqual".split())
+# Of a layer's calls that many ways are tried; it may be noted that all were.
+_MOST_WAYS, _ALL = 16, frozenset({"all"})
+_VARIABLE = next(c for c in keras.Variable.__mro__ if "assign" in vars(c))
 # Layers of the user's around others that were tried.
 _TRIED: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _Given = tuple[Any, dict[str, Any]]  # arguments by position and by name
@@ -108,7 +112,18 @@ def patches(after_error: Callable[..., Any]) -> list[Patch]:
                 raise
             return after_error(layer, rule, error, trace)
 
-    return [Patch(keras_backend, "compute_output_spec", wrap)]
+    return [
+        Patch(keras_backend, "compute_output_spec", wrap),
+        Patch(_VARIABLE, "assign", _wrap_assign),
+    ]
+
+
+@wrapper
+def _wrap_assign(original: Function, self: Any, value: Any) -> Any:
+    """Notes that the layer being tried would keep what is rounded."""
+    if CALLS.trial is not None and getattr(value, "dtype", None) in HALF:
+        CALLS.trial.rounds_state |= self._dtype not in HALF
+    return original(self, value)
 
 
 def is_symbolic(args: Any, kwargs: Any) -> bool:
@@ -137,14 +152,14 @@ def runs_in_half(layer: Layer, policy: Policy) -> bool:
     )
 
 
-def is_untried(layer: Layer, policy: Policy, kwargs: Any) -> bool:
+def is_untried(layer: Layer, policy: Policy, given: _Given) -> bool:
     """Returns whether a call that is coming has to be tried ahead of it."""
-    if len(policy.tried) == 2 or policy.kind not in IN_HALF:
+    if policy.kind not in IN_HALF or policy.tried >= _ALL:
         return False
     if not policy.settings.is_half or is_of_keras(layer):
         note_tried(layer)
         return False
-    if backend.in_symbolic_scope() or _phases(layer, kwargs) <= policy.tried:
+    if backend.in_symbolic_scope() or _ways(layer, given) <= policy.tried:
         return False
     return runs_in_half(layer, policy)  # none of Keras comes here
 
@@ -153,7 +168,7 @@ def trace_ahead(layer: Layer, args: Any, kwargs: Any) -> None:
     """Tries the call that is coming; errors are those of the call itself, if any."""
     with contextlib.suppress(Exception):
         look(layer, args, kwargs)
-    note_tried(layer, kwargs)
+    note_tried(layer, (args, kwargs))
 
 
 def look(layer: Layer, args: Any, kwargs: Any) -> Any:
@@ -164,11 +179,12 @@ def look(layer: Layer, args: Any, kwargs: Any) -> Any:
     return found[-1]
 
 
-def note_tried(layer: Layer, kwargs: Any = None) -> None:
+def note_tried(layer: Layer, given: _Given | None = None) -> None:
     """Notes that such a call of a layer was tried; without arguments, that all were."""
     policy = policy_of(layer)
     if policy is not None:
-        policy.tried |= {False, True} if kwargs is None else _phases(layer, kwargs)
+        policy.tried |= _ALL if given is None else _ways(layer, given)
+        policy.tried |= _ALL if len(policy.tried) > _MOST_WAYS else frozenset()
         if structure.children(layer) and not is_of_keras(layer):
             _TRIED.add(layer)
 
@@ -185,16 +201,26 @@ def try_around(model: Layer) -> None:
             policy.tried = frozenset()
 
 
-def _phases(layer: Layer, kwargs: Any) -> set[bool]:
-    """Returns what of training (True) and inference a call shows of a layer."""
+def _ways(layer: Layer, given: _Given) -> set[Any]:
+    """Returns what a call shows of a layer: in training (True) or not, which branches.
+
+    Branches are told by arguments behind the first one: which there are, and the values
+    of flags and words.
+    """
+    args, kwargs = given
+    branch = tuple(
+        (key, value if type(value) in (bool, str) else None)
+        for key, value in (*list(enumerate(args))[1:], *sorted(kwargs.items()))
+        if not (key == "training" or value is None or value is False)
+    )
     if not getattr(layer, "_call_has_training_arg", False):
-        return {False, True}
+        return {(False, branch), (True, branch)}
     training = kwargs.get("training")
     if training is None:
         context = global_state.get_global_attribute("current_call_ctx")
         training = getattr(context, "training", None)
     is_known = training is None or isinstance(training, bool | int)
-    return {bool(training) if is_known else True}
+    return {(bool(training) if is_known else True, branch)}
 
 
 def checked(
@@ -258,6 +284,7 @@ class _Trial:
         self.graph, self._is_tried = tf.compat.v1.get_default_graph(), is_tried
         self.outputs: Any = None
         self.is_differentiated = False  # whether what fails is its gradient
+        self.rounds_state = False  # whether a weight is assigned what it rounds
         self.inside: list[_Trial] = []
         self._start = self.end = self.count()
 
@@ -288,13 +315,15 @@ class _Trial:
         places = enumerate(whole, self._start)
         own = [operation for place, operation in places if place not in inside]
         is_kept = CALLS.differentiated is self.layer
-        is_known = _phases(self.layer, self._given[1]) <= self._policy.tried
+        is_known = _ways(self.layer, self._given) <= self._policy.tried
         if not is_kept:
             _check_kernels(own)
         if has_weights and (is_kept or not is_known):
             self.is_differentiated = True
             _check_kernels(self._differentiate(whole))
-        if not is_kept:
+        if self.rounds_state and not is_kept:
+            self._policy.settings.keep_exact(self.layer, is_state=True)
+        elif not is_kept:
             self._note_exactness(own, whole)
 
     def _differentiate(self, whole: list[tf.Operation]) -> list[tf.Operation]:
@@ -309,7 +338,7 @@ class _Trial:
         sources = self.floats((self._given, returned, reads))
         if not targets:
             return []
-        note_tried(self.layer, self._given[1])
+        note_tried(self.layer, self._given)
         if not sources:
             return []
         try:
