@@ -19,6 +19,7 @@ import tensorflow as tf
 
 import tfamp
 from tests import loss_scale_state_test as state
+from tests.arrays import assert_close
 
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(8, 6, 4)).astype("float32")
@@ -340,3 +341,34 @@ def test_keras_own_export_takes_float32_as_the_model_did(dtype, taken, tmp_path)
     exported = tf.saved_model.load(tmp_path / "exported")
     given = {name: tf.cast(part, taken) for name, part in x.items()}
     np.testing.assert_array_equal(exported.serve(given), wanted)
+
+
+@pytest.mark.parametrize("is_called", [False, True], ids=["adapted", "called"])
+def test_a_feature_space_is_loaded_that_makes_its_last_layers_in_a_call(
+    is_called, tmp_path
+):
+    space = keras.utils.FeatureSpace
+    features = {
+        "age": space.float_normalized(),
+        "job": space.string_categorical(),
+        "sex": space.integer_categorical(num_oov_indices=0),
+    }
+    data = {
+        "age": np.array([20.0, 30.0, 40.0, 50.0]),
+        "job": np.array(["a", "b", "a", "c"]),
+        "sex": np.array([0, 1, 1, 0]),
+    }
+    with tfamp.scope("mixed_float16"):
+        made = space(features=features, output_mode="concat")
+        made.adapt(tf.data.Dataset.from_tensor_slices(data).batch(2))
+        given = {name: tf.constant(column) for name, column in data.items()}
+        if is_called:
+            made(given)
+        made.save(tmp_path / "space.keras")
+        loaded = keras.saving.load_model(tmp_path / "space.keras")
+        assert_close(loaded(given), made(given))
+        rows = tfamp.assignment(loaded).layers
+    alone = tfamp.load_model(tmp_path / "space.keras")
+    assert_close(alone(given), tf.cast(made(given), "float32"), rtol=1e-3)
+    dtypes = {row.class_name: row.compute_dtype for row in rows}
+    assert dtypes["Normalization"] == dtypes["IntegerLookup"] == "float32"

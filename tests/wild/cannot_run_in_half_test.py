@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.styles import Own, Subclassed, assembled
+from tests.wild.own_layers import CallsMap
 
 layers = keras.layers
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
@@ -443,6 +444,13 @@ def test_layers_of_a_class_that_fail_alike_are_told_of_in_two_lines(caplog):
     assert [row.compute_dtype for row in rows] == ["float32"] * 4
 
 
+class Doubling(CallsMap):
+    """Has its `call` from a class of another file."""
+
+    def map(self, x):
+        return x * tf.constant(2.0)
+
+
 class Counting(layers.Layer):
     """Counts its calls in a variable, in TensorFlow's own, on itself, and in print."""
 
@@ -603,3 +611,12 @@ def test_a_branch_first_taken_after_training_is_taken_into_float32(options, way)
     dense = X @ kernel + bias
     expected = dense + 1.0 if "context" in options else X - 0.5 * dense
     np.testing.assert_allclose(tf.cast(found, "float32"), expected, atol=2e-2)
+
+
+def test_the_line_told_is_that_of_a_subclass_where_its_base_calls_it(caplog):
+    with tfamp.scope("mixed_float16"):
+        layer = Doubling()
+        layer(X)
+    assert layer.compute_dtype == "float32"
+    (told,) = [r.getMessage() for r in caplog.records if "doubling" in r.getMessage()]
+    assert "at `return x * tf.constant(2.0)` (cannot_run_in_half_test.py:" in told

@@ -8,6 +8,7 @@ where that does not help these follow.
 import contextlib
 import inspect
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -141,14 +142,17 @@ def _reason(layer: Layer, error: Exception, of_gradient: bool) -> tuple[str, str
 
 def _place(layer: Layer, error: BaseException | None) -> str:
     """Returns the line of the user's code that raised, as far as it is known."""
-    file = inspect.unwrap(type(layer).call).__code__.co_filename
+    # Those of its classes: `call` may be that of a base class in another file.
+    modules = (sys.modules.get(cls.__module__) for cls in type(layer).__mro__)
+    files = {getattr(module, "__file__", None) for module in modules}
+    files.add(inspect.unwrap(type(layer).call).__code__.co_filename)
     frames: list[traceback.FrameSummary] = []
     while error is not None:  # and those that it was raised for
         frames += traceback.extract_tb(error.__traceback__)
         error = error.__cause__ or error.__context__
     # Not lines of Keras, where it calls a function of the user's.
     outside = [each for each in frames if not _LIBRARIES.search(each.filename)]
-    own = [each for each in outside if each.filename == file] or outside
+    own = [each for each in outside if each.filename in files] or outside
     if not own:
         return f"`{type(layer).__name__}.call`"
     last = own[-1]

@@ -190,7 +190,7 @@ def _keep_traced(
                 change()
                 heads.traced_heads(model, *given)
         except Exception as error:
-            return kind_and_line(error)
+            return kind_and_line(error).rstrip(".")
         return ""
 
     def keep_heads() -> None:

@@ -264,7 +264,8 @@ def restore(model: Layer, entry: dict[str, Any]) -> None:
     """Gives each layer of a loaded `model` the policy that it was saved with."""
     layers = structure.layers_of(model)
     rows = [PlannedLayer(**row) for row in entry["layers"]]
-    if [type(layer).__name__ for layer in layers] != [row.class_name for row in rows]:
+    places = _places(layers, rows)
+    if len(places) != len(layers):
         raise ValueError(
             f"The file assigns dtypes to {len(rows)} layers, but model {model.name!r} "
             f"has {len(layers)}, or of other classes. Was the model's code changed "
@@ -272,18 +273,30 @@ def restore(model: Layer, entry: dict[str, Any]) -> None:
             "`tfamp.apply(model)`."
         )
     operations = [PlannedOperation(**row) for row in entry["operations"]]
-    put_on(model, settings_from(entry, entry["policy"]), rows, operations)
-    paths = [path for path, *_ in structure.walk(model)]
+    present = [rows[place] for place in places]
+    put_on(model, settings_from(entry, entry["policy"]), present, operations)
+    paths = dict(zip(places, (p for p, *_ in structure.walk(model)), strict=True))
     ranges = {paths[int(n)]: each for n, each in entry["fake_quantized"].items()}
     if ranges:
         fake_quantization.attach_all(model, ranges)
-    for place in entry["unresolved"]:
-        update(layers[place], is_resolved=False)
+    by_place = dict(zip(places, layers, strict=True))
+    for place in by_place.keys() & entry["unresolved"]:
+        update(by_place[place], is_resolved=False)
     for place, dtypes in entry["stored"].items():
-        weights = structure.own_weights(layers[int(place)])
+        weights = structure.own_weights(by_place[int(place)])
         for weight, dtype in zip(weights, dtypes, strict=False):
             if weight.dtype != dtype:
                 backend.store_in(weight, dtype)
+
+
+def _places(layers: Sequence[Layer], rows: Sequence[PlannedLayer]) -> list[int]:
+    """Returns which rows are those of layers; the first call makes the other layers."""
+    names = [type(layer).__name__ for layer in layers]
+    found: list[int] = []
+    for place, row in enumerate(rows):
+        if len(found) < len(names) and row.class_name == names[len(found)]:
+            found.append(place)
+    return found
 
 
 def settings_to_make(entry: dict[str, Any]) -> PolicySettings:

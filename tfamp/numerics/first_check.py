@@ -125,6 +125,8 @@ def check_first(model: keras.Model, batch: Any, spec: Any) -> None:
                     failure = "it has no `call`, and no model in it takes its batches"
             except Exception as error:  # a `call` that is never called so, for one
                 failure = kind_and_line(error).rstrip(".")
+                if type(model).train_step is not keras.Model.train_step:
+                    failure = f"its `train_step` may call it otherwise ({failure})"
     if told:
         warnings.warn(
             f"Model {model.name!r} is given {', '.join(told)} in its first batch, and "
