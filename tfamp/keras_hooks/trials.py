@@ -120,9 +120,10 @@ def patches(after_error: Callable[..., Any]) -> list[Patch]:
 
 @wrapper
 def _wrap_assign(original: Function, self: Any, value: Any) -> Any:
-    """Notes that the layer being tried would keep what is rounded."""
-    if CALLS.trial is not None and getattr(value, "dtype", None) in HALF:
-        CALLS.trial.rounds_state |= self._dtype not in HALF
+    """Notes that the layer being tried keeps what it reads, or makes, rounded."""
+    if CALLS.trial is not None and self._dtype not in HALF:
+        is_rounded = getattr(value, "dtype", None) in HALF
+        CALLS.trial.rounds_state |= is_rounded or self.dtype in HALF
     return original(self, value)
 
 
