@@ -249,3 +249,21 @@ def test_a_layer_of_kerass_that_fails_is_told_of_once(caplog):
             layer(np.ones((2, 64, 1), "float32"))
     assert caplog.text.count("computes in float32") == 1
     assert "Cast to" not in caplog.text
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_feature_space_prepares_data_as_under_float32(policy):
+    data = {"income": [99_999.0, 2049.0, 257.0], "age": [20.0, 40.0, 61.0]}
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(3)
+
+    def prepared():
+        space = keras.utils.FeatureSpace(
+            {"income": "float", "age": "float_normalized"}, output_mode="concat"
+        )
+        space.adapt(dataset)
+        return next(iter(dataset.map(space)))
+
+    with tfamp.scope(policy):
+        found = prepared()
+    assert found.dtype == "float32"
+    np.testing.assert_array_equal(found, prepared())

@@ -69,8 +69,9 @@ class Rule:
 
 
 def _classes(names: str) -> tuple[type, ...]:
-    """Returns the Keras layers of these names that this version of Keras has."""
-    found = (getattr(keras.layers, name, None) for name in names.split())
+    """Returns the layers of these names that this version of Keras has."""
+    places = keras.layers, keras.utils
+    found = (getattr(p, name, None) for name in names.split() for p in places)
     return tuple(cls for cls in found if cls is not None)
 
 
@@ -115,6 +116,8 @@ _REASONS = {
     "is frozen in the compute dtype",
     "preprocessing": "ids, bins and categories of raw features are others where these "
     "are rounded",
+    "FeatureSpace": "what it prepares are raw features, which half precision rounds, "
+    "and which may be beyond float16",
     "cosine Dot": "the norms overflow in float16, and a cosine of 1 comes out as 0",
     "masked global pooling": "the masked sum over all steps is kept in the compute "
     "dtype",

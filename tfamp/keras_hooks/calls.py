@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.layer import TFLayer
@@ -76,8 +77,18 @@ def patches(
 
         return __call__
 
+    @wrapper
+    def wrap_features(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+        before_call(self, args, kwargs)
+        policy = policy_of(self)
+        stack = CALLS.stack if policy is None else [*CALLS.stack, policy]
+        with replaced(CALLS, stack=stack):  # it makes layers, and calls them itself
+            return original(self, *args, **kwargs)
+
     inner = functools.partial(_inner_call, after_build=after_build)
+    ways = ("__call__", "get_encoded_features")
     return [
+        *(Patch(keras.utils.FeatureSpace, name, wrap_features) for name in ways),
         *trials.patches(after_error),
         Patch(Layer, "__call__", wrap_outer),
         Patch(TFLayer, "__call__", inner, optional=True),
