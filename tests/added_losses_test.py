@@ -1,5 +1,7 @@
 """`activity_regularizer` and `add_loss`: what a layer adds is summed in float32."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -147,6 +149,53 @@ def test_a_layer_that_float32_breaks_is_left_in_half_precision(caplog):
     x = np.ones((8, 4), "float32")
     assert np.isfinite(model.fit(x, x[:, :1], verbose=0).history["loss"][0])
     assert "'by_hand' computes in float16: in float32, for rule" in caplog.text
+    with tfamp.scope("mixed_float16"):
+        alone = CastsByHand()
+        assert alone(x).dtype == "float16"
+
+
+def adds_its_mean(call):
+    """Has a `call` add the sum of the squares it gives, as a decorator does."""
+
+    @functools.wraps(call)
+    def adds(self, x):
+        y = call(self, x)
+        self.add_loss(ops.sum(ops.square(y)))
+        return y
+
+    return adds
+
+
+class Decorated(layers.Layer):
+    """Adds a loss that its own code does not name."""
+
+    @adds_its_mean
+    def call(self, x):
+        return x * 1.0
+
+
+class Derived(AddsLoss):
+    """Adds a loss in the code of its base class."""
+
+    def call(self, x):
+        return super().call(x * 400.0)
+
+
+class ByFunction(layers.Layer):
+    """Adds a loss by a function."""
+
+    def call(self, x):
+        AddsLoss.call(self, x * 400.0)
+        return x
+
+
+@pytest.mark.parametrize("style", ["functional", "subclassed"])
+@pytest.mark.parametrize("layer", [Decorated, Derived, ByFunction])
+def test_a_loss_is_seen_whatever_code_adds_it(layer, style):
+    with tfamp.scope("mixed_float16"):
+        loss = loss_in_fit(style, layer(), "graph")
+    assert loss == pytest.approx(loss_in_fit(style, layer(), "graph"))
+    assert np.isfinite(loss)
 
 
 def test_a_regularizer_has_its_attributes_inside_a_call():

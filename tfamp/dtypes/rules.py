@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks.float32_operations import OPERATIONS
-from tfamp.keras_hooks.trials import EXACT, STATE
+from tfamp.keras_hooks.trials import EXACT, OWN_LOSS, STATE
 from tfamp.records.formats import HALF
 
 KeepFloat32 = str | Sequence[Any]
@@ -75,33 +74,12 @@ def _classes(names: str) -> tuple[type, ...]:
     return tuple(cls for cls in found if cls is not None)
 
 
-@functools.lru_cache(256)
-def _adds_a_loss(cls: Any) -> bool:
-    """Returns whether a user's `call` names `add_loss`, or a method that does."""
-    todo: list[Any] = [getattr(cls, "call", None)]
-    seen = set()
-    while todo:
-        method = todo.pop()
-        function = inspect.unwrap(getattr(method, "python_function", method))
-        code = getattr(function, "__code__", None)
-        module = getattr(function, "__module__", None) or ""
-        if code is None or code in seen or module.split(".")[0] == "keras":
-            continue
-        seen.add(code)
-        if "add_loss" in code.co_names:
-            return True
-        named = (inspect.getattr_static(cls, name, None) for name in code.co_names)
-        todo += [function for function in named if inspect.isfunction(function)]
-    return False
-
-
 def _is_unscaled(layer: Any) -> bool:
     # Additive attention multiplies nothing.
     is_additive = isinstance(layer, keras.layers.AdditiveAttention)
     return not is_additive and layer.score_mode == "dot" and not layer.use_scale
 
 
-OWN_LOSS = "default: own loss"
 # Why layers stay in float32, by the name of a rule: that of their class, if no other.
 _REASONS = {
     "LayerNormalization": "computes in float32 inside already; kept so that what it "
@@ -129,7 +107,6 @@ _REASONS = {
     "lengths of 256 on",
     "bilinear UpSampling2D": "XLA has no gradient for resizing in half precision "
     "(keras#20931)",
-    "own loss": "its `call` adds a loss, which would be summed in half precision",
     "3-D pooling without a GPU": "TensorFlow has no float16 kernel for it on a CPU",
     "random transforms": "TensorFlow has no gradient for them in bfloat16",
 }
@@ -142,7 +119,6 @@ _CLASSES = {
     "AdaptiveAveragePooling3D",
     "unscaled Attention": "Attention",
     "bilinear UpSampling2D": "UpSampling2D",
-    "own loss": "Layer",
     "3-D pooling without a GPU": "AveragePooling3D MaxPooling3D",
     "random transforms": "RandomTranslation RandomRotation RandomZoom RandomShear "
     "RandomPerspective",
@@ -152,7 +128,6 @@ _PREDICATES: dict[str, Callable[[Any], Any]] = {
     "large average pooling": lambda x: np.prod(x.pool_size) >= MIN_LARGE_WINDOW,
     "unscaled Attention": _is_unscaled,
     "bilinear UpSampling2D": lambda layer: layer.interpolation != "nearest",
-    "own loss": lambda layer: _adds_a_loss(layer.__class__),
     "3-D pooling without a GPU": lambda _: not tf.config.list_physical_devices("GPU"),
 }
 _DTYPES = {
@@ -160,7 +135,6 @@ _DTYPES = {
     "3-D pooling without a GPU": ("float16",),
     "random transforms": ("bfloat16",),
 }
-_NOT_WITHIN = ("SpectralNormalization", "own loss")
 # Without the rules for layers that this version of Keras lacks.
 DEFAULT_RULES: tuple[Rule, ...] = tuple(
     Rule(
@@ -168,24 +142,23 @@ DEFAULT_RULES: tuple[Rule, ...] = tuple(
         reason,
         _classes(_CLASSES.get(name, name)),
         predicate=_PREDICATES.get(name),
-        applies_to="own" if name in _NOT_WITHIN else "all",
+        applies_to="own" if name == "SpectralNormalization" else "all",
         dtypes=_DTYPES.get(name, HALF),
     )
     for name, reason in _REASONS.items()
     if _classes(_CLASSES.get(name, name))
 )
-EXACT_RULE = Rule(
-    EXACT,
-    "its `call` makes whole numbers of what it is given, or compares it, and would get "
-    "others of what was rounded",
-    applies_to="own",
-)
-STATE_RULE = Rule(
-    STATE,
-    "its `call` assigns to a weight what it computes, where half precision would round "
-    "the small steps of an average or a count away",
-    applies_to="own",
-)
+# Those of what is found as a layer's own `call` is tried.
+FOUND = {
+    name: Rule(name, reason, applies_to="own")
+    for name, reason in {
+        EXACT: "its `call` makes whole numbers of what it is given, or compares it, "
+        "and would get others of what was rounded",
+        STATE: "its `call` assigns to a weight what it computes, where half precision "
+        "would round the small steps of an average or a count away",
+        OWN_LOSS: "its `call` adds a loss, which would be summed in half precision",
+    }.items()
+}
 HEADS = "default: heads"
 # What the default rules do where there is no layer to name.
 DEFAULT_OPERATIONS: tuple[tuple[str, str], ...] = (
@@ -200,7 +173,7 @@ DEFAULT_OPERATIONS: tuple[tuple[str, str], ...] = (
         "normalization and embedding layers that come first get their input before it "
         "is rounded, and so does what makes whole numbers of inputs, such as ids",
     ),
-    (STATE, STATE_RULE.reason),
+    *((name, FOUND[name].reason) for name in (STATE, OWN_LOSS)),
 )
 # Layers that take inputs as they were before they were rounded; the second kind only
 # moves or compares them, and hands on what it was given.

@@ -12,14 +12,7 @@ from typing import Any
 
 import keras
 
-from tfamp.dtypes.rules import (
-    DEFAULT_RULES,
-    EXACT_RULE,
-    STATE_RULE,
-    KeepFloat32,
-    Rule,
-    parse,
-)
+from tfamp.dtypes.rules import DEFAULT_RULES, FOUND, KeepFloat32, Rule, parse
 from tfamp.keras_hooks import layers
 from tfamp.keras_hooks.in_force import IN_FORCE, NOT_ENABLED
 from tfamp.keras_hooks.layers import Kind
@@ -104,10 +97,10 @@ class PolicySettings:
         how = rule.name, rule.reason, rule.applies_to
         layers.keep(layer, Kind.FLOAT32_INSIDE, *how)
 
-    def keep_exact(self, layer: Any, *, is_state: bool = False) -> None:
-        """Keeps a layer that makes whole numbers of inputs, or holds running state."""
+    def keep_found(self, layer: Any, rule: str) -> None:
+        """Keeps a layer by a rule of `FOUND`, unless it could not run so."""
         if layer not in self.taken_back:
-            self.keep(layer, STATE_RULE if is_state else EXACT_RULE)
+            self.keep(layer, FOUND[rule])
 
     def under(
         self, policy: str, keep_float32: KeepFloat32 = "default"

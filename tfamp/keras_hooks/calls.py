@@ -59,7 +59,10 @@ def patches(
                 return original(self, *args, **kwargs)
             rule, call = policy.rule, functools.partial(original, self, *args, **kwargs)
             try:
-                return _inside_the_call(self, policy, call, (args, kwargs))
+                outputs = _inside_the_call(self, policy, call, (args, kwargs))
+                if CALLS.looked is not None and trials.is_found_in(self, rule):
+                    return _inside_the_call(self, policy, call, (args, kwargs))
+                return outputs
             except Exception as error:
                 # Without effects of a user's code, or as nothing else can help.
                 is_free = backend.in_symbolic_scope() or trials.is_of_keras(self)

@@ -43,8 +43,10 @@ from tfamp.keras_hooks.layers import (
 from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
 from tfamp.keras_hooks.structure import Layer
 
-# The rules of layers that make whole numbers, and that assign weights what they make.
+# The rules of layers that make whole numbers, that assign weights what they make, and
+# that add losses.
 EXACT, STATE = "default: exact inputs", "default: running state"
+OWN_LOSS = "default: own loss"
 # The base class of preprocessing layers, whose name has changed.
 DATA_LAYER = next(
     cls for cls in keras.layers.Normalization.__mro__[1:] if "__call__" in vars(cls)
@@ -105,7 +107,8 @@ def patches(after_error: Callable[..., Any]) -> list[Patch]:
                 return original(call, *given[0], **given[1])
 
         try:
-            return trace()
+            outputs = trace()
+            return trace() if is_found_in(layer, rule) else outputs
         except Exception as error:
             # Ahead of an eager call Keras goes on, and the call itself is repeated.
             if was_built or not is_call or not is_symbolic(args, kwargs):
@@ -115,16 +118,32 @@ def patches(after_error: Callable[..., Any]) -> list[Patch]:
     return [
         Patch(keras_backend, "compute_output_spec", wrap),
         Patch(_VARIABLE, "assign", _wrap_assign),
+        Patch(Layer, "add_loss", _wrap_add_loss),
     ]
+
+
+def is_found_in(layer: Layer, rule_before: str) -> bool:
+    """Returns whether a trace found a rule, by which the call has to run as well."""
+    policy = policy_of(layer)
+    rule = policy.rule if policy is not None and policy.is_kept else rule_before
+    return rule != rule_before and rule in (STATE, OWN_LOSS)
 
 
 @wrapper
 def _wrap_assign(original: Function, self: Any, value: Any) -> Any:
     """Notes that the layer being tried keeps what it reads, or makes, rounded."""
     if CALLS.trial is not None and self._dtype not in HALF:
-        is_rounded = getattr(value, "dtype", None) in HALF
-        CALLS.trial.rounds_state |= is_rounded or self.dtype in HALF
+        if self.dtype in HALF or getattr(value, "dtype", None) in HALF:
+            CALLS.trial.found = STATE
     return original(self, value)
+
+
+@wrapper
+def _wrap_add_loss(original: Function, self: Layer, *args: Any, **kwargs: Any) -> Any:
+    """Notes that the layer being tried adds a loss, by whatever function."""
+    if CALLS.trial is not None and CALLS.trial.layer is self:
+        CALLS.trial.found = OWN_LOSS
+    return original(self, *args, **kwargs)
 
 
 def is_symbolic(args: Any, kwargs: Any) -> bool:
@@ -285,7 +304,7 @@ class _Trial:
         self.graph, self._is_tried = tf.compat.v1.get_default_graph(), is_tried
         self.outputs: Any = None
         self.is_differentiated = False  # whether what fails is its gradient
-        self.rounds_state = False  # whether a weight is assigned what it rounds
+        self.found = ""  # the rule by which it has to be in float32
         self.inside: list[_Trial] = []
         self._start = self.end = self.count()
 
@@ -322,8 +341,8 @@ class _Trial:
         if has_weights and (is_kept or not is_known):
             self.is_differentiated = True
             _check_kernels(self._differentiate(whole))
-        if self.rounds_state and not is_kept:
-            self._policy.settings.keep_exact(self.layer, is_state=True)
+        if self.found and not is_kept:
+            self._policy.settings.keep_found(self.layer, self.found)
         elif not is_kept:
             self._note_exactness(own, whole)
 
@@ -368,14 +387,14 @@ class _Trial:
                 continue
             gives_floats = any(y.dtype.is_floating for y in each.outputs)
             if not gives_floats and id(each) in is_own and _reads(each, takes):
-                settings.keep_exact(self.layer)
+                settings.keep_found(self.layer, EXACT)
                 return
             is_cast = each.type == "Cast" and each.outputs[0].dtype in HALF
             only_moves &= is_cast or each.type in _MOVES
             if not _MIXES.search(each.type):
                 ids.update(id(y) for y in each.outputs if y.dtype.is_floating)
         if any(id(x) in ids - direct and not hasattr(x, SOURCE) for x in self.ids()):
-            settings.keep_exact(self.layer)
+            settings.keep_found(self.layer, EXACT)
         elif only_moves and not isinstance(self.layer, keras.Model):
             half = settings.compute_dtype
             update(self.layer, exact_inputs=True, output_dtype=half)
