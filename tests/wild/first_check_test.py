@@ -346,3 +346,25 @@ def test_data_of_a_form_of_ones_own_are_left_to_the_step(tmp_path):
             data = tf.data.Dataset.from_tensor_slices((x, x, y, y)).batch(8)
             model.fit(data, epochs=epochs, verbose=0, callbacks=[resume])
     assert resume.resumed_at is not None
+
+
+class OnlyInTraining(keras.layers.Layer):
+    """Raises in half precision, but not before it trains."""
+
+    def call(self, x, training=False):
+        return x * tf.fill([1], 0.99) if training else x
+
+
+def test_a_layer_that_fails_in_training_alone_does_not_end_the_check(caplog):
+    x = 50 * np.random.default_rng(0).normal(size=(64, 64)).astype("float32")
+    with tfamp.scope("mixed_float16"):
+        inputs = keras.Input((64,))
+        own = keras.layers.Dense(64, kernel_initializer="identity")
+        noisy = OnlyInTraining()(own(inputs))
+        shares = Own(lambda x: x / keras.ops.sum(x * x, -1, keepdims=True), name="own")
+        outputs = keras.layers.Dense(1)(shares(noisy))
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", "mse")
+        model.fit(x, x[:, :1], verbose=0)
+    assert row_of(model).rule == "check"
+    assert "are not checked" not in caplog.text

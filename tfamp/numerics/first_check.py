@@ -7,6 +7,7 @@ Keras's that are given it. Nothing of it is left but the layers that are kept.
 """
 
 import contextlib
+import functools
 import math
 import re
 import warnings
@@ -114,9 +115,16 @@ def check_first(model: keras.Model, batch: Any, spec: Any) -> None:
                 traced, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
                 parts, some = _models_of(model, x), _examples(x)
                 for part in parts:
+                    ahead = functools.partial(
+                        trials.trace_ahead, part, (traced,), {"training": True}
+                    )
                     if not part.built:
-                        trials.trace_ahead(part, (traced,), {"training": True})
-                    guilty |= _guilty_layers(part, some, settings)
+                        ahead()
+                    try:
+                        guilty |= _guilty_layers(part, some, settings)
+                    except Exception:  # of a layer that fails in training alone
+                        ahead()
+                        guilty |= _guilty_layers(part, some, settings)
                     if beyond:
                         found, lost = _given_too_much(part, some, settings)
                         guilty |= found
