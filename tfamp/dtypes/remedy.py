@@ -18,7 +18,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.dtypes.layer_dtypes import begin_again, restored_on_error, take
-from tfamp.dtypes.rules import FOUND, HEADS, Rule
+from tfamp.dtypes.rules import HEADS, Rule
 from tfamp.keras_hooks import structure, trials
 from tfamp.keras_hooks.layers import CALLS, Kind, Policy, keep, policy_of, update
 from tfamp.keras_hooks.patches import replaced
@@ -51,7 +51,7 @@ def remedy(
         raise error
     is_of_memory = isinstance(error, tf.errors.ResourceExhaustedError)
     is_of_dtypes = isinstance(error, _DTYPE_ERRORS) and not is_of_memory
-    broke_it = policy.is_kept and policy.rule in (*FOUND, HEADS)
+    broke_it = policy.is_kept and policy.rule in (*trials.FOUND, HEADS)
     if broke_it and is_of_dtypes:
         return _taken_back(layer, policy, error, again)
     # Elsewhere a layer's own code has effects, and has been traced before.

@@ -12,7 +12,7 @@ from absl import logging
 
 from tfamp.dtypes import heads, layer_dtypes
 from tfamp.dtypes.layer_dtypes import errors_left_alone, restored_on_error
-from tfamp.dtypes.rules import FOUND, HEADS, Rule
+from tfamp.dtypes.rules import FOUND_RULES, HEADS, Rule
 from tfamp.dtypes.settings import IN_FORCE, PolicySettings
 from tfamp.keras_hooks import backend, calls, exact_values, structure, trainer, trials
 from tfamp.keras_hooks.layers import Kind, keep, policy_of, update
@@ -243,7 +243,7 @@ def _keep_exact_operations(model: Layer, settings: PolicySettings) -> None:
 
     def keep_way_to(operation: Any, dtype: str) -> None:
         """Keeps an operation in float32, and those that its inputs come from."""
-        rule = trials.EXACT, FOUND[trials.EXACT].reason
+        rule = trials.EXACT, FOUND_RULES[trials.EXACT].reason
         if exact_values.keep(operation, dtype, *rule):
             for made in map(structure.producer, structure.tensors_of(operation)[0]):
                 if made is not None and not isinstance(made[0], keras.layers.Layer):

@@ -149,7 +149,7 @@ DEFAULT_RULES: tuple[Rule, ...] = tuple(
     if _classes(_CLASSES.get(name, name))
 )
 # Those of what is found as a layer's own `call` is tried.
-FOUND = {
+FOUND_RULES = {
     name: Rule(name, reason, applies_to="own")
     for name, reason in {
         EXACT: "its `call` makes whole numbers of what it is given, or compares it, "
@@ -173,7 +173,7 @@ DEFAULT_OPERATIONS: tuple[tuple[str, str], ...] = (
         "normalization and embedding layers that come first get their input before it "
         "is rounded, and so does what makes whole numbers of inputs, such as ids",
     ),
-    *((name, FOUND[name].reason) for name in (STATE, OWN_LOSS)),
+    *((name, FOUND_RULES[name].reason) for name in (STATE, OWN_LOSS)),
 )
 # Layers that take inputs as they were before they were rounded; the second kind only
 # moves or compares them, and hands on what it was given.

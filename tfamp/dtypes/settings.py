@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tfamp.dtypes.rules import DEFAULT_RULES, FOUND, KeepFloat32, Rule, parse
+from tfamp.dtypes.rules import DEFAULT_RULES, FOUND_RULES, KeepFloat32, Rule, parse
 from tfamp.keras_hooks import layers
 from tfamp.keras_hooks.in_force import IN_FORCE, NOT_ENABLED
 from tfamp.keras_hooks.layers import Kind
@@ -98,9 +98,9 @@ class PolicySettings:
         layers.keep(layer, Kind.FLOAT32_INSIDE, *how)
 
     def keep_found(self, layer: Any, rule: str) -> None:
-        """Keeps a layer by a rule of `FOUND`, unless it could not run so."""
+        """Keeps a layer by a rule of `FOUND_RULES`, unless it could not run so."""
         if layer not in self.taken_back:
-            self.keep(layer, FOUND[rule])
+            self.keep(layer, FOUND_RULES[rule])
 
     def under(
         self, policy: str, keep_float32: KeepFloat32 = "default"

@@ -59,14 +59,11 @@ def patches(
                 return original(self, *args, **kwargs)
             rule, call = policy.rule, functools.partial(original, self, *args, **kwargs)
             try:
-                outputs = _inside_the_call(self, policy, call, (args, kwargs))
-                if CALLS.looked is not None and trials.is_found_in(self, rule):
-                    return _inside_the_call(self, policy, call, (args, kwargs))
-                return outputs
+                return _inside_the_call(self, policy, call, (args, kwargs))
             except Exception as error:
                 # Without effects of a user's code, or as nothing else can help.
                 is_free = backend.in_symbolic_scope() or trials.is_of_keras(self)
-                is_free |= policy.kind is Kind.HEAD
+                is_free |= policy.kind is Kind.HEAD or rule in trials.FOUND
                 if not (is_free or trials.is_symbolic(args, kwargs)):
                     raise
                 again = functools.partial(run, self, *args, **kwargs)

@@ -43,10 +43,13 @@ from tfamp.keras_hooks.layers import (
 from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
 from tfamp.keras_hooks.structure import Layer
 
-# The rules of layers that make whole numbers, that assign weights what they make, and
-# that add losses.
-EXACT, STATE = "default: exact inputs", "default: running state"
-OWN_LOSS = "default: own loss"
+# The rules that are found so: of layers that make whole numbers, that assign weights
+# what they make, and that add losses.
+EXACT, STATE, OWN_LOSS = FOUND = (
+    "default: exact inputs",
+    "default: running state",
+    "default: own loss",
+)
 # The base class of preprocessing layers, whose name has changed.
 DATA_LAYER = next(
     cls for cls in keras.layers.Normalization.__mro__[1:] if "__call__" in vars(cls)
@@ -107,8 +110,7 @@ def patches(after_error: Callable[..., Any]) -> list[Patch]:
                 return original(call, *given[0], **given[1])
 
         try:
-            outputs = trace()
-            return trace() if is_found_in(layer, rule) else outputs
+            return trace()
         except Exception as error:
             # Ahead of an eager call Keras goes on, and the call itself is repeated.
             if was_built or not is_call or not is_symbolic(args, kwargs):
@@ -120,13 +122,6 @@ def patches(after_error: Callable[..., Any]) -> list[Patch]:
         Patch(_VARIABLE, "assign", _wrap_assign),
         Patch(Layer, "add_loss", _wrap_add_loss),
     ]
-
-
-def is_found_in(layer: Layer, rule_before: str) -> bool:
-    """Returns whether a trace found a rule, by which the call has to run as well."""
-    policy = policy_of(layer)
-    rule = policy.rule if policy is not None and policy.is_kept else rule_before
-    return rule != rule_before and rule in (STATE, OWN_LOSS)
 
 
 @wrapper
