@@ -620,3 +620,27 @@ def test_the_line_told_is_that_of_a_subclass_where_its_base_calls_it(caplog):
     assert layer.compute_dtype == "float32"
     (told,) = [r.getMessage() for r in caplog.records if "doubling" in r.getMessage()]
     assert "at `return x * tf.constant(2.0)` (cannot_run_in_half_test.py:" in told
+
+
+class Named(layers.Layer):
+    """Counts how often its code runs, whatever it is told."""
+
+    num_runs = 0
+
+    def call(self, x, word="", mask=None):
+        type(self).num_runs += 1
+        return x * 2
+
+
+def test_each_branch_is_tried_once_and_many_words_are_not_tried_for_ever():
+    Named.num_runs = 0
+    with tfamp.scope("mixed_float16"):
+        layer = Named()
+        for _ in range(3):
+            layer(X, word="one")
+            layer(X, word="other", mask=None)
+        after_two = Named.num_runs
+        for number in range(60):
+            layer(X, word=str(number))
+    assert after_two in (6 + 2, 6 + 3)  # and once where it is built
+    assert 60 < Named.num_runs - after_two < 60 + 16
