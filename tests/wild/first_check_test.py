@@ -368,3 +368,26 @@ def test_a_layer_that_fails_in_training_alone_does_not_end_the_check(caplog):
         model.fit(x, x[:, :1], verbose=0)
     assert row_of(model).rule == "check"
     assert "are not checked" not in caplog.text
+
+
+class RootMeanSquare(keras.layers.Layer):
+    """Divides by the root of a mean of squares, which overflow."""
+
+    def call(self, x):
+        return x * keras.ops.rsqrt(keras.ops.sum(x * x, -1, keepdims=True) / 64)
+
+
+def test_layers_of_a_class_that_are_spoiled_alike_are_told_of_in_two_lines(caplog):
+    x = np.random.default_rng(0).normal(size=(64, 64)).astype("float32")
+    with tfamp.scope("mixed_float16"):
+        blocks = [[keras.layers.Rescaling(300.0), RootMeanSquare()] for _ in range(4)]
+        model = keras.Sequential([*sum(blocks, []), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(x, x[:, :1], verbose=0)
+    kept = [row for row in tfamp.assignment(model) if row.rule == "check"]
+    assert [row.class_name for row in kept] == ["RootMeanSquare"] * 4
+    first, second = [
+        r.getMessage() for r in caplog.records if "root_mean_square" in r.getMessage()
+    ]
+    assert "computes in float32: in float16 its outputs" in first
+    assert second.startswith("So do 3 others of RootMeanSquare, as 'root_mean_")

@@ -6,6 +6,7 @@ layer again, as it is managed. Where a feature goes beyond float16, so do layers
 Keras's that are given it. Nothing of it is left but the layers that are kept.
 """
 
+import collections
 import contextlib
 import functools
 import math
@@ -149,16 +150,31 @@ def check_first(model: keras.Model, batch: Any, spec: Any) -> None:
         logging.info(f"{text}`tfamp.check(model, data)`.", model.name, failure)
     if guilty:
         trainer.drop_traced_functions(model, but_training=True)
+    if settings.check == "keep":
+        _tell_of_kept(guilty)
+        return
     for layer, reason in guilty.items():
-        if settings.check == "keep":
+        warnings.warn(
+            f"Layer {layer.name!r} is spoiled by half precision: {reason}. Keep it "
+            f"by `keep_float32=[{layer.name!r}]`, or by `check='keep'`.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _tell_of_kept(guilty: dict[keras.layers.Layer, str]) -> None:
+    """Tells of layers that are kept in float32, of a class in two lines."""
+    names: dict[type, list[str]] = collections.defaultdict(list)
+    for layer, reason in guilty.items():
+        names[type(layer)].append(layer.name)
+        if len(names[type(layer)]) == 1:
             text = "Layer %r computes in float32: %s. Name it in `keep_float32`, or "
             logging.warning(f"{text}pass `check=None` to leave it.", layer.name, reason)
-        else:
-            warnings.warn(
-                f"Layer {layer.name!r} is spoiled by half precision: {reason}. Keep it "
-                f"by `keep_float32=[{layer.name!r}]`, or by `check='keep'`.",
-                UserWarning,
-                stacklevel=2,
+    for cls, (_, *others) in names.items():
+        if others:
+            logging.warning(
+                "So do %d others of %s, as %r; see `tfamp.assignment(model)` for why.",
+                *(len(others), cls.__name__, others[0]),
             )
 
 
