@@ -644,3 +644,26 @@ def test_each_branch_is_tried_once_and_many_words_are_not_tried_for_ever():
             layer(X, word=str(number))
     assert after_two in (6 + 2, 6 + 3)  # and once where it is built
     assert 60 < Named.num_runs - after_two < 60 + 16
+
+
+class Drawing(layers.Layer):
+    """Casts no inputs, and multiplies them by what it draws in float32."""
+
+    def __init__(self, **options):
+        super().__init__(autocast=False, **options)
+
+    def call(self, x):
+        return tf.random.uniform(tf.shape(x), 1.0, 1.0 + 1e-6) * x
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_layer_that_casts_no_inputs_is_given_float32_where_it_needs_it(policy):
+    with tfamp.scope(policy):
+        wide = layers.Dense(3, kernel_initializer="ones")
+        model = keras.Sequential([keras.Input((6,)), wide, Drawing(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(X, Y, verbose=0)
+        for given in [(tf.ones((4, 3)), wide(X)), (wide(X), tf.ones((4, 3)))]:
+            layer = Drawing()
+            assert [layer(x).shape[-1] for x in given] == [3, 3]
+    assert wide.compute_dtype == policy.removeprefix("mixed_")

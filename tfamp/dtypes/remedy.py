@@ -61,6 +61,7 @@ def remedy(
     if not (of_gradient or (may_help and trials.runs_in_half(layer, policy))):
         raise error
     reason, how = _reason(layer, found or error, of_gradient)
+    was_cast, layer.autocast = layer.autocast, True  # what comes in may be half
     for applies_to in ("own", "all") if structure.children(layer) else ("own",):
         with contextlib.suppress(Exception), restored_on_error(layer):
             take(layer, policy.settings, Rule(RULE, reason, applies_to=applies_to))
@@ -68,6 +69,7 @@ def remedy(
                 outputs = again()
             _tell(layer, policy, reason, how)
             return outputs
+    layer.autocast = was_cast
     if of_gradient:  # nobody may ask it, and it has none in float32, either
         trials.note_tried(layer)
         return again()

@@ -92,7 +92,7 @@ def patches(after_error: Callable[..., Any]) -> list[Patch]:
         if layer is None or policy is None:
             return original(fn, *args, **kwargs)
         is_call, was_built, rule = fn == layer.call, layer.built, policy.rule
-        is_cast = is_call and layer.autocast and structure.graph_of(layer) is None
+        is_own = is_call and structure.graph_of(layer) is None
 
         def call(*args: Any, **kwargs: Any) -> Any:
             run = functools.partial(fn, *args, **kwargs)
@@ -102,6 +102,7 @@ def patches(after_error: Callable[..., Any]) -> list[Patch]:
         def trace() -> Any:
             # As the layer's own call does, which is left out where it is built.
             given: Any = args, kwargs
+            is_cast = is_own and layer.autocast
             if is_cast and backend.is_float_dtype(layer.compute_dtype):
                 given = cast_outputs(given, layer.compute_dtype)
             is_inside = CALLS.stack and CALLS.stack[-1] is policy
@@ -228,6 +229,9 @@ def _ways(layer: Layer, given: _Given) -> set[Any]:
         for key, value in (*list(enumerate(args))[1:], *sorted(kwargs.items()))
         if not (key == "training" or value is None or value is False)
     )
+    if not layer.autocast:  # it computes in what it is given
+        dtypes = (getattr(x, "dtype", None) for x in structure.flatten(given))
+        branch += (("given", " ".join(map(str, dtypes))),)
     if not getattr(layer, "_call_has_training_arg", False):
         return {(False, branch), (True, branch)}
     training = kwargs.get("training")
