@@ -123,3 +123,19 @@ def test_running_state_that_a_layer_assigns_is_computed_in_float32(layer, policy
     assert (kept.rule, kept.compute_dtype) == ("default: running state", "float32")
     if layer is Around:
         assert rows["Around"].compute_dtype == policy.removeprefix("mixed_")
+
+
+class GivesItsState(Centre):
+    """Gives the weight that it keeps, as it is."""
+
+    def call(self, x, training=False):
+        return super().call(x, training=training), self.mean
+
+
+def test_a_layer_in_float32_may_give_a_weight():
+    with tfamp.scope("mixed_float16"):
+        layer = GivesItsState()
+        for _ in range(2):
+            out, mean = layer(np.full((8, 4), 3.0, "float32"), training=True)
+    assert out.dtype == "float16"
+    assert mean is layer.mean

@@ -116,7 +116,8 @@ def cast_outputs(outputs: Any, dtype: str) -> Any:
                 return x
             kind = {"sparse": x.sparse, "ragged": x.ragged}
             return keras.KerasTensor(x.shape, dtype=dtype, **kind)
-        if not tf.is_tensor(x) or not x.dtype.is_floating:
+        is_variable = isinstance(x, keras.Variable)  # its dtype is a text
+        if is_variable or not tf.is_tensor(x) or not x.dtype.is_floating:
             return x
         y = x if x.dtype == dtype else backend.cast(x, dtype)
         if y is not x and hasattr(x, "_keras_mask"):
