@@ -81,14 +81,13 @@ def remedy(
 
 def _tell(layer: Layer, policy: Policy, reason: str, how: str) -> None:
     """Tells why a layer is in float32, of a class in two lines under one policy."""
-    known = policy.settings.told
-    known[type(layer), reason] += 1
-    if known[type(layer), reason] == 1:
-        told = layer.name, reason, how
-        logging.warning("Layer %r computes in float32: %s. %s", *told)
-    elif known[type(layer), reason] == 2 and not (
-        policy.made_in_call or trials.is_of_keras(layer)
-    ):
+    told, what = policy.settings.told, (type(layer), reason)
+    told[what] += 1
+    is_of_many = not (policy.made_in_call or trials.is_of_keras(layer))
+    if told[what] == 1:
+        known = layer.name, reason, how
+        logging.warning("Layer %r computes in float32: %s. %s", *known)
+    elif told[what] == 2 and is_of_many:
         logging.warning(
             "So does %r, as others of %s may; `tfamp.assignment(model)` lists them.",
             *(layer.name, type(layer).__name__),

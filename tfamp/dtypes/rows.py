@@ -275,15 +275,14 @@ def restore(model: Layer, entry: dict[str, Any]) -> None:
     operations = [PlannedOperation(**row) for row in entry["operations"]]
     present = [rows[place] for place in places]
     put_on(model, settings_from(entry, entry["policy"]), present, operations)
-    paths = dict(zip(places, (p for p, *_ in structure.walk(model)), strict=True))
-    ranges = {paths[int(n)]: each for n, each in entry["fake_quantized"].items()}
+    known = dict(zip(places, structure.walk(model), strict=True))
+    ranges = {known[int(n)][0]: each for n, each in entry["fake_quantized"].items()}
     if ranges:
         fake_quantization.attach_all(model, ranges)
-    by_place = dict(zip(places, layers, strict=True))
-    for place in by_place.keys() & entry["unresolved"]:
-        update(by_place[place], is_resolved=False)
+    for place in known.keys() & entry["unresolved"]:
+        update(known[place][1], is_resolved=False)
     for place, dtypes in entry["stored"].items():
-        weights = structure.own_weights(by_place[int(place)])
+        weights = structure.own_weights(known[int(place)][1])
         for weight, dtype in zip(weights, dtypes, strict=False):
             if weight.dtype != dtype:
                 backend.store_in(weight, dtype)

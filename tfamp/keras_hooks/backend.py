@@ -51,6 +51,8 @@ standardize_dtype = common.standardize_dtype
 TensorFlowTrainer = (
     getattr(tensorflow_trainer, "TensorFlowTrainer", None) or tensorflow_trainer.Trainer
 )
+# The class of Keras's variables that assigns, whatever it is called.
+KerasVariable = next(c for c in keras.Variable.__mro__ if "assign" in vars(c))
 SharedTrainer = getattr(shared_trainer, "BaseTrainer", None) or shared_trainer.Trainer
 
 

@@ -4,7 +4,8 @@ Relies on: `Layer.__call__` casting its inputs through `DTypePolicy.convert_inpu
 building the layer by its `build`, opening the autocast scope and then calling
 `super().__call__`, which the TensorFlow base class of `Layer` does not define; outputs
 of that call becoming the layer's outputs before the graph node, the mask and the
-activity regularizer see them; `Layer._losses` holding what was added.
+activity regularizer see them; `Layer._losses` holding what was added; a `FeatureSpace`
+calling its layers in a `__call__` of its own, and making some of them there.
 """
 
 import functools

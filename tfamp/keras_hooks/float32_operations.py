@@ -70,7 +70,6 @@ OPERATIONS: dict[str, tuple[str, dict[Any, str]]] = {
         },
     ),
 }
-_VARIABLE = next(c for c in keras.Variable.__mro__ if "assign_add" in vars(c))
 _EXACT = "_tfamp_exact"  # marks what an operation of the table has made
 _REGULARIZER = "activity_regularizer"
 
@@ -86,7 +85,8 @@ def patches() -> list[Patch]:
             if hasattr(module, name)  # not in every version of Keras
         ),
         Patch(keras.Loss, "__call__", _wrap_loss),
-        *(Patch(_VARIABLE, f"assign_{name}", _as_stored) for name in ("add", "sub")),
+        Patch(backend.KerasVariable, "assign_add", _as_stored),
+        Patch(backend.KerasVariable, "assign_sub", _as_stored),
         Patch(operators, "maybe_promote_tensors", _wrap_operands),
         Patch(
             Layer,

@@ -9,8 +9,9 @@ code are looked at, between the sublayers that it calls.
 Relies on: Keras calling the backend's `compute_output_spec` with a layer's `call`; the
 call context keeping `training` for layers that are called inside; `Layer.built` being
 set ahead of the layer's own trace, and not before the trace that builds it;
-uninitialized variables having no `_value`; the registry of kernels in TensorFlow, and
-`_functions` of its graphs, by name.
+uninitialized variables having no `_value`; layers assigning by `Variable.assign`, whose
+`dtype` is that of the autocast scope, and adding losses by `Layer.add_loss`; the
+registry of kernels in TensorFlow, and `_functions` of its graphs, by name.
 """
 
 import contextlib
@@ -72,7 +73,6 @@ _READS = frozenset(
 _COMPARES = frozenset("Equal Greater GreaterEqual Less LessEqual NotEqual".split())
 # Of a layer's calls that many ways are tried; it may be noted that all were.
 _MOST_WAYS, _ALL = 16, frozenset({"all"})
-_VARIABLE = next(c for c in keras.Variable.__mro__ if "assign" in vars(c))
 # Layers of the user's around others that were tried.
 _TRIED: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _Given = tuple[Any, dict[str, Any]]  # arguments by position and by name
@@ -120,7 +120,7 @@ def patches(after_error: Callable[..., Any]) -> list[Patch]:
 
     return [
         Patch(keras_backend, "compute_output_spec", wrap),
-        Patch(_VARIABLE, "assign", _wrap_assign),
+        Patch(backend.KerasVariable, "assign", _wrap_assign),
         Patch(Layer, "add_loss", _wrap_add_loss),
     ]
 
@@ -200,7 +200,8 @@ def note_tried(layer: Layer, given: _Given | None = None) -> None:
     policy = policy_of(layer)
     if policy is not None:
         policy.tried |= _ALL if given is None else _ways(layer, given)
-        policy.tried |= _ALL if len(policy.tried) > _MOST_WAYS else frozenset()
+        if len(policy.tried) > _MOST_WAYS:
+            policy.tried |= _ALL
         if structure.children(layer) and not is_of_keras(layer):
             _TRIED.add(layer)
 
@@ -226,7 +227,7 @@ def _ways(layer: Layer, given: _Given) -> set[Any]:
     args, kwargs = given
     branch = tuple(
         (key, value if type(value) in (bool, str) else None)
-        for key, value in (*list(enumerate(args))[1:], *sorted(kwargs.items()))
+        for key, value in (*enumerate(args[1:], 1), *sorted(kwargs.items()))
         if not (key == "training" or value is None or value is False)
     )
     if not layer.autocast:  # it computes in what it is given
