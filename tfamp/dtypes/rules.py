@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks.float32_operations import OPERATIONS
-from tfamp.keras_hooks.trials import EXACT, OWN_LOSS, STATE
+from tfamp.keras_hooks.trials import EXACT, OWN_LOSS, PREPARING, STATE
 from tfamp.records.formats import HALF
 
 KeepFloat32 = str | Sequence[Any]
@@ -92,7 +92,7 @@ _REASONS = {
     "rounded into the weights",
     "Normalization": "the mean of unscaled features does not fit half precision, and "
     "is frozen in the compute dtype",
-    "preprocessing": "ids, bins and categories of raw features are others where these "
+    "preprocessing": "ids, bins, boxes and the places of pixels are others where these "
     "are rounded",
     "FeatureSpace": "what it prepares are raw features, which half precision rounds, "
     "and which may be beyond float16",
@@ -108,10 +108,8 @@ _REASONS = {
     "bilinear UpSampling2D": "XLA has no gradient for resizing in half precision "
     "(keras#20931)",
     "3-D pooling without a GPU": "TensorFlow has no float16 kernel for it on a CPU",
-    "random transforms": "TensorFlow has no gradient for them in bfloat16",
 }
 _CLASSES = {
-    "preprocessing": "Discretization Hashing IntegerLookup CategoryEncoding",
     "cosine Dot": "Dot",
     "masked global pooling": "GlobalAveragePooling1D",
     "large average pooling": "AveragePooling1D AveragePooling2D AveragePooling3D",
@@ -120,8 +118,6 @@ _CLASSES = {
     "unscaled Attention": "Attention",
     "bilinear UpSampling2D": "UpSampling2D",
     "3-D pooling without a GPU": "AveragePooling3D MaxPooling3D",
-    "random transforms": "RandomTranslation RandomRotation RandomZoom RandomShear "
-    "RandomPerspective",
 }
 _PREDICATES: dict[str, Callable[[Any], Any]] = {
     "cosine Dot": lambda layer: layer.normalize,
@@ -133,20 +129,19 @@ _PREDICATES: dict[str, Callable[[Any], Any]] = {
 _DTYPES = {
     "unscaled Attention": ("float16",),
     "3-D pooling without a GPU": ("float16",),
-    "random transforms": ("bfloat16",),
 }
 # Without the rules for layers that this version of Keras lacks.
 DEFAULT_RULES: tuple[Rule, ...] = tuple(
     Rule(
         f"default: {name}",
         reason,
-        _classes(_CLASSES.get(name, name)),
+        PREPARING if name == "preprocessing" else _classes(_CLASSES.get(name, name)),
         predicate=_PREDICATES.get(name),
         applies_to="own" if name == "SpectralNormalization" else "all",
         dtypes=_DTYPES.get(name, HALF),
     )
     for name, reason in _REASONS.items()
-    if _classes(_CLASSES.get(name, name))
+    if name == "preprocessing" or _classes(_CLASSES.get(name, name))
 )
 # Those of what is found as a layer's own `call` is tried.
 FOUND_RULES = {

@@ -153,10 +153,11 @@ def _inner_call(
         is_wide = graph is not None and all(dtype == "float32" for dtype in dtypes)
         if dtypes and dtypes[0] in HALF and len({*dtypes}) == 1:
             args, kwargs = known_integers((args, kwargs), dtypes[0])
+        is_data = isinstance(self, trials.PREPARING)
         if policy.exact_inputs or is_wide:
-            is_data = isinstance(self, trials.DATA_LAYER)
             exact = functools.partial(source_of, through_cast=is_data)
             args, kwargs = structure.map_structure(exact, (args, kwargs))
+        is_data = is_data and not trials.is_symbolic(args, kwargs)
         if not CALLS.stack and policy.settings.is_half:
             CALLS.has_given_half = True
             if policy.settings.compute_dtype == "float16":
@@ -166,7 +167,7 @@ def _inner_call(
             outputs = call(*args, **kwargs)
         finally:
             CALLS.stack.pop()
-        output_dtype = _output_dtype(policy)
+        output_dtype = _output_dtype(policy, is_data and policy.is_kept)
         if output_dtype is not None:
             outputs = cast_outputs(outputs, output_dtype)
         return outputs
@@ -174,13 +175,16 @@ def _inner_call(
     return __call__
 
 
-def _output_dtype(policy: Policy) -> str | None:
-    """Returns what outputs of a call that ends here are cast to, None to leave them."""
+def _output_dtype(policy: Policy, prepares: bool) -> str | None:
+    """Returns what outputs of a call that ends here are cast to, None to leave them.
+
+    `prepares` states whether a kept layer prepares data.
+    """
     outer = CALLS.stack[-1] if CALLS.stack else None
     is_outermost = outer is None and CALLS.depth <= 1
-    in_step = CALLS.is_training or CALLS.is_evaluating
-    if in_step and is_outermost and policy.settings.has_defaults:
-        return "float32"  # for the code of the step, as a model's output is
+    for_code = CALLS.is_training or CALLS.is_evaluating or prepares
+    if for_code and is_outermost and policy.settings.has_defaults:
+        return "float32"  # for code of the user's, as a model's output is
     if outer is not None and outer.inner_dtype is not None:
         # But what the user made in a dtype of its own, beside a head.
         if policy.kind is not Kind.EXPLICIT or outer.inner_dtype == "float32":

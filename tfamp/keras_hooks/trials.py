@@ -51,14 +51,14 @@ EXACT, STATE, OWN_LOSS = FOUND = (
     "default: running state",
     "default: own loss",
 )
-# The base class of preprocessing layers, whose name has changed.
-DATA_LAYER = next(
-    cls for cls in keras.layers.Normalization.__mro__[1:] if "__call__" in vars(cls)
+# What prepares data; the name of the base class of most has changed.
+PREPARING: tuple[type, ...] = (
+    next(c for c in keras.layers.Normalization.__mro__[1:] if "__call__" in vars(c)),
+    *(keras.layers.Hashing, keras.layers.HashedCrossing, keras.layers.IntegerLookup),
+    *(keras.layers.StringLookup, keras.layers.TextVectorization),
+    *(keras.layers.Pipeline, keras.layers.STFTSpectrogram),
 )
-_TABLES = (
-    *(keras.layers.Embedding, keras.layers.IntegerLookup, keras.layers.Hashing),
-    DATA_LAYER,
-)
+_TABLES = (keras.layers.Embedding, *PREPARING)
 _MOVES = frozenset(
     "BroadcastTo ExpandDims GatherNd GatherV2 Identity PreventGradient Reshape "
     "ReverseV2 Roll Shape Slice Split SplitV Squeeze StopGradient StridedSlice Tile "
