@@ -189,6 +189,7 @@ class ByFunction(layers.Layer):
         return x
 
 
+@pytest.mark.quick("*-functional")
 @pytest.mark.parametrize("style", ["functional", "subclassed"])
 @pytest.mark.parametrize("layer", [Decorated, Derived, ByFunction])
 def test_a_loss_is_seen_whatever_code_adds_it(layer, style):

@@ -65,7 +65,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.quick("error")
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ENDINGS.values(), ids=ENDINGS)
 def test_a_program_ends_as_under_plain_python(tmp_path, text):
     plain = ran(text, cwd=tmp_path, tool=())

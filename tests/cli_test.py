@@ -241,6 +241,7 @@ def test_tune_writes_a_plan_for_a_script(capsys, folder):
     assert plan.policy in ("mixed_bfloat16", "float32")
 
 
+@pytest.mark.slow("it starts a process")
 def test_tables_are_plain_on_a_terminal_of_ascii(folder):
     environ = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT), "PATH": ""}
     command = [sys.executable, "-m", "tfamp", "memory", "small:model"]

@@ -50,6 +50,7 @@ def test_balancing_gives_every_class_and_member_its_number(begin):
             assert of_class.max() - of_class.min() <= 1
 
 
+@pytest.mark.quick("stream")
 @ways
 def test_each_epoch_is_another_draw_and_a_seed_repeats_all_of_them(begin):
     def epochs(seed):

@@ -58,7 +58,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.quick("parsed-*")
+@pytest.mark.quick("parsed-a byte of a record", "parsed-cut in a header")
 @pytest.mark.parametrize("damage, kind", DAMAGE.values(), ids=DAMAGE)
 @pytest.mark.parametrize("features", [None, FEATURES], ids=["strings", "parsed"])
 def test_a_damaged_file_is_an_error_or_left_out_whole(tmp_path, features, damage, kind):

@@ -50,6 +50,7 @@ def run_script(folder, crashes, *command):
     )
 
 
+@pytest.mark.slow("it starts processes")
 def test_the_script_of_slurm_starts_workers_again_that_read_their_cluster(tmp_path):
     done = run_script(tmp_path, 1, sys.executable, "-c", SHOW)
     assert done.returncode == 0, done.stderr

@@ -48,6 +48,7 @@ def trained(cls, options, replicas):
     return losses, [np.asarray(v) for v in kept if "outputs_grad" not in v.path]
 
 
+@pytest.mark.quick("fit", "accumulation")
 @pytest.mark.parametrize(("cls", "options", "replicas"), WAYS.values(), ids=WAYS)
 def test_it_trains_as_in_float32(cls, options, replicas):
     exact, values = trained(cls, options, replicas)

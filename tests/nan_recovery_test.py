@@ -116,7 +116,7 @@ WAYS = {
 }
 
 
-@pytest.mark.quick("eager", "own train_step in a graph")
+@pytest.mark.quick("own train_step in a graph")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_bad_batch_in_epoch_2_is_dropped_and_quality_is_kept(way, tmp_path):
     model, recovery, plain = linear(**way), often(tmp_path), linear()
@@ -175,6 +175,7 @@ class Seen(keras.callbacks.Callback):
         self.weights.append(all(finite))
 
 
+@pytest.mark.quick("first")
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
 def test_no_other_callback_sees_or_stops_for_the_failure(is_first, tmp_path):
     model, seen, recovery = linear(), Seen(), often(tmp_path)
@@ -195,6 +196,7 @@ class Hidden(keras.layers.Layer):
 
 # Keras says so at the end of any data of unknown length.
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.quick("unknown")
 @pytest.mark.parametrize("is_known", [True, False], ids=["known length", "unknown"])
 def test_weights_are_judged_before_the_epoch_ends_where_the_loss_is_finite(
     is_known, tmp_path
@@ -300,6 +302,7 @@ def test_after_the_last_recovery_an_error_tells_what_was_tried(tmp_path, judged)
     assert all(np.all(np.isfinite(v.numpy())) for v in model.variables)
 
 
+@pytest.mark.slow("failure_to_recovery_test.py has one, too")
 def test_a_fault_of_the_model_stops_at_once_with_its_advice(tmp_path, judged):
     judged("model", layer="root", remedy="Add an epsilon under the root.")
     recovery = often(tmp_path)

@@ -185,7 +185,7 @@ def check(operations, group):
 grouped = pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 
 
-@pytest.mark.quick("functional-*", "subclassed-softmax", "subclassed-attention")
+@pytest.mark.quick("functional-softmax", "functional-inside others")
 @grouped
 @pytest.mark.parametrize("style", STYLES)
 def test_layers_built_after_enable(style, group):

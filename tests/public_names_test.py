@@ -97,6 +97,7 @@ def test_it_has_what_is_documented(name):
     assert not set(RESULTS[name].split()) - known
 
 
+@pytest.mark.slow("mypy reads TensorFlow")
 def test_editors_see_the_types_of_decorated_functions_too(tmp_path):
     api = pytest.importorskip("mypy.api")
     script = tmp_path / "typed.py"

@@ -116,6 +116,7 @@ def compiled(model, **options):
     return model
 
 
+@pytest.mark.slow("each is in another test of this file")
 def test_it_trains_alike_in_every_way():
     losses = []
     for options in (*COMPILED.values(), {"steps_per_execution": 2}):
@@ -128,6 +129,7 @@ def test_it_trains_alike_in_every_way():
         np.testing.assert_allclose(each, losses[0], rtol=1e-3)
 
 
+@pytest.mark.quick("LSTM-*", "GRU-True")
 @pytest.mark.parametrize("unroll", [False, True])
 @pytest.mark.parametrize("made", [layers.LSTM, layers.GRU, layers.SimpleRNN])
 def test_ranges_of_a_recurrent_layer_begin_with_all_steps_of_a_batch(made, unroll):
@@ -146,6 +148,7 @@ def test_ranges_of_a_recurrent_layer_begin_with_all_steps_of_a_batch(made, unrol
     assert 0 < np.abs(model(x) - exact).max() < 0.1
 
 
+@pytest.mark.slow
 def test_it_trains_in_half_precision_on_replicas_that_share_one_range():
     with two_replicas().scope(), tfamp.scope("mixed_bfloat16"):
         model = compiled(tfamp.quantize_aware(cnn()), jit_compile=False)

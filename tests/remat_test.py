@@ -114,6 +114,7 @@ def test_training_is_the_same(policy, way, style):
     assert_same(lambda: assembled(blocks(2), style, (8,)), policy, WAYS[way])
 
 
+@pytest.mark.slow
 def test_attention_with_masks_and_keyword_arguments():
     ids = RNG.integers(0, 20, (32, 6))
     again = ["attend", "block"]

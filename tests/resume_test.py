@@ -248,7 +248,7 @@ def test_a_stage_without_a_seed_is_said_not_to_be_to_the_bit(make, tmp_path):
     "ignore:'mixed_float16' will be slow",
     "ignore:.*does not have a `build",
 )
-@pytest.mark.quick("random numbers", "a class of *", "networks that *", "everything, 2")
+@pytest.mark.quick("everything, 2")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_training_goes_on_to_the_bit(tmp_path, case):
     build, data, at = (*case, 8)[:3]

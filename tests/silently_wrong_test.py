@@ -242,11 +242,19 @@ def test_a_layer_adds_to_its_weights_as_they_are_stored(way, policy):
     assert (float(layer.total), float(layer.left)) == (2052.0, -2052.0)
 
 
+class OfKeras(layers.Layer):
+    """Stands for one of Keras's own that TensorFlow has no bfloat16 kernel for."""
+
+    __module__ = "keras.layers"
+
+    def call(self, inputs):
+        return tf.math.real(tf.signal.rfft(inputs))
+
+
 def test_a_layer_of_kerass_that_fails_is_told_of_once(caplog):
     with tfamp.scope("mixed_bfloat16"):
         for _ in range(2):
-            layer = layers.STFTSpectrogram(frame_length=16, frame_step=8, fft_length=16)
-            layer(np.ones((2, 64, 1), "float32"))
+            OfKeras()(np.ones((2, 64), "float32"))
     assert caplog.text.count("computes in float32") == 1
     assert "Cast to" not in caplog.text
 

@@ -273,6 +273,7 @@ def test_layers_that_a_train_step_calls_give_it_float32(policy, eager):
     assert model.embed(X).dtype == model.embed.compute_dtype  # elsewhere as ever
 
 
+@pytest.mark.quick("*-graph", "mixed_float16-*-xla")
 @loops.in_each_way
 @pytest.mark.parametrize(  # a scale at which no step is skipped
     ("policy", "scale"), [("mixed_float16", 128.0), ("mixed_bfloat16", "dynamic")]

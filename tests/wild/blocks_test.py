@@ -70,7 +70,7 @@ CASES = [
     ("style", "between", "policy"),
     [*CASES, ("functional", "a call in build", "mixed_float16")],
 )
-@pytest.mark.quick("functional-nothing-mixed_float16", "functional-a call in build-*")
+@pytest.mark.quick("functional-a call in build-*")
 def test_the_sequential_inside_stays_in_half_precision(style, between, policy):
     with tfamp.scope(policy):
         is_built = between == "a call in build"

@@ -31,7 +31,6 @@ def loader():
 
 @pytest.mark.quick(
     "digits_convnet-apply-mixed_float16",
-    "own_train_step-enable-mixed_float16",
     "vae-enable-mixed_bfloat16",
 )
 @pytest.mark.parametrize(("program", "way", "policy"), CASES)

@@ -219,6 +219,7 @@ for format in ("openvino", "onnx"):  # timed beside the others, it loads all of 
 """
 
 
+@pytest.mark.slow("it starts processes")
 def test_runtimes_open_no_connection_fork_nothing_and_write_nothing_at_home(tmp_path):
     pytest.importorskip("openvino_telemetry")
     pytest.importorskip("onnxruntime")

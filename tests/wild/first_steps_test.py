@@ -99,7 +99,7 @@ HOW = {
 }
 
 
-@pytest.mark.quick("XLA")
+@pytest.mark.slow("the next test has several optimizers, and all else")
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_nor_does_it_however_steps_are_run(how):
     model, logs = trained(priced, **how)
@@ -136,6 +136,7 @@ class Probed(keras.Model):
         return {"loss": loss, "probed": probed}
 
 
+@pytest.mark.quick("XLA")
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_nor_does_one_of_several_optimizers(how):
     def trained(policy):

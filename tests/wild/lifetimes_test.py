@@ -137,7 +137,7 @@ def without_callback(ending):
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("make", CALLBACKS.values(), ids=CALLBACKS)
-@pytest.mark.quick("NanRecovery-Ctrl-C", "NanRecovery-validation")
+@pytest.mark.quick("NanRecovery-validation")
 def test_nothing_of_a_callback_outlives_its_fit(make, ending, tmp_path):
     is_first = ending != "epoch end"
     model = compiled(run_eagerly=True)

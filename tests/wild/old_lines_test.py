@@ -88,7 +88,7 @@ def prepared(lines):
     return lines
 
 
-@pytest.mark.quick("fit-*-alone", "*loop*-all-alone", "train_step-all-*")
+@pytest.mark.quick("fit-no line-alone", "*-all-alone", "train_step-all-another trained")
 @pytest.mark.parametrize(("way", "lines", "other"), [*cases()])
 def test_a_program_trains_as_in_float32(way, lines, other, stock, enabled):
     kept = another(other)

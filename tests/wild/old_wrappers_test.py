@@ -168,7 +168,7 @@ def test_a_gan_of_which_one_player_has_the_wrapper_of_keras(
     assert found == pytest.approx(float32_game, rel=TOLERANCE)
 
 
-@pytest.mark.quick("Gan-graph", "InAList-graph")
+@pytest.mark.quick("Gan-graph")
 @pytest.mark.parametrize("mode", COMPILED)
 @pytest.mark.parametrize("cls", [Gan, InAList])
 def test_each_player_gets_a_scale_of_its_own(cls, mode, float32_game):

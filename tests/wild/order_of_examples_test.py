@@ -52,6 +52,7 @@ def test_each_run_has_an_order_of_its_own():
 
 
 @pytest.mark.filterwarnings("ignore:'mixed_bfloat16' will be slow")
+@pytest.mark.quick("mixed_bfloat16")
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_a_seed_decides_the_order(policy):
     assert orders(1, seed=1, policy=policy) == orders(1, seed=1, policy=policy)

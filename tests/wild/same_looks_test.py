@@ -137,7 +137,7 @@ def story(make, data, folder):
     return seen
 
 
-@pytest.mark.quick("features-mixed_float16", "words-mixed_bfloat16")
+@pytest.mark.quick("features-mixed_float16")
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_sees_what_it_sees_in_float32(name, policy, tmp_path):

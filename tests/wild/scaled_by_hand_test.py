@@ -147,7 +147,7 @@ def fitted(reads, mode):
     return logs.history["own_loss"], model.get_weights()
 
 
-@pytest.mark.quick("scale-*", "gradient_norm-graph", "learning_rate-graph")
+@pytest.mark.quick("scale-eager", "*-graph")
 @pytest.mark.parametrize("mode", COMPILED)
 @pytest.mark.parametrize("name", READ)
 def test_a_step_of_the_models_own_may_log_anything(name, mode):
@@ -159,6 +159,7 @@ def test_a_step_of_the_models_own_may_log_anything(name, mode):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.quick("*-graph", "*-eager")
 @in_each_way
 @pytest.mark.parametrize(("wrap", "name"), WRAPPERS.values(), ids=WRAPPERS)
 def test_a_loop_may_log_the_scale(wrap, name, decorate):

@@ -144,6 +144,7 @@ tfamp.enable("mixed_bfloat16")
 """
 
 
+@pytest.mark.slow("it starts a process")
 def test_a_script_that_enables_says_so_in_one_line():
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     how = {"capture_output": True, "text": True, "env": environment}

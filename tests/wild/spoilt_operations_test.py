@@ -214,6 +214,7 @@ print([float(y[0, 0]) for y in Sums()(tf.ones((5000, 1)))])
 """
 
 
+@pytest.mark.slow("it starts processes")
 def test_names_may_be_imported_ahead_and_modules_twice():
     command = [sys.executable, "-W", "ignore", "-c", AHEAD]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -106,6 +106,9 @@ class Around(layers.Layer):
         return self.dense(self.centre(x, training=training))
 
 
+@pytest.mark.quick(
+    "mixed_float16-Around", "mixed_bfloat16-CastByHand", "*_float16-Centre"
+)
 @pytest.mark.parametrize("layer", [Centre, CastByHand, Around])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_running_state_that_a_layer_assigns_is_computed_in_float32(layer, policy):

@@ -63,7 +63,7 @@ def fitted(policy, make=Regression, optimizer=None, data=(x, y), **how):
     return model, history.history
 
 
-@pytest.mark.quick("graph", "xla")
+@pytest.mark.quick("graph")
 @pytest.mark.parametrize("mode", MODES)
 def test_an_own_train_step_trains_as_in_float32(mode):
     _, exact = fitted("float32", **MODES[mode])
