@@ -58,3 +58,27 @@ def test_it_trains_as_in_float32(cls, options, replicas):
     # Replicas keep the mean of theirs; in Keras the first one keeps its own.
     for value, other in zip(kept, values, strict=True) if replicas == 1 else ():
         np.testing.assert_allclose(value, other, atol=0.02 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("how", ["model", "layer"])
+def test_a_model_in_float16_is_quantized_to_int8_which_stock_keras_refuses(how):
+    x = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
+    predictions = []
+    for policy in ("float32", "mixed_float16"):
+        keras.utils.set_random_seed(1)
+        with tfamp.scope(policy):
+            inputs = keras.Input((8,))
+            hidden = keras.layers.Dense(16, "relu", name="first")(inputs)
+            hidden = keras.layers.Dense(16, "relu", name="second")(hidden)
+            model = keras.Model(inputs, keras.layers.Dense(2, name="last")(hidden))
+            if how == "layer":
+                model.get_layer("first").quantize("int8")
+            else:
+                model.quantize("int8")
+            model.compile("sgd", "mse")
+            model.fit(x, x[:, :2], verbose=0)
+        predictions.append(model.predict(x, verbose=0))
+    np.testing.assert_allclose(*predictions, atol=0.01)
+    dtypes = {row.path: row.compute_dtype for row in tfamp.assignment(model)}
+    assert dtypes["first"] == "float32"
+    assert dtypes["second"] == ("float16" if how == "layer" else "float32")

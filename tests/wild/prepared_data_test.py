@@ -33,7 +33,7 @@ PREPARED = {
     "MixUp": (lambda: layers.MixUp(seed=1), LABELED),
     "CutMix": (lambda: layers.CutMix(seed=1), LABELED),
     "RandomShear": (lambda: layers.RandomShear(0.2, seed=1), LABELED),
-    "RandAugment": (lambda: layers.RandAugment(seed=1), IMAGES),
+    "RandomPerspective": (lambda: layers.RandomPerspective(seed=1), IMAGES),
     "Sequential": (augmented, IMAGES),
     "Pipeline": (lambda: layers.Pipeline([layers.Rescaling(1 / 255)]), IMAGES),
     "Rescaling": (lambda: layers.Rescaling(1 / 255), IMAGES),
@@ -73,8 +73,21 @@ def test_it_is_what_float32_prepares(name, policy, way):
 def test_in_a_model_they_give_what_the_layers_around_compute_in():
     with tfamp.scope("mixed_bfloat16"):
         inputs = keras.Input((20, 20, 3))
-        scaled = layers.Rescaling(1 / 255)(inputs)
+        flipped = layers.RandomFlip(name="flip")(inputs)
+        scaled = layers.Rescaling(1 / 255, name="scale")(flipped)
         model = keras.Model(inputs, layers.Conv2D(2, 3)(scaled))
-    assert scaled.dtype == "bfloat16"
-    row = tfamp.assignment(model)["rescaling"]
-    assert (row.compute_dtype, row.rule) == ("float32", "default: preprocessing")
+    assert (flipped.dtype, scaled.dtype) == ("bfloat16", "bfloat16")
+    rows = tfamp.assignment(model)
+    assert rows["flip"].rule == "default: preprocessing"
+    assert rows["flip"].compute_dtype == "float32"
+    assert rows["scale"].compute_dtype == "bfloat16"
+
+
+def test_so_do_those_of_kerashub():
+    hub = pytest.importorskip("keras_hub")
+    options = {"image_size": (16, 16), "scale": 1 / 255}
+    expected = hub.layers.ImageConverter(**options)(IMAGES)
+    with tfamp.scope("mixed_bfloat16"):
+        np.testing.assert_array_equal(
+            hub.layers.ImageConverter(**options)(IMAGES), expected
+        )

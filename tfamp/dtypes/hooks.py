@@ -268,6 +268,7 @@ HOOKS = (
     PatchSet(
         [
             *layers.patches(layer_dtypes.on_created),
+            *layer_dtypes.patches(),
             *calls.patches(_before_call, layer_dtypes.propagate_to_sublayers, remedy),
             *float32_operations.patches(),
             *exact_values.patches(),

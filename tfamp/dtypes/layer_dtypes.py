@@ -11,9 +11,14 @@ from tfamp.dtypes.settings import IN_FORCE, PolicySettings
 from tfamp.keras_hooks import calls, layers, saved_state, structure
 from tfamp.keras_hooks.in_force import GlobalPolicy
 from tfamp.keras_hooks.layers import CALLS, Kind, Policy, policy_of, update
-from tfamp.keras_hooks.patches import replaced
+from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
 from tfamp.keras_hooks.structure import Layer
 from tfamp.records.formats import HALF
+
+_INT8 = Rule(
+    "default: int8",
+    "beside its integers a layer in int8 computes in float32 or bfloat16 alone",
+)
 
 
 def on_created(layer: Layer, dtype: Any) -> None:
@@ -167,6 +172,30 @@ def restored_on_error(model: Layer) -> Iterator[None]:
     except BaseException:
         before.put_back()
         raise
+
+
+@wrapper
+def _check_mode(original: Function, self: Layer, mode: str, dtype: str) -> None:
+    if (mode, dtype) == ("int8", "float16"):
+        policy = policy_of(self)
+        # Since Keras 3.16 there is one method for all.
+        geometry = getattr(self, "_quantization_geometry", lambda: None)
+        is_own = type(self).quantize not in (Layer.quantize, keras.Model.quantize)
+        if geometry() is None and not is_own:
+            dtype = "float32"  # it has no integers of its own
+        elif policy is not None and policy.kind is not Kind.EXPLICIT:
+            take(self, policy.settings, _INT8)
+            dtype = "float32"
+    original(self, mode, dtype)
+
+
+def patches() -> list[Patch]:
+    """Returns the patch by which layers in float16 are quantized to int8, too.
+
+    Relies on: a layer's `quantize` asking `_check_quantize_args` first, and layers that
+    can be quantized having a method of their own or a `_quantization_geometry`.
+    """
+    return [Patch(Layer, "_check_quantize_args", _check_mode)]
 
 
 def errors_left_alone() -> contextlib.AbstractContextManager[None]:

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks.float32_operations import OPERATIONS
-from tfamp.keras_hooks.trials import EXACT, OWN_LOSS, PREPARING, STATE
+from tfamp.keras_hooks.trials import EXACT, OWN_LOSS, STATE, prepares
 from tfamp.records.formats import HALF
 
 KeepFloat32 = str | Sequence[Any]
@@ -120,6 +120,7 @@ _CLASSES = {
     "3-D pooling without a GPU": "AveragePooling3D MaxPooling3D",
 }
 _PREDICATES: dict[str, Callable[[Any], Any]] = {
+    "preprocessing": prepares,
     "cosine Dot": lambda layer: layer.normalize,
     "large average pooling": lambda x: np.prod(x.pool_size) >= MIN_LARGE_WINDOW,
     "unscaled Attention": _is_unscaled,
@@ -135,13 +136,13 @@ DEFAULT_RULES: tuple[Rule, ...] = tuple(
     Rule(
         f"default: {name}",
         reason,
-        PREPARING if name == "preprocessing" else _classes(_CLASSES.get(name, name)),
+        _classes(_CLASSES.get(name, name)),
         predicate=_PREDICATES.get(name),
         applies_to="own" if name == "SpectralNormalization" else "all",
         dtypes=_DTYPES.get(name, HALF),
     )
     for name, reason in _REASONS.items()
-    if name == "preprocessing" or _classes(_CLASSES.get(name, name))
+    if name in _PREDICATES or _classes(_CLASSES.get(name, name))
 )
 # Those of what is found as a layer's own `call` is tried.
 FOUND_RULES = {

@@ -8,6 +8,7 @@ activity regularizer see them; `Layer._losses` holding what was added; a `Featur
 calling its layers in a `__call__` of its own, and making some of them there.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +61,8 @@ def patches(
                 return original(self, *args, **kwargs)
             rule, call = policy.rule, functools.partial(original, self, *args, **kwargs)
             try:
-                return _inside_the_call(self, policy, call, (args, kwargs))
+                with _in_float32_on_data(self, policy, args, kwargs):
+                    return _inside_the_call(self, policy, call, (args, kwargs))
             except Exception as error:
                 # Without effects of a user's code, or as nothing else can help.
                 is_free = backend.in_symbolic_scope() or trials.is_of_keras(self)
@@ -101,6 +103,18 @@ def in_call() -> bool:
     # For what a `build` calls Keras has not opened its call context yet.
     context = global_state.get_global_attribute("current_call_ctx")
     return bool(CALLS.depth or CALLS.stack) or context is not None
+
+
+def _in_float32_on_data(
+    layer: Layer, policy: Policy, args: Any, kwargs: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Has a `Rescaling` prepare data in float32 where it is no part of a model."""
+    if not isinstance(layer, keras.layers.Rescaling) or policy.kind is not Kind.FOLLOWS:
+        return contextlib.nullcontext()
+    is_part = in_call() or trials.is_symbolic(args, kwargs)
+    if is_part or not policy.settings.has_defaults:
+        return contextlib.nullcontext()
+    return replaced(policy, kind=Kind.FLOAT32_INSIDE)
 
 
 def _inside_the_call(
@@ -153,7 +167,9 @@ def _inner_call(
         is_wide = graph is not None and all(dtype == "float32" for dtype in dtypes)
         if dtypes and dtypes[0] in HALF and len({*dtypes}) == 1:
             args, kwargs = known_integers((args, kwargs), dtypes[0])
-        is_data = isinstance(self, trials.PREPARING)
+        is_data = (
+            isinstance(self, trials.PREPARING) or policy.rule == trials.PREPARATION
+        )
         if policy.exact_inputs or is_wide:
             exact = functools.partial(source_of, through_cast=is_data)
             args, kwargs = structure.map_structure(exact, (args, kwargs))

@@ -58,6 +58,7 @@ PREPARING: tuple[type, ...] = (
     *(keras.layers.StringLookup, keras.layers.TextVectorization),
     *(keras.layers.Pipeline, keras.layers.STFTSpectrogram),
 )
+PREPARATION = "default: preprocessing"  # the rule that keeps it in float32
 _TABLES = (keras.layers.Embedding, *PREPARING)
 _MOVES = frozenset(
     "BroadcastTo ExpandDims GatherNd GatherV2 Identity PreventGradient Reshape "
@@ -146,6 +147,17 @@ def is_symbolic(args: Any, kwargs: Any) -> bool:
     """Returns whether a call builds a Functional graph."""
     flat = structure.flatten((args, kwargs))
     return any(isinstance(x, keras.KerasTensor) for x in flat)
+
+
+def prepares(layer: Layer) -> bool:
+    """Returns whether a layer prepares data; a `Rescaling` may be any part of a model.
+
+    KerasHub has a base class of its own for those that do.
+    """
+    if any(cls.__name__ == "PreprocessingLayer" for cls in type(layer).__mro__):
+        return True
+    is_scale = isinstance(layer, keras.layers.Rescaling)
+    return isinstance(layer, PREPARING) and not is_scale
 
 
 def is_of_keras(layer: Layer) -> bool:
