@@ -19,8 +19,8 @@ COUNTS = np.int64([[1, 2, 2], [3, 0, 3]])
 
 
 def augmented():
-    flip = layers.RandomFlip(seed=1)
-    return keras.Sequential([flip, layers.RandomRotation(0.2, seed=2)])
+    scale, flip = layers.Rescaling(1 / 255), layers.RandomFlip(seed=1)
+    return keras.Sequential([scale, flip, layers.RandomRotation(0.2, seed=2)])
 
 
 def sparse_words():
