@@ -292,3 +292,12 @@ def test_weights_that_do_not_fit_are_an_error():
     arrays = [v.numpy() for v in optimizer.variables]
     with pytest.raises(ValueError, match="`weights` has 3 arrays for"):
         optimizer.set_weights(arrays[:3])
+
+
+def test_an_optimizer_holds_none_of_the_weights_that_it_trains():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam())
+    optimizer.build(model.trainable_variables)
+    held = {id(variable) for variable in optimizer.variables}
+    assert held.isdisjoint(id(weight) for weight in model.weights)
+    assert held >= {id(variable) for variable in optimizer.inner_optimizer.variables}

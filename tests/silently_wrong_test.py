@@ -201,6 +201,28 @@ def test_pooling_in_three_dimensions_runs_in_float16_on_a_cpu(name):
     assert float(keras.ops.squeeze(layer(x))) == expected
 
 
+def dilated(x):
+    """Convolves with holes, as a hand-written temporal network does."""
+    return tf.nn.conv1d(x, tf.ones((3, 4, 4), x.dtype), 1, "SAME", dilations=2)
+
+
+@pytest.mark.parametrize("name", ["Conv1DTranspose", "Conv2DTranspose", "dilated"])
+def test_what_is_dilated_trains_in_float16_on_a_cpu(name):
+    rank = 2 if "2D" in name else 1
+    with tfamp.scope("mixed_float16"):
+        how = {"padding": "same", "dilation_rate": 2}
+        cls = getattr(layers, name, None)
+        made = layers.Lambda(dilated) if cls is None else cls(4, 3, **how)
+        first = layers.Dense(4)
+        model = assembled(
+            [first, made, layers.Dense(1)], "sequential", (8,) * rank + (2,)
+        )
+        model.compile("sgd", "mse", jit_compile=False)
+    x = np.ones((4, *(8,) * rank, 2), "float32")
+    assert np.isfinite(model.fit(x, x[..., :1], verbose=0).history["loss"][0])
+    assert (made.compute_dtype, first.compute_dtype) == ("float32", "float16")
+
+
 @pytest.mark.quick("RandomRotation")
 @pytest.mark.parametrize(
     "name", ["RandomRotation", "RandomZoom", "RandomShear", "RandomPerspective"]

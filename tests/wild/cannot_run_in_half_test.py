@@ -667,3 +667,20 @@ def test_a_layer_that_casts_no_inputs_is_given_float32_where_it_needs_it(policy)
             layer = Drawing()
             assert [layer(x).shape[-1] for x in given] == [3, 3]
     assert wide.compute_dtype == policy.removeprefix("mixed_")
+
+
+def sines(x):
+    return tf.ensure_shape(tf.py_function(tf.sin, [x], tf.float32), x.shape)
+
+
+def clipped(x):
+    found = tf.numpy_function(lambda a: np.clip(a, -0.5, 0.5), [x], tf.float32)
+    return tf.cast(tf.ensure_shape(found, x.shape), x.dtype) + x
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("function", [sines, clipped])
+def test_a_python_function_is_handed_the_float32_that_it_returns(function, policy):
+    model = check_trains(lambda: STYLES["functional"](function), policy)
+    row = next(row for row in tfamp.assignment(model) if row.path == "guilty")
+    assert (row.rule, row.compute_dtype) == ("default: Python functions", "float32")

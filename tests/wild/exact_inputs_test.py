@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.styles import Own, assembled
+from tests.styles import Own, Subclassed, assembled
 
 layers, ops = keras.layers, keras.ops
 IDS = {
@@ -459,3 +459,48 @@ def test_layer_in_a_pipeline_encodes_the_ids_that_were_given(policy):
     with tfamp.scope(policy):
         assert encoded() == stock
     assert [each for each, _ in stock] == TOKENS.ravel().tolist()
+
+
+class Slots(keras.layers.Layer):
+    """Gives each row its place among those of the same expert, as a Switch layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = keras.layers.Dense(2)
+
+    def call(self, x):
+        share = tf.nn.softmax(self.gate(x))
+        mask = tf.one_hot(tf.argmax(share, -1), 2, dtype=share.dtype)
+        places = tf.reduce_sum(tf.cumsum(mask, axis=0, exclusive=True) * mask, -1)
+        return tf.cast(places, tf.int32)
+
+
+def test_places_behind_a_product_are_whole_numbers_of_float32():
+    x = np.random.default_rng(0).normal(size=(2000, 4)).astype("float32")
+    with tfamp.scope("mixed_bfloat16"):
+        layer = Slots()
+        places = layer(x).numpy()
+    assert layer.gate.compute_dtype == "bfloat16"
+    assert len(np.unique(places)) > 990  # about half of the rows each, and no gap
+    assert places.max() + 1 == len(np.unique(places))
+
+
+def sinusoidal(x):
+    """Encodes positions, as a NeRF does."""
+    return tf.concat([tf.sin(x * np.pi * 2.0**n) for n in range(8)], -1)
+
+
+def widened_by_hand(x):
+    """Encodes steps of time in float32, as a diffusion model does."""
+    angles = tf.cast(x, tf.float32) * tf.exp(-tf.range(4.0))
+    return tf.concat([tf.sin(angles), tf.cos(angles)], -1)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("encode", [sinusoidal, widened_by_hand])
+def test_what_encodes_positions_takes_them_unrounded(encode, policy):
+    x = np.random.default_rng(0).uniform(0, 999, (64, 1)).astype("float32")
+    with tfamp.scope(policy):
+        model = Subclassed([Own(encode)])
+        found = keras.ops.convert_to_numpy(model(x))
+    np.testing.assert_allclose(found, encode(x), atol=0.005)

@@ -292,3 +292,36 @@ def test_an_error_of_a_layer_in_a_model_that_fit_builds_is_what_one_sees():
         model.compile("sgd", "mse")
         with pytest.raises(TypeError, match="type float64 that does not match"):
             model.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0)
+
+
+class WithAProbe(keras.Model):
+    """Trains a layer that its `call` never comes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.probe = keras.layers.Dense(4), keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.body(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            error = tf.reduce_mean((self.probe(self.body(x)) - y) ** 2)
+        weights = [*self.body.trainable_variables, *self.probe.trainable_variables]
+        gradients = tape.gradient(error, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"error": error}
+
+
+@pytest.mark.parametrize("how", [{}, {"run_eagerly": True}, {"jit_compile": True}])
+def test_a_step_may_train_layers_that_the_models_call_never_comes_to(how):
+    x = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")
+    found = []
+    for policy in ("float32", "mixed_float16"):
+        keras.utils.set_random_seed(0)
+        with tfamp.scope(policy):
+            model = WithAProbe()
+            model.compile(keras.optimizers.Adam(0.01), **how)
+            found.append(model.fit(x, x[:, :3], verbose=0).history["error"][-1])
+    assert found[1] == pytest.approx(found[0], rel=0.01)

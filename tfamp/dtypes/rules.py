@@ -12,7 +12,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks.float32_operations import OPERATIONS
-from tfamp.keras_hooks.trials import EXACT, OWN_LOSS, STATE, prepares
+from tfamp.keras_hooks.trials import (
+    ANGLES,
+    CONSTANT,
+    EXACT,
+    OWN_LOSS,
+    PYTHON,
+    STATE,
+    prepares,
+)
 from tfamp.records.formats import HALF
 
 KeepFloat32 = str | Sequence[Any]
@@ -108,6 +116,8 @@ _REASONS = {
     "bilinear UpSampling2D": "XLA has no gradient for resizing in half precision "
     "(keras#20931)",
     "3-D pooling without a GPU": "TensorFlow has no float16 kernel for it on a CPU",
+    "dilated transposed convolution without a GPU": "TensorFlow has no float16 kernel "
+    "for it on a CPU",
 }
 _CLASSES = {
     "cosine Dot": "Dot",
@@ -118,6 +128,8 @@ _CLASSES = {
     "unscaled Attention": "Attention",
     "bilinear UpSampling2D": "UpSampling2D",
     "3-D pooling without a GPU": "AveragePooling3D MaxPooling3D",
+    "dilated transposed convolution without a GPU": "Conv1DTranspose Conv2DTranspose "
+    "Conv3DTranspose",
 }
 _PREDICATES: dict[str, Callable[[Any], Any]] = {
     "preprocessing": prepares,
@@ -126,10 +138,14 @@ _PREDICATES: dict[str, Callable[[Any], Any]] = {
     "unscaled Attention": _is_unscaled,
     "bilinear UpSampling2D": lambda layer: layer.interpolation != "nearest",
     "3-D pooling without a GPU": lambda _: not tf.config.list_physical_devices("GPU"),
+    "dilated transposed convolution without a GPU": lambda layer: (
+        np.max(layer.dilation_rate) > 1 and not tf.config.list_physical_devices("GPU")
+    ),
 }
 _DTYPES = {
     "unscaled Attention": ("float16",),
     "3-D pooling without a GPU": ("float16",),
+    "dilated transposed convolution without a GPU": ("float16",),
 }
 # Without the rules for layers that this version of Keras lacks.
 DEFAULT_RULES: tuple[Rule, ...] = tuple(
@@ -153,6 +169,12 @@ FOUND_RULES = {
         STATE: "its `call` assigns to a weight what it computes, where half precision "
         "would round the small steps of an average or a count away",
         OWN_LOSS: "its `call` adds a loss, which would be summed in half precision",
+        CONSTANT: "its `call` holds a number that half precision makes 0, 1 or "
+        "infinity of, as float16 does of 1e-9 and -1e9, and bfloat16 of 0.999",
+        PYTHON: "its `call` hands numbers to a Python function, which says what dtype "
+        "it returns, and is written for float32",
+        ANGLES: "its `call` takes sines, and half precision rounds an angle of 100 by "
+        "up to 0.03 in float16 and 0.25 in bfloat16",
     }.items()
 }
 HEADS = "default: heads"
@@ -169,7 +191,7 @@ DEFAULT_OPERATIONS: tuple[tuple[str, str], ...] = (
         "normalization and embedding layers that come first get their input before it "
         "is rounded, and so does what makes whole numbers of inputs, such as ids",
     ),
-    *((name, FOUND_RULES[name].reason) for name in (STATE, OWN_LOSS)),
+    *((name, FOUND_RULES[name].reason) for name in FOUND_RULES if name != EXACT),
 )
 # Layers that take inputs as they were before they were rounded; the second kind only
 # moves or compares them, and hands on what it was given.

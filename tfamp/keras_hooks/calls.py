@@ -167,13 +167,12 @@ def _inner_call(
         is_wide = graph is not None and all(dtype == "float32" for dtype in dtypes)
         if dtypes and dtypes[0] in HALF and len({*dtypes}) == 1:
             args, kwargs = known_integers((args, kwargs), dtypes[0])
-        is_data = (
-            isinstance(self, trials.PREPARING) or policy.rule == trials.PREPARATION
-        )
+        is_preparing = isinstance(self, trials.PREPARING)
+        is_preparing |= policy.rule == trials.PREPARATION
         if policy.exact_inputs or is_wide:
-            exact = functools.partial(source_of, through_cast=is_data)
+            exact = functools.partial(source_of, through_cast=is_preparing)
             args, kwargs = structure.map_structure(exact, (args, kwargs))
-        is_data = is_data and not trials.is_symbolic(args, kwargs)
+        is_data = is_preparing and not trials.is_symbolic(args, kwargs)
         if not CALLS.stack and policy.settings.is_half:
             CALLS.has_given_half = True
             if policy.settings.compute_dtype == "float16":

@@ -10,6 +10,7 @@ their inputs.
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from tfamp.keras_hooks.structure import Layer, map_structure
 from tfamp.records.formats import HALF
 
 _KEPT = "_tfamp_kept_in_float32"
+_NOT_OF_USERS = ("builtins", "numpy", "tensorflow", "keras")
 # Of a kept operation: what its outputs are cast to, what decided, and why.
 Kept = tuple[str, str, str]
 
@@ -107,7 +109,8 @@ def widened(x: Any) -> Any:
 def cast_outputs(outputs: Any, dtype: str) -> Any:
     """Casts every floating-point tensor of a nested structure to `dtype`.
 
-    The mask and the logits that Keras hangs on a tensor stay with it.
+    The mask and the logits that Keras hangs on a tensor stay with it. Of an object of
+    the user's that holds tensors, such as a distribution, float32 gets a copy.
     """
 
     def cast(x: Any) -> Any:
@@ -117,6 +120,8 @@ def cast_outputs(outputs: Any, dtype: str) -> Any:
             kind = {"sparse": x.sparse, "ragged": x.ragged}
             return keras.KerasTensor(x.shape, dtype=dtype, **kind)
         is_variable = isinstance(x, keras.Variable)  # its dtype is a text
+        if not (is_variable or tf.is_tensor(x)) and dtype == "float32":
+            return _with_wide_parts(x)
         if is_variable or not tf.is_tensor(x) or not x.dtype.is_floating:
             return x
         y = x if x.dtype == dtype else backend.cast(x, dtype)
@@ -130,6 +135,19 @@ def cast_outputs(outputs: Any, dtype: str) -> Any:
         return y
 
     return map_structure(cast, outputs)
+
+
+def _with_wide_parts(x: Any) -> Any:
+    """Returns an object with its half-precision tensors, if any, in float32."""
+    if type(x).__module__.partition(".")[0] in _NOT_OF_USERS:
+        return x
+    parts = getattr(x, "__dict__", {})
+    wide = {name: widened(part) for name, part in parts.items()}
+    if all(wide[name] is part for name, part in parts.items()):
+        return x
+    y = copy.copy(x)
+    vars(y).update(wide)
+    return y
 
 
 def operations_in(model: Layer) -> Iterator[tuple[str, Any]]:

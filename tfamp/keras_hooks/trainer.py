@@ -134,7 +134,7 @@ def build_from(model: keras.Model, data: Any) -> None:
     user's own decides, so there it makes them.
     """
     is_own = type(model).train_step is not TensorFlowTrainer.train_step
-    left = {"_compile_metrics": None, "_compile_loss": None} if is_own else {}
+    left = ("_compile_metrics", "_compile_loss", "optimizer") if is_own else ()
     with tf.init_scope():
         if isinstance(model, keras.Sequential) and not model.built:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -143,7 +143,7 @@ def build_from(model: keras.Model, data: Any) -> None:
         with contextlib.ExitStack() as stack:
             if model.built:  # else what is made now has to have a number
                 stack.enter_context(backend.numbers_of_tensors_kept())
-            stack.enter_context(replaced(model, **left))
+            stack.enter_context(replaced(model, **dict.fromkeys(left)))
             model._symbolic_build(data_batch=data)
 
 

@@ -10,8 +10,9 @@ Relies on: Keras calling the backend's `compute_output_spec` with a layer's `cal
 call context keeping `training` for layers that are called inside; `Layer.built` being
 set ahead of the layer's own trace, and not before the trace that builds it;
 uninitialized variables having no `_value`; layers assigning by `Variable.assign`, whose
-`dtype` is that of the autocast scope, and adding losses by `Layer.add_loss`; the
-registry of kernels in TensorFlow, and `_functions` of its graphs, by name.
+`dtype` is that of the autocast scope, and adding losses by `Layer.add_loss`; constants
+of graphs being made by `_create_graph_constant`; the registry of kernels in TensorFlow,
+and `_functions` of its graphs, by name.
 """
 
 import contextlib
@@ -24,13 +25,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src import utils
 from keras.src.backend.common import global_state
 from tensorflow.python.framework import kernels
+from tensorflow.python.framework import ops as framework
 
-from tfamp.keras_hooks import backend, structure
+from tfamp.keras_hooks import backend, numbers, structure
 from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.exact_values import cast_outputs
 from tfamp.keras_hooks.layers import (
@@ -45,11 +48,15 @@ from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
 from tfamp.keras_hooks.structure import Layer
 
 # The rules that are found so: of layers that make whole numbers, that assign weights
-# what they make, and that add losses.
-EXACT, STATE, OWN_LOSS = FOUND = (
+# what they make, that add losses, that write numbers which half precision has not, that
+# call Python, and that take sines.
+EXACT, STATE, OWN_LOSS, CONSTANT, PYTHON, ANGLES = FOUND = (
     "default: exact inputs",
     "default: running state",
     "default: own loss",
+    "default: constants",
+    "default: Python functions",
+    "default: sines",
 )
 # What prepares data; the name of the base class of most has changed.
 PREPARING: tuple[type, ...] = (
@@ -123,6 +130,7 @@ def patches(after_error: Callable[..., Any]) -> list[Patch]:
         Patch(keras_backend, "compute_output_spec", wrap),
         Patch(backend.KerasVariable, "assign", _wrap_assign),
         Patch(Layer, "add_loss", _wrap_add_loss),
+        Patch(framework, "_create_graph_constant", _wrap_constant),
     ]
 
 
@@ -141,6 +149,21 @@ def _wrap_add_loss(original: Function, self: Layer, *args: Any, **kwargs: Any) -
     if CALLS.trial is not None and CALLS.trial.layer is self:
         CALLS.trial.found = OWN_LOSS
     return original(self, *args, **kwargs)
+
+
+@wrapper
+def _wrap_constant(
+    original: Function, value: Any, dtype: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Notes that the layer being tried writes a number that is another in half."""
+    trial = CALLS.trial
+    if trial is None or dtype not in HALF:
+        return original(value, dtype, *args, **kwargs)
+    with np.errstate(over="ignore"):  # NumPy would warn of what is thrown away
+        made = original(value, dtype, *args, **kwargs)
+    if numbers.is_lost(value, dtype):
+        trial.lost.append((made, float(np.min(value))))
+    return made
 
 
 def is_symbolic(args: Any, kwargs: Any) -> bool:
@@ -317,6 +340,8 @@ class _Trial:
         self.outputs: Any = None
         self.is_differentiated = False  # whether what fails is its gradient
         self.found = ""  # the rule by which it has to be in float32
+        # Numbers of its code that half precision has not, with the least of each.
+        self.lost: list[tuple[tf.Tensor, float]] = []
         self.inside: list[_Trial] = []
         self._start = self.end = self.count()
 
@@ -350,6 +375,13 @@ class _Trial:
         is_known = _ways(self.layer, self._given) <= self._policy.tried
         if not is_kept:
             _check_kernels(own)
+            self.lost += filter(None, map(numbers.lost_by_cast, own))
+            if any(numbers.is_used(*each) for each in self.lost):
+                self.found = CONSTANT
+            if any(map(numbers.calls_python, own)):
+                self.found = PYTHON
+            if numbers.takes_angles(own, {id(x) for x in self.floats(self._given)}):
+                self.found = ANGLES
         if has_weights and (is_kept or not is_known):
             self.is_differentiated = True
             _check_kernels(self._differentiate(whole))
@@ -393,6 +425,9 @@ class _Trial:
         ids, is_own = set(direct), {id(each) for each in own}
         only_moves = bool(direct) and not (self.inside or self.layer.weights)
         settings = self._policy.settings
+        if any(map(numbers.makes_whole, own)):
+            settings.keep_found(self.layer, EXACT)
+            return
         for each in whole:
             takes = [x for x in each.inputs if id(x) in ids]
             if not takes:
@@ -450,6 +485,11 @@ def _with_inner(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
 
 def _check_kernels(operations: Iterable[tf.Operation]) -> None:
     for each in _with_inner(operations):
+        if _is_dilated(each) and not tf.config.list_physical_devices("GPU"):
+            raise MissingKernelError(
+                "TensorFlow has no kernel for a CPU that computes a dilated "
+                f"{each.type} in float16"
+            )
         for name in (a.name for a in each.op_def.attr if a.type == "type"):
             dtype = each.get_attr(name)
             if dtype in HALF and not _has_kernel(each.type, name, dtype):
@@ -457,6 +497,15 @@ def _check_kernels(operations: Iterable[tf.Operation]) -> None:
                     f"TensorFlow has no kernel that computes {each.type} in "
                     f"{dtype.name}"
                 )
+
+
+def _is_dilated(operation: tf.Operation) -> bool:
+    """Returns whether an operation is the gradient of a dilated convolution."""
+    return (
+        operation.type in ("Conv2DBackpropInput", "Conv2DBackpropFilter")
+        and operation.get_attr("T") == tf.float16
+        and max(operation.get_attr("dilations")) > 1
+    )
 
 
 @functools.cache

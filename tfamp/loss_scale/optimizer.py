@@ -262,7 +262,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.accumulators = totals
             shape = (len(variables),)
             self.has_gradient = self.add_variable(shape, "zeros", "bool", name="given")
-        self._trainable_variables = variables
+        # Not by an attribute, which Keras would take for variables of its own.
+        object.__setattr__(self, "_trainable_variables", variables)
         self.built = True
         self._own(variables)
         self.saved_beside.assign_loaded()
